@@ -31,10 +31,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from phalanx.train.checkpoint import Piece, Saver, load_tensors, read_manifest
+from phalanx.train.checkpoint import CheckpointSaver, TensorShard, load_tensors, read_manifest
 
-WIDTH = 2048
-ROWS = 256
+LAYER_WIDTH = 2048
+BATCH_ROWS = 256
 State = dict[str, torch.Tensor]
 
 
@@ -42,13 +42,13 @@ class Training:
     """An MLP whose parameters and AdamW state are about `nbytes`."""
 
     def __init__(self, nbytes: float):
-        layers = max(1, round(nbytes / (12 * WIDTH * WIDTH)))
+        layers = max(1, round(nbytes / (12 * LAYER_WIDTH * LAYER_WIDTH)))
         torch.manual_seed(0)
         self.model = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()) for _ in range(layers))
+            *(nn.Sequential(nn.Linear(LAYER_WIDTH, LAYER_WIDTH, bias=False), nn.ReLU()) for _ in range(layers))
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.x = torch.randn(ROWS, WIDTH)
+        self.x = torch.randn(BATCH_ROWS, LAYER_WIDTH)
         self.step(lambda: None)
 
     def step(self, before_optimizer: Callable[[], object]) -> float:
@@ -67,7 +67,7 @@ class Training:
         return tensors
 
 
-class Blocking:
+class BlockingSave:
     """A method that stops training until the checkpoint is on disk."""
 
     def __init__(self, save: Callable[[Path, State], object]):
@@ -114,20 +114,20 @@ class DcpAsync:
         return self._future.done()
 
 
-class Phalanx:
+class PhalanxSaver:
     """Ours: copied during the next forward and backward, written and committed in the background."""
 
     def __init__(self) -> None:
-        self._savers: dict[Path, Saver] = {}
+        self._savers: dict[Path, CheckpointSaver] = {}
         self._step = 0
 
     def start(self, folder: Path, state: State) -> None:
-        self._saver = self._savers.setdefault(folder.parent, Saver(folder.parent, 0, 1))
+        self._saver = self._savers.setdefault(folder.parent, CheckpointSaver(folder.parent, 0, 1))
         self._step += 1
-        self._saver.start(self._step, [Piece.whole(*item) for item in state.items()], {"samples": 0})
+        self._saver.start(self._step, [TensorShard.full_tensor(*item) for item in state.items()], {"samples": 0})
 
     def before_optimizer(self) -> None:
-        self._saver.wait_copied()
+        self._saver.wait_snapshot_copied()
 
     def done(self) -> bool:
         state = self._saver.poll()
@@ -138,19 +138,19 @@ class Phalanx:
 
     def blocking(self, folder: Path, state: State) -> None:
         self.start(folder, state)
-        self._saver.wait()
+        self._saver.poll_when_idle()
         committed = self._saver.commit()
         assert committed.path is not None, committed.reason
 
 
-def timed(work: Callable[[], object]) -> float:
+def measure_time(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 @contextmanager
-def fresh(root: Path) -> Iterator[Path]:
+def create_empty_dir(root: Path) -> Iterator[Path]:
     """A place to save to; what was written is gone afterwards, and the disk at rest."""
     yield root / "checkpoint"
     for path in root.iterdir():
@@ -163,32 +163,32 @@ def blocking_saves(state: State, root: Path, repeats: int) -> dict[str, float]:
     methods: dict[str, Callable[[Path, State], object]] = {
         "torch.save + fsync": torch_save,
         "DCP save": dcp_save,
-        "Phalanx, blocking": Phalanx().blocking,
+        "Phalanx, blocking": PhalanxSaver().blocking,
     }
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for repeat in range(repeats + 1):
         for name, save in methods.items():
-            with fresh(root) as folder:
-                took = timed(partial(save, folder, state))
+            with create_empty_dir(root) as folder:
+                took = measure_time(partial(save, folder, state))
             if repeat:  # the first round warms up
                 seconds[name].append(took)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def saves_beside_training(training: Training, root: Path, repeats: int) -> dict[str, list[float]]:
+def measure_saves_during_training(training: Training, root: Path, repeats: int) -> dict[str, list[float]]:
     """For each method the medians of: seconds that training stood still; seconds until the checkpoint stood; step time
     meanwhile over step time alone; seconds that training lost in all."""
     methods: dict[str, Any] = {
-        "torch.save + fsync": Blocking(torch_save),
-        "DCP save": Blocking(dcp_save),
+        "torch.save + fsync": BlockingSave(torch_save),
+        "DCP save": BlockingSave(dcp_save),
         "DCP async_save": DcpAsync(),
-        "Phalanx": Phalanx(),
+        "Phalanx": PhalanxSaver(),
     }
     rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in methods}
     for repeat in range(repeats + 1):
         for name, method in methods.items():
             alone = statistics.median(training.step(lambda: None) for _ in range(5))
-            with fresh(root) as folder:
+            with create_empty_dir(root) as folder:
                 row = save_once(method, training, folder, alone)
             if repeat:
                 rows[name].append(row)
@@ -200,10 +200,10 @@ def save_once(method: Any, training: Training, folder: Path, alone: float) -> tu
     waits: list[float] = []
 
     def wait() -> None:
-        waits.append(timed(method.before_optimizer))
+        waits.append(measure_time(method.before_optimizer))
 
     began = time.perf_counter()
-    waits.append(timed(partial(method.start, folder, training.state())))
+    waits.append(measure_time(partial(method.start, folder, training.state())))
     steps = 0
     while steps == 0 or not method.done():
         training.step(wait)
@@ -237,11 +237,11 @@ def drop_cache(folder: Path) -> None:
             os.close(fd)
 
 
-def loads(state: State, root: Path, repeats: int, threads: int) -> dict[str, dict[str, float]]:
+def measure_loads(state: State, root: Path, repeats: int, threads: int) -> dict[str, dict[str, float]]:
     """Median seconds to read the state into tensors that exist already, from the page cache and from the disk."""
     torch_save(root / "torch", state)
     dcp_save(root / "dcp", state)
-    Phalanx().blocking(root / "checkpoint", state)
+    PhalanxSaver().blocking(root / "checkpoint", state)
     (ours,) = root.glob("step-*")
     data = ours / "rank-00000.safetensors"
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -266,9 +266,9 @@ def loads(state: State, root: Path, repeats: int, threads: int) -> dict[str, dic
     for repeat in range(repeats + 1):
         for name, (read, folder) in methods.items():
             drop_cache(folder)
-            cold = timed(read)
+            cold = measure_time(read)
             read()
-            warm = timed(read)
+            warm = measure_time(read)
             if repeat:
                 seconds[name]["cold"].append(cold)
                 seconds[name]["warm"].append(warm)
@@ -290,11 +290,11 @@ def measure(gigabytes: float, root: Path, repeats: int, threads: int) -> list[st
     lines += ["", "| save during training | stall, s | of our blocking save | on disk after, s "]
     lines[-1] += "| step meanwhile / alone | training lost, s |"
     lines += ["|---|---|---|---|---|---|"]
-    for name, (stall, total, slower, lost) in saves_beside_training(training, root, repeats).items():
+    for name, (stall, total, slower, lost) in measure_saves_during_training(training, root, repeats).items():
         lines.append(f"| {name} | {stall:.4f} | {stall / own:.1%} | {total:.2f} | {slower:.2f} | {lost:.3f} |")
     lines += ["", "| load into existing tensors | page cache, GB/s | of plain read | from disk, GB/s | of plain read |"]
     lines += ["|---|---|---|---|---|"]
-    read = loads(state, root, repeats, threads)
+    read = measure_loads(state, root, repeats, threads)
     best = {cache: min(s[cache] for name, s in read.items() if name.startswith("plain")) for cache in ("warm", "cold")}
     for name, s in read.items():
         columns = (f"{nbytes / 1e9 / s[cache]:.2f} | {best[cache] / s[cache]:.0%}" for cache in ("warm", "cold"))
@@ -302,7 +302,7 @@ def measure(gigabytes: float, root: Path, repeats: int, threads: int) -> list[st
     return [*lines, ""]
 
 
-def machine() -> str:
+def describe_machine() -> str:
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     name = models[0].split(":")[1].strip() if models else platform.machine()
     return f"{name}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}"
@@ -327,7 +327,7 @@ def main() -> None:
         "",
         f"`python benchmarks/checkpoint.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
         "",
-        f"{time.strftime('%Y-%m-%d')}; {machine()}. Medians of {repeats} interleaved repeats. *Stall*: time for "
+        f"{time.strftime('%Y-%m-%d')}; {describe_machine()}. Medians of {repeats} interleaved repeats. *Stall*: time for "
         "which the training thread waits for the save. *Training lost*: time of all steps until the checkpoint was "
         "complete, less that of as many undisturbed steps. *Page cache*: read just before; *from disk*: after "
         "POSIX_FADV_DONTNEED (a virtual machine's host may still hold the bytes). Plain read is the faster of the two.",

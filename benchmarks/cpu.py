@@ -29,36 +29,36 @@ from typing import Any
 
 import torch
 from engine_overhead import (
-    PEERS,
+    MODEL_SIZES,
+    PEER_PACKAGES,
     PLAIN,
-    SIZES,
     TRAINER,
-    Job,
+    LoopTask,
     accelerate,
     can_run,
+    describe_environment,
     fabric,
     make_dataset,
     make_trainer,
     plain,
-    quiet,
     recipe_of,
-    surroundings,
+    silence_output,
 )
 
 from phalanx.data import open_data
-from phalanx.jobs.bouts import World, WorldFailed
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.bouts import PausableWorkers, WorkersFailedError
+from phalanx.jobs.nursery_process import ForkServerClient
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import StepDone, StepPhases
 from phalanx.run.messages import Command
 
-PHALANX = "Phalanx"
-LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
+PHALANX_NAME = "Phalanx"
+PEER_LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
 
 
 @dataclass(frozen=True)
-class Contender:
+class CpuCompetitor:
     """Who trains, and how."""
 
     name: str
@@ -79,27 +79,29 @@ class Contender:
         return f"{processes} x {self.threads} {'thread' if self.threads == 1 else 'threads'}"
 
     def recipe(self, size: str, dataset: Path, cores: int) -> Recipe:
-        recipe = recipe_of(SIZES[size], self.precision, self.processes, dataset, cores)
+        recipe = recipe_of(MODEL_SIZES[size], self.precision, self.processes, dataset, cores)
         return recipe.model_copy(update={"compile": self.compile, "num_threads": self.threads})
 
 
-def ladder(cores: int) -> list[Contender]:
+def ladder(cores: int) -> list[CpuCompetitor]:
     """Each rung adds one thing to that before it; the last is beside the one before, with the cores divided among
     processes, and the one after it shows what more than one thread gives at all."""
     return [
-        Contender(PHALANX, "fp32", compile=False, fused=False, threads=cores),
-        Contender(PHALANX, "bf16", compile=False, fused=False, threads=cores),
-        Contender(PHALANX, "bf16", compile=True, fused=False, threads=cores),
-        Contender(PHALANX, "bf16", compile=True, fused=True, threads=cores),
-        Contender(PHALANX, "bf16", compile=True, fused=True, processes=cores),
-        Contender(PHALANX, "bf16", compile=True, fused=True),
+        CpuCompetitor(PHALANX_NAME, "fp32", compile=False, fused=False, threads=cores),
+        CpuCompetitor(PHALANX_NAME, "bf16", compile=False, fused=False, threads=cores),
+        CpuCompetitor(PHALANX_NAME, "bf16", compile=True, fused=False, threads=cores),
+        CpuCompetitor(PHALANX_NAME, "bf16", compile=True, fused=True, threads=cores),
+        CpuCompetitor(PHALANX_NAME, "bf16", compile=True, fused=True, processes=cores),
+        CpuCompetitor(PHALANX_NAME, "bf16", compile=True, fused=True),
     ]
 
 
-def peers(cores: int) -> list[Contender]:
-    names = [PLAIN, *filter(can_run, PEERS)]
+def peers(cores: int) -> list[CpuCompetitor]:
+    names = [PLAIN, *filter(can_run, PEER_PACKAGES)]
     shapes = [(1, cores)] if cores == 1 else [(1, cores), (cores, 1)]
-    return [Contender(name, processes=processes, threads=threads) for name in names for processes, threads in shapes]
+    return [
+        CpuCompetitor(name, processes=processes, threads=threads) for name in names for processes, threads in shapes
+    ]
 
 
 # ---- in the workers
@@ -108,33 +110,33 @@ def peers(cores: int) -> list[Contender]:
 def train_phalanx(payload: dict[str, Any]) -> None:
     """`phalanx train`'s worker, but for the optimizer of the rungs below `fused`."""
     from phalanx.train.optimizers import choice
-    from phalanx.train.worker import work
+    from phalanx.train.worker import run_worker
 
-    quiet()
+    silence_output()
     if not payload["fused"]:
-        choice._adamw = lambda groups, spec: torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=False)
-    work({"run": payload["folder"], "folder": payload["folder"]})
+        choice._build_adamw = lambda groups, spec: torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=False)
+    run_worker({"run": payload["folder"], "folder": payload["folder"]})
 
 
 def train_peer(payload: dict[str, Any]) -> None:
     """A peer's loop, each step reported as our workers report theirs."""
     from phalanx.train.model import build_model
-    from phalanx.train.place import from_environment, join
-    from phalanx.train.reporter import reporter
+    from phalanx.train.place import dist_env_from_environment, init_process_group
+    from phalanx.train.reporter import make_reporter
 
-    quiet()
+    silence_output()
     folder = Path(payload["folder"])
     recipe = load_recipe(Run(folder).resolved).recipe
-    place = from_environment()
+    place = dist_env_from_environment()
     assert isinstance(recipe.num_threads, int)
     torch.set_num_threads(recipe.num_threads)
-    join(place)
-    if place.world == 1:  # peers would take a launcher's variables for a world
+    init_process_group(place)
+    if place.world_size == 1:  # peers would take a launcher's variables for a world
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-    job = Job(recipe, place.world, place.rank, place.device)
-    report = reporter(Run(folder), place.leads, os.environ["PHALANX_EVENTS_FD"])
-    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).facts
+    job = LoopTask(recipe, place.world_size, place.rank, place.device)
+    report = make_reporter(Run(folder), place.is_rank_zero, os.environ["PHALANX_EVENTS_FD"])
+    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
     model = build_model(recipe.model, facts, folder, recipe.seed, place.device)
     numbers = itertools.count(1)
     last = time.perf_counter()
@@ -142,8 +144,8 @@ def train_peer(payload: dict[str, Any]) -> None:
     def stepped() -> bool:
         nonlocal last
         now = time.perf_counter()
-        if place.leads:
-            report.event(
+        if place.is_rank_zero:
+            report.report_event(
                 StepDone(
                     step=next(numbers),
                     loss=None,
@@ -163,9 +165,9 @@ def train_peer(payload: dict[str, Any]) -> None:
         make_trainer(job, model, 10**9, stepped, folder, compiled=recipe.compile is True).train()
         return
     # Trainer is told to compile; the others are given a compiled model, as their documentation says.
-    if payload["name"] in PEERS:
-        importlib.import_module(PEERS[payload["name"]])  # Fabric wants to be there before
-    steps = LOOPS[payload["name"]](job, torch.compile(model) if recipe.compile else model)
+    if payload["name"] in PEER_PACKAGES:
+        importlib.import_module(PEER_PACKAGES[payload["name"]])  # Fabric wants to be there before
+    steps = PEER_LOOPS[payload["name"]](job, torch.compile(model) if recipe.compile else model)
     for _ in steps:
         stepped()
 
@@ -174,35 +176,35 @@ def train_peer(payload: dict[str, Any]) -> None:
 
 
 def compete(
-    contenders: list[Contender], size: str, options: argparse.Namespace, folder: Path, dataset: Path, cores: int
-) -> tuple[dict[Contender, list[list[float]]], dict[Contender, str]]:
+    contenders: list[CpuCompetitor], size: str, options: argparse.Namespace, folder: Path, dataset: Path, cores: int
+) -> tuple[dict[CpuCompetitor, list[list[float]]], dict[CpuCompetitor, str]]:
     """Seconds of steps of every contender by rounds, and why some have none."""
-    rounds: dict[Contender, list[list[float]]] = {}
-    failed: dict[Contender, str] = {}
-    worlds: dict[Contender, World] = {}
+    rounds: dict[CpuCompetitor, list[list[float]]] = {}
+    failed: dict[CpuCompetitor, str] = {}
+    worlds: dict[CpuCompetitor, PausableWorkers] = {}
     with contextlib.ExitStack() as stack:
         for number, contender in enumerate(contenders):
             run = Run(folder / f"{size}-{number}")
             run.create()
             run.resolved.write_text(dump_recipe(contender.recipe(size, dataset, cores)))
-            function = "train_phalanx" if contender.name == PHALANX else "train_peer"
+            function = "train_phalanx" if contender.name == PHALANX_NAME else "train_peer"
             payload = {"folder": str(run.path), "name": contender.name, "fused": contender.fused}
             command = Command(function=f"{Path(__file__).stem}:{function}", payload=payload)
-            nursery = stack.enter_context(NurseryProcess())
-            world = World(nursery, run, contender.processes, command)
+            nursery = stack.enter_context(ForkServerClient())
+            world = PausableWorkers(nursery, run, contender.processes, command)
             try:
                 world.start()
-            except WorldFailed as error:
+            except WorkersFailedError as error:
                 failed[contender] = str(error)
                 print(f"{contender.name}, {contender.label}: {error}", file=sys.stderr, flush=True)
                 continue
-            print(f"{contender.name}, {contender.label}: first step after {world.starts[0]:.1f} s", flush=True)
+            print(f"{contender.name}, {contender.label}: first step after {world.startup_seconds[0]:.1f} s", flush=True)
             worlds[contender], rounds[contender] = world, []
         names = list(worlds)
         for number in range(options.rounds):
             start = number % len(names)
             for contender in names[start:] + names[:start]:
-                rounds[contender].append([step.duration_s for step in worlds[contender].bout(options.bout)])
+                rounds[contender].append([step.duration_s for step in worlds[contender].run_for(options.bout)])
     return rounds, failed
 
 
@@ -220,8 +222,10 @@ def ratio(old: list[list[float]], new: list[list[float]]) -> str:
     return f"{median(old) / median(new):.2f} ({low:.2f} to {high:.2f})"
 
 
-def pages(size: str, rounds: dict[Contender, list[list[float]]], failed: dict[Contender, str], cores: int) -> list[str]:
-    fields = ", ".join(f"{key} {value}" for key, value in asdict(SIZES[size]).items())
+def pages(
+    size: str, rounds: dict[CpuCompetitor, list[list[float]]], failed: dict[CpuCompetitor, str], cores: int
+) -> list[str]:
+    fields = ", ".join(f"{key} {value}" for key, value in asdict(MODEL_SIZES[size]).items())
     rungs = [rung for rung in ladder(cores) if rung in rounds]
     lines = [
         f"## {size}: {fields}",
@@ -236,10 +240,10 @@ def pages(size: str, rounds: dict[Contender, list[list[float]]], failed: dict[Co
     best = {}
     for contender in sorted(rounds, key=lambda one: median(rounds[one])):
         best.setdefault(contender.name, contender)
-    ours = best[PHALANX]
+    ours = best[PHALANX_NAME]
     lines += ["", "| best of each | how | step, ms | Phalanx is faster by |", "|---|---|---:|---:|"]
     for name, contender in best.items():
-        faster = "" if name == PHALANX else ratio(rounds[contender], rounds[ours])
+        faster = "" if name == PHALANX_NAME else ratio(rounds[contender], rounds[ours])
         lines.append(f"| {name} | {contender.label} | {median(rounds[contender]) * 1e3:.2f} | {faster} |")
     for contender, why in failed.items():
         lines.append(f"| {contender.name} | {contender.label} | failed | {why.splitlines()[0][:160]} |")
@@ -250,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the tables to this file, too")
     parser.add_argument("--quick", action="store_true", help="the smallest model, two short rounds")
-    parser.add_argument("--sizes", nargs="+", default=["M", "L", "XL"], choices=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", default=["M", "L", "XL"], choices=list(MODEL_SIZES))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--bout", type=float, default=1.0, help="seconds of a bout, about")
     options = parser.parse_args()
@@ -266,7 +270,7 @@ def main() -> None:
         "",
         f"`{shlex.join(['python', 'benchmarks/cpu.py', *sys.argv[1:]])}`",
         "",
-        surroundings(),
+        describe_environment(),
         f"{options.rounds} rounds of interleaved turns of {options.bout} s or 3 steps. *x* is a ratio of median step "
         "times (quartiles of the rounds); above 1 is faster. Every contender has its own processes, stopped "
         "between its turns.",

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from phalanx.data import Data, Feed, open_data, prepare_source
+from phalanx.data import Prefetcher, RunData, open_data, prepare_source
 from phalanx.recipe import schema
 
 SEQUENCES = (256, 2048)
@@ -40,13 +40,13 @@ def as_tensors(batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor
     return torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["targets"])
 
 
-def phalanx_reader(data: Data) -> Batches:
+def phalanx_reader(data: RunData) -> Batches:
     for step in itertools.count():
-        yield as_tensors(data.train(step * BATCH, BATCH))
+        yield as_tensors(data.read_training(step * BATCH, BATCH))
 
 
-def phalanx_feed(data: Data) -> Batches:
-    with Feed(data, global_batch=BATCH, micro=BATCH, rank=0, world=1, consumed=0) as feed:
+def phalanx_feed(data: RunData) -> Batches:
+    with Prefetcher(data, global_batch=BATCH, micro_size=BATCH, rank=0, num_groups=1, samples_consumed=0) as feed:
         for step in feed:
             yield as_tensors(step[0])
 
@@ -147,20 +147,20 @@ def make_dataset(folder: Path, megabytes: int) -> Path:
     return prepare_source(source, schema.DataConfig(), folder, folder / "dataset")
 
 
-def open_at(dataset: Path, sequence: int) -> Data:
+def open_at(dataset: Path, sequence: int) -> RunData:
     data = schema.DataConfig(source=schema.DataSource(prepared=str(dataset)), seq_len=sequence)
     return open_data(data, schema.EvaluationConfig(), 0)
 
 
-def first_epoch(data: Data, sequence: int) -> float:
+def first_epoch(data: RunData, sequence: int) -> float:
     """Tokens/s of an epoch during which every block is compared with its checksum."""
     begun = time.perf_counter()
-    for start in range(0, data.train_samples - BATCH + 1, BATCH):
-        data.train(start, BATCH)
-    return data.train_samples * sequence / (time.perf_counter() - begun)
+    for start in range(0, data.num_train_samples - BATCH + 1, BATCH):
+        data.read_training(start, BATCH)
+    return data.num_train_samples * sequence / (time.perf_counter() - begun)
 
 
-def contestants(dataset: Path, folder: Path, sequence: int, data: Data) -> dict[str, Callable[[], Batches]]:
+def contestants(dataset: Path, folder: Path, sequence: int, data: RunData) -> dict[str, Callable[[], Batches]]:
     tokens = np.memmap(folder / "text.txt", np.uint8, mode="r")
     every: dict[str, Callable[[], Batches]] = {
         "phalanx, reader": lambda: phalanx_reader(data),

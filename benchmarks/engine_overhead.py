@@ -46,9 +46,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.data import open_data, prepare_source
-from phalanx.jobs.agent import Agent
-from phalanx.jobs.nursery_process import NurseryProcess
-from phalanx.observe.live import display_for, facts_of
+from phalanx.jobs.agent import LeaderAgent
+from phalanx.jobs.nursery_process import ForkServerClient
+from phalanx.observe.live import make_display, read_run_facts
 from phalanx.recipe import Recipe, dump_recipe, load_recipe, schema
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted
@@ -56,14 +56,14 @@ from phalanx.run.messages import Command, WorkerFinishing
 from phalanx.train.reporter import Reporter
 
 PLAIN, PHALANX, TRAINER = "plain loop", "Phalanx", "Trainer"
-PEERS = {"Fabric": "lightning", "Accelerate": "accelerate", TRAINER: "transformers"}
-WARM_UP = 10
-UNCOUNTED = 2
+PEER_PACKAGES = {"Fabric": "lightning", "Accelerate": "accelerate", TRAINER: "transformers"}
+NUM_WARMUP_STEPS = 10
+NUM_DISCARDED_STEPS = 2
 """First steps of a bout: they find the caches full of the one before."""
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """A model and its batch (of all processes together)."""
 
     layers: int
@@ -73,11 +73,11 @@ class Size:
     batch: int
 
 
-SIZES = {
-    "S": Size(layers=2, width=64, heads=2, sequence=64, batch=8),
-    "M": Size(layers=4, width=128, heads=4, sequence=64, batch=8),
-    "L": Size(layers=4, width=256, heads=4, sequence=128, batch=4),
-    "XL": Size(layers=6, width=256, heads=4, sequence=256, batch=4),
+MODEL_SIZES = {
+    "S": ModelSize(layers=2, width=64, heads=2, sequence=64, batch=8),
+    "M": ModelSize(layers=4, width=128, heads=4, sequence=64, batch=8),
+    "L": ModelSize(layers=4, width=256, heads=4, sequence=128, batch=4),
+    "XL": ModelSize(layers=6, width=256, heads=4, sequence=256, batch=4),
 }
 Steps = Iterator[object]
 
@@ -86,7 +86,7 @@ Steps = Iterator[object]
 
 
 @dataclass
-class Job:
+class LoopTask:
     """What all contenders share."""
 
     recipe: Recipe
@@ -153,7 +153,7 @@ class WithLoss(nn.Module):
         return self.loss(self.model(x), y)
 
 
-def plain(job: Job, model: nn.Module) -> Steps:
+def plain(job: LoopTask, model: nn.Module) -> Steps:
     optimizer = job.optimizer(model)
     wrapped = DistributedDataParallel(model) if job.world > 1 else model
     for batch in job.batches():
@@ -170,7 +170,7 @@ def plain(job: Job, model: nn.Module) -> Steps:
         yield loss.item()
 
 
-def fabric(job: Job, model: nn.Module) -> Steps:
+def fabric(job: LoopTask, model: nn.Module) -> Steps:
     from lightning.fabric import Fabric
 
     engine = Fabric(
@@ -191,7 +191,7 @@ def fabric(job: Job, model: nn.Module) -> Steps:
         yield loss.item()
 
 
-def accelerate(job: Job, model: nn.Module) -> Steps:
+def accelerate(job: LoopTask, model: nn.Module) -> Steps:
     from accelerate import Accelerator
 
     engine = Accelerator(
@@ -208,33 +208,33 @@ def accelerate(job: Job, model: nn.Module) -> Steps:
         yield loss.item()
 
 
-def phalanx(job: Job, folder: Path, report: Reporter) -> tuple[nn.Module, Steps]:
+def phalanx(job: LoopTask, folder: Path, report: Reporter) -> tuple[nn.Module, Steps]:
     """As in a worker. The model is its own; the seed gives it the weights with which everyone starts."""
-    from phalanx.train.gang import Gang
-    from phalanx.train.place import Place
-    from phalanx.train.state import Progress
+    from phalanx.train.gang import Trainer
+    from phalanx.train.place import DistEnv
+    from phalanx.train.state import TrainState
     from phalanx.train.stop import StopRequest
-    from phalanx.train.worker import assemble
+    from phalanx.train.worker import build_context
 
     recipe, run = job.recipe, Run(folder)
-    place = Place(job.rank, job.world, job.rank, 0, job.device)
+    place = DistEnv(job.rank, job.world, job.rank, 0, job.device)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
-    parts, objective = assemble(run, recipe, folder, place, data, report, StopRequest())
-    if place.leads:
-        report.event(
+    parts, objective = build_context(run, recipe, folder, place, data, report, StopRequest())
+    if place.is_rank_zero:
+        report.report_event(
             AttemptStarted(
                 world_size=job.world,
                 attempt=0,
                 start_step=0,
                 total_steps=recipe.steps,
                 device=str(job.device),
-                num_micro_batches=parts.stepper.micro_batches,
+                num_micro_batches=parts.train_step.micro_batches,
             )
         )
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
 
     def steps() -> Steps:  # the trainer's loop, with a pause after each step
-        for batch in gang.batches():
+        for batch in gang.micro_batches():
             ((_, loss, terms),) = objective(batch)
             gang.backward(loss, terms)
             if gang.step():
@@ -257,7 +257,7 @@ class Loader:
 
 
 def make_trainer(
-    job: Job, model: nn.Module, steps: int, stepped: Callable[[], bool], folder: Path, compiled: bool = False
+    job: LoopTask, model: nn.Module, steps: int, stepped: Callable[[], bool], folder: Path, compiled: bool = False
 ) -> Any:
     """The Trainer has a loop of its own; it calls `stepped` at the end of each step, and ends when that says False."""
     import transformers
@@ -309,49 +309,51 @@ class Unused(torch.utils.data.Dataset):
 # ---- taking turns
 
 
-class Turns:
+class TurnSchedule:
     """Whose turn it is: contenders step when they are asked, but for the Trainer, which tells when it has stepped."""
 
-    def __init__(self, names: list[str], bout: int, rounds: int):
+    def __init__(self, names: list[str], steps_per_turn: int, rounds: int):
         order = [names[i % len(names) :] + names[: i % len(names)] for i in range(rounds)]
-        self.schedule = [(name, WARM_UP) for name in names] + [(name, bout) for names in order for name in names]
-        self.bouts: dict[str, list[list[float]]] = {name: [] for name in names}
+        self.schedule = [(name, NUM_WARMUP_STEPS) for name in names] + [
+            (name, steps_per_turn) for names in order for name in names
+        ]
+        self.turn_seconds: dict[str, list[list[float]]] = {name: [] for name in names}
         self.steppers: dict[str, Steps] = {}
-        self._own: list[float] = []
-        self._left = 0
+        self._trainer_seconds: list[float] = []
+        self._steps_left = 0
         self._since = 0.0
-        self._playing = self._play()
+        self._playing = self._run_schedule()
 
     def steps_of(self, name: str) -> int:
         return sum(count for owner, count in self.schedule if owner == name)
 
-    def _play(self) -> Generator[int, list[float], None]:
+    def _run_schedule(self) -> Generator[int, list[float], None]:
         """Yields how many steps the Trainer has to take, and is sent how long they took."""
         for name, count in self.schedule:
             if name == TRAINER:
-                self.bouts[name].append((yield count))
+                self.turn_seconds[name].append((yield count))
                 continue
             steps, seconds = self.steppers[name], []
             for _ in range(count):
                 begun = time.perf_counter()
                 next(steps)
                 seconds.append(time.perf_counter() - begun)
-            self.bouts[name].append(seconds)
+            self.turn_seconds[name].append(seconds)
 
     def start(self, trainer: Callable[[], object] | None) -> None:
         """Play all turns; `trainer` runs the Trainer until `trainer_stepped` returns False."""
-        self._left = next(self._playing, 0)
+        self._steps_left = next(self._playing, 0)
         if trainer is not None:
             self._since = time.perf_counter()
             trainer()
 
     def trainer_stepped(self) -> bool:
         """Take note of one of its steps; at the end of its turn the others have theirs. False when all is done."""
-        self._own.append(time.perf_counter() - self._since)
-        if len(self._own) == self._left:
-            own, self._own = self._own, []
+        self._trainer_seconds.append(time.perf_counter() - self._since)
+        if len(self._trainer_seconds) == self._steps_left:
+            own, self._trainer_seconds = self._trainer_seconds, []
             try:
-                self._left = self._playing.send(own)
+                self._steps_left = self._playing.send(own)
             except StopIteration:
                 return False
         self._since = time.perf_counter()
@@ -361,30 +363,30 @@ class Turns:
 # ---- the worker, started by Phalanx's agent, in which all contenders live
 
 
-def contend(payload: dict[str, Any]) -> None:
+def run_competitors(payload: dict[str, Any]) -> None:
     """Let everyone train; the leading process writes the times."""
     from phalanx.train.model import build_model
-    from phalanx.train.place import from_environment, join
-    from phalanx.train.reporter import reporter
-    from phalanx.train.worker import prepare_torch
+    from phalanx.train.place import dist_env_from_environment, init_process_group
+    from phalanx.train.reporter import make_reporter
+    from phalanx.train.worker import configure_torch
 
-    quiet()
+    silence_output()
     folder = Path(payload["folder"])
     recipe = load_recipe(Run(folder).resolved).recipe
-    place = from_environment()
-    prepare_torch(recipe, place)
-    join(place)
-    if place.world == 1:  # peers would take a launcher's variables for a world
+    place = dist_env_from_environment()
+    configure_torch(recipe, place)
+    init_process_group(place)
+    if place.world_size == 1:  # peers would take a launcher's variables for a world
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-    job = Job(recipe, place.world, place.rank, place.device)
-    report = reporter(Run(folder), place.leads, os.environ["PHALANX_EVENTS_FD"])
-    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).facts
+    job = LoopTask(recipe, place.world_size, place.rank, place.device)
+    report = make_reporter(Run(folder), place.is_rank_zero, os.environ["PHALANX_EVENTS_FD"])
+    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
     model = build_model(recipe.model, facts, folder, recipe.seed, place.device)
-    bout = bout_of(job, copy.deepcopy(model), payload["seconds"], payload["bout"])
-    names = [PLAIN, PHALANX, *(name for name in PEERS if can_run(name))]
+    bout = choose_steps_per_turn(job, copy.deepcopy(model), payload["seconds"], payload["bout"])
+    names = [PLAIN, PHALANX, *(name for name in PEER_PACKAGES if can_run(name))]
     models = {name: copy.deepcopy(model) for name in names}
-    turns = Turns(names, bout, payload["rounds"])
+    turns = TurnSchedule(names, bout, payload["rounds"])
     trainer = None
     if TRAINER in names:  # where a callback at the end of each step gives the others their turns
         trainer = make_trainer(job, models[TRAINER], turns.steps_of(TRAINER), turns.trainer_stepped, folder)
@@ -396,39 +398,39 @@ def contend(payload: dict[str, Any]) -> None:
     threads = torch.get_num_threads()
     assert threads == recipe.num_threads, "a peer changed the number of threads"
     losses = {name: score(job, models[name]) for name in names}
-    if place.leads:
+    if place.is_rank_zero:
         parameters = sum(p.numel() for p in model.parameters())
-        result = {"bouts": turns.bouts, "losses": losses, "parameters": parameters, "threads": threads}
+        result = {"bouts": turns.turn_seconds, "losses": losses, "parameters": parameters, "threads": threads}
         (folder / "times.json").write_text(json.dumps(result))
-        report.result({"status": "done"})
-    report.say(WorkerFinishing(rank=place.rank, exit_code=0))
+        report.report_result({"status": "done"})
+    report.send_control(WorkerFinishing(rank=place.rank, exit_code=0))
 
 
-def quiet() -> None:
+def silence_output() -> None:
     """Keep peers' advice out of the way."""
     warnings.filterwarnings("ignore")
     for name in ("lightning", "transformers", "accelerate", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def bout_of(job: Job, model: nn.Module, seconds: float, most: int) -> int:
+def choose_steps_per_turn(job: LoopTask, model: nn.Module, seconds: float, max_steps: int) -> int:
     """Steps of a bout, so that the plain loop's takes about `seconds`; alike in all processes."""
     steps = plain(job, model)
     took = []
-    for _ in range(WARM_UP):
+    for _ in range(NUM_WARMUP_STEPS):
         begun = time.perf_counter()
         next(steps)
         took.append(time.perf_counter() - begun)
-    count = torch.tensor(min(most, max(UNCOUNTED + 3, round(seconds / statistics.median(took)))))
+    count = torch.tensor(min(max_steps, max(NUM_DISCARDED_STEPS + 3, round(seconds / statistics.median(took)))))
     if job.world > 1:
         dist.broadcast(count, 0)
     return int(count)
 
 
 @torch.no_grad()
-def score(job: Job, model: nn.Module) -> float:
+def score(job: LoopTask, model: nn.Module) -> float:
     """Loss on the same few windows for everyone: all should have learned about the same."""
-    alike = Job(job.recipe, job.world, 10**6, job.device)
+    alike = LoopTask(job.recipe, job.world, 10**6, job.device)
     model.eval()
     return statistics.fmean(loss_of(model(x), y).item() for x, y in itertools.islice(alike.batches(), 8))
 
@@ -445,7 +447,7 @@ def make_dataset(folder: Path, megabytes: int = 8) -> Path:
     return prepare_source(schema.DataSource(text="text.txt"), schema.DataConfig(), folder, folder / "dataset")
 
 
-def recipe_of(size: Size, precision: str, world: int, dataset: Path, cores: int) -> Recipe:
+def recipe_of(size: ModelSize, precision: str, world: int, dataset: Path, cores: int) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"args": {"layers": size.layers, "hidden_size": size.width, "num_heads": size.heads}},
@@ -465,15 +467,15 @@ def recipe_of(size: Size, precision: str, world: int, dataset: Path, cores: int)
     )
 
 
-def compete(recipe: Recipe, world: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run_comparison(recipe: Recipe, world: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One configuration in workers of its own, under Phalanx's agent."""
     run = Run(folder)
     run.create()
     run.resolved.write_text(dump_recipe(recipe))
     payload = {"folder": str(folder), "seconds": options.bout, "bout": options.steps, "rounds": options.rounds}
     command = Command(function=f"{Path(__file__).stem}:contend", payload=payload)
-    display = display_for(io.StringIO(), recipe.steps, facts_of(run))
-    with NurseryProcess() as nursery, Agent(run, nursery, display.show, attempts=1) as agent:
+    display = make_display(io.StringIO(), recipe.steps, read_run_facts(run))
+    with ForkServerClient() as nursery, LeaderAgent(run, nursery, display.show_event, max_restarts=1) as agent:
         outcome = agent.supervise(world, command, {}, 0)
     display.close()
     if outcome.code:
@@ -486,7 +488,7 @@ def compete(recipe: Recipe, world: int, options: argparse.Namespace, folder: Pat
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One contender in one configuration, times in seconds."""
 
     name: str
@@ -496,9 +498,9 @@ class Row:
     loss: float
 
 
-def rows_of(result: dict[str, Any]) -> list[Row]:
+def rows_of(result: dict[str, Any]) -> list[ResultRow]:
     """Every contender against the plain loop."""
-    bouts = {name: [bout[UNCOUNTED:] for bout in played[1:]] for name, played in result["bouts"].items()}
+    bouts = {name: [bout[NUM_DISCARDED_STEPS:] for bout in played[1:]] for name, played in result["bouts"].items()}
     medians = {name: statistics.median(itertools.chain(*played)) for name, played in bouts.items()}
     rows = []
     for name, played in bouts.items():
@@ -506,7 +508,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
         ratios = [statistics.fmean(own) / statistics.fmean(plain) for own, plain in pairs]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         ratio = medians[name] / medians[PLAIN]
-        rows.append(Row(name, medians[name], ratio, (low, middle, high), result["losses"][name]))
+        rows.append(ResultRow(name, medians[name], ratio, (low, middle, high), result["losses"][name]))
     return rows
 
 
@@ -528,7 +530,7 @@ def table(world: int, precision: str, results: dict[str, dict[str, Any]]) -> lis
 
 def can_run(name: str) -> bool:
     """Whether a peer is installed; the Trainer does not come with Accelerate, but needs it."""
-    return all(installed(package) for package in (PEERS[name], *(["accelerate"] if name == TRAINER else [])))
+    return all(installed(package) for package in (PEER_PACKAGES[name], *(["accelerate"] if name == TRAINER else [])))
 
 
 def installed(package: str) -> str | None:
@@ -538,10 +540,10 @@ def installed(package: str) -> str | None:
         return None
 
 
-def surroundings(machine: str | None = None) -> str:
+def describe_environment(machine: str | None = None) -> str:
     """Date, machine and versions, in a line."""
-    versions = ", ".join(f"{p} {installed(p)}" for p in ("torch", "numpy", *PEERS.values()) if installed(p))
-    missing = ", ".join(p for p in PEERS.values() if not installed(p))
+    versions = ", ".join(f"{p} {installed(p)}" for p in ("torch", "numpy", *PEER_PACKAGES.values()) if installed(p))
+    missing = ", ".join(p for p in PEER_PACKAGES.values() if not installed(p))
     told = f"{date.today()}; {machine or cpu_name()}; Python {platform.python_version()}, {versions}."
     return told + (f" Not installed, so not measured: {missing}." if missing else "")
 
@@ -554,14 +556,16 @@ def cpu_name() -> str:
 
 def head(options: argparse.Namespace) -> list[str]:
     command = shlex.join(["python", "benchmarks/engine_overhead.py", *sys.argv[1:]])
-    fields = {name: ", ".join(f"{key} {value}" for key, value in asdict(SIZES[name]).items()) for name in options.sizes}
+    fields = {
+        name: ", ".join(f"{key} {value}" for key, value in asdict(MODEL_SIZES[name]).items()) for name in options.sizes
+    }
     sizes = "; ".join(f"{name}: {field}" for name, field in fields.items())
     return [
         "# Trainer overhead: step time against a plain PyTorch loop",
         "",
         f"`{command}`",
         "",
-        surroundings(),
+        describe_environment(),
         f"{options.rounds} rounds of interleaved turns of up to {options.steps} steps or {options.bout} s. *Median "
         "step* compares the medians over all steps; *mean step, by round* is the mean step of a turn over the plain "
         "loop's in the same round (median and quartiles over the rounds), which includes rare costs. `fp32` and "
@@ -576,7 +580,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the two small models, three short rounds")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--sizes", nargs="+", default=["S", "M", "L"], choices=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", default=["S", "M", "L"], choices=list(MODEL_SIZES))
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=100, help="most steps of a bout")
     parser.add_argument("--bout", type=float, default=0.4, help="seconds of a bout, about")
@@ -584,7 +588,7 @@ def main() -> None:
     if options.quick:
         options.sizes, options.rounds, options.bout = ["S", "M"], 3, 0.5
     paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # where the workers find `contend`
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # where the workers find `run_competitors`
     cores = len(os.sched_getaffinity(0))
     lines = head(options)
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(KeyboardInterrupt):
@@ -592,8 +596,8 @@ def main() -> None:
         for world, precision in itertools.product(options.worlds, options.precisions):
             results = {}
             for size in options.sizes:
-                recipe = recipe_of(SIZES[size], precision, world, dataset, cores)
-                results[size] = compete(recipe, world, options, Path(name) / f"{world}-{precision}-{size}")
+                recipe = recipe_of(MODEL_SIZES[size], precision, world, dataset, cores)
+                results[size] = run_comparison(recipe, world, options, Path(name) / f"{world}-{precision}-{size}")
                 print("\n".join(table(world, precision, {size: results[size]})), flush=True)
             lines += table(world, precision, results)
     if options.out:

@@ -18,18 +18,18 @@ from pathlib import Path
 import torch
 
 import phalanx
-from phalanx.cluster import this_machine
+from phalanx.cluster import discover_machine
 from phalanx.recipe import Recipe
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import StepDone
 
-CASES = [  # processes, micro-batches a process, width
+BENCHMARK_CASES = [  # processes, micro-batches a process, width
     (1, 8, 256),
     (2, 1, 256),
     (2, 4, 256),
     (2, 6, 128),
 ]
-PARTS = ("forward", "backward", "grad_sync", "optimizer")
+STEP_COMPONENTS = ("forward", "backward", "grad_sync", "optimizer")
 
 
 def recipe(text: Path, processes: int, own: int, width: int, exact: str, steps: int) -> Recipe:
@@ -56,7 +56,7 @@ def recipe(text: Path, processes: int, own: int, width: int, exact: str, steps: 
 def step_seconds(run: Path) -> tuple[float, dict[str, float]]:
     """Median seconds of a step, and of its parts, after ten steps of warm-up."""
     steps = [event for event in read_events(Run(run).events) if isinstance(event, StepDone)][10:]
-    parts = {part: statistics.median(getattr(step.breakdown_s, part) for step in steps) for part in PARTS}
+    parts = {part: statistics.median(getattr(step.breakdown_s, part) for step in steps) for part in STEP_COMPONENTS}
     return statistics.median(step.duration_s for step in steps), parts
 
 
@@ -66,13 +66,13 @@ def measure(rounds: int, steps: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "text.py")
         text.write_bytes(b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py"))))
-        for processes, own, width in CASES:
+        for processes, own, width in BENCHMARK_CASES:
             seconds: dict[str, list[float]] = {"fixed-world": [], "elastic": []}
             exchange: dict[str, list[float]] = {"fixed-world": [], "elastic": []}
             for number in range(rounds):
                 for exact in ("fixed-world", "elastic") if number % 2 == 0 else ("elastic", "fixed-world"):
                     run = Path(folder, f"{processes}-{own}-{width}-{exact}-{number}")
-                    phalanx.train(recipe(text, processes, own, width, exact, steps), run=run, nproc=processes)
+                    phalanx.train(recipe(text, processes, own, width, exact, steps), run=run, nproc_per_node=processes)
                     total, parts = step_seconds(run)
                     seconds[exact].append(total)
                     exchange[exact].append(parts["grad_sync"] + parts["backward"])
@@ -92,12 +92,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    machine = this_machine()
+    machine = discover_machine()
     page = [
         "# What `determinism: elastic` costs over `determinism: fixed-world`",
         "",
-        f"`python benchmarks/exact.py --rounds {arguments.rounds} --steps {arguments.steps}`, {machine.name}, "
-        f"{machine.cores} cores, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"`python benchmarks/exact.py --rounds {arguments.rounds} --steps {arguments.steps}`, {machine.device_name}, "
+        f"{machine.physical_cores} cores, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{datetime.date.today()}. Transformer of 4 layers, fp32, one thread a process, micro-batches of 2 x 128 "
         "tokens.",
         "Ratios are taken round by round (the two runs of a round follow each other); median (smallest to largest).",

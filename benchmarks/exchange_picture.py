@@ -14,7 +14,7 @@ from typing import Any
 
 from pictures import Curve, chart
 
-SHOWN = {
+SHOWN_STRATEGIES = {
     "diloco-late3": "diloco, rounds of 10 steps",
     "int8-1mib": "int8",
     "bf16-1mib": "bf16",
@@ -23,16 +23,16 @@ SHOWN = {
     "binomial-tree-1mib": "reduction tree",
 }
 """Contenders by name, and what they are called in the picture, which has as many colours."""
-UNITS = {"mbit": 1.0, "gbit": 1e3}
+BITS_PER_UNIT = {"mbit": 1.0, "gbit": 1e3}
 """Mbit/s."""
 
 
 def speed(link: str) -> float:
     """Mbit/s of a link as tc writes it. ValueError for any other."""
-    for unit, factor in UNITS.items():
+    for unit, factor in BITS_PER_UNIT.items():
         if link.endswith(unit):
             return float(link.removesuffix(unit)) * factor
-    raise ValueError(f"link {link!r}: expected a number and {' or '.join(UNITS)}, such as 1gbit")
+    raise ValueError(f"link {link!r}: expected a number and {' or '.join(BITS_PER_UNIT)}, such as 1gbit")
 
 
 def picture(cases: Sequence[Mapping[str, Any]]) -> str:
@@ -43,7 +43,7 @@ def picture(cases: Sequence[Mapping[str, Any]]) -> str:
     for case in sorted(cases, key=lambda case: speed(case["link"])):
         for row in case["rows"]:
             found.setdefault(row["name"], []).append((speed(case["link"]), row["efficiency"]))
-    curves = [Curve(told, found[name], dots=True) for name, told in SHOWN.items() if name in found]
+    curves = [Curve(told, found[name], dots=True) for name, told in SHOWN_STRATEGIES.items() if name in found]
     first = cases[0]
     title = f"{first['told']}; {first['nodes']} nodes"
     return chart(curves, title, "Mbit/s of each link", "speed against no exchange", legend="bottom right")

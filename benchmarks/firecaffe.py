@@ -23,9 +23,9 @@ from typing import Any
 
 from exchange_picture import speed
 from pictures import Curve, chart
-from planner_validation.cnn import server_step, step_of
-from planner_validation.cnn_rows import Run, read_run
-from planner_validation.exchanges import WAYS, Iteration, iteration, speedup
+from planner_validation.cnn import predict_server_step, predict_step
+from planner_validation.cnn_rows import ConvnetRun, parse_run
+from planner_validation.exchanges import COST_BY_ALGORITHM, DataParallelStep, overlap_step, speedup
 
 from phalanx.errors import UsageError
 
@@ -118,8 +118,10 @@ def formula(found: Measured, way: str, nodes: Sequence[int] = NODES) -> list[tup
     What is exchanged beside backward is hidden behind that, which is taken to be two thirds of computing."""
     compute = median(point.compute_seconds for point in found.points)
     hidden = 2 / 3 * compute if way == "all-reduce" else 0.0
-    steps = [(n, iteration(compute, WAYS[way](found.bytes, n, found.bandwidth, 0.0), hidden)) for n in nodes]
-    return [(n, n * compute / step.seconds) for n, step in steps]
+    steps = [
+        (n, overlap_step(compute, COST_BY_ALGORITHM[way](found.bytes, n, found.bandwidth, 0.0), hidden)) for n in nodes
+    ]
+    return [(n, n * compute / step.step_s) for n, step in steps]
 
 
 def links_picture(found: Measured) -> str:
@@ -147,22 +149,22 @@ def titan_curves(model: str) -> Mapping[str, list[tuple[float, float]]]:
     """(devices, speed-up in time to the same accuracy) on the paper's machine at batch 1,024, as replay.py says: with
     a reduction tree and with one parameter server."""
     single = titan_run(model, 1, SINGLE[model])
-    alone = step_of(single).seconds
+    alone = predict_step(single).step_s
 
-    def faster(step: Iteration) -> float:
+    def faster(step: DataParallelStep) -> float:
         return speedup(step, 1024, alone, single.batch) * EPOCHS[model]
 
     runs = {n: titan_run(model, n, 1024) for n in NODES[1:]}
     return {
-        "reduction tree": [(n, faster(step_of(run))) for n, run in runs.items()],
-        "parameter server": [(n, faster(server_step(run))) for n, run in runs.items()],
+        "reduction tree": [(n, faster(predict_step(run))) for n, run in runs.items()],
+        "parameter server": [(n, faster(predict_server_step(run))) for n, run in runs.items()],
     }
 
 
-def titan_run(model: str, devices: int, batch: int) -> Run:
+def titan_run(model: str, devices: int, batch: int) -> ConvnetRun:
     """A row of the paper as replay understands it."""
     row = {"source": "FireCaffe", "model": model, "gpu": "K20X", "n_gpus": str(devices), "interconnect": TITAN}
-    return read_run(row | {"comm_scheme": "reduction tree", "global_batch": str(batch), "dataset": "ImageNet-1k"})
+    return parse_run(row | {"comm_scheme": "reduction tree", "global_batch": str(batch), "dataset": "ImageNet-1k"})
 
 
 def titan_picture() -> str:

@@ -34,26 +34,26 @@ from typing import Any, cast
 
 import torch
 from engine_overhead import (
-    PEERS,
+    PEER_PACKAGES,
     PLAIN,
     TRAINER,
-    Job,
+    LoopTask,
     WithLoss,
     accelerate,
     can_run,
+    describe_environment,
     fabric,
     installed,
     make_dataset,
     make_trainer,
     phalanx,
     plain,
-    quiet,
-    surroundings,
+    silence_output,
 )
 from torch import nn
 
-from phalanx.cluster import Machine, measure_matmul, peak, this_machine
-from phalanx.compat import set_determinism
+from phalanx.cluster import Machine, discover_machine, find_data_sheet, measure_matmul
+from phalanx.compat import set_deterministic
 from phalanx.errors import PhalanxError
 from phalanx.recipe import Recipe, check_device
 from phalanx.run import Run
@@ -231,35 +231,35 @@ class EnergyCounter:
 
 def contend(task: dict[str, Any]) -> dict[str, Any]:
     """Train as one contender, and measure."""
-    from phalanx.train.place import from_environment, join
-    from phalanx.train.reporter import ToRun
-    from phalanx.train.worker import prepare_torch
+    from phalanx.train.place import dist_env_from_environment, init_process_group
+    from phalanx.train.reporter import RunReporter
+    from phalanx.train.worker import configure_torch
 
-    quiet()
+    silence_output()
     begun = time.perf_counter()
     case, name, folder = Case(**task["case"]), task["name"], Path(task["folder"])
     precision, dataset = "fp8" if name == FP8 else "bf16", Path(task["dataset"])
     recipe = recipe_of(case, precision, dataset, task["compile"], deterministic=name == DETERMINISTIC)
-    place = from_environment({})
-    job = Job(recipe, 1, 0, place.device)
+    place = dist_env_from_environment({})
+    job = LoopTask(recipe, 1, 0, place.device)
     meter = Meter(task["seconds"], waits=name == TRAINER)
     if name in (PHALANX, FP8, DETERMINISTIC):
         check_device(recipe, place.device.type, *(card() if place.device.type == "cuda" else ("a CPU", None)))
-        prepare_torch(recipe, place)
-        join(place)
-        _, steps = phalanx(job, folder, ToRun(Run(folder), leads=True))
+        configure_torch(recipe, place)
+        init_process_group(place)
+        _, steps = phalanx(job, folder, RunReporter(Run(folder), is_rank_zero=True))
     else:
         torch.set_float32_matmul_precision("high")
         assert isinstance(recipe.num_threads, int)
         torch.set_num_threads(recipe.num_threads)
-        join(place)  # for the same allocator, with segments that expand
+        init_process_group(place)  # for the same allocator, with segments that expand
         model = WithLoss(plain_model(recipe, place.device))
         job.has_loss = True
         if name == TRAINER:
             make_trainer(job, model, 10**6, meter.stepped, folder, compiled=task["compile"]).train()
             return result_of(meter, case)
-        if name in PEERS:
-            importlib.import_module(PEERS[name])  # Fabric wants to be there before anything is compiled
+        if name in PEER_PACKAGES:
+            importlib.import_module(PEER_PACKAGES[name])  # Fabric wants to be there before anything is compiled
         steps = LOOPS[name](job, compiled(model, whole=task.get("whole", True)) if task["compile"] else model)
     first = 0.0
     for _ in steps:
@@ -360,7 +360,7 @@ def series(tasks: list[dict[str, Any]], result: Path, seconds: float) -> None:
     for task in tasks:
         if time.monotonic() - begun > seconds:
             break
-        set_determinism(False)
+        set_deterministic(False)
         torch._dynamo.reset()
         try:
             found.append(attempt(task))
@@ -402,7 +402,7 @@ def run_child(
 
 def compete(case: Case, options: argparse.Namespace, folder: Path, dataset: Path) -> dict[str, list[dict[str, Any]]]:
     """Every contender's results, one a round; one that was refused is not asked again."""
-    names = [PLAIN, PHALANX, FP8, *filter(can_run, PEERS)]
+    names = [PLAIN, PHALANX, FP8, *filter(can_run, PEER_PACKAGES)]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(options.rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -471,7 +471,7 @@ def head(options: argparse.Namespace, machine: Machine, sheet: float | None, cei
         "",
         f"`{shlex.join(['python', 'benchmarks/gpu.py', *sys.argv[1:]])}`",
         "",
-        surroundings(f"{machine.name}, {machine.device_memory_bytes / 1e9:.0f} GB"),
+        describe_environment(f"{machine.device_name}, {machine.device_memory_bytes / 1e9:.0f} GB"),
         f"Peak: {peaks}. Measured matmul ceiling in TFLOP/s: {rates}. {options.rounds} rounds of {options.seconds} s, "
         f"a process for each contender, medians over all steps.{energy}",
         "",
@@ -496,16 +496,16 @@ def main() -> None:
     if options.child:
         child(json.loads(options.child))
         return
-    machine = this_machine()
+    machine = discover_machine()
     if machine.device != "cuda" and not options.toy:
         raise SystemExit("no GPU here; --toy runs everything at toy size on the CPU")
     if options.toy:
         options.rounds, options.seconds = 1, 0.1
-    paper = peak(machine)
+    paper = find_data_sheet(machine)
     sheet = None if paper is None else paper.tflops.get("bf16")
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(KeyboardInterrupt):
         folder = Path(name)
-        matmul: dict[str, Any] = {"device": machine.device, "threads": machine.cores}
+        matmul: dict[str, Any] = {"device": machine.device, "threads": machine.physical_cores}
         if options.toy:
             matmul |= {"seconds": 0.05, "sizes": [256]}
         ceiling = run_child({"matmul": matmul}, folder, 600.0)

@@ -112,7 +112,7 @@ def host_copies() -> dict[str, float]:
 def pinning(nbytes: int) -> dict[str, float]:
     """Seconds until host memory for a checkpoint is page-locked, by torch and by Phalanx, the longest that a launch
     waited meanwhile (ms), and the rate of copies into it."""
-    from phalanx.train.checkpoint.buffer import Buffer
+    from phalanx.train.checkpoint.buffer import PinnedBuffer
 
     begun = time.perf_counter()
     torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -120,7 +120,7 @@ def pinning(nbytes: int) -> dict[str, float]:
     small, longest = torch.zeros(1, device="cuda"), 0.0
     torch.cuda.synchronize()
     begun = time.perf_counter()
-    buffer = Buffer(nbytes, torch.device("cuda", 0))
+    buffer = PinnedBuffer(nbytes, torch.device("cuda", 0))
     waiter = threading.Thread(target=buffer.wait)
     waiter.start()
     while waiter.is_alive():
@@ -132,7 +132,7 @@ def pinning(nbytes: int) -> dict[str, float]:
     target = torch.from_numpy(buffer.bytes[: min(nbytes, 1 << 26)])
     source = torch.ones(len(target), dtype=torch.uint8, device="cuda")
     took = milliseconds(lambda: target.copy_(source, non_blocking=True), 0.1)
-    return {**found, "locked": float(buffer.locked), "copy_gb_per_s": len(target) / took / 1e6}
+    return {**found, "locked": float(buffer.is_pinned), "copy_gb_per_s": len(target) / took / 1e6}
 
 
 def accumulation(tokens: int, width: int, ffn: int, seconds: float) -> dict[str, float]:

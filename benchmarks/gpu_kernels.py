@@ -152,9 +152,9 @@ def norm_and_rotation(shape: Shape) -> Part:
     inputs = (q, k, weight)
 
     def turns() -> tuple[Tensor, Tensor]:
-        from phalanx.models.transformer import rotations
+        from phalanx.models.transformer import rope_angles
 
-        angles = rotations(s, d, 10000.0, q.device)
+        angles = rope_angles(s, d, 10000.0, q.device)
         return angles.cos(), angles.sin()
 
     def ours() -> Callable[[], object]:
@@ -165,12 +165,12 @@ def norm_and_rotation(shape: Shape) -> Part:
         return both(lambda: torch.cat([part().flatten() for part in parts]), inputs)
 
     def inductor() -> Callable[[], object]:
-        from phalanx.models.transformer import rotate
+        from phalanx.models.transformer import apply_rotary
 
         cos, sin = turns()
 
         def one(x: Tensor) -> Tensor:
-            return rotate(F.rms_norm(x.float(), (d,), weight, 1e-6), (cos, sin)).to(x.dtype)
+            return apply_rotary(F.rms_norm(x.float(), (d,), weight, 1e-6), (cos, sin)).to(x.dtype)
 
         compiled = torch.compile(one, dynamic=False)
         return both(lambda: torch.cat([compiled(q).flatten(), compiled(k).flatten()]), inputs)

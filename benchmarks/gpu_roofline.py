@@ -46,7 +46,7 @@ def bytes_of_a_step(case: gpu.Case) -> float:
     from torch._inductor.runtime import triton_heuristics
 
     from phalanx.models import transformer
-    from phalanx.train.cast_once import cast_once, linear_in
+    from phalanx.train.cast_once import linear_names_in_blocks, use_cached_casts
     from phalanx.train.parallel.blocks import find_blocks
     from phalanx.train.parallel.compiled import compile_blocks
 
@@ -63,8 +63,8 @@ def bytes_of_a_step(case: gpu.Case) -> float:
     torch.nn.init.normal_ = lambda tensor, *_, **__: tensor  # nothing reads it, and it would take minutes on a CPU
     with torch.device("cuda"):
         model = transformer(seq_len=case.sequence, **gpu.sizes_of(case) | {"vocab_size": SMALL_VOCABULARY})
-    for layer in cast_once(model, linear_in(model, find_blocks(model)), torch.bfloat16):
-        layer.add_up(True)
+    for layer in use_cached_casts(model, linear_names_in_blocks(model, find_blocks(model)), torch.bfloat16):
+        layer.set_accumulate_in_matmul(True)
     compile_blocks(model, list(model.blocks))
     tokens = torch.zeros(case.samples, case.sequence, dtype=torch.int64, device="cuda")
     for measured in (False, True):

@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent / "src"))  # a machine with a GPU for some minutes has nothing installed
 
 import gpu  # noqa: E402
-from engine_overhead import PEERS, PLAIN, can_run, make_dataset  # noqa: E402
+from engine_overhead import PEER_PACKAGES, PLAIN, can_run, make_dataset  # noqa: E402
 
 from phalanx.run import EventTail, read_events  # noqa: E402
 from phalanx.run.event_types import StepDone, WorkerStarted  # noqa: E402
@@ -119,8 +119,8 @@ def facts(session: Session) -> dict[str, Any]:
     _, card, _ = session.call(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], 20)
     code = (
         "import os, json, torch\n"
-        "from phalanx.compat import load_torch\n"
-        "load_torch()\n"
+        "from phalanx.compat import import_torch\n"
+        "import_torch()\n"
         "import phalanx.train.worker\n"
         "child = os.fork()\n"
         "if child == 0:\n"
@@ -338,14 +338,14 @@ def gpt2(session: Session) -> gpu.Case:
 def peers(session: Session) -> dict[str, Any]:
     """The same of Fabric, Accelerate and the Trainer, with GPT-2."""
     found = session.results["speed"]["gpt2"]["contenders"] if "gpt2" in session.results.get("speed", {}) else {}
-    for name in filter(can_run, PEERS):
+    for name in filter(can_run, PEER_PACKAGES):
         if session.left() < 30:
             break
         task = task_of(session, "gpt2", gpt2(session), name, 0.2 if session.emulated else 4.0, kernels=False)
         result = gpu.run_child(task, Path(task["folder"]), session.left(), session.environment)
         found.setdefault(name, []).append(result)
         session.save()
-    return {"done": [name for name in PEERS if name in found]}
+    return {"done": [name for name in PEER_PACKAGES if name in found]}
 
 
 def segments(session: Session) -> dict[str, Any]:

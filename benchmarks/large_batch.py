@@ -26,13 +26,13 @@ import numpy as np
 from pictures import Curve, chart
 
 import phalanx
-from phalanx.cluster import this_machine
+from phalanx.cluster import discover_machine
 from phalanx.errors import PhalanxError
 from phalanx.observe.history import read_history
 from phalanx.recipe import load_recipe
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import EvaluationDone, StepDone
-from phalanx.train.schedule import peak
+from phalanx.train.schedule import peak_learning_rate
 
 RECIPE = Path(__file__).parents[1] / "examples" / "firecaffe" / "nin.yaml"
 WAYS = ("none", "linear", "sqrt")
@@ -116,7 +116,7 @@ def trained(run: Path, batch: int, way: str, base: int, seed: int, given: argpar
         values += [f"optimizer.lr_scaling.{key}={value}" for key, value in (("rule", way), ("base_batch_size", base))]
         values += [f"optimizer.lr_scaling.warmup_steps={steps // 4}"]
     try:
-        phalanx.train(RECIPE, values, run=run, nproc=1)
+        phalanx.train(RECIPE, values, run=run, nproc_per_node=1)
     except PhalanxError as error:  # a run that diverges is a result, and its events tell it
         print(f"{way}, batch {batch}, seed {seed}: {error}", flush=True)
     where = Run(run)
@@ -128,7 +128,7 @@ def trained(run: Path, batch: int, way: str, base: int, seed: int, given: argpar
         batch,
         way,
         steps,
-        peak(load_recipe(where.resolved).recipe),
+        peak_learning_rate(load_recipe(where.resolved).recipe),
         None if last is None else last.loss,
         None if last is None else last.metrics.get("accuracy"),
         noise[-1] if noise else None,
@@ -173,12 +173,12 @@ def picture(results: Sequence[Sequence[Result]]) -> str:
 
 def page(results: Sequence[Sequence[Result]], given: argparse.Namespace) -> str:
     """The Markdown page of what was run."""
-    machine, seconds = this_machine(), sum(each.seconds for seeds in results for each in seeds)
+    machine, seconds = discover_machine(), sum(each.seconds for seeds in results for each in seeds)
     smallest, batches = min(given.batches), " ".join(str(batch) for batch in sorted(given.batches))
     seeds = " ".join(str(seed) for seed in given.seeds)
     command = f"python benchmarks/large_batch.py --samples {given.samples} --width {given.width} --lr {given.lr:g}"
     setting = (
-        f"{date.today()}; {machine.name}, {os.cpu_count()} cores, of which one thread was used; {seconds / 60:.1f} "
+        f"{date.today()}; {machine.device_name}, {os.cpu_count()} cores, of which one thread was used; {seconds / 60:.1f} "
         "minutes of training; on a busy machine, so do not read speeds from it."
     )
     size = (

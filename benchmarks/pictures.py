@@ -8,10 +8,10 @@ from typing import Literal
 
 WIDTH, HEIGHT = 640, 420
 LEFT, RIGHT, TOP, BOTTOM = 60, 20, 34, 46
-LEGEND = 240
+LEGEND_WIDTH = 240
 """Width of a legend on the right."""
 Legend = Literal["top left", "bottom right"]
-COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#9a6700", "#57606a")
+CURVE_COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#9a6700", "#57606a")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def chart(
         parts.append(f'<line x1="{LEFT}" y1="{y(tick):.1f}" x2="{WIDTH - RIGHT}" y2="{y(tick):.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for number, curve in enumerate(curves):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = CURVE_COLORS[number % len(CURVE_COLORS)]
         places = [(x(a), y(b)) for a, b in curve.points]
         if not curve.dots or len(places) > 1:
             dash = ' stroke-dasharray="5 4"' if curve.dashed else ""
@@ -69,7 +69,7 @@ def chart(
         if curve.dots:
             parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{colour}"/>' for a, b in places]
         beside = HEIGHT - BOTTOM - 8 - 17 * (len(curves) - 1 - number) if low else TOP + 14 + 17 * number
-        left = WIDTH - RIGHT - LEGEND if low else LEFT + 10
+        left = WIDTH - RIGHT - LEGEND_WIDTH if low else LEFT + 10
         parts.append(f'<rect x="{left}" y="{beside - 8}" width="14" height="4" fill="{colour}"/>')
         parts.append(f'<text x="{left + 20}" y="{beside}">{escape(curve.label)}</text>')
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(across)}</text>')

@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 from planner_validation import cnn
-from planner_validation.calibrate import Measurement, calibrated, scaled
+from planner_validation.calibrate import MeasuredRun, fit_stack_constants, scale_stack
 from planner_validation.cells import CannotPredict
-from planner_validation.language import seconds
-from planner_validation.rows import Run, Shape, understand
-from planner_validation.setups import profile_of, setup_of
+from planner_validation.language import predict_step_seconds
+from planner_validation.rows import DecoderShape, PublishedRun, parse_run
+from planner_validation.setups import profile_of_shape, scenario_of
 
 from phalanx.cluster import load_cluster
 from phalanx.errors import UsageError
-from phalanx.plan.setup import Setup
-from phalanx.plan.stacks import stack
+from phalanx.plan.setup import Scenario
+from phalanx.plan.stacks import stack_by_name
 from phalanx.recipe.schema import Parallelism
 
 DRAWS = 20
@@ -66,26 +66,29 @@ Point = tuple[str, str, str, float, float]
 """Source, accelerator, kind, measured and predicted seconds."""
 
 
-def language_runs(path: Path) -> list[tuple[dict[str, str], Run, Setup]]:
+def language_runs(path: Path) -> list[tuple[dict[str, str], PublishedRun, Scenario]]:
     """The rows that can be predicted and were measured."""
     found = []
     for row in csv.DictReader(path.open()):
         try:
-            run = understand(row)
-            if run.measured is not None:
-                found.append((row, run, setup_of(run, row["source"])))
+            run = parse_run(row)
+            if run.step_s is not None:
+                found.append((row, run, scenario_of(run, row["source"])))
         except CannotPredict:
             continue
     return found
 
 
-def kind_of(run: Run, setup: Setup) -> str:
-    return "experts" if run.shape.experts else "fp4" if setup.precision == "fp4" else "dense"
+def kind_of(run: PublishedRun, setup: Scenario) -> str:
+    return "experts" if run.shape.num_experts else "fp4" if setup.precision == "fp4" else "dense"
 
 
 def zero_shot(runs: Sequence[Any]) -> list[Point]:
     """Every row with the constants that are shipped."""
-    return [(row["source"], row["gpu"], kind_of(run, setup), run.measured, seconds(setup)) for row, run, setup in runs]
+    return [
+        (row["source"], row["gpu"], kind_of(run, setup), run.measured, predict_step_seconds(setup))
+        for row, run, setup in runs
+    ]
 
 
 def two_rows(runs: Sequence[Any]) -> list[Point]:
@@ -109,10 +112,14 @@ def _drawn(draw: int) -> list[Point]:
             continue
         order = numbers.permutation(len(members))
         chosen = [members[index] for index in order[:2]]
-        factors = calibrated([Measurement(setup, run.measured) for _, run, setup in chosen], seconds)
+        factors = fit_stack_constants(
+            [MeasuredRun(setup, run.measured) for _, run, setup in chosen], predict_step_seconds
+        )
         for index in order[2:]:
             _, run, setup = members[index]
-            points.append((source, gpu, kind_of(run, setup), run.measured, seconds(scaled(setup, factors))))
+            points.append(
+                (source, gpu, kind_of(run, setup), run.measured, predict_step_seconds(scale_stack(setup, factors)))
+            )
     return points
 
 
@@ -125,11 +132,11 @@ def vtrain(path: Path) -> dict[str, Any]:
     fold = np.random.RandomState(0).randint(0, FOLDS, len(rows))
     guess = np.zeros(len(rows))
     for number in range(FOLDS):
-        learn = [Measurement(setups[i], truth[i]) for i in np.flatnonzero(fold != number)[::6]]
-        factors = calibrated(learn, seconds)
+        learn = [MeasuredRun(setups[i], truth[i]) for i in np.flatnonzero(fold != number)[::6]]
+        factors = fit_stack_constants(learn, predict_step_seconds)
         for index in np.flatnonzero(fold == number):
-            guess[index] = seconds(scaled(setups[index], factors))
-    plain = np.array([seconds(setup) for setup in setups])
+            guess[index] = predict_step_seconds(scale_stack(setups[index], factors))
+    plain = np.array([predict_step_seconds(setup) for setup in setups])
     coarse = [(row["hidden"], row["layers"], row["num_gpus"]) for row in rows]
     fine = [(*key, row["global_batch"]) for key, row in zip(coarse, rows, strict=True)]
     batch = np.array([float(row["global_batch"]) for row in rows])
@@ -145,28 +152,37 @@ def vtrain(path: Path) -> dict[str, Any]:
     }
 
 
-def vtrain_setup(row: dict[str, str], cluster: Any) -> Setup:
+def vtrain_setup(row: dict[str, str], cluster: Any) -> Scenario:
     """A row of vTrain's sweep: Megatron of 2022 with full recomputation, no fused attention, no divided optimizer."""
     value = {
         name: int(row[name])
         for name in ("layers", "hidden", "heads", "seq", "dp", "tp", "pp", "micro_batch", "global_batch")
     }
-    shape = Shape(
+    shape = DecoderShape(
         layers=value["layers"],
-        width=value["hidden"],
-        heads=value["heads"],
-        kv_heads=value["heads"],
+        hidden_size=value["hidden"],
+        num_heads=value["heads"],
+        num_kv_heads=value["heads"],
         head_dim=value["hidden"] // value["heads"],
-        ffn=4 * value["hidden"],
+        ffn_hidden_size=4 * value["hidden"],
         gated=False,
-        vocab=50257,
-        sequence=value["seq"],
-        tie=True,
+        vocab_size=50257,
+        seq_len=value["seq"],
+        tie_embeddings=True,
     )
     layout = Parallelism(replicate=value["dp"], tensor=value["tp"], pipeline=value["pp"])
-    using = stack("megatron-2021")
-    return Setup(
-        profile_of(shape), cluster, layout, value["micro_batch"], value["global_batch"], "bf16", "full", 0, 1, using
+    using = stack_by_name("megatron-2021")
+    return Scenario(
+        profile_of_shape(shape),
+        cluster,
+        layout,
+        value["micro_batch"],
+        value["global_batch"],
+        "bf16",
+        "full",
+        0,
+        1,
+        using,
     )
 
 

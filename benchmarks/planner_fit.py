@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 from planner import language_runs
-from planner_validation.calibrate import most_likely
-from planner_validation.language import seconds
-from planner_validation.setups import setup_of
+from planner_validation.calibrate import fit_map
+from planner_validation.language import predict_step_seconds
+from planner_validation.setups import scenario_of
 
 from phalanx.plan import stacks
 
@@ -123,7 +123,7 @@ def fitted(pool: ProcessPoolExecutor, rows: Sequence[int]) -> dict[str, float]:
     chosen = _sampled(rows)
     groups = [_group(_rows[at][0], _rows[at][2]) for at in chosen]
     weights = np.array([min(1.0, 4.0 / groups.count(group)) for group in groups])
-    names = {name: prior for name in stacks.constants() if (prior := _prior(name)) is not None}
+    names = {name: prior for name in stacks.list_constants() if (prior := _prior(name)) is not None}
     usual = np.log([centre for centre, _ in names.values()])
     measured = np.log([_rows[at][1].measured for at in chosen])
 
@@ -134,7 +134,7 @@ def fitted(pool: ProcessPoolExecutor, rows: Sequence[int]) -> dict[str, float]:
         return np.log(predict(pool, constants(moved), chosen))
 
     spreads = np.array([spread for _, spread in names.values()])
-    _, best = most_likely(predicted, measured, spreads, np.zeros(len(names)), weights, ROUNDS)
+    _, best = fit_map(predicted, measured, spreads, np.zeros(len(names)), weights, ROUNDS)
     return constants(best)
 
 
@@ -164,13 +164,13 @@ def predict(pool: ProcessPoolExecutor, constants: Constants, rows: Sequence[int]
 
 def _predict(constants: Constants, rows: Sequence[int]) -> list[float]:
     with _using(constants):
-        return [seconds(setup_of(_rows[at][1], _rows[at][0]["source"])) for at in rows]
+        return [predict_step_seconds(scenario_of(_rows[at][1], _rows[at][0]["source"])) for at in rows]
 
 
 @contextmanager
 def _using(constants: Constants) -> Any:
     """Other constants than those of the file."""
-    shipped = stacks.known
+    shipped = stacks.load_stack_data
     changed = deepcopy(shipped())
     for name, value in constants.items():
         *way, last = name.split(".")
@@ -181,11 +181,11 @@ def _using(constants: Constants) -> Any:
             inner[:] = [min(LARGEST, value), min(LARGEST, BACKWARD * value)]
         else:
             inner[last] = min(LARGEST, value) if last == "tensor_hidden" else value
-    stacks.known = lambda: changed  # type: ignore[assignment]
+    stacks.load_stack_data = lambda: changed  # type: ignore[assignment]
     try:
         yield
     finally:
-        stacks.known = shipped
+        stacks.load_stack_data = shipped
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ from phalanx.models import transformer
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import StepDone, WorkerStarted
 
-EVERY = 10
+CHECKPOINT_EVERY = 10
 """Steps between two checkpoints."""
-SAVING = {"every": EVERY, "keep": 2}
-BETWEEN = (25, 34)
+SAVING = {"every": CHECKPOINT_EVERY, "keep": 2}
+STEPS_BETWEEN_KILLS = (25, 34)
 """Steps between two kills, in turns so that they strike at any distance from a checkpoint."""
-PATIENCE = 120.0
-OURS: dict[str, dict[str, object]] = {
+RESUME_TIMEOUT_S = 120.0
+PHALANX_VARIANTS: dict[str, dict[str, object]] = {
     "phalanx train, from the checkpoint": {"checkpoint": {**SAVING, "in_memory_every": None}},
     "phalanx train, from a hot copy": {"checkpoint": {**SAVING, "in_memory_every": 2}},
     "phalanx train, determinism: elastic": {"determinism": "elastic"},
@@ -51,7 +51,7 @@ OURS: dict[str, dict[str, object]] = {
         "batch": {"global_size": 8, "micro_size": 2},
     },
 }
-RECIPE = {
+BASE_RECIPE = {
     "name": "recovery",
     "model": {"build": "phalanx.models:transformer"},
     "data": {"source": {"text": "text.txt"}, "seq_len": 64},
@@ -64,7 +64,7 @@ RECIPE = {
     "compile": False,
 }
 Shape = dict[str, int]
-PEER = """
+TORCHRUN_SCRIPT = """
 import json, os, sys, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -103,35 +103,35 @@ while True:
 Step = tuple[float, float, int]
 
 
-class Contender:
+class RecoveryCompetitor:
     """A run that goes on until it is stopped. `steps`: end, duration and number of each step so far."""
 
     def __init__(self, command: list[str], folder: Path, steps: Callable[[], list[Step]]):
         self.steps = steps
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        self.said = folder / "said"
-        with open(self.said, "wb") as said:
+        self.output = folder / "said"
+        with open(self.output, "wb") as said:
             self.process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said, env=environment)
 
-    def pause(self, victim: Callable[[], int], steps: int) -> tuple[float, int]:
+    def kill_and_measure(self, victim: Callable[[], int], steps: int) -> tuple[float, int]:
         """Let it train for so many steps, kill a worker, and tell for how long it stood still, and how many steps were
         done again."""
         before = len(self.steps())
-        self.until(lambda: len(self.steps()) >= before + steps)
+        self.wait_until(lambda: len(self.steps()) >= before + steps)
         pid, killed = victim(), time.time()
         os.kill(pid, signal.SIGKILL)
         seen = len(self.steps())
-        self.until(lambda: any(end - seconds > killed for end, seconds, _ in self.steps()[max(0, seen - 1) :]))
+        self.wait_until(lambda: any(end - seconds > killed for end, seconds, _ in self.steps()[max(0, seen - 1) :]))
         found = self.steps()
         index = next(i for i, (end, seconds, _) in enumerate(found) if end - seconds > killed)
         end, seconds, number = found[index]
         return end - seconds - killed, max(step for _, _, step in found[:index]) + 1 - number
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + RESUME_TIMEOUT_S
         while not condition():
             if self.process.poll() is not None or time.monotonic() > end:
-                said = self.said.read_text()[-2000:]
+                said = self.output.read_text()[-2000:]
                 raise SystemExit(f"{self.process.args!r}: ended with {self.process.poll()} or took too long:\n{said}")
             time.sleep(0.005)
 
@@ -154,11 +154,13 @@ def lines_of(path: Path) -> list[dict[str, float]]:
 
 
 @contextlib.contextmanager
-def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tuple[Contender, Callable[[], int]]]:
+def ours(
+    folder: Path, shape: Shape, changes: dict[str, object]
+) -> Iterator[tuple[RecoveryCompetitor, Callable[[], int]]]:
     """`phalanx train` of the recipe, and the second worker's process."""
     folder.mkdir()
     (folder / "text.txt").write_text("never lost, whatever falls. " * 20_000)
-    (folder / "recipe.yaml").write_text(json.dumps(RECIPE | {"model": {"args": shape}} | changes))
+    (folder / "recipe.yaml").write_text(json.dumps(BASE_RECIPE | {"model": {"args": shape}} | changes))
     run = Run(folder / "run")
 
     def steps() -> list[Step]:
@@ -181,7 +183,7 @@ def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tup
         "--nproc-per-node",
         str(count),
     ]
-    contender = Contender(command, folder, steps)
+    contender = RecoveryCompetitor(command, folder, steps)
     try:
         yield contender, victim
     finally:
@@ -189,10 +191,10 @@ def ours(folder: Path, shape: Shape, changes: dict[str, object]) -> Iterator[tup
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, shape: Shape) -> Iterator[tuple[Contender, Callable[[], int]]]:
+def torchrun(folder: Path, shape: Shape) -> Iterator[tuple[RecoveryCompetitor, Callable[[], int]]]:
     """The plain loop under torchrun, and the second worker's process."""
     folder.mkdir()
-    (folder / "loop.py").write_text(PEER)
+    (folder / "loop.py").write_text(TORCHRUN_SCRIPT)
 
     def steps() -> list[Step]:
         done = [line for line in lines_of(folder / "rank-0.jsonl") if "step" in line]
@@ -203,7 +205,7 @@ def torchrun(folder: Path, shape: Shape) -> Iterator[tuple[Contender, Callable[[
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1000", "loop.py", str(folder), json.dumps(shape)]
-    contender = Contender(command, folder, steps)
+    contender = RecoveryCompetitor(command, folder, steps)
     try:
         yield contender, victim
     finally:
@@ -218,14 +220,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     given = parser.parse_args()
     shape: Shape = {"layers": given.layers, "hidden_size": given.width, "num_heads": 4}
-    starts = {name: partial(ours, changes=changes) for name, changes in OURS.items()} | {"torchrun": torchrun}
+    starts = {name: partial(ours, changes=changes) for name, changes in PHALANX_VARIANTS.items()} | {
+        "torchrun": torchrun
+    }
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in starts}
     with tempfile.TemporaryDirectory(prefix="phalanx-recovery-") as scratch:
         for turn in range(given.rounds):
             for number, (name, start) in enumerate(starts.items()):
                 with start(Path(scratch) / f"{number}-{turn}", shape) as (contender, victim):
                     for kill in range(-(-given.kills // given.rounds)):
-                        found[name].append(contender.pause(victim, BETWEEN[kill % len(BETWEEN)]))
+                        found[name].append(
+                            contender.kill_and_measure(victim, STEPS_BETWEEN_KILLS[kill % len(STEPS_BETWEEN_KILLS)])
+                        )
     peer = statistics.median(seconds for seconds, _ in found["torchrun"])
     rows = ["| | kills | median | least | most | done again | torchrun / this |", "|---|---|---|---|---|---|---|"]
     for name, pauses in found.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import Lab
+from lab import TrainHarness
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # As a shell's `&` leaves it. Programs that tests start would inherit it, and Ctrl-C could not be tested.
@@ -35,8 +35,8 @@ def in_memory(folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainHarness]:
     """One process with torch loaded, in which all runs of the session are trained."""
     folder = tmp_path_factory.mktemp("lab")
-    with in_memory(folder / "runs") as runs, Lab(folder, runs) as lab:
+    with in_memory(folder / "runs") as runs, TrainHarness(folder, runs) as lab:
         yield lab

@@ -9,12 +9,12 @@ import pytest
 
 from lab import wait_until
 from phalanx.errors import UsageError
-from phalanx.jobs.array import array_of, members, render_array, submit_array
-from phalanx.jobs.code import folder_code
-from phalanx.jobs.engine import Engine
-from phalanx.jobs.spec import Job, State, Status
+from phalanx.jobs.array import make_array, render_array, select_array_members, submit_array
+from phalanx.jobs.code import snapshot_folder
+from phalanx.jobs.engine import Backend
+from phalanx.jobs.spec import Job, JobState, JobStatus
 
-NASTY = (
+SHELL_HOSTILE_WORDS = (
     "$(touch never)",
     "`id`",
     "two words",
@@ -42,11 +42,11 @@ NASTY = (
 """Words that a shell would take for something else."""
 
 
-class EngineContract:
-    """Subclasses give the fixture `engine`, and `options` and `patience` where an engine wants them."""
+class BackendContract:
+    """Subclasses give the fixture `engine`, and `options` and `timeout_s` where an engine wants them."""
 
     options: ClassVar[dict[str, str]] = {}
-    patience = 30.0
+    timeout_s = 30.0
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -56,40 +56,42 @@ class EngineContract:
     def job(self, folder: Path, code: str, *words: str, name: str = "job", **more: Any) -> Job:
         """A job that runs Python code."""
         command = (sys.executable, "-c", code, *words)
-        return Job(name, command, folder, options=self.options, cores=1, **more)
+        return Job(name, command, folder, backend_options=self.options, cpus_per_node=1, **more)
 
-    def run(self, engine: Engine, job: Job) -> tuple[str, Status]:
+    def run_job(self, engine: Backend, job: Job) -> tuple[str, JobStatus]:
         """Submit it and wait for its end."""
         ident = engine.submit(engine.render(job))
-        return ident, self.end_of(engine, ident)
+        return ident, self.wait_for_end(engine, ident)
 
-    def end_of(self, engine: Engine, ident: str) -> Status:
-        def over() -> Status | None:
+    def wait_for_end(self, engine: Backend, ident: str) -> JobStatus:
+        def over() -> JobStatus | None:
             status = engine.poll(ident)
-            return status if status.state.over else None
+            return status if status.state.is_final else None
 
-        found: Status = wait_until(over, self.patience, f"job {ident} to end")
+        found: JobStatus = wait_until(over, self.timeout_s, f"job {ident} to end")
         return found
 
-    def until(self, engine: Engine, ident: str, what: str) -> None:
+    def wait_for_output(self, engine: Backend, ident: str, what: str) -> None:
         """Wait until a job has printed this."""
-        wait_until(lambda: any(what in line for line in engine.logs(ident)), self.patience, f"{what!r} in its output")
+        wait_until(
+            lambda: any(what in line for line in engine.read_logs(ident)), self.timeout_s, f"{what!r} in its output"
+        )
 
-    def test_a_job_runs_to_its_end_and_what_it_printed_can_be_read(self, engine: Engine, folder: Path) -> None:
-        ident, status = self.run(engine, self.job(folder, "print('hello'); print('world')"))
-        assert (status.state, status.code, status.attempts) == (State.DONE, 0, 1)
-        lines = list(engine.logs(ident))
+    def test_a_job_runs_to_its_end_and_what_it_printed_can_be_read(self, engine: Backend, folder: Path) -> None:
+        ident, status = self.run_job(engine, self.job(folder, "print('hello'); print('world')"))
+        assert (status.state, status.exit_code, status.num_attempts) == (JobState.DONE, 0, 1)
+        lines = list(engine.read_logs(ident))
         assert [line for line in lines if "hello" in line or "world" in line] == lines[-2:]
 
-    def test_every_word_reaches_the_program_as_it_was_given(self, engine: Engine, folder: Path) -> None:
+    def test_every_word_reaches_the_program_as_it_was_given(self, engine: Backend, folder: Path) -> None:
         code = "import json, sys; open('words', 'w').write(json.dumps(sys.argv[1:]))"
-        _, status = self.run(engine, self.job(folder, code, *NASTY))
-        assert status.state is State.DONE
-        assert (folder / "words").read_text() == __import__("json").dumps(list(NASTY))
+        _, status = self.run_job(engine, self.job(folder, code, *SHELL_HOSTILE_WORDS))
+        assert status.state is JobState.DONE
+        assert (folder / "words").read_text() == __import__("json").dumps(list(SHELL_HOSTILE_WORDS))
         assert not (folder / "never").exists()
 
     def test_variables_and_secrets_reach_the_program_and_secrets_stand_nowhere(
-        self, engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, engine: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("MY_SECRET", "swordfish-1234")
         code = "import os; open('found', 'w').write(os.environ['PLAIN'] + '|' + os.environ['MY_SECRET'])"
@@ -97,61 +99,66 @@ class EngineContract:
         request = engine.render(job)
         assert "swordfish" not in str(request)
         ident = engine.submit(request)
-        status = self.end_of(engine, ident)
-        assert status.state is State.DONE, list(engine.logs(ident))
+        status = self.wait_for_end(engine, ident)
+        assert status.state is JobState.DONE, list(engine.read_logs(ident))
         assert (folder / "found").read_text() == "it's $plain|swordfish-1234"
-        assert not any("swordfish" in line for line in engine.logs(ident))
+        assert not any("swordfish" in line for line in engine.read_logs(ident))
 
-    def test_a_job_that_is_not_finished_is_started_again(self, engine: Engine, folder: Path) -> None:
+    def test_a_job_that_is_not_finished_is_started_again(self, engine: Backend, folder: Path) -> None:
         code = "import os, sys; n = len(os.listdir('.')); open(str(n), 'w'); print('start', n); sys.exit(75 * (n < 2))"
-        ident, status = self.run(engine, self.job(folder, code))
-        assert (status.state, status.attempts) == (State.DONE, 3)
+        ident, status = self.run_job(engine, self.job(folder, code))
+        assert (status.state, status.num_attempts) == (JobState.DONE, 3)
         assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2"]
-        assert [line[-7:] for line in engine.logs(ident) if "start " in line] == ["start 0", "start 1", "start 2"]
+        assert [line[-7:] for line in engine.read_logs(ident) if "start " in line] == ["start 0", "start 1", "start 2"]
 
     @pytest.mark.parametrize("code", [1, 65, 93])
-    def test_a_job_that_failed_is_not_started_again(self, engine: Engine, folder: Path, code: int) -> None:
-        _, status = self.run(engine, self.job(folder, f"import sys; open('began', 'x'); sys.exit({code})"))
-        assert (status.state, status.code, status.attempts) == (State.FAILED, code, 1)
+    def test_a_job_that_failed_is_not_started_again(self, engine: Backend, folder: Path, code: int) -> None:
+        _, status = self.run_job(engine, self.job(folder, f"import sys; open('began', 'x'); sys.exit({code})"))
+        assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, code, 1)
 
-    def test_a_signal_reaches_the_program(self, engine: Engine, folder: Path) -> None:
+    def test_a_signal_reaches_the_program(self, engine: Backend, folder: Path) -> None:
         code = (
             "import signal, sys, time\n"
             "def asked(*_):\n    print('asked', flush=True)\n    sys.exit(0)\n"
             "signal.signal(signal.SIGUSR1, asked)\nprint('ready', flush=True)\ntime.sleep(300)"
         )
         ident = engine.submit(engine.render(self.job(folder, code)))
-        self.until(engine, ident, "ready")
-        engine.signal(ident, signal.SIGUSR1)
-        assert self.end_of(engine, ident).state is State.DONE
-        assert any("asked" in line for line in engine.logs(ident))
+        self.wait_for_output(engine, ident, "ready")
+        engine.send_signal(ident, signal.SIGUSR1)
+        assert self.wait_for_end(engine, ident).state is JobState.DONE
+        assert any("asked" in line for line in engine.read_logs(ident))
 
-    def test_a_cancelled_job_ends_for_good_and_may_be_cancelled_again(self, engine: Engine, folder: Path) -> None:
+    def test_a_cancelled_job_ends_for_good_and_may_be_cancelled_again(self, engine: Backend, folder: Path) -> None:
         code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True)"
         code += "; time.sleep(300)"
         ident = engine.submit(engine.render(self.job(folder, code)))
-        self.until(engine, ident, "up")
+        self.wait_for_output(engine, ident, "up")
         engine.cancel(ident)
-        assert self.end_of(engine, ident).state is State.CANCELLED
+        assert self.wait_for_end(engine, ident).state is JobState.CANCELLED
         engine.cancel(ident)
-        assert engine.poll(ident).state is State.CANCELLED
+        assert engine.poll(ident).state is JobState.CANCELLED
 
-    def test_jobs_are_listed_and_one_that_is_not_there_is_told(self, engine: Engine, folder: Path) -> None:
-        ident, _ = self.run(engine, self.job(folder, "pass", name="listed.job"))
-        assert (ident, "listed.job") in [(status.id, status.name) for status in engine.jobs()]
-        for ask in (engine.poll, engine.cancel, lambda job: list(engine.logs(job)), lambda job: engine.signal(job, 10)):
+    def test_jobs_are_listed_and_one_that_is_not_there_is_told(self, engine: Backend, folder: Path) -> None:
+        ident, _ = self.run_job(engine, self.job(folder, "pass", name="listed.job"))
+        assert (ident, "listed.job") in [(status.id, status.name) for status in engine.list_jobs()]
+        for ask in (
+            engine.poll,
+            engine.cancel,
+            lambda job: list(engine.read_logs(job)),
+            lambda job: engine.send_signal(job, 10),
+        ):
             with pytest.raises(UsageError, match="no such job"):
                 ask("424242")
 
-    def test_two_jobs_of_one_name_are_refused(self, engine: Engine, folder: Path) -> None:
+    def test_two_jobs_of_one_name_are_refused(self, engine: Backend, folder: Path) -> None:
         job = self.job(folder, "import time; time.sleep(300)", name="twin")
         ident = engine.submit(engine.render(job))
         with pytest.raises(UsageError, match="twin"):
             engine.submit(engine.render(job))
         engine.cancel(ident)
-        self.end_of(engine, ident)
+        self.wait_for_end(engine, ident)
 
-    def test_code_that_travels_stays_what_it_was_when_it_was_submitted(self, engine: Engine, folder: Path) -> None:
+    def test_code_that_travels_stays_what_it_was_when_it_was_submitted(self, engine: Backend, folder: Path) -> None:
         (folder / "deep").mkdir()
         (folder / "deep" / "version.py").write_text("VERSION = 'old'")
         (folder / "deep" / "main.py").write_text(
@@ -162,61 +169,61 @@ class EngineContract:
             "if not again.exists(): again.touch(); sys.exit(75)"
         )
         command = (sys.executable, "main.py", str(folder))
-        code = folder_code(folder, "deep")
-        job = Job("carried", command, folder / "gone", options=self.options, cores=1, code=code)
+        code = snapshot_folder(folder, "deep")
+        job = Job("carried", command, folder / "gone", backend_options=self.options, cpus_per_node=1, snapshot=code)
         request = engine.render(job)
         assert code.digest in str(request)
         ident = engine.submit(request)
         (folder / "deep" / "version.py").write_text("VERSION = 'new'")
         (folder / "edited").touch()
-        status = self.end_of(engine, ident)
-        lines = list(engine.logs(ident))
-        assert (status.state, status.attempts) == (State.DONE, 2), lines
+        status = self.wait_for_end(engine, ident)
+        lines = list(engine.read_logs(ident))
+        assert (status.state, status.num_attempts) == (JobState.DONE, 2), lines
         assert [line[-11:] for line in lines if "it is" in line] == ["is old True", "is old True"]
 
-    def test_each_member_of_an_array_has_its_own_words_starts_and_end(self, engine: Engine, folder: Path) -> None:
+    def test_each_member_of_an_array_has_its_own_words_starts_and_end(self, engine: Backend, folder: Path) -> None:
         code = (
             "import os, pathlib, sys; began = pathlib.Path(sys.argv[2]); again = began.exists(); began.touch()\n"
             "print('word', repr(sys.argv[3]), flush=True); sys.exit(0 if again else int(sys.argv[1]))"
         )
         ends = ((0, "$(touch never)"), (93, "a'b\"c"), (75, "new\nline"))
         jobs = [self.job(folder, code, str(end), f"began-{end}", word) for end, word in ends]
-        idents = submit_array(engine, render_array(engine, array_of("swept", jobs)))
-        found = [self.end_of(engine, ident) for ident in idents]
-        assert [(each.name, each.state, each.code, each.attempts) for each in found] == [
-            ("swept.0", State.DONE, 0, 1),
-            ("swept.1", State.FAILED, 93, 1),
-            ("swept.2", State.DONE, 0, 2),
+        idents = submit_array(engine, render_array(engine, make_array("swept", jobs)))
+        found = [self.wait_for_end(engine, ident) for ident in idents]
+        assert [(each.name, each.state, each.exit_code, each.num_attempts) for each in found] == [
+            ("swept.0", JobState.DONE, 0, 1),
+            ("swept.1", JobState.FAILED, 93, 1),
+            ("swept.2", JobState.DONE, 0, 2),
         ]
         for ident, (_, word) in zip(idents, ends, strict=True):
-            assert any(f"word {word!r}" in line for line in engine.logs(ident))
-        assert [each.id for each in members(engine.jobs(), "swept")] == idents
+            assert any(f"word {word!r}" in line for line in engine.read_logs(ident))
+        assert [each.id for each in select_array_members(engine.list_jobs(), "swept")] == idents
 
-    def test_one_member_of_an_array_can_be_cancelled_and_then_all(self, engine: Engine, folder: Path) -> None:
+    def test_one_member_of_an_array_can_be_cancelled_and_then_all(self, engine: Backend, folder: Path) -> None:
         jobs = [self.job(folder, "import time; print('up', flush=True); time.sleep(300)") for _ in range(3)]
-        idents = submit_array(engine, render_array(engine, array_of("stopped", jobs)))
-        self.until(engine, idents[0], "up")
+        idents = submit_array(engine, render_array(engine, make_array("stopped", jobs)))
+        self.wait_for_output(engine, idents[0], "up")
         engine.cancel(idents[1])
-        assert self.end_of(engine, idents[1]).state is State.CANCELLED
-        assert engine.poll(idents[0]).state is State.RUNNING
-        assert not engine.poll(idents[2]).state.over
-        for each in members(engine.jobs(), "stopped"):
+        assert self.wait_for_end(engine, idents[1]).state is JobState.CANCELLED
+        assert engine.poll(idents[0]).state is JobState.RUNNING
+        assert not engine.poll(idents[2]).state.is_final
+        for each in select_array_members(engine.list_jobs(), "stopped"):
             engine.cancel(each.id)
-        assert [self.end_of(engine, ident).state for ident in idents] == [State.CANCELLED] * 3
+        assert [self.wait_for_end(engine, ident).state for ident in idents] == [JobState.CANCELLED] * 3
 
-    def test_what_would_be_submitted_names_the_command_and_starts_nothing(self, engine: Engine, folder: Path) -> None:
+    def test_what_would_be_submitted_names_the_command_and_starts_nothing(self, engine: Backend, folder: Path) -> None:
         request = engine.render(self.job(folder, "open('began', 'x')", "a word"))
         assert "began" in str(request)
         assert engine.render(request.job).files == request.files
         assert list(folder.iterdir()) == []
 
-    def test_an_option_that_the_engine_does_not_know_is_refused(self, engine: Engine, folder: Path) -> None:
-        job = Job("job", ("true",), folder, options={**self.options, "partitoin": "x"})
+    def test_an_option_that_the_engine_does_not_know_is_refused(self, engine: Backend, folder: Path) -> None:
+        job = Job("job", ("true",), folder, backend_options={**self.options, "partitoin": "x"})
         with pytest.raises(UsageError, match="partitoin"):
             engine.render(job)
 
-    def test_a_program_that_is_not_there_fails_with_a_reason(self, engine: Engine, folder: Path) -> None:
-        job = Job("job", ("/nowhere/program",), folder, options=self.options, cores=1)
+    def test_a_program_that_is_not_there_fails_with_a_reason(self, engine: Backend, folder: Path) -> None:
+        job = Job("job", ("/nowhere/program",), folder, backend_options=self.options, cpus_per_node=1)
         ident = engine.submit(engine.render(job))
-        assert self.end_of(engine, ident).state is State.FAILED
-        assert any("/nowhere/program" in line for line in engine.logs(ident))
+        assert self.wait_for_end(engine, ident).state is JobState.FAILED
+        assert any("/nowhere/program" in line for line in engine.read_logs(ident))

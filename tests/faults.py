@@ -28,8 +28,8 @@ import threading
 import time
 from pathlib import Path
 
-NOW = "boundary"
-TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
+AT_BOUNDARY = "boundary"
+FILE_AUDIT_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 """Audit events of what touches files, with the path as the first argument."""
 STEPS_TO_TELL = 3
 """After these all workers have agreed that a checkpoint is whole, and told it."""
@@ -48,36 +48,36 @@ class Faults:
         for fault in self.faults:
             fault["run"] = str(run.path)
             if fault.get("when") == "start":
-                strike(fault)
+                inject(fault)
 
     def step(self, run, event):
         for fault in self.faults:
-            when = fault.get("when", NOW)
+            when = fault.get("when", AT_BOUNDARY)
             if fault["do"] == "slow" and event.step >= fault["step"]:
                 time.sleep(fault["delay"])
             elif when == "told" and event.step >= fault["step"]:
-                strike_when_told(run.path / "checkpoints", fault)
+                inject_when_announced(run.path / "checkpoints", fault)
             elif event.step != fault["step"]:
                 continue
-            elif when == NOW:
-                strike(fault)
+            elif when == AT_BOUNDARY:
+                inject(fault)
             elif when == "within":
-                later(lambda fault=fault: (time.sleep(fault["delay"]), strike(fault)))
+                run_in_thread(lambda fault=fault: (time.sleep(fault["delay"]), inject(fault)))
             elif when in ("saving", "saved"):
-                later(lambda fault=fault: strike_at_checkpoint(run.path / "checkpoints", fault))
+                run_in_thread(lambda fault=fault: inject_at_checkpoint(run.path / "checkpoints", fault))
 
     def evaluation(self, run, event):
         for fault in self.faults:
             if fault.get("when") == "evaluation" and event.step >= fault["step"]:
-                strike(fault)
+                inject(fault)
 
     def end(self, run, event):
         for fault in self.faults:
             if fault.get("when") == "end":
-                strike(fault)
+                inject(fault)
 
 
-def later(work):
+def run_in_thread(work):
     threading.Thread(target=work, daemon=True).start()
 
 
@@ -85,35 +85,35 @@ def is_whole(name):
     return name.startswith("step-") and ".tmp-" not in name
 
 
-def strike_at_checkpoint(checkpoints: Path, fault):
+def inject_at_checkpoint(checkpoints: Path, fault):
     def there(name):
         return ".tmp-" in name if fault["when"] == "saving" else is_whole(name)
 
     while not any(map(there, os.listdir(checkpoints))):
         pass
     time.sleep(fault.get("delay", 0.0))
-    strike(fault)
+    inject(fault)
 
 
-def strike_when_told(checkpoints: Path, fault):
+def inject_when_announced(checkpoints: Path, fault):
     if not any(map(is_whole, os.listdir(checkpoints))):
         time.sleep(fault["delay"])  # however slow the disk is, it ends in time
         return
     fault["since"] = fault.get("since", 0) + 1
     if fault["since"] > STEPS_TO_TELL:
-        strike(fault)
+        inject(fault)
 
 
-def strike(fault):
+def inject(fault):
     do = fault["do"]
     if do == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif do == "term":
         os.kill(os.getpid(), signal.SIGTERM)
     elif do == "kill-agent":
-        os.kill(agent(), signal.SIGKILL)
+        os.kill(find_agent(), signal.SIGKILL)
     elif do == "hang-up":
-        hang_up()
+        break_connections()
     elif do == "raise":
         raise RuntimeError("a mistake in the user's own code")
     elif do == "exit":
@@ -133,7 +133,7 @@ def strike(fault):
     elif do == "mend-storage":
         failing.clear()
     elif do == "fail-read":
-        raise failure(fault["run"])
+        raise make_io_error(fault["run"])
     elif do == "lose-gpu":
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     elif do == "gpu":
@@ -146,7 +146,7 @@ def strike(fault):
         raise ValueError(f"no fault {do!r}")
 
 
-def failure(path):
+def make_io_error(path):
     return OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
@@ -154,12 +154,12 @@ def fail_storage(folder):
     sync = os.fsync
 
     def refuse(event, arguments):
-        if failing and event in TOUCHES and str(arguments[0]).startswith(failing[0]):
-            raise failure(arguments[0])
+        if failing and event in FILE_AUDIT_EVENTS and str(arguments[0]).startswith(failing[0]):
+            raise make_io_error(arguments[0])
 
     def refuse_to_sync(fd):
         if failing:
-            raise failure(folder)
+            raise make_io_error(folder)
         sync(fd)
 
     os.fsync = refuse_to_sync
@@ -167,7 +167,7 @@ def fail_storage(folder):
     failing.append(folder)
 
 
-def hang_up():
+def break_connections():
     """What the others see of a process that dies slowly: its connections break, and it is still there."""
     for name in os.listdir("/proc/self/fd"):
         path = Path("/proc/self/fd") / name
@@ -179,7 +179,7 @@ def hang_up():
     time.sleep(600)
 
 
-def agent():
+def find_agent():
     """The parent of our parent, the nursery."""
     stat = Path(f"/proc/{os.getppid()}/stat").read_text()
     return int(stat.rpartition(")")[2].split()[1])

@@ -20,13 +20,13 @@ from typing import Any, Self, TypeVar
 import psutil
 import pytest
 
-from phalanx.api import starting, supervise
+from phalanx.api import prepare_run, supervise_run
 from phalanx.errors import ExitCode
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import ForkServerClient
 from phalanx.recipe import Recipe
-from phalanx.recipe.load import Loaded
+from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.text import to_yaml
-from phalanx.run import Event, Run, read_events, steps_of
+from phalanx.run import Event, Run, read_events, select_final_steps
 from phalanx.run.channel import drain, send
 from phalanx.run.event_types import AttemptStarted, RunEvent, StepDone, WorkerFailure, WorkerStarted
 from phalanx.run.messages import SendSignal
@@ -34,8 +34,8 @@ from phalanx.run.messages import SendSignal
 Values = dict[str, Any]
 E = TypeVar("E", bound=RunEvent)
 
-FAULTS = "faults:Faults"
-BASE: Values = {
+FAULTS_CALLBACK = "faults:Faults"
+BASE_RECIPE: Values = {
     "name": "lab",
     "model": {"args": {"layers": 1, "hidden_size": 32, "num_heads": 2}},
     "data": {"source": {"text": "few.txt"}, "seq_len": 32},
@@ -47,7 +47,7 @@ BASE: Values = {
     "compile": False,
     "checkpoint": {"every": 4, "in_memory_every": None},
     "fault_tolerance": {"max_restarts": 5},
-    "callbacks": [FAULTS],
+    "callbacks": [FAULTS_CALLBACK],
     "num_threads": 1,
 }
 """About 100 training samples: an epoch ends in step 9 of 12, so every run crosses the border of one. Whether a share of
@@ -59,7 +59,7 @@ class AgentLost(Exception):
 
 
 @dataclass
-class Ended:
+class HarnessRun:
     """How a run ended here: its exit code, the message for the user, and what stands in its directory."""
 
     run: Run
@@ -70,7 +70,7 @@ class Ended:
     def events(self) -> list[Event]:
         return list(read_events(self.run.events))
 
-    def kind(self, kind: type[E]) -> list[E]:
+    def events_of_kind(self, kind: type[E]) -> list[E]:
         """All events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
@@ -93,31 +93,33 @@ class Ended:
     @property
     def losses(self) -> list[float]:
         """Of each step, from the attempt that counts."""
-        return [event.loss for event in steps_of(self.events)]
+        return [event.loss for event in select_final_steps(self.events)]
 
 
-def fault(step: int, do: str = "kill", *, ranks: Sequence[int] | None = None, attempt: int = 0, **more: Any) -> Values:
+def plan_fault(
+    step: int, do: str = "kill", *, ranks: Sequence[int] | None = None, attempt: int = 0, **more: Any
+) -> Values:
     """A planned fault; see `faults.py`. `ranks` None means every worker."""
     return {"step": step, "do": do, "ranks": ranks, "attempt": attempt, **more}
 
 
-def merged(base: Values, changes: Values) -> Values:
+def merge_recipes(base: Values, changes: Values) -> Values:
     """`base` with the keys of `changes`, mapping by mapping."""
     both = {key: changes.get(key, value) for key, value in base.items()} | changes
     return {
-        key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        key: merge_recipes(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
         for key, value in both.items()
     }
 
 
-def words(seed: int, count: int) -> str:
+def random_words(seed: int, count: int) -> str:
     """Text that a model can learn a little about."""
     rng = random.Random(seed)
     known = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(200)]
     return " ".join(rng.choices(known, k=count))[: 5 * count]
 
 
-class Lab:
+class TrainHarness:
     """Where runs are trained. `folder` holds the recipes' files: texts, tasks and callbacks of the tests' own; `runs`
     what is trained."""
 
@@ -125,25 +127,25 @@ class Lab:
         self.folder = folder / "recipes"
         self.cache = folder / "cache"
         self.runs = runs
-        self.mark = f"phalanx-lab-{os.getpid()}-{random.getrandbits(64):x}"
-        self._references: dict[str, Ended] = {}
+        self.tag = f"phalanx-lab-{os.getpid()}-{random.getrandbits(64):x}"
+        self._references: dict[str, HarnessRun] = {}
         self._count = 0
 
     def __enter__(self) -> Self:
-        self.furnish(self.folder)
+        self.create_recipe_dir(self.folder)
         with self.environment():
-            self.nursery = NurseryProcess()
-        self.nursery.wait_ready()
+            self.fork_server = ForkServerClient()
+        self.fork_server.wait_until_ready()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.nursery.__exit__()
+        self.fork_server.__exit__()
 
-    def furnish(self, folder: Path) -> Path:
+    def create_recipe_dir(self, folder: Path) -> Path:
         """Make a folder for recipes: a small text, and the modules that recipes here name."""
         (folder / "samples").mkdir(parents=True)
-        (folder / "few.txt").write_text(words(1, 700))
-        (folder / "many.txt").write_text(words(2, 3000))
+        (folder / "few.txt").write_text(random_words(1, 700))
+        (folder / "many.txt").write_text(random_words(2, 3000))
         for name in ("faults.py", "lab_tasks.py", "lab_models.py", "lab_kinds.py"):
             (folder / name).write_text(Path(__file__).with_name(name).read_text())
         return folder
@@ -158,9 +160,9 @@ class Lab:
 
     def variables(self) -> dict[str, str]:
         own = str(Path(__file__).parent)
-        return {"PHALANX_CACHE_DIR": str(self.cache), "PHALANX_TEST_TAG": self.mark, "PYTHONPATH": own}
+        return {"PHALANX_CACHE_DIR": str(self.cache), "PHALANX_TEST_TAG": self.tag, "PYTHONPATH": own}
 
-    def place(self) -> Run:
+    def new_run(self) -> Run:
         """A run directory that does not exist yet."""
         self._count += 1
         return Run(self.runs / f"run-{self._count}")
@@ -168,30 +170,30 @@ class Lab:
     def train(
         self,
         changes: Values | None = None,
-        nproc: int = 1,
+        nproc_per_node: int = 1,
         run: Run | None = None,
         *,
         faults: Sequence[Values] = (),
         show: Callable[[Event], None] = lambda event: None,
         force: bool = False,
         folder: Path | None = None,
-    ) -> Ended:
+    ) -> HarnessRun:
         """Train BASE with `changes` as `phalanx train` would, and return how it ended. PhalanxError as it raises."""
-        run = run or self.place()
-        plan_faults(run, faults)
-        recipe = Recipe.model_validate(merged(BASE, changes or {}))
-        loaded = Loaded(recipe, None, folder or self.folder, {})
-        call, preload = self.nursery.call, self.nursery.preload
-        begun = starting(loaded, run, nproc, call, force, lambda progress: None, preload=preload)
+        run = run or self.new_run()
+        write_faults(run, faults)
+        recipe = Recipe.model_validate(merge_recipes(BASE_RECIPE, changes or {}))
+        loaded = LoadedRecipe(recipe, None, folder or self.folder, {})
+        call, preload = self.fork_server.call, self.fork_server.preload
+        begun = prepare_run(loaded, run, nproc_per_node, call, force, lambda progress: None, preload=preload)
         with self.environment(), begun as ready:
             try:
-                outcome = supervise(ready, self.nursery, show, force)
+                outcome = supervise_run(ready, self.fork_server, show, force)
             except BaseException:
-                self.sweep()
+                self.kill_workers()
                 raise
-        return Ended(run, int(outcome.code), outcome.message)
+        return HarnessRun(run, int(outcome.code), outcome.message)
 
-    def lose(self, changes: Values | None, nproc: int, run: Run, faults: Sequence[Values]) -> None:
+    def train_until_agent_lost(self, changes: Values | None, nproc: int, run: Run, faults: Sequence[Values]) -> None:
         """Train until the first worker falls, and let the agent go down with it."""
 
         def show(event: Event) -> None:
@@ -201,7 +203,7 @@ class Lab:
         with pytest.raises(AgentLost):
             self.train(changes, nproc, run, faults=faults, show=show)
 
-    def reference(self, changes: Values | None = None, nproc: int = 1) -> Ended:
+    def train_reference(self, changes: Values | None = None, nproc: int = 1) -> HarnessRun:
         """The same run without any fault, trained once in a session."""
         key = json.dumps([changes, nproc], sort_keys=True)
         if key not in self._references:
@@ -211,7 +213,7 @@ class Lab:
     def recipe_file(self, changes: Values | None = None, name: str = "recipe") -> Path:
         """BASE with `changes` as a file."""
         path = self.folder / f"{name}.yaml"
-        path.write_text(to_yaml(merged(BASE, changes or {}), flow=False))
+        path.write_text(to_yaml(merge_recipes(BASE_RECIPE, changes or {}), flow=False))
         return path
 
     @contextlib.contextmanager
@@ -237,42 +239,42 @@ class Lab:
             out, errors = process.communicate(timeout=100)
         return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
-    def ended(self, run: Run, code: int) -> Ended:
+    def from_command_line(self, run: Run, code: int) -> HarnessRun:
         """A run that the command line trained."""
-        return Ended(run, code, None)
+        return HarnessRun(run, code, None)
 
     def processes(self) -> set[int]:
         """Every process that descends from this lab, except its own nursery's."""
-        own = psutil.Process(self.nursery.process.pid)
+        own = psutil.Process(self.fork_server.process.pid)
         known = {own.pid, *(child.pid for child in own.children(recursive=True)), os.getpid()}
         found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get("PHALANX_TEST_TAG") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.environ().get("PHALANX_TEST_TAG") == self.tag and process.status() != psutil.STATUS_ZOMBIE:
                     found.add(process.pid)
         return found - known
 
-    def sweep(self) -> None:
+    def kill_workers(self) -> None:
         """End the workers of a run whose agent failed here, so that the next run finds the nursery as it should be."""
-        send(self.nursery.control, SendSignal(signal=int(signal.SIGKILL)))
-        below = psutil.Process(self.nursery.process.pid)
+        send(self.fork_server.control, SendSignal(signal=int(signal.SIGKILL)))
+        below = psutil.Process(self.fork_server.process.pid)
         wait_until(lambda: len(below.children(recursive=True)) <= 1, what="only the store to be left")
         time.sleep(0.1)
-        for sock in (self.nursery.control, self.nursery.events):
+        for sock in (self.fork_server.control, self.fork_server.events):
             list(drain(sock))
 
 
-def alive(ended: Ended) -> list[int]:
+def list_live_workers(ended: HarnessRun) -> list[int]:
     """Workers of any attempt of a run that are still there."""
     found = []
-    for event in ended.kind(WorkerStarted):
+    for event in ended.events_of_kind(WorkerStarted):
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(event.pid).status() != psutil.STATUS_ZOMBIE:
                 found.append(event.pid)
     return found
 
 
-def plan_faults(run: Run, faults: Sequence[Values]) -> None:
+def write_faults(run: Run, faults: Sequence[Values]) -> None:
     """Write the faults of a run beside its directory, where `faults.py` looks for them."""
     run.path.parent.mkdir(parents=True, exist_ok=True)
     faults_file(run).write_text(json.dumps(list(faults)))
@@ -291,7 +293,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = 
     return value
 
 
-def killing_the_youngest(world: int, most: int) -> Callable[[Event], None]:
+def kill_youngest_worker(world: int, most: int) -> Callable[[Event], None]:
     """A `show` that kills the worker that was started last whenever a world of this size has done a step, until `most`
     have been started."""
     pids: list[int] = []
@@ -310,7 +312,7 @@ def killing_the_youngest(world: int, most: int) -> Callable[[Event], None]:
     return show
 
 
-def signal_at(step: int, number: signal.Signals = signal.SIGTERM) -> Callable[[Event], None]:
+def send_signal_at_step(step: int, number: signal.Signals = signal.SIGTERM) -> Callable[[Event], None]:
     """A `show` that sends this process, the agent, a signal when it hears of a step not before `step`."""
     sent: list[int] = []
 
@@ -322,6 +324,6 @@ def signal_at(step: int, number: signal.Signals = signal.SIGTERM) -> Callable[[E
     return show
 
 
-def steps_seen(run: Run) -> int:
+def count_steps(run: Run) -> int:
     """The highest step in the events so far."""
     return max((event.step for event in read_events(run.events) if isinstance(event, StepDone)), default=0)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 # --- from tokens to scores of the next one ----------------------------------------------------------------------------
 
 
-class Words(nn.Module):
+class ByteModel(nn.Module):
     """An embedding, a body that keeps the shape [b, s, width], an output layer."""
 
     width = 8
@@ -32,7 +32,7 @@ class Words(nn.Module):
         return self.out(self.hidden(self.embedding(tokens)))
 
 
-class Recurrent(Words):
+class Recurrent(ByteModel):
     kind = nn.RNN
 
     def setup(self):
@@ -50,7 +50,7 @@ class Lstm(Recurrent):
     kind = nn.LSTM
 
 
-class LstmWithProjection(Words):
+class LstmWithProjection(ByteModel):
     def setup(self):
         self.body = nn.LSTM(self.width, 2 * self.width, proj_size=self.width, batch_first=True)
         self.start = nn.Parameter(torch.zeros(1, 1, self.width))
@@ -60,7 +60,7 @@ class LstmWithProjection(Words):
         return self.body(x, (start, start.new_zeros(1, len(x), 2 * self.width)))[0]
 
 
-class LstmCell(Words):
+class LstmCell(ByteModel):
     def setup(self):
         self.body = nn.LSTMCell(self.width, self.width)
 
@@ -72,7 +72,7 @@ class LstmCell(Words):
         return torch.stack(found, 1)
 
 
-class CausalConvolution(Words):
+class CausalConvolution(ByteModel):
     """With weight norm."""
 
     def setup(self):
@@ -82,12 +82,12 @@ class CausalConvolution(Words):
         return torch.tanh(self.body(F.pad(x.transpose(1, 2), (4, 0)))).transpose(1, 2)
 
 
-class SpectralNorm(Words):
+class SpectralNorm(ByteModel):
     def setup(self):
         self.body = parametrizations.spectral_norm(nn.Linear(self.width, self.width))
 
 
-class Orthogonal(Words):
+class Orthogonal(ByteModel):
     def setup(self):
         self.body = parametrizations.orthogonal(nn.Linear(self.width, self.width))
 
@@ -97,13 +97,13 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).mT
 
 
-class OwnParametrization(Words):
+class OwnParametrization(ByteModel):
     def setup(self):
         self.body = nn.Linear(self.width, self.width)
         parametrize.register_parametrization(self.body, "weight", Symmetric())
 
 
-class OldWeightNorm(Words):
+class OldWeightNorm(ByteModel):
     """Weights computed by a hook before each forward."""
 
     def setup(self):
@@ -118,7 +118,7 @@ class OldWeightNorm(Words):
         self.body.weight = self.scale * F.normalize(self.direction, dim=1)
 
 
-class Encoder(Words):
+class Encoder(ByteModel):
     """torch's own transformer layers, with learned positions and dropout."""
 
     def setup(self):
@@ -132,7 +132,7 @@ class Encoder(Words):
         return self.body(x + self.position[: x.shape[1]], mask=self.mask[: x.shape[1], : x.shape[1]], is_causal=True)
 
 
-class Windows(Words):
+class Windows(ByteModel):
     """Attention that looks back a few tokens, with a learned bias by distance."""
 
     def setup(self):
@@ -148,7 +148,7 @@ class Windows(Words):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
-class LinearAttention(Words):
+class LinearAttention(ByteModel):
     """A state that is decayed and summed over the sequence."""
 
     def setup(self):
@@ -165,7 +165,7 @@ class LinearAttention(Words):
         return x + torch.stack(found, 1)
 
 
-class Mixture(Words):
+class Mixture(ByteModel):
     """Each token goes to one expert; some get none."""
 
     def setup(self):
@@ -180,14 +180,14 @@ class Mixture(Words):
         return out * gates[..., None]
 
 
-class Tied(Words):
+class Tied(ByteModel):
     def __init__(self, vocab_size, seq_len):
         super().__init__(vocab_size, seq_len)
         self.out = nn.Linear(self.width, vocab_size, bias=False)
         self.out.weight = self.embedding.weight
 
 
-class Shared(Words):
+class Shared(ByteModel):
     """One parameter under three names, and a module under two."""
 
     def setup(self):
@@ -201,19 +201,19 @@ class Shared(Words):
         return self.third(torch.tanh(self.second(torch.tanh(self.body(x))))) * self.scale
 
 
-class UsedTwice(Words):
+class UsedTwice(ByteModel):
     def hidden(self, x):
         return super().hidden(super().hidden(x))
 
 
-class Frozen(Words):
+class Frozen(ByteModel):
     def __init__(self, vocab_size, seq_len):
         super().__init__(vocab_size, seq_len)
         self.embedding.requires_grad_(False)
         self.body.weight.requires_grad_(False)
 
 
-class Unused(Words):
+class Unused(ByteModel):
     """A part that no forward uses."""
 
     def setup(self):
@@ -221,7 +221,7 @@ class Unused(Words):
         self.spare = nn.Linear(3, 3)
 
 
-class Lists(Words):
+class Lists(ByteModel):
     def setup(self):
         self.weights = nn.ParameterList(torch.randn(self.width, self.width) for _ in range(2))
         self.named = nn.ParameterDict({"gain": torch.ones(self.width), "shift": torch.zeros(self.width)})
@@ -233,7 +233,7 @@ class Lists(Words):
         return self.parts["second"](self.parts["first"](x * self.named["gain"] + self.named["shift"]))
 
 
-class Fourier(Words):
+class Fourier(ByteModel):
     """Mixes features by an FFT, with real filters and a complex constant."""
 
     def setup(self):
@@ -258,7 +258,7 @@ class Bag(nn.Module):
         return self.out(torch.stack(seen, 1))
 
 
-class Scalar(Words):
+class Scalar(ByteModel):
     """Parameters without dimensions, and an empty one."""
 
     def setup(self):
@@ -271,7 +271,7 @@ class Scalar(Words):
         return super().hidden(x) * self.temperature + self.empty.sum() + self.none(x[..., :0])
 
 
-class Strided(Words):
+class Strided(ByteModel):
     """Parameters whose memory is in another order, has gaps, or is shared by their elements."""
 
     def setup(self):
@@ -287,7 +287,7 @@ class Strided(Words):
         return x + self.conv(x.view(-1, 2, 2, self.width // 4)).reshape(x.shape)
 
 
-class MixedDtypes(Words):
+class MixedDtypes(ByteModel):
     def setup(self):
         self.body = nn.Linear(self.width, self.width, dtype=torch.bfloat16)
         self.fine = nn.Linear(self.width, self.width, dtype=torch.float64)
@@ -300,7 +300,7 @@ class MixedDtypes(Words):
         return torch.where(self.mask, x, x + self.table) * self.halves.float()
 
 
-class EightBit(Words):
+class EightBit(ByteModel):
     """Frozen weights in 8 bits with a trained scale."""
 
     def setup(self):
@@ -311,7 +311,7 @@ class EightBit(Words):
         return torch.tanh(F.linear(x, self.packed.float() * self.scale))
 
 
-class LowRank(Words):
+class LowRank(ByteModel):
     """A frozen layer with an adapter of the model's own."""
 
     def setup(self):
@@ -324,7 +324,7 @@ class LowRank(Words):
         return torch.tanh(self.body(x) + self.up(self.down(x)))
 
 
-class Dropping(Words):
+class Dropping(ByteModel):
     """Dropout, and residual branches that are left out at random."""
 
     def setup(self):
@@ -338,7 +338,7 @@ class Dropping(Words):
         return x
 
 
-class Noisy(Words):
+class Noisy(ByteModel):
     """Gumbel-softmax and noise on the weights."""
 
     def hidden(self, x):
@@ -360,21 +360,21 @@ class Rounded(torch.autograd.Function):
         return grad * (x.abs() < 1)
 
 
-class OwnFunction(Words):
+class OwnFunction(ByteModel):
     """A straight-through estimator."""
 
     def hidden(self, x):
         return Rounded.apply(super().hidden(x) * 2)
 
 
-class Recomputed(Words):
+class Recomputed(ByteModel):
     """With torch's own recomputation inside."""
 
     def hidden(self, x):
         return checkpoint(super().hidden, x, use_reentrant=False)
 
 
-class Hypernetwork(Words):
+class Hypernetwork(ByteModel):
     """A network whose weights another one makes."""
 
     def setup(self):
@@ -386,7 +386,7 @@ class Hypernetwork(Words):
         return torch.func.vmap(lambda row: torch.tanh(row @ weight))(x)
 
 
-class Unrolled(Words):
+class Unrolled(ByteModel):
     """The same layer until it hardly changes anything: how often depends on values."""
 
     def hidden(self, x):
@@ -397,21 +397,21 @@ class Unrolled(Words):
         return x
 
 
-class Named(Words):
+class Named(ByteModel):
     """Returns what Hugging Face models do."""
 
     def forward(self, tokens):
         return {"logits": super().forward(tokens)}
 
 
-class Hooked(Words):
+class Hooked(ByteModel):
     def setup(self):
         super().setup()
         self.gain = nn.Parameter(torch.ones(self.width))
         self.body.register_forward_hook(lambda module, inputs, output: output * self.gain)
 
 
-class LoadsItself(Words):
+class LoadsItself(ByteModel):
     """Renames what it holds when it is saved and loaded, as modules do for the sake of old files."""
 
     def setup(self):
@@ -424,7 +424,7 @@ class LoadsItself(Words):
             state[name.replace("old_body.", "body.")] = state.pop(name)
 
 
-class Constants(Words):
+class Constants(ByteModel):
     """Buffers that no forward changes, one of which is not saved."""
 
     def setup(self):
@@ -439,7 +439,7 @@ class Constants(Words):
 # --- state that forwards change ---------------------------------------------------------------------------------------
 
 
-class Average(Words):
+class Average(ByteModel):
     """A running mean that the forward uses."""
 
     def setup(self):
@@ -453,7 +453,7 @@ class Average(Words):
         return x - self.mean
 
 
-class Codebook(Words):
+class Codebook(ByteModel):
     """Vectors that follow what is assigned to them (VQ-VAE with moving averages)."""
 
     def setup(self):
@@ -471,7 +471,7 @@ class Codebook(Words):
         return x + (self.codes[chosen] - x).detach()
 
 
-class Teacher(Words):
+class Teacher(ByteModel):
     """A second copy that follows the first in each forward."""
 
     def setup(self):
@@ -489,7 +489,7 @@ class Teacher(Words):
         return super().hidden(x) + self.teacher(x).detach()
 
 
-class Counter(Words):
+class Counter(ByteModel):
     """A number of forwards that anneals something."""
 
     def setup(self):
@@ -502,7 +502,7 @@ class Counter(Words):
         return super().hidden(x) * (1 + 0.01 * self.seen)
 
 
-class ExtraState(Words):
+class ExtraState(ByteModel):
     def setup(self):
         super().setup()
         self.seen = 0
@@ -518,7 +518,7 @@ class ExtraState(Words):
         self.seen = state["seen"]
 
 
-class Forgetful(Words):
+class Forgetful(ByteModel):
     """State that no checkpoint holds, beside what is none: a cache, and the last result."""
 
     def setup(self):

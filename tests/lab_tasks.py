@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-HERE = Path(__file__).parent
+TASKS_DIR = Path(__file__).parent
 RANK = os.environ.get("RANK")
 ATTEMPT = os.environ.get("PHALANX_ATTEMPT")
 
 
-class Plain:
+class NextByteTask:
     """Next-byte prediction."""
 
     def inputs(self, batch):
@@ -28,17 +28,17 @@ class Plain:
         return F.cross_entropy(output.flatten(0, 1).float(), targets, reduction="sum"), targets.numel()
 
 
-class Recording(Plain):
+class RecordingTask(NextByteTask):
     """Writes the checksums of each training micro-batch's samples, a line each, to samples/ATTEMPT-RANK."""
 
     def inputs(self, batch):
         if torch.is_grad_enabled() and ATTEMPT is not None:  # neither evaluation nor a trial
-            with open(HERE / "samples" / f"{ATTEMPT}-{RANK}", "a") as file:
+            with open(TASKS_DIR / "samples" / f"{ATTEMPT}-{RANK}", "a") as file:
                 print(json.dumps([checksum(row) for row in batch["tokens"]]), file=file)
         return super().inputs(batch)
 
 
-class Loud(Plain):
+class OverflowingTask(NextByteTask):
     """Gradients that fp16 cannot hold until the loss scale has come down a few times."""
 
     def loss(self, output, batch):
@@ -46,7 +46,7 @@ class Loud(Plain):
         return total * 4096.0, terms
 
 
-class OverflowsOnOne(Plain):
+class OverflowOnLastRankTask(NextByteTask):
     """On the last rank, and only there, the gradient of the first micro-batch is too large for any format."""
 
     calls = 0
@@ -60,14 +60,14 @@ class OverflowsOnOne(Plain):
         return total, terms
 
 
-class Poisoned(Plain):
+class NonFiniteTask(NextByteTask):
     """Where the first sample of a micro-batch is in a list of poison.json, beside this file, something is not a number:
     its loss (list `loss`) or only its gradient (list `gradient`)."""
 
     def loss(self, output, batch):
         total, terms = super().loss(output, batch)
         if torch.is_grad_enabled() and ATTEMPT is not None:
-            poison = json.loads((HERE / "poison.json").read_text())
+            poison = json.loads((TASKS_DIR / "poison.json").read_text())
             sample = checksum(batch["tokens"][0])
             if sample in poison.get("loss", ()):
                 total = total * float("nan")
@@ -76,7 +76,7 @@ class Poisoned(Plain):
         return total, terms
 
 
-class StopsInEvaluation(Plain):
+class StopDuringEvaluationTask(NextByteTask):
     """This worker is asked to stop in the middle of an evaluation of its first attempt."""
 
     def inputs(self, batch):
@@ -85,23 +85,23 @@ class StopsInEvaluation(Plain):
         return super().inputs(batch)
 
 
-class Mistaken(Plain):
+class RaisingTask(NextByteTask):
     """Fails as a user's code does, on the ranks of mistaken.json beside this file."""
 
     def loss(self, output, batch):
-        if ATTEMPT is not None and int(RANK) in json.loads((HERE / "mistaken.json").read_text()):
+        if ATTEMPT is not None and int(RANK) in json.loads((TASKS_DIR / "mistaken.json").read_text()):
             raise KeyError("no such column: 'label'")
         return super().loss(output, batch)
 
 
-class Hungry(Plain):
+class OutOfMemoryTask(NextByteTask):
     """Runs out of memory with more samples at once than `limit` of hungry.json beside this file, after so many
     micro-batches; with `trial`, a trial does so, too, as the kernel ends it."""
 
     calls = 0
 
     def inputs(self, batch):
-        hungry = json.loads((HERE / "hungry.json").read_text())
+        hungry = json.loads((TASKS_DIR / "hungry.json").read_text())
         if torch.is_grad_enabled() and len(batch["tokens"]) > hungry["limit"]:
             if ATTEMPT is None and hungry.get("trial"):
                 os.kill(os.getpid(), signal.SIGKILL)

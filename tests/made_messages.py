@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.run.messages import Command, StartWorkers
-from phalanx.run.wire import Wire
+from phalanx.run.wire import AuthConnection
 
 COMMAND = Command(function="f", payload={})
 
@@ -18,7 +18,7 @@ def start_workers(function: str, payload: Any, logs: Path, world: int = 1, **fie
     return StartWorkers(world_size=world, command=command, logs_dir=str(logs), **values)
 
 
-def signed_frame(wire: Wire, payload: Any, number: int = 0) -> bytes:
+def signed_frame(wire: AuthConnection, payload: Any, number: int = 0) -> bytes:
     """What this end would send as its frame of this number, if messages were any JSON."""
     content = json.dumps(payload).encode()
-    return struct.pack("!I", len(content)) + wire._sign(wire._mine, number, content) + content
+    return struct.pack("!I", len(content)) + wire._sign(wire._own_role, number, content) + content

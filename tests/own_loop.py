@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-MODELS = []  # of the runs before, if they are still there
+PREVIOUS_MODELS = []  # of the runs before, if they are still there
 
 
 class Samples:
@@ -52,7 +52,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-RULES = {"blocks.*.up": "columns", "blocks.*.down": "rows"}
+TP_PLAN = {"blocks.*.up": "columns", "blocks.*.down": "rows"}
 
 
 def adamw(model):
@@ -85,15 +85,15 @@ def score(model):
     model.train()
 
 
-def think(gang, how, seconds=60.0):
+def work_between_steps(session, how, seconds=60.0):
     """What takes long between two steps, once: `stuck` without a sign of life, `thinks` with many."""
-    if os.environ.get("PHALANX_ATTEMPT", "0") != "0" or gang.rank != gang.world - 1:
+    if os.environ.get("PHALANX_ATTEMPT", "0") != "0" or session.rank != session.world - 1:
         return
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.1)
         if how == "thinks":
-            gang.alive()
+            session.alive()
 
 
 def own_beginning(rank):
@@ -114,47 +114,50 @@ def main(how, overrides, run=None):
     recipe = Path(__file__).with_name("gone.yaml" if how == "no-recipe" else "own_loop.yaml")
     if how == "discord" and os.environ["RANK"] == "1":
         overrides = [*overrides, "grad_sync.algorithm=ring"]
-    with phalanx.join(recipe, overrides, run=run) as gang:
-        if MODELS:
-            print(f"{sum(model() is not None for model in MODELS)} models of runs before are there", file=sys.stderr)
+    with phalanx.session(recipe, overrides, run=run) as session:
+        if PREVIOUS_MODELS:
+            print(
+                f"{sum(model() is not None for model in PREVIOUS_MODELS)} models of runs before are there",
+                file=sys.stderr,
+            )
         if how == "no-prepare":
-            next(gang.batches(Samples()))
+            next(session.batches(Samples()))
         if how == "no-batches":
             return
         build = (lambda: Model(0.1)) if how in ("dropout", "evaluates") else Model
         make = {"early-optimizer": lambda _: adamw(Model()), "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01)}
         if how in ("own-shapes", "own-entries"):
-            make[how] = lambda m: Uneven(m.parameters(), how, gang.rank)
+            make[how] = lambda m: Uneven(m.parameters(), how, session.rank)
         if how == "own-beginning":
-            build = own_beginning(gang.rank)
+            build = own_beginning(session.rank)
         if how == "no-module":
             build = dict
-        model, optimizer = gang.prepare(build, make.get(how, adamw), rules=RULES)
-        MODELS.append(weakref.ref(model))
+        model, optimizer = session.prepare(build, make.get(how, adamw), rules=TP_PLAN)
+        PREVIOUS_MODELS.append(weakref.ref(model))
         if how == "scheduler":
             torch.optim.lr_scheduler.StepLR(optimizer, 100)
         samples = {"other-data": Samples(scale=2.0), "no-data": Samples(0), "loader": iter([])}
         for _ in range(3):  # of a loop over epochs the first gets them all
-            for number, batch in enumerate(gang.batches(samples.get(how, Samples()), tokens=4)):
+            for number, batch in enumerate(session.batches(samples.get(how, Samples()), tokens=4)):
                 loss = loss_sum(model, batch)
                 if how == "mean-shape":
                     loss = loss[None]
                 if how != "no-backward":
-                    gang.backward(loss, len(batch["label"]))
+                    session.backward(loss, len(batch["label"]))
                 if how == "twice":
-                    gang.backward(loss, len(batch["label"]))
+                    session.backward(loss, len(batch["label"]))
                 if how == "hungry" and len(batch["label"]) > 3:
                     raise torch.OutOfMemoryError("out of memory")
                 if how == "exits" and number == 3:
                     sys.exit()
-                if how == "vanishes" and number == 3 and gang.rank == gang.world - 1:
+                if how == "vanishes" and number == 3 and session.rank == session.world - 1:
                     os._exit(0)
                 if how == "raises":
                     raise RuntimeError("a mistake in the loop")
-                if how != "no-step" and gang.step() and how == "evaluates":
+                if how != "no-step" and session.step() and how == "evaluates":
                     score(model)
                 if number == 40 and how in ("stuck", "thinks"):
-                    think(gang, how, 600.0 if how == "stuck" else 8.0)
+                    work_between_steps(session, how, 600.0 if how == "stuck" else 8.0)
                 if how == "break":
                     break
             if how == "break":

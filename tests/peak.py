@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.train.tasks import LanguageModeling
 
 
-class Peak(TorchDispatchMode):
+class PeakMemoryMode(TorchDispatchMode):
     """Counts what operations allocate; files mapped into memory do not count."""
 
     def __init__(self):
@@ -23,9 +23,9 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(out) if plain(x)]
+        made = [x for x in tree_leaves(out) if is_plain_tensor(x)]
         if made:
-            known = {storage_of(x) for x in tree_leaves((args, kwargs)) if plain(x)}
+            known = {storage_of(x) for x in tree_leaves((args, kwargs)) if is_plain_tensor(x)}
             for x in made:
                 if storage_of(x) not in known:
                     storage = x.untyped_storage()
@@ -35,7 +35,7 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def plain(x):
+def is_plain_tensor(x):
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"
 
 
@@ -43,18 +43,18 @@ def storage_of(x):
     return x.untyped_storage()._cdata
 
 
-PEAK = Peak()
+PEAK_MEMORY = PeakMemoryMode()
 
 
-class Counted(LanguageModeling):
+class CountingTask(LanguageModeling):
     """Next-token prediction."""
 
     def __init__(self):
         if "PHALANX_ATTEMPT" in os.environ:  # trials are no workers
-            PEAK.__enter__()
+            PEAK_MEMORY.__enter__()
 
 
-class Told:
+class RecordPeak:
     def start(self, run):
-        PEAK.__exit__(None, None, None)
-        run.path.with_name(f"{run.path.name}.peak-{run.rank}").write_text(str(PEAK.most))
+        PEAK_MEMORY.__exit__(None, None, None)
+        run.path.with_name(f"{run.path.name}.peak-{run.rank}").write_text(str(PEAK_MEMORY.most))

@@ -4,21 +4,25 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from phalanx.train.exchange.fixed_tree import FixedTree
-from phalanx.train.exchange.ways import WAYS
+from phalanx.train.exchange.fixed_tree import DeterministicTree
+from phalanx.train.exchange.ways import GRAD_SYNC_ALGORITHMS
 
-SECONDS: Mapping[Any, float] = {FixedTree: 0.12, WAYS["all-reduce"]: 0.12, WAYS["bf16"]: 0.06}
+DELAY_S_BY_STRATEGY: Mapping[Any, float] = {
+    DeterministicTree: 0.12,
+    GRAD_SYNC_ALGORITHMS["all-reduce"]: 0.12,
+    GRAD_SYNC_ALGORITHMS["bf16"]: 0.06,
+}
 
 
 class SlowLinks:
     """A worker waits so long for each bucket."""
 
     def start(self, run: object) -> None:
-        for way, seconds in SECONDS.items():
-            way.take = slowed(way.take, seconds)
+        for way, seconds in DELAY_S_BY_STRATEGY.items():
+            way.take = add_delay(way.take, seconds)
 
 
-def slowed(take: Callable[..., None], seconds: float) -> Callable[..., None]:
+def add_delay(take: Callable[..., None], seconds: float) -> Callable[..., None]:
     def slow(*args: Any) -> None:
         time.sleep(seconds)
         take(*args)

@@ -24,10 +24,10 @@ _LLAMA = {
 }
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
 
-KINDS = ("llama", "llama-tied", "qwen2", "qwen3", "gpt2")
+MODEL_KINDS = ("llama", "llama-tied", "qwen2", "qwen3", "gpt2")
 
 
-def config(kind: str, **more: Any) -> Any:
+def make_config(kind: str, **more: Any) -> Any:
     """The configuration of a kind."""
     if kind == "gpt2":
         return transformers.GPT2Config(**{**_GPT2, "bos_token_id": 1, "eos_token_id": 2, **more})
@@ -36,10 +36,10 @@ def config(kind: str, **more: Any) -> Any:
     return transformers.AutoConfig.for_model(name, **values)
 
 
-def saved(folder: Path, kind: str, seed: int = 0, **options: Any) -> nn.Module:
+def save_random_model(folder: Path, kind: str, seed: int = 0, **options: Any) -> nn.Module:
     """A model of a kind with weights far from their usual start, written to `folder`, in evaluation mode."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config(kind)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(make_config(kind)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
@@ -47,7 +47,7 @@ def saved(folder: Path, kind: str, seed: int = 0, **options: Any) -> nn.Module:
     return model
 
 
-def tokens(batch: int = 2, length: int = 16, seed: int = 0) -> torch.Tensor:
+def random_tokens(batch: int = 2, length: int = 16, seed: int = 0) -> torch.Tensor:
     """Random tokens [batch, length]."""
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
@@ -80,10 +80,10 @@ _LATENT = {
     "num_key_value_heads": 4,
 }
 _OLD = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
-WINDOW = 5
+WINDOW_TOKENS = 5
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", _OLD),
-    "cohere2": ("Cohere2", {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
+    "cohere2": ("Cohere2", {"sliding_window": WINDOW_TOKENS, "layer_types": ["sliding_attention", "full_attention"]}),
     "deepseek-v2": ("DeepseekV2", _LATENT),
     "deepseek-v3": ("DeepseekV3", _LATENT),
     "ernie4.5-moe": (
@@ -92,16 +92,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon": ("Falcon", {}),
     "flex-olmo": ("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": WINDOW}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": WINDOW_TOKENS}),
     "gemma3": (
         "Gemma3",
-        {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        {"head_dim": 8, "sliding_window": WINDOW_TOKENS, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "glm4-moe": ("Glm4Moe", {**_LATENT, "n_shared_experts": 1, "head_dim": 8}),
     "gpt-neox": ("GPTNeoX", {}),
     "gpt-oss": (
         "GptOss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": WINDOW},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": WINDOW_TOKENS},
     ),
     "gpt2": ("GPT2", _OLD),
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -114,30 +114,30 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 4,
             "intermediate_size_mlp": 64,
             "head_dim": 8,
-            "attention_chunk_size": WINDOW,
+            "attention_chunk_size": WINDOW_TOKENS,
             "layer_types": ["chunked_attention", "full_attention"],
         },
     ),
     "mamba": ("Mamba", {"state_size": 4}),
     "minimax": ("MiniMax", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "block_size": 4}),
-    "mistral": ("Mistral", {"sliding_window": WINDOW}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW_TOKENS}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": WINDOW_TOKENS}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "phi3": ("Phi3", {"sliding_window": WINDOW}),
+    "phi3": ("Phi3", {"sliding_window": WINDOW_TOKENS}),
     "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW_TOKENS, "max_window_layers": 1}),
     "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 16}),
     "qwen3": ("Qwen3", {"head_dim": 8}),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 8}),
     "smollm3": ("SmolLM3", {}),
-    "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
+    "starcoder2": ("Starcoder2", {"sliding_window": WINDOW_TOKENS}),
 }
 """Families of transformers, by the first part of their class's name and what makes them tiny. Those with windows have
 some that are shorter than a sample."""
 
 
-def built(name: str, seed: int = 0) -> nn.Module:
+def build_random_model(name: str, seed: int = 0) -> nn.Module:
     """A tiny causal model of an architecture, with weights far from their usual start, in evaluation mode."""
     family, values = ARCHITECTURES[name]
     wanted = next(

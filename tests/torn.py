@@ -10,10 +10,10 @@ import json
 import os
 import time
 
-from phalanx.train.gradients import ShardedReplicas
+from phalanx.train.gradients import HSDPTreeReducer
 
 
-class Torn:
+class DropConnection:
     def start(self, run):
         if os.environ["PHALANX_ATTEMPT"] != "0":  # one that comes later
             return
@@ -24,7 +24,7 @@ class Torn:
             self.patch(run)
 
     def patch(self, run):
-        norm = ShardedReplicas.norm
+        norm = HSDPTreeReducer.grad_norm
 
         def torn(gradients):
             found = norm(gradients)
@@ -32,12 +32,12 @@ class Torn:
                 victim = pid_file(run).read_text()
                 while os.path.exists(f"/proc/{victim}"):
                     time.sleep(0.001)
-                ShardedReplicas.norm = norm
+                HSDPTreeReducer.grad_norm = norm
                 plan_file(run).unlink()
                 raise RuntimeError("[gloo/transport] Connection closed by peer")
             return found
 
-        ShardedReplicas.norm = torn
+        HSDPTreeReducer.grad_norm = torn
 
 
 def plan_file(run):

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 
-class Failure(str):
+class CaseFailure(str):
     """The traceback of a case."""
 
 
-def warm() -> ForkServerContext:
+def start_forkserver() -> ForkServerContext:
     """Starts processes from one that has imported what takes long, once for all files."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.tensor", "phalanx.train.exchange.bucketed", "pytest"])
     return context
 
 
-def serve(rank: int, orders: Connection) -> None:
+def run_cases(rank: int, orders: Connection) -> None:
     """A process: does what it is told until it is told nothing more. A warning is an error, as in pytest."""
     import torch
     import torch.distributed as dist
@@ -46,11 +46,11 @@ def serve(rank: int, orders: Connection) -> None:
         try:
             orders.send(case(rank, world, **arguments))
         except Exception:  # noqa: BLE001 the test shows it
-            orders.send(Failure(traceback.format_exc()))
+            orders.send(CaseFailure(traceback.format_exc()))
         dist.destroy_process_group()
 
 
-class World:
+class ProcessWorlds:
     """The processes, waiting for orders."""
 
     def __init__(self, folder: Path):
@@ -72,11 +72,11 @@ class World:
         except BaseException:  # of what is left in the pipes the next case would know nothing, and wait
             self._kill()
             raise
-        failures = [result for result in results if isinstance(result, Failure)]
+        failures = [result for result in results if isinstance(result, CaseFailure)]
         assert not failures, failures[0]
         return results
 
-    def once(self, size: int, case: Callable[..., Any], /, **arguments: Any) -> list[Any]:
+    def run_once(self, size: int, case: Callable[..., Any], /, **arguments: Any) -> list[Any]:
         """As `run`; what several tests look at is computed once."""
         key = repr((size, case.__name__, sorted(arguments.items())))
         if key not in self._found:
@@ -97,9 +97,9 @@ class World:
         self._processes = []
 
     def _start_one(self) -> None:
-        context = warm()
+        context = start_forkserver()
         near, far = context.Pipe()
-        process = context.Process(target=serve, args=(len(self._processes), far), daemon=True)
+        process = context.Process(target=run_cases, args=(len(self._processes), far), daemon=True)
         process.start()
         far.close()
         self._processes.append((process, near))

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from links import PORT, address
-from paced import PacedModel
+from links import RENDEZVOUS_PORT, address
+from paced import RateLimitedModel
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -26,28 +26,28 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import OuterOptimizerConfig
 from phalanx.run import Event
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.rounds import PLAIN, Rounds
-from phalanx.train.exchange.schedule import Schedule
-from phalanx.train.exchange.ways import WAYS
-from phalanx.train.exchange_watch import ExchangeWatch
-from phalanx.train.place import Place as Worker
-from phalanx.train.state import Progress
-from phalanx.train.timing import HostStopwatch
+from phalanx.train.exchange import BucketedReducer
+from phalanx.train.exchange.rounds import AVERAGING_OUTER_OPTIMIZER, LocalSGD
+from phalanx.train.exchange.schedule import SyncSchedule
+from phalanx.train.exchange.ways import GRAD_SYNC_ALGORITHMS
+from phalanx.train.exchange_watch import GradSyncSelector
+from phalanx.train.place import DistEnv as Worker
+from phalanx.train.state import TrainState
+from phalanx.train.timing import HostStepTimer
 
-MIB = 2**20
-DILOCO = OuterOptimizerConfig(lr=0.7, momentum=0.9)
+BYTES_PER_MIB = 2**20
+DILOCO_OUTER_OPTIMIZER = OuterOptimizerConfig(lr=0.7, momentum=0.9)
 """The outer optimizer of DiLoCo (Douillard et al. 2023): SGD with Nesterov's momentum."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which node this is; `local`: steps between two exchanges of those that do not exchange in each. `turn` is another
+class TurnInfo:
+    """Which node this is; `sync_every`: steps between two exchanges of those that do not exchange in each. `turn` is another
     number each time."""
 
     rank: int
-    world: int
-    local: int
+    world_size: int
+    sync_every: int
     turn: int
 
 
@@ -56,7 +56,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Competitor:
     """`step` does a whole step; every `period` steps it does the same again. `values`: after a period, tensors in the
     model's order that are `scale` times the mean of what all nodes have drawn as gradients; None if nothing is
     exchanged, or never all at once."""
@@ -76,117 +76,121 @@ def _parameters(model: nn.Module) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def _plain(model: PacedModel, called: nn.Module) -> None:
+def _plain(model: RateLimitedModel, called: nn.Module) -> None:
     """A step of a loop that zeroes, and leaves the exchange to hooks."""
     model.zero_grad()
     called().backward()
 
 
-def none(model: PacedModel, place: Place) -> Contender:
-    return Contender(partial(_plain, model, model))
+def no_sync(model: RateLimitedModel, turn_info: TurnInfo) -> Competitor:
+    return Competitor(partial(_plain, model, model))
 
 
 # ---- ours
 
 
-def ours(model: PacedModel, place: Place, **keywords: Any) -> Contender:
-    """`GradientExchange` with these arguments, a micro-batch a node."""
-    settings = {"replicas": False, **keywords}
+def phalanx_strategy(model: RateLimitedModel, turn_info: TurnInfo, **keywords: Any) -> Competitor:
+    """`BucketedReducer` with these arguments, a micro-batch a node."""
+    settings = {"is_elastic": False, **keywords}
     parameters = list(model.parameters())
-    exchange = GradientExchange(parameters, rank=place.rank, world=place.world, micro_batches=place.world, **settings)
+    exchange = BucketedReducer(
+        parameters, rank=turn_info.rank, world_size=turn_info.world_size, micro_batches=turn_info.world_size, **settings
+    )
 
     def step() -> None:
         model.zero_grad()
-        exchange.begin(place.rank)
+        exchange.begin_backward(turn_info.rank)
         model().backward()
-        exchange.end()
-        exchange.finish()
+        exchange.end_backward()
+        exchange.reduce_gradients()
 
-    return Contender(step, partial(_gradients, model), scale=float(place.world), close=exchange.close)
+    return Competitor(step, partial(_gradients, model), scale=float(turn_info.world_size), close=exchange.close)
 
 
-def auto(model: PacedModel, place: Place, **keywords: Any) -> Contender:
+def phalanx_auto(model: RateLimitedModel, turn_info: TurnInfo, **keywords: Any) -> Competitor:
     """What `grad_sync.algorithm: auto` has chosen under `determinism: off`, at this pace, before the steps that
     count."""
-    recipe = Recipe.model_validate({"determinism": "off", "parallelism": {"replicate": place.world}})
-    exchange = GradientExchange(
+    recipe = Recipe.model_validate({"determinism": "off", "parallelism": {"replicate": turn_info.world_size}})
+    exchange = BucketedReducer(
         list(model.parameters()),
-        rank=place.rank,
-        world=place.world,
-        micro_batches=place.world,
-        replicas=False,
+        rank=turn_info.rank,
+        world_size=turn_info.world_size,
+        micro_batches=turn_info.world_size,
+        is_elastic=False,
         **keywords,
     )
-    watch, progress = HostStopwatch(), Progress()
+    watch, progress = HostStepTimer(), TrainState()
 
     def tell(event: Event) -> None:
-        if place.rank == 0:
+        if turn_info.rank == 0:
             print(event, flush=True)
 
-    choosing = ExchangeWatch(recipe, Worker(place.rank, place.world), exchange, 1, progress, tell)
+    choosing = GradSyncSelector(recipe, Worker(turn_info.rank, turn_info.world_size), exchange, 1, progress, tell)
 
     def step() -> None:
         watch.start()
         model.zero_grad()
-        exchange.begin(place.rank)
+        exchange.begin_backward(turn_info.rank)
         loss = model()
         watch.lap("forward")
         loss.backward()
-        exchange.end()
+        exchange.end_backward()
         watch.lap("backward")
-        exchange.finish()
+        exchange.reduce_gradients()
         watch.lap("exchange")
 
-    while not progress.exchange.settled:
+    while not progress.grad_sync_selection.is_final:
         step()
-        choosing.note(*watch.stop())
+        choosing.record_step(*watch.stop())
         progress.step += 1
-        choosing.look()
-    return Contender(step, partial(_gradients, model), scale=float(place.world), close=exchange.close)
+        choosing.select_if_due()
+    return Competitor(step, partial(_gradients, model), scale=float(turn_info.world_size), close=exchange.close)
 
 
-def rounds(
-    model: PacedModel,
-    place: Place,
-    outer: OuterOptimizerConfig = PLAIN,
+def phalanx_local_sgd(
+    model: RateLimitedModel,
+    turn_info: TurnInfo,
+    outer: OuterOptimizerConfig = AVERAGING_OUTER_OPTIMIZER,
     wire: str = "fp32",
     streams: bool = False,
     delay: int = 0,
-) -> Contender:
-    """Steps of its own on each node, and `Rounds` after every so many; taken `delay` steps late; or in fragments, as
+) -> Competitor:
+    """Steps of its own on each node, and `LocalSGD` after every so many; taken `delay` steps late; or in fragments, as
     many as leave each a step to travel in. What travels beside steps is never all agreed on: nothing is checked."""
-    parameters, every = list(model.parameters()), place.local
+    parameters, every = list(model.parameters()), turn_info.sync_every
     fragments = max(1, min(4, every // 2)) if streams else 1
     delay = every // fragments - 1 if streams else delay
-    exchange = Rounds(
+    exchange = LocalSGD(
         parameters,
-        rank=place.rank,
-        world=place.world,
-        schedule=Schedule(every, 0, fragments, delay),
-        outer=outer,
-        wire=wire,
-        capacity=MIB,
+        rank=turn_info.rank,
+        world_size=turn_info.world_size,
+        schedule=SyncSchedule(every, 0, fragments, delay),
+        outer_optimizer=outer,
+        sync_dtype=wire,
+        bucket_bytes=BYTES_PER_MIB,
     )
-    optimizer, numbers = Drift(parameters), itertools.count(1)
+    optimizer, numbers = StepOnceOptimizer(parameters), itertools.count(1)
 
     def step() -> None:
         _plain(model, model)
         optimizer.step()
-        exchange.follow(next(numbers))
+        exchange.after_step(next(numbers))
 
     values = partial(_parameters, model) if delay == 0 else None
-    return Contender(step, values, -outer.lr * (1 + outer.momentum), every, exchange.close)
+    return Competitor(step, values, -outer.lr * (1 + outer.momentum), every, exchange.close)
 
 
 # ---- torch's
 
 
-def ddp(model: PacedModel, place: Place, hook: Callable[[nn.Module], None] | None = None, **keywords: Any) -> Contender:
+def ddp(
+    model: RateLimitedModel, turn_info: TurnInfo, hook: Callable[[nn.Module], None] | None = None, **keywords: Any
+) -> Competitor:
     """DistributedDataParallel; `hook` registers what is to be registered on it."""
     called = DistributedDataParallel(model, **keywords)
     if hook is not None:
         hook(called)
-    return Contender(partial(_plain, model, called), partial(_gradients, model))
+    return Competitor(partial(_plain, model, called), partial(_gradients, model))
 
 
 def fp16(called: Any) -> None:
@@ -207,7 +211,7 @@ def power_sgd(called: Any) -> None:
     called.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
 
 
-class Drift(torch.optim.Optimizer):
+class StepOnceOptimizer(torch.optim.Optimizer):
     """Moves parameters against their gradients in its first step, and never again."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
@@ -223,7 +227,7 @@ class Drift(torch.optim.Optimizer):
         self._moved = True
 
 
-def post_local_sgd(model: PacedModel, place: Place) -> Contender:
+def post_local_sgd(model: RateLimitedModel, turn_info: TurnInfo) -> Competitor:
     """DDP with a hook that keeps gradients on the node, and torch's averager of parameters."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -231,36 +235,40 @@ def post_local_sgd(model: PacedModel, place: Place) -> Contender:
     alone, _ = dist.new_subgroups(group_size=1)
     called = DistributedDataParallel(model)
     called.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=0), post_localSGD_hook)
-    averager = PeriodicModelAverager(period=place.local)
+    averager = PeriodicModelAverager(period=turn_info.sync_every)
     averager.step = 1  # it averages in steps 0, period, ...: in the last of a period instead
-    optimizer = Drift(list(model.parameters()))
+    optimizer = StepOnceOptimizer(list(model.parameters()))
 
     def step() -> None:
         _plain(model, called)
         optimizer.step()
         averager.average_parameters(model.parameters())
 
-    return Contender(step, partial(_parameters, model), scale=-1.0, period=place.local)
+    return Competitor(step, partial(_parameters, model), scale=-1.0, period=turn_info.sync_every)
 
 
 # ---- others
 
 
-def torchft(model: PacedModel, place: Place, **keywords: Any) -> Contender:
+def torchft_diloco(model: RateLimitedModel, turn_info: TurnInfo, **keywords: Any) -> Competitor:
     """torchft's DiLoCo: each node a replica group of its own, the lighthouse on the first."""
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import DiLoCo
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
 
-    port, here, patience = PORT + 2 + 2 * place.turn % 500, address(place.rank), timedelta(seconds=120)
-    lighthouse = LighthouseServer(f"[::]:{port}", place.world) if place.rank == 0 else None
+    port, here, patience = (
+        RENDEZVOUS_PORT + 2 + 2 * turn_info.turn % 500,
+        address(turn_info.rank),
+        timedelta(seconds=120),
+    )
+    lighthouse = LighthouseServer(f"[::]:{port}", turn_info.world_size) if turn_info.rank == 0 else None
     store = TCPStore(here, port + 1, is_master=True, wait_for_workers=False)
     manager = Manager(
         ProcessGroupGloo(timeout=patience),
         load_state_dict=lambda state: None,
         state_dict=dict,
-        min_replica_size=place.world,
+        min_replica_size=turn_info.world_size,
         use_async_quorum=False,
         timeout=patience,
         quorum_timeout=patience,
@@ -269,13 +277,15 @@ def torchft(model: PacedModel, place: Place, **keywords: Any) -> Contender:
         store_addr=here,
         store_port=port + 1,
         lighthouse_addr=f"http://{address(0)}:{port}",
-        replica_id=f"node-{place.rank}",
+        replica_id=f"node-{turn_info.rank}",
         hostname=here,
         init_sync=False,
     )
-    optimizer = Drift(list(model.parameters()))
-    outer = torch.optim.SGD(model.parameters(), lr=DILOCO.lr, momentum=DILOCO.momentum, nesterov=True)
-    diloco = DiLoCo(manager, [model], optimizer, outer, place.local, pin_memory=False, **keywords)
+    optimizer = StepOnceOptimizer(list(model.parameters()))
+    outer = torch.optim.SGD(
+        model.parameters(), lr=DILOCO_OUTER_OPTIMIZER.lr, momentum=DILOCO_OUTER_OPTIMIZER.momentum, nesterov=True
+    )
+    diloco = DiLoCo(manager, [model], optimizer, outer, turn_info.sync_every, pin_memory=False, **keywords)
     diloco.__enter__()
 
     def step() -> None:
@@ -292,28 +302,44 @@ def torchft(model: PacedModel, place: Place, **keywords: Any) -> Contender:
         del store
 
     # momentum begins at the gradient itself, so that Nesterov's first step is 1 + momentum of it
-    return Contender(step, partial(_parameters, model), -DILOCO.lr * (1 + DILOCO.momentum), place.local, close)
+    return Competitor(
+        step,
+        partial(_parameters, model),
+        -DILOCO_OUTER_OPTIMIZER.lr * (1 + DILOCO_OUTER_OPTIMIZER.momentum),
+        turn_info.sync_every,
+        close,
+    )
 
 
-NONE = "none"
-OURS: dict[str, Callable[[PacedModel, Place], Contender]] = {
-    "all-reduce": ours,
-    "all-reduce-1mib": partial(ours, capacity=MIB),
-    "auto-1mib": partial(auto, capacity=MIB),
-    "replicas": partial(ours, replicas=True),
-    "replicas-1mib": partial(ours, replicas=True, capacity=MIB),
-    **{f"{name}-1mib": partial(ours, strategy=name, capacity=MIB) for name in WAYS if name != "all-reduce"},
-    "int8-1.5mib": partial(ours, strategy="int8", capacity=1.5 * MIB),
-    "powersgd-2mib": partial(ours, strategy="powersgd", capacity=2 * MIB),
-    "local": rounds,
-    "diloco-late": partial(rounds, outer=DILOCO, wire="int8", delay=2),
-    "diloco-late3": partial(rounds, outer=DILOCO, wire="int8", delay=3),
-    "diloco-streaming": partial(rounds, outer=DILOCO, wire="int8", streams=True),
-    **{f"diloco-{wire}": partial(rounds, outer=DILOCO, wire=wire) for wire in ("fp32", "int8")},
+NO_SYNC = "none"
+PHALANX_COMPETITORS: dict[str, Callable[[RateLimitedModel, TurnInfo], Competitor]] = {
+    "all-reduce": phalanx_strategy,
+    "all-reduce-1mib": partial(phalanx_strategy, bucket_bytes=BYTES_PER_MIB),
+    "auto-1mib": partial(phalanx_auto, bucket_bytes=BYTES_PER_MIB),
+    "replicas": partial(phalanx_strategy, is_elastic=True),
+    "replicas-1mib": partial(phalanx_strategy, is_elastic=True, bucket_bytes=BYTES_PER_MIB),
+    **{
+        f"{name}-1mib": partial(phalanx_strategy, algorithm=name, bucket_bytes=BYTES_PER_MIB)
+        for name in GRAD_SYNC_ALGORITHMS
+        if name != "all-reduce"
+    },
+    "int8-1.5mib": partial(phalanx_strategy, algorithm="int8", bucket_bytes=1.5 * BYTES_PER_MIB),
+    "powersgd-2mib": partial(phalanx_strategy, algorithm="powersgd", bucket_bytes=2 * BYTES_PER_MIB),
+    "local": phalanx_local_sgd,
+    "diloco-late": partial(phalanx_local_sgd, outer=DILOCO_OUTER_OPTIMIZER, wire="int8", delay=2),
+    "diloco-late3": partial(phalanx_local_sgd, outer=DILOCO_OUTER_OPTIMIZER, wire="int8", delay=3),
+    "diloco-streaming": partial(phalanx_local_sgd, outer=DILOCO_OUTER_OPTIMIZER, wire="int8", streams=True),
+    **{
+        f"diloco-{wire}": partial(phalanx_local_sgd, outer=DILOCO_OUTER_OPTIMIZER, wire=wire)
+        for wire in ("fp32", "int8")
+    },
     # as FireCaffe had it: all gradients in one, after backward
-    **{f"{name}-whole": partial(ours, strategy=name, capacity=1e15) for name in ("parameter-server", "binomial-tree")},
+    **{
+        f"{name}-whole": partial(phalanx_strategy, algorithm=name, bucket_bytes=1e15)
+        for name in ("parameter-server", "binomial-tree")
+    },
 }
-PEERS: dict[str, Callable[[PacedModel, Place], Contender]] = {
+PEER_COMPETITORS: dict[str, Callable[[RateLimitedModel, TurnInfo], Competitor]] = {
     "ddp": ddp,
     "ddp-1mib": partial(ddp, bucket_cap_mb=1, gradient_as_bucket_view=True),
     "ddp-fp16": partial(ddp, hook=fp16),
@@ -321,6 +347,6 @@ PEERS: dict[str, Callable[[PacedModel, Place], Contender]] = {
     # on gloo it hangs with more than about two buckets
     "ddp-powersgd": partial(ddp, hook=power_sgd, bucket_cap_mb=1000),
     "post-localsgd": post_local_sgd,
-    "torchft-diloco": torchft,
+    "torchft-diloco": torchft_diloco,
 }
-CONTENDERS = {NONE: none, **OURS, **PEERS}
+COMPETITORS = {NO_SYNC: no_sync, **PHALANX_COMPETITORS, **PEER_COMPETITORS}

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paced import Pace
+from paced import ComputeTiming
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Turn:
     error: float | None
 
 
-def turn_of(replies: Sequence[Mapping[str, Any]]) -> Turn:
+def make_turn(replies: Sequence[Mapping[str, Any]]) -> Turn:
     """A turn from all nodes' replies. A step's seconds are the mean over nodes, a period's the mean over its steps: one
     step in many may do all the exchanging."""
     period = replies[0]["period"]
@@ -47,7 +47,7 @@ def turn_of(replies: Sequence[Mapping[str, Any]]) -> Turn:
     )
 
 
-def best_efficiency(pace: Pace, nbytes: float, rate: float | None) -> float:
+def compute_best_efficiency(pace: ComputeTiming, nbytes: float, rate: float | None) -> float:
     """The best efficiency that is possible when a step moves so many bytes over a link of so many bits a second (None:
     no limit): see above."""
     wire = 0.0 if rate is None else 8 * nbytes / rate
@@ -68,7 +68,7 @@ def quartiles(turns: Sequence[Turn]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A line of a table: seconds of a step, its quartiles, bytes of a step, and efficiencies."""
 
     name: str
@@ -82,18 +82,20 @@ class Row:
     error: float | None
 
 
-def row_of(name: str, turns: Sequence[Turn], alone: Sequence[Turn], pace: Pace, rate: float | None) -> Row:
+def make_row(
+    name: str, turns: Sequence[Turn], alone: Sequence[Turn], pace: ComputeTiming, rate: float | None
+) -> TableRow:
     """The figures of a contender beside those of the same steps without exchange."""
     low, high = quartiles(turns)
     busiest = statistics.median(turn.busiest for turn in turns)
     mean = statistics.median(turn.mean for turn in turns)
     errors = [turn.error for turn in turns if turn.error is not None]
     seconds = median(turns)
-    best = best_efficiency(pace, busiest, rate)
-    return Row(name, seconds, low, high, busiest, mean, median(alone) / seconds, best, max(errors, default=None))
+    best = compute_best_efficiency(pace, busiest, rate)
+    return TableRow(name, seconds, low, high, busiest, mean, median(alone) / seconds, best, max(errors, default=None))
 
 
-def table(rows: Sequence[Row], failed: Mapping[str, str]) -> list[str]:
+def format_table(rows: Sequence[TableRow], failed: Mapping[str, str]) -> list[str]:
     """Lines of Markdown. Who has failed stands at the end, with the reason."""
     lines = [
         "| exchange | step, ms (quartiles) | MB a step: busiest node, mean sent | efficiency | best possible | of it "

@@ -22,55 +22,55 @@ from typing import IO, Self
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "cluster"))
 import namespaces
-from namespaces import bits
+from namespaces import parse_rate
 
 __all__ = [
-    "INTERFACE",
-    "MOST",
-    "PORT",
-    "Bytes",
+    "INTERFACE_NAME",
+    "MAX_NODES",
+    "RENDEZVOUS_PORT",
+    "ByteCounters",
     "Links",
     "address",
-    "bits",
     "congestion_control",
     "counters",
-    "obstacle",
+    "find_obstacle",
+    "parse_rate",
 ]
 
-INTERFACE = "eth0"
-PORT = 29400
-MOST = 64  # numbers of nodes are the last part of addresses, and the bridge is .100
+INTERFACE_NAME = "eth0"
+RENDEZVOUS_PORT = 29400
+MAX_NODES = 64  # numbers of nodes are the last part of addresses, and the bridge is .100
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ByteCounters:
     """What an interface has sent and received."""
 
     sent: int
     received: int
 
-    def since(self, before: "Bytes") -> "Bytes":
-        return Bytes(self.sent - before.sent, self.received - before.received)
+    def since(self, before: "ByteCounters") -> "ByteCounters":
+        return ByteCounters(self.sent - before.sent, self.received - before.received)
 
 
 def address(node: int) -> str:
     return f"10.77.0.{node + 1}"
 
 
-def counters(pid: int | str = "self", interface: str = INTERFACE) -> Bytes:
+def counters(pid: int | str = "self", interface: str = INTERFACE_NAME) -> ByteCounters:
     """The kernel's counters of an interface in the network of a process."""
     lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()
     for line in lines:
         name, colon, figures = line.partition(":")
         if colon and name.strip() == interface:
             fields = figures.split()
-            return Bytes(sent=int(fields[8]), received=int(fields[0]))
+            return ByteCounters(sent=int(fields[8]), received=int(fields[0]))
     raise LookupError(f"process {pid} has no interface {interface}")
 
 
-def obstacle() -> str | None:
+def find_obstacle() -> str | None:
     """Why there can be no links on this machine, in words; None if nothing is in the way."""
-    return namespaces.obstacle("a network with limited links")
+    return namespaces.find_obstacle("a network with limited links")
 
 
 def congestion_control() -> str:
@@ -83,8 +83,8 @@ class Links:
     """So many nodes, as a context; everything on them ends with it."""
 
     def __init__(self, nodes: int) -> None:
-        if not 1 <= nodes <= MOST:
-            raise ValueError(f"{nodes} nodes: must be 1 to {MOST}")
+        if not 1 <= nodes <= MAX_NODES:
+            raise ValueError(f"{nodes} nodes: must be 1 to {MAX_NODES}")
         self.nodes = nodes
         self._spaces = namespaces.Namespaces()
         self._limited = False
@@ -112,7 +112,7 @@ class Links:
                 self._spaces.limit(f"n{node}", rate)
         self._limited = rate is not None
 
-    def counters(self, node: int) -> Bytes:
+    def counters(self, node: int) -> ByteCounters:
         """What this node has sent and received so far."""
         return counters(self._spaces.nodes[f"n{node}"][1])
 

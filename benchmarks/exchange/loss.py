@@ -32,12 +32,12 @@ import torch
 from phalanx.recipe.schema import GradCompression, LocalSgdMethod
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import AttemptStarted, EvaluationDone
-from phalanx.train.checkpoint import checkpoint_name
+from phalanx.train.checkpoint import format_checkpoint_name
 
-ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = "all-reduce, determinism: fixed-world"
-SAME = ("precision=fp32", "num_threads=1", "compile=false", "batch.micro_size=4")
-HOURS = 2.0
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
+REFERENCE_NAME = "all-reduce, determinism: fixed-world"
+COMMON_OVERRIDES = ("precision=fp32", "num_threads=1", "compile=false", "batch.micro_size=4")
+TIME_LIMIT_H = 2.0
 """After which a run counts as hanging."""
 
 
@@ -65,14 +65,14 @@ def loss_of(
 ) -> float:
     """The last held-out loss of a run with these overrides, which begins, or goes on after step `since`. RunFailed when
     it has none at its last step."""
-    values = [*SAME, f"seed={seed}", f"steps={steps}", *given]
+    values = [*COMMON_OVERRIDES, f"seed={seed}", f"steps={steps}", *given]
     command = [sys.executable, "-m", "phalanx", "train", str(recipe), *values]
     command += ["--run", str(folder), "--nproc-per-node", str(nproc), *(["--force"] if since else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HOURS * 3600)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_H * 3600)
     except subprocess.TimeoutExpired:
-        raise RunFailed(f"not done after {HOURS:g} hours") from None
+        raise RunFailed(f"not done after {TIME_LIMIT_H:g} hours") from None
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise RunFailed(f"exit {done.returncode}: {said[-1] if said else 'no word'}")
@@ -94,14 +94,14 @@ def saving(since: int) -> list[str]:
 def back_to(since: int, reference: Path, folder: Path) -> None:
     """Make a run that goes on from where the reference was after this step."""
     (folder / "checkpoints").mkdir(parents=True)
-    for name in ("recipe.yaml", "resolved.yaml", f"checkpoints/{checkpoint_name(since)}"):
+    for name in ("recipe.yaml", "resolved.yaml", f"checkpoints/{format_checkpoint_name(since)}"):
         copy = shutil.copytree if (reference / name).is_dir() else shutil.copy
         copy(reference / name, folder / name)
 
 
 def table(losses: Mapping[str, Mapping[int, float]], failed: Mapping[str, str]) -> list[str]:
     """Lines of Markdown: the losses by seed, and how far they are above the reference's of the same seed."""
-    reference = losses[REFERENCE]
+    reference = losses[REFERENCE_NAME]
     seeds = list(reference)
     lines = [
         "| exchange | " + " | ".join(f"seed {seed}" for seed in seeds) + " | above synchronous fp32, by seed | mean |",
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--also", nargs="+", default=[], metavar="KEY=VALUE", help="overrides besides")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--nproc-per-node", type=int, default=2)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "examples" / "gpt-python.yaml")
+    parser.add_argument("--recipe", type=Path, default=REPOSITORY_ROOT / "examples" / "gpt-python.yaml")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all runs", dest="given")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--since", type=int, default=0, metavar="STEP", help="until when runs of a seed are one")
@@ -134,7 +134,7 @@ def main() -> None:
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="phalanx-loss-") as scratch:
         for number, strategy in enumerate([None, *options.strategies]):
-            name = strategy or REFERENCE
+            name = strategy or REFERENCE_NAME
             found: dict[int, float] = {}
             try:
                 for seed in options.seeds:

@@ -18,21 +18,21 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, Contender, Place
-from links import INTERFACE, PORT, address, counters
-from paced import Pace, PacedModel
+from contenders import COMPETITORS, Competitor, TurnInfo
+from links import INTERFACE_NAME, RENDEZVOUS_PORT, address, counters
+from paced import ComputeTiming, RateLimitedModel
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-PATIENCE = 120.0
+STDIN_TIMEOUT_S = 120.0
 """Seconds for one collective; whoever asked for the turn gives up earlier."""
 
 
-def turn(
-    shapes: dict[str, list[int]], pace: Pace, place: Place, wanted: Sequence[Tensor], asked: dict[str, Any]
+def run_turn(
+    shapes: dict[str, list[int]], pace: ComputeTiming, place: TurnInfo, wanted: Sequence[Tensor], asked: dict[str, Any]
 ) -> dict[str, Any]:
-    model = PacedModel(shapes, pace, seed=place.rank)
-    contender = CONTENDERS[asked["contender"]](model, place)
+    model = RateLimitedModel(shapes, pace, seed=place.rank)
+    contender = COMPETITORS[asked["contender"]](model, place)
     try:
         return _timed(model, contender, wanted, asked["warmup"], asked["steps"])
     finally:
@@ -40,20 +40,20 @@ def turn(
 
 
 def _timed(
-    model: PacedModel, contender: Contender, wanted: Sequence[Tensor], warmup: int, steps: int
+    model: RateLimitedModel, contender: Competitor, wanted: Sequence[Tensor], warmup: int, steps: int
 ) -> dict[str, Any]:
     errors = []
     model.pacer.hurries = True
-    last = rounded(warmup, contender.period)
+    last = round_up_to_period(warmup, contender.period)
     for number in range(1, last + 1):
         contender.step()
         # those with local steps are checked once: momentum moves on with what it has
         if contender.values is not None and (number == contender.period or (contender.period == 1 and number == last)):
-            errors.append(distance(contender.values(), wanted, contender.scale))
+            errors.append(relative_distance(contender.values(), wanted, contender.scale))
     model.pacer.hurries = False
     dist.barrier()
     before, seconds = counters(), []
-    for _ in range(rounded(steps, contender.period)):
+    for _ in range(round_up_to_period(steps, contender.period)):
         begun = time.monotonic()
         contender.step()
         seconds.append(time.monotonic() - begun)
@@ -68,12 +68,12 @@ def _timed(
     }
 
 
-def rounded(steps: int, period: int) -> int:
+def round_up_to_period(steps: int, period: int) -> int:
     """At least so many steps, in whole periods."""
     return -(-max(steps, 1) // period) * period
 
 
-def distance(values: Sequence[Tensor], wanted: Sequence[Tensor], scale: float) -> float:
+def relative_distance(values: Sequence[Tensor], wanted: Sequence[Tensor], scale: float) -> float:
     """How far values are from `scale` times what is wanted, relative to that, in the Euclidean norm."""
     pairs = list(zip(values, wanted, strict=True))
     off = sum(float((value.float() - scale * want).square().sum()) for value, want in pairs)
@@ -81,9 +81,9 @@ def distance(values: Sequence[Tensor], wanted: Sequence[Tensor], scale: float) -
     return float((off / whole) ** 0.5)
 
 
-def mean_of(shapes: dict[str, list[int]], pace: Pace, world: int) -> list[Tensor]:
+def expected_mean(shapes: dict[str, list[int]], pace: ComputeTiming, world: int) -> list[Tensor]:
     """The mean of what all nodes draw as gradients."""
-    drawn = [PacedModel(shapes, pace, seed=rank).drawn for rank in range(world)]
+    drawn = [RateLimitedModel(shapes, pace, seed=rank).drawn for rank in range(world)]
     return [torch.stack(each).mean(0) for each in zip(*drawn, strict=True)]
 
 
@@ -91,19 +91,19 @@ def serve(replies: IO[str]) -> None:
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     given = json.loads(sys.stdin.readline())
-    shapes, pace = given["shapes"], Pace.from_dict(given["pace"])
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    store = TCPStore(address(0), PORT, world, is_master=rank == 0)
+    shapes, pace = given["shapes"], ComputeTiming.from_dict(given["pace"])
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE_NAME
+    store = TCPStore(address(0), RENDEZVOUS_PORT, world, is_master=rank == 0)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=PATIENCE)
+        "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=STDIN_TIMEOUT_S)
     )
-    wanted = mean_of(shapes, pace, world)
+    wanted = expected_mean(shapes, pace, world)
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        place = Place(rank, world, asked["local"], asked["turn"])
+        place = TurnInfo(rank, world, asked["local"], asked["turn"])
         try:
-            reply = turn(shapes, pace, place, wanted, asked)
+            reply = run_turn(shapes, pace, place, wanted, asked)
         except Exception as error:
             print(json.dumps({"failed": f"{type(error).__name__}: {error}"[:300]}), file=replies, flush=True)
             raise

@@ -1,8 +1,8 @@
 """A model whose computing takes a given time and none of the machine: several nodes can share two cores, and computing
 takes as long with an exchange of gradients as without.
 
-`pace_of` measures a real model alone: how long forward takes, and when in backward each parameter's gradient is
-there. `PacedModel` has the same parameters in the same order. Its forward sleeps; its backward is one node of
+`measure_timing` measures a real model alone: how long forward takes, and when in backward each parameter's gradient is
+there. `RateLimitedModel` has the same parameters in the same order. Its forward sleeps; its backward is one node of
 autograd for each moment at which the real one had gradients, sleeps as long, and hands out gradients that were drawn
 before. What hangs on them (post-accumulation hooks, DDP's reducer, FSDP) cannot tell it from the real one.
 
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TOGETHER = 2e-4
+SAME_MOMENT_S = 2e-4
 """Seconds between two gradients that count as one moment: a bias and its weight, for one."""
-PATIENCE = 60.0
+MEASURE_TIMEOUT_S = 60.0
 """Seconds after which measuring stops though fewer repeats are done."""
 
 
 @dataclass(frozen=True)
-class Moment:
+class GradientArrival:
     """Some parameters whose gradients backward hands out together, so many seconds after the moment before."""
 
     names: tuple[str, ...]
@@ -34,11 +34,11 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Pace:
+class ComputeTiming:
     """How long a model's forward takes, in seconds, and its backward, moment by moment."""
 
     forward: float
-    backward: tuple[Moment, ...]
+    backward: tuple[GradientArrival, ...]
 
     @property
     def backward_seconds(self) -> float:
@@ -52,15 +52,15 @@ class Pace:
         return {"forward": self.forward, "backward": [[list(m.names), m.seconds] for m in self.backward]}
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "Pace":
-        moments = tuple(Moment(tuple(names), float(seconds)) for names, seconds in fields["backward"])
+    def from_dict(cls, fields: Mapping[str, Any]) -> "ComputeTiming":
+        moments = tuple(GradientArrival(tuple(names), float(seconds)) for names, seconds in fields["backward"])
         return cls(float(fields["forward"]), moments)
 
 
 # ---- measured on the real model
 
 
-def pace_of(model: nn.Module, loss: Callable[[], Tensor], repeats: int = 5) -> Pace:
+def measure_timing(model: nn.Module, loss: Callable[[], Tensor], repeats: int = 5) -> ComputeTiming:
     """The pace of a model on this thread: medians of some forwards (`loss`) and backwards after one for warm-up."""
     arrivals: dict[str, list[float]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
     clock, begun = time.perf_counter, 0.0
@@ -74,7 +74,7 @@ def pace_of(model: nn.Module, loss: Callable[[], Tensor], repeats: int = 5) -> P
         if name in arrivals
     ]
     forwards: list[float] = []
-    end = clock() + PATIENCE
+    end = clock() + MEASURE_TIMEOUT_S
     try:
         for repeat in range(repeats + 1):
             begun = clock()
@@ -92,20 +92,20 @@ def pace_of(model: nn.Module, loss: Callable[[], Tensor], repeats: int = 5) -> P
     if unused:
         raise ValueError(f"backward makes no gradient of {', '.join(unused)}")
     medians = {name: statistics.median(times[1:]) for name, times in arrivals.items()}
-    return Pace(statistics.median(forwards[1:]), moments_of(medians))
+    return ComputeTiming(statistics.median(forwards[1:]), group_arrivals(medians))
 
 
-def moments_of(arrivals: Mapping[str, float]) -> tuple[Moment, ...]:
+def group_arrivals(arrivals: Mapping[str, float]) -> tuple[GradientArrival, ...]:
     """Moments of backward from the time at which each parameter's gradient came. A moment ends when its last gradient
     is there."""
     groups: list[list[str]] = []
     for name in sorted(arrivals, key=lambda name: arrivals[name]):
-        if not groups or arrivals[name] - arrivals[groups[-1][-1]] > TOGETHER:
+        if not groups or arrivals[name] - arrivals[groups[-1][-1]] > SAME_MOMENT_S:
             groups.append([])
         groups[-1].append(name)
     moments, before = [], 0.0
     for group in groups:
-        moments.append(Moment(tuple(group), arrivals[group[-1]] - before))
+        moments.append(GradientArrival(tuple(group), arrivals[group[-1]] - before))
         before = arrivals[group[-1]]
     return tuple(moments)
 
@@ -113,7 +113,7 @@ def moments_of(arrivals: Mapping[str, float]) -> tuple[Moment, ...]:
 # ---- paced
 
 
-class Pacer:
+class DeadlineSleeper:
     """Waits to a monotonic deadline. What one wait was late, because the core was not there at once, the next is
     shorter: the sum is right. `hurries`: it does not wait, as in steps for warm-up."""
 
@@ -135,7 +135,7 @@ class Pacer:
         self.late = self._clock() - deadline
 
 
-class _Paced(torch.autograd.Function):
+class _RateLimitedFunction(torch.autograd.Function):
     """Hands its input on; backward waits, and then has the gradients of some parameters."""
 
     @staticmethod
@@ -153,11 +153,17 @@ class _Paced(torch.autograd.Function):
         return (outputs[0], None, None, *gradients)
 
 
-class PacedModel(nn.Module):
+class RateLimitedModel(nn.Module):
     """Has parameters of these shapes, in this order, all zero, and the pace. `forward()` gives a loss (0-d, zero).
     Gradients are normal with deviation 1, another draw for each seed, the same in every step."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], pace: Pace, seed: int = 0, pacer: Pacer | None = None):
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        pace: ComputeTiming,
+        seed: int = 0,
+        pacer: DeadlineSleeper | None = None,
+    ):
         super().__init__()
         paced = sorted(name for moment in pace.backward for name in moment.names)
         if paced != sorted(shapes):
@@ -166,7 +172,7 @@ class PacedModel(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(slashed(name), nn.Parameter(torch.zeros(tuple(shape))))
         self.pace = pace
-        self.pacer = pacer or Pacer()
+        self.pacer = pacer or DeadlineSleeper()
         drawn = {name: torch.randn(tuple(shape), generator=generator) for name, shape in shapes.items()}
         self.drawn = [drawn[name] for name in shapes]
         self._moments = [
@@ -184,7 +190,7 @@ class PacedModel(nn.Module):
         def compute() -> None:
             nonlocal carry
             for wait, drawn, parameters in reversed(self._moments):
-                carry = _Paced.apply(carry, wait, drawn, *parameters)
+                carry = _RateLimitedFunction.apply(carry, wait, drawn, *parameters)
 
         self.pacer.wait(self.pace.forward, compute)
         return carry
@@ -195,6 +201,6 @@ def slashed(name: str) -> str:
     return name.replace(".", "/")
 
 
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def list_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's parameters, in its order; the model may be on the meta device."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from links import Links
-from paced import Pace
+from paced import ComputeTiming
 
-HERE = Path(__file__).resolve().parent
-START = 120.0
+BENCHMARK_DIR = Path(__file__).resolve().parent
+START_TIMEOUT_S = 120.0
 """Seconds in which all nodes have to be there."""
 
 
@@ -23,10 +23,10 @@ class TurnFailed(Exception):
     """A turn that did not end well, or in time: what the first node that failed said."""
 
 
-class Team:
+class NodeProcesses:
     """So many nodes with one paced model, as a context. After a TurnFailed there is nothing more to ask it for."""
 
-    def __init__(self, nodes: int, shapes: Mapping[str, tuple[int, ...]], pace: Pace, log: Path) -> None:
+    def __init__(self, nodes: int, shapes: Mapping[str, tuple[int, ...]], pace: ComputeTiming, log: Path) -> None:
         self.nodes = nodes
         self._given = {"shapes": shapes, "pace": pace.as_dict()}
         self._log = log
@@ -40,13 +40,13 @@ class Team:
             self._links = stack.enter_context(Links(self.nodes))
             errors = stack.enter_context(open(self._log, "a"))
             for node in range(self.nodes):
-                command = [sys.executable, str(HERE / "node.py"), str(node), str(self.nodes)]
+                command = [sys.executable, str(BENCHMARK_DIR / "node.py"), str(node), str(self.nodes)]
                 process = self._links.start(node, command, errors=errors)
                 reader = threading.Thread(target=self._read, args=(node, process))
                 reader.start()
                 self._processes.append((process, reader))
-            self._say(self._given)
-            self._hear(START)
+            self._send(self._given)
+            self._receive(START_TIMEOUT_S)
             self._stack = stack.pop_all()
         return self
 
@@ -67,12 +67,12 @@ class Team:
         """Slow all links down to a rate as tc writes it; None for no limit."""
         self._links.limit(rate)
 
-    def turn(self, asked: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
+    def run_turn(self, request: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
         """All nodes' replies to what `node.py` is asked for. TurnFailed when it is not done within so many seconds."""
-        self._say(asked)
-        return self._hear(seconds)
+        self._send(request)
+        return self._receive(seconds)
 
-    def _say(self, what: Mapping[str, Any]) -> None:
+    def _send(self, what: Mapping[str, Any]) -> None:
         line = json.dumps(what) + "\n"
         for process, _ in self._processes:
             assert process.stdin is not None
@@ -80,7 +80,7 @@ class Team:
                 process.stdin.write(line)
                 process.stdin.flush()
 
-    def _hear(self, seconds: float) -> list[dict[str, Any]]:
+    def _receive(self, seconds: float) -> list[dict[str, Any]]:
         replies: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + seconds
         while len(replies) < self.nodes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from paced import Pace, pace_of
+from paced import ComputeTiming, measure_timing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -56,7 +56,7 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-def measure(workload: Workload) -> Pace:
+def measure(workload: Workload) -> ComputeTiming:
     """The pace of the real model on one thread of this machine, in fp32."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def measure(workload: Workload) -> Pace:
         logits: Tensor = model(inputs)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
-    return pace_of(model, loss)
+    return measure_timing(model, loss)
 
 
 if __name__ == "__main__":

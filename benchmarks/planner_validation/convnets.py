@@ -29,34 +29,38 @@ from typing import Any, Literal
 from ruamel.yaml import YAML
 
 from phalanx.cluster import catalogue
-from phalanx.cluster.description import Accelerator, Precision
+from phalanx.cluster.description import AcceleratorSpec, Precision
 from phalanx.errors import RecipeError
 
-Stack = Literal["cudnn5", "cudnn4", "native"]
+ConvLibrary = Literal["cudnn5", "cudnn4", "native"]
 """Who convolves: cuDNN 5 and later (2016 on), cuDNN up to 4, or a matrix product after unrolling (im2col)."""
 
-FP32_RATE: Mapping[str, float] = MappingProxyType(
+FP32_EFFICIENCY: Mapping[str, float] = MappingProxyType(
     {"Kepler": 0.32, "Maxwell": 0.58, "Pascal": 0.67, "Volta": 0.9, "later": 0.9}
 )
 """e by generation: share of the fp32 peak, before SHORTER and LONGER. Turing counts as Volta."""
-TENSOR_RATE: Mapping[str, float] = MappingProxyType({"Volta": 0.76, "TPU": 0.76, "later": 0.44, "later, tf32": 0.26})
+TENSOR_CORE_EFFICIENCY: Mapping[str, float] = MappingProxyType(
+    {"Volta": 0.76, "TPU": 0.76, "later": 0.44, "later, tf32": 0.26}
+)
 """e with tensor cores: share of the fp16, bf16 or tf32 peak. The faster the cores, the less of them is used."""
-SHORTER: Mapping[str, float] = MappingProxyType({"cudnn5": 2.3, "cudnn5, Kepler": 2.9, "cudnn4": 1.25, "native": 1.0})
+WINOGRAD_SPEEDUP: Mapping[str, float] = MappingProxyType(
+    {"cudnn5": 2.3, "cudnn5, Kepler": 2.9, "cudnn4": 1.25, "native": 1.0}
+)
 """By how much Winograd's and FFT methods shorten square convolutions of stride 1 in fp32; 2.25 is F(2x2, 3x3)'s."""
-LONGER = MappingProxyType({"flat": 1.5, "grouped": 4.7})
+SLOW_CONV_FACTOR = MappingProxyType({"flat": 1.5, "grouped": 4.7})
 """By how much convolutions of 1xn (fp32 only) and of many groups take longer than others with as many operations."""
-NATIVE_RATE = 0.34
+IM2COL_RELATIVE_RATE = 0.34
 """Rate of unrolled convolutions over cuDNN's."""
-MEMORY_SHARE = 0.80
-KEPLER_MEMORY_SHARE = 0.53
+MEMORY_BANDWIDTH_EFFICIENCY = 0.80
+KEPLER_MEMORY_BANDWIDTH_EFFICIENCY = 0.53
 """b: share of the memory bandwidth that is reached; Kepler's boards check and correct errors in the same memory."""
-KERNEL_SECONDS = 42e-6
+KERNEL_LAUNCH_S = 42e-6
 """k: what a launch costs on top of its work, and small pieces of work with it. One graph of fused layers costs less."""
-UPDATE_BYTES = 24
+UPDATE_BYTES_PER_PARAMETER = 24
 """Moved for each parameter by an optimizer with momentum in fp32: weight, gradient, momentum read; two written, one
 more read by the next forward."""
 
-_GENERATIONS = (
+_GENERATION_PATTERNS = (
     (r"K20|K40|K80|Kepler", "Kepler"),
     (r"M40|M60|GTX 9\d0|Maxwell", "Maxwell"),
     (r"P100|P40|P4\b|GTX 10\d0|TITAN Xp|Pascal", "Pascal"),
@@ -66,20 +70,20 @@ _GENERATIONS = (
 
 
 @dataclass(frozen=True)
-class Convnet:
+class ConvnetCounts:
     """A network, counted for one image: multiply-accumulates by kind, elements moved, launches. See the data file."""
 
     name: str
     parameters: float
-    plain: float
-    square: float
-    flat: float
-    grouped: float
-    first: float
-    moved: float
-    pointwise: float
-    kernels: int
-    pointwise_kernels: int
+    plain_macs: float
+    square_macs: float
+    flat_macs: float
+    grouped_macs: float
+    first_layer_macs: float
+    moved_elements: float
+    pointwise_elements: float
+    num_kernels: int
+    num_pointwise_kernels: int
 
     @property
     def gradient_bytes(self) -> float:
@@ -89,41 +93,41 @@ class Convnet:
     @property
     def forward_flops(self) -> float:
         """Floating-point operations of a forward pass over one image, two for each multiply-accumulate."""
-        return 2.0 * (self.plain + self.square + self.flat + self.grouped)
+        return 2.0 * (self.plain_macs + self.square_macs + self.flat_macs + self.grouped_macs)
 
 
-def convnet(name: str) -> Convnet | None:
+def find_convnet(name: str) -> ConvnetCounts | None:
     """The network of that name, whatever its case and signs; None: it is not known."""
-    return _networks().get(_plain(name))
+    return _load_convnets().get(_normalize_name(name))
 
 
-def card(name: str) -> Accelerator | None:
+def find_accelerator(name: str) -> AcceleratorSpec | None:
     """The accelerator of that name: of the catalogue, else of the cards that it leaves out; None: unknown to both."""
-    old = _cards().get(_plain(name))
+    old = _load_accelerators().get(_normalize_name(name))
     if old is not None:
         return old
     try:
-        return catalogue.accelerator(name)
+        return catalogue.find_accelerator(name)
     except RecipeError:
         return None
 
 
-def generation(device: Accelerator) -> str:
+def gpu_generation(device: AcceleratorSpec) -> str:
     """The device's generation as the constants count them; "later" is all that came after Turing, other makers' too."""
-    return next((name for match, name in _GENERATIONS if re.search(match, device.name)), "later")
+    return next((name for match, name in _GENERATION_PATTERNS if re.search(match, device.name)), "later")
 
 
-def has_tensor_cores(device: Accelerator) -> bool:
+def has_tensor_cores(device: AcceleratorSpec) -> bool:
     """Whether reduced precision is multiplied by units of its own."""
-    return generation(device) in TENSOR_RATE
+    return gpu_generation(device) in TENSOR_CORE_EFFICIENCY
 
 
 def compute_seconds(
-    net: Convnet,
-    device: Accelerator,
+    net: ConvnetCounts,
+    device: AcceleratorSpec,
     precision: Precision,
     batch: float,
-    stack: Stack,
+    stack: ConvLibrary,
     slower: float = 1.0,
     bandwidth: float = 1.0,
 ) -> float:
@@ -137,57 +141,74 @@ def compute_seconds(
         peak = device.tflops.get("fp32")
     if peak is None or memory is None:
         raise ValueError(f"{device.name}: no peak rate known for {precision}, or no memory bandwidth")
-    age = generation(device)
-    shorter = 1.0 if tensor else SHORTER.get(f"{stack}, {age}", SHORTER[stack])
-    flat = 1.0 if tensor else LONGER["flat"]
-    rate = TENSOR_RATE.get(f"{age}, {precision}", TENSOR_RATE[age]) if tensor else FP32_RATE[age]
+    age = gpu_generation(device)
+    shorter = 1.0 if tensor else WINOGRAD_SPEEDUP.get(f"{stack}, {age}", WINOGRAD_SPEEDUP[stack])
+    flat = 1.0 if tensor else SLOW_CONV_FACTOR["flat"]
+    rate = (
+        TENSOR_CORE_EFFICIENCY.get(f"{age}, {precision}", TENSOR_CORE_EFFICIENCY[age])
+        if tensor
+        else FP32_EFFICIENCY[age]
+    )
     if stack == "native":
-        rate *= NATIVE_RATE
-    work = net.plain + net.square / shorter + net.flat * flat + net.grouped * LONGER["grouped"]
-    flops = 2.0 * (3.0 * work - net.first) * batch
+        rate *= IM2COL_RELATIVE_RATE
+    work = (
+        net.plain_macs
+        + net.square_macs / shorter
+        + net.flat_macs * flat
+        + net.grouped_macs * SLOW_CONV_FACTOR["grouped"]
+    )
+    flops = 2.0 * (3.0 * work - net.first_layer_macs) * batch
     width = 2 if precision in ("fp16", "bf16") else 4
     # rectifiers and sums are computed with the layer before by all software that uses tensor cores
-    elements = net.moved + (0.0 if tensor else net.pointwise)
-    moved = width * elements * batch + UPDATE_BYTES * net.parameters
-    share = KEPLER_MEMORY_SHARE if age == "Kepler" else MEMORY_SHARE
-    kernels = net.kernels + (0 if tensor else net.pointwise_kernels)
-    computing = flops / (peak * 1e12 * rate) + kernels * KERNEL_SECONDS
+    elements = net.moved_elements + (0.0 if tensor else net.pointwise_elements)
+    moved = width * elements * batch + UPDATE_BYTES_PER_PARAMETER * net.parameters
+    share = KEPLER_MEMORY_BANDWIDTH_EFFICIENCY if age == "Kepler" else MEMORY_BANDWIDTH_EFFICIENCY
+    kernels = net.num_kernels + (0 if tensor else net.num_pointwise_kernels)
+    computing = flops / (peak * 1e12 * rate) + kernels * KERNEL_LAUNCH_S
     return slower * computing + moved / (memory * 1e9 * share * bandwidth)
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
 @cache
-def _data() -> dict[str, dict[str, Any]]:
+def _load_data() -> dict[str, dict[str, Any]]:
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     data: dict[str, dict[str, Any]] = YAML(typ="safe").load(text)
     return data
 
 
 @cache
-def _networks() -> dict[str, Convnet]:
+def _load_convnets() -> dict[str, ConvnetCounts]:
     found = {}
-    for name, counts in _data()["convnets"].items():
+    for name, counts in _load_data()["convnets"].items():
         aliases = counts.get("aliases", [])
-        millions = ("plain", "square", "flat", "grouped", "first", "moved", "pointwise")
-        net = Convnet(
+        millions = (
+            "plain_macs",
+            "square_macs",
+            "flat_macs",
+            "grouped_macs",
+            "first_layer_macs",
+            "moved_elements",
+            "pointwise_elements",
+        )
+        net = ConvnetCounts(
             name,
             parameters=1e6 * counts["params"],
-            kernels=counts["kernels"],
-            pointwise_kernels=counts["pointwise_kernels"],
+            num_kernels=counts["num_kernels"],
+            num_pointwise_kernels=counts["num_pointwise_kernels"],
             **{key: 1e6 * counts[key] for key in millions},
         )
-        found.update({_plain(alias): net for alias in (name, *aliases)})
+        found.update({_normalize_name(alias): net for alias in (name, *aliases)})
     return found
 
 
 @cache
-def _cards() -> dict[str, Accelerator]:
+def _load_accelerators() -> dict[str, AcceleratorSpec]:
     found = {}
-    for name, values in _data()["cards"].items():
+    for name, values in _load_data()["cards"].items():
         known = {key: value for key, value in values.items() if key != "aliases"}
-        device = Accelerator(name=name, vendor="NVIDIA", **known)
-        found.update({_plain(alias): device for alias in (name, *values["aliases"])})
+        device = AcceleratorSpec(name=name, vendor="NVIDIA", **known)
+        found.update({_normalize_name(alias): device for alias in (name, *values["aliases"])})
     return found

@@ -11,144 +11,150 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.plan.setup import INT8
+from phalanx.plan.setup import INT8_WIRE_RATIO
 
-Exchange = Callable[[float, int, float, float], float]
+AllReduceCost = Callable[[float, int, float, float], float]
 """(bytes, ranks, bytes a second, seconds a message) -> seconds."""
 
 
-def parameter_server(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def parameter_server(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """One server beside the ranks: it takes all their gradients in through one port while it sends weights out:
     n |W| / BW, linear in the ranks (FireCaffe sec. 5). Paleo (Qi et al. 2017) has it among them and both ways one after
-    the other, 2 (n - 1) |W| / BW (`serving_rank`)."""
-    return ranks * (size / bandwidth + latency) if ranks > 1 else 0.0
+    the other, 2 (n - 1) |W| / BW (`root_rank_server`)."""
+    return ranks * (num_bytes / bandwidth + latency) if ranks > 1 else 0.0
 
 
-def serving_rank(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def root_rank_server(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """One of the ranks is the server, as in `phalanx.train.exchange.server`: it takes the others' gradients in, then
     sends them the sum, 2 (n - 1) |W| / BW (Paleo's). Of many buckets on CPUs half of that: one is sent while another
     comes in."""
-    return 2 * (ranks - 1) * (size / bandwidth + latency)
+    return 2 * (ranks - 1) * (num_bytes / bandwidth + latency)
 
 
-def sharded_parameter_server(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def sharded_parameter_server(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """Every rank serves an equal part of the weights (Li et al. 2014, OSDI): 2 (n - 1)/n |W| / BW, all ports busy both
     ways; n - 1 messages leave each port each time."""
-    return 2 * (ranks - 1) / ranks * size / bandwidth + 2 * (ranks - 1) * latency
+    return 2 * (ranks - 1) / ranks * num_bytes / bandwidth + 2 * (ranks - 1) * latency
 
 
-def reduction_tree(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def binomial_tree(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """Binomial tree of whole messages: up to one rank, then down again, 2 log2(n) (|W| / BW + latency), FireCaffe's
     choice (sec. 5.2; as its formula has it, without rounding log2 up). That of one message: of many buckets some go up
     while others come down."""
-    return 2 * math.log2(ranks) * (size / bandwidth + latency)
+    return 2 * math.log2(ranks) * (num_bytes / bandwidth + latency)
 
 
-def halving_doubling(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def recursive_halving_doubling(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """Recursive halving, then doubling (Rabenseifner 2004; Thakur et al. 2005): 2 (n - 1)/n |W| / BW and 2 log2(n)
     messages. Numbers that are no power of two first fold the surplus onto others, and in the end back: Thakur's
     |W| / BW each way on top."""
     if ranks <= 1:
         return 0.0
     power = 1 << (ranks.bit_length() - 1)
-    fold = 0.0 if power == ranks else 2 * (size / bandwidth + latency)
-    return fold + 2 * (power - 1) / power * size / bandwidth + 2 * math.log2(power) * latency
+    fold_s = 0.0 if power == ranks else 2 * (num_bytes / bandwidth + latency)
+    return fold_s + 2 * (power - 1) / power * num_bytes / bandwidth + 2 * math.log2(power) * latency
 
 
-def ring(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def ring(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """Ring reduce-scatter and all-gather (Patarasuk and Yuan 2009): 2 (n - 1) pieces of |W| / n, which is the least
     traffic there can be, at 2 (n - 1) messages."""
-    return 2 * (ranks - 1) * (size / ranks / bandwidth + latency)
+    return 2 * (ranks - 1) * (num_bytes / ranks / bandwidth + latency)
 
 
-def butterfly(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def recursive_doubling(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """Recursive doubling with whole messages: log2(n) (|W| / BW + latency), for small messages (Thakur et al. 2005)."""
-    return math.ceil(math.log2(ranks)) * (size / bandwidth + latency)
+    return math.ceil(math.log2(ranks)) * (num_bytes / bandwidth + latency)
 
 
 def hierarchical(
-    size: float,
-    nodes: int,
-    a_node: int,
-    inner: tuple[float, float],
-    outer: tuple[float, float],
-    way: Exchange = ring,
+    num_bytes: float,
+    num_nodes: int,
+    ranks_per_node: int,
+    intra_node_link: tuple[float, float],
+    inter_node_link: tuple[float, float],
+    inter_node_algorithm: AllReduceCost = ring,
 ) -> float:
     """Inside each node first (Goyal et al. 2017, sec. 4; NCCL's trees and rings over nodes do as well): reduce-scatter
-    among its `a_node` devices, exchange `way` among nodes, all-gather inside. `inner` and `outer` are (bytes a second,
-    seconds a message), `inner` of one device, `outer` of one whole node: its devices share its ports."""
-    inside = ring(size, a_node, *inner)  # reduce-scatter and all-gather together are one ring all-reduce
-    return inside + way(size, nodes, *outer)
+    among its `ranks_per_node` devices, exchange `way` among nodes, all-gather inside. `intra_node_link` and `inter_node_link` are (bytes a second,
+    seconds a message), `intra_node_link` of one device, `inter_node_link` of one whole node: its devices share its ports."""
+    intra_node_s = ring(
+        num_bytes, ranks_per_node, *intra_node_link
+    )  # reduce-scatter and all-gather together are one ring all-reduce
+    return intra_node_s + inter_node_algorithm(num_bytes, num_nodes, *inter_node_link)
 
 
-def one_level(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def flat_hierarchical(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """`hierarchical` with every rank on a node of its own, which makes it a ring."""
-    return hierarchical(size, ranks, 1, (bandwidth, latency), (bandwidth, latency))
+    return hierarchical(num_bytes, ranks, 1, (bandwidth, latency), (bandwidth, latency))
 
 
-def half(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def bf16_allreduce(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """Gradients that are fp32, in bf16 on the wire: parts to those that add them, and sums back."""
-    return sharded_parameter_server(size / 2, ranks, bandwidth, latency)
+    return sharded_parameter_server(num_bytes / 2, ranks, bandwidth, latency)
 
 
-def eighth(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def int8_allreduce(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
     """fp32 gradients as 8 bits with an fp32 scale for each 256 of them, in the two steps of a sharded server."""
-    return sharded_parameter_server(size * INT8, ranks, bandwidth, latency)
+    return sharded_parameter_server(num_bytes * INT8_WIRE_RATIO, ranks, bandwidth, latency)
 
 
-def low_rank(size: float, ranks: int, bandwidth: float, latency: float, share: float = 1.0) -> float:
-    """Gradients as thin matrices that take `share` of their bytes, in two all-reduces, one after the other (Vogels et
+def powersgd_allreduce(
+    num_bytes: float, ranks: int, bandwidth: float, latency: float, wire_ratio: float = 1.0
+) -> float:
+    """Gradients as thin matrices that take `wire_ratio` of their bytes, in two all-reduces, one after the other (Vogels et
     al. 2019)."""
-    return ring(size * share, ranks, bandwidth, latency) + ring(0.0, ranks, bandwidth, latency)
+    return ring(num_bytes * wire_ratio, ranks, bandwidth, latency) + ring(0.0, ranks, bandwidth, latency)
 
 
-def local_steps(size: float, ranks: int, bandwidth: float, latency: float, every: int, way: Exchange = ring) -> float:
+def local_sgd(
+    num_bytes: float, ranks: int, bandwidth: float, latency: float, sync_every: int, algorithm: AllReduceCost = ring
+) -> float:
     """A step's share of an exchange every so many steps, of weights that are as large as gradients (Stich 2019; DiLoCo,
     Douillard et al. 2023): way / H. Nothing hides it. The small message in which all agree on a step is not counted, as
     with the other ways."""
-    return way(size, ranks, bandwidth, latency) / every
+    return algorithm(num_bytes, ranks, bandwidth, latency) / sync_every
 
 
-WAYS: dict[str, Exchange] = {
+COST_BY_ALGORITHM: dict[str, AllReduceCost] = {
     "all-reduce": ring,  # what the libraries do with large messages
-    "bf16": half,
-    "int8": eighth,
-    "powersgd": low_rank,  # for matrices that are no smaller as thin ones
+    "bf16": bf16_allreduce,
+    "int8": int8_allreduce,
+    "powersgd": powersgd_allreduce,  # for matrices that are no smaller as thin ones
     "ring": ring,
-    "binomial-tree": reduction_tree,
-    "recursive-halving": halving_doubling,
-    "parameter-server": serving_rank,
+    "binomial-tree": binomial_tree,
+    "recursive-halving": recursive_halving_doubling,
+    "parameter-server": root_rank_server,
     "sharded-parameter-server": sharded_parameter_server,
-    "hierarchical": one_level,
+    "hierarchical": flat_hierarchical,
     "parameter_server": parameter_server,
-    "butterfly": butterfly,
+    "butterfly": recursive_doubling,
 }
 """By the names that recipes give them (`phalanx.train.exchange.ways`), and two that are only foretold."""
 
 
 @dataclass(frozen=True)
-class Iteration:
+class DataParallelStep:
     """One step of data parallelism, in seconds."""
 
-    compute: float
-    exchange: float
+    compute_s: float
+    grad_sync_s: float
     """Of all gradients, whether anyone waits for it or not."""
-    exposed: float
+    exposed_s: float
     """The part of the exchange during which nothing is computed."""
 
     @property
-    def seconds(self) -> float:
+    def step_s(self) -> float:
         """From one step to the next."""
-        return self.compute + self.exposed
+        return self.compute_s + self.exposed_s
 
 
-def iteration(compute: float, exchange: float, hidden: float = 0.0) -> Iteration:
-    """A step that computes for `compute` seconds on every device and exchanges for `exchange`, of which up to `hidden`
+def overlap_step(compute_s: float, grad_sync_s: float, overlappable_s: float = 0.0) -> DataParallelStep:
+    """A step that computes for `compute_s` seconds on every device and exchanges for `grad_sync_s`, of which up to `overlappable_s`
     seconds run beside computing, as they may from the first gradient on; FireCaffe hid none."""
-    return Iteration(compute, exchange, max(0.0, exchange - hidden))
+    return DataParallelStep(compute_s, grad_sync_s, max(0.0, grad_sync_s - overlappable_s))
 
 
-def speedup(step: Iteration, batch: float, single: float, single_batch: float) -> float:
-    """Samples a second of a `step` over `batch` samples, over those of one device that takes `single` seconds for
-    `single_batch`. Both batches matter: a device is slower on few samples at once."""
-    return (batch / step.seconds) / (single_batch / single)
+def speedup(step: DataParallelStep, batch: float, single_device_s: float, single_device_batch: float) -> float:
+    """Samples a second of a `step` over `batch` samples, over those of one device that takes `single_device_s` seconds for
+    `single_device_batch`. Both batches matter: a device is slower on few samples at once."""
+    return (batch / step.step_s) / (single_device_batch / single_device_s)

@@ -18,7 +18,7 @@ if __name__ == "__main__":  # a script has its own folder on the path, not the p
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.run.directory import check_output
+from phalanx.run.directory import check_output_path
 from planner_validation import table as tables
 
 
@@ -53,56 +53,60 @@ def replay(table: Path, out: Path, as_json: bool) -> None:
         raise UsageError(f"{table}: there is no such file")
     if out.absolute() == table.absolute():
         raise UsageError(f"--out {out}: is the table itself; its predictions need a file of their own")
-    check_output("--out", out, ["error_pct"])
-    rows = tables.read(table)
-    answers = tables.predicted(rows, table, _progress(len(rows)))
+    check_output_path("--out", out, ["error_pct"])
+    rows = tables.read_table(table)
+    answers = tables.predict_table(rows, table, _make_progress(len(rows)))
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    tables.write(out, rows, answers)
-    found = errors(rows, answers)
+    tables.write_table(out, rows, answers)
+    found = summarize_errors(rows, answers)
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    print(page(found, len(rows)))
+    print(format_errors(found, len(rows)))
     print(f"wrote {out}")
 
 
-def errors(rows: Sequence[dict[str, str]], answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarize_errors(rows: Sequence[dict[str, str]], predictions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each source and accelerator: rows, how many were predicted, and their absolute errors in percent."""
     groups: dict[tuple[str, str], list[Any]] = {}
-    for row, answer in zip(rows, answers, strict=True):
+    for row, answer in zip(rows, predictions, strict=True):
         groups.setdefault((row.get("source", ""), row["gpu"]), []).append((row, answer))
-    found = []
-    for (source, gpu), members in groups.items():
-        wrong = sorted(
+    summaries = []
+    for (source, gpu), rows_of_source in groups.items():
+        error_percents = sorted(
             abs(answer["error_pct"])
-            for row, answer in members
+            for row, answer in rows_of_source
             if answer["error_pct"] is not None and row.get("calibrate", "").strip() != "1"
         )
-        found.append(
+        summaries.append(
             {
                 "source": source,
                 "gpu": gpu,
-                "rows": len(members),
-                "compared": len(wrong),
-                "median": statistics.median(wrong) if wrong else None,
-                "p90": wrong[min(len(wrong) - 1, int(0.9 * len(wrong)))] if wrong else None,
+                "rows": len(rows_of_source),
+                "compared": len(error_percents),
+                "median": statistics.median(error_percents) if error_percents else None,
+                "p90": error_percents[min(len(error_percents) - 1, int(0.9 * len(error_percents)))]
+                if error_percents
+                else None,
             }
         )
-    return found
+    return summaries
 
 
-def page(found: Sequence[dict[str, Any]], rows: int) -> str:
+def format_errors(summaries: Sequence[dict[str, Any]], rows: int) -> str:
     """The errors as a table."""
     lines = [f"{'source':<52} {'accelerator':<18} {'rows':>5} {'compared':>8} {'median':>8} {'p90':>8}"]
-    for each in sorted(found, key=lambda one: (one["source"], one["gpu"])):
-        wrong = "".join(f" {'' if each[name] is None else f'{each[name]:.1f} %':>8}" for name in ("median", "p90"))
-        lines.append(f"{each['source'][:52]:<52} {each['gpu'][:18]:<18} {each['rows']:>5} {each['compared']:>8}{wrong}")
-    compared = sum(each["compared"] for each in found)
+    for each in sorted(summaries, key=lambda one: (one["source"], one["gpu"])):
+        error_text = "".join(f" {'' if each[name] is None else f'{each[name]:.1f} %':>8}" for name in ("median", "p90"))
+        lines.append(
+            f"{each['source'][:52]:<52} {each['gpu'][:18]:<18} {each['rows']:>5} {each['compared']:>8}{error_text}"
+        )
+    compared = sum(each["compared"] for each in summaries)
     return "\n".join([*lines, f"{rows} rows, {compared} compared with what was measured; errors of the step time"])
 
 
-def _progress(rows: int) -> Callable[[int], None]:
+def _make_progress(rows: int) -> Callable[[int], None]:
     """Return a function that prints on a terminal how many rows are done."""
 
     def show(done: int) -> None:

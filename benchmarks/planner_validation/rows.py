@@ -9,120 +9,120 @@ from dataclasses import dataclass, field, replace
 
 from planner_validation.cells import CannotPredict, Row
 
-USUAL_HEAD = 128
+DEFAULT_HEAD_DIM = 128
 """Features of a head where the number of heads is not given."""
-BLANK = ("", "-", "nan", "none", "null", "n/a", "?")
+BLANK_CELLS = ("", "-", "nan", "none", "null", "n/a", "?")
 """What tables write where they know nothing."""
-MOST, DEEPEST = 100_000_000, 10_000
+MAX_CELL_VALUE, MAX_LAYERS = 100_000_000, 10_000
 """The largest number that a cell may hold, and the most layers: beyond any run, and what a slip of the pen gives."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """A decoder as tables give it."""
 
     layers: int
-    width: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    ffn: int
+    ffn_hidden_size: int
     gated: bool
-    vocab: int
-    sequence: int
-    tie: bool
-    experts: int = 0
+    vocab_size: int
+    seq_len: int
+    tie_embeddings: bool
+    num_experts: int = 0
     top_k: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
+    expert_hidden_size: int = 0
+    shared_expert_hidden_size: int = 0
     dense_layers: int = 0
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A row, understood."""
 
-    shape: Shape
+    shape: DecoderShape
     gpu: str
     devices: int
-    batch: int
+    global_batch: int
     tensor: int
     pipeline: int
     context: int
     expert: int
-    parts: int
+    data_parallel: int
     """Groups of devices among which the batch is divided."""
     zero: int
     replicate: int
     """Copies of sharded weights (hybrid sharding); 1 elsewhere."""
-    micro: int | None
-    chunks: int
-    recompute: str | None
+    micro_size: int | None
+    virtual_stages: int
+    checkpointing: str | None
     precision: str
-    measured: float | None
+    step_s: float | None
     """Seconds of a step, None when the row does not tell."""
     network_gbps: float | None
     """Of one node, one way, where the note tells."""
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
-def notes(row: Row) -> dict[str, str]:
+def parse_notes(row: Row) -> dict[str, str]:
     """The column `note`: key=value pairs divided by semicolons."""
     pairs = (part.partition("=") for part in row.get("note", "").split(";"))
     return {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
 
 
-def understand(row: Row) -> Run:
+def parse_run(row: Row) -> PublishedRun:
     """What a row says. CannotPredict tells what is missing or contradicts itself."""
-    said = notes(row)
-    if said.get("task", "").lower() in ("lora", "peft"):
+    note_values = parse_notes(row)
+    if note_values.get("task", "").lower() in ("lora", "peft"):
         raise CannotPredict("task=LoRA: fine-tuning with adapters, no pre-training run")
-    devices, batch = _integer(row, "n_gpus"), _integer(row, "global_batch_seqs")
-    tensor, pipeline, context, expert = (_integer(row, name, 1) for name in ("tp", "pp", "cp", "ep"))
+    devices, batch = _parse_int(row, "n_gpus"), _parse_int(row, "global_batch_seqs")
+    tensor, pipeline, context, expert = (_parse_int(row, name, 1) for name in ("tp", "pp", "cp", "ep"))
     kind = row.get("fsdp", "").strip().lower()
     if not row.get("tp", "").strip() and not kind:
         raise CannotPredict("tp, pp and dp are empty: the layout is not given")
     inner = tensor * pipeline * context
     if devices % inner:
         raise CannotPredict(f"tp x pp x cp = {inner} does not divide n_gpus = {devices}")
-    zero = _zero(kind, said)
+    zero = _parse_zero(kind, note_values)
     parts = devices // inner
     if batch < parts:
         raise CannotPredict(f"global_batch_seqs = {batch} is less than the {parts} groups that n_gpus and layout leave")
-    shape = shape_of(row, said)
-    if expert > 1 and not shape.experts:
+    shape = infer_shape(row, note_values)
+    if expert > 1 and not shape.num_experts:
         raise CannotPredict(f"ep = {expert}, but the row does not tell the number of experts")
-    micro = _micro(_maybe(row, "micro_batch"), batch // parts, pipeline)
-    return Run(
+    micro = _infer_micro_size(_parse_optional_int(row, "micro_batch"), batch // parts, pipeline)
+    return PublishedRun(
         shape=shape,
         gpu=row["gpu"].strip(),
         devices=devices,
-        batch=batch,
+        global_batch=batch,
         tensor=tensor,
         pipeline=pipeline,
         context=context,
         expert=expert,
-        parts=parts,
+        data_parallel=parts,
         zero=zero,
         replicate=1,
-        micro=micro,
-        chunks=_chunks(said, shape.layers, pipeline),
-        recompute=_recompute(row.get("recompute", "")),
-        precision=_precision(row.get("precision", "")),
-        measured=measured(row, shape, devices, batch),
-        network_gbps=_network(said.get("net", "")),
-        notes=said,
+        micro_size=micro,
+        virtual_stages=_parse_virtual_stages(note_values, shape.layers, pipeline),
+        checkpointing=_parse_checkpointing(row.get("recompute", "")),
+        precision=_parse_precision(row.get("precision", "")),
+        step_s=measured_step_seconds(row, shape, devices, batch),
+        network_gbps=_parse_network(note_values.get("net", "")),
+        notes=note_values,
     )
 
 
-def _micro(given: int | None, share: int, pipeline: int) -> int | None:
-    """The micro-batch, of a group's `share`. Some tables give a group's whole share as if it were one; but a pipeline
+def _infer_micro_size(given: int | None, samples_per_group: int, pipeline: int) -> int | None:
+    """The micro-batch, of a group's `samples_per_group`. Some tables give a group's whole share as if it were one; but a pipeline
     with fewer micro-batches than stages would stand still most of the time, and nobody runs that: then it is 1."""
     if given is None:
         return None
-    if pipeline > 1 and share // given < pipeline <= share:
+    if pipeline > 1 and samples_per_group // given < pipeline <= samples_per_group:
         return 1
-    return largest_divisor(share, given)
+    return largest_divisor(samples_per_group, given)
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -131,45 +131,45 @@ def largest_divisor(number: int, most: int) -> int:
     return max(size for each in low for size in (each, number // each) if size <= most)
 
 
-def shape_of(row: Row, said: Mapping[str, str]) -> Shape:
+def infer_shape(row: Row, note_values: Mapping[str, str]) -> DecoderShape:
     """The model's shape."""
-    layers, width = _integer(row, "layers", most=DEEPEST), _integer(row, "hidden")
-    sequence, vocab = _integer(row, "seq_len"), _integer(row, "vocab")
-    heads = _maybe(row, "heads") or max(1, width // USUAL_HEAD)
+    layers, width = _parse_int(row, "layers", most=MAX_LAYERS), _parse_int(row, "hidden")
+    sequence, vocab = _parse_int(row, "seq_len"), _parse_int(row, "vocab")
+    heads = _parse_optional_int(row, "heads") or max(1, width // DEFAULT_HEAD_DIM)
     if heads > width:
         raise CannotPredict(f"heads = {heads} is more than hidden = {width}")
-    kv_heads = int(_number(said.get("kv_heads", "")) or heads)
-    moe = _mixture(said.get("moe", ""))
+    kv_heads = int(_parse_number(note_values.get("kv_heads", "")) or heads)
+    moe = _parse_moe(note_values.get("moe", ""))
     head_dim = width // heads
     if head_dim % 8:  # models that do not divide evenly have heads of 64 at least, and kernels work in eights
         head_dim = max(64, -(-head_dim // 8) * 8)
-    ffn = _maybe(row, "ffn_hidden")
+    ffn = _parse_optional_int(row, "ffn_hidden")
     if ffn is None:
         if not moe:
             raise CannotPredict("ffn_hidden is empty")
         ffn = 4 * width
     expert_ffn = moe.get("moe_ffn", 0)
-    shape = Shape(
+    shape = DecoderShape(
         layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
         head_dim=head_dim,
-        ffn=ffn,
-        gated="gated" in said.get("mlp", "") or ffn < 4 * width or bool(moe),
-        vocab=vocab,
-        sequence=sequence,
-        tie=False,
-        experts=moe.get("experts", 0),
+        ffn_hidden_size=ffn,
+        gated="gated" in note_values.get("mlp", "") or ffn < 4 * width or bool(moe),
+        vocab_size=vocab,
+        seq_len=sequence,
+        tie_embeddings=False,
+        num_experts=moe.get("experts", 0),
         top_k=moe.get("topk", 0),
-        expert_ffn=expert_ffn,
-        shared_ffn=moe.get("shared", 0) * expert_ffn,
+        expert_hidden_size=expert_ffn,
+        shared_expert_hidden_size=moe.get("shared", 0) * expert_ffn,
         dense_layers=moe.get("dense_layers", 0),
     )
-    return _most_like(shape, _number(row.get("params_B", "")))
+    return _match_parameter_count(shape, _parse_number(row.get("params_B", "")))
 
 
-def _mixture(text: str) -> dict[str, int]:
+def _parse_moe(text: str) -> dict[str, int]:
     """Of a note like `moe=experts:128/topk:8/moe_ffn:1536`."""
     found = {}
     for part in filter(None, text.split("/")):
@@ -180,48 +180,53 @@ def _mixture(text: str) -> dict[str, int]:
     return found
 
 
-def parameters(shape: Shape) -> float:
+def count_shape_parameters(shape: DecoderShape) -> float:
     """Of a shape, norms left out."""
-    query = shape.width * shape.heads * shape.head_dim
-    attention = 2 * query + 2 * shape.width * shape.kv_heads * shape.head_dim
+    query = shape.hidden_size * shape.num_heads * shape.head_dim
+    attention = 2 * query + 2 * shape.hidden_size * shape.num_kv_heads * shape.head_dim
     matrices = 3 if shape.gated else 2
-    dense = matrices * shape.width * shape.ffn
-    mixture = 3 * shape.width * (shape.experts * shape.expert_ffn + shape.shared_ffn) + shape.width * shape.experts
-    of_experts = shape.layers - shape.dense_layers if shape.experts else 0
+    dense = matrices * shape.hidden_size * shape.ffn_hidden_size
+    mixture = (
+        3 * shape.hidden_size * (shape.num_experts * shape.expert_hidden_size + shape.shared_expert_hidden_size)
+        + shape.hidden_size * shape.num_experts
+    )
+    of_experts = shape.layers - shape.dense_layers if shape.num_experts else 0
     layers = shape.layers * attention + of_experts * mixture + (shape.layers - of_experts) * dense
-    return layers + shape.width * shape.vocab * (1 if shape.tie else 2)
+    return layers + shape.hidden_size * shape.vocab_size * (1 if shape.tie_embeddings else 2)
 
 
-def _most_like(shape: Shape, billions: float | None) -> Shape:
+def _match_parameter_count(shape: DecoderShape, billions: float | None) -> DecoderShape:
     """Gated or not and tied or not, whichever comes closest to the number of parameters that the row tells."""
-    if not billions or shape.experts:
+    if not billions or shape.num_experts:
         return shape
     options = [
-        replace(shape, gated=gated, tie=tie) for gated in (shape.gated, not shape.gated) for tie in (False, True)
+        replace(shape, gated=gated, tie_embeddings=tie)
+        for gated in (shape.gated, not shape.gated)
+        for tie in (False, True)
     ]
-    return min(options, key=lambda each: abs(parameters(each) / 1e9 - billions))
+    return min(options, key=lambda each: abs(count_shape_parameters(each) / 1e9 - billions))
 
 
-def measured(row: Row, shape: Shape, devices: int, batch: int) -> float | None:
+def measured_step_seconds(row: Row, shape: DecoderShape, devices: int, batch: int) -> float | None:
     """Seconds of a step: as given, else from tokens a second, else from the rate and the convention that counts its
     operations (`tflops_kind`)."""
-    if (seconds := _positive(row.get("step_time_s", ""))) is not None:
+    if (seconds := _parse_positive(row.get("step_time_s", ""))) is not None:
         return seconds
-    tokens = batch * shape.sequence / devices
-    if (rate := _positive(row.get("tokens_per_sec_per_gpu", ""))) is not None:
+    tokens = batch * shape.seq_len / devices
+    if (rate := _parse_positive(row.get("tokens_per_sec_per_gpu", ""))) is not None:
         return tokens / rate
-    if (tflops := _positive(row.get("tflops_per_gpu", ""))) is None:
+    if (tflops := _parse_positive(row.get("tflops_per_gpu", ""))) is None:
         return None
-    return tokens * counted_flops(shape, notes(row).get("tflops_kind", "")) / (tflops * 1e12)
+    return tokens * flops_per_token(shape, parse_notes(row).get("tflops_kind", "")) / (tflops * 1e12)
 
 
-def counted_flops(shape: Shape, kind: str) -> float:
+def flops_per_token(shape: DecoderShape, kind: str) -> float:
     """Operations of a token as a source counts them: 6 a parameter that takes part, and attention, whole (12 L h s) or,
     where it says so, causal-halved; hardware figures count the forward of blocks twice, since they are recomputed."""
-    embedding = shape.width * shape.vocab
+    embedding = shape.hidden_size * shape.vocab_size
     head = 6.0 * embedding
-    blocks = 6.0 * (_active(shape) - embedding * (1 if shape.tie else 2))
-    attention = 12.0 * shape.layers * shape.heads * shape.head_dim * shape.sequence
+    blocks = 6.0 * (_active_parameters(shape) - embedding * (1 if shape.tie_embeddings else 2))
+    attention = 12.0 * shape.layers * shape.num_heads * shape.head_dim * shape.seq_len
     if "causal-halved" in kind:
         attention /= 2
     if kind.startswith("hardware"):
@@ -229,14 +234,20 @@ def counted_flops(shape: Shape, kind: str) -> float:
     return blocks + attention + head
 
 
-def _active(shape: Shape) -> float:
-    if not shape.experts:
-        return parameters(shape)
-    idle = 3 * shape.width * (shape.experts - shape.top_k) * shape.expert_ffn * (shape.layers - shape.dense_layers)
-    return parameters(shape) - idle
+def _active_parameters(shape: DecoderShape) -> float:
+    if not shape.num_experts:
+        return count_shape_parameters(shape)
+    idle = (
+        3
+        * shape.hidden_size
+        * (shape.num_experts - shape.top_k)
+        * shape.expert_hidden_size
+        * (shape.layers - shape.dense_layers)
+    )
+    return count_shape_parameters(shape) - idle
 
 
-def _zero(kind: str, said: Mapping[str, str]) -> int:
+def _parse_zero(kind: str, said: Mapping[str, str]) -> int:
     if said.get("sharding") == "SHARD_GRAD_OP":
         return 2
     if found := re.match(r"zero\s*-?([0-3])", kind):
@@ -246,15 +257,15 @@ def _zero(kind: str, said: Mapping[str, str]) -> int:
     return 1 if kind in ("", "false") else 0
 
 
-def _chunks(said: Mapping[str, str], layers: int, pipeline: int) -> int:
+def _parse_virtual_stages(said: Mapping[str, str], layers: int, pipeline: int) -> int:
     """Virtual stages of a rank. Some sources print layers of a virtual stage instead: then that is what divides."""
-    given = int(_number(said.get("vpp", "").split("(")[0]) or 1)
+    given = int(_parse_number(said.get("vpp", "").split("(")[0]) or 1)
     if pipeline == 1 or given < 1:
         return 1
     return given if pipeline * given <= layers else 1
 
 
-def _recompute(text: str) -> str | None:
+def _parse_checkpointing(text: str) -> str | None:
     text = text.strip().lower()
     if not text:
         return None
@@ -265,7 +276,7 @@ def _recompute(text: str) -> str | None:
     return "selective"
 
 
-def _precision(text: str) -> str:
+def _parse_precision(text: str) -> str:
     text = text.strip().lower()
     for name in ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32"):
         if name in text:
@@ -273,7 +284,7 @@ def _precision(text: str) -> str:
     return "bf16"
 
 
-def _network(text: str) -> float | None:
+def _parse_network(text: str) -> float | None:
     """GB/s of one node, one way, from `8xHDR200`, `400Gbps/node`, `8x400Gb IB`, `1600Gbps`."""
     if found := re.search(r"(\d+)\s*x\s*[A-Za-z]*\s*(\d+)", text):
         return int(found[1]) * int(found[2]) / 8
@@ -282,30 +293,30 @@ def _network(text: str) -> float | None:
     return None
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     found = re.match(r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)", text or "", re.IGNORECASE)
     value = float(found[1]) if found else math.inf
     return value if math.isfinite(value) else None
 
 
-def _positive(text: str) -> float | None:
+def _parse_positive(text: str) -> float | None:
     """What was measured; nothing takes no time."""
-    return _number(text) or None
+    return _parse_number(text) or None
 
 
-def _maybe(row: Row, name: str, most: int = MOST) -> int | None:
+def _parse_optional_int(row: Row, name: str, most: int = MAX_CELL_VALUE) -> int | None:
     """A whole number from 1 to `most`, or None where the table has none."""
     text = (row.get(name) or "").strip()
-    if text.casefold() in BLANK:
+    if text.casefold() in BLANK_CELLS:
         return None
-    value = _number(text)
+    value = _parse_number(text)
     if value is None or not 1 <= value <= most or value != int(value):
         raise CannotPredict(f"{name} = {text}: expected a whole number from 1 to {most:,}")
     return int(value)
 
 
-def _integer(row: Row, name: str, otherwise: int | None = None, most: int = MOST) -> int:
-    value = _maybe(row, name, most)
+def _parse_int(row: Row, name: str, otherwise: int | None = None, most: int = MAX_CELL_VALUE) -> int:
+    value = _parse_optional_int(row, name, most)
     if value is None:
         if otherwise is None:
             raise CannotPredict(f"{name} is empty")

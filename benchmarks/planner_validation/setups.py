@@ -1,4 +1,4 @@
-"""From a published run to a `Setup`: its model built from its shape and followed, its hardware from the catalogue, and
+"""From a published run to a `Scenario`: its model built from its shape and followed, its hardware from the catalogue, and
 what its software is known to do.
 """
 
@@ -10,70 +10,70 @@ from functools import lru_cache
 from torch import nn
 
 from phalanx.cluster import load_cluster
-from phalanx.cluster.catalogue import accelerator
-from phalanx.cluster.description import Cluster, ScaleOut
+from phalanx.cluster.catalogue import find_accelerator
+from phalanx.cluster.description import Cluster, ScaleOutNetwork
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
-from phalanx.plan.profile import Profile
-from phalanx.plan.setup import Setup, Stack
-from phalanx.plan.stacks import known, stack
-from phalanx.plan.tracing import build, language_loss, profile
+from phalanx.plan.profile import ModelProfile
+from phalanx.plan.setup import Scenario, SoftwareStack
+from phalanx.plan.stacks import load_stack_data, stack_by_name
+from phalanx.plan.tracing import build_on_meta, language_modeling_forward, profile_model
 from phalanx.recipe.schema import Parallelism
 from planner_validation.cells import CannotPredict
-from planner_validation.rows import Run, Shape, largest_divisor
+from planner_validation.rows import DecoderShape, PublishedRun, largest_divisor
 
-TOKENS = 8192
+DEFAULT_MICRO_BATCH_TOKENS = 8192
 """Tokens of a micro-batch where a row does not tell: usual, and enough to keep an accelerator busy."""
 
 
-def setup_of(run: Run, source: str) -> Setup:
+def scenario_of(run: PublishedRun, source: str) -> Scenario:
     """What is to be predicted. CannotPredict: the hardware is unknown, or cannot do what the row says."""
     cluster = cluster_of(run)
     device = cluster.node.accelerator
     inner = run.tensor * run.pipeline
-    using = stack_of(source, run.zero, inner, device.generation, run.notes.get("release", ""))
+    stack = stack_of(source, run.zero, inner, device.generation, run.notes.get("release", ""))
     if re.search(r"async", run.notes.get("technique", ""), re.IGNORECASE):
-        using = replace(using, tensor_hidden=max(using.tensor_hidden, 0.6))
+        stack = replace(stack, max_tp_overlap=max(stack.max_tp_overlap, 0.6))
     sharded = run.zero == 3
-    layout = Parallelism(
-        replicate=run.replicate if sharded else run.parts,
-        shard=run.parts // run.replicate if sharded else 1,
+    parallelism = Parallelism(
+        replicate=run.replicate if sharded else run.data_parallel,
+        shard=run.data_parallel // run.replicate if sharded else 1,
         tensor=run.tensor,
         pipeline=run.pipeline,
         context=run.context,
         expert=run.expert,
     )
-    return Setup(
-        profile=profile_of(run.shape),
+    return Scenario(
+        profile=profile_of_shape(run.shape),
         cluster=cluster,
-        layout=layout,
-        micro=run.micro or _usual(run),
-        batch=run.batch,
+        parallelism=parallelism,
+        micro_size=run.micro_size or _default_micro_size(run),
+        global_batch=run.global_batch,
         precision=run.precision,
-        recompute=run.recompute or "none",
-        zero=run.zero,
-        chunks=run.chunks,
-        stack=using,
+        checkpointing=run.checkpointing or "none",
+        zero_level=run.zero,
+        virtual_stages=run.virtual_stages,
+        stack=stack,
     )
 
 
-def stack_of(source: str, zero: int, inner: int, generation: str, release: str = "") -> Stack:
+def stack_of(source: str, zero: int, inner: int, generation: str, release: str = "") -> SoftwareStack:
     """The stack that a source's name tells; without a name that says it, by how the run is divided: weights that are
     sharded over data-parallel ranks are torch's, tensor and pipeline ranks Megatron's, TPUs are programmed through XLA.
     `inner`: tensor x pipeline ranks. `release`: of the software, "26.04" or so, "" where nobody tells."""
-    for name, values in known()["stacks"].items():
+    for name, values in load_stack_data()["stacks"].items():
         right = generation == values.get("generation", generation) and release >= values.get("since", "")
         if right and "match" in values and re.search(values["match"], source, re.IGNORECASE):
-            return stack(name)
+            return stack_by_name(name)
     if generation == "tpu":
-        return stack("xla")
-    return stack("torch" if zero == 3 or inner == 1 else "megatron")
+        return stack_by_name("xla")
+    return stack_by_name("torch" if zero == 3 or inner == 1 else "megatron")
 
 
-def cluster_of(run: Run) -> Cluster:
+def cluster_of(run: PublishedRun) -> Cluster:
     """So many of the devices that a row names, in nodes that are usual for them; the network is that of the note."""
     try:
-        device = accelerator(run.gpu)
+        device = find_accelerator(run.gpu)
         one = load_cluster(f"{device.name}:1")
         count = load_cluster(one.node.name).node.count if one.node.name != "workstation" else 8
         nodes = math.ceil(run.devices / count)
@@ -83,49 +83,51 @@ def cluster_of(run: Run) -> Cluster:
     if whole.node.scale_up is None and run.devices > 1:
         whole = load_cluster(f"{device.name}:{min(run.devices, 8)}")
     if run.network_gbps is not None:
-        network = ScaleOut(link="as the note says", gbps=run.network_gbps / count, ports=count)
+        network = ScaleOutNetwork(link="as the note says", gbps=run.network_gbps / count, ports=count)
         whole = whole.model_copy(update={"node": whole.node.model_copy(update={"scale_out": network})})
     return whole
 
 
 @lru_cache(maxsize=512)
-def profile_of(shape: Shape) -> Profile:
+def profile_of_shape(shape: DecoderShape) -> ModelProfile:
     """The profile of a decoder of this shape."""
     common = {
-        "vocab_size": shape.vocab,
-        "seq_len": shape.sequence,
+        "vocab_size": shape.vocab_size,
+        "seq_len": shape.seq_len,
         "layers": shape.layers,
-        "hidden_size": shape.width,
-        "num_heads": shape.heads,
-        "num_kv_heads": shape.kv_heads,
+        "hidden_size": shape.hidden_size,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
-        "tie_embeddings": shape.tie,
+        "tie_embeddings": shape.tie_embeddings,
         "qk_norm": False,
     }
 
     def make() -> nn.Module:
-        if not shape.experts:
-            return transformer(**common, ffn_hidden_size=shape.ffn, activation="swiglu" if shape.gated else "relu2")  # type: ignore[arg-type]
+        if not shape.num_experts:
+            return transformer(
+                **common, ffn_hidden_size=shape.ffn_hidden_size, activation="swiglu" if shape.gated else "relu2"
+            )  # type: ignore[arg-type]
         return moe(
             **common,  # type: ignore[arg-type]
-            num_experts=shape.experts,
+            num_experts=shape.num_experts,
             top_k=shape.top_k,
-            expert_hidden_size=shape.expert_ffn,
-            shared_expert_hidden_size=shape.shared_ffn,
+            expert_hidden_size=shape.expert_hidden_size,
+            shared_expert_hidden_size=shape.shared_expert_hidden_size,
             dense_layers=shape.dense_layers,
         )
 
     try:
-        model = build(make)
+        model = build_on_meta(make)
     except ValueError as error:  # sizes that fit no such model
         raise CannotPredict(str(error)) from None
-    return profile(model, language_loss(shape.vocab, shape.sequence), shape.sequence)
+    return profile_model(model, language_modeling_forward(shape.vocab_size, shape.seq_len), shape.seq_len)
 
 
-def _usual(run: Run) -> int:
+def _default_micro_size(run: PublishedRun) -> int:
     """A micro-batch of a usual number of tokens that divides a group's share."""
-    share = run.batch // run.parts
-    most = max(1, TOKENS // (run.shape.sequence // run.context))
+    samples_per_group = run.global_batch // run.data_parallel
+    most = max(1, DEFAULT_MICRO_BATCH_TOKENS // (run.shape.seq_len // run.context))
     if run.pipeline > 1:
-        most = max(1, min(most, share // (2 * run.pipeline)))
-    return largest_divisor(share, most)
+        most = max(1, min(most, samples_per_group // (2 * run.pipeline)))
+    return largest_divisor(samples_per_group, most)

@@ -52,10 +52,10 @@ def loss_sum(logits, targets):
 
 
 def main():
-    with phalanx.join(Path(__file__).with_suffix(".yaml")) as gang:
-        model, _ = gang.prepare(Model, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
-        for tokens, targets in gang.batches(Text(), tokens=SEQUENCE):
-            gang.learn(loss_sum(model(tokens), targets), targets.numel())
+    with phalanx.session(Path(__file__).with_suffix(".yaml")) as session:
+        model, _ = session.prepare(Model, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
+        for tokens, targets in session.batches(Text(), tokens=SEQUENCE):
+            session.learn(loss_sum(model(tokens), targets), targets.numel())
 
 
 if __name__ == "__main__":

@@ -60,10 +60,10 @@ class Model(nn.Module):
 
 def main():
     dataset = Fashion() if FASHION.exists() else Drawings()
-    with phalanx.join(Path(__file__).with_suffix(".yaml")) as gang:
-        model, _ = gang.prepare(Model, lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-        for images, labels in gang.batches(dataset):
-            gang.learn(F.cross_entropy(model(images), labels, reduction="sum"), len(labels))
+    with phalanx.session(Path(__file__).with_suffix(".yaml")) as session:
+        model, _ = session.prepare(Model, lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        for images, labels in session.batches(dataset):
+            session.learn(F.cross_entropy(model(images), labels, reduction="sum"), len(labels))
 
 
 if __name__ == "__main__":

@@ -13,25 +13,25 @@ from phalanx.streams import open_standard_streams
 
 if TYPE_CHECKING:
     from phalanx.api import train
-    from phalanx.joining import join
+    from phalanx.joining import session
     from phalanx.planning import plan
     from phalanx.recipe import Recipe
     from phalanx.run import Run
 
 open_standard_streams()  # before anything of ours opens a file
 
-__all__ = ["Recipe", "Run", "__version__", "join", "plan", "train"]
+__all__ = ["Recipe", "Run", "__version__", "plan", "session", "train"]
 
 __version__: str
 
-_HOME = {
+_EXPORT_MODULES = {
     "Recipe": "phalanx.recipe",
     "Run": "phalanx.run",
     "join": "phalanx.joining",
     "plan": "phalanx.planning",
     "train": "phalanx.api",
 }
-_ROOMS = ("plan", "train")
+_CALLABLE_PACKAGES = ("plan", "train")
 """Rooms that are also functions that people call."""
 
 
@@ -43,8 +43,8 @@ def __getattr__(name: str) -> Any:
             return version("phalanx")
         except PackageNotFoundError:  # run from a source tree that is not installed
             return "0+source"
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    if name in _EXPORT_MODULES:
+        return getattr(import_module(_EXPORT_MODULES[name]), name)
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
 
 
@@ -52,20 +52,20 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _Room(ModuleType):
+class _CallablePackage(ModuleType):
     """A room such as `phalanx.train`, which is also the function that people call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self.__name__.rpartition(".")[2]
-        return getattr(import_module(_HOME[name]), name)(*args, **kwargs)
+        return getattr(import_module(_EXPORT_MODULES[name]), name)(*args, **kwargs)
 
 
 class _Phalanx(ModuleType):
     """Python sets `phalanx.train` to the room as soon as anything in it is imported; the name must stay callable."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _ROOMS and isinstance(value, ModuleType):
-            value.__class__ = _Room
+        if name in _CALLABLE_PACKAGES and isinstance(value, ModuleType):
+            value.__class__ = _CallablePackage
         super().__setattr__(name, value)
 
 

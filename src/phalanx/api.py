@@ -13,40 +13,49 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster import Machine, environment, this_machine
+from phalanx.cluster import Machine, collect_environment, discover_machine
 from phalanx.cluster.discover import check_threads, check_workers
-from phalanx.cluster.gpu_energy import joules_here
-from phalanx.cluster.health import quick
-from phalanx.data import Progress, open_data, prepare_all
-from phalanx.errors import AWAY, DataError, ExitCode, GaveUpError, RecipeError, UsageError, storage_failed, words_of
-from phalanx.jobs.agent import Agent, Outcome
-from phalanx.jobs.nodes import Crew
-from phalanx.jobs.nursery_process import NurseryProcess, answering
+from phalanx.cluster.gpu_energy import read_local_gpu_joules
+from phalanx.cluster.health import run_preflight
+from phalanx.data import PrepareProgress, open_data, prepare_all_sources
+from phalanx.errors import (
+    RETRYABLE_STORAGE_ERRNOS,
+    DataError,
+    ExitCode,
+    GaveUpError,
+    RecipeError,
+    UsageError,
+    describe_os_error,
+    is_storage_error,
+)
+from phalanx.jobs.agent import LeaderAgent, RunOutcome
+from phalanx.jobs.nodes import NodeGroup
+from phalanx.jobs.nursery_process import ForkServerClient, call_timeout
 from phalanx.plan import (
-    go_on,
-    smaller_micro,
+    next_smaller_micro_size,
+    resume_recipe,
 )
 from phalanx.recipe import (
-    Difference,
     Recipe,
-    check,
+    RecipeDifference,
     check_device,
+    check_recipe,
+    describe_batch_scaling,
+    describe_kept_batch,
     dump_recipe,
-    expanded,
-    grown,
-    growth_told,
+    expand_recipe,
     huggingface_directory,
+    incompatible_changes,
     load_recipe,
-    refused,
-    stays_told,
-    workers_for,
+    num_workers_for,
+    scale_batch_with_workers,
 )
-from phalanx.recipe.checks import FP8, check_task
-from phalanx.recipe.load import Loaded
+from phalanx.recipe.checks import FP8_VARIABLE, check_task
+from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
-from phalanx.resolving import Call, first_resolution, lost_state, remembering, trial_recipe
-from phalanx.run import Event, Run, read_events, steps_of, training_seconds
-from phalanx.run.directory import RESULT_FORMAT, check_place, write_json, write_whole
+from phalanx.resolving import SubprocessCall, cache_trials, describe_lost_state, make_trial_recipe, resolve_auto
+from phalanx.run import Event, Run, read_events, select_final_steps, sum_training_seconds
+from phalanx.run.directory import RESULT_FORMAT, check_run_path, write_atomic, write_json
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointSaved,
@@ -57,19 +66,19 @@ from phalanx.run.event_types import (
     StepDone,
     WorkerStarted,
 )
-from phalanx.run.lock import locked
+from phalanx.run.lock import lock_run
 from phalanx.run.messages import Command
-from phalanx.run.trust import remember
-from phalanx.train.schedule import learning_rate, peak
+from phalanx.run.trust import record_trust
+from phalanx.train.schedule import compute_learning_rate, peak_learning_rate
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedRun:
     """A run that can start: what it trains, and what to tell at the start."""
 
     run: Run
     recipe: Recipe
-    folder: Path
+    recipe_dir: Path
     plan: dict[str, Any]
     cluster: dict[str, Any]
     notes: list[str]
@@ -81,7 +90,7 @@ def train(
     overrides: Sequence[str] = (),
     *,
     run: "str | os.PathLike[str] | None" = None,
-    nproc: int | None = None,
+    nproc_per_node: int | None = None,
     force: bool = False,
     show: Callable[[Event], None] | None = None,
 ) -> dict[str, Any]:
@@ -94,181 +103,188 @@ def train(
     if rank and workers and workers != "1":
         raise UsageError(
             f"phalanx.train starts workers of its own, and this process is one already (RANK={rank}, "
-            f"WORLD_SIZE={workers}): give a launcher `phalanx train RECIPE`, or use phalanx.join in a loop of your own"
+            f"WORLD_SIZE={workers}): give a launcher `phalanx train RECIPE`, or use phalanx.session in a loop of your own"
         )
     if isinstance(recipe, Recipe):
         if overrides:
             raise UsageError("overrides are for recipes in files; a Recipe is changed with model_copy")
-        loaded = Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), {})
+        loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
     else:
         loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
-    where = Run(Path(run) if run is not None else Path("runs") / loaded.recipe.name)
-    if finished(where, loaded.recipe):
-        return where.read_json(where.result) or {}
+    run_dir = Run(Path(run) if run is not None else Path("runs") / loaded.recipe.name)
+    if describe_finished(run_dir, loaded.recipe):
+        return run_dir.read_json(run_dir.result) or {}
     with (
-        NurseryProcess(answer=answering(loaded.recipe.fault_tolerance.hang_timeout_s)) as nursery,
-        starting(loaded, where, nproc, nursery.call, force, lambda progress: None, preload=nursery.preload) as ready,
+        ForkServerClient(call_timeout_s=call_timeout(loaded.recipe.fault_tolerance.hang_timeout_s)) as fork_server,
+        prepare_run(
+            loaded, run_dir, nproc_per_node, fork_server.call, force, lambda progress: None, preload=fork_server.preload
+        ) as prepared,
     ):
-        outcome = supervise(ready, nursery, show or (lambda event: None), force)
+        outcome = supervise_run(prepared, fork_server, show or (lambda event: None), force)
     if outcome.code not in (ExitCode.DONE, ExitCode.UNFINISHED):
         error = GaveUpError(outcome.message or "the run failed")
         error.code = outcome.code
         raise error
-    return ready.run.read_json(ready.run.result) or {}
+    return prepared.run.read_json(prepared.run.result) or {}
 
 
 @contextlib.contextmanager
-def starting(
-    loaded: Loaded,
+def prepare_run(
+    loaded: LoadedRecipe,
     run: Run,
-    nproc: int | None,
-    call: Call,
+    world_size: int | None,
+    call: SubprocessCall,
     force: bool,
-    progress: Callable[[Progress], None],
+    progress: Callable[[PrepareProgress], None],
     write: bool = True,
     preload: Callable[[str, Any], None] = lambda function, payload: None,
-    patience: float = 0.0,
-    nodes: int = 1,
-) -> Iterator[Ready]:
+    lock_timeout_s: float = 0.0,
+    num_nodes: int = 1,
+) -> Iterator[PreparedRun]:
     """Check, prepare, resolve and write a run, and hold its lock. PhalanxError before anything is written when the
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
-    that forks workers (`NurseryProcess.preload`). `patience`: seconds for which another process may still have the
-    run. `nodes`: on how many the workers are."""
+    that forks workers (`NurseryProcess.preload`). `lock_timeout_s`: seconds for which another process may still have the
+    run. `num_nodes`: on how many the workers are."""
     begins = not run.has_checkpoint()
-    machine, world = check_start(loaded, nproc, nodes, begins)
+    machine, num_workers = check_start(loaded, world_size, num_nodes, begins)
     if write:
-        check_place(run.path)
-    importable = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
-    importable |= {"init": loaded.recipe.init_from if begins else None, "adapter": loaded.recipe.lora is not None}
-    with loaded.locating():
-        directory = huggingface_directory(loaded.recipe.model.build, loaded.folder)
+        check_run_path(run.path)
+    import_payload = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
+    import_payload |= {"init": loaded.recipe.init_from if begins else None, "adapter": loaded.recipe.lora is not None}
+    with loaded.locate_errors():
+        directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
         if directory is not None:
-            preload("phalanx.train.huggingface:preload", str(directory))
-        code = call("phalanx.train.trial:importable", {**importable, "folder": str(loaded.folder)})
-    trial = remembering(call, machine, code)
+            preload("phalanx.train.huggingface:preload_architecture", str(directory))
+        code_hash = call("phalanx.train.trial:check_imports", {**import_payload, "folder": str(loaded.recipe_dir)})
+    run_trial = cache_trials(call, machine, code_hash)
 
-    def get_ready() -> Ready:
-        with loaded.locating():
-            ready = make_ready(loaded, run, machine, world, trial, force, progress, nodes)
+    def prepare() -> PreparedRun:
+        with loaded.locate_errors():
+            ready = resolve_run(loaded, run, machine, num_workers, run_trial, force, progress, num_nodes)
             if begins and ready.recipe.init_from is not None:
-                kept = {**trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
-                call("phalanx.train.trial:begins", {"recipe": kept, "folder": str(ready.folder)})
+                kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
+                call("phalanx.train.trial:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
             return ready
 
     if not write:
-        yield get_ready()
+        yield prepare()
         return
     with contextlib.ExitStack() as stack:
-        if new := not run.path.is_dir():
-            ready = get_ready()
-            create(run)
-        note = stack.enter_context(locked(run, patience))
-        if not new:
-            ready = get_ready()
-            create(run)
-        ready.notes.extend([] if note is None else [note])
-        write_run(ready, loaded)
-        yield ready
+        if is_new := not run.path.is_dir():
+            prepared = prepare()
+            create_run(run)
+        note = stack.enter_context(lock_run(run, lock_timeout_s))
+        if not is_new:
+            prepared = prepare()
+            create_run(run)
+        prepared.notes.extend([] if note is None else [note])
+        write_run_files(prepared, loaded)
+        yield prepared
 
 
-def check_start(loaded: Loaded, nproc: int | None, nodes: int = 1, begins: bool = True) -> tuple[Machine, int]:
+def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins: bool = True) -> tuple[Machine, int]:
     """What shows of a start without a process of its own: this machine and the number of workers. PhalanxError where
     the recipe cannot run on them. `begins`: without a checkpoint of its own."""
-    loaded.check_named()
-    machine = machine_of(loaded)
-    world = nproc or workers_for(loaded.recipe, machine.gpus or 1)
+    loaded.check_required()
+    machine = find_machine(loaded)
+    world = nproc or num_workers_for(loaded.recipe, machine.num_gpus or 1)
     check_workers(machine, world, nodes)
-    check(loaded.recipe, loaded.folder, world, loaded.at, begins)
+    check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
     check_machine(loaded, machine)
     if loaded.recipe.num_threads != "auto":
-        with loaded.locating():
+        with loaded.locate_errors():
             check_threads(machine, loaded.recipe.num_threads, math.ceil(world / nodes))
     return machine, world
 
 
-def machine_of(loaded: Loaded) -> Machine:
+def find_machine(loaded: LoadedRecipe) -> Machine:
     """This machine with the device that the recipe asks for. RecipeError where it has none."""
-    with loaded.locating():
-        return this_machine(device=loaded.recipe.device)
+    with loaded.locate_errors():
+        return discover_machine(device=loaded.recipe.device)
 
 
-def check_machine(loaded: Loaded, machine: Machine) -> None:
+def check_machine(loaded: LoadedRecipe, machine: Machine) -> None:
     """RecipeError when the recipe asks for what this machine does not have."""
-    check_on(loaded.recipe, machine, loaded.at)
+    check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
 
 
-def check_on(recipe: Recipe, machine: Machine, at: Callable[[str], str] = str) -> None:
-    """RecipeError when a recipe asks for what this machine does not have; `at` as for `check`."""
-    anywhere = os.environ.get(FP8) == "always"
-    check_device(recipe, machine.device, machine.name, machine.capability, at, anywhere, machine.rocm)
+def check_recipe_on_machine(recipe: Recipe, machine: Machine, locate: Callable[[str], str] = str) -> None:
+    """RecipeError when a recipe asks for what this machine does not have; `locate` as for `check`."""
+    anywhere = os.environ.get(FP8_VARIABLE) == "always"
+    check_device(recipe, machine.device, machine.device_name, machine.capability, locate, anywhere, machine.rocm)
 
 
-def create(run: Run) -> None:
+def create_run(run: Run) -> None:
     """Make the run's directories. UsageError when the file system will not have them, OSError when it is away."""
     try:
         run.create()
     except OSError as error:
-        if error.errno in AWAY:
+        if error.errno in RETRYABLE_STORAGE_ERRNOS:
             raise
         raise UsageError(f"{run.path}: a run cannot be kept here: {error.strerror}; choose another --run") from None
 
 
-def make_ready(
-    loaded: Loaded,
+def resolve_run(
+    loaded: LoadedRecipe,
     run: Run,
     machine: Machine,
-    world: int,
-    call: Call,
+    world_size: int,
+    call: SubprocessCall,
     force: bool,
-    progress: Callable[[Progress], None],
-    nodes: int = 1,
-) -> Ready:
+    progress: Callable[[PrepareProgress], None],
+    num_nodes: int = 1,
+) -> PreparedRun:
     """Prepare data and resolve the recipe; writes nothing but the data cache."""
-    given, folder = loaded.recipe, loaded.folder
-    old = previous(run, given)
+    given, folder = loaded.recipe, loaded.recipe_dir
+    previous_recipes = load_previous_recipes(run, given)
     notes: list[str] = []
-    if old is not None:
-        differing = refused(*old, given)
-        if differing and not force:
-            raise RecipeError(changed(run, differing))
-        notes += [f"forced: {difference}" for difference in differing]
-        old = None if differing else old
-    data, evaluate = prepare_all(given.data, given.evaluation, folder, progress=progress)
+    if previous_recipes is not None:
+        differences = incompatible_changes(*previous_recipes, given)
+        if differences and not force:
+            raise RecipeError(describe_changes(run, differences))
+        notes += [f"forced: {difference}" for difference in differences]
+        previous_recipes = None if differences else previous_recipes
+    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
-    check_task(given, opened.facts.kind, loaded.at)
-    first_attempt = last_attempt(run) + 1
-    if old is not None:
-        check_whole(run, old[1])
-        recipe = go_on(old[1], prepared, world)
-        check(recipe, folder, world, loaded.at, begins=not run.has_checkpoint())
-        check_on(recipe, machine)
-        check_layout(recipe, folder, call)
-        notes += [*continuing(old[1], recipe), *stays_told(given, recipe, world), *lost(run), *run.damaged()]
-        plan, cluster = run.read_lossy(run.plan), run.read_lossy(run.cluster)
-        plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.facts)}
-        return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
-    prepared = grown(prepared, world)
-    check_layout(prepared, folder, call)
-    recipe, plan, cluster = first_resolution(prepared, folder, machine, world, call, nodes)
-    notes += [*growth_told(given, recipe, peak(recipe)), *lost_state(plan)]
-    check(recipe, folder, world, loaded.at, begins=not run.has_checkpoint())
+    check_task(given, opened.info.kind, loaded.location_of)
+    first_attempt = read_last_attempt(run) + 1
+    if previous_recipes is not None:
+        check_resolved_recipe(run, previous_recipes[1])
+        recipe = resume_recipe(previous_recipes[1], prepared, world_size)
+        check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
+        check_recipe_on_machine(recipe, machine)
+        check_parallelism(recipe, folder, call)
+        notes += [
+            *describe_resume(previous_recipes[1], recipe),
+            *describe_kept_batch(given, recipe, world_size),
+            *describe_missing_recipes(run),
+            *run.describe_damage(),
+        ]
+        plan, cluster = run.read_json_or_empty(run.plan), run.read_json_or_empty(run.cluster)
+        plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
+        return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+    prepared = scale_batch_with_workers(prepared, world_size)
+    check_parallelism(prepared, folder, call)
+    recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, num_nodes)
+    notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
+    check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
-        check_layout(recipe, folder, call)
-    return Ready(run, recipe, folder, plan, cluster, notes, first_attempt)
+        check_parallelism(recipe, folder, call)
+    return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
 
 
-def check_layout(recipe: Recipe, folder: Path, call: Call) -> None:
+def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> None:
     """RecipeError when the recipe's model cannot be divided as its layout says."""
-    layout = recipe.parallelism
-    if isinstance(layout, Parallelism) and layout.replicate != layout.world:
-        spec = {**trial_recipe(recipe), "parallelism": layout.model_dump()}
-        call("phalanx.train.trial:fits", {"recipe": spec, "folder": str(folder)})
+    parallelism = recipe.parallelism
+    if isinstance(parallelism, Parallelism) and parallelism.replicate != parallelism.world:
+        trial_spec = {**make_trial_recipe(recipe), "parallelism": parallelism.model_dump()}
+        call("phalanx.train.trial:check_parallelism", {"recipe": trial_spec, "folder": str(folder)})
 
 
-def previous(run: Run, now: Recipe) -> tuple[Recipe, Recipe] | None:
+def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, Recipe] | None:
     """The recipes of a run that exists, as given and as resolved. Where resolved.yaml is lost it is what the newest
-    checkpoint holds; where recipe.yaml is, the resolved one with the data as they are given `now`, which are compared
+    checkpoint holds; where recipe.yaml is, the resolved one with the data as they are given `given`, which are compared
     by what is in them when the run goes on. DataError when the run has lost its checkpoints."""
     check_kept(run)
     if run.resolved.is_file():
@@ -284,12 +300,12 @@ def previous(run: Run, now: Recipe) -> tuple[Recipe, Recipe] | None:
         resolved = newest
     if run.recipe.is_file():
         return load_recipe(run.recipe).recipe, resolved
-    evaluate = resolved.evaluation.model_copy(update={"source": now.evaluation.source})
-    data = resolved.data.model_copy(update={"source": now.data.source, "tokenizer": now.data.tokenizer})
+    evaluate = resolved.evaluation.model_copy(update={"source": given.evaluation.source})
+    data = resolved.data.model_copy(update={"source": given.data.source, "tokenizer": given.data.tokenizer})
     return resolved.model_copy(update={"data": data, "evaluation": evaluate}), resolved
 
 
-def lost(run: Run) -> list[str]:
+def describe_missing_recipes(run: Run) -> list[str]:
     """What to say about recipes that a run with checkpoints has lost."""
     if not run.resolved.is_file():
         return [f"{run.resolved} is missing; the run goes on with what its newest checkpoint says"]
@@ -302,12 +318,12 @@ def check_kept(run: Run) -> None:
         return
     if any(isinstance(event, CheckpointSaved) for event in read_events(run.events)):
         raise DataError(
-            f"{run.checkpoints}: has no checkpoint any more, and the run did {last_step(run)} steps; put the "
+            f"{run.checkpoints}: has no checkpoint any more, and the run did {read_last_step(run)} steps; put the "
             "checkpoints back, or give another --run to start from the beginning"
         )
 
 
-def check_whole(run: Run, resolved: Recipe) -> None:
+def check_resolved_recipe(run: Run, resolved: Recipe) -> None:
     """RecipeError where a run's resolved recipe is cut short."""
     found: dict[str, object] = {"num_threads": resolved.num_threads, "batch.micro_size": resolved.batch.micro_size}
     found |= {"parallelism": resolved.parallelism, "precision": resolved.precision, "compile": resolved.compile}
@@ -318,7 +334,7 @@ def check_whole(run: Run, resolved: Recipe) -> None:
         )
 
 
-def changed(run: Run, differing: Sequence[Difference]) -> str:
+def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
     """Why a run cannot go on under another recipe."""
     listed = "\n".join(f"  {difference}" for difference in differing)
     return (
@@ -327,12 +343,12 @@ def changed(run: Run, differing: Sequence[Difference]) -> str:
     )
 
 
-def continuing(old: Recipe, new: Recipe) -> list[str]:
+def describe_resume(old: Recipe, new: Recipe) -> list[str]:
     """What the user should know about a run that goes on."""
     notes = []
     if old.steps != new.steps:
         step = min(old.steps, new.steps)
-        before, after = (learning_rate(recipe, step) for recipe in (old, new))
+        before, after = (compute_learning_rate(recipe, step) for recipe in (old, new))
         notes.append(
             f"steps {old.steps} -> {new.steps}: the schedule's horizon follows; "
             f"the learning rate at step {step} jumps from {before:.3g} to {after:.3g}"
@@ -345,164 +361,179 @@ def continuing(old: Recipe, new: Recipe) -> list[str]:
             "batch"
         )
     if new.determinism == "elastic":
-        if _replica(old) != _replica(new):
-            what = "in more than the number of replicas"
+        if _single_replica(old) != _single_replica(new):
+            change_text = "in more than the number of replicas"
             notes.append(
-                f"the layout changed {what}: the digest will differ by rounding, also under determinism: elastic"
+                f"the layout changed {change_text}: the digest will differ by rounding, also under determinism: elastic"
             )
     elif old.parallelism != new.parallelism and new.local_sgd is not None:
-        mean = "each goes on from the mean of what all had"
-        notes.append(f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: {mean}")
+        mean_text = "each goes on from the mean of what all had"
+        notes.append(f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: {mean_text}")
     elif old.parallelism != new.parallelism:
         worlds = {recipe.parallelism.world for recipe in (old, new) if isinstance(recipe.parallelism, Parallelism)}
-        what = "layout" if len(worlds) == 1 else "number of workers"
-        notes.append(f"the {what} changed under determinism = fixed-world: the digest will differ by rounding")
+        change_text = "layout" if len(worlds) == 1 else "number of workers"
+        notes.append(f"the {change_text} changed under determinism = fixed-world: the digest will differ by rounding")
     return notes
 
 
-def _replica(recipe: Recipe) -> Parallelism | None:
+def _single_replica(recipe: Recipe) -> Parallelism | None:
     """How one replica is laid out."""
     return (
         recipe.parallelism.model_copy(update={"replicate": 1}) if isinstance(recipe.parallelism, Parallelism) else None
     )
 
 
-def finished(run: Run, recipe: Recipe) -> str | None:
+def describe_finished(run: Run, recipe: Recipe) -> str | None:
     """A sentence when this recipe has nothing left to do in this run."""
-    old, result = previous(run, recipe), run.read_lossy(run.result)
+    old, result = load_previous_recipes(run, recipe), run.read_json_or_empty(run.result)
     steps = result.get("steps")
     if old is None or result.get("status") != "done" or not isinstance(steps, int) or steps < recipe.steps:
         return None
-    if refused(*old, recipe):
+    if incompatible_changes(*old, recipe):
         return None
     return f"{run.path}: finished at step {steps}; set steps={2 * steps} to train longer"
 
 
-def write_run(ready: Ready, loaded: Loaded) -> None:
+def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     """Write the run directory's files, so that workers can start."""
-    run = ready.run
+    run = prepared.run
     run.result.unlink(missing_ok=True)  # of the start before: what is under way has none
-    write_whole(run.recipe, dump_recipe(loaded.recipe))
-    write_whole(run.resolved, dump_recipe(ready.recipe))
-    write_json(run.plan, ready.plan)
-    keep_tokenizer(ready)
-    write_json(run.cluster, ready.cluster)
-    write_json(run.environment, {**environment(sys.argv, ready.folder), "folder": str(ready.folder.absolute())})
-    remember(ready.recipe, ready.folder)
+    write_atomic(run.recipe, dump_recipe(loaded.recipe))
+    write_atomic(run.resolved, dump_recipe(prepared.recipe))
+    write_json(run.plan, prepared.plan)
+    copy_tokenizer(prepared)
+    write_json(run.cluster, prepared.cluster)
+    write_json(
+        run.environment,
+        {**collect_environment(sys.argv, prepared.recipe_dir), "folder": str(prepared.recipe_dir.absolute())},
+    )
+    record_trust(prepared.recipe, prepared.recipe_dir)
 
 
-def keep_tokenizer(ready: Ready) -> None:
+def copy_tokenizer(prepared: PreparedRun) -> None:
     """Copy the tokenizer into the run, so that the run stays whole without the data."""
-    source = ready.recipe.data.source
+    source = prepared.recipe.data.source
     first = source[0] if isinstance(source, list) else source
-    stored = Path(str(first.prepared)) / ready.run.tokenizer.name  # not there for data of a loop's own
-    if stored.is_file():
-        write_whole(ready.run.tokenizer, stored.read_text(encoding="utf-8"))
+    tokenizer_path = Path(str(first.prepared)) / prepared.run.tokenizer.name  # not there for data of a loop's own
+    if tokenizer_path.is_file():
+        write_atomic(prepared.run.tokenizer, tokenizer_path.read_text(encoding="utf-8"))
 
 
-def supervise(
-    ready: Ready, nursery: NurseryProcess, show: Callable[[Event], None], force: bool, crew: Crew | None = None
-) -> Outcome:
-    """Train a run that is ready, on this node or on those of `crew`, and write its result."""
-    run, recipe = ready.run, ready.recipe
-    world = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
-    payload = {"run": str(run.path.absolute()), "folder": str(ready.folder), "force": force}
-    command = Command(function="phalanx.train.worker:work", payload=payload)
-    machine = this_machine(device=recipe.device)
-    expected = machine.count if machine.device == "cuda" else None  # counted as NVIDIA's and AMD's drivers list them
-    agent = Agent(
+def supervise_run(
+    prepared: PreparedRun,
+    fork_server: ForkServerClient,
+    show: Callable[[Event], None],
+    force: bool,
+    node_group: NodeGroup | None = None,
+) -> RunOutcome:
+    """Train a run that is ready, on this node or on those of `node_group`, and write its result."""
+    run, recipe = prepared.run, prepared.recipe
+    world_size = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
+    payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
+    command = Command(function="phalanx.train.worker:run_worker", payload=payload)
+    machine = discover_machine(device=recipe.device)
+    expected_gpus = (
+        machine.device_count if machine.device == "cuda" else None
+    )  # counted as NVIDIA's and AMD's drivers list them
+    agent = LeaderAgent(
         run,
-        nursery,
+        fork_server,
         show,
         recipe.fault_tolerance.max_restarts,
         recipe.fault_tolerance.hang_timeout_s,
-        crew=crew,
-        preflight=lambda: quick(run.path, expected),
-        replica=replica_that_can_be_lost(recipe, machine.device),
-        meter=joules_here if machine.gpus else lambda count: None,  # a GPU that does not train is left alone
+        node_group=node_group,
+        preflight=lambda: run_preflight(run.path, expected_gpus),
+        replica_size=elastic_replica_size(recipe, machine.device),
+        meter=read_local_gpu_joules
+        if machine.num_gpus
+        else lambda count: None,  # a GPU that does not train is left alone
     )
-    return to_the_end(agent, world, command, {}, ready.first_attempt, ready.notes)
+    return supervise_until_done(agent, world_size, command, {}, prepared.first_attempt, prepared.notes)
 
 
-def replica_that_can_be_lost(recipe: Recipe, device: str) -> int | None:
+def elastic_replica_size(recipe: Recipe, device: str) -> int | None:
     """Workers of a replica, if the other replicas can go on without it, with the same bits: each holds the whole state,
     and sums do not depend on how many they are. On the CPU only: NCCL has other ways to notice that somebody is gone.
     """
-    layout = recipe.parallelism
-    if isinstance(layout, str) or layout.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
+    parallelism = recipe.parallelism
+    if isinstance(parallelism, str) or parallelism.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
         return None
-    return layout.world // layout.replicate
+    return parallelism.world // parallelism.replicate
 
 
-def to_the_end(
-    agent: Agent,
-    world: int,
+def supervise_until_done(
+    agent: LeaderAgent,
+    world_size: int,
     command: Command,
     environment: Mapping[str, str],
     first_attempt: int,
     notes: Sequence[str] = (),
-    judge: Callable[[Outcome], Outcome] = lambda outcome: outcome,
-) -> Outcome:
-    """Supervise a run to its end, with smaller micro-batches where memory runs out, and write its result. `judge` may
+    adjust_outcome: Callable[[RunOutcome], RunOutcome] = lambda outcome: outcome,
+) -> RunOutcome:
+    """Supervise a run to its end, with smaller micro-batches where memory runs out, and write its result. `adjust_outcome` may
     see an outcome otherwise."""
     run, outcome = agent.run, None
     try:
         with agent:
             for note in notes:
                 agent.emit(RunWarning(text=note))
-            outcome = agent.supervise(world, command, environment, first_attempt)
-            while outcome.out_of_memory and not agent.stopping and (told := shrink_micro(run)) is not None:
-                agent.emit(RunWarning(text=told))
-                outcome = agent.supervise(world, command, environment, last_attempt(run) + 1)
-            outcome = judge(outcome)
+            outcome = agent.supervise(world_size, command, environment, first_attempt)
+            while (
+                outcome.out_of_memory and not agent.stopping and (message_text := shrink_micro_batch(run)) is not None
+            ):
+                agent.emit(RunWarning(text=message_text))
+                outcome = agent.supervise(world_size, command, environment, read_last_attempt(run) + 1)
+            outcome = adjust_outcome(outcome)
             if outcome.result is None:
-                agent.emit(RunEnded(status=status_of(outcome), step=last_step(run)))
-        write_json(run.result, result_of(run, outcome))
+                agent.emit(RunEnded(status=status_of(outcome), step=read_last_step(run)))
+        write_json(run.result, build_result(run, outcome))
     except OSError as error:
-        if outcome is None or not storage_failed(error):
+        if outcome is None or not is_storage_error(error):
             raise
-        said = f"{outcome.message}; " if outcome.message else ""
+        outcome_text = f"{outcome.message}; " if outcome.message else ""
         code = ExitCode.UNFINISHED if outcome.code is ExitCode.DONE else outcome.code
-        message = f"{said}the run's events and result were not kept: {words_of(error)}"
+        message = f"{outcome_text}the run's events and result were not kept: {describe_os_error(error)}"
         return replace(outcome, code=code, message=message)
     return outcome
 
 
-def shrink_micro(run: Run) -> str | None:
+def shrink_micro_batch(run: Run) -> str | None:
     """Have a run that ran out of memory go on with the next smaller micro-batch, and say so; None where the recipe
     gives it, or where there is none smaller."""
     if not run.resolved.is_file():
         return None
-    old = load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
-    if old[0].batch.micro_size != "auto" or (micro := smaller_micro(old[1])) is None:
+    previous = load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
+    if previous[0].batch.micro_size != "auto" or (micro := next_smaller_micro_size(previous[1])) is None:
         return None
-    was, values = old[1].batch.micro_size, old[1].model_dump()
+    previous_micro, values = previous[1].batch.micro_size, previous[1].model_dump()
     values["batch"]["micro_size"] = micro
-    why = f"micro-batches of {was} ran out of memory in step {last_step(run) + 1}"
-    plan = run.read_lossy(run.plan)
+    reason = f"micro-batches of {previous_micro} ran out of memory in step {read_last_step(run) + 1}"
+    plan = run.read_json_or_empty(run.plan)
     for choice in plan.get("auto_choices", []):
         if choice["key"] == "batch.micro_size":
-            choice |= {"value": micro, "why": why}
-    write_whole(run.resolved, dump_recipe(Recipe.model_validate(values)))
+            choice |= {"value": micro, "reason": reason}
+    write_atomic(run.resolved, dump_recipe(Recipe.model_validate(values)))
     write_json(run.plan, plan)
-    told = f"{why}: going on with micro-batches of {micro} from the last good checkpoint; the digest will differ"
-    if old[1].determinism == "elastic":
-        return f"{told}, also under determinism: elastic, which holds for one micro-batch only"
-    return f"{told} by rounding"
+    message_text = (
+        f"{reason}: going on with micro-batches of {micro} from the last good checkpoint; the digest will differ"
+    )
+    if previous[1].determinism == "elastic":
+        return f"{message_text}, also under determinism: elastic, which holds for one micro-batch only"
+    return f"{message_text} by rounding"
 
 
-def status_of(outcome: Outcome) -> RunStatus:
+def status_of(outcome: RunOutcome) -> RunStatus:
     """The status of a run of which no worker reported how it ended."""
     return "interrupted" if outcome.code is ExitCode.UNFINISHED else "failed"
 
 
-def last_attempt(run: Run) -> int:
+def read_last_attempt(run: Run) -> int:
     """The number of the attempt that was made last; -1 before the first."""
     events = read_events(run.events)
     return max((each.attempt for each in events if isinstance(each, AttemptStarted | WorkerStarted)), default=-1)
 
 
-def last_step(run: Run) -> int:
+def read_last_step(run: Run) -> int:
     """The step that was done last; steps beyond it may have been done by an attempt before."""
     step = 0
     for event in read_events(run.events):
@@ -511,22 +542,25 @@ def last_step(run: Run) -> int:
     return step
 
 
-def result_of(run: Run, outcome: Outcome) -> dict[str, Any]:
+def build_result(run: Run, outcome: RunOutcome) -> dict[str, Any]:
     """result.json: what the worker reported, or what the events tell when it did not come to that."""
     events = list(read_events(run.events))
-    seconds = training_seconds(events)
-    drawn = [event.energy_j for event in events if isinstance(event, EnergyUsed)]
-    energy = {"joules": sum(drawn)} if drawn else {}
+    seconds = sum_training_seconds(events)
+    energy_events = [event.energy_j for event in events if isinstance(event, EnergyUsed)]
+    energy = {"joules": sum(energy_events)} if energy_events else {}
     starts = [event for event in events if isinstance(event, AttemptStarted)]
-    grown = sum(event.scaled_up for event in starts)
+    num_scale_ups = sum(event.scaled_up for event in starts)
     if outcome.result is not None:
         result = {**outcome.result, "duration_s": seconds, **energy}
-        if grown:  # nothing was lost then
-            result["restarts"] -= grown
+        if num_scale_ups:  # nothing was lost then
+            result["restarts"] -= num_scale_ups
         return result
-    steps = last_step(run)
-    good = [event for event in steps_of(events) if event.step <= steps and event.skip_reason is None]
+    steps = read_last_step(run)
+    counted_steps = [event for event in select_final_steps(events) if event.step <= steps and event.skip_reason is None]
     facts: dict[str, Any] = {"format": RESULT_FORMAT, "status": status_of(outcome), "steps": steps}
-    facts |= {"final_loss": good[-1].loss if good else None, "units": sum(event.units for event in good)}
-    facts |= {"duration_s": seconds, "restarts": max(0, len(starts) - grown - 1), "digest": None}
+    facts |= {
+        "final_loss": counted_steps[-1].loss if counted_steps else None,
+        "units": sum(event.units for event in counted_steps),
+    }
+    facts |= {"duration_s": seconds, "restarts": max(0, len(starts) - num_scale_ups - 1), "digest": None}
     return {**facts, **energy, "message": outcome.message}

@@ -12,17 +12,17 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from phalanx.compat import die_with_parent
-from phalanx.waits import HELD, LOOK, Wait, stopped
+from phalanx.waits import POLL_INTERVAL_S, RESUME_AFTER_CHECKS, Deadline, find_stopped
 
-PATIENCE = 300.0
+ANSWER_TIMEOUT_S = 300.0
 """Seconds in which that process must have answered."""
-Call = Callable[[str, Any], Any]
+SubprocessCall = Callable[[str, Any], Any]
 """`call("module:function", payload)`: what that function of `payload` returns in that process, or None when it did not
 return, for whatever reason; then ask again here, where it will tell. Works once; all of it must be JSON values."""
 
 
 @contextmanager
-def torch_beside() -> Iterator[Call]:
+def preload_torch() -> Iterator[SubprocessCall]:
     """Import torch there, beginning now: it takes two seconds of a processor, and we have another. Ended with the
     block, whatever it does then. Enter it before numpy and torch, whose threads would be lost, are imported here; where
     they are, there is little to gain, and nothing is called."""
@@ -45,7 +45,7 @@ def torch_beside() -> Iterator[Call]:
     def call(function: str, payload: Any) -> Any:
         with suppress(BrokenPipeError), open(ask, "w", closefd=False) as pipe:  # it ended: there will be no answer
             pipe.write(json.dumps([function, payload]) + "\n")
-        if not _answers(answered, process):
+        if not _wait_for_answer(answered, process):
             return None
         with open(answered, closefd=False) as pipe:
             found = pipe.read()
@@ -60,12 +60,12 @@ def torch_beside() -> Iterator[Call]:
         os.waitpid(process, 0)
 
 
-def _answers(pipe: int, process: int) -> bool:
+def _wait_for_answer(pipe: int, process: int) -> bool:
     """Whether an answer, or its end, comes before that process has been stopped for a while, and before too long."""
-    wait, looks = Wait("torch to be imported", PATIENCE), 0
-    while not select.select([pipe], [], [], LOOK)[0]:
-        looks = looks + 1 if stopped([process]) else 0
-        if looks == HELD or wait.over():
+    wait, looks = Deadline("torch to be imported", ANSWER_TIMEOUT_S), 0
+    while not select.select([pipe], [], [], POLL_INTERVAL_S)[0]:
+        looks = looks + 1 if find_stopped([process]) else 0
+        if looks == RESUME_AFTER_CHECKS or wait.check_expired():
             return False
     return True
 

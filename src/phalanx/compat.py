@@ -33,7 +33,7 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Become the parent of descendants whose own parent dies, so that none can outlive us unseen (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -46,7 +46,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def load_torch() -> None:
+def import_torch() -> None:
     """Import torch with all that a first training step would import on its own, which takes a second."""
     import torch._dynamo
     import torch.distributed  # noqa: F401
@@ -60,8 +60,8 @@ def scale_in_place(tensors: "list[torch.Tensor]", factor: float) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
-def foreach(operation: str, *arguments: Any, **options: Any) -> Any:
-    """torch's `operation` on whole lists of tensors, `foreach("mul_", tensors, 2.0)`: few launches for many tensors."""
+def call_foreach(operation: str, *arguments: Any, **options: Any) -> Any:
+    """torch's `operation` on whole lists of tensors, `call_foreach("mul_", tensors, 2.0)`: few launches for many tensors."""
     import torch
 
     function: Callable[..., Any] = getattr(torch, f"_foreach_{operation}")
@@ -91,7 +91,7 @@ def reduce_scatter_into(
     return work
 
 
-def forget_meshes() -> None:
+def clear_dtensor_mesh_cache() -> None:
     """Have DTensor forget what it has worked out on any mesh, which keeps the mesh and its groups, with their threads
     and connections, alive."""
     from torch.distributed.tensor import debug
@@ -99,7 +99,7 @@ def forget_meshes() -> None:
     debug._clear_sharding_prop_cache()
 
 
-def fake_tensors(symbols: bool = True) -> "AbstractContextManager[object]":
+def fake_tensor_mode(symbols: bool = True) -> "AbstractContextManager[object]":
     """A context in which new tensors have shape, dtype and device but no data, and operations only follow these. Where
     code asks for a value it gets a symbol, or without `symbols` an exception."""
     from torch._subclasses import FakeTensorMode
@@ -110,7 +110,7 @@ def fake_tensors(symbols: bool = True) -> "AbstractContextManager[object]":
     return mode
 
 
-def scaled_product(
+def scaled_mm(
     a: "torch.Tensor",
     b: "torch.Tensor",
     scale_a: "torch.Tensor",
@@ -141,7 +141,7 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def set_determinism(on: bool) -> None:
+def set_deterministic(on: bool) -> None:
     """Let torch use deterministic kernels only: an operation that has none raises RuntimeError (`warn_only` would leave
     the backward of attention nondeterministic: ATen takes the fast kernels then). New tensors are not filled with NaN,
     which torch does by default in this mode: it doubles the number of launches."""
@@ -153,13 +153,13 @@ def set_determinism(on: bool) -> None:
     settings.fill_uninitialized_memory = False
 
 
-def nondeterministic(error: RuntimeError) -> str | None:
+def find_nondeterministic_op(error: RuntimeError) -> str | None:
     """The operation that torch refuses in deterministic mode; None for any other error."""
     text = str(error)
     return text.split(" ", 1)[0] if "does not have a deterministic implementation" in text else None
 
 
-def allow_recompilation(parts: int) -> None:
+def raise_recompile_limit(parts: int) -> None:
     """Let torch.compile make as many variants of one function as a model has compiled parts, and a few for each: by
     default it silently stops compiling after eight."""
     import torch._dynamo
@@ -168,7 +168,7 @@ def allow_recompilation(parts: int) -> None:
     config.recompile_limit = max(config.recompile_limit, 8 + 2 * parts)
 
 
-def graph_breaks() -> int:
+def count_graph_breaks() -> int:
     """How often torch.compile has had to leave a part of a function uncompiled, in this process."""
     import torch._dynamo.utils
 
@@ -190,15 +190,15 @@ def causal_lower_right(queries: int, keys: int) -> "torch.Tensor":
         return bias.causal_lower_right(queries, keys)
 
 
-def watching(after: "Callable[[Any], None]") -> "AbstractContextManager[object]":
-    """A context in which `after` gets what each operation of torch returned, those of backward included."""
+def observe_operations(on_result: "Callable[[Any], None]") -> "AbstractContextManager[object]":
+    """A context in which `on_result` gets what each operation of torch returned, those of backward included."""
 
     def handle(operation: Any, args: Any, kwargs: Any) -> Any:
         result = operation(*args, **kwargs)
-        after(result)
+        on_result(result)
         return result
 
-    return handling(handle)
+    return intercept_operations(handle)
 
 
 @contextlib.contextmanager
@@ -301,8 +301,8 @@ def _unlisted(value: Any) -> Any:
     return tuple(map(_unlisted, value)) if isinstance(value, (tuple, list)) else value
 
 
-def handling(handle: "Callable[[Any, Any, Any], Any]") -> "AbstractContextManager[object]":
-    """A context in which `handle` stands in for each operation of torch, those of backward included: it gets the
+def intercept_operations(handler: "Callable[[Any, Any, Any], Any]") -> "AbstractContextManager[object]":
+    """A context in which `handler` stands in for each operation of torch, those of backward included: it gets the
     operation, its arguments and its keyword arguments, and returns the result."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -313,19 +313,19 @@ def handling(handle: "Callable[[Any, Any, Any], Any]") -> "AbstractContextManage
             return False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return handle(func, args, kwargs or {})
+            return handler(func, args, kwargs or {})
 
     mode: AbstractContextManager[object] = Handling()
     return mode
 
 
-def die_first() -> None:
+def prefer_oom_kill() -> None:
     """Have the kernel, when memory runs out, kill this process before any other (Linux; elsewhere it does nothing)."""
     if sys.platform == "linux":
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def version_of(tensor: "torch.Tensor") -> int:
+def tensor_version(tensor: "torch.Tensor") -> int:
     """How often the tensor's memory was written to, as torch counts it; 0 where it does not (in inference mode)."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -343,8 +343,8 @@ def has_hooks(parameter: "torch.Tensor") -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def has_values(tensor: "torch.Tensor") -> bool:
-    """Whether it is no tensor of `fake_tensors`."""
+def is_real_tensor(tensor: "torch.Tensor") -> bool:
+    """Whether it is no tensor of `fake_tensor_mode`."""
     from torch._subclasses import FakeTensor
 
     return not isinstance(tensor, FakeTensor)

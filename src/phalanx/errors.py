@@ -2,16 +2,16 @@
 
 An error that a user can cause is a `PhalanxError`: its text says what is wrong, where, and what would be right;
 the command line prints it without a traceback and leaves with its code. Storage that fails is no bug either, and may be
-back in a minute: `storage_failed` knows its errors. Anything else is a bug in Phalanx.
+back in a minute: `is_storage_error` knows its errors. Anything else is a bug in Phalanx.
 """
 
 import errno
 import os
 from enum import IntEnum
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What storage says that is full, or on which a file has reached the size that it may have."""
-BROKEN = frozenset(
+STORAGE_BROKEN_ERRNOS = frozenset(
     getattr(errno, name)
     for name in ("EIO", "EREMOTEIO", "ENXIO", "ENODEV", "EROFS", "ESTALE", "ENOTCONN", "ELOOP")
     if hasattr(errno, name)  # some are Linux's own
@@ -19,7 +19,7 @@ BROKEN = frozenset(
 """What storage says that fails: devices; ESTALE a server that forgot the file, ENOTCONN a file system whose process is
 gone, ELOOP autofs where it cannot mount."""
 
-AWAY = BROKEN - {errno.EROFS}
+RETRYABLE_STORAGE_ERRNOS = STORAGE_BROKEN_ERRNOS - {errno.EROFS}
 """What of it a command that has just begun may hope to find mended when it is started again; a file system that is
 read-only from the beginning is the wrong place."""
 
@@ -72,25 +72,25 @@ class GaveUpError(PhalanxError):
     code = ExitCode.GAVE_UP
 
 
-def storage_failed(error: BaseException) -> bool:
+def is_storage_error(error: BaseException) -> bool:
     """Whether this is what storage says that fails or is full: nobody's mistake, and it may pass."""
-    return isinstance(error, OSError) and error.errno in NO_ROOM | BROKEN
+    return isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS | STORAGE_BROKEN_ERRNOS
 
 
-def words_of(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """File and reason of an error of storage."""
     where = error.filename2 or error.filename  # of two, the second is the one that was asked for
     reason = error.strerror or str(error)
     return reason if where is None else f"{os.fsdecode(where)}: {reason}"
 
 
-class TrialError(Exception):
-    """A trial process failed for a reason that is not the user's; `trace` is its traceback, if it had one. `killed`: by
+class SubprocessError(Exception):
+    """A trial process failed for a reason that is not the user's; `traceback` is its traceback, if it had one. `killed`: by
     SIGKILL, which is what the kernel does to a process when memory runs out."""
 
-    def __init__(self, text: str, trace: str | None, killed: bool = False):
+    def __init__(self, text: str, traceback: str | None, killed: bool = False):
         super().__init__(text)
-        self.trace = trace
+        self.traceback = traceback
         self.killed = killed
 
     @property

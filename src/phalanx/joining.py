@@ -22,46 +22,62 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from phalanx.api import (
-    Ready,
-    changed,
+    PreparedRun,
     check_machine,
-    check_on,
-    check_whole,
-    continuing,
-    create,
-    finished,
-    last_attempt,
-    lost,
-    machine_of,
-    previous,
-    to_the_end,
-    write_run,
+    check_recipe_on_machine,
+    check_resolved_recipe,
+    create_run,
+    describe_changes,
+    describe_finished,
+    describe_missing_recipes,
+    describe_resume,
+    find_machine,
+    load_previous_recipes,
+    read_last_attempt,
+    supervise_until_done,
+    write_run_files,
 )
-from phalanx.errors import ExitCode, GaveUpError, PhalanxError, RecipeError, UsageError, storage_failed, words_of
-from phalanx.jobs.agent import Agent, Outcome
-from phalanx.jobs.attempt import NEVER_CAME
-from phalanx.jobs.nursery_process import NurseryProcess
-from phalanx.observe.live import Display, LiveFacts, display_for, facts_of
-from phalanx.plan import choices_untried, go_on, resolve
-from phalanx.recipe import Recipe, check, expanded, grown, load_recipe, refused, stays_told
+from phalanx.errors import (
+    ExitCode,
+    GaveUpError,
+    PhalanxError,
+    RecipeError,
+    UsageError,
+    describe_os_error,
+    is_storage_error,
+)
+from phalanx.jobs.agent import LeaderAgent, RunOutcome
+from phalanx.jobs.attempt import NEVER_JOINED_MESSAGE
+from phalanx.jobs.nursery_process import ForkServerClient
+from phalanx.observe.live import ProgressDisplay, RunFacts, make_display, read_run_facts
+from phalanx.plan import choose_without_trials, resolve_recipe, resume_recipe
+from phalanx.recipe import (
+    Recipe,
+    check_recipe,
+    describe_kept_batch,
+    expand_recipe,
+    incompatible_changes,
+    load_recipe,
+    scale_batch_with_workers,
+)
 from phalanx.recipe.checks import has_bf16
-from phalanx.recipe.load import Loaded
+from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
-from phalanx.run.directory import check_place
+from phalanx.run.directory import check_run_path
 from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, WorkerFailure
-from phalanx.run.lock import locked
+from phalanx.run.lock import lock_run
 from phalanx.run.messages import Command, WorkerFinishing
-from phalanx.run.pulse import Pulse, Silent, pulse_of
-from phalanx.streams import printable, word_of
+from phalanx.run.pulse import HeartbeatWriter, NullHeartbeat, open_heartbeat
+from phalanx.streams import escape_control_chars, word_of
 
-RUN = "PHALANX_RUN_DIR"
+RUN_DIR_VARIABLE = "PHALANX_RUN_DIR"
 """Set by `phalanx train SCRIPT`: the run's directory."""
-MEETING = "PHALANX_RENDEZVOUS_ID"
+RENDEZVOUS_ID_VARIABLE = "PHALANX_RENDEZVOUS_ID"
 """Tells worlds apart that meet in one store."""
-FORCE = "PHALANX_FORCE"
+FORCE_VARIABLE = "PHALANX_FORCE"
 """Set by `phalanx train SCRIPT --force`."""
-WITHOUT_EFFECT = (
+IGNORED_KEYS = (
     *("model.build", "model.args", "init_from", "lora", "task", "data", "evaluation"),
     *(
         "optimizer.name",
@@ -74,21 +90,21 @@ WITHOUT_EFFECT = (
     *("memory.chunked_loss", "optimizer.offload"),
 )
 """Keys that say what a loop of the user's own says itself."""
-ONLY_TRAINER = ("pipeline", "context")
+TRAINER_ONLY_DIMENSIONS = ("pipeline", "context")
 """Layouts that must know the loss, or cut sequences: the trainer can, a loop of the user's own cannot."""
-_finished: list[Path] = []
+_finished_runs: list[Path] = []
 """The runs that this process has joined and ended."""
 
 
 @contextlib.contextmanager
-def join(
+def session(
     recipe: "str | os.PathLike[str] | Recipe | None" = None,
     overrides: Sequence[str] = (),
     *,
     run: "str | os.PathLike[str] | None" = None,
     force: bool = False,
 ) -> Iterator[Any]:
-    """This process as a worker of a run: `with phalanx.join("recipe.yaml") as gang:`; see `train.joined.Joined`.
+    """This process as a worker of a run: `with phalanx.join("recipe.yaml") as gang:`; see `train.joined.Session`.
 
     The run is kept in `run`, or in runs/<name of the recipe>; under `phalanx train SCRIPT` in what that says. It goes
     on from its last good checkpoint. When the block ends, the last state is saved; if the run was asked to stop, the
@@ -96,62 +112,62 @@ def join(
     notebook, or at a prompt, nothing exits: such an error is a PhalanxError, an interrupt KeyboardInterrupt.
     """
     from phalanx.train.causes import naming_causes
-    from phalanx.train.place import leave
+    from phalanx.train.place import shut_down_process_group
     from phalanx.train.stop import StopRequest
-    from phalanx.train.worker import left_early
+    from phalanx.train.worker import describe_early_exit
 
-    supervised, stop = "PHALANX_EVENTS_FD" in os.environ, StopRequest()
-    force = force or FORCE in os.environ
+    is_supervised, stop = "PHALANX_EVENTS_FD" in os.environ, StopRequest()
+    force = force or FORCE_VARIABLE in os.environ
     try:
         with contextlib.ExitStack() as stack:
-            if not supervised:
-                stack.enter_context(_signals_restored())
-            stop.install()
-            gang, report, where = _join(stack, recipe, overrides, run, force, stop)
+            if not is_supervised:
+                stack.enter_context(_restore_signals())
+            stop.install_handlers()
+            worker_session, report, run_dir = _start_session(stack, recipe, overrides, run, force, stop)
             try:
-                with naming_causes(), gang.explaining_memory():
-                    yield gang
-                    status = gang.end()
+                with naming_causes(), worker_session.explain_out_of_memory():
+                    yield worker_session
+                    status = worker_session.finish()
             except SystemExit as leaving:
                 if leaving.code:  # the script's own word that something went wrong
                     raise
-                early = f"{left_early(leaving, f'worker {gang.rank}')}; to end a run early, `break` out of the loop"
-                if supervised:  # to the agent it is an exception like others
-                    raise RuntimeError(early) from leaving
-                _tell(report, GaveUpError(early), supervised)
-                raise GaveUpError(early) from leaving
+                early_exit_text = f"{describe_early_exit(leaving, f'worker {worker_session.rank}')}; to end a run early, `break` out of the loop"
+                if is_supervised:  # to the agent it is an exception like others
+                    raise RuntimeError(early_exit_text) from leaving
+                _report_error(report, GaveUpError(early_exit_text), is_supervised)
+                raise GaveUpError(early_exit_text) from leaving
             except PhalanxError as error:
-                _tell(report, error, supervised)
+                _report_error(report, error, is_supervised)
                 raise
             except OSError as error:
-                if storage_failed(error):
-                    report.error(words_of(error), int(ExitCode.UNFINISHED))
+                if is_storage_error(error):
+                    report.report_error(describe_os_error(error), int(ExitCode.UNFINISHED))
                     report.flush()
                 raise
-            if gang.rank == 0 and not supervised:
-                stack.callback(print, _conclusion(where, status), file=sys.stderr)
-            gang.release()
-            leave()
-            _finished.append(where.path.resolve())
+            if worker_session.rank == 0 and not is_supervised:
+                stack.callback(print, _format_conclusion(run_dir, status), file=sys.stderr)
+            worker_session.release_process_group()
+            shut_down_process_group()
+            _finished_runs.append(run_dir.path.resolve())
             code = ExitCode.UNFINISHED if status == "interrupted" else ExitCode.DONE
-            report.say(WorkerFinishing(rank=gang.rank, exit_code=int(code)))
+            report.send_control(WorkerFinishing(rank=worker_session.rank, exit_code=int(code)))
     except PhalanxError as error:
-        if interactive():
+        if is_interactive():
             raise
         raise SystemExit(int(error.code)) from None
     if code is not ExitCode.DONE:
-        if not interactive():
+        if not is_interactive():
             raise SystemExit(int(code))
-        if stop.asked:
+        if stop.requested:
             raise KeyboardInterrupt
 
 
-def interactive() -> bool:
+def is_interactive() -> bool:
     """Whether this process is a notebook or a prompt, which must not end because a run does."""
     return hasattr(sys, "ps1")
 
 
-def _join(
+def _start_session(
     stack: contextlib.ExitStack,
     recipe: "str | os.PathLike[str] | Recipe | None",
     overrides: Sequence[str],
@@ -162,144 +178,158 @@ def _join(
     """Meet the other workers in a run that the leading one has made ready: the gang, the reporter and the run. A
     PhalanxError is told before it is raised."""
     from phalanx.train.causes import naming_causes
-    from phalanx.train.joined import Joined
-    from phalanx.train.meeting import RunAnnouncement, announce, await_announcement, come_together, telling_others
-    from phalanx.train.place import agree, device_of, from_environment
-    from phalanx.train.place import join as meet
-    from phalanx.train.reporter import reporter
-    from phalanx.train.worker import prepare_torch, worker_started
+    from phalanx.train.joined import Session
+    from phalanx.train.meeting import (
+        RunAnnouncement,
+        announce_run,
+        come_together,
+        telling_others,
+        wait_for_announcement,
+    )
+    from phalanx.train.place import assert_same_on_all_ranks, dist_env_from_environment, select_device
+    from phalanx.train.place import init_process_group as meet
+    from phalanx.train.reporter import make_reporter
+    from phalanx.train.worker import configure_torch, worker_started
 
     events = os.environ.get("PHALANX_EVENTS_FD")
     notes, show = list[str](), None
     try:
-        place = from_environment(device="cpu")  # until the recipe is known
-        if events is not None and _finished:
+        dist_env = dist_env_from_environment(device="cpu")  # until the recipe is known
+        if events is not None and _finished_runs:
             raise UsageError(
                 "phalanx.join: this script joins a second run, and `phalanx train SCRIPT` is one run; start it once "
                 "for each, such as `phalanx train SCRIPT 0 --run runs/fold-0`, or by `python SCRIPT` with "
                 "phalanx.join(..., run=...) for each"
             )
-        if _finished:  # what is in the launcher's store belongs to the runs before
+        if _finished_runs:  # what is in the launcher's store belongs to the runs before
             gc.collect()  # their models: a GPU may have room for one
-            os.environ[MEETING] = f"{len(_finished)} runs later"
-        with telling_others(place), naming_causes():
-            if place.leads:
-                given = _given(recipe, overrides)
-                where, attempt = _run_of(given, run), place.attempt
-                ready = stack.enter_context(_ready(given, run, place.world, events is not None, force))
-                notes = ready.notes
-                attempt = ready.first_attempt if events is None else attempt
-                announce(place, RunAnnouncement(os.path.realpath(where.path), attempt))
+            os.environ[RENDEZVOUS_ID_VARIABLE] = f"{len(_finished_runs)} runs later"
+        with telling_others(dist_env), naming_causes():
+            if dist_env.is_rank_zero:
+                loaded = _load_given_recipe(recipe, overrides)
+                run_dir, attempt = _find_run(loaded, run), dist_env.attempt
+                prepared = stack.enter_context(
+                    _prepare_session(loaded, run, dist_env.world_size, events is not None, force)
+                )
+                notes = prepared.notes
+                attempt = prepared.first_attempt if events is None else attempt
+                announce_run(dist_env, RunAnnouncement(os.path.realpath(run_dir.path), attempt))
                 if events is None:
-                    show = stack.enter_context(Shown(ready.run, sys.stderr)).show
+                    show = stack.enter_context(DeferredDisplay(prepared.run, sys.stderr)).show_event
             else:
-                given = _given(recipe, overrides)
-                device_of(place.local_rank, os.environ, given.recipe.device)  # what is wrong with it is said at once
-                where = _run_of(given, run)
-                attempt = await_announcement(place, where.path).attempt
+                loaded = _load_given_recipe(recipe, overrides)
+                select_device(
+                    dist_env.local_rank, os.environ, loaded.recipe.device
+                )  # what is wrong with it is said at once
+                run_dir = _find_run(loaded, run)
+                attempt = wait_for_announcement(dist_env, run_dir.path).attempt
     except PhalanxError as error:
-        _tell(None if events is None else reporter(Run(Path()), False, events), error, events is not None)
+        _report_error(None if events is None else make_reporter(Run(Path()), False, events), error, events is not None)
         raise
-    place = replace(place, attempt=attempt)
-    where = Run(where.path.absolute())
-    report = reporter(where, place.leads, events, show)
+    dist_env = replace(dist_env, attempt=attempt)
+    run_dir = Run(run_dir.path.absolute())
+    report = make_reporter(run_dir, dist_env.is_rank_zero, events, show)
     stack.callback(report.close)
     try:
-        report.event(worker_started(place))
+        report.report_event(worker_started(dist_env))
         for note in notes:
-            report.event(RunWarning(text=note))
-        with telling_others(place), naming_causes():
-            resolved = load_recipe(where.resolved).recipe
-            place = replace(place, device=device_of(place.local_rank, os.environ, resolved.device))
-            pulse = _pulse(place.local_rank)
-            prepare_torch(resolved, place)
-            meet(place, before=come_together)
+            report.report_event(RunWarning(text=note))
+        with telling_others(dist_env), naming_causes():
+            resolved = load_recipe(run_dir.resolved).recipe
+            dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, resolved.device))
+            heartbeat = _open_heartbeat(dist_env.local_rank)
+            configure_torch(resolved, dist_env)
+            meet(dist_env, before=come_together)
         with naming_causes():
             # others would take the leading worker's for what they were told
-            sync = given.recipe.model_dump_json(include={"determinism", "grad_sync", "local_sgd"})
-            agree(
-                place,
+            sync = loaded.recipe.model_dump_json(include={"determinism", "grad_sync", "local_sgd"})
+            assert_same_on_all_ranks(
+                dist_env,
                 sync,
                 "gradient synchronization in the recipe",
                 "join all workers with the same recipe",
-                everywhere=True,
+                also_single_node=True,
             )
-            return Joined(where, resolved, given.folder, place, report, stop, force, pulse), report, where
+            return (
+                Session(run_dir, resolved, loaded.recipe_dir, dist_env, report, stop, force, heartbeat),
+                report,
+                run_dir,
+            )
     except PhalanxError as error:
-        _tell(report, error, events is not None)
+        _report_error(report, error, events is not None)
         raise
 
 
-def _given(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> Loaded:
+def _load_given_recipe(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> LoadedRecipe:
     """The recipe that a loop was given."""
     if isinstance(recipe, Recipe):
         given_keys = recipe.model_dump(exclude_defaults=True)
-        return Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), given_keys)
+        return LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), given_keys)
     return load_recipe(None if recipe is None else Path(recipe), overrides)
 
 
-def _run_of(loaded: Loaded, run: "str | os.PathLike[str] | None") -> Run:
-    return Run(Path(os.environ.get(RUN) or run or Path("runs") / loaded.recipe.name))
+def _find_run(loaded: LoadedRecipe, run: "str | os.PathLike[str] | None") -> Run:
+    return Run(Path(os.environ.get(RUN_DIR_VARIABLE) or run or Path("runs") / loaded.recipe.name))
 
 
-def _pulse(local_rank: int) -> Pulse | Silent:
+def _open_heartbeat(local_rank: int) -> HeartbeatWriter | NullHeartbeat:
     """What gives this worker's signs of life. Its agent, where there is one, may ask where it is from now on."""
-    pulse = pulse_of(local_rank)
-    if isinstance(pulse, Pulse):
+    heartbeat = open_heartbeat(local_rank)
+    if isinstance(heartbeat, HeartbeatWriter):
         faulthandler.register(signal.SIGUSR2)  # the answer goes to the worker's log
-    pulse.beat("starting")
-    return pulse
+    heartbeat.record("starting")
+    return heartbeat
 
 
-def _tell(report: Any, error: PhalanxError, supervised: bool) -> None:
+def _report_error(reporter: Any, error: PhalanxError, is_supervised: bool) -> None:
     """Say why a worker ends: to its agent and into its log, or on the terminal."""
     from phalanx.train.memory import OutOfMemory
 
-    if report is not None:
-        report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
-        report.flush()
-        report.say(WorkerFinishing(rank=int(os.environ.get("RANK") or 0), exit_code=int(error.code)))
-    if supervised or report is None:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+    if reporter is not None:
+        reporter.report_error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
+        reporter.flush()
+        reporter.send_control(WorkerFinishing(rank=int(os.environ.get("RANK") or 0), exit_code=int(error.code)))
+    if is_supervised or reporter is None:
+        print(f"error: {escape_control_chars(str(error))}", file=sys.stderr)
 
 
-def _conclusion(run: Run, status: str) -> str:
+def _format_conclusion(run: Run, status: str) -> str:
     if status == "interrupted":
         return "not finished; start it again in the same way to go on"
     return f"digest   {(run.read_json(run.result) or {}).get('digest')}\nreport   phalanx report {word_of(run.path)}"
 
 
 @contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
+def _restore_signals() -> Iterator[None]:
     """A script goes on after its run with the signals as they were."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
-class Shown:
+class DeferredDisplay:
     """A run's display, made when training begins or something went wrong: what it must know is not written before."""
 
     def __init__(self, run: Run, stream: TextIO):
         self._run, self._stream = run, stream
-        self._early: list[Event] = []
-        self._display: Display | None = None
+        self._early_events: list[Event] = []
+        self._display: ProgressDisplay | None = None
 
-    def show(self, event: Event) -> None:
+    def show_event(self, event: Event) -> None:
         """Take one event, in the order of events.jsonl."""
         if self._display is None:
-            self._early.append(event)
+            self._early_events.append(event)
             if not isinstance(event, AttemptStarted | WorkerFailure | RunEnded):
                 return
-            facts = facts_of(self._run) if self._run.resolved.is_file() else LiveFacts(self._run.path.name)
-            self._display = display_for(self._stream, 0, facts)
-            for each in self._early:
-                self._display.show(each)
+            facts = read_run_facts(self._run) if self._run.resolved.is_file() else RunFacts(self._run.path.name)
+            self._display = make_display(self._stream, 0, facts)
+            for each in self._early_events:
+                self._display.show_event(each)
             return
-        self._display.show(event)
+        self._display.show_event(event)
 
     def __enter__(self) -> Self:
         return self
@@ -310,107 +340,122 @@ class Shown:
 
 
 @contextlib.contextmanager
-def _ready(
-    loaded: Loaded,
+def _prepare_session(
+    loaded: LoadedRecipe,
     run: "str | os.PathLike[str] | None",
-    world: int,
-    supervised: bool,
+    world_size: int,
+    is_supervised: bool,
     force: bool,
-) -> Iterator[Ready]:
+) -> Iterator[PreparedRun]:
     """A run whose files are written, locked unless its agent has it. PhalanxError before anything is written."""
-    _check_loop(loaded)
-    where = _run_of(loaded, run)
-    if not supervised:
-        check_place(where.path)
-    machine = machine_of(loaded)
+    _check_recipe_keys(loaded)
+    run_dir = _find_run(loaded, run)
+    if not is_supervised:
+        check_run_path(run_dir.path)
+    machine = find_machine(loaded)
     given = loaded.recipe.model_copy(update={"device": machine.device})
-    if where.path.resolve() in _finished and finished(where, given):
+    if run_dir.path.resolve() in _finished_runs and describe_finished(run_dir, given):
         raise UsageError(
-            f"{where.path}: this script has joined this run before, and it is done; give each phalanx.join a run of "
+            f"{run_dir.path}: this script has joined this run before, and it is done; give each phalanx.join a run of "
             "its own: run=..."
         )
-    old, notes = previous(where, given), []
-    if old is not None and (differing := refused(*old, given)):
+    previous, notes = load_previous_recipes(run_dir, given), []
+    if previous is not None and (differences := incompatible_changes(*previous, given)):
         if not force:
-            raise RecipeError(changed(where, differing))
-        notes += [f"forced: {difference}" for difference in differing]
-        old = None
-    if old is not None:
-        check_whole(where, old[1])
-        resolved = go_on(old[1], given, world)
-        check_on(resolved, machine)
-        notes += [*lost(where), *where.damaged(), *continuing(old[1], resolved), *stays_told(given, resolved, world)]
-        plan: dict[str, Any] = where.read_lossy(where.plan)
+            raise RecipeError(describe_changes(run_dir, differences))
+        notes += [f"forced: {difference}" for difference in differences]
+        previous = None
+    if previous is not None:
+        check_resolved_recipe(run_dir, previous[1])
+        resolved = resume_recipe(previous[1], given, world_size)
+        check_recipe_on_machine(resolved, machine)
+        notes += [
+            *describe_missing_recipes(run_dir),
+            *run_dir.describe_damage(),
+            *describe_resume(previous[1], resolved),
+            *describe_kept_batch(given, resolved, world_size),
+        ]
+        plan: dict[str, Any] = run_dir.read_json_or_empty(run_dir.plan)
     else:
-        whole = grown(given, world)
-        choices = choices_untried(whole, machine.cores, world, machine.device, has_bf16(machine.capability))
-        resolved = resolve(whole, choices, world)
+        scaled_recipe = scale_batch_with_workers(given, world_size)
+        choices = choose_without_trials(
+            scaled_recipe, machine.physical_cores, world_size, machine.device, has_bf16(machine.capability)
+        )
+        resolved = resolve_recipe(scaled_recipe, choices, world_size)
         plan = {"auto_choices": [vars(choice) for choice in choices]}
-        if loop := where.read_lossy(where.plan).get("session"):  # forced: it went on with this optimizer's state
+        if loop := run_dir.read_json_or_empty(run_dir.plan).get(
+            "session"
+        ):  # forced: it went on with this optimizer's state
             plan["session"] = loop
-    check(resolved, loaded.folder, world, loaded.at)
+    check_recipe(resolved, loaded.recipe_dir, world_size, loaded.location_of)
     check_machine(loaded, machine)
-    create(where)
+    create_run(run_dir)
     cluster = {
-        "host": machine.host,
+        "host": machine.hostname,
         "device": machine.device,
-        "device_name": machine.name,
-        "physical_cores": machine.cores,
+        "device_name": machine.device_name,
+        "physical_cores": machine.physical_cores,
     }
-    ready = Ready(where, resolved, loaded.folder, plan, cluster, notes, last_attempt(where) + 1)
-    with contextlib.nullcontext() if supervised else locked(where) as note:
-        ready.notes.extend([] if note is None else [note])
-        write_run(ready, loaded)
-        yield ready
+    prepared = PreparedRun(run_dir, resolved, loaded.recipe_dir, plan, cluster, notes, read_last_attempt(run_dir) + 1)
+    with contextlib.nullcontext() if is_supervised else lock_run(run_dir) as note:
+        prepared.notes.extend([] if note is None else [note])
+        write_run_files(prepared, loaded)
+        yield prepared
 
 
-def _check_loop(loaded: Loaded) -> None:
+def _check_recipe_keys(loaded: LoadedRecipe) -> None:
     """RecipeError when the recipe says what only the trainer can do, or what the loop itself says."""
-    for key in WITHOUT_EFFECT:
-        part: Any = loaded.given
+    for key in IGNORED_KEYS:
+        value: Any = loaded.given
         for name in key.split("."):
-            part = part.get(name) if isinstance(part, Mapping) else None
-        if part is not None:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
             raise RecipeError(
-                f"{loaded.at(key)}: has no effect in a training loop of your own, which has its own model, data, loss "
+                f"{loaded.location_of(key)}: has no effect in a training loop of your own, which has its own model, data, loss "
                 "and optimizer; leave it out, and say it in the script"
             )
     if isinstance(loaded.recipe.parallelism, Parallelism):
-        for name in ONLY_TRAINER:
+        for name in TRAINER_ONLY_DIMENSIONS:
             if getattr(loaded.recipe.parallelism, name) > 1:
                 raise RecipeError(
-                    f"{loaded.at(f'parallelism.{name}')}: a training loop of your own cannot be divided so, only a "
+                    f"{loaded.location_of(f'parallelism.{name}')}: a training loop of your own cannot be divided so, only a "
                     "recipe's task can; use replicate, shard or tensor"
                 )
 
 
-def train_script(
+def supervise_script(
     script: Path,
     arguments: Sequence[str],
     run: Run,
-    nproc: int,
-    nursery: NurseryProcess,
+    nproc_per_node: int,
+    fork_server: ForkServerClient,
     show: Callable[[Event], None],
     environment: Mapping[str, str],
     force: bool = False,
-) -> Outcome:
-    """Run a script with a loop of its own as `nproc` workers under our agent, and write the run's result."""
-    check_place(run.path)
-    create(run)
-    with locked(run) as note:
+) -> RunOutcome:
+    """Run a script with a loop of its own as `nproc_per_node` workers under our agent, and write the run's result."""
+    check_run_path(run.path)
+    create_run(run)
+    with lock_run(run) as note:
         payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
         payload["run"] = str(run.path.absolute())
-        command = Command(function="phalanx.train.script:work", payload=payload)
+        command = Command(function="phalanx.train.script:run_script_worker", payload=payload)
 
-        def showing(event: Event) -> None:
+        def show_and_configure(event: Event) -> None:
             if isinstance(event, AttemptStarted):  # now the recipe is known
                 recovery = load_recipe(run.resolved).recipe.fault_tolerance
-                agent.attempts, agent.silence = recovery.max_restarts, recovery.hang_timeout_s
+                agent.max_restarts, agent.hang_timeout_s = recovery.max_restarts, recovery.hang_timeout_s
             show(event)
 
-        def judge(outcome: Outcome) -> Outcome:
-            return replace(outcome, message=f"{script}: {NEVER_CAME}") if outcome.message == NEVER_CAME else outcome
+        def adjust_outcome(outcome: RunOutcome) -> RunOutcome:
+            return (
+                replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
+                if outcome.message == NEVER_JOINED_MESSAGE
+                else outcome
+            )
 
-        agent = Agent(run, nursery, showing, attempts=3)
+        agent = LeaderAgent(run, fork_server, show_and_configure, max_restarts=3)
         notes = [] if note is None else [note]
-        return to_the_end(agent, nproc, command, environment, last_attempt(run) + 1, notes, judge)
+        return supervise_until_done(
+            agent, nproc_per_node, command, environment, read_last_attempt(run) + 1, notes, adjust_outcome
+        )

@@ -12,137 +12,148 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.beside import Call
-from phalanx.cluster import Cluster, load_cluster, this_machine
+from phalanx.beside import SubprocessCall
+from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.datasheet import torch_devices
-from phalanx.cluster.probe import default_cluster_file
-from phalanx.data.foretold import foretold
-from phalanx.data.reader import Facts
+from phalanx.cluster.probe import default_calibration_path
+from phalanx.data.foretold import expect_data_info
+from phalanx.data.reader import DataInfo
 from phalanx.errors import RecipeError, UsageError
-from phalanx.plan.buckets import best_bucket
-from phalanx.plan.budget import Budget, budget
-from phalanx.plan.energy import Energy, Slowdown, capped_slowdown, device_power, run_energy
-from phalanx.plan.fitting import what_would_fit
-from phalanx.plan.footprint import Footprint, footprint
-from phalanx.plan.holdings import keeping
-from phalanx.plan.memory import LANGUAGE, LARGE_LOGITS
-from phalanx.plan.opening import Opening, opening_of
-from phalanx.plan.profile import Product, Profile
-from phalanx.plan.rates import SPREAD, Rates
-from phalanx.plan.resolve import LOSSES
-from phalanx.plan.search import Found, Option, Space, search
-from phalanx.plan.setup import Setup, wire_of
-from phalanx.plan.stacks import own_stack, rates_of
-from phalanx.plan.stalls import Saving, saving_of, stalled
-from phalanx.plan.step import Parts, step
-from phalanx.plan.timeline import WORDS, Event, timeline
-from phalanx.plan.work import priced_by
-from phalanx.profiling import profile_of
-from phalanx.recipe import Recipe, check, expanded, grown, load_recipe
-from phalanx.recipe.load import Loaded
-from phalanx.recipe.rewrite import rewritten
+from phalanx.plan.buckets import best_bucket_mib
+from phalanx.plan.budget import RunCost, estimate_run_cost
+from phalanx.plan.energy import PowerCapSlowdown, RunEnergy, device_power, predict_cap_slowdown, predict_run_energy
+from phalanx.plan.fitting import suggest_memory_changes
+from phalanx.plan.footprint import MemoryEstimate, estimate_memory
+from phalanx.plan.holdings import optimizer_state_of
+from phalanx.plan.memory import LANGUAGE_MODELING_TASK, LARGE_LOGITS_BYTES
+from phalanx.plan.opening import WarmupPhase, predict_warmup_phase
+from phalanx.plan.profile import Gemm, ModelProfile
+from phalanx.plan.rates import LOG_ERROR_STD_BY_SOURCE, DeviceCosts
+from phalanx.plan.resolve import LOSS_MODES
+from phalanx.plan.search import Candidate, SearchResult, SearchSpace, search_parallelism
+from phalanx.plan.setup import Scenario, transport_of
+from phalanx.plan.stacks import device_costs_for_stack, phalanx_stack
+from phalanx.plan.stalls import CheckpointPlan, add_storage_stalls, plan_checkpoints
+from phalanx.plan.step import StepBreakdown, predict_step_time
+from phalanx.plan.timeline import BREAKDOWN_LABELS, TimelineEvent, build_timeline
+from phalanx.plan.work import op_cost_from
+from phalanx.profiling import profile_model
+from phalanx.recipe import Recipe, check_recipe, expand_recipe, load_recipe, scale_batch_with_workers
+from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.rewrite import rewrite_recipe
 from phalanx.recipe.schema import Parallelism
 
-GIB = 2.0**30
-USABLE = 0.95
+BYTES_PER_GIB = 2.0**30
+USABLE_MEMORY_FRACTION = 0.95
 """Of a device's memory: what predictions of memory are off by at most is left free."""
-NINETY = 1.645
+Z_SCORE_90 = 1.645
 LEAST_PRODUCTIVE = 1e-3
 """Share of the time below which a run on failing nodes does not come to its end."""
-WORTH = 0.99
+MIN_PRECISION_GAIN = 0.99
 """Another precision than the usual one must save at least so much."""
 
 
 @dataclass(frozen=True)
-class Planned:
+class RunPlan:
     """A recipe on a cluster: the choice, what comes close, and what a run takes."""
 
     recipe: Recipe
     cluster: Cluster
-    devices: int
-    best: Option
-    others: tuple[Option, ...]
-    footprint: Footprint
-    opening: Opening | None
-    """The first steps, where they are of another kind; `best`, `low` and `high` are of those that follow."""
-    low: float
-    high: float
+    num_devices: int
+    best: Candidate
+    alternatives: tuple[Candidate, ...]
+    footprint: MemoryEstimate
+    warmup_phase: WarmupPhase | None
+    """The first steps, where they are of another kind; `best_found`, `low_s` and `high_s` are of those that follow."""
+    low_s: float
+    high_s: float
     """Seconds of a step between which nine of ten measurements should lie."""
-    layer: str
+    cost_source: str
     """Whence the costs: sheet, fitted or measured."""
-    valid: int
+    num_valid: int
     parameters: int
-    tokens: int
+    units_per_sample: int
     """Units of a sample."""
     mfu: float
-    budget: Budget
-    energy: Energy | None
-    saving: Saving | None
-    cap: Slowdown | None
+    cost: RunCost
+    energy: RunEnergy | None
+    checkpoint_plan: CheckpointPlan | None
+    power_cap_slowdown: PowerCapSlowdown | None
     """What the cluster's power cap makes of computing; it is in all times."""
     scaling: tuple[tuple[int, float], ...]
     """Devices, and units a second on so many with the same layout for each replica."""
-    rates: Rates
+    rates: DeviceCosts
 
-    def events(self) -> list[Event]:
+    def step_events(self) -> list[TimelineEvent]:
         """The time line of the best choice."""
-        return timeline(self.best.setup, self.rates, parts=self.best.parts)
+        return build_timeline(self.best.scenario, self.rates, breakdown=self.best.breakdown)
 
 
 def plan(
     recipe: "str | os.PathLike[str] | Recipe | None" = None,
     cluster: str | None = None,
-    gpus: int | None = None,
+    num_gpus: int | None = None,
     overrides: Sequence[str] = (),
-) -> Planned:
+) -> RunPlan:
     """Foretell a recipe (a file's path or a value) as `phalanx plan` does, writing nothing. Raises PhalanxError for
     whatever the user can mend."""
     if isinstance(recipe, Recipe):
-        loaded = Loaded(expanded(recipe, Path.cwd()), None, Path.cwd(), {})
+        loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
     else:
         loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
-    return plan_run(loaded, cluster, gpus, Path.cwd())
+    return plan_run(loaded, cluster, num_gpus, Path.cwd())
 
 
 def plan_run(
-    loaded: Loaded,
+    loaded: LoadedRecipe,
     cluster: str | None,
-    gpus: int | None = None,
+    num_gpus: int | None = None,
     folder: Path | None = None,
-    beside: Call | None = None,
-) -> Planned:
-    """Foretell a recipe on a cluster (a name of the catalogue or a file), on `gpus` of its devices (default all), with
+    subprocess_call: SubprocessCall | None = None,
+) -> RunPlan:
+    """Foretell a recipe on a cluster (a name of the catalogue or a file), on `num_gpus` of its devices (default all), with
     the best layout, micro-batch, recomputation, precision and schedule of those that the recipe leaves open. Its model
-    is followed in the process `beside`, where one is given.
+    is followed in the process `subprocess_call`, where one is given.
 
     RecipeError: nothing is called so, the recipe cannot be followed, or nothing fits; the message tells by how much and
     what would. UsageError: the cluster has not so many devices.
     """
-    where = sized(cluster, gpus, folder) if cluster is not None else _here(loaded.recipe.device)
-    with loaded.locating():
-        check_kind(loaded.recipe.device, where)
-    devices = gpus or where.devices
-    loaded = replace(loaded, recipe=grown(loaded.recipe, devices))
+    target_cluster = (
+        load_sized_cluster(cluster, num_gpus, folder)
+        if cluster is not None
+        else _load_local_cluster(loaded.recipe.device)
+    )
+    with loaded.locate_errors():
+        check_kind(loaded.recipe.device, target_cluster)
+    num_devices = num_gpus or target_cluster.devices
+    loaded = replace(loaded, recipe=scale_batch_with_workers(loaded.recipe, num_devices))
     recipe = loaded.recipe
-    with loaded.locating():
-        check(recipe, loaded.folder, devices if isinstance(recipe.parallelism, Parallelism) else None, loaded.at)
-    facts = foretold(recipe.data, loaded.folder)
-    profile = profile_of(loaded, facts, beside=beside)
-    found, rates, room = _searched(recipe, profile, where, devices)
-    if not found.options:
-        raise RecipeError(_why_nothing(recipe, found, where, devices, room))
-    cap = _capped(where, found.options[0])
-    if cap is not None and cap.expected > 1:
-        found, rates, room = _searched(recipe, profile, where, devices, cap.expected)
-    return _outcome(recipe, where, devices, profile, found, rates, cap, _sample_bytes(facts))
+    with loaded.locate_errors():
+        check_recipe(
+            recipe,
+            loaded.recipe_dir,
+            num_devices if isinstance(recipe.parallelism, Parallelism) else None,
+            loaded.location_of,
+        )
+    facts = expect_data_info(recipe.data, loaded.recipe_dir)
+    profile = profile_model(loaded, facts, subprocess_call=subprocess_call)
+    found, rates, memory_limit = _search_precisions(recipe, profile, target_cluster, num_devices)
+    if not found.candidates:
+        raise RecipeError(_describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
+    slowdown = _power_cap_slowdown(target_cluster, found.candidates[0])
+    if slowdown is not None and slowdown.expected > 1:
+        found, rates, memory_limit = _search_precisions(recipe, profile, target_cluster, num_devices, slowdown.expected)
+    return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, slowdown, _sample_bytes(facts))
 
 
-def _here(device: str) -> Cluster:
+def _load_local_cluster(device: str) -> Cluster:
     """This machine, as it was measured with a recipe's device. UsageError: it was not."""
-    path = default_cluster_file(this_machine(device=device))
+    path = default_calibration_path(discover_machine(device=device))
     if not path.is_file():
-        probe = "CUDA_VISIBLE_DEVICES= phalanx calibrate" if device == "cpu" else "phalanx calibrate"
-        raise UsageError(f"--cluster: not given, and this machine has not been measured: run `{probe}` first")
+        calibrate_command = "CUDA_VISIBLE_DEVICES= phalanx calibrate" if device == "cpu" else "phalanx calibrate"
+        raise UsageError(
+            f"--cluster: not given, and this machine has not been measured: run `{calibrate_command}` first"
+        )
     return load_cluster(str(path))
 
 
@@ -159,103 +170,129 @@ def check_kind(device: str, cluster: Cluster) -> None:
     )
 
 
-def sized(text: str, gpus: int | None, folder: Path | None = None) -> Cluster:
-    """The cluster of that name with as many nodes as `gpus` devices need; one that is described in a file, or whose
+def load_sized_cluster(cluster_name: str, num_gpus: int | None, folder: Path | None = None) -> Cluster:
+    """The cluster of that name with as many nodes as `num_gpus` devices need; one that is described in a file, or whose
     number is given, must have them."""
-    if gpus is not None and gpus < 1:
-        raise UsageError(f"--num-gpus {gpus}: expected a number of devices, at least 1")
-    cluster = load_cluster(text, folder)
-    if gpus is None or gpus <= cluster.devices:
+    if num_gpus is not None and num_gpus < 1:
+        raise UsageError(f"--num-gpus {num_gpus}: expected a number of devices, at least 1")
+    cluster = load_cluster(cluster_name, folder)
+    if num_gpus is None or num_gpus <= cluster.devices:
         return cluster
-    named = ":" not in text and "/" not in text and not text.lower().endswith((".yaml", ".yml"))
-    if named and cluster.node.scale_out is not None:
-        count = load_cluster(cluster.node.name).node.count
-        return load_cluster(f"{cluster.node.name}:{-(-gpus // count)}")
+    is_catalog_name = (
+        ":" not in cluster_name and "/" not in cluster_name and not cluster_name.lower().endswith((".yaml", ".yml"))
+    )
+    if is_catalog_name and cluster.node.scale_out is not None:
+        gpus_per_node = load_cluster(cluster.node.name).node.count
+        return load_cluster(f"{cluster.node.name}:{-(-num_gpus // gpus_per_node)}")
     raise UsageError(
-        f"--num-gpus {gpus}: {cluster.name} has {cluster.devices} devices: {cluster.nodes} nodes x {cluster.node.count}"
+        f"--num-gpus {num_gpus}: {cluster.name} has {cluster.devices} devices: {cluster.nodes} nodes x {cluster.node.count}"
     )
 
 
-def _capped(cluster: Cluster, option: Option) -> Slowdown | None:
+def _power_cap_slowdown(cluster: Cluster, option: Candidate) -> PowerCapSlowdown | None:
     """What the cluster's power cap makes of computing, for the load that an option is without it."""
-    device, cap = cluster.node.accelerator, cluster.prices.power_cap_w
-    drawn = device_power(device, _load(option.parts))
-    if cap is None or drawn is None:
+    device, power_cap_w = cluster.node.accelerator, cluster.prices.power_cap_w
+    watts = device_power(device, _device_load(option.breakdown))
+    if power_cap_w is None or watts is None:
         return None
     try:
-        return capped_slowdown(device, cap, drawn)
+        return predict_cap_slowdown(device, power_cap_w, watts)
     except ValueError as why:
-        raise RecipeError(f"{cluster.name}: prices.power_cap_w: {cap:g} W: {why}") from None
+        raise RecipeError(f"{cluster.name}: prices.power_cap_w: {power_cap_w:g} W: {why}") from None
 
 
-def _load(parts: Parts) -> float:
+def _device_load(parts: StepBreakdown) -> float:
     """Of the devices, as `device_power` takes it: products draw the most."""
-    return min(1.0, 0.3 + 0.7 * parts.products / parts.total)
+    return min(1.0, 0.3 + 0.7 * parts.gemm / parts.total)
 
 
-def _sample_bytes(facts: Facts) -> float:
+def _sample_bytes(facts: DataInfo) -> float:
     """Bytes of a sample as it lies in storage: tokens of 32 bits, pixels of 8."""
-    return 4.0 * facts.sequence if facts.sequence else float(math.prod(facts.shape or ()))
+    return 4.0 * facts.seq_len if facts.seq_len else float(math.prod(facts.image_shape or ()))
 
 
-def _searched(
-    recipe: Recipe, profile: Profile, cluster: Cluster, devices: int, slower: float = 1.0
-) -> tuple[Found, Rates, float]:
-    """The best of every precision that may be used, where computing takes `slower` times as long as usual."""
-    device, usual = cluster.node.accelerator, own_stack(cluster.node.accelerator, devices)
-    ours = replace(usual, computing=usual.computing * slower, fused=recipe.compile is not False)
-    room = device.memory_gib * GIB * USABLE
-    space = Space(
-        devices=devices,
-        batch=recipe.batch.global_size,
-        layout=recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else None,
-        micro=recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else None,
-        ways=("none", "selective", "full")
+def _search_precisions(
+    recipe: Recipe, profile: ModelProfile, cluster: Cluster, num_devices: int, slowdown: float = 1.0
+) -> tuple[SearchResult, DeviceCosts, float]:
+    """The best of every precision that may be used, where computing takes `slowdown` times as long as usual."""
+    device, device_stack = cluster.node.accelerator, phalanx_stack(cluster.node.accelerator, num_devices)
+    used_stack = replace(
+        device_stack,
+        compute_factor=device_stack.compute_factor * slowdown,
+        fuses_memory_ops=recipe.compile is not False,
+    )
+    memory_limit = device.memory_gib * BYTES_PER_GIB * USABLE_MEMORY_FRACTION
+    space = SearchSpace(
+        devices=num_devices,
+        global_batch=recipe.batch.global_size,
+        parallelism=recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else None,
+        micro_size=recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else None,
+        checkpointing_modes=("none", "selective", "full")
         if recipe.memory.activation_checkpointing == "auto"
         else (recipe.memory.activation_checkpointing,),
-        domain=cluster.domain,
+        domain_size=cluster.domain,
         replicas_only=recipe.determinism == "elastic" or recipe.local_sgd is not None,
-        sequences=profile.tokens > 1,
+        has_sequences=profile.units_per_sample > 1,
     )
 
-    def needed(setup: Setup) -> float:
-        return memory_of(recipe, setup).total
+    def memory_needed(setup: Scenario) -> float:
+        return predict_memory(recipe, setup).total
 
     offload = recipe.optimizer.offload
-    kept = keeping(recipe.optimizer.name, recipe.optimizer.state_dtype, offload, recipe.optimizer.momentum)
-    best: tuple[Found, Rates] | None = None
-    for precision in _precisions(recipe, device.tflops):
-        rates = rates_of(device, precision, ours)
-        base = Setup(
+    optimizer_state = optimizer_state_of(
+        recipe.optimizer.name, recipe.optimizer.state_dtype, offload, recipe.optimizer.momentum
+    )
+    best_found: tuple[SearchResult, DeviceCosts] | None = None
+    for precision in _candidate_precisions(recipe, device.tflops):
+        rates = device_costs_for_stack(device, precision, used_stack)
+        base = Scenario(
             profile,
             cluster,
-            space.layout or Parallelism(),
+            space.parallelism or Parallelism(),
             1,
             recipe.batch.global_size,
             precision,
-            stack=ours,
+            stack=used_stack,
             optimizer=recipe.optimizer.name,
-            wire=wire_of(recipe, profile),
+            transport=transport_of(recipe, profile),
         )
-        if best is not None and best[0].options and rates.kept_up < best[1].kept_up:
+        if (
+            best_found is not None
+            and best_found[0].candidates
+            and rates.sustained_gemm_flops < best_found[1].sustained_gemm_flops
+        ):
             continue  # nothing else differs but that it takes more memory
-        found = search(base, rates, priced_by(rates), space, partial(step, rates=rates), needed, room, kept)
-        if best is None or (found.options and (not best[0].options or _first(found) < WORTH * _first(best[0]))):
-            best = found, rates
-    assert best is not None
-    if best[0].valid == 0:
-        raise RecipeError(
-            f"batch.global_size: {recipe.batch.global_size} samples and {profile.blocks} blocks cannot be divided "
-            f"among {devices} devices; a multiple of {devices} samples can"
+        found = search_parallelism(
+            base,
+            rates,
+            op_cost_from(rates),
+            space,
+            partial(predict_step_time, device=rates),
+            memory_needed,
+            memory_limit,
+            optimizer_state,
         )
-    return best[0], best[1], room
+        if best_found is None or (
+            found.candidates
+            and (
+                not best_found[0].candidates or _best_seconds(found) < MIN_PRECISION_GAIN * _best_seconds(best_found[0])
+            )
+        ):
+            best_found = found, rates
+    assert best_found is not None
+    if best_found[0].num_valid == 0:
+        raise RecipeError(
+            f"batch.global_size: {recipe.batch.global_size} samples and {profile.num_blocks} blocks cannot be divided "
+            f"among {num_devices} devices; a multiple of {num_devices} samples can"
+        )
+    return best_found[0], best_found[1], memory_limit
 
 
-def _first(found: Found) -> float:
-    return found.options[0].seconds
+def _best_seconds(found: SearchResult) -> float:
+    return found.candidates[0].step_s
 
 
-def _precisions(recipe: Recipe, known: Any) -> list[str]:
+def _candidate_precisions(recipe: Recipe, known: Any) -> list[str]:
     """What may be computed in: as given, else what `auto` chooses from, if the device has it."""
     if recipe.precision != "auto":
         if recipe.precision not in known and not (recipe.precision == "bf16" and "fp16" in known):
@@ -266,165 +303,190 @@ def _precisions(recipe: Recipe, known: Any) -> list[str]:
     return [name for name in ("bf16", "fp32") if name in known] or [next(iter(known))]
 
 
-def memory_of(recipe: Recipe, setup: Setup) -> Footprint:
+def predict_memory(recipe: Recipe, setup: Scenario) -> MemoryEstimate:
     """Bytes on the fullest device, with the recipe's optimizer and loss."""
-    return footprint(setup, **trained_how(recipe, setup))
+    return estimate_memory(setup, **make_training_options(recipe, setup))
 
 
-def trained_how(recipe: Recipe, setup: Setup) -> dict[str, Any]:
+def make_training_options(recipe: Recipe, setup: Scenario) -> dict[str, Any]:
     """What `footprint` must know beside a setup. Of logits that are too large for `memory.chunked_loss: auto`,
     chunks."""
     chunked = recipe.memory.chunked_loss
     if chunked == "auto":
         head = setup.profile.segments[-1]
-        heads = (op for op in head.of("forward") if isinstance(op, Product))
-        logits = max((4.0 * op.m.at(setup.micro) * op.n.at(setup.micro) for op in heads), default=0.0)
-        chunked = recipe.task == LANGUAGE and logits > LARGE_LOGITS
+        heads = (op for op in head.ops_of("forward") if isinstance(op, Gemm))
+        logits = max(
+            (4.0 * op.m.evaluate(setup.micro_size) * op.n.evaluate(setup.micro_size) for op in heads), default=0.0
+        )
+        chunked = recipe.task == LANGUAGE_MODELING_TASK and logits > LARGE_LOGITS_BYTES
     return {
         "optimizer": recipe.optimizer.name,
-        "state": recipe.optimizer.state_dtype,
+        "state_dtype": recipe.optimizer.state_dtype,
         "offload": recipe.optimizer.offload,
-        "loss": LOSSES[chunked],
+        "loss_mode": LOSS_MODES[chunked],
         "momentum": recipe.optimizer.momentum,
     }
 
 
-def _why_nothing(recipe: Recipe, found: Found, cluster: Cluster, devices: int, room: float) -> str:
+def _describe_no_fit(
+    recipe: Recipe, found: SearchResult, cluster: Cluster, num_devices: int, memory_limit: float
+) -> str:
     """That nothing fits: by how much, and what would."""
-    assert found.least is not None
-    least = found.least
-    over = (least.memory - room) / GIB
+    assert found.closest is not None
+    smallest = found.closest
+    excess_gib = (smallest.peak_bytes - memory_limit) / BYTES_PER_GIB
     device = cluster.node.accelerator
-    lines = (
-        f"nothing fits: of {found.valid:,} layouts for {devices:,} x {device.name} not even the smallest, which is "
-        f"{over:.1f} GiB above {USABLE:.0%} of a device's {device.memory_gib:g}"
+    summary = (
+        f"nothing fits: of {found.num_valid:,} layouts for {num_devices:,} x {device.name} not even the smallest, which is "
+        f"{excess_gib:.1f} GiB above {USABLE_MEMORY_FRACTION:.0%} of a device's {device.memory_gib:g}"
     )
-    fit = what_would_fit(least.setup, **trained_how(recipe, least.setup), capacity=room)
-    return f"{lines}. It {fit.words}"
+    fit = suggest_memory_changes(
+        smallest.scenario, **make_training_options(recipe, smallest.scenario), capacity=memory_limit
+    )
+    return f"{summary}. It {fit.description}"
 
 
-def _outcome(
+def _build_plan(
     recipe: Recipe,
     cluster: Cluster,
-    devices: int,
-    profile: Profile,
-    found: Found,
-    rates: Rates,
-    cap: Slowdown | None,
+    num_devices: int,
+    profile: ModelProfile,
+    found: SearchResult,
+    rates: DeviceCosts,
+    slowdown: PowerCapSlowdown | None,
     sample_bytes: float,
-) -> Planned:
-    nodes = -(-devices // cluster.node.count)
-    saving = saving_of(cluster, nodes, profile.parameters, found.options[0].seconds)
-    read = sample_bytes * recipe.batch.global_size
+) -> RunPlan:
+    nodes = -(-num_devices // cluster.node.count)
+    checkpoint_plan = plan_checkpoints(cluster, nodes, profile.num_parameters, found.candidates[0].step_s)
+    read_bytes = sample_bytes * recipe.batch.global_size
     options = tuple(
-        replace(each, parts=stalled(each.parts, cluster.storage, nodes, read, saving)) for each in found.options
+        replace(each, breakdown=add_storage_stalls(each.breakdown, cluster.storage, nodes, read_bytes, checkpoint_plan))
+        for each in found.candidates
     )
     best = options[0]
-    spread = SPREAD[rates.layer]
-    low, high = (cap.low / cap.expected, cap.high / cap.expected) if cap is not None else (1.0, 1.0)
+    spread = LOG_ERROR_STD_BY_SOURCE[rates.cost_source]
+    low, high = (
+        (slowdown.low / slowdown.expected, slowdown.high / slowdown.expected) if slowdown is not None else (1.0, 1.0)
+    )
     samples = float(recipe.batch.global_size * recipe.steps)
-    peak = rates.peak * devices
+    peak = rates.peak_flops * num_devices
     flops = (profile.flops("forward") + profile.flops("backward")) * recipe.batch.global_size
     # what checkpoints cost is in the step already
-    productive = saving.goodput.productive + saving.goodput.blocked if saving is not None else 1.0
+    productive = (
+        checkpoint_plan.goodput.productive + checkpoint_plan.goodput.blocked if checkpoint_plan is not None else 1.0
+    )
     if productive < LEAST_PRODUCTIVE:
         raise RecipeError(
             f"{cluster.name}: {nodes:,} nodes would fail again before they have made progress; check reliability and "
             "storage of the cluster, or use fewer --num-gpus"
         )
-    load = _load(best.parts)
-    opening = opening_of(recipe, best, rates)
-    usual = best.seconds if opening is None else opening.mean(best.seconds, recipe.steps)
-    money = budget(samples, recipe.batch.global_size, usual, devices, cluster.prices, productive)
-    energy = run_energy(cluster, money.seconds, nodes, load)
+    load = _device_load(best.breakdown)
+    warmup_phase = predict_warmup_phase(recipe, best, rates)
+    mean_step_s = best.step_s if warmup_phase is None else warmup_phase.mean_step_seconds(best.step_s, recipe.steps)
+    cost = estimate_run_cost(samples, recipe.batch.global_size, mean_step_s, num_devices, cluster.prices, productive)
+    energy = predict_run_energy(cluster, cost.wall_s, nodes, load)
     if energy is not None:
-        money = budget(samples, recipe.batch.global_size, usual, devices, cluster.prices, productive, energy)
-    return Planned(
+        cost = estimate_run_cost(
+            samples, recipe.batch.global_size, mean_step_s, num_devices, cluster.prices, productive, energy
+        )
+    return RunPlan(
         recipe=recipe,
         cluster=cluster,
-        devices=devices,
+        num_devices=num_devices,
         best=best,
-        others=options[1:],
-        footprint=memory_of(recipe, best.setup),
-        opening=opening,
-        low=best.seconds * math.exp(-NINETY * spread) * low,
-        high=best.seconds * math.exp(NINETY * spread) * high,
-        layer=rates.layer,
-        valid=found.valid,
-        parameters=profile.parameters,
-        tokens=profile.tokens,
-        mfu=flops / best.seconds / peak,
-        budget=money,
+        alternatives=options[1:],
+        footprint=predict_memory(recipe, best.scenario),
+        warmup_phase=warmup_phase,
+        low_s=best.step_s * math.exp(-Z_SCORE_90 * spread) * low,
+        high_s=best.step_s * math.exp(Z_SCORE_90 * spread) * high,
+        cost_source=rates.cost_source,
+        num_valid=found.num_valid,
+        parameters=profile.num_parameters,
+        units_per_sample=profile.units_per_sample,
+        mfu=flops / best.step_s / peak,
+        cost=cost,
         energy=energy,
-        saving=saving,
-        cap=cap,
-        scaling=_scaling(best.setup, rates),
+        checkpoint_plan=checkpoint_plan,
+        power_cap_slowdown=slowdown,
+        scaling=_predict_scaling(best.scenario, rates),
         rates=rates,
     )
 
 
-def _scaling(setup: Setup, rates: Rates) -> tuple[tuple[int, float], ...]:
+def _predict_scaling(setup: Scenario, rates: DeviceCosts) -> tuple[tuple[int, float], ...]:
     """Units a second on one replica and on more, up to what was asked for; each replica divided as chosen, and with as
     many samples of its own (weak scaling)."""
-    layout = setup.layout
-    own = setup.batch // setup.parts
+    parallelism = setup.parallelism
+    batch_per_replica = setup.global_batch // setup.data_parallel
     curve = []
-    groups = setup.parts
-    sizes = sorted({1, groups, *(2**power for power in range(groups.bit_length()) if 2**power <= groups)})
+    num_replicas = setup.data_parallel
+    sizes = sorted(
+        {1, num_replicas, *(2**power for power in range(num_replicas.bit_length()) if 2**power <= num_replicas)}
+    )
     for count in sizes:
-        shard = min(layout.shard, count)
+        shard = min(parallelism.shard, count)
         if count % shard:
             continue
-        smaller = layout.model_copy(update={"replicate": count // shard, "shard": shard})
-        here = replace(setup, layout=smaller, batch=own * count)
-        units = here.batch * setup.profile.tokens / step(here, rates).total
-        curve.append((smaller.world, units))
+        smaller_parallelism = parallelism.model_copy(update={"replicate": count // shard, "shard": shard})
+        smaller_scenario = replace(setup, parallelism=smaller_parallelism, global_batch=batch_per_replica * count)
+        units = (
+            smaller_scenario.global_batch
+            * setup.profile.units_per_sample
+            / predict_step_time(smaller_scenario, rates).total
+        )
+        curve.append((smaller_parallelism.world, units))
     return tuple(curve)
 
 
-def chosen(planned: Planned) -> dict[str, Any]:
+def list_chosen_keys(run_plan: RunPlan) -> dict[str, Any]:
     """The choice, as dotted keys of the recipe and their values; those that the recipe gives already are left out."""
-    setup, recipe = planned.best.setup, planned.recipe
-    layout = {name: value for name, value in setup.layout.model_dump().items() if value not in (1, None, False, "1f1b")}
-    if setup.chunks > 1:
-        layout["schedule"] = "interleaved"
-        layout["stages"] = stages_of(setup)
+    setup, recipe = run_plan.best.scenario, run_plan.recipe
+    parallelism = {
+        name: value for name, value in setup.parallelism.model_dump().items() if value not in (1, None, False, "1f1b")
+    }
+    if setup.virtual_stages > 1:
+        parallelism["schedule"] = "interleaved"
+        parallelism["stages"] = blocks_per_stage(setup)
     changes: dict[str, Any] = {}
     if not isinstance(recipe.parallelism, Parallelism):
-        changes["parallelism"] = layout or {"replicate": 1}
+        changes["parallelism"] = parallelism or {"replicate": 1}
     if recipe.batch.micro_size == "auto":
-        changes["batch.micro_size"] = setup.micro
+        changes["batch.micro_size"] = setup.micro_size
     if recipe.memory.activation_checkpointing == "auto":
-        changes["memory.activation_checkpointing"] = setup.recompute
+        changes["memory.activation_checkpointing"] = setup.checkpointing
     if recipe.precision == "auto":
         changes["precision"] = setup.precision
-    if recipe.grad_sync.bucket_mib == "auto" and (bucket := best_bucket(setup, planned.rates)) is not None:
+    if recipe.grad_sync.bucket_mib == "auto" and (bucket := best_bucket_mib(setup, run_plan.rates)) is not None:
         changes["grad_sync.bucket_mib"] = bucket
     return changes
 
 
-def stages_of(setup: Setup) -> list[int]:
+def blocks_per_stage(setup: Scenario) -> list[int]:
     """Blocks of each stage of an interleaved pipeline."""
-    from phalanx.plan.step import even
+    from phalanx.plan.step import balance_stages
 
-    return even(setup.profile.blocks, setup.layout.pipeline * setup.chunks)
+    return balance_stages(setup.profile.num_blocks, setup.parallelism.pipeline * setup.virtual_stages)
 
 
-def text_of(loaded: Loaded, overrides: Sequence[str], planned: Planned) -> str:
+def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], run_plan: RunPlan) -> str:
     """The recipe as it was given, with overrides and the choice in it."""
-    device = planned.cluster.node.accelerator.name
+    device = run_plan.cluster.node.accelerator.name
     name = "the default recipe" if loaded.path is None else loaded.path.name
-    head = [
-        f"Planned by `phalanx plan` from {name} for {planned.devices} x {device}:",
-        f"a step is foretold to take {planned.best.seconds:.3g} s ({planned.low:.3g} to {planned.high:.3g}) and "
-        f"{planned.best.memory / GIB:.1f} GiB of a device.",
+    header = [
+        f"Planned by `phalanx plan` from {name} for {run_plan.num_devices} x {device}:",
+        f"a step is foretold to take {run_plan.best.step_s:.3g} s ({run_plan.low_s:.3g} to {run_plan.high_s:.3g}) and "
+        f"{run_plan.best.peak_bytes / BYTES_PER_GIB:.1f} GiB of a device.",
     ]
     text = "" if loaded.path is None else loaded.path.read_text(encoding="utf-8-sig")
-    return rewritten(text, overrides, chosen(planned), {}, head)
+    return rewrite_recipe(text, overrides, list_chosen_keys(run_plan), {}, header)
 
 
-def parts_against(best: Parts, other: Parts) -> str:
+def describe_slowdown(best: StepBreakdown, other: StepBreakdown) -> str:
     """Why another choice loses: what it spends more on than the best, in a word or two."""
-    more = {name: getattr(other, name) - getattr(best, name) for name in WORDS}
-    worst = max(more, key=lambda name: more[name])
-    return f"{WORDS[worst]}: +{100 * more[worst] / best.total:.0f} %" if more[worst] > 0.002 * best.total else "as fast"
+    extra_seconds = {name: getattr(other, name) - getattr(best, name) for name in BREAKDOWN_LABELS}
+    largest = max(extra_seconds, key=lambda name: extra_seconds[name])
+    return (
+        f"{BREAKDOWN_LABELS[largest]}: +{100 * extra_seconds[largest] / best.total:.0f} %"
+        if extra_seconds[largest] > 0.002 * best.total
+        else "as fast"
+    )

@@ -15,171 +15,183 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Cluster, Machine
-from phalanx.cluster.probe import Means, NotMeasured, probe
-from phalanx.errors import TrialError, UsageError
-from phalanx.jobs.attempt import HELD, ORPHANED, OVERDUE, Attempt, verdict
-from phalanx.jobs.nursery_process import NurseryLost, NurseryProcess
+from phalanx.cluster.probe import Executor, MeasurementFailed, calibrate_machine
+from phalanx.errors import SubprocessError, UsageError
+from phalanx.jobs.attempt import (
+    EXIT_REPORT_TIMEOUT_S,
+    EXITS_NOT_REPORTED_MESSAGE,
+    FORK_SERVER_DIED_MESSAGE,
+    AttemptState,
+    decide_outcome,
+)
+from phalanx.jobs.nursery_process import ForkServerClient, ForkServerLostError
 from phalanx.run.channel import drain, receive
 from phalanx.run.messages import Command, Message, RankResult, SendSignal, StartWorkers, WorkerError, WorkerExited
-from phalanx.waits import LOOK
+from phalanx.waits import POLL_INTERVAL_S
 
-PATIENCE = 120.0
+EXTRA_TIMEOUT_S = 120.0
 """Seconds that a world may take beyond what it was asked to."""
-WORDS = 200
+MAX_REASON_CHARS = 200
 """Characters of why something failed; some libraries' messages are long."""
-SCRATCH = ".phalanx-probe-"
+SCRATCH_PREFIX = ".phalanx-probe-"
 
 
-def measured(
+def calibrate(
     machine: Machine,
     *,
     quick: bool = False,
-    nproc: int | None = None,
+    num_processes: int | None = None,
     folder: Path = Path(),
     progress: Callable[[str, float], None] = lambda family, share: None,
 ) -> Cluster:
-    """Measure this machine with `nproc` processes (default: one a GPU, else two) and the disk of `folder`. Ctrl-C
+    """Measure this machine with `num_processes` processes (default: one a GPU, else two) and the disk of `folder`. Ctrl-C
     leaves neither processes nor files. UsageError when `folder` cannot be written to or has no room."""
-    with scratch_in(folder) as scratch, NurseryProcess() as nursery:
-        means = Means(
-            call=partial(call, nursery),
-            gather=partial(gather, nursery, scratch),
-            save=partial(save, nursery),
-            scratch=scratch,
-            progress=progress,
+    with create_scratch_dir(folder) as scratch, ForkServerClient() as fork_server:
+        executor = Executor(
+            run_in_process=partial(call_in_subprocess, fork_server),
+            run_in_world=partial(call_on_ranks, fork_server, scratch),
+            save_checkpoint=partial(time_checkpoint, fork_server),
+            scratch_dir=scratch,
+            report_progress=progress,
         )
-        nursery.wait_ready()
-        return probe(machine, means, quick=quick, processes=nproc)
+        fork_server.wait_until_ready()
+        return calibrate_machine(machine, executor, quick=quick, processes=num_processes)
 
 
 @contextmanager
-def scratch_in(folder: Path) -> Iterator[Path]:
+def create_scratch_dir(folder: Path) -> Iterator[Path]:
     """A new folder in `folder`, removed afterwards whatever happens."""
     try:
-        made = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True)
+        scratch_dir = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder, ignore_cleanup_errors=True)
     except OSError as error:
         raise UsageError(f"--dir {folder}: not writable: {error.strerror}") from None
-    with made as name:
+    with scratch_dir as name:
         yield Path(name)
 
 
-def call(nursery: NurseryProcess, function: str, payload: Any) -> Any:
+def call_in_subprocess(fork_server: ForkServerClient, function: str, payload: Any) -> Any:
     """`module:function(payload)` in a process of its own. NotMeasured when it fails."""
     try:
-        return nursery.call(function, payload)
-    except TrialError as error:
-        raise NotMeasured(str(error)) from error
+        return fork_server.call(function, payload)
+    except SubprocessError as error:
+        raise MeasurementFailed(str(error)) from error
 
 
-def gather(
-    nursery: NurseryProcess,
-    logs: Path,
+def call_on_ranks(
+    fork_server: ForkServerClient,
+    logs_dir: Path,
     function: str,
     payload: dict[str, Any],
-    world: int,
+    world_size: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> Any:
     """`module:function(payload)` on each rank of a new world; what rank 0 returned. NotMeasured when a rank fails, or
     takes much longer than the payload's `seconds`."""
-    nursery.wait_ready()
-    for _ in drain(nursery.events):  # of worlds that were there before
+    fork_server.wait_until_ready()
+    for _ in drain(fork_server.events):  # of worlds that were there before
         pass
-    command = Command(function="phalanx.probing:member", payload={"function": function, "payload": payload})
-    nursery.ask(
+    command = Command(function="phalanx.probing:run_rank", payload={"function": function, "payload": payload})
+    fork_server.send(
         StartWorkers(
             attempt=0,
-            world_size=world,
+            world_size=world_size,
             command=command,
             environment={},
-            logs_dir=str(logs),
-            local_world_size=world,
+            logs_dir=str(logs_dir),
+            local_world_size=world_size,
         )
     )
-    attempt, found = Attempt(world, came=set(range(world))), dict[int, Any]()
-    until = clock() + payload["seconds"] + PATIENCE
+    attempt, results = AttemptState(world_size, announced_ranks=set(range(world_size))), dict[int, Any]()
+    deadline = clock() + payload["seconds"] + EXTRA_TIMEOUT_S
     with selectors.DefaultSelector() as selector:
-        for sock in (nursery.control, nursery.events):
+        for sock in (fork_server.control, fork_server.events):
             selector.register(sock, selectors.EVENT_READ)
-        while len(attempt.codes) < world:
-            ready = selector.select(max(0.0, min(LOOK, until - clock())))
-            if not ready and (why := nursery.revive()) is not None:
-                nursery.kill()
-                raise NurseryLost(why)
-            if not ready and clock() >= until:
+        while len(attempt.exit_statuses) < world_size:
+            ready = selector.select(max(0.0, min(POLL_INTERVAL_S, deadline - clock())))
+            if not ready and (reason := fork_server.resume_if_stopped()) is not None:
+                fork_server.kill()
+                raise ForkServerLostError(reason)
+            if not ready and clock() >= deadline:
                 if attempt.killed:
-                    nursery.kill()
-                    raise NurseryLost(HELD)
-                nursery.ask(SendSignal(signal=9))
-                attempt.killed, until = True, clock() + OVERDUE
+                    fork_server.kill()
+                    raise ForkServerLostError(EXITS_NOT_REPORTED_MESSAGE)
+                fork_server.send(SendSignal(signal=9))
+                attempt.killed, deadline = True, clock() + EXIT_REPORT_TIMEOUT_S
                 attempt.error = attempt.error or WorkerError(rank=0, message="it took far too long", exit_code=75)
             for key, _ in ready:
                 assert isinstance(key.fileobj, socket.socket)
-                for message in receive(key.fileobj) or _orphans():
-                    _take(message, attempt, found, nursery)
-    for message in drain(nursery.events):
-        _take(message, attempt, found, nursery)
-    if any(attempt.codes.values()) or 0 not in found:
-        why = attempt.error.message if attempt.error else verdict(attempt, logs, 0)[1]
-        raise NotMeasured(str(why).partition(" (log: ")[0][:WORDS])
-    return found[0]
+                for message in receive(key.fileobj) or _raise_lost():
+                    _handle_message(message, attempt, results, fork_server)
+    for message in drain(fork_server.events):
+        _handle_message(message, attempt, results, fork_server)
+    if any(attempt.exit_statuses.values()) or 0 not in results:
+        reason = attempt.error.message if attempt.error else decide_outcome(attempt, logs_dir, 0)[1]
+        raise MeasurementFailed(str(reason).partition(" (log: ")[0][:MAX_REASON_CHARS])
+    return results[0]
 
 
-def _take(message: Message, attempt: Attempt, found: dict[int, Any], nursery: NurseryProcess) -> None:
+def _handle_message(
+    message: Message, attempt: AttemptState, results: dict[int, Any], fork_server: ForkServerClient
+) -> None:
     if isinstance(message, WorkerExited):
-        attempt.codes[message.rank] = message.exit_status
-        if message.exit_status != 0 and len(attempt.codes) < attempt.world:
-            nursery.ask(SendSignal(signal=9))  # the others wait for it in vain
+        attempt.exit_statuses[message.rank] = message.exit_status
+        if message.exit_status != 0 and len(attempt.exit_statuses) < attempt.world_size:
+            fork_server.send(SendSignal(signal=9))  # the others wait for it in vain
     elif isinstance(message, RankResult):
-        found[message.rank] = message.value
+        results[message.rank] = message.value
 
 
-def _orphans() -> list[Message]:
-    raise NurseryLost(ORPHANED)
+def _raise_lost() -> list[Message]:
+    raise ForkServerLostError(FORK_SERVER_DIED_MESSAGE)
 
 
-def member(payload: dict[str, Any]) -> None:
-    """One rank of `gather`: joins the others, calls, and rank 0 sends what came of it."""
-    from phalanx.train.place import from_environment, join, leave
-    from phalanx.train.reporter import ToAgent
+def run_rank(payload: dict[str, Any]) -> None:
+    """One rank of `call_on_ranks`: joins the others, calls, and rank 0 sends what came of it."""
+    from phalanx.train.place import dist_env_from_environment, init_process_group, shut_down_process_group
+    from phalanx.train.reporter import AgentReporter
 
-    place = from_environment()
-    join(place)
+    dist_env = dist_env_from_environment()
+    init_process_group(dist_env)
     try:
         module, _, name = payload["function"].partition(":")
-        found = getattr(importlib.import_module(module), name)(payload["payload"])
-        if place.leads:
-            ToAgent(int(os.environ["PHALANX_EVENTS_FD"]), place.rank).say(RankResult(rank=place.rank, value=found))
+        result = getattr(importlib.import_module(module), name)(payload["payload"])
+        if dist_env.is_rank_zero:
+            AgentReporter(int(os.environ["PHALANX_EVENTS_FD"]), dist_env.rank).send_control(
+                RankResult(rank=dist_env.rank, value=result)
+            )
     finally:
-        leave()
+        shut_down_process_group()
 
 
-def save(nursery: NurseryProcess, folder: Path, nbytes: int) -> float:
+def time_checkpoint(fork_server: ForkServerClient, folder: Path, num_bytes: int) -> float:
     """Seconds that a checkpoint of so many bytes takes. NotMeasured when it fails."""
-    found: float = call(nursery, "phalanx.probing:checkpoint", {"folder": str(folder), "bytes": nbytes})
+    found: float = call_in_subprocess(
+        fork_server, "phalanx.probing:save_test_checkpoint", {"folder": str(folder), "bytes": num_bytes}
+    )
     return found
 
 
-def checkpoint(payload: dict[str, Any]) -> float:
+def save_test_checkpoint(payload: dict[str, Any]) -> float:
     """Save tensors in Phalanx's own format below a folder, and remove them; the seconds from the snapshot's begin until
     it is published."""
     import shutil
 
     import torch
 
-    from phalanx.train.checkpoint import Phase, Piece, Saver
+    from phalanx.train.checkpoint import CheckpointSaver, SavePhase, TensorShard
 
     folder, tensors = Path(payload["folder"]) / "checkpoints", 8
-    each = torch.randn(max(1, payload["bytes"] // 4 // tensors))
-    pieces = [Piece.whole(f"tensor-{index}", each) for index in range(tensors)]
-    saver = Saver(folder, 0, 1)
+    values = torch.randn(max(1, payload["bytes"] // 4 // tensors))
+    shards = [TensorShard.full_tensor(f"tensor-{index}", values) for index in range(tensors)]
+    saver = CheckpointSaver(folder, 0, 1)
     try:
-        saver.reserve(pieces)  # a run has done so before its first checkpoint
-        saver.start(1, pieces, {"step": 1, "samples": 0})
-        state = saver.wait()
-        if state.phase is Phase.WRITTEN:
+        saver.reserve_space(shards)  # a run has done so before its first checkpoint
+        saver.start(1, shards, {"step": 1, "samples_consumed": 0})
+        state = saver.poll_when_idle()
+        if state.phase is SavePhase.WRITTEN:
             state = saver.commit()
-        if state.phase is not Phase.COMMITTED:
+        if state.phase is not SavePhase.COMMITTED:
             raise OSError(state.reason)
-        return state.seconds
+        return state.duration_s
     finally:
         shutil.rmtree(folder, ignore_errors=True)

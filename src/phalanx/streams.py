@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 """Control characters, line ends other than \\n, changes of direction, and halves of surrogate pairs."""
 
 
@@ -28,10 +30,10 @@ def open_standard_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-def printable(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """Text in which characters that would steer a terminal are written out, such as `\\x1b`, and halves of characters,
     which no terminal takes. New lines and tabs stay."""
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def word_of(path: str | os.PathLike[str]) -> str:
@@ -40,14 +42,14 @@ def word_of(path: str | os.PathLike[str]) -> str:
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
-class Printable:
-    """A stream for text of any origin, which writes it `printable`, and what its encoding lacks written out, too."""
+class PrintableStream:
+    """A stream for text of any origin, which writes it `escape_control_chars`, and what its encoding lacks written out, too."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        shown, encoding = printable(text), self._stream.encoding or "utf-8"
+        shown, encoding = escape_control_chars(text), self._stream.encoding or "utf-8"
         self._stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
@@ -58,7 +60,7 @@ class Printable:
         return getattr(self._stream, name)
 
 
-class Lasting:
+class SafeStream:
     """A stream for what may be lost: nothing is raised when it cannot be written, because the reader has gone
     (`| head`), the connection is lost or the log's disk is full."""
 
@@ -66,14 +68,14 @@ class Lasting:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._try(lambda: self._stream.write(text)) or len(text)
+        return self._ignore_errors(lambda: self._stream.write(text)) or len(text)
 
     def flush(self) -> None:
-        self._try(self._stream.flush)
+        self._ignore_errors(self._stream.flush)
 
-    def _try(self, act: Callable[[], int | None]) -> int | None:
+    def _ignore_errors(self, action: Callable[[], int | None]) -> int | None:
         try:
-            return act()
+            return action()
         except OSError:
             return None
 

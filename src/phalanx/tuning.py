@@ -13,99 +13,102 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from phalanx.api import Ready, check_on, machine_of, starting
+from phalanx.api import PreparedRun, check_recipe_on_machine, find_machine, prepare_run
 from phalanx.cluster import Machine
-from phalanx.data import Progress
+from phalanx.data import PrepareProgress
 from phalanx.errors import PhalanxError, RecipeError
-from phalanx.jobs.bouts import World, WorldFailed, data_wait_share
-from phalanx.jobs.nursery_process import NurseryProcess, answering
-from phalanx.observe.units import duration
+from phalanx.jobs.bouts import PausableWorkers, WorkersFailedError, data_wait_share
+from phalanx.jobs.nursery_process import ForkServerClient, call_timeout
+from phalanx.observe.units import format_duration
 from phalanx.plan.tuning import (
-    Candidate,
-    Facts,
-    Measured,
-    Round,
-    candidates,
-    changed,
-    hopeless,
-    measured,
-    steps_to_pay,
-    untried,
+    MeasuredSpeedup,
+    PairedStepTimes,
+    TuningCandidate,
+    TuningFacts,
+    apply_changes,
+    break_even_steps,
+    is_hopeless,
+    list_untried,
+    propose_candidates,
+    summarize_rounds,
 )
-from phalanx.recipe import Recipe, check, dump_recipe, workers_for
-from phalanx.recipe.devices import kind_of
-from phalanx.recipe.load import Loaded
-from phalanx.recipe.rewrite import rewritten
+from phalanx.recipe import Recipe, check_recipe, dump_recipe, num_workers_for
+from phalanx.recipe.devices import device_kind_of
+from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.rewrite import rewrite_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.messages import Command
 
-ROUNDS = 5
-PATIENCE = 600.0
+NUM_ROUNDS = 5
+START_TIMEOUT_S = 600.0
 """Seconds that the first steps of a candidate, compilation included, may take."""
-NOWHERE = Run(Path(".phalanx-tune-writes-nothing"))
+UNUSED_RUN = Run(Path(".phalanx-tune-writes-nothing"))
 
 
 @dataclass(frozen=True)
-class Row:
-    """One trial. `found` is None where the candidate failed; `kept` whether it is part of the tuned recipe."""
+class TuneTrial:
+    """One trial. `found` is None where the candidate failed; `is_kept` whether it is part of the tuned recipe."""
 
     label: str
     changes: Mapping[str, Any]
     predicted: float | None
-    why: str
-    found: Measured | None
-    kept: bool
+    reason: str
+    measured: MeasuredSpeedup | None
+    is_kept: bool
     note: str = ""
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return {**asdict(self), "changes": dict(self.changes)}
 
 
 @dataclass
-class Tuned:
-    """What came out. `changes` are the winners' keys; `total` compares the tuned recipe with the default, None where
+class TuneResult:
+    """What came out. `changes` are the winners' keys; `measure_total` compares the tuned recipe with the default, None where
     nothing won; `untried` says what was left alone, and why."""
 
     default: Recipe
     best: Recipe
     default_seconds: float
-    rows: list[Row] = field(default_factory=list)
+    trials: list[TuneTrial] = field(default_factory=list)
     changes: dict[str, Any] = field(default_factory=dict)
-    total: Measured | None = None
+    total: MeasuredSpeedup | None = None
     untried: list[str] = field(default_factory=list)
     machine: str = ""
 
     @property
-    def workers(self) -> int:
+    def num_workers(self) -> int:
         """Processes of the tuned recipe."""
         return self.best.parallelism.world if isinstance(self.best.parallelism, Parallelism) else 1
 
 
 @dataclass(frozen=True)
-class Watcher:
+class TuneCallbacks:
     """Who is told how it goes: data being prepared, the default and its seconds a step, each trial before and after."""
 
-    progress: Callable[[Progress], None] = lambda progress: None
-    begun: Callable[[Ready, float], None] = lambda ready, seconds: None
-    trying: Callable[[str], None] = lambda label: None
-    tried: Callable[[Row], None] = lambda row: None
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None
+    on_baseline: Callable[[PreparedRun, float], None] = lambda ready, seconds: None
+    on_trial_start: Callable[[str], None] = lambda label: None
+    on_trial_end: Callable[[TuneTrial], None] = lambda row: None
 
 
-class Arena:
+class Workbench:
     """Where recipes compete: two nurseries, and a run directory for each world, all gone afterwards."""
 
-    def __init__(self, folder: Path, silence: float = 0.0):
-        self._folder, self._silence = folder, silence
+    def __init__(self, folder: Path, hang_timeout_s: float = 0.0):
+        self._folder, self._hang_timeout_s = folder, hang_timeout_s
         self._stack = contextlib.ExitStack()
         self._preloads: list[tuple[str, Any]] = []
         self._count = 0
 
-    def __enter__(self) -> "Arena":
+    def __enter__(self) -> "Workbench":
         with self._stack as stack:
             self._runs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-tune-")))
-            self._free = [stack.enter_context(NurseryProcess(answer=answering(self._silence))) for _ in range(2)]
+            self._free_fork_servers = [
+                stack.enter_context(ForkServerClient(call_timeout_s=call_timeout(self._hang_timeout_s)))
+                for _ in range(2)
+            ]
             self._stack = stack.pop_all()
         return self
 
@@ -114,37 +117,39 @@ class Arena:
 
     def call(self, function: str, payload: Any) -> Any:
         """`NurseryProcess.call`, while a nursery is free."""
-        return self._free[0].call(function, payload)
+        return self._free_fork_servers[0].call(function, payload)
 
     def preload(self, function: str, payload: Any) -> None:
         """`NurseryProcess.preload`, in both."""
         self._preloads.append((function, payload))
-        for nursery in self._free:
-            nursery.preload(function, payload)
+        for fork_server in self._free_fork_servers:
+            fork_server.preload(function, payload)
 
-    def enter(self, recipe: Recipe) -> World:
+    def open_workers(self, recipe: Recipe) -> PausableWorkers:
         """A world of workers for a resolved recipe; it does not run yet. At most two at a time."""
         self._count += 1
         run = Run(self._runs / f"{self._count:03}")
         run.create()
-        run.resolved.write_text(dump_recipe(endless(recipe)), encoding="utf-8")
+        run.resolved.write_text(dump_recipe(without_end(recipe)), encoding="utf-8")
         payload = {"run": str(run.path), "folder": str(self._folder)}
-        command = Command(function="phalanx.train.worker:work", payload=payload)
+        command = Command(function="phalanx.train.worker:run_worker", payload=payload)
         assert isinstance(recipe.parallelism, Parallelism)
-        return World(self._free.pop(), run, recipe.parallelism.world, command, patience=PATIENCE)
+        return PausableWorkers(
+            self._free_fork_servers.pop(), run, recipe.parallelism.world, command, timeout_s=START_TIMEOUT_S
+        )
 
-    def leave(self, world: World) -> None:
+    def close_workers(self, workers: PausableWorkers) -> None:
         """End a world, so that another can enter."""
-        world.close()
-        nursery = world.nursery
-        if nursery.process.poll() is not None:
-            nursery = self._stack.enter_context(NurseryProcess(answer=answering(self._silence)))
+        workers.close()
+        fork_server = workers.fork_server
+        if fork_server.process.poll() is not None:
+            fork_server = self._stack.enter_context(ForkServerClient(call_timeout_s=call_timeout(self._hang_timeout_s)))
             for function, payload in self._preloads:
-                nursery.preload(function, payload)
-        self._free.append(nursery)
+                fork_server.preload(function, payload)
+        self._free_fork_servers.append(fork_server)
 
 
-def endless(recipe: Recipe) -> Recipe:
+def without_end(recipe: Recipe) -> Recipe:
     """The recipe with steps that never end, and nothing between them."""
     values = recipe.model_dump()
     values |= {"steps": 10**9, "callbacks": []}
@@ -153,195 +158,220 @@ def endless(recipe: Recipe) -> Recipe:
 
 
 def tune(
-    loaded: Loaded,
+    loaded: LoadedRecipe,
     *,
-    nproc: int | None = None,
+    nproc_per_node: int | None = None,
     seconds: float = 5.0,
     allow_precision: bool = False,
-    watcher: Watcher | None = None,
-    propose: Callable[[Recipe, Facts], list[Candidate]] = candidates,
-) -> Tuned:
+    callbacks: TuneCallbacks | None = None,
+    propose: Callable[[Recipe, TuningFacts], list[TuningCandidate]] = propose_candidates,
+) -> TuneResult:
     """Search for a faster recipe on this machine, about `seconds` for each candidate beside its start. Writes nothing.
 
     PhalanxError when the recipe as given cannot run. A candidate that cannot is a row that says why.
     """
-    watcher = watcher or Watcher()
-    machine = machine_of(loaded)
+    callbacks = callbacks or TuneCallbacks()
+    machine = find_machine(loaded)
     # A batch for each worker makes other numbers of them other mathematics, which is not what is tuned.
-    fixed = (
-        nproc is not None
+    is_workers_fixed = (
+        nproc_per_node is not None
         or isinstance(loaded.recipe.parallelism, Parallelism)
         or loaded.recipe.batch.scale_with_workers
     )
-    with Arena(loaded.folder, loaded.recipe.fault_tolerance.hang_timeout_s) as arena:
-        start = starting(
-            loaded, NOWHERE, nproc, arena.call, False, watcher.progress, write=False, preload=arena.preload
+    with Workbench(loaded.recipe_dir, loaded.recipe.fault_tolerance.hang_timeout_s) as workbench:
+        preparation = prepare_run(
+            loaded,
+            UNUSED_RUN,
+            nproc_per_node,
+            workbench.call,
+            False,
+            callbacks.on_progress,
+            write=False,
+            preload=workbench.preload,
         )
-        with start as ready:
-            given = ready.recipe
-        search = Search(arena, loaded, machine, seconds, watcher)
-        facts = facts_of(ready, machine, precisions(loaded.recipe, machine, allow_precision), not fixed)
-        begun, waiting = search.begin(given)
-        facts = replace(facts, step_seconds=begun)
-        watcher.begun(ready, begun)
-        tuned = Tuned(given, given, begun, machine=machine.name, untried=untried(loaded.recipe, facts, waiting))
+        with preparation as prepared:
+            given = prepared.recipe
+        search = TuneSearch(workbench, loaded, machine, seconds, callbacks)
+        facts = make_tuning_facts(
+            prepared, machine, allowed_precisions(loaded.recipe, machine, allow_precision), not is_workers_fixed
+        )
+        baseline_s, data_fraction = search.measure_baseline(given)
+        facts = replace(facts, step_s=baseline_s)
+        callbacks.on_baseline(prepared, baseline_s)
+        result = TuneResult(
+            given,
+            given,
+            baseline_s,
+            machine=machine.device_name,
+            untried=list_untried(loaded.recipe, facts, data_fraction),
+        )
         seen: set[str] = set()
-        while new := [one for one in propose(tuned.best, facts) if one.label not in seen]:
-            seen.add(new[0].label)
-            row = search.attempt(tuned.best, new[0])
-            tuned.rows.append(row)
-            if row.kept and row.found is not None:
-                facts = replace(facts, step_seconds=row.found.after)
-                tuned.best = changed(tuned.best, row.changes)
-                tuned.changes |= row.changes
-            watcher.tried(row)
-        tuned.total = search.total(given, tuned)
-    return tuned
+        while untried_candidates := [one for one in propose(result.best, facts) if one.label not in seen]:
+            seen.add(untried_candidates[0].label)
+            trial = search.try_candidate(result.best, untried_candidates[0])
+            result.trials.append(trial)
+            if trial.is_kept and trial.measured is not None:
+                facts = replace(facts, step_s=trial.measured.candidate_s)
+                result.best = apply_changes(result.best, trial.changes)
+                result.changes |= trial.changes
+            callbacks.on_trial_end(trial)
+        result.total = search.measure_total(given, result)
+    return result
 
 
-class Search:
+class TuneSearch:
     """The trials of one search. `seconds` a candidate, divided among its bouts and those that it is compared with."""
 
-    def __init__(self, arena: Arena, loaded: Loaded, machine: Machine, seconds: float, watcher: Watcher):
-        self._arena = arena
+    def __init__(
+        self, workbench: Workbench, loaded: LoadedRecipe, machine: Machine, seconds: float, callbacks: TuneCallbacks
+    ):
+        self._workbench = workbench
         self._loaded = loaded
         self._machine = machine
-        self._bout = seconds / (2 * ROUNDS)
-        self._watcher = watcher
+        self._run_seconds = seconds / (2 * NUM_ROUNDS)
+        self._callbacks = callbacks
 
-    def begin(self, default: Recipe) -> tuple[float, float]:
+    def measure_baseline(self, default: Recipe) -> tuple[float, float]:
         """Start with the default: its seconds a step, and the share of them that waits for data. RecipeError when it
         does not train."""
-        self._best = self._arena.enter(default)
+        self._best_workers = self._workbench.open_workers(default)
         try:
-            steps = self._best.bout(self._bout)
-        except WorldFailed as error:
+            steps = self._best_workers.run_for(self._run_seconds)
+        except WorkersFailedError as error:
             raise RecipeError(f"the recipe does not train as it is: {error}") from error
-        self._rest(self._best)
+        self._free_gpu_memory(self._best_workers)
         return sorted(step.duration_s for step in steps)[len(steps) // 2], data_wait_share(steps)
 
-    def attempt(self, best: Recipe, candidate: Candidate) -> Row:
+    def try_candidate(self, best: Recipe, candidate: TuningCandidate) -> TuneTrial:
         """Try a candidate against the best so far, which it replaces when it wins."""
-        self._watcher.trying(candidate.label)
-        row = Row(candidate.label, candidate.changes, candidate.predicted, candidate.why, None, False)
+        self._callbacks.on_trial_start(candidate.label)
+        trial = TuneTrial(
+            candidate.label, candidate.changes, candidate.predicted_speedup, candidate.reason, None, False
+        )
         try:
-            recipe = changed(best, candidate.changes)
-            check(recipe, self._loaded.folder, workers_for(recipe, 1))
-            check_on(recipe, self._machine)
+            recipe = apply_changes(best, candidate.changes)
+            check_recipe(recipe, self._loaded.recipe_dir, num_workers_for(recipe, 1))
+            check_recipe_on_machine(recipe, self._machine)
         except (PhalanxError, ValueError) as error:  # of this version's rules: it is told, and the search goes on
-            return replace(row, note=f"refused: {_first_line(error)}")
-        world = self._arena.enter(recipe)
+            return replace(trial, note=f"refused: {_first_line(error)}")
+        workers = self._workbench.open_workers(recipe)
         try:
-            found = measured(self._rounds(self._best, world))
-        except WorldFailed as error:
-            self._arena.leave(world)
-            return replace(row, note=f"failed: {_first_line(error)}")
-        row = replace(row, found=found)
-        kept, note = decision(found, world.starts[0] - self._best.starts[0], recipe)
-        if kept:
-            self._arena.leave(self._best)
-            self._best = world
+            measurement = summarize_rounds(self._run_rounds(self._best_workers, workers))
+        except WorkersFailedError as error:
+            self._workbench.close_workers(workers)
+            return replace(trial, note=f"failed: {_first_line(error)}")
+        trial = replace(trial, measured=measurement)
+        is_kept, note = decide(measurement, workers.startup_seconds[0] - self._best_workers.startup_seconds[0], recipe)
+        if is_kept:
+            self._workbench.close_workers(self._best_workers)
+            self._best_workers = workers
         else:
-            self._arena.leave(world)
-        return replace(row, kept=kept, note=note)
+            self._workbench.close_workers(workers)
+        return replace(trial, is_kept=is_kept, note=note)
 
-    def total(self, default: Recipe, tuned: Tuned) -> Measured | None:
+    def measure_total(self, default: Recipe, result: TuneResult) -> MeasuredSpeedup | None:
         """The tuned recipe against the default. One change alone has been compared with it already."""
-        kept = [row for row in tuned.rows if row.kept]
+        kept = [row for row in result.trials if row.is_kept]
         if len(kept) < 2:
-            return kept[0].found if kept else None
-        self._watcher.trying("all together")
-        world = self._arena.enter(default)
-        found = measured(self._rounds(world, self._best))
-        self._arena.leave(world)
-        self._watcher.tried(Row("all together", dict(tuned.changes), None, "", found, True))
-        return found
+            return kept[0].measured if kept else None
+        self._callbacks.on_trial_start("all together")
+        workers = self._workbench.open_workers(default)
+        measurement = summarize_rounds(self._run_rounds(workers, self._best_workers))
+        self._workbench.close_workers(workers)
+        self._callbacks.on_trial_end(TuneTrial("all together", dict(result.changes), None, "", measurement, True))
+        return measurement
 
-    def _rounds(self, old: World, new: World) -> list[Round]:
+    def _run_rounds(self, old: PausableWorkers, new: PausableWorkers) -> list[PairedStepTimes]:
         """Bouts of both in turn, the order changing from round to round. WorldFailed when either fails, the best so far
         for want of the memory that a candidate took, say; whoever is asked for another bout starts again."""
-        rounds: list[Round] = []
-        for number in range(ROUNDS):
+        rounds: list[PairedStepTimes] = []
+        for number in range(NUM_ROUNDS):
             times: dict[bool, list[float]] = {}
             for is_new in (False, True) if number % 2 else (True, False):
-                world = new if is_new else old
-                times[is_new] = [step.duration_s for step in world.bout(self._bout)]
-                self._rest(world)
+                workers = new if is_new else old
+                times[is_new] = [step.duration_s for step in workers.run_for(self._run_seconds)]
+                self._free_gpu_memory(workers)
             rounds.append((times[False], times[True]))
-            if hopeless(rounds):
+            if is_hopeless(rounds):
                 break
         return rounds
 
-    def _rest(self, world: World) -> None:
+    def _free_gpu_memory(self, workers: PausableWorkers) -> None:
         """GPUs have no memory for two worlds at once: there each bout is a start."""
         if self._machine.device != "cpu":
-            world.close()
+            workers.close()
 
 
-def decision(found: Measured, extra_seconds: float, recipe: Recipe) -> tuple[bool, str]:
+def decide(measurement: MeasuredSpeedup, extra_seconds: float, recipe: Recipe) -> tuple[bool, str]:
     """Whether a change is kept, and what to say about it. One with a longer start must pay for it within the run."""
-    if not found.gains:
-        return False, "within noise" if found.ratio > 1 else "slower"
+    if not measurement.is_faster:
+        return False, "within noise" if measurement.speedup > 1 else "slower"
     if extra_seconds < 2.0:
         return True, ""
-    pays = steps_to_pay(found, extra_seconds)
-    told = f"starts {extra_seconds:.0f} s later, which {pays} steps pay back"
-    return (True, told) if pays <= recipe.steps else (False, f"{told}; this run has {recipe.steps}")
+    payback_steps = break_even_steps(measurement, extra_seconds)
+    startup_text = f"starts {extra_seconds:.0f} s later, which {payback_steps} steps pay back"
+    return (
+        (True, startup_text)
+        if payback_steps <= recipe.steps
+        else (False, f"{startup_text}; this run has {recipe.steps}")
+    )
 
 
-def text_of(loaded: Loaded, overrides: Sequence[str], tuned: Tuned, day: date) -> str:
+def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], result: TuneResult, day: date) -> str:
     """The recipe as it was given, with overrides and what won, and what each gained."""
     name = "the default recipe" if loaded.path is None else loaded.path.name
-    head = [f"Tuned by `phalanx tune` from {name} on {day}, for {tuned.machine}:"]
-    if tuned.total is None:
-        head.append("nothing that was tried is faster than what `phalanx train` does by itself.")
+    header = [f"Tuned by `phalanx tune` from {name} on {day}, for {result.machine}:"]
+    if result.total is None:
+        header.append("nothing that was tried is faster than what `phalanx train` does by itself.")
     else:
-        steps = f"{duration(tuned.total.after)} instead of {duration(tuned.total.before)}"
-        head.append(f"a step takes {steps}, {gain(tuned.total)}.")
-    if tuned.workers > 1:
-        head.append(f"Train it with --nproc-per-node {tuned.workers}.")
+        steps = f"{format_duration(result.total.candidate_s)} instead of {format_duration(result.total.baseline_s)}"
+        header.append(f"a step takes {steps}, {format_gain(result.total)}.")
+    if result.num_workers > 1:
+        header.append(f"Train it with --nproc-per-node {result.num_workers}.")
     remarks = {
-        key: f"tuned: {row.label}: {gain(row.found)}"
-        for row in tuned.rows
-        if row.kept and row.found is not None
-        for key in row.changes
+        key: f"tuned: {trial.label}: {format_gain(trial.measured)}"
+        for trial in result.trials
+        if trial.is_kept and trial.measured is not None
+        for key in trial.changes
     }
     text = "" if loaded.path is None else loaded.path.read_text(encoding="utf-8-sig")
-    return rewritten(text, overrides, tuned.changes, remarks, head)
+    return rewrite_recipe(text, overrides, result.changes, remarks, header)
 
 
-def gain(found: Measured) -> str:
+def format_gain(measurement: MeasuredSpeedup) -> str:
     """`1.31 x (1.28 to 1.33)`: the ratio of medians, and the quartiles of the rounds."""
-    return f"{found.ratio:.2f} x ({found.low:.2f} to {found.high:.2f})"
+    return f"{measurement.speedup:.2f} x ({measurement.speedup_q1:.2f} to {measurement.speedup_q3:.2f})"
 
 
-def precisions(given: Recipe, machine: Machine, allowed: bool) -> tuple[str, ...]:
+def allowed_precisions(given: Recipe, machine: Machine, is_allowed: bool) -> tuple[str, ...]:
     """Precisions that may be tried: those that `auto` chooses from, or all that this kind of device computes in."""
-    if allowed and machine.gpus:
-        return kind_of(machine.device, machine.rocm).precisions
-    return ("fp32", "bf16") if allowed or given.precision == "auto" else ()
+    if is_allowed and machine.num_gpus:
+        return device_kind_of(machine.device, machine.rocm).precisions
+    return ("fp32", "bf16") if is_allowed or given.precision == "auto" else ()
 
 
-def facts_of(ready: Ready, machine: Machine, allowed: Sequence[str], processes: bool) -> Facts:
+def make_tuning_facts(
+    prepared: PreparedRun, machine: Machine, allowed_precisions: Sequence[str], may_change_processes: bool
+) -> TuningFacts:
     """What predictions rest on, from the trials that resolved the recipe."""
-    plan = ready.plan
+    plan = prepared.plan
     facts = plan.get("data_info") or {}
-    return Facts(
+    return TuningFacts(
         device=machine.device,
-        cores=machine.cores,
-        logical=machine.threads,
+        physical_cores=machine.physical_cores,
+        logical_cores=machine.logical_cores,
         memory_bytes=machine.device_memory_bytes,
-        tflops=ready.cluster.get("measured_matmul_tflops") or {},
-        parameters=plan["trainable_parameters"],
+        tflops=prepared.cluster.get("measured_matmul_tflops") or {},
+        trainable_parameters=plan["trainable_parameters"],
         flops_per_sample=plan["flops_per_sample"],
-        saved_bytes_per_sample=plan["activation_bytes_per_sample"],
-        step_seconds=plan.get("predicted_step_s") or 1.0,
-        precisions=tuple(allowed),
-        processes=processes,
-        vocabulary=facts.get("vocab"),
-        sequence=facts.get("sequence") or 1,
-        frozen=plan.get("frozen_parameters", 0),
-        peaks=plan.get("peak_bytes_per_sample") or {},
+        activation_bytes_per_sample=plan["activation_bytes_per_sample"],
+        step_s=plan.get("predicted_step_s") or 1.0,
+        allowed_precisions=tuple(allowed_precisions),
+        may_change_processes=may_change_processes,
+        vocab_size=facts.get("vocab"),
+        seq_len=facts.get("sequence") or 1,
+        frozen_parameters=plan.get("frozen_parameters", 0),
+        peak_bytes_per_sample=plan.get("peak_bytes_per_sample") or {},
     )
 
 

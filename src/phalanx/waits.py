@@ -7,69 +7,69 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from phalanx.streams import printable
+from phalanx.streams import escape_control_chars
 
 if TYPE_CHECKING:
     import psutil
 
-LOOK = 1.0
+POLL_INTERVAL_S = 1.0
 """Seconds between two looks at what is waited for."""
-SAYING = 30.0
+REPORT_INTERVAL_S = 30.0
 """Seconds after which a wait says that it goes on, again and again."""
-HELD = 4
+RESUME_AFTER_CHECKS = 4
 """Looks, one each second, after which processes of ours that were stopped are continued. They are counted, and
 not seconds, since a scheduler that suspends a job stops this process, too, and then continues all."""
-LONGEST_LOOK = 5.0
+MAX_COUNTED_INTERVAL_S = 5.0
 """Seconds that count between two looks, at most: in the rest this process was stopped, and probably what it
 waits for as well."""
 
 
-def at(seconds: float, now: Callable[[], float] = time.time) -> str:
+def format_clock_time(seconds: float, clock: Callable[[], float] = time.time) -> str:
     """The time of day in so many seconds."""
-    return time.strftime("%H:%M:%S", time.localtime(now() + seconds))
+    return time.strftime("%H:%M:%S", time.localtime(clock() + seconds))
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     """Tell people, where there is no run yet whose events could."""
-    print(printable(text), file=sys.stderr, flush=True)
+    print(escape_control_chars(text), file=sys.stderr, flush=True)
 
 
-class Wait:
-    """A wait for `what`, which lasts `limit` seconds at most; `waited`: how long it has lasted."""
+class Deadline:
+    """A wait for `what`, which lasts `limit_s` seconds at most; `waited_s`: how long it has lasted."""
 
     def __init__(
         self,
         what: str,
-        limit: float,
-        tell: Callable[[str], None] = say,
+        limit_s: float,
+        report: Callable[[str], None] = print_status,
         clock: Callable[[], float] = time.monotonic,
-        saying: float = SAYING,
+        report_interval_s: float = REPORT_INTERVAL_S,
     ):
-        self.what, self.limit = what, limit
-        self._tell, self._clock, self._saying = tell, clock, saying
-        self.waited, self._said, self._looked = 0.0, 0.0, clock()
+        self.what, self.limit_s = what, limit_s
+        self._report, self._clock, self._report_interval_s = report, clock, report_interval_s
+        self.waited_s, self._last_report_s, self._last_check_s = 0.0, 0.0, clock()
 
-    def begin(self) -> None:
+    def announce(self) -> None:
         """Say what is waited for, and until when."""
-        until = f" until {at(self.limit)}" if math.isfinite(self.limit) else ""
-        self._tell(f"waiting for {self.what}{until}")
+        until = f" until {format_clock_time(self.limit_s)}" if math.isfinite(self.limit_s) else ""
+        self._report(f"waiting for {self.what}{until}")
 
-    def over(self) -> bool:
+    def check_expired(self) -> bool:
         """Whether it has lasted too long. To be called every second or so, since it is this that says that it goes
         on."""
         now = self._clock()
-        self.waited += min(now - self._looked, LONGEST_LOOK)
-        self._looked = now
-        if self.waited >= self.limit:
+        self.waited_s += min(now - self._last_check_s, MAX_COUNTED_INTERVAL_S)
+        self._last_check_s = now
+        if self.waited_s >= self.limit_s:
             return True
-        if self.waited - self._said >= self._saying:
-            self._said = self.waited
-            most = f", for {self.limit:.0f} s at most" if math.isfinite(self.limit) else ""
-            self._tell(f"still waiting for {self.what} after {self.waited:.0f} s{most}")
+        if self.waited_s - self._last_report_s >= self._report_interval_s:
+            self._last_report_s = self.waited_s
+            limit_text = f", for {self.limit_s:.0f} s at most" if math.isfinite(self.limit_s) else ""
+            self._report(f"still waiting for {self.what} after {self.waited_s:.0f} s{limit_text}")
         return False
 
 
-def stopped(pids: Iterable[int]) -> "list[psutil.Process]":
+def find_stopped(pids: Iterable[int]) -> "list[psutil.Process]":
     """Those of these processes that were stopped by a signal; not by a debugger, which no signal continues."""
     import psutil  # it takes longer than all else here, and nothing may ever have to be waited for
 
@@ -82,7 +82,7 @@ def stopped(pids: Iterable[int]) -> "list[psutil.Process]":
     return found
 
 
-def resume(processes: "Iterable[psutil.Process]") -> None:
+def resume_processes(processes: "Iterable[psutil.Process]") -> None:
     """Continue processes that were stopped."""
     import psutil
 

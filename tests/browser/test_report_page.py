@@ -10,19 +10,19 @@ from chromium import Page
 from make_run import Maker, healthy, troubled
 from PIL import Image
 
-from phalanx.observe.advice import advise
-from phalanx.observe.compare import compare_html, compare_runs
+from phalanx.observe.advice import find_recommendations
+from phalanx.observe.compare import compare_runs, render_comparison_html
 from phalanx.observe.history import read_history
-from phalanx.observe.html import html_page
-from phalanx.observe.summary import summary_of
+from phalanx.observe.html import render_report_html
+from phalanx.observe.summary import build_summary
 from phalanx.run import Run
 
 
 def write_report(path: Path) -> Path:
     run = Run(path)
     history = read_history(run.events)
-    summary = summary_of(run, history)
-    run.report.write_text(html_page(summary, history, advise(summary, history)))
+    summary = build_summary(run, history)
+    run.report.write_text(render_report_html(summary, history, find_recommendations(summary, history)))
     return run.report
 
 
@@ -66,7 +66,7 @@ def test_the_report_of_a_run_that_has_only_started_renders_too(page: Page, tmp_p
 def test_a_comparison_renders_without_network_or_complaint(page: Page, tmp_path: Path) -> None:
     runs = [Run(healthy(tmp_path / name, seed=seed)) for seed, name in enumerate(("a", "b"))]
     path = tmp_path / "compare.html"
-    path.write_text(compare_html(compare_runs(runs)))
+    path.write_text(render_comparison_html(compare_runs(runs)))
     assert_renders_alone(page, path)
 
 
@@ -118,7 +118,7 @@ def test_no_text_of_a_run_becomes_script_or_markup(page: Page, tmp_path: Path) -
         resolved = json.loads(run.resolved.read_text())
         run.resolved.write_text(json.dumps({**resolved, "name": f"x{HOSTILE}"}))
     compared = tmp_path / "compare.html"
-    compared.write_text(compare_html(compare_runs(runs)))
+    compared.write_text(render_comparison_html(compare_runs(runs)))
     for path in (write_report(runs[0].path), compared):
         page.open(path)
         assert "script" in page.evaluate("document.body.innerText")

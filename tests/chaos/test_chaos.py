@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lab import Ended, Lab, Values, wait_until
+from lab import HarnessRun, TrainHarness, Values, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import WorkerFailure
@@ -38,25 +38,27 @@ class Mischief:
 
 
 @pytest.fixture(scope="module")
-def recipe(lab: Lab) -> Path:
+def recipe(lab: TrainHarness) -> Path:
     (lab.folder / "mischief.py").write_text(MISCHIEF)
     return lab.recipe_file(LONG, "long")
 
 
 @pytest.fixture(scope="module")
-def calm(lab: Lab, recipe: Path) -> Ended:
+def calm(lab: TrainHarness, recipe: Path) -> HarnessRun:
     """The run without any fault, trained by our agent in this process."""
     ended = lab.train(LONG, 2)
     assert ended.code == ExitCode.DONE
     return ended
 
 
-def places(lab: Lab, temporary: Path) -> dict[str, str]:
+def places(lab: TrainHarness, temporary: Path) -> dict[str, str]:
     """Where temporary files go, and where torch keeps what it compiled, which is none of them."""
     return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(lab.cache / "inductor")}
 
 
-def chaos(lab: Lab, recipe: Path, where: Path, *words: str | Path, **variables: str) -> tuple[int, dict[str, Any]]:
+def chaos(
+    lab: TrainHarness, recipe: Path, where: Path, *words: str | Path, **variables: str
+) -> tuple[int, dict[str, Any]]:
     """Exit code and answer of the command. Nothing of the lab's is left when it is over, and nothing in the folder for
     temporary files."""
     temporary = where.with_name("tmp")
@@ -71,7 +73,7 @@ def chaos(lab: Lab, recipe: Path, where: Path, *words: str | Path, **variables: 
 
 
 def test_ten_random_kills_in_one_run_end_in_the_same_digest(
-    lab: Lab, recipe: Path, calm: Ended, tmp_path: Path
+    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
 ) -> None:
     """The command's own undisturbed run has the digest of ours."""
     code, told = chaos(lab, recipe, tmp_path / "run", "--faults", "10", "--kinds", "kill", "--seed", "7")
@@ -79,13 +81,15 @@ def test_ten_random_kills_in_one_run_end_in_the_same_digest(
     assert (code, told["passed"], told["digest"]) == (ExitCode.DONE, True, calm.digest)
     assert {fault["moment"]["phase"] for fault in told["faults"]} == {"step", "save", "restart"}
     assert [fault["struck"]["attempt"] for fault in told["faults"]] == list(range(10))
-    disturbed = lab.ended(Run(tmp_path / "run" / "faulted"), code)
-    assert [event.what for event in disturbed.kind(WorkerFailure)] == ["SIGKILL"] * 10
+    disturbed = lab.from_command_line(Run(tmp_path / "run" / "faulted"), code)
+    assert [event.what for event in disturbed.events_of_kind(WorkerFailure)] == ["SIGKILL"] * 10
     assert disturbed.result["restarts"] == 10
 
 
 @pytest.mark.slow
-def test_storage_that_fails_in_steps_saves_and_restarts(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+def test_storage_that_fails_in_steps_saves_and_restarts(
+    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
+) -> None:
     more = ("--kinds", "storage-outage,kill", "--faults", "8", "--seed", "18", "--baseline", calm.run.path)
     code, told = chaos(lab, recipe, tmp_path / "run", *more)
     assert told["reasons"] == []
@@ -95,7 +99,7 @@ def test_storage_that_fails_in_steps_saves_and_restarts(lab: Lab, recipe: Path, 
 
 
 @pytest.mark.slow
-def test_every_kind_of_fault_on_one_machine(lab: Lab, recipe: Path, tmp_path: Path) -> None:
+def test_every_kind_of_fault_on_one_machine(lab: TrainHarness, recipe: Path, tmp_path: Path) -> None:
     code, told = chaos(lab, recipe, tmp_path / "run", "steps=1500", "--faults", "20")
     assert told["reasons"] == []
     assert code == ExitCode.DONE
@@ -103,7 +107,9 @@ def test_every_kind_of_fault_on_one_machine(lab: Lab, recipe: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_nodes_that_are_lost_cut_off_and_killed(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+def test_nodes_that_are_lost_cut_off_and_killed(
+    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
+) -> None:
     more = ("--kinds", "kill,agent,node-loss,partition", "--faults", "5", "--nodes", "2", "--nproc-per-node", "1")
     code, told = chaos(lab, recipe, tmp_path / "run", *more, "--baseline", calm.run.path)
     assert told["reasons"] == []
@@ -111,7 +117,9 @@ def test_nodes_that_are_lost_cut_off_and_killed(lab: Lab, recipe: Path, calm: En
 
 
 @pytest.mark.slow
-def test_a_run_in_the_queue_outlives_the_queue(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+def test_a_run_in_the_queue_outlives_the_queue(
+    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
+) -> None:
     more = ("--kinds", "kill,agent,job-runner,queue-daemon", "--faults", "6", "--queue")
     code, told = chaos(lab, recipe, tmp_path / "run", *more, "--baseline", calm.run.path)
     assert told["reasons"] == []
@@ -120,7 +128,7 @@ def test_a_run_in_the_queue_outlives_the_queue(lab: Lab, recipe: Path, calm: End
 
 @pytest.mark.slow
 def test_a_state_that_restarts_do_not_bring_back_makes_it_fail(
-    lab: Lab, recipe: Path, calm: Ended, tmp_path: Path
+    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
 ) -> None:
     more = ("--faults", "1", "--kinds", "kill", "--baseline", calm.run.path)
     code, told = chaos(lab, recipe, tmp_path / "run", *more, MISCHIEF="drift")
@@ -132,7 +140,9 @@ def test_a_state_that_restarts_do_not_bring_back_makes_it_fail(
 
 
 @pytest.mark.slow
-def test_a_process_that_outlives_the_run_makes_it_fail(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+def test_a_process_that_outlives_the_run_makes_it_fail(
+    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
+) -> None:
     """A killed agent cannot sweep up behind its workers. What is left is told, and ended after all."""
     more = ("--faults", "1", "--kinds", "agent", "--baseline", calm.run.path)
     code, told = chaos(lab, recipe, tmp_path / "run", *more, MISCHIEF="leak")
@@ -142,7 +152,9 @@ def test_a_process_that_outlives_the_run_makes_it_fail(lab: Lab, recipe: Path, c
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_run_and_leaves_nothing(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_run_and_leaves_nothing(
+    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
+) -> None:
     where, temporary = tmp_path / "run", tmp_path / "tmp"
     temporary.mkdir()
     given = ("chaos", recipe, "--run", where, "--nproc-per-node", "2", "--baseline", calm.run.path, "--kinds", "hang")
@@ -160,14 +172,16 @@ def test_ctrl_c_ends_the_run_and_leaves_nothing(lab: Lab, recipe: Path, calm: En
     assert list(temporary.iterdir()) == []
 
 
-def refused(lab: Lab, recipe: Path, where: Path, *words: str | Path) -> "subprocess.CompletedProcess[str]":
+def refused(lab: TrainHarness, recipe: Path, where: Path, *words: str | Path) -> "subprocess.CompletedProcess[str]":
     """What the command says of something that it does not begin."""
     done = lab.command("chaos", recipe, "--run", where, *words)
     assert not where.exists()
     return done
 
 
-def test_a_run_of_other_workers_is_nothing_to_compare_with(lab: Lab, recipe: Path, calm: Ended, tmp_path: Path) -> None:
+def test_a_run_of_other_workers_is_nothing_to_compare_with(
+    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
+) -> None:
     done = refused(
         lab, recipe, tmp_path / "run", "--nproc-per-node", "1", "--baseline", calm.run.path, "--kinds", "kill"
     )
@@ -176,7 +190,9 @@ def test_a_run_of_other_workers_is_nothing_to_compare_with(lab: Lab, recipe: Pat
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_by_itself_ends_it_with_its_own_code_and_words(lab: Lab, recipe: Path, tmp_path: Path) -> None:
+def test_a_run_that_fails_by_itself_ends_it_with_its_own_code_and_words(
+    lab: TrainHarness, recipe: Path, tmp_path: Path
+) -> None:
     done = refused(lab, recipe, tmp_path / "run", "callbacks=[mischief:Nobody]", "--nproc-per-node", "2")
     assert done.returncode == ExitCode.RECIPE
     assert done.stderr.startswith("error: without any fault the run does not end: ")

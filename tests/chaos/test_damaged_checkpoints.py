@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lab import Lab, Values, fault
+from lab import TrainHarness, Values, plan_fault
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointRejected, StepDone, WorkerFailure
-from phalanx.train.checkpoint import list_checkpoints, step_of
+from phalanx.train.checkpoint import list_checkpoints, parse_step
 
 QUIET: Values = {"evaluation": {"every": 16}, "steps": 16, "checkpoint": {"every": 16}}
 """No checkpoints but those of a run that is asked to stop."""
@@ -20,15 +20,15 @@ FILES = {1: ["rank-00000.safetensors"], 3: [f"rank-{rank:05d}.safetensors" for r
 CASES = [(nproc, file) for nproc in FILES for file in [*FILES[nproc], "MANIFEST.json", "MANIFEST.xxh3"]]
 
 
-def broken_run(lab: Lab, nproc: int) -> Run:
+def broken_run(lab: TrainHarness, nproc: int) -> Run:
     """A copy of a run with three checkpoints that died in step 15. It was stopped for them: a save in the background
     may be overtaken by steps as short as these."""
     original = Run(lab.runs / f"broken-{nproc}")
     if not original.path.exists():
         for attempt, step in enumerate(STOPS):
-            lab.train(QUIET, nproc, original, faults=[fault(step, "term", attempt=attempt)])
-        lab.lose(QUIET, nproc, original, [fault(15, ranks=[0], attempt=len(STOPS))])
-    copy = lab.place()
+            lab.train(QUIET, nproc, original, faults=[plan_fault(step, "term", attempt=attempt)])
+        lab.train_until_agent_lost(QUIET, nproc, original, [plan_fault(15, ranks=[0], attempt=len(STOPS))])
+    copy = lab.new_run()
     shutil.copytree(original.path, copy.path)
     return copy
 
@@ -53,42 +53,42 @@ def remove(file: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize(("nproc", "file"), CASES)
-def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(lab: Lab, nproc: int, file: str) -> None:
+def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(lab: TrainHarness, nproc: int, file: str) -> None:
     run = broken_run(lab, nproc)
     last, before, _ = list_checkpoints(run.checkpoints)
     flip(last / file, random.Random(f"{nproc} {file}"))
     ended = lab.train(QUIET, nproc, run)
-    (rejected,) = ended.kind(CheckpointRejected)
+    (rejected,) = ended.events_of_kind(CheckpointRejected)
     assert (rejected.path, rejected.file) == (f"checkpoints/{last.name}", file)
     assert "damaged" in rejected.reason or "malformed" in rejected.reason
-    assert ended.kind(AttemptStarted)[-1].start_step == step_of(before)
-    assert ended.digest == lab.reference(QUIET, nproc).digest
+    assert ended.events_of_kind(AttemptStarted)[-1].start_step == parse_step(before)
+    assert ended.digest == lab.train_reference(QUIET, nproc).digest
 
 
 @pytest.mark.parametrize("damage", [truncate, remove])
 @pytest.mark.parametrize("file", ["rank-00002.safetensors", pytest.param("MANIFEST.json", marks=pytest.mark.slow)])
 def test_a_torn_or_missing_file_is_found_too(
-    lab: Lab, file: str, damage: Callable[[Path, random.Random], None]
+    lab: TrainHarness, file: str, damage: Callable[[Path, random.Random], None]
 ) -> None:
     run = broken_run(lab, 3)
     damage(newest(run) / file, random.Random(file))
     ended = lab.train(QUIET, 3, run)
-    assert [event.file for event in ended.kind(CheckpointRejected)] == [file]
-    assert ended.digest == lab.reference(QUIET, 3).digest
+    assert [event.file for event in ended.events_of_kind(CheckpointRejected)] == [file]
+    assert ended.digest == lab.train_reference(QUIET, 3).digest
 
 
-def test_two_damaged_checkpoints_in_a_row(lab: Lab) -> None:
+def test_two_damaged_checkpoints_in_a_row(lab: TrainHarness) -> None:
     run, rng = broken_run(lab, 1), random.Random(2)
     *damaged, good = list_checkpoints(run.checkpoints)
     for checkpoint in damaged:
         flip(checkpoint / "rank-00000.safetensors", rng)
     ended = lab.train(QUIET, 1, run)
-    assert [Path(event.path).name for event in ended.kind(CheckpointRejected)] == [it.name for it in damaged]
-    assert ended.kind(AttemptStarted)[-1].start_step == step_of(good)
-    assert ended.digest == lab.reference(QUIET, 1).digest
+    assert [Path(event.path).name for event in ended.events_of_kind(CheckpointRejected)] == [it.name for it in damaged]
+    assert ended.events_of_kind(AttemptStarted)[-1].start_step == parse_step(good)
+    assert ended.digest == lab.train_reference(QUIET, 1).digest
 
 
-def test_a_bit_that_flips_between_two_attempts_is_found_by_the_restart(lab: Lab) -> None:
+def test_a_bit_that_flips_between_two_attempts_is_found_by_the_restart(lab: TrainHarness) -> None:
     """Without anybody starting the run again: the agent's own restart finds it."""
     run, rng = broken_run(lab, 2), random.Random(3)
 
@@ -96,13 +96,13 @@ def test_a_bit_that_flips_between_two_attempts_is_found_by_the_restart(lab: Lab)
         if isinstance(event, WorkerFailure):
             flip(newest(run) / "rank-00000.safetensors", rng)
 
-    ended = lab.train(QUIET, 2, run, faults=[fault(15, ranks=[1], attempt=len(STOPS) + 1)], show=show)
-    assert [event.file for event in ended.kind(CheckpointRejected)] == ["rank-00000.safetensors"]
-    assert ended.digest == lab.reference(QUIET, 2).digest
+    ended = lab.train(QUIET, 2, run, faults=[plan_fault(15, ranks=[1], attempt=len(STOPS) + 1)], show=show)
+    assert [event.file for event in ended.events_of_kind(CheckpointRejected)] == ["rank-00000.safetensors"]
+    assert ended.digest == lab.train_reference(QUIET, 2).digest
 
 
 @pytest.mark.parametrize("nproc", [1, 3])
-def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_starts_nothing_over(lab: Lab, nproc: int) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_starts_nothing_over(lab: TrainHarness, nproc: int) -> None:
     run, rng = broken_run(lab, nproc), random.Random(4)
     for checkpoint in list_checkpoints(run.checkpoints):
         flip(checkpoint / "MANIFEST.json", rng)
@@ -110,6 +110,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_starts_nothing_over
     assert ended.code == ExitCode.DATA
     assert ended.message is not None
     assert "no checkpoint here is good" in ended.message
-    assert len(ended.kind(CheckpointRejected)) == 3
+    assert len(ended.events_of_kind(CheckpointRejected)) == 3
     assert len(list_checkpoints(run.checkpoints)) == 3
-    assert not [event for event in ended.kind(StepDone) if event.time > ended.kind(CheckpointRejected)[0].time]
+    assert not [
+        event
+        for event in ended.events_of_kind(StepDone)
+        if event.time > ended.events_of_kind(CheckpointRejected)[0].time
+    ]

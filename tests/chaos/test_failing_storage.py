@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from lab import Ended, Lab, Values, fault
+from lab import HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.errors import ExitCode
 from phalanx.jobs import outage
 from phalanx.recipe import load_recipe
@@ -21,11 +21,11 @@ from phalanx.run.event_types import (
     StepDone,
     WorkerFailure,
 )
-from phalanx.train.checkpoint import list_checkpoints, step_of, verify
+from phalanx.train.checkpoint import list_checkpoints, parse_step, verify_checkpoint
 
 QUIET: Values = {"evaluation": {"every": 12}, "steps": 16}
 """Checkpoints at steps 4, 8 and 12, none for being the best."""
-SLOW = fault(1, "slow", delay=0.03, attempt=None)
+SLOW = plan_fault(1, "slow", delay=0.03, attempt=None)
 """Steps so slow that a save is done before the next is due."""
 
 
@@ -33,50 +33,56 @@ def kept(run: Run) -> list[int]:
     """Steps of the checkpoints, each verified; nothing else lies beside them."""
     checkpoints = list_checkpoints(run.checkpoints)
     for checkpoint in checkpoints:
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     assert {path.name for path in run.checkpoints.iterdir()} - {"best.json"} == {path.name for path in checkpoints}
-    return [step_of(checkpoint) for checkpoint in checkpoints]
+    return [parse_step(checkpoint) for checkpoint in checkpoints]
 
 
-def log(ended: Ended) -> str:
+def log(ended: HarnessRun) -> str:
     return "".join(path.read_text() for path in sorted(ended.run.logs.iterdir()))
 
 
 @pytest.mark.parametrize("ranks", [None, [0], [1]])
-def test_a_save_that_fails_is_told_and_the_next_one_is_made(lab: Lab, ranks: list[int] | None) -> None:
-    faults = [{**SLOW, "delay": 0.1}, fault(7, "fail-storage", ranks=ranks), fault(11, "mend-storage", ranks=ranks)]
+def test_a_save_that_fails_is_told_and_the_next_one_is_made(lab: TrainHarness, ranks: list[int] | None) -> None:
+    faults = [
+        {**SLOW, "delay": 0.1},
+        plan_fault(7, "fail-storage", ranks=ranks),
+        plan_fault(11, "mend-storage", ranks=ranks),
+    ]
     ended = lab.train(QUIET, 2, faults=faults)
-    assert ended.digest == lab.reference(QUIET, 2).digest
-    assert [event.step for event in ended.kind(CheckpointFailed)] == [8]
+    assert ended.digest == lab.train_reference(QUIET, 2).digest
+    assert [event.step for event in ended.events_of_kind(CheckpointFailed)] == [8]
     if ranks != [1]:
-        assert "Input/output error" in ended.kind(CheckpointFailed)[0].reason
+        assert "Input/output error" in ended.events_of_kind(CheckpointFailed)[0].reason
     assert ended.result["restarts"] == 0
     assert kept(ended.run) == [16, 12, 4]
 
 
-def test_storage_that_fails_in_the_middle_of_a_save_leaves_nothing_half_made(lab: Lab) -> None:
-    faults = [SLOW, fault(8, "fail-storage", when="saving"), fault(11, "mend-storage")]
+def test_storage_that_fails_in_the_middle_of_a_save_leaves_nothing_half_made(lab: TrainHarness) -> None:
+    faults = [SLOW, plan_fault(8, "fail-storage", when="saving"), plan_fault(11, "mend-storage")]
     ended = lab.train(QUIET, 2, faults=faults)
-    assert ended.digest == lab.reference(QUIET, 2).digest
+    assert ended.digest == lab.train_reference(QUIET, 2).digest
     assert kept(ended.run)[:2] == [16, 12]
 
 
-def test_storage_that_fails_to_the_end_leaves_the_old_checkpoint_and_the_run_can_be_finished_later(lab: Lab) -> None:
-    ended = lab.train(QUIET, 2, faults=[SLOW, fault(7, "fail-storage")])
+def test_storage_that_fails_to_the_end_leaves_the_old_checkpoint_and_the_run_can_be_finished_later(
+    lab: TrainHarness,
+) -> None:
+    ended = lab.train(QUIET, 2, faults=[SLOW, plan_fault(7, "fail-storage")])
     assert ended.code == ExitCode.UNFINISHED
     assert ended.message is not None
     assert "step 16: the last checkpoint could not be written" in ended.message
     assert "Traceback" not in log(ended)
-    assert [step_of(path) for path in list_checkpoints(ended.run.checkpoints)] == [4]
+    assert [parse_step(path) for path in list_checkpoints(ended.run.checkpoints)] == [4]
     again = lab.train(QUIET, 2, ended.run)
-    assert again.digest == lab.reference(QUIET, 2).digest
+    assert again.digest == lab.train_reference(QUIET, 2).digest
     assert kept(again.run)[0] == 16
 
 
-def test_a_failed_read_is_told_and_followed_by_another_attempt(lab: Lab) -> None:
-    ended = lab.train(QUIET, 2, faults=[SLOW, fault(7, "fail-read", ranks=[1])])
-    assert ended.digest == lab.reference(QUIET, 2).digest
-    (told,) = ended.kind(WorkerFailure)
+def test_a_failed_read_is_told_and_followed_by_another_attempt(lab: TrainHarness) -> None:
+    ended = lab.train(QUIET, 2, faults=[SLOW, plan_fault(7, "fail-read", ranks=[1])])
+    assert ended.digest == lab.train_reference(QUIET, 2).digest
+    (told,) = ended.events_of_kind(WorkerFailure)
     assert (told.rank, told.cause) == (1, "storage_failed")
     assert told.message == f"worker 1 ended because storage failed: {ended.run.path}: Input/output error"
 
@@ -104,8 +110,8 @@ def on(**acts: Callable[[], None]) -> Callable[[Event], None]:
     return show
 
 
-def test_checkpoints_that_cannot_be_read_are_waited_for_and_not_taken_for_bad_or_missing(lab: Lab) -> None:
-    run = lab.place()
+def test_checkpoints_that_cannot_be_read_are_waited_for_and_not_taken_for_bad_or_missing(lab: TrainHarness) -> None:
+    run = lab.new_run()
     waits: list[str] = []
 
     def show(event: Event) -> None:
@@ -115,26 +121,26 @@ def test_checkpoints_that_cannot_be_read_are_waited_for_and_not_taken_for_bad_or
             waits.append(event.text)
             back(run.checkpoints)
 
-    ended = lab.train(QUIET, 2, run, faults=[SLOW, fault(10, ranks=[1])], show=show)
-    assert ended.digest == lab.reference(QUIET, 2).digest
-    assert [event.what for event in ended.kind(WorkerFailure)] == ["SIGKILL", "storage failed"]
+    ended = lab.train(QUIET, 2, run, faults=[SLOW, plan_fault(10, ranks=[1])], show=show)
+    assert ended.digest == lab.train_reference(QUIET, 2).digest
+    assert [event.what for event in ended.events_of_kind(WorkerFailure)] == ["SIGKILL", "storage failed"]
     assert len(waits) == 1
-    assert ended.kind(CheckpointRejected) == []
-    assert ended.kind(AttemptStarted)[-1].start_step in (4, 8)
+    assert ended.events_of_kind(CheckpointRejected) == []
+    assert ended.events_of_kind(AttemptStarted)[-1].start_step in (4, 8)
 
 
 def test_storage_that_does_not_come_back_ends_the_run_with_what_is_wrong(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    lab: TrainHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outage, "PATIENCE", 0.0)
-    run = lab.place()
-    ended = lab.train(QUIET, 2, run, faults=[SLOW, fault(6)], show=on(failure=lambda: away(run.checkpoints)))
+    monkeypatch.setattr(outage, "MAX_OUTAGE_S", 0.0)
+    run = lab.new_run()
+    ended = lab.train(QUIET, 2, run, faults=[SLOW, plan_fault(6)], show=on(failure=lambda: away(run.checkpoints)))
     assert ended.code == ExitCode.UNFINISHED
     assert str(ended.message).endswith("; storage has failed for 0 s; start it again when it is mended")
     assert "ended because storage failed: " in str(ended.message)
     assert ended.result["status"] == "interrupted"
     back(run.checkpoints)
-    assert lab.train(QUIET, 2, run).digest == lab.reference(QUIET, 2).digest
+    assert lab.train(QUIET, 2, run).digest == lab.train_reference(QUIET, 2).digest
 
 
 def descriptor(path: Path) -> int:
@@ -144,9 +150,9 @@ def descriptor(path: Path) -> int:
     )
 
 
-def test_events_that_storage_does_not_take_are_written_when_it_does(lab: Lab) -> None:
+def test_events_that_storage_does_not_take_are_written_when_it_does(lab: TrainHarness) -> None:
     """A write to the unmapped beginning of this process's memory is answered by EIO."""
-    run = lab.place()
+    run = lab.new_run()
 
     def break_events() -> None:
         memory = os.open("/proc/self/mem", os.O_WRONLY)
@@ -154,14 +160,14 @@ def test_events_that_storage_does_not_take_are_written_when_it_does(lab: Lab) ->
         os.close(memory)
 
     ended = lab.train(QUIET, 2, run, faults=[SLOW], show=on(checkpoint_saved=break_events))
-    assert ended.digest == lab.reference(QUIET, 2).digest
-    assert [event.step for event in ended.kind(StepDone)] == list(range(1, 17))
+    assert ended.digest == lab.train_reference(QUIET, 2).digest
+    assert [event.step for event in ended.events_of_kind(StepDone)] == list(range(1, 17))
 
 
-def test_mapped_data_that_storage_cannot_give_are_read_by_another_attempt(lab: Lab) -> None:
+def test_mapped_data_that_storage_cannot_give_are_read_by_another_attempt(lab: TrainHarness) -> None:
     """Beyond the end of a file that has become shorter, as where a read fails, a worker gets SIGBUS."""
-    run, longer = lab.place(), {**QUIET, "steps": 60, "data": {"source": {"text": "many.txt"}}}
-    whole = lab.reference(longer).digest
+    run, longer = lab.new_run(), {**QUIET, "steps": 60, "data": {"source": {"text": "many.txt"}}}
+    whole = lab.train_reference(longer).digest
     found: dict[Path, bytes] = {}
 
     def cut() -> None:
@@ -177,6 +183,6 @@ def test_mapped_data_that_storage_cannot_give_are_read_by_another_attempt(lab: L
     ended = lab.train(longer, 1, run, faults=[SLOW], show=on(step=cut, failure=mend))
     assert found
     assert ended.digest == whole
-    (told,) = ended.kind(WorkerFailure)
+    (told,) = ended.events_of_kind(WorkerFailure)
     assert told.what == "SIGBUS"
     assert "a file that is mapped into memory could not be read" in told.message

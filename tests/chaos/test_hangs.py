@@ -2,63 +2,65 @@
 
 import pytest
 
-from lab import Lab, fault
+from lab import TrainHarness, plan_fault
 from phalanx.errors import ExitCode
-from phalanx.jobs.watch import HEARTBEAT
+from phalanx.jobs.watch import MIN_SILENCE_S
 from phalanx.run.event_types import HangDetected, StragglerDetected, WorkerFailure
 
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_worker_that_is_held_still_is_started_again(lab: Lab, nproc: int) -> None:
-    ended = lab.train({}, nproc, faults=[fault(6, "freeze", ranks=[nproc - 1])])
-    assert ended.digest == lab.reference({}, nproc).digest
-    (hang,) = ended.kind(HangDetected)
+def test_a_worker_that_is_held_still_is_started_again(lab: TrainHarness, nproc: int) -> None:
+    ended = lab.train({}, nproc, faults=[plan_fault(6, "freeze", ranks=[nproc - 1])])
+    assert ended.digest == lab.train_reference({}, nproc).digest
+    (hang,) = ended.events_of_kind(HangDetected)
     assert (hang.rank, hang.is_stopped, hang.stack) == (nproc - 1, True, None)
-    assert hang.silence_s < 2 * HEARTBEAT
-    (told,) = ended.kind(WorkerFailure)
+    assert hang.silence_s < 2 * MIN_SILENCE_S
+    (told,) = ended.events_of_kind(WorkerFailure)
     assert (told.rank, told.what) == (nproc - 1, "hang")
     assert ended.result["restarts"] == 1
 
 
-def test_a_worker_that_is_held_still_after_the_others_have_ended_is_not_waited_for(lab: Lab) -> None:
-    ended = lab.train({}, 2, faults=[fault(0, "freeze", ranks=[1], when="end")])
-    assert ended.digest == lab.reference({}, 2).digest
+def test_a_worker_that_is_held_still_after_the_others_have_ended_is_not_waited_for(lab: TrainHarness) -> None:
+    ended = lab.train({}, 2, faults=[plan_fault(0, "freeze", ranks=[1], when="end")])
+    assert ended.digest == lab.train_reference({}, 2).digest
     assert (ended.code, ended.result["restarts"]) == (ExitCode.DONE, 1)
-    assert ended.kind(HangDetected)[0].rank == 1
+    assert ended.events_of_kind(HangDetected)[0].rank == 1
 
 
-def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(lab: Lab) -> None:
+def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(lab: TrainHarness) -> None:
     changes = {"fault_tolerance": {"hang_timeout_s": 7.5}}
-    ended = lab.train(changes, 2, faults=[fault(6, "block", ranks=[1])])
-    assert ended.digest == lab.reference({}, 2).digest
-    (hang,) = ended.kind(HangDetected)
+    ended = lab.train(changes, 2, faults=[plan_fault(6, "block", ranks=[1])])
+    assert ended.digest == lab.train_reference({}, 2).digest
+    (hang,) = ended.events_of_kind(HangDetected)
     assert (hang.rank, hang.is_stopped) == (1, False)
-    assert hang.silence_s < 2 * HEARTBEAT
+    assert hang.silence_s < 2 * MIN_SILENCE_S
     assert "in strike" in hang.stack
     assert "faults.py" in hang.stack
-    assert ended.kind(WorkerFailure)[0].what == "hang"
+    assert ended.events_of_kind(WorkerFailure)[0].what == "hang"
 
 
 @pytest.mark.slow
-def test_a_run_that_is_alone_is_watched_too(lab: Lab) -> None:
-    ended = lab.train({"fault_tolerance": {"hang_timeout_s": 7.5}}, 1, faults=[fault(6, "block")])
-    assert ended.digest == lab.reference({}, 1).digest
-    assert len(ended.kind(HangDetected)) == 1
+def test_a_run_that_is_alone_is_watched_too(lab: TrainHarness) -> None:
+    ended = lab.train({"fault_tolerance": {"hang_timeout_s": 7.5}}, 1, faults=[plan_fault(6, "block")])
+    assert ended.digest == lab.train_reference({}, 1).digest
+    assert len(ended.events_of_kind(HangDetected)) == 1
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_only_slow_is_left_alone(lab: Lab) -> None:
-    ended = lab.train({"steps": 8}, 2, faults=[fault(7, "slow", ranks=[0], delay=3.0)])
-    assert ended.kind(HangDetected) == []
+def test_a_worker_that_is_only_slow_is_left_alone(lab: TrainHarness) -> None:
+    ended = lab.train({"steps": 8}, 2, faults=[plan_fault(7, "slow", ranks=[0], delay=3.0)])
+    assert ended.events_of_kind(HangDetected) == []
     assert ended.result["restarts"] == 0
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_slower_than_its_peers_is_named_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.jobs.agent.WINDOW", 0.5)
+def test_a_worker_that_is_slower_than_its_peers_is_named_once(
+    lab: TrainHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.agent.WINDOW_S", 0.5)
     model = {"build": "lab_models:slow_on_one", "args": {"rank": 1}}
     ended = lab.train({"model": model, "steps": 40}, 2)
-    (found,) = ended.kind(StragglerDetected)
+    (found,) = ended.events_of_kind(StragglerDetected)
     assert found.rank == 1
     assert found.slowdown > 1.25
     assert 0.05 < found.wait_s_per_step < 1.0  # six micro-batches of 30 ms a step, less what the machine makes of it

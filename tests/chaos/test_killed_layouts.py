@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lab import Lab, fault
+from lab import TrainHarness, plan_fault
 from phalanx.run.event_types import AttemptStarted, RunWarning
 
 LAYOUTS: list[Any] = [
@@ -22,27 +22,27 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize(("layout", "workers"), LAYOUTS, ids=lambda value: str(value))
-def test_a_killed_run_ends_with_the_same_bits(lab: Lab, layout: dict[str, Any], workers: int) -> None:
+def test_a_killed_run_ends_with_the_same_bits(lab: TrainHarness, layout: dict[str, Any], workers: int) -> None:
     changes = {**SMALL, "parallelism": layout}
-    ended = lab.train(changes, workers, faults=[fault(7, ranks=[workers - 1])])
-    assert len(ended.kind(AttemptStarted)) == 2
-    assert ended.digest == lab.reference(changes, workers).digest
+    ended = lab.train(changes, workers, faults=[plan_fault(7, ranks=[workers - 1])])
+    assert len(ended.events_of_kind(AttemptStarted)) == 2
+    assert ended.digest == lab.train_reference(changes, workers).digest
 
 
 @pytest.mark.slow
-def test_a_killed_mixture_of_experts_ends_with_the_same_bits(lab: Lab) -> None:
+def test_a_killed_mixture_of_experts_ends_with_the_same_bits(lab: TrainHarness) -> None:
     changes = {**EXPERTS, "parallelism": {"shard": 2, "expert": 2}}
-    ended = lab.train(changes, 2, faults=[fault(7, ranks=[0])])
-    assert ended.digest == lab.reference(changes, 2).digest
+    ended = lab.train(changes, 2, faults=[plan_fault(7, ranks=[0])])
+    assert ended.digest == lab.train_reference(changes, 2).digest
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_another_layout_with_losses_that_differ_by_rounding_only(lab: Lab) -> None:
-    run = lab.place()
-    lab.lose({**SMALL, "parallelism": {"shard": 2}}, 2, run, [fault(7, ranks=[1])])
+def test_a_run_goes_on_under_another_layout_with_losses_that_differ_by_rounding_only(lab: TrainHarness) -> None:
+    run = lab.new_run()
+    lab.train_until_agent_lost({**SMALL, "parallelism": {"shard": 2}}, 2, run, [plan_fault(7, ranks=[1])])
     ended = lab.train({**SMALL, "parallelism": {"tensor": 2}}, 2, run)
-    first, second = (event.start_step for event in ended.kind(AttemptStarted))
+    first, second = (event.start_step for event in ended.events_of_kind(AttemptStarted))
     assert first == 0 < second < 7
-    alone = lab.reference(SMALL, 1)
+    alone = lab.train_reference(SMALL, 1)
     assert max(abs(a - b) / b for a, b in zip(ended.losses, alone.losses, strict=True)) < 1e-5
-    assert [event for event in ended.kind(RunWarning) if "the digest will differ" in event.text]
+    assert [event for event in ended.events_of_kind(RunWarning) if "the digest will differ" in event.text]

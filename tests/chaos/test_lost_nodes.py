@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import Ended, Lab, Values, alive, fault, plan_faults, steps_seen, wait_until
+from lab import HarnessRun, TrainHarness, Values, count_steps, list_live_workers, plan_fault, wait_until, write_faults
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
 from phalanx.run import Run
@@ -21,7 +21,7 @@ from phalanx.run.event_types import HangDetected, RunWarning, WorkerFailure
 class Nodes:
     """The nodes of one run. `start(0)` is the leading one."""
 
-    def __init__(self, lab: Lab, run: Run, token: Path, changes: Values):
+    def __init__(self, lab: TrainHarness, run: Run, token: Path, changes: Values):
         self.count = 2
         self.lab, self.run, self.token, self.changes = lab, run, token, changes
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -37,49 +37,51 @@ class Nodes:
         words = ("train", recipe, "--run", self.run.path, "--nproc-per-node", "1")
         return self.stack.enter_context(self.lab.start(*words, variables=variables))
 
-    def end(self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 60) -> Ended:
+    def end(
+        self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 60
+    ) -> HarnessRun:
         """How the run ended; the members end with its code."""
         _, errors = leader.communicate(timeout=seconds)
         for member in members:
             out, said = member.communicate(timeout=20)
             assert member.returncode == leader.returncode, (errors, out, said)
-        return Ended(self.run, leader.returncode, errors)
+        return HarnessRun(self.run, leader.returncode, errors)
 
 
 @pytest.fixture
-def nodes(lab: Lab, tmp_path: Path) -> Iterator[Nodes]:
+def nodes(lab: TrainHarness, tmp_path: Path) -> Iterator[Nodes]:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)
     token.chmod(0o600)
-    nodes = Nodes(lab, lab.place(), token, {})
+    nodes = Nodes(lab, lab.new_run(), token, {})
     with nodes.stack:
         yield nodes
 
 
-def fine(lab: Lab, ended: Ended) -> None:
+def fine(lab: TrainHarness, ended: HarnessRun) -> None:
     """It ended as if nothing had happened, and left nothing behind."""
     assert ended.code == ExitCode.DONE, ended.message
-    assert ended.digest == lab.reference({}, 2).digest
-    wait_until(lambda: alive(ended) == [] and lab.processes() == set(), 5, "everything to end")
+    assert ended.digest == lab.train_reference({}, 2).digest
+    wait_until(lambda: list_live_workers(ended) == [] and lab.processes() == set(), 5, "everything to end")
 
 
-def faults_of(ended: Ended) -> list[str]:
-    return [event.what for event in ended.kind(WorkerFailure)]
+def faults_of(ended: HarnessRun) -> list[str]:
+    return [event.what for event in ended.events_of_kind(WorkerFailure)]
 
 
-def test_two_nodes_end_in_the_same_bits_as_one_machine(lab: Lab, nodes: Nodes) -> None:
+def test_two_nodes_end_in_the_same_bits_as_one_machine(lab: TrainHarness, nodes: Nodes) -> None:
     ended = nodes.end(nodes.start(0), nodes.start(1))
     fine(lab, ended)
     assert faults_of(ended) == []
     assert load_recipe(nodes.run.resolved).recipe.grad_sync.bucket_mib == 1  # 25 on one
 
 
-def test_a_hang_on_one_of_three_nodes_is_told_within_ten_seconds_and_ended(lab: Lab, nodes: Nodes) -> None:
+def test_a_hang_on_one_of_three_nodes_is_told_within_ten_seconds_and_ended(lab: TrainHarness, nodes: Nodes) -> None:
     nodes.count, nodes.changes = 3, {"fault_tolerance": {"hang_timeout_s": 6.0}}
-    plan_faults(nodes.run, [fault(6, "block", ranks=[2])])
+    write_faults(nodes.run, [plan_fault(6, "block", ranks=[2])])
     ended = nodes.end(nodes.start(0), nodes.start(1), nodes.start(2))
-    assert ended.digest == lab.reference({}, 3).digest
-    (hang,) = ended.kind(HangDetected)
+    assert ended.digest == lab.train_reference({}, 3).digest
+    (hang,) = ended.events_of_kind(HangDetected)
     assert (hang.rank, hang.silence_s < 10.0) == (2, True)
     assert faults_of(ended) == ["hang"]
 
@@ -91,7 +93,7 @@ def test_a_node_whose_gpu_fails_in_every_attempt_leaves_alone_as_unfit(
     nodes: Nodes, rank: int, codes: list[int]
 ) -> None:
     nodes.changes = {"fault_tolerance": {"max_restarts": 2}}
-    plan_faults(nodes.run, [fault(1, "lose-gpu", ranks=[rank], attempt=None)])
+    write_faults(nodes.run, [plan_fault(1, "lose-gpu", ranks=[rank], attempt=None)])
     started = [nodes.start(0), nodes.start(1)]
     said = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == codes, said
@@ -103,16 +105,16 @@ def test_a_node_whose_gpu_fails_in_every_attempt_leaves_alone_as_unfit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_worker_of_either_node_is_replaced(lab: Lab, nodes: Nodes, rank: int) -> None:
-    plan_faults(nodes.run, [fault(7, ranks=[rank])])
+def test_a_killed_worker_of_either_node_is_replaced(lab: TrainHarness, nodes: Nodes, rank: int) -> None:
+    write_faults(nodes.run, [plan_fault(7, ranks=[rank])])
     ended = nodes.end(nodes.start(0), nodes.start(1))
     fine(lab, ended)
-    assert [(event.rank, event.what) for event in ended.kind(WorkerFailure)] == [(rank, "SIGKILL")]
+    assert [(event.rank, event.what) for event in ended.events_of_kind(WorkerFailure)] == [(rank, "SIGKILL")]
 
 
 @pytest.mark.slow
-def test_an_agent_that_is_killed_and_started_again_rejoins(lab: Lab, nodes: Nodes) -> None:
-    plan_faults(nodes.run, [fault(7, "kill-agent", ranks=[1])])
+def test_an_agent_that_is_killed_and_started_again_rejoins(lab: TrainHarness, nodes: Nodes) -> None:
+    write_faults(nodes.run, [plan_fault(7, "kill-agent", ranks=[1])])
     leader, member = nodes.start(0), nodes.start(1)
     member.wait(timeout=40)
     assert member.returncode == -signal.SIGKILL
@@ -122,8 +124,8 @@ def test_an_agent_that_is_killed_and_started_again_rejoins(lab: Lab, nodes: Node
 
 
 @pytest.mark.slow
-def test_a_leader_that_is_killed_and_started_again_finds_its_nodes(lab: Lab, nodes: Nodes) -> None:
-    plan_faults(nodes.run, [fault(7, "kill-agent", ranks=[0])])
+def test_a_leader_that_is_killed_and_started_again_finds_its_nodes(lab: TrainHarness, nodes: Nodes) -> None:
+    write_faults(nodes.run, [plan_fault(7, "kill-agent", ranks=[0])])
     leader, member = nodes.start(0), nodes.start(1)
     leader.wait(timeout=40)
     assert leader.returncode == -signal.SIGKILL
@@ -132,11 +134,11 @@ def test_a_leader_that_is_killed_and_started_again_finds_its_nodes(lab: Lab, nod
 
 
 @pytest.mark.slow
-def test_a_node_that_is_cut_off_and_comes_back_rejoins(lab: Lab, nodes: Nodes) -> None:
+def test_a_node_that_is_cut_off_and_comes_back_rejoins(lab: TrainHarness, nodes: Nodes) -> None:
     """An agent that is held still gives no sign, as behind a network that drops everything."""
-    plan_faults(nodes.run, [fault(1, "slow", delay=0.3, ranks=[0])])
+    write_faults(nodes.run, [plan_fault(1, "slow", delay=0.3, ranks=[0])])
     leader, member = nodes.start(0), nodes.start(1)
-    wait_until(lambda: steps_seen(nodes.run) >= 3)
+    wait_until(lambda: count_steps(nodes.run) >= 3)
     os.kill(member.pid, signal.SIGSTOP)
     wait_until(lambda: '"failure"' in nodes.run.events.read_text(), 30, "the node to be given up")
     os.kill(member.pid, signal.SIGCONT)
@@ -146,20 +148,20 @@ def test_a_node_that_is_cut_off_and_comes_back_rejoins(lab: Lab, nodes: Nodes) -
 
 
 @pytest.mark.slow
-def test_a_signal_to_any_node_stops_the_run_after_a_save(lab: Lab, nodes: Nodes) -> None:
-    plan_faults(nodes.run, [fault(1, "slow", delay=0.1)])
+def test_a_signal_to_any_node_stops_the_run_after_a_save(lab: TrainHarness, nodes: Nodes) -> None:
+    write_faults(nodes.run, [plan_fault(1, "slow", delay=0.1)])
     leader, member = nodes.start(0), nodes.start(1)
-    wait_until(lambda: steps_seen(nodes.run) >= 3)
+    wait_until(lambda: count_steps(nodes.run) >= 3)
     os.kill(member.pid, signal.SIGTERM)
     stopped = nodes.end(leader, member)
     assert stopped.code == ExitCode.UNFINISHED, stopped.message
     assert stopped.result["digest"] is not None
-    plan_faults(nodes.run, [])
+    write_faults(nodes.run, [])
     fine(lab, nodes.end(nodes.start(0), nodes.start(1)))
 
 
 @pytest.mark.slow
-def test_a_stranger_is_not_let_in_and_disturbs_nothing(lab: Lab, nodes: Nodes, tmp_path: Path) -> None:
+def test_a_stranger_is_not_let_in_and_disturbs_nothing(lab: TrainHarness, nodes: Nodes, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("fedcba9876543210" * 4)
     other.chmod(0o600)
@@ -176,7 +178,7 @@ def test_a_stranger_is_not_let_in_and_disturbs_nothing(lab: Lab, nodes: Nodes, t
 
 
 def test_a_node_that_leaves_as_unfit_is_named_at_once_and_waited_for_with_words(
-    lab: Lab, nodes: Nodes, tmp_path: Path
+    lab: TrainHarness, nodes: Nodes, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: not found')")
     leader = nodes.start(0)
@@ -186,13 +188,13 @@ def test_a_node_that_leaves_as_unfit_is_named_at_once_and_waited_for_with_words(
     wait_until(lambda: events.exists() and "then this ends with 75" in events.read_text(), 30, "the leader's word")
     os.kill(leader.pid, signal.SIGTERM)
     ended = nodes.end(leader)
-    said = [event.text for event in ended.kind(RunWarning)]
+    said = [event.text for event in ended.events_of_kind(RunWarning)]
     assert said[0].startswith("waiting for node 1 until ")
     assert said[1].startswith(f"node 1 ({socket.gethostname()}) left with exit code 77: the process that loads torch")
     assert (ended.code, said[1] in ended.message) == (ExitCode.UNFINISHED, True)
 
 
-def test_a_recipe_that_is_wrong_ends_all_nodes_with_its_code(lab: Lab, nodes: Nodes) -> None:
+def test_a_recipe_that_is_wrong_ends_all_nodes_with_its_code(lab: TrainHarness, nodes: Nodes) -> None:
     nodes.changes = {"steps": -1}
     leader = nodes.start(0)
     ended = nodes.end(leader, nodes.start(1), seconds=30)

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rig import Rig, obstacle
+from rig import SlurmCluster, find_obstacle
 
-from phalanx.jobs.engines.slurm import Slurm
+from phalanx.jobs.engines.slurm import SlurmBackend
 
 
 @pytest.fixture(scope="session")
-def rig() -> Iterator[Rig]:
-    why = obstacle()
+def rig() -> Iterator[SlurmCluster]:
+    why = find_obstacle()
     if why is not None:
         pytest.skip(f"NOTHING IS TESTED ON A REAL SLURM: {why}")
-    with Rig() as rig:
+    with SlurmCluster() as rig:
         yield rig
 
 
@@ -25,7 +25,7 @@ def secret() -> str:
 
 
 @pytest.fixture(scope="session")
-def slurm(rig: Rig, secret: str, tmp_path_factory: pytest.TempPathFactory) -> Slurm:
+def slurm(rig: SlurmCluster, secret: str, tmp_path_factory: pytest.TempPathFactory) -> SlurmBackend:
     """The engine, with a folder whose name needs quoting."""
     folder: Path = tmp_path_factory.mktemp("shared") / "it's $(here) 100%d"
-    return Slurm(rig.run, folder, {"SECRET": secret})
+    return SlurmBackend(rig.run, folder, {"SECRET": secret})

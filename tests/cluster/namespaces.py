@@ -21,7 +21,7 @@ BURST = 32 * 1024
 """Bytes that a slow link may send at once: some packets."""
 
 
-def obstacle(what: str, programs: Sequence[str] = (), packages: str = "iproute2 util-linux") -> str | None:
+def find_obstacle(what: str, programs: Sequence[str] = (), packages: str = "iproute2 util-linux") -> str | None:
     """Why there can be no such nodes on this machine, in words; None if nothing is in the way. `what` wants them, with
     `programs` besides; `packages` have them all."""
     if os.geteuid() != 0:
@@ -37,7 +37,7 @@ def obstacle(what: str, programs: Sequence[str] = (), packages: str = "iproute2 
     return f"namespaces are forbidden here: {tried.stderr.strip()}" if tried.returncode else None
 
 
-def living_in(space: str) -> list[int]:
+def list_processes_in(space: str) -> list[int]:
     """Processes whose network is the namespace of this name, as `readlink /proc/PID/ns/net` tells it."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -49,7 +49,7 @@ def living_in(space: str) -> list[int]:
     return found
 
 
-def bits(rate: str) -> float:
+def parse_rate(rate: str) -> float:
     """Bits a second of a rate as tc writes it, such as `100mbit`. ValueError for anything else."""
     for unit, factor in UNITS.items():
         if rate.endswith(unit):
@@ -60,7 +60,7 @@ def bits(rate: str) -> float:
 def burst(rate: str) -> int:
     """Bytes that a link of this rate may send at once: what it carries in 1 ms, as its timer may wake that late on a
     busy machine; more would be bandwidth for nothing in small transfers."""
-    return max(BURST, round(bits(rate) / 8 * 1e-3))
+    return max(BURST, round(parse_rate(rate) / 8 * 1e-3))
 
 
 class Namespaces:

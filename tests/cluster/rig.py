@@ -76,9 +76,9 @@ HOSTS = "127.0.0.1 localhost\n10.77.0.100 controller\n" + "".join(
 )
 
 
-def obstacle() -> str | None:
+def find_obstacle() -> str | None:
     """Why there can be no rig on this machine, in words; None if nothing is in the way."""
-    return namespaces.obstacle("a Slurm to test on", PROGRAMS, "slurm-wlm munge iproute2")
+    return namespaces.find_obstacle("a Slurm to test on", PROGRAMS, "slurm-wlm munge iproute2")
 
 
 def login_files() -> list[Path]:
@@ -90,7 +90,7 @@ def login_files() -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-class Rig:
+class SlurmCluster:
     """The cluster, as a context. `environment`: what commands see; this process's by default. `more`: lines of
     slurm.conf besides."""
 
@@ -246,10 +246,10 @@ class Rig:
 
 def main() -> None:
     """`make cluster-up`: a shell on the login node, and no cluster any more when it ends."""
-    why = obstacle()
+    why = find_obstacle()
     if why is not None:
         raise SystemExit(f"no cluster: {why}")
-    with Rig() as rig:
+    with SlurmCluster() as rig:
         print("A Slurm of four nodes, n1 to n4, with two make-believe GPUs each; files are this machine's own.")
         print("Try: sinfo; srun --nodes=4 hostname; phalanx jobs ls --on slurm. `exit` ends it and leaves nothing.")
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "exchange"))
-from links import Links, address, obstacle
-from namespaces import living_in
-from paced import Moment, Pace
-from team import Team, TurnFailed
+from links import Links, address, find_obstacle
+from namespaces import list_processes_in
+from paced import ComputeTiming, GradientArrival
+from team import NodeProcesses, TurnFailed
 
 SIZE = 4_000_000
 SERVER = """
@@ -36,7 +36,7 @@ print(time.monotonic() - start)
 
 @pytest.fixture
 def links() -> Iterator[Links]:
-    why = obstacle()
+    why = find_obstacle()
     if why is not None:
         pytest.skip(f"NOTHING IS TESTED OVER LIMITED LINKS: {why}")
     with Links(2) as links:
@@ -72,7 +72,7 @@ def test_a_limited_link_has_its_speed_and_the_kernel_counts_what_went_over_it(li
 
 
 def test_nothing_is_left_of_links_and_what_ran_on_them() -> None:
-    why = obstacle()
+    why = find_obstacle()
     if why is not None:
         pytest.skip(f"NOTHING IS TESTED OVER LIMITED LINKS: {why}")
     before = os.listdir("/sys/class/net")
@@ -83,29 +83,29 @@ def test_nothing_is_left_of_links_and_what_ran_on_them() -> None:
         with process.stdout, process.stdin:
             process.stdout.readline()
             spaces = [os.readlink(f"/proc/{pid}/ns/net") for _, pid in links._spaces.nodes.values()]
-            assert any(living_in(space) for space in spaces)
+            assert any(list_processes_in(space) for space in spaces)
     process.wait(timeout=20)
     end = time.monotonic() + 20
-    while any(living_in(space) for space in spaces):
+    while any(list_processes_in(space) for space in spaces):
         assert time.monotonic() < end, "processes outlived their links"
         time.sleep(0.05)
     assert os.listdir("/sys/class/net") == before
 
 
 @pytest.fixture
-def team(tmp_path: Path) -> Iterator[Team]:
-    why = obstacle()
+def team(tmp_path: Path) -> Iterator[NodeProcesses]:
+    why = find_obstacle()
     if why is not None:
         pytest.skip(f"NOTHING IS TESTED OVER LIMITED LINKS: {why}")
-    pace = Pace(0.01, (Moment(("b",), 0.01), Moment(("a",), 0.01)))
-    with Team(2, {"a": (1000, 300), "b": (500, 400)}, pace, tmp_path / "log") as team:
+    pace = ComputeTiming(0.01, (GradientArrival(("b",), 0.01), GradientArrival(("a",), 0.01)))
+    with NodeProcesses(2, {"a": (1000, 300), "b": (500, 400)}, pace, tmp_path / "log") as team:
         yield team
 
 
-def test_a_turn_tells_seconds_bytes_and_whether_the_sum_is_right(team: Team) -> None:
+def test_a_turn_tells_seconds_bytes_and_whether_the_sum_is_right(team: NodeProcesses) -> None:
     asked = {"turn": 1, "warmup": 2, "steps": 4, "local": 2}
-    alone = team.turn({"contender": "none", **asked}, 60.0)
-    ours = team.turn({"contender": "all-reduce", **asked}, 60.0)
+    alone = team.run_turn({"contender": "none", **asked}, 60.0)
+    ours = team.run_turn({"contender": "all-reduce", **asked}, 60.0)
     for one, other in zip(alone, ours, strict=True):
         assert len(one["seconds"]) == len(other["seconds"]) == 4
         assert sum(one["seconds"]) > 4 * 0.0299  # one by one they may be shorter: after a wait that was late
@@ -114,16 +114,16 @@ def test_a_turn_tells_seconds_bytes_and_whether_the_sum_is_right(team: Team) -> 
         assert other["error"] < 1e-6
 
 
-def test_a_turn_that_takes_too_long_is_told(team: Team) -> None:
+def test_a_turn_that_takes_too_long_is_told(team: NodeProcesses) -> None:
     asked = {"turn": 1, "warmup": 1, "steps": 1, "local": 1}
     with pytest.raises(TurnFailed, match=r"^not done after 0 s$"):
-        team.turn({"contender": "none", **asked, "steps": 1000}, 0.01)
+        team.run_turn({"contender": "none", **asked, "steps": 1000}, 0.01)
 
 
-def test_a_contender_that_fails_is_told_with_its_reason(team: Team) -> None:
+def test_a_contender_that_fails_is_told_with_its_reason(team: NodeProcesses) -> None:
     asked = {"turn": 1, "warmup": 1, "steps": 1, "local": 1}
     with pytest.raises(TurnFailed, match=r"^node \d: TypeError: BF16 all reduce communication hook required"):
-        team.turn({"contender": "ddp-bf16", **asked}, 60.0)
+        team.run_turn({"contender": "ddp-bf16", **asked}, 60.0)
 
 
 def test_without_links_the_benchmark_says_why_and_ends() -> None:

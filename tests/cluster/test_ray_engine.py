@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from engine_contract import EngineContract
+from engine_contract import BackendContract
 from phalanx.errors import UsageError
-from phalanx.jobs.code import folder_code
-from phalanx.jobs.engines.ray import Ray
-from phalanx.jobs.spec import Job, State, Status
+from phalanx.jobs.code import snapshot_folder
+from phalanx.jobs.engines.ray import RayBackend
+from phalanx.jobs.spec import Job, JobState, JobStatus
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
 pytestmark = pytest.mark.filterwarnings("default")  # of Ray's client
@@ -93,7 +93,7 @@ def machines(address: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Ray]:
+def engine() -> Iterator[RayBackend]:
     gcs, dashboard, agent, client, second = free_ports(5)
     folder = Path("/tmp") / f"phalanx-ray-{os.getpid()}"  # short: it holds sockets
     address = f"http://127.0.0.1:{dashboard}"
@@ -103,7 +103,7 @@ def engine() -> Iterator[Ray]:
         until(lambda: machines(address) == 1, "Ray's dashboard did not come up")
         nodes.append(start("second", f"--address=127.0.0.1:{gcs}", f"--dashboard-agent-listen-port={second}"))
         until(lambda: machines(address) == 2, "the second machine did not join")
-        yield Ray(address)
+        yield RayBackend(address)
     finally:
         for node in nodes:
             node.terminate()
@@ -114,22 +114,25 @@ def engine() -> Iterator[Ray]:
 
 def job(folder: Path, script: str, *words: str, **fields: Any) -> Job:
     """A job whose command is a few lines of Python."""
-    options = {"python": sys.executable} | fields.pop("options", {})
+    options = {"python": sys.executable} | fields.pop("backend_options", {})
     command = (sys.executable, "-u", "-c", script, *words)
-    return Job(**{"name": "try", "command": command, "folder": folder, "options": options, "warning": 10.0} | fields)
+    return Job(
+        **{"name": "try", "command": command, "working_dir": folder, "backend_options": options, "warning_s": 10.0}
+        | fields
+    )
 
 
-def submit(engine: Ray, *words: Any, **fields: Any) -> str:
+def submit(engine: RayBackend, *words: Any, **fields: Any) -> str:
     return engine.submit(engine.render(job(*words, **fields)))
 
 
-def ended(engine: Ray, name: str) -> Status:
-    def over() -> Status | None:
+def ended(engine: RayBackend, name: str) -> JobStatus:
+    def over() -> JobStatus | None:
         status = engine.poll(name)
-        return status if status.state.over else None
+        return status if status.state.is_final else None
 
     status = until(over, "the job did not end")
-    assert isinstance(status, Status)
+    assert isinstance(status, JobStatus)
     return status
 
 
@@ -180,7 +183,7 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def names(engine: Ray, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def names(engine: RayBackend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Jobs that run at the same time, and their ids: starting one takes Ray some seconds."""
     one_ends_badly = "import os, time; os.environ['PHALANX_NODE_RANK'] == '1' and exit(93); time.sleep(600)"
     wanted: dict[str, tuple[str, dict[str, Any]]] = {
@@ -196,69 +199,69 @@ def names(engine: Ray, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     for name, (script, fields) in wanted.items():
         folder = tmp_path_factory.mktemp(name)
         (folder / "data.txt").write_text("carried")
-        if fields.pop("code", False):
-            fields["code"] = folder_code(folder)
+        if fields.pop("snapshot", False):
+            fields["snapshot"] = snapshot_folder(folder)
         found[name] = submit(engine, folder, script, name=name, **fields)
     return found
 
 
-def test_two_nodes_on_two_machines_meet(engine: Ray, names: dict[str, str]) -> None:
-    status, lines = ended(engine, names["meet"]), list(engine.logs(names["meet"]))
-    assert status.state is State.DONE, lines
+def test_two_nodes_on_two_machines_meet(engine: RayBackend, names: dict[str, str]) -> None:
+    status, lines = ended(engine, names["meet"]), list(engine.read_logs(names["meet"]))
+    assert status.state is JobState.DONE, lines
     assert "[node 0] met True True 2" in lines
 
 
-def test_who_finds_its_machine_unfit_is_started_on_another(engine: Ray, names: dict[str, str]) -> None:
-    status, lines = ended(engine, names["unfit"]), list(engine.logs(names["unfit"]))
-    assert (status.state, status.attempts) == (State.DONE, 2), lines
+def test_who_finds_its_machine_unfit_is_started_on_another(engine: RayBackend, names: dict[str, str]) -> None:
+    status, lines = ended(engine, names["unfit"]), list(engine.read_logs(names["unfit"]))
+    assert (status.state, status.num_attempts) == (JobState.DONE, 2), lines
     assert "another" in lines
 
 
-def test_where_there_is_no_other_machine_it_ends(engine: Ray, names: dict[str, str]) -> None:
+def test_where_there_is_no_other_machine_it_ends(engine: RayBackend, names: dict[str, str]) -> None:
     status = ended(engine, names["both-unfit"])
-    assert (status.state, status.code, status.attempts) == (State.UNFINISHED, 77, 1), status.reason
+    assert (status.state, status.exit_code, status.num_attempts) == (JobState.INTERRUPTED, 77, 1), status.reason
     assert "no place for the job" in str(status.reason)
 
 
-def test_a_bad_end_takes_the_other_node_along(engine: Ray, names: dict[str, str]) -> None:
+def test_a_bad_end_takes_the_other_node_along(engine: RayBackend, names: dict[str, str]) -> None:
     status = ended(engine, names["one-ends-badly"])
-    assert (status.state, status.code, status.attempts) == (State.FAILED, 93, 1), status.reason
+    assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 93, 1), status.reason
 
 
-def test_a_job_saves_before_its_time_is_over(engine: Ray, names: dict[str, str]) -> None:
-    status, lines = ended(engine, names["late"]), list(engine.logs(names["late"]))
-    assert (status.state, status.code) == (State.UNFINISHED, 75), lines
+def test_a_job_saves_before_its_time_is_over(engine: RayBackend, names: dict[str, str]) -> None:
+    status, lines = ended(engine, names["late"]), list(engine.read_logs(names["late"]))
+    assert (status.state, status.exit_code) == (JobState.INTERRUPTED, 75), lines
     assert "saved" in lines
     assert "time limit" in str(status.reason)
 
 
-def test_a_job_for_which_there_is_no_room_says_so(engine: Ray, names: dict[str, str]) -> None:
+def test_a_job_for_which_there_is_no_room_says_so(engine: RayBackend, names: dict[str, str]) -> None:
     status = ended(engine, names["large"])
-    assert (status.state, status.attempts) == (State.UNFINISHED, 0)
+    assert (status.state, status.num_attempts) == (JobState.INTERRUPTED, 0)
     assert "3 nodes with 1 CPU are wanted, each on a machine of its own; of 2 machines" in str(status.reason)
 
 
 def test_the_folder_travels_when_it_is_asked_to(
-    engine: Ray, names: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    engine: RayBackend, names: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    assert ended(engine, names["travels"]).state is State.DONE
-    (line,) = [line for line in engine.logs(names["travels"]) if line.startswith("carried")]
+    assert ended(engine, names["travels"]).state is JobState.DONE
+    (line,) = [line for line in engine.read_logs(names["travels"]) if line.startswith("carried")]
     assert str(tmp_path_factory.getbasetemp()) not in line
 
 
-def test_a_cancelled_job_may_save_for_longer_than_ray_waits_of_itself(engine: Ray, tmp_path: Path) -> None:
+def test_a_cancelled_job_may_save_for_longer_than_ray_waits_of_itself(engine: RayBackend, tmp_path: Path) -> None:
     name = submit(engine, tmp_path, SAVE, name="cancelled")
-    until(lambda: "ready" in engine.logs(name), "it did not start")
-    assert engine.poll(name).state is State.RUNNING
+    until(lambda: "ready" in engine.read_logs(name), "it did not start")
+    assert engine.poll(name).state is JobState.RUNNING
     engine.cancel(name)
-    assert ended(engine, name).state is State.CANCELLED
-    assert "saved" in engine.logs(name)
+    assert ended(engine, name).state is JobState.CANCELLED
+    assert "saved" in engine.read_logs(name)
     with pytest.raises(UsageError, match="does not run"):
-        engine.signal(name, signal.SIGUSR1)
+        engine.send_signal(name, signal.SIGUSR1)
 
 
-class TestContract(EngineContract):
+class TestContract(BackendContract):
     """What every engine must do."""
 
     options: ClassVar[dict[str, str]] = {"python": sys.executable}
-    patience = PATIENCE
+    timeout_s = PATIENCE

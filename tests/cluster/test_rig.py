@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from namespaces import living_in
-from rig import NODES, Rig, login_files
+from namespaces import list_processes_in
+from rig import NODES, SlurmCluster, login_files
 
 HOLDER = """
 import sys
@@ -21,7 +21,7 @@ with Rig() as rig:
 """
 
 
-def test_nothing_is_left_when_the_holder_is_killed(rig: Rig) -> None:
+def test_nothing_is_left_when_the_holder_is_killed(rig: SlurmCluster) -> None:
     links, mounts = os.listdir("/sys/class/net"), Path("/proc/mounts").read_text()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -29,11 +29,11 @@ def test_nothing_is_left_when_the_holder_is_killed(rig: Rig) -> None:
         assert holder.stdout is not None
         *spaces, files = holder.stdout.readline().split()
         assert len(set(spaces)) == 4
-        assert all(living_in(space) for space in spaces)
+        assert all(list_processes_in(space) for space in spaces)
         assert Path(files).exists()
         holder.send_signal(signal.SIGKILL)
     end = time.monotonic() + 20
-    while any(living_in(space) for space in spaces):
+    while any(list_processes_in(space) for space in spaces):
         assert time.monotonic() < end, "processes outlived the holder of their cluster"
         time.sleep(0.05)
     assert not Path(files).exists()
@@ -41,7 +41,7 @@ def test_nothing_is_left_when_the_holder_is_killed(rig: Rig) -> None:
     assert Path("/proc/mounts").read_text() == mounts
 
 
-def test_nodes_have_names_and_addresses_of_their_own(rig: Rig) -> None:
+def test_nodes_have_names_and_addresses_of_their_own(rig: SlurmCluster) -> None:
     code, out, err = rig.run(["srun", "--nodes=4", "--label", "hostname", "--all-ip-addresses"])
     assert code == 0, err
     assert sorted(out.split()) == sorted(
@@ -49,7 +49,7 @@ def test_nodes_have_names_and_addresses_of_their_own(rig: Rig) -> None:
     )
 
 
-def test_a_login_on_a_node_runs_nothing_of_this_machines_user(rig: Rig) -> None:
+def test_a_login_on_a_node_runs_nothing_of_this_machines_user(rig: SlurmCluster) -> None:
     files = login_files()
     if not files:
         pytest.skip("root has no such files here")
@@ -58,7 +58,7 @@ def test_a_login_on_a_node_runs_nothing_of_this_machines_user(rig: Rig) -> None:
     assert {line.split()[0] for line in out.splitlines()} == {"0"}
 
 
-def seconds_to_send(rig: Rig, tmp_path: Path, size: int) -> float:
+def seconds_to_send(rig: SlurmCluster, tmp_path: Path, size: int) -> float:
     """How long n1 takes to send bytes to n2."""
     script = tmp_path / "send.py"
     script.write_text(
@@ -82,7 +82,7 @@ def seconds_to_send(rig: Rig, tmp_path: Path, size: int) -> float:
     return float(out)
 
 
-def test_a_link_can_be_slowed_down_and_is_fast_again(rig: Rig, tmp_path: Path) -> None:
+def test_a_link_can_be_slowed_down_and_is_fast_again(rig: SlurmCluster, tmp_path: Path) -> None:
     size = 2_000_000
     rig.limit("n2", "10mbit")
     slow = seconds_to_send(rig, tmp_path, size)
@@ -92,7 +92,7 @@ def test_a_link_can_be_slowed_down_and_is_fast_again(rig: Rig, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("harm", ["cut", "kill_node"])
-def test_a_node_that_is_lost_is_noticed_and_can_be_revived(rig: Rig, harm: str) -> None:
+def test_a_node_that_is_lost_is_noticed_and_can_be_revived(rig: SlurmCluster, harm: str) -> None:
     getattr(rig, harm)("n4")
     rig.wait_for(lambda: rig.states()["n4"] == "down*", "n4 is missed")
     rig.revive("n4")

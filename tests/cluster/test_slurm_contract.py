@@ -3,15 +3,15 @@
 import os
 
 import pytest
-from rig import Rig
+from rig import SlurmCluster
 
-from engine_contract import EngineContract
-from phalanx.jobs.engines.slurm import Slurm
+from engine_contract import BackendContract
+from phalanx.jobs.engines.slurm import SlurmBackend
 
 
-class TestContract(EngineContract):
-    patience = 90.0
+class TestContract(BackendContract):
+    timeout_s = 90.0
 
     @pytest.fixture
-    def engine(self, rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Slurm:
-        return Slurm(rig.run, tmp_path_factory.mktemp("slurm"), os.environ)
+    def engine(self, rig: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> SlurmBackend:
+        return SlurmBackend(rig.run, tmp_path_factory.mktemp("slurm"), os.environ)

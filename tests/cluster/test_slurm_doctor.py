@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from rig import NODES, Rig, obstacle
+from rig import NODES, SlurmCluster, find_obstacle
 
-from phalanx.jobs.engines.slurm import Slurm
-from phalanx.jobs.spec import Job, State
+from phalanx.jobs.engines.slurm import SlurmBackend
+from phalanx.jobs.spec import Job, JobState
 
-WHY = obstacle()
+WHY = find_obstacle()
 pytestmark = pytest.mark.skipif(WHY is not None, reason=f"NOTHING IS TESTED ON A REAL SLURM: {WHY}")
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "health-checks.md"
@@ -42,12 +42,12 @@ def script(mark: str, folder: Path, scratch: Path) -> Path:
     return file
 
 
-def fill_disk(rig: Rig, node: str, scratch: Path) -> None:
+def fill_disk(rig: SlurmCluster, node: str, scratch: Path) -> None:
     """On this node the run's disk has less room than the doctor lets pass."""
     rig.administer(node, "mount", "-t", "tmpfs", "-o", "size=1m", "small", str(scratch))
 
 
-def reason(rig: Rig, node: str) -> str:
+def reason(rig: SlurmCluster, node: str) -> str:
     """Why Slurm has a node out of service."""
     code, out, err = rig.run(["sinfo", "--noheader", f"--nodes={node}", "--format=%E"])
     assert code == 0, err
@@ -56,14 +56,14 @@ def reason(rig: Rig, node: str) -> str:
 
 def test_as_prolog_the_doctor_drains_an_unfit_node_and_the_job_runs_on_others(tmp_path: Path, scratch: Path) -> None:
     prolog = script("Prolog", tmp_path, scratch)
-    with Rig(more=f"Prolog={prolog}\nPrologFlags=Alloc") as rig:
+    with SlurmCluster(more=f"Prolog={prolog}\nPrologFlags=Alloc") as rig:
         fill_disk(rig, "n2", scratch)
-        slurm = Slurm(rig.run, tmp_path / "jobs")
-        id = slurm.submit(slurm.render(Job("examined", ("hostname",), tmp_path, nodes=2)))
-        rig.wait_for(lambda: slurm.poll(id).state.over, "the job's end", 90)
+        slurm = SlurmBackend(rig.run, tmp_path / "jobs")
+        id = slurm.submit(slurm.render(Job("examined", ("hostname",), tmp_path, num_nodes=2)))
+        rig.wait_for(lambda: slurm.poll(id).state.is_final, "the job's end", 90)
         status = slurm.poll(id)
-        assert (status.state, status.attempts) == (State.DONE, 2), list(slurm.logs(id))
-        ran = sorted({*slurm.logs(id)} & {*NODES})  # the first attempt may have begun, and says that it was ended
+        assert (status.state, status.num_attempts) == (JobState.DONE, 2), list(slurm.read_logs(id))
+        ran = sorted({*slurm.read_logs(id)} & {*NODES})  # the first attempt may have begun, and says that it was ended
         assert len(ran) == 2
         assert [node for node, state in rig.states().items() if state.startswith("drain")] == ["n2"]
         assert "prolog" in reason(rig, "n2").lower()
@@ -75,26 +75,30 @@ def test_as_prolog_the_doctor_drains_an_unfit_node_and_the_job_runs_on_others(tm
 
 def test_as_health_check_the_doctor_drains_an_unfit_node_and_says_why(tmp_path: Path, scratch: Path) -> None:
     program = script("HealthCheckProgram", tmp_path, scratch)
-    with Rig(more=f"HealthCheckProgram={program}\nHealthCheckInterval=5\nHealthCheckNodeState=IDLE") as rig:
+    with SlurmCluster(more=f"HealthCheckProgram={program}\nHealthCheckInterval=5\nHealthCheckNodeState=IDLE") as rig:
         fill_disk(rig, "n3", scratch)
         rig.wait_for(lambda: rig.states()["n3"].startswith("drain"), "the sick node to be drained", 90)
         assert re.match(r"phalanx doctor: FAIL +disk/run +.*scratch: 0\.0 of 0\.0 GiB free", reason(rig, "n3"))
         assert [rig.states()[node] for node in NODES if node != "n3"] == ["idle"] * 3
 
 
-def test_the_node_whose_link_is_slow_is_named_and_the_others_are_fit(rig: Rig, slurm: Slurm, tmp_path: Path) -> None:
+def test_the_node_whose_link_is_slow_is_named_and_the_others_are_fit(
+    rig: SlurmCluster, slurm: SlurmBackend, tmp_path: Path
+) -> None:
     command = (sys.executable, "-m", "phalanx", "doctor", "--network", "--out", str(tmp_path))
     rig.limit("n3", "100mbit")
     try:
-        id = slurm.submit(slurm.render(Job("links", command, tmp_path, nodes=4)))
-        rig.wait_for(lambda: slurm.poll(id).attempts > 1 or slurm.poll(id).state.over, "all links to be measured", 90)
+        id = slurm.submit(slurm.render(Job("links", command, tmp_path, num_nodes=4)))
+        rig.wait_for(
+            lambda: slurm.poll(id).num_attempts > 1 or slurm.poll(id).state.is_final, "all links to be measured", 90
+        )
     finally:
         rig.limit("n3", None)
-    lines = list(slurm.logs(id))
+    lines = list(slurm.read_logs(id))
     reports = {node: json.loads((tmp_path / f"{node}.json").read_text()) for node in NODES}
     assert {node: report["fit"] for node, report in reports.items()} == {node: node != "n3" for node in NODES}, lines
     (finding,) = reports["n3"]["findings"]
     assert (finding["verdict"], finding["check"]) == ("FAIL", "link-bandwidth")
     assert all("slow by their own fault: n3 (" in reports[node]["findings"][0]["reason"] for node in ("n1", "n2", "n4"))
-    codes = {node: (slurm.folder / "links-1" / f"code.0.{node}").read_text().strip() for node in NODES}
+    codes = {node: (slurm.jobs_dir / "links-1" / f"code.0.{node}").read_text().strip() for node in NODES}
     assert codes == {"n1": "0", "n2": "0", "n3": "77", "n4": "0"}, lines

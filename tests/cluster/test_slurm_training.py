@@ -7,26 +7,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rig import Rig
+from rig import SlurmCluster
 
-from lab import Ended, Lab, Values, fault, plan_faults, steps_seen, wait_until
+from lab import HarnessRun, TrainHarness, Values, count_steps, plan_fault, wait_until, write_faults
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import RunEnded, StepDone, WorkerStarted
 
 
 @pytest.fixture
-def run(lab: Lab) -> Run:
-    return lab.place()
+def run(lab: TrainHarness) -> Run:
+    return lab.new_run()
 
 
 @pytest.fixture
-def variables(lab: Lab, tmp_path: Path) -> dict[str, str]:
+def variables(lab: TrainHarness, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **lab.variables(), "PHALANX_STATE_DIR": str(tmp_path / "state"), "COLUMNS": "200"}
 
 
 @pytest.fixture
-def started(rig: Rig, variables: dict[str, str]) -> Iterator[list["subprocess.Popen[str]"]]:
+def started(rig: SlurmCluster, variables: dict[str, str]) -> Iterator[list["subprocess.Popen[str]"]]:
     """Command lines on the login node, which do not outlive the test."""
     processes: list[subprocess.Popen[str]] = []
     yield processes
@@ -40,8 +40,8 @@ def started(rig: Rig, variables: dict[str, str]) -> Iterator[list["subprocess.Po
 
 
 def train(
-    rig: Rig,
-    lab: Lab,
+    rig: SlurmCluster,
+    lab: TrainHarness,
     run: Run,
     variables: dict[str, str],
     started: list["subprocess.Popen[str]"],
@@ -55,110 +55,112 @@ def train(
     return started[-1]
 
 
-def ended(process: "subprocess.Popen[str]", run: Run, seconds: float) -> Ended:
+def ended(process: "subprocess.Popen[str]", run: Run, seconds: float) -> HarnessRun:
     _, said = process.communicate(timeout=seconds)
-    return Ended(run, process.returncode, said)
+    return HarnessRun(run, process.returncode, said)
 
 
 def test_two_nodes_of_slurm_end_in_the_digest_of_one_machine(
-    rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+    rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
     found = ended(train(rig, lab, run, variables, started, {}), run, 90)
     assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.reference({}, 2).digest
+    assert found.digest == lab.train_reference({}, 2).digest
     assert found.message is not None
     assert found.digest in found.message
-    assert {event.host for event in found.kind(WorkerStarted)} == {"n1", "n2"}
+    assert {event.host for event in found.events_of_kind(WorkerStarted)} == {"n1", "n2"}
 
 
 def test_a_copy_of_the_recipes_folder_ends_in_the_same_digest(
-    rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+    rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
     found = ended(train(rig, lab, run, variables, started, {}, "--snapshot", "workdir"), run, 90)
     assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.reference({}, 2).digest
+    assert found.digest == lab.train_reference({}, 2).digest
     environment = run.read_json(run.environment) or {}
     assert environment["folder"] == str(lab.folder)  # data stay where they are
     assert environment["environment_variables"]["PHALANX_SNAPSHOT_DIR"].startswith(variables["PHALANX_STATE_DIR"])
 
 
 def test_two_nodes_end_in_the_digest_of_one_process_where_the_recipe_is_exact_over_replicas(
-    rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+    rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
     changes = {"determinism": "elastic"}
     found = ended(train(rig, lab, run, variables, started, changes), run, 90)
     assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.reference(changes, 1).digest
+    assert found.digest == lab.train_reference(changes, 1).digest
 
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("how", ["kill_node", "cut"])
 def test_a_run_that_loses_a_node_goes_on_elsewhere_and_ends_in_the_same_digest(
-    rig: Rig,
-    lab: Lab,
+    rig: SlurmCluster,
+    lab: TrainHarness,
     run: Run,
     variables: dict[str, str],
     started: list["subprocess.Popen[str]"],
     which: int,
     how: str,
 ) -> None:
-    plan_faults(run, [fault(1, "slow", delay=0.2)])
+    write_faults(run, [plan_fault(1, "slow", delay=0.2)])
     process = train(rig, lab, run, variables, started, {})
-    wait_until(lambda: steps_seen(run) >= 7, 60, "the run to be in the middle")
-    node = sorted({event.rank: event.host for event in Ended(run, 0, None).kind(WorkerStarted)}.items())[which][1]
+    wait_until(lambda: count_steps(run) >= 7, 60, "the run to be in the middle")
+    node = sorted({event.rank: event.host for event in HarnessRun(run, 0, None).events_of_kind(WorkerStarted)}.items())[
+        which
+    ][1]
     getattr(rig, how)(node)
     try:
         found = ended(process, run, 150)
         assert found.code == ExitCode.DONE, found.message
-        assert found.digest == lab.reference({}, 2).digest
-        last = [event.host for event in found.kind(WorkerStarted)][-2:]
+        assert found.digest == lab.train_reference({}, 2).digest
+        last = [event.host for event in found.events_of_kind(WorkerStarted)][-2:]
         assert node not in last
     finally:
         rig.revive(node)
 
 
-def job_of(rig: Rig) -> str:
+def job_of(rig: SlurmCluster) -> str:
     """The number of the only job that there is."""
     _, listed, _ = rig.run(["squeue", "--noheader", "--format=%i"])
     (number,) = listed.split()
     return number
 
 
-def restart_the_controller(rig: Rig) -> None:
+def restart_the_controller(rig: SlurmCluster) -> None:
     rig.stop_controller()
     rig.start_controller()
 
 
-def requeue(rig: Rig) -> None:
+def requeue(rig: SlurmCluster) -> None:
     """What preemption does, too, where a site gives it no time of grace."""
     assert rig.run(["scontrol", "requeue", job_of(rig)])[0] == 0
 
 
 @pytest.mark.parametrize("happens", [restart_the_controller, requeue])
 def test_whatever_slurm_does_to_the_job_it_ends_in_the_same_digest(
-    rig: Rig,
-    lab: Lab,
+    rig: SlurmCluster,
+    lab: TrainHarness,
     run: Run,
     variables: dict[str, str],
     started: list["subprocess.Popen[str]"],
-    happens: Callable[[Rig], None],
+    happens: Callable[[SlurmCluster], None],
 ) -> None:
-    plan_faults(run, [fault(1, "slow", delay=0.2)])
+    write_faults(run, [plan_fault(1, "slow", delay=0.2)])
     process = train(rig, lab, run, variables, started, {})
-    wait_until(lambda: steps_seen(run) >= 5, 60, "the run to be in the middle")
+    wait_until(lambda: count_steps(run) >= 5, 60, "the run to be in the middle")
     happens(rig)
     found = ended(process, run, 150)
     assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.reference({}, 2).digest
+    assert found.digest == lab.train_reference({}, 2).digest
 
 
-def preempt(rig: Rig) -> None:
+def preempt(rig: SlurmCluster) -> None:
     """A job that comes first takes all nodes; the partition gives 10 s of grace."""
     options = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null"]
     assert rig.run(["sbatch", *options, "--wrap=true"])[0] == 0
 
 
-def reach_the_time_limit(rig: Rig) -> None:
+def reach_the_time_limit(rig: SlurmCluster) -> None:
     """Slurm warns 2 min before the end, and looks for jobs to warn every half minute. The next attempt has time."""
     limit = ["scontrol", "update", f"JobId={job_of(rig)}"]
     assert rig.run([*limit, "TimeLimit=2"])[0] == 0
@@ -167,17 +169,19 @@ def reach_the_time_limit(rig: Rig) -> None:
 
 
 def test_a_run_that_is_preempted_and_later_reaches_its_time_limit_ends_in_the_same_digest(
-    rig: Rig, lab: Lab, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+    rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
-    plan_faults(run, [fault(1, "slow", delay=1.0), fault(1, "slow", delay=6.0, attempt=1)])
+    write_faults(run, [plan_fault(1, "slow", delay=1.0), plan_fault(1, "slow", delay=6.0, attempt=1)])
     process = train(rig, lab, run, variables, started, {})
-    wait_until(lambda: steps_seen(run) >= 1, 60, "the run to be on its way")
+    wait_until(lambda: count_steps(run) >= 1, 60, "the run to be on its way")
     preempt(rig)
-    (stopped,) = wait_until(lambda: Ended(run, 0, None).kind(RunEnded), 60, "the run to save and leave")
-    wait_until(lambda: steps_seen(run) > stopped.step, 120, "the second attempt to be on its way")
+    (stopped,) = wait_until(lambda: HarnessRun(run, 0, None).events_of_kind(RunEnded), 60, "the run to save and leave")
+    wait_until(lambda: count_steps(run) > stopped.step, 120, "the second attempt to be on its way")
     reach_the_time_limit(rig)
     found = ended(process, run, 150)
     assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.reference({}, 2).digest
-    assert [event.attempt for event in found.kind(WorkerStarted)] == [0, 0, 1, 1, 2, 2]
-    assert [event.step for event in found.kind(StepDone)] == list(range(1, 13))  # it saved: none was done again
+    assert found.digest == lab.train_reference({}, 2).digest
+    assert [event.attempt for event in found.events_of_kind(WorkerStarted)] == [0, 0, 1, 1, 2, 2]
+    assert [event.step for event in found.events_of_kind(StepDone)] == list(
+        range(1, 13)
+    )  # it saved: none was done again

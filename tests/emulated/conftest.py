@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from emulator import build, environment
 
-from lab import Lab
+from lab import TrainHarness
 from phalanx.cluster import discover
 
 GPUS = 4
@@ -15,7 +15,7 @@ FP8 = {"PHALANX_FLOAT8": "always"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class OnGpus(Lab):
+class OnGpus(TrainHarness):
     """Its agent looks for emulated GPUs, and its workers train on them."""
 
     def variables(self) -> dict[str, str]:
@@ -30,7 +30,7 @@ class OnLateGpus(OnGpus):
         return {**super().variables(), "NULLGPU_DELAY": "1"}
 
 
-class OnCpu(Lab):
+class OnCpu(TrainHarness):
     """The same build of torch without a GPU, with the attention of `hostgpu.py`."""
 
     def variables(self) -> dict[str, str]:
@@ -46,23 +46,23 @@ def with_paths(*variables: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainHarness]:
     """Four emulated GPUs."""
     folder = tmp_path_factory.mktemp("gpus")
     with pytest.MonkeyPatch.context() as patch, OnGpus(folder, folder / "runs") as lab:
-        patch.setattr(discover, "DEVICE_FILES", ("proc/self/status",))
+        patch.setattr(discover, "GPU_DEVICE_FILES", ("proc/self/status",))
         yield lab
 
 
 @pytest.fixture(scope="session")
-def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainHarness]:
     folder = tmp_path_factory.mktemp("cpu")
     with OnCpu(folder, folder / "runs") as lab:
         yield lab
 
 
 @pytest.fixture(scope="session")
-def late_gpus(gpus: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def late_gpus(gpus: TrainHarness, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainHarness]:
     """What the trials of `gpus` found holds here as well."""
     folder = tmp_path_factory.mktemp("late")
     lab = OnLateGpus(folder, folder / "runs")

@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(Path(__file__).
 import torch  # noqa: E402
 from emulator import Counts, held  # noqa: E402
 
-from phalanx.compat import graph_breaks  # noqa: E402
+from phalanx.compat import count_graph_breaks  # noqa: E402
 
 STEPS = 3
 
@@ -23,16 +23,16 @@ STEPS = 3
 def blocks(precision: str) -> dict[str, object]:
     """Counts of a compiled forward and backward of two blocks of GPT-2's width."""
     from phalanx.models import transformer
-    from phalanx.train.fp8 import compute_in_fp8, quantise_once
-    from phalanx.train.fp8_choice import candidates
+    from phalanx.train.fp8 import convert_to_float8, quantize_weights_once
+    from phalanx.train.fp8_choice import find_candidates
     from phalanx.train.parallel.blocks import find_blocks
     from phalanx.train.parallel.compiled import compile_blocks
 
     model = transformer(vocab_size=512, seq_len=256, layers=2, hidden_size=768, num_heads=12, activation="relu2").cuda()
     if precision == "fp8":
-        for layer in candidates(model, find_blocks(model)).values():
-            compute_in_fp8(layer)
-        quantise_once(model)
+        for layer in find_candidates(model, find_blocks(model)).values():
+            convert_to_float8(layer)
+        quantize_weights_once(model)
     compile_blocks(model, list(model.blocks))
     tokens = torch.zeros(2, 256, dtype=torch.int64, device="cuda")
 
@@ -44,30 +44,30 @@ def blocks(precision: str) -> dict[str, object]:
     run()
     before = Counts.now()
     run()
-    return {**asdict(Counts.now().since(before)), "breaks": graph_breaks()}
+    return {**asdict(Counts.now().since(before)), "breaks": count_graph_breaks()}
 
 
 def accumulated(casts: str) -> dict[str, object]:
     """Counts of three micro-batches of two compiled blocks and an untied head, the gradients added up: with weights
     cast once (`casts` "once") or by autocast. The first step compiles."""
     from phalanx.models import transformer
-    from phalanx.train.cast_once import cast_once, linear_in
-    from phalanx.train.gradients import LocalGradients
+    from phalanx.train.cast_once import linear_names_in_blocks, use_cached_casts
+    from phalanx.train.gradients import LocalReducer
     from phalanx.train.parallel.blocks import find_blocks
     from phalanx.train.parallel.compiled import compile_blocks
 
     model = transformer(
         vocab_size=512, seq_len=256, layers=2, hidden_size=768, num_heads=12, activation="relu2", tie_embeddings=False
     ).cuda()
-    names = [*linear_in(model, find_blocks(model)), "head"] if casts == "once" else []
-    layers = cast_once(model, names, torch.bfloat16)
+    names = [*linear_names_in_blocks(model, find_blocks(model)), "head"] if casts == "once" else []
+    layers = use_cached_casts(model, names, torch.bfloat16)
     for layer in layers:
-        layer.add_up(True)
+        layer.set_accumulate_in_matmul(True)
     compile_blocks(model, list(model.blocks))
     tokens = torch.zeros(2, 256, dtype=torch.int64, device="cuda")
 
     def run() -> None:
-        gradients = LocalGradients(list(model.parameters()), layers)
+        gradients = LocalReducer(list(model.parameters()), layers)
         model.zero_grad()
         for layer in layers:
             layer.before_step()
@@ -75,13 +75,13 @@ def accumulated(casts: str) -> dict[str, object]:
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 logits = model(tokens)
             logits.float().sum().backward()
-            gradients.end()
+            gradients.end_backward()
 
     run()
     run()
     before = Counts.now()
     run()
-    return {**asdict(Counts.now().since(before)), "breaks": graph_breaks()}
+    return {**asdict(Counts.now().since(before)), "breaks": count_graph_breaks()}
 
 
 SHAPES = {  # title, layers, width, heads, kv_heads, ffn, activation, vocab, tie, sequence, samples, micro-batches
@@ -96,23 +96,25 @@ SHAPES = {  # title, layers, width, heads, kv_heads, ffn, activation, vocab, tie
 def training(shape: str, compiled: bool | str) -> Iterator[tuple[int, Iterator[Any]]]:
     """The matrices' parameters of a model of this shape, and its steps in the engine."""
     import gpu
-    from engine_overhead import Job, make_dataset, phalanx, quiet
+    from engine_overhead import LoopTask, make_dataset, phalanx, silence_output
 
     from phalanx.run import Run
-    from phalanx.train.place import from_environment, join
-    from phalanx.train.reporter import ToRun
-    from phalanx.train.worker import prepare_torch
+    from phalanx.train.place import dist_env_from_environment, init_process_group
+    from phalanx.train.reporter import RunReporter
+    from phalanx.train.worker import configure_torch
 
-    quiet()
+    silence_output()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         case = gpu.Case(*SHAPES[shape])
         recipe = gpu.recipe_of(case, "bf16", make_dataset(folder, megabytes=1), compiled=compiled)
-        place = from_environment({})
-        prepare_torch(recipe, place)
-        join(place)
+        place = dist_env_from_environment({})
+        configure_torch(recipe, place)
+        init_process_group(place)
         Run(folder / "run").create()
-        _, trained = phalanx(Job(recipe, 1, 0, place.device), folder / "run", ToRun(Run(folder / "run"), leads=True))
+        _, trained = phalanx(
+            LoopTask(recipe, 1, 0, place.device), folder / "run", RunReporter(Run(folder / "run"), is_rank_zero=True)
+        )
         yield gpu.matmul_parameters(case) + (0 if case.tie else case.vocab * case.width), iter(trained)
 
 
@@ -143,7 +145,7 @@ def compiled(shape: str, how: bool | str = True) -> dict[str, object]:
         peak = torch.cuda.max_memory_allocated()
         return {
             "steps": found,
-            "breaks": graph_breaks(),
+            "breaks": count_graph_breaks(),
             "parameters": parameters,
             "state": state,
             "peak": peak,
@@ -188,9 +190,9 @@ def imports(_: str) -> dict[str, object]:
     for name in ("is_available", "device_count", "_lazy_init", "init", "get_device_properties", "current_device"):
         known = getattr(torch.cuda, name)
         setattr(torch.cuda, name, lambda *a, _known=known, _name=name, **k: (calls.append(_name), _known(*a, **k))[1])
-    from phalanx.compat import load_torch
+    from phalanx.compat import import_torch
 
-    load_torch()
+    import_torch()
     import phalanx.train.worker  # noqa: F401
 
     found = list(calls)

@@ -18,7 +18,7 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 def norm_rotate() -> list[float]:
     from phalanx.models import norm_rotate as kernels
-    from phalanx.models.transformer import rotate, rotations
+    from phalanx.models.transformer import apply_rotary, rope_angles
 
     found = []
     for b, s, h, d, batched in (
@@ -29,14 +29,14 @@ def norm_rotate() -> list[float]:
     ):
         x = torch.randn(b, s, h, d, requires_grad=True)
         weight = (torch.rand(d) + 0.5).requires_grad_()
-        angles = rotations(s, d, 10000.0, x.device)
+        angles = rope_angles(s, d, 10000.0, x.device)
         angles = (angles + torch.arange(b)[:, None, None, None]).contiguous() if batched else angles
         cos, sin = angles.cos(), angles.sin()
-        out = rotate(F.rms_norm(x, (d,), weight, 1e-6), (cos, sin))
+        out = apply_rotary(F.rms_norm(x, (d,), weight, 1e-6), (cos, sin))
         grad = torch.randn_like(out)
         by_x, by_weight = torch.autograd.grad(out, (x, weight), grad)
-        count, heads, length, dim = kernels._rows(x, cos)
-        rows, programs = kernels._block(d), 3
+        count, heads, length, dim = kernels._kernel_sizes(x, cos)
+        rows, programs = kernels._rows_per_program(d), 3
         given = (x.detach(), weight.detach(), cos, sin)
         sizes = {"EPS": 1e-6, "D": dim, "ROWS": rows}
         mine, mine_x, mine_weight = torch.empty_like(x), torch.empty_like(x), torch.empty(programs, d)

@@ -195,8 +195,8 @@ def test_a_session_measures_kernels_and_expandable_segments(emulated: dict[str, 
 
 SEGMENTS = """
 import torch
-from phalanx.train.place import from_environment, join
-join(from_environment())
+from phalanx.train.place import dist_env_from_environment, init_process_group
+init_process_group(dist_env_from_environment())
 held = torch.ones(1 << 20, device="cuda")
 print(*{segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
 """

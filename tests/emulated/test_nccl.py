@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab import Lab, Values, alive, fault
+from lab import TrainHarness, Values, list_live_workers, plan_fault
 from phalanx.errors import ExitCode
 from phalanx.run.event_types import AttemptStarted, WorkerFailure
 
@@ -34,7 +34,7 @@ SOON = 40.0
 
 def in_a_collective(number: signal.Signals, rank: int) -> Values:
     """A signal to a worker that is in the middle of the second collective after step 4."""
-    return fault(4, "collective", signal=int(number), calls=1, ranks=[rank])
+    return plan_fault(4, "collective", signal=int(number), calls=1, ranks=[rank])
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def in_a_collective(number: signal.Signals, rank: int) -> Values:
         pytest.param(3, in_a_collective(signal.SIGSTOP, 1), "hang", id="stopped, of 3", marks=pytest.mark.slow),
         pytest.param(
             2,
-            fault(4, "gpu", error=NVLINK, calls=7, ranks=[1]),
+            plan_fault(4, "gpu", error=NVLINK, calls=7, ranks=[1]),
             "gpu failed",
             id="a GPU that failed, of 2",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             2,
-            fault(4, "raise", ranks=[1]),
+            plan_fault(4, "raise", ranks=[1]),
             "exit 1",
             id="an exception of the user's code, of 2",
             marks=pytest.mark.slow,
@@ -60,33 +60,33 @@ def in_a_collective(number: signal.Signals, rank: int) -> Values:
     ],
 )
 def test_a_run_whose_worker_falls_in_a_collective_goes_on_soon_and_to_the_same_bits(
-    gpus: Lab, world: int, planned: Values, what: str
+    gpus: TrainHarness, world: int, planned: Values, what: str
 ) -> None:
-    expected = gpus.reference(SHORT, world)
+    expected = gpus.train_reference(SHORT, world)
     ended = gpus.train(SHORT, world, faults=[planned])
-    (event,) = ended.kind(WorkerFailure)
+    (event,) = ended.events_of_kind(WorkerFailure)
     assert (event.rank, event.what) == (planned["ranks"][0], what)
     assert ended.result["restarts"] == 1
     assert ended.digest == expected.digest
     assert ended.losses == expected.losses
     assert max(after.time - before.time for before, after in pairwise(ended.events)) < SOON
-    assert not alive(ended)
+    assert not list_live_workers(ended)
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_lost_restarts_the_attempt_from_the_checkpoint(gpus: Lab) -> None:
+def test_a_replica_that_is_lost_restarts_the_attempt_from_the_checkpoint(gpus: TrainHarness) -> None:
     """On CPUs the others would go on from memory; NCCL's communicators cannot be left while a peer is gone."""
     changes: Values = {**SHORT, "determinism": "elastic"}
     ended = gpus.train(changes, 2, faults=[in_a_collective(signal.SIGKILL, 1)])
-    assert [(event.start_step, event.world_size) for event in ended.kind(AttemptStarted)] == [(0, 2), (3, 2)]
-    assert ended.digest == gpus.reference(changes, 1).digest
+    assert [(event.start_step, event.world_size) for event in ended.events_of_kind(AttemptStarted)] == [(0, 2), (3, 2)]
+    assert ended.digest == gpus.train_reference(changes, 1).digest
 
 
 @pytest.mark.slow
-def test_one_gpu_of_two_without_memory_ends_the_run_soon(gpus: Lab) -> None:
+def test_one_gpu_of_two_without_memory_ends_the_run_soon(gpus: TrainHarness) -> None:
     """The other one waits in a collective that will not come."""
     changes: Values = {**SHORT, "data": {"source": {"text": "many.txt"}, "seq_len": 128}, "batch": {"micro_size": 6}}
-    planned = fault(0, "gpu", error=OUT_OF_MEMORY, when="start", ranks=[1])
+    planned = plan_fault(0, "gpu", error=OUT_OF_MEMORY, when="start", ranks=[1])
     ended = gpus.train(changes, 2, faults=[planned])
     assert ended.code == ExitCode.RECIPE
     assert ended.message is not None

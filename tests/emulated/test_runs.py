@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lab import Lab, Values, fault, merged, plan_faults
+from lab import TrainHarness, Values, merge_recipes, plan_fault, write_faults
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import EvaluationDone
 
@@ -57,32 +57,34 @@ LOSSY: Mapping[str, Values] = {
 
 
 def short(changes: Values | None = None) -> Values:
-    return merged(SHORT, changes or {})
+    return merge_recipes(SHORT, changes or {})
 
 
 def device_of(run: Run) -> str:
-    return str(run.read_lossy(run.cluster)["device"])
+    return str(run.read_json_or_empty(run.cluster)["device"])
 
 
-def with_documents(lab: Lab) -> None:
+def with_documents(lab: TrainHarness) -> None:
     rng = random.Random(3)
     lines = ({"text": "".join(rng.choices("abcdef ", k=rng.randint(5, 40)))} for _ in range(150))
     (lab.folder / "documents.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
 
-def test_the_command_trains_saves_evaluates_and_a_killed_worker_comes_back_with_the_same_bits(gpus: Lab) -> None:
+def test_the_command_trains_saves_evaluates_and_a_killed_worker_comes_back_with_the_same_bits(
+    gpus: TrainHarness,
+) -> None:
     changes = short({"precision": "bf16", "steps": 9})
     alone = gpus.train(changes, 1)
     assert device_of(alone.run) == "cuda"
-    run = gpus.place()
-    plan_faults(run, [fault(5)])
+    run = gpus.new_run()
+    write_faults(run, [plan_fault(5)])
     done = gpus.command("train", gpus.recipe_file(changes), "--run", run.path, "--nproc-per-node", "1")
-    ended = gpus.ended(run, done.returncode)
+    ended = gpus.from_command_line(run, done.returncode)
     assert ended.code == 0, done.stderr[-3000:]
     assert ended.result["restarts"] == 1
     assert ended.digest == alone.digest
     assert ended.losses == alone.losses
-    scores = [event.loss for event in ended.kind(EvaluationDone)]
+    scores = [event.loss for event in ended.events_of_kind(EvaluationDone)]
     assert scores == sorted(scores, reverse=True)
     assert scores[-1] < 5.5
 
@@ -93,14 +95,14 @@ def test_the_command_trains_saves_evaluates_and_a_killed_worker_comes_back_with_
         pytest.param({}, id="fp32"),
         pytest.param({"precision": "fp16"}, id="fp16"),
         pytest.param({"precision": "bf16"}, id="bf16"),
-        pytest.param(merged(DOCUMENTS, {"memory": {"chunked_loss": True}}), id="documents, chunked loss"),
+        pytest.param(merge_recipes(DOCUMENTS, {"memory": {"chunked_loss": True}}), id="documents, chunked loss"),
         pytest.param({"lora": {"rank": 4}}, id="adapter"),
     ],
 )
-def test_one_gpu_has_the_losses_of_a_cpu(gpus: Lab, cpu: Lab, changes: Values) -> None:
+def test_one_gpu_has_the_losses_of_a_cpu(gpus: TrainHarness, cpu: TrainHarness, changes: Values) -> None:
     with_documents(gpus), with_documents(cpu)
     changes = short(changes)
-    ended, expected = gpus.reference(changes), cpu.reference(changes)
+    ended, expected = gpus.train_reference(changes), cpu.train_reference(changes)
     assert (device_of(ended.run), device_of(expected.run)) == ("cuda", "cpu")
     exact = changes.get("precision", "fp32") == "fp32"  # a CPU keeps some operations in fp32 that a GPU does not
     assert ended.losses == pytest.approx(expected.losses, rel=1e-6 if exact else 1e-4)
@@ -116,7 +118,9 @@ class Weights:
 
 
 @pytest.mark.slow
-def test_exported_weights_are_those_of_the_run_and_its_commands_compute_with_them(gpus: Lab, tmp_path: Path) -> None:
+def test_exported_weights_are_those_of_the_run_and_its_commands_compute_with_them(
+    gpus: TrainHarness, tmp_path: Path
+) -> None:
     (gpus.folder / "weights.py").write_text(WEIGHTS)
     run = gpus.train(short({"callbacks": ["weights:Weights"]})).run
     trained = torch.load(run.path / "weights.pt", weights_only=True)
@@ -134,29 +138,31 @@ def test_exported_weights_are_those_of_the_run_and_its_commands_compute_with_the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_has_the_losses_of_one_gpu(gpus: Lab, name: str) -> None:
+def test_a_layout_has_the_losses_of_one_gpu(gpus: TrainHarness, name: str) -> None:
     changes, layout, world = LAYOUTS[name]
-    alone = gpus.reference(short(changes))
+    alone = gpus.train_reference(short(changes))
     ended = gpus.train(short({**changes, "parallelism": layout}), world)
     assert ended.code == 0, ended.message
     assert ended.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
-def test_one_and_two_gpus_have_the_same_bits_where_replicas_are_exact(gpus: Lab) -> None:
+def test_one_and_two_gpus_have_the_same_bits_where_replicas_are_exact(gpus: TrainHarness) -> None:
     changes = short({"determinism": "elastic"})
     assert gpus.train(changes, 2).digest == gpus.train(changes, 1).digest
 
 
-def test_an_optimizer_in_host_memory_and_activations_computed_again_leave_the_bits(gpus: Lab) -> None:
-    alone, scaled_first = gpus.reference(short()), gpus.reference(short(SCALED_FIRST))
-    assert gpus.train(short(merged(SCALED_FIRST, {"optimizer": {"offload": True}}))).digest == scaled_first.digest
+def test_an_optimizer_in_host_memory_and_activations_computed_again_leave_the_bits(gpus: TrainHarness) -> None:
+    alone, scaled_first = gpus.train_reference(short()), gpus.train_reference(short(SCALED_FIRST))
+    assert (
+        gpus.train(short(merge_recipes(SCALED_FIRST, {"optimizer": {"offload": True}}))).digest == scaled_first.digest
+    )
     assert gpus.train(short({"memory": {"activation_checkpointing": "full"}})).digest == alone.digest
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", EXACT)
-def test_an_exact_exchange_has_the_bits_of_allreduce(gpus: Lab, algorithm: str) -> None:
-    allreduce = gpus.reference(short({"determinism": "fixed-world", "grad_sync": {"algorithm": "all-reduce"}}), 2)
+def test_an_exact_exchange_has_the_bits_of_allreduce(gpus: TrainHarness, algorithm: str) -> None:
+    allreduce = gpus.train_reference(short({"determinism": "fixed-world", "grad_sync": {"algorithm": "all-reduce"}}), 2)
     assert (
         gpus.train(short({"determinism": "fixed-world", "grad_sync": {"algorithm": algorithm}}), 2).digest
         == allreduce.digest
@@ -165,16 +171,16 @@ def test_an_exact_exchange_has_the_bits_of_allreduce(gpus: Lab, algorithm: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", LOSSY)
-def test_a_lossy_exchange_learns_as_allreduce_does(gpus: Lab, method: str) -> None:
-    allreduce = gpus.reference(short({"determinism": "fixed-world", "grad_sync": {"algorithm": "all-reduce"}}), 2)
+def test_a_lossy_exchange_learns_as_allreduce_does(gpus: TrainHarness, method: str) -> None:
+    allreduce = gpus.train_reference(short({"determinism": "fixed-world", "grad_sync": {"algorithm": "all-reduce"}}), 2)
     ended = gpus.train(short({"determinism": "off", **LOSSY[method]}), 2)
     assert ended.code == 0, ended.message
     assert ended.losses != allreduce.losses
     assert ended.losses == pytest.approx(allreduce.losses, rel=2e-2)
 
 
-def test_fp8_computes_something_else_than_bf16_and_learns(gpus: Lab) -> None:
-    bf16 = gpus.reference(short({**STAGES, "precision": "bf16"}))
+def test_fp8_computes_something_else_than_bf16_and_learns(gpus: TrainHarness) -> None:
+    bf16 = gpus.train_reference(short({**STAGES, "precision": "bf16"}))
     fp8 = gpus.train(short({**STAGES, "precision": "fp8"}))
     assert fp8.code == 0, fp8.message
     assert fp8.losses != bf16.losses
@@ -192,14 +198,16 @@ QUICK: Values = {"batch": {"micro_size": 12}, "steps": 12}
     ("changes", "world"),
     [
         pytest.param({}, 1, id="one GPU"),
-        pytest.param(merged(SCALED_FIRST, {"optimizer": {"offload": True}}), 1, id="offload"),
+        pytest.param(merge_recipes(SCALED_FIRST, {"optimizer": {"offload": True}}), 1, id="offload"),
         pytest.param({"batch": {"micro_size": 6}, "parallelism": {"shard": 2}}, 2, id="shards"),
     ],
 )
-def test_copies_that_are_late_leave_the_bits(gpus: Lab, late_gpus: Lab, changes: Values, world: int) -> None:
+def test_copies_that_are_late_leave_the_bits(
+    gpus: TrainHarness, late_gpus: TrainHarness, changes: Values, world: int
+) -> None:
     """No wait is missing, and no memory used again too early: also in what a killed worker reads again."""
-    expected = gpus.reference(short(merged(QUICK, {**changes, "memory": {}})), world)
-    killed = fault(4, when="told", delay=0.7, ranks=[0])
-    ended = late_gpus.train(short(merged(QUICK, changes)), world, faults=[killed])
+    expected = gpus.train_reference(short(merge_recipes(QUICK, {**changes, "memory": {}})), world)
+    killed = plan_fault(4, when="told", delay=0.7, ranks=[0])
+    ended = late_gpus.train(short(merge_recipes(QUICK, changes)), world, faults=[killed])
     assert ended.result["restarts"] == 1
     assert ended.digest == expected.digest

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "UNPACKED", LEAST)
-    monkeypatch.setattr(sources, "LONGEST", LEAST)
+    monkeypatch.setattr(packing, "MAX_UNPACKED_BYTES", LEAST)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", LEAST)
 
 
 def _zstd(data: bytes) -> bytes:

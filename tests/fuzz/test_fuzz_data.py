@@ -15,7 +15,7 @@ from mutations import attempt, flipped, hand, mutated, retyped, spliced, strange
 from small_data import contents, opened, prepare
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.data import inspect, verify
+from phalanx.data import inspect_dataset, verify_dataset
 from phalanx.data.tokenizers import load_tokenizer
 
 TRIED = 60
@@ -48,8 +48,8 @@ def idx_files(folder: Path, count: int, height: int, width: int) -> tuple[Path, 
 def samples(folder: Path) -> list[Any]:
     """Every sample of a dataset, and its beginning as text where it is text."""
     data = opened(folder)
-    batch = data.train(0, data.train_samples)
-    inspect(folder)
+    batch = data.read_training(0, data.num_train_samples)
+    inspect_dataset(folder)
     return [np.asarray(batch[name]).tolist() for name in sorted(batch)]
 
 
@@ -72,7 +72,7 @@ def test_a_changed_file_of_a_dataset_is_found_or_changes_no_sample(
         (folder / name).write_bytes(bad)
         found, _ = attempt(lambda: samples(folder))
         assert found in (None, right), (name, bad)
-        verified, _ = attempt(lambda: verify(folder))
+        verified, _ = attempt(lambda: verify_dataset(folder))
         assert verified is None or found == right, (name, bad)
         shutil.rmtree(folder)
 
@@ -88,7 +88,7 @@ def test_a_strangers_manifest_is_read_or_refused(datasets: dict[str, Path], tmp_
         if not isinstance(bad, dict):
             continue
         (folder / "manifest.json").write_text(json.dumps(resealed(bad)))
-        for read in (samples, inspect, verify, load_tokenizer):
+        for read in (samples, inspect_dataset, verify_dataset, load_tokenizer):
             _, refused = attempt(lambda read=read: read(folder))
             assert "Error:" not in refused or "manifest" in refused, (bad, refused)
 
@@ -131,8 +131,8 @@ def test_a_changed_tokenizer_makes_a_dataset_that_can_be_read_or_is_refused(
         out = tmp_path / "out"
         made, _ = attempt(lambda out=out: prepare(tmp_path, out, {"text": "text.txt"}, str(tmp_path / "given.json")))
         if made is not None:
-            verify(out)
-            inspect(out)
+            verify_dataset(out)
+            inspect_dataset(out)
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(out.with_name("out.partial"), ignore_errors=True)
 
@@ -148,7 +148,7 @@ def test_strange_files_beside_a_tokenizer_name_no_separator_that_is_none(
         )
         tokenizer, _ = attempt(lambda: load_tokenizer(tmp_path / "tokenizer.json"))
         if tokenizer is not None:
-            assert tokenizer.separator is None or 0 <= tokenizer.separator < tokenizer.vocab
+            assert tokenizer.separator_token is None or 0 <= tokenizer.separator_token < tokenizer.vocab_size
 
 
 def test_changed_idx_files_are_images_or_refused(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_changed_idx_files_are_images_or_refused(tmp_path: Path) -> None:
         made, refused = attempt(lambda out=out, source=source: prepare(tmp_path, out, source))
         assert made is not None or str(tmp_path) in refused, refused
         if made is not None:
-            verify(out)
+            verify_dataset(out)
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(out.with_name("out.partial"), ignore_errors=True)
         path.write_bytes(right[path])
@@ -191,6 +191,6 @@ def test_a_changed_image_is_an_image_or_refused_with_its_name(tmp_path: Path, su
         made, refused = attempt(lambda out=out: prepare(tmp_path, out, {"images": "pictures", "image_size": [8, 8]}))
         assert made is not None or str(path) in refused, refused
         if made is not None:
-            assert verify(out)["shards"] == 1
+            assert verify_dataset(out)["shards"] == 1
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(out.with_name("out.partial"), ignore_errors=True)

@@ -11,7 +11,7 @@ from mutations import SEED, attempt, hand, mutated, strange
 
 from phalanx.cluster import load_cluster, save_cluster
 from phalanx.recipe import Recipe, load_recipe
-from phalanx.recipe.text import parse, to_yaml
+from phalanx.recipe.text import parse_yaml, to_yaml
 
 TRIED = 150
 RECIPES: list[Any] = [
@@ -91,5 +91,5 @@ def test_a_recipe_file_is_a_recipe_or_refused_with_its_name(tmp_path: Path) -> N
             continue
         read += 1
         values = recipe.model_dump(mode="json")
-        assert Recipe.model_validate(parse(to_yaml(values), "again")[0]) == recipe, content
+        assert Recipe.model_validate(parse_yaml(to_yaml(values), "again")[0]) == recipe, content
     assert read > 0 or SEED

@@ -9,27 +9,27 @@ import pytest
 from mutations import hand
 
 from phalanx.errors import UsageError
-from phalanx.jobs.queue.schedule import Size
-from phalanx.jobs.queue.store import Row, Store
+from phalanx.jobs.queue.schedule import Resources
+from phalanx.jobs.queue.store import JobDatabase, JobRecord
 from phalanx.jobs.spec import Job
 
 FLIPS = 300
 
 
-def submitted(row: Row) -> tuple[Job, str, Size, int]:
+def submitted(row: JobRecord) -> tuple[Job, str, Resources, int]:
     """What the one who submitted it asked for."""
-    return row.job, row.name, row.size, row.priority
+    return row.job, row.name, row.resources, row.priority
 
 
 @pytest.fixture(scope="module")
 def queue(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz") / "queue"
-    store = Store(folder)
+    store = JobDatabase(folder)
     for number in range(4):
         job = Job(
             f"job-{number}", ("python", "train.py", f"lr={number}"), Path("/data/mine"), environment={"A": "b" * 20}
         )
-        store.add(job, Size(number, 2), most=10)
+        store.add(job, Resources(number, 2), max_queued=10)
     store.close()
     with sqlite3.connect(folder / "queue.db") as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -38,8 +38,8 @@ def queue(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_flipped_bit_runs_no_other_command(queue: Path, tmp_path: Path) -> None:
-    store = Store(queue)
-    right = {row.id: submitted(row) for row in store.rows()}
+    store = JobDatabase(queue)
+    right = {row.id: submitted(row) for row in store.list_jobs()}
     store.close()
     content = (queue / "queue.db").read_bytes()
     rng, refused = hand("queue"), 0
@@ -52,9 +52,9 @@ def test_a_flipped_bit_runs_no_other_command(queue: Path, tmp_path: Path) -> Non
         folder.mkdir(mode=0o700)
         (folder / "queue.db").write_bytes(bad)
         try:
-            store = Store(folder)
+            store = JobDatabase(folder)
             try:
-                for row in store.rows():
+                for row in store.list_jobs():
                     assert submitted(row) == right.get(row.id, submitted(row))
                     assert row.id in right or row.name not in {name for _, name, _, _ in right.values()}
             finally:
@@ -71,9 +71,9 @@ def test_a_row_of_other_bytes_is_refused_with_its_number(queue: Path, tmp_path: 
     with sqlite3.connect(tmp_path / "queue" / "queue.db") as db:
         db.execute("UPDATE jobs SET spec = replace(spec, 'lr=2', 'lr=7')")
     db.close()
-    store = Store(tmp_path / "queue")
+    store = JobDatabase(tmp_path / "queue")
     with pytest.raises(UsageError, match="job 3 is not as Phalanx wrote it"):
-        store.rows()
+        store.list_jobs()
     store.close()
 
 
@@ -92,7 +92,7 @@ def test_a_queue_of_other_columns_or_kinds_is_refused(queue: Path, tmp_path: Pat
         db.execute(change)
     db.close()
     with pytest.raises(UsageError, match=said):
-        Store(tmp_path / "queue").rows()
+        JobDatabase(tmp_path / "queue").list_jobs()
 
 
 @pytest.mark.parametrize("how", ["emptied", "removed"])
@@ -108,5 +108,5 @@ def test_a_queue_whose_file_is_lost_does_not_start_over_beside_the_folders_of_it
     with pytest.raises(
         UsageError, match=r"queue.db: is empty or was removed, and .*jobs has the folders of 4 jobs; put"
     ):
-        Store(folder)
+        JobDatabase(folder)
     assert len(list((folder / "jobs").iterdir())) == 4

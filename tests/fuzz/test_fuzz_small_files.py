@@ -14,8 +14,8 @@ from mutations import SEED, hand, mutated
 
 from phalanx import cli
 from phalanx.errors import PhalanxError
-from phalanx.recipe.text import parse
-from phalanx.train.checkpoint import Piece, Saver
+from phalanx.recipe.text import parse_yaml
+from phalanx.train.checkpoint import CheckpointSaver, TensorShard
 
 SMALL = (
     *("resolved.yaml", "plan.json", "cluster.json", "environment.json", "result.json", "events.jsonl", "hot.json"),
@@ -32,9 +32,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     path: Path = troubled(tmp_path_factory.mktemp("fuzz") / "run")
-    saver = Saver(path / "checkpoints", 0, 1)
-    saver.start(2, [Piece.whole("weight", torch.arange(12.0).reshape(3, 4))], {"step": 2, "samples": 2})
-    saver.wait()
+    saver = CheckpointSaver(path / "checkpoints", 0, 1)
+    saver.start(2, [TensorShard.full_tensor("weight", torch.arange(12.0).reshape(3, 4))], {"step": 2, "samples": 2})
+    saver.poll_when_idle()
     saver.commit()
     (path / "checkpoints" / "best.json").write_text(json.dumps({"step": 2, "loss": 0.5}))
     (path / "hot.json").write_text(json.dumps({"saved": 2, "lines": [["abc", None]]}))
@@ -68,7 +68,7 @@ def test_a_damaged_small_file_is_read_or_refused_in_a_sentence(
 @given(st.text(alphabet=st.sampled_from("{}[]:,-&*!|>?#'\" \n\tab1.$e~"), max_size=200))
 def test_any_text_is_a_recipes_yaml_or_refused_in_a_sentence(text: str) -> None:
     try:
-        parse(text, "recipe.yaml")
+        parse_yaml(text, "recipe.yaml")
         said = "recipe.yaml"
     except PhalanxError as error:
         said = str(error)

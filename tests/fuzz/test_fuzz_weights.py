@@ -19,11 +19,19 @@ from phalanx import cli
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import LoraConfig
-from phalanx.train.checkpoint import Piece, Saver, digest_checkpoint, load_tensors, newest_good, read_manifest, verify
-from phalanx.train.checkpoint.format import _sidecar
-from phalanx.train.exchange.choice import Choice, Seen
-from phalanx.train.state import Progress
-from phalanx.train.weight_source import weight_source
+from phalanx.train.checkpoint import (
+    CheckpointSaver,
+    TensorShard,
+    digest_checkpoint,
+    find_newest_good,
+    load_tensors,
+    read_manifest,
+    verify_checkpoint,
+)
+from phalanx.train.checkpoint.format import _manifest_hash
+from phalanx.train.exchange.choice import SelectionState, StepTiming
+from phalanx.train.state import TrainState
+from phalanx.train.weight_source import open_weight_reader
 
 TRIED = 120
 pytestmark = pytest.mark.timeout(120)
@@ -38,9 +46,9 @@ TENSORS = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz") / "checkpoints"
-    saver = Saver(folder, 0, 1)
-    saver.start(2, [Piece.whole(name, value) for name, value in TENSORS.items()], {"step": 2, "samples": 2})
-    saver.wait()
+    saver = CheckpointSaver(folder, 0, 1)
+    saver.start(2, [TensorShard.full_tensor(name, value) for name, value in TENSORS.items()], {"step": 2, "samples": 2})
+    saver.poll_when_idle()
     saver.commit()
     return folder / "step-000000002"
 
@@ -78,9 +86,9 @@ def test_a_changed_file_of_a_checkpoint_is_found(checkpoint: Path, tmp_path: Pat
         content = file.read_bytes()
         file.write_bytes(rng.choice([flipped, spliced, mutated])(content, rng))
         found, _ = attempt(lambda copy=copy: load_tensors(copy))
-        verified, _ = attempt(lambda copy=copy: verify(copy))
+        verified, _ = attempt(lambda copy=copy: verify_checkpoint(copy))
         rejected: list[Any] = []
-        good = newest_good(copy.parent, lambda *why, rejected=rejected: rejected.append(why))
+        good = find_newest_good(copy.parent, lambda *why, rejected=rejected: rejected.append(why))
         assert (found is not None) == (verified is not None) == (good is not None) == (not rejected)
         assert found is None or (same(found) and file.read_bytes() == content), file
 
@@ -91,21 +99,29 @@ def test_a_strangers_manifest_is_read_within_its_folder_or_refused(checkpoint: P
     for copy in copies(checkpoint, tmp_path / checkpoint.name):
         content = json.dumps(strange(strange(manifest, rng) if rng.random() < 0.5 else manifest, rng)).encode()
         (copy / "MANIFEST.json").write_bytes(content)
-        (copy / "MANIFEST.xxh3").write_bytes(_sidecar(content))
-        for use in (read_manifest, verify, load_tensors, digest_checkpoint):
+        (copy / "MANIFEST.xxh3").write_bytes(_manifest_hash(content))
+        for use in (read_manifest, verify_checkpoint, load_tensors, digest_checkpoint):
             found, _ = attempt(lambda use=use, copy=copy: use(copy))
             read += found is not None
     assert read > 0
 
 
 def test_strange_numbers_of_a_checkpoint_are_refused() -> None:
-    whole = asdict(Progress(3, 36, 100, last_loss=1.5, exchange=Choice("all-reduce", 2, {"int8": Seen(1.0, 0.5, 0.2)})))
-    assert asdict(Progress.from_meta(whole)) == whole
+    whole = asdict(
+        TrainState(
+            3,
+            36,
+            100,
+            last_loss=1.5,
+            grad_sync_selection=SelectionState("all-reduce", 2, {"int8": StepTiming(1.0, 0.5, 0.2)}),
+        )
+    )
+    assert asdict(TrainState.from_meta(whole)) == whole
     rng = hand("progress")
     for _ in range(4 * TRIED):
         bad = strange(whole, rng)
         if isinstance(bad, dict):
-            found, refused = attempt(lambda bad=bad: Progress.from_meta(bad))
+            found, refused = attempt(lambda bad=bad: TrainState.from_meta(bad))
             assert found is None or (isinstance(found.step, int) and found.step >= 0), bad
             assert found is not None or refused.startswith("a checkpoint"), refused
 
@@ -116,14 +132,14 @@ def test_a_number_of_samples_that_cannot_be_is_no_digest(checkpoint: Path, tmp_p
     for samples in (10**30, -1, True, "2", None):
         content = json.dumps(put(manifest, ("meta", "samples"), samples)).encode()
         (copy / "MANIFEST.json").write_bytes(content)
-        (copy / "MANIFEST.xxh3").write_bytes(_sidecar(content))
+        (copy / "MANIFEST.xxh3").write_bytes(_manifest_hash(content))
         with pytest.raises(DataError, match=r"malformed manifest: meta.samples|not say how many samples were consumed"):
             digest_checkpoint(copy)
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a directory, whole, and by half."""
-    source = weight_source(folder)
+    source = open_weight_reader(folder)
     found = {}
     for name in sorted(source.names):
         shape = source.shape(name)
@@ -174,7 +190,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(weights: Path, tmp_pat
     index = tmp_path / "weights" / "model.safetensors.index.json"
     index.write_text(json.dumps(put(json.loads(index.read_text()), ("weight_map", "weight"), name)))
     with pytest.raises(DataError, match=r"index\.json: expected a file of this folder for weight, found"):
-        weight_source(tmp_path / "weights")
+        open_weight_reader(tmp_path / "weights")
 
 
 def test_strange_words_of_a_checkpoint_do_not_reach_a_listing_or_an_export(
@@ -190,7 +206,7 @@ def test_strange_words_of_a_checkpoint_do_not_reach_a_listing_or_an_export(
     for copy in copies(checkpoint, tmp_path / "run" / "checkpoints" / checkpoint.name):
         content = json.dumps({**manifest, "meta": strange(meta, rng)}).encode()
         (copy / "MANIFEST.json").write_bytes(content)
-        (copy / "MANIFEST.xxh3").write_bytes(_sidecar(content))
+        (copy / "MANIFEST.xxh3").write_bytes(_manifest_hash(content))
         out = tmp_path / "out"
         for words in (["ls", str(copy)], ["export", str(copy), str(out)]):
             code = cli.main(["checkpoint", *words])

@@ -10,7 +10,7 @@ import pytest
 from mutations import STRANGE, flipped, hand, spliced, strange
 
 from made_messages import signed_frame
-from phalanx.jobs.nodes import Crew, introduction
+from phalanx.jobs.nodes import NodeGroup, make_hello
 from phalanx.run.fields import to_fields
 from phalanx.run.messages import (
     HeartbeatEntry,
@@ -21,7 +21,7 @@ from phalanx.run.messages import (
     WorkerExited,
     to_message,
 )
-from phalanx.run.wire import Refused, Wire, answer
+from phalanx.run.wire import AuthConnection, AuthenticationError, accept_agent
 
 TRIED = 200
 KEY, TOKEN = b"k" * 32, b"0123456789abcdef"
@@ -32,21 +32,21 @@ MESSAGES: list[Message] = [
         stopped_ranks=(0,),
     ),
     WorkerExited(rank=0, exit_status=1),
-    introduction(1, 2),
+    make_hello(1, 2),
 ]
 
 
-def wires() -> tuple[Wire, socket.socket]:
+def wires() -> tuple[AuthConnection, socket.socket]:
     """The leader's end, and the raw socket of a member's."""
     near, far = socket.socketpair()
     far.settimeout(5)
-    return Wire(near, KEY, leads=True), far
+    return AuthConnection(near, KEY, is_leader=True), far
 
 
 def frames(*payloads: Any) -> bytes:
     """What a member that knows the key sends, whatever JSON is in its frames."""
     near, far = socket.socketpair()
-    member = Wire(near, KEY, leads=False)
+    member = AuthConnection(near, KEY, is_leader=False)
     with near, far:
         return b"".join(signed_frame(member, payload, number) for number, payload in enumerate(payloads))
 
@@ -95,7 +95,7 @@ def test_a_message_with_anything_in_its_fields_is_that_message_or_ends_the_conne
 
 def test_an_agent_that_introduces_itself_as_anything_is_sent_away_or_is_that_node() -> None:
     rng = hand("hello")
-    own = introduction(1, 2)
+    own = make_hello(1, 2)
     for _ in range(TRIED):
         said = strange(to_fields(own), rng)
         try:
@@ -104,11 +104,11 @@ def test_an_agent_that_introduces_itself_as_anything_is_sent_away_or_is_that_nod
             continue  # the door keeps it out
         near, far = socket.socketpair()
         door = Doorstep()
-        door.arrived.put((Wire(near, KEY, leads=True), hello))
-        crew = Crew(None, 2)  # type: ignore[arg-type]
-        crew.door = door  # type: ignore[assignment]
-        came = crew.admit()
-        assert [node.index for node, _ in came] in ([], [1]), said
+        door.joins.put((AuthConnection(near, KEY, is_leader=True), hello))
+        crew = NodeGroup(None, 2)  # type: ignore[arg-type]
+        crew.server = door  # type: ignore[assignment]
+        came = crew.accept_joins()
+        assert [node.node_rank for node, _ in came] in ([], [1]), said
         assert not came or {**said, "host": ""} == {**to_fields(own), "host": ""}, said
         near.close()
         far.close()
@@ -118,7 +118,7 @@ class Doorstep:
     """A door at which somebody stands."""
 
     def __init__(self) -> None:
-        self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.joins: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
 
 @pytest.mark.timeout(60)
@@ -129,5 +129,5 @@ def test_a_stranger_that_says_anything_is_refused() -> None:
         with near, far:
             far.sendall(rng.randbytes(rng.randrange(200)))
             far.shutdown(socket.SHUT_WR)
-            with pytest.raises(Refused):
-                answer(near, TOKEN, 1.0)
+            with pytest.raises(AuthenticationError):
+                accept_agent(near, TOKEN, 1.0)

@@ -30,7 +30,7 @@ beyond it."""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RecipeSample:
     """A recipe, its workers, all together, and where they are. `others`: on so many workers it may go on to the same
     bits, `world` among them."""
 
@@ -76,7 +76,7 @@ def write_sources(folder: Path, words: Any) -> None:
     (folder / "labels.idx").write_bytes(b"\0\0\x08\x01" + np.array(sizes[:1], ">u4").tobytes() + labels.tobytes())
 
 
-def drawn(rng: random.Random) -> Drawn:
+def draw_recipe(rng: random.Random) -> RecipeSample:
     """The next recipe."""
     images = rng.random() < 0.15
     build = weighted(rng, IMAGE_MODELS if images else SEQUENCE_MODELS)
@@ -123,7 +123,7 @@ def drawn(rng: random.Random) -> Drawn:
     if build == "lab_models:Stateful" and rng.random() < 0.9:  # it knows of no documents
         recipe["data"]["document_masking"] = False
     if world > 1 and rng.random() < 0.6:
-        recipe["parallelism"] = _layout(rng, build, world)
+        recipe["parallelism"] = _draw_parallelism(rng, build, world)
         if determinism == "elastic" and recipe["parallelism"].keys() - {"replicate", "shard"} and rng.random() < 0.9:
             recipe["parallelism"] = {"replicate": world}
         if "replicate" not in recipe["parallelism"] and rng.random() < 0.9:  # only replicas have other methods
@@ -131,12 +131,12 @@ def drawn(rng: random.Random) -> Drawn:
             recipe.pop("local_sgd", None)
     elif determinism == "elastic":
         recipe["batch"]["micro_size"] = weighted(rng, {1: 3, "auto": 1})
-        return Drawn(recipe, world, tuple(sorted({world, *rng.sample([1, 2, 3], 2)})))
+        return RecipeSample(recipe, world, tuple(sorted({world, *rng.sample([1, 2, 3], 2)})))
     if recipe["checkpoint"]["every"] is not None and rng.random() < 0.2:
         if world == 2 and rng.random() < 0.6:
-            return Drawn(recipe, world, (world,), nodes=2)
-        return Drawn(recipe, world, (world,), queue=True)
-    return Drawn(recipe, world, (world,))
+            return RecipeSample(recipe, world, (world,), nodes=2)
+        return RecipeSample(recipe, world, (world,), queue=True)
+    return RecipeSample(recipe, world, (world,))
 
 
 def _model(rng: random.Random, build: str) -> Values:
@@ -216,7 +216,7 @@ def _synchronisation(rng: random.Random, determinism: str, world: int) -> Values
     return {"grad_sync": {"compression": method, **thin}}
 
 
-def _layout(rng: random.Random, build: str, world: int) -> Values:
+def _draw_parallelism(rng: random.Random, build: str, world: int) -> Values:
     if world == 4:
         first, second = rng.choice([("replicate", "shard"), ("pipeline", "replicate"), ("tensor", "shard")])
         return {first: 2, second: 2}

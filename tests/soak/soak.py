@@ -20,15 +20,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
-from grammar import Drawn, Values, drawn, write_sources
+from grammar import RecipeSample, Values, draw_recipe, write_sources
 
-from lab import words
-from phalanx.cli.chaos import PINNED, newest_digest
+from lab import random_words
+from phalanx.cli.chaos import PINNED_FILES, read_newest_digest
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.chaos import ground, referee
-from phalanx.jobs.chaos.inject import Scene, Struck
-from phalanx.jobs.chaos.plan import Course, Fault, draw, possible
-from phalanx.jobs.chaos.story import Story, Usual, usual_of
+from phalanx.jobs.chaos.inject import FaultContext, InjectedFault
+from phalanx.jobs.chaos.plan import Fault, RunShape, draw_faults, list_possible_kinds
+from phalanx.jobs.chaos.story import RunMonitor, TypicalDurations, measure_durations
 from phalanx.recipe.text import to_yaml
 from phalanx.run import Run, read_events
 from phalanx.run.directory import write_json
@@ -84,7 +84,7 @@ class Deadline:
         time.sleep(seconds)
 
 
-class Starts(ground.Commands):
+class KilledLauncher(ground.LocalLauncher):
     """The command for each node, with workers of each start as a seed draws them, and signals some time after it.
     `words` end with the number of workers. `cuts`: start of the command -> signal and seconds."""
 
@@ -93,7 +93,7 @@ class Starts(ground.Commands):
         words: Sequence[str],
         environment: Mapping[str, str],
         output: Path,
-        story: Story,
+        story: RunMonitor,
         nodes: int,
         workers: Callable[[], int],
         cuts: Mapping[int, tuple[signal.Signals, float]],
@@ -103,52 +103,52 @@ class Starts(ground.Commands):
         self.cut: list[str] = []
         self._workers, self._cuts, self._due = workers, cuts, 0.0
 
-    def tend(self) -> int | None:
+    def restart_if_needed(self) -> int | None:
         number = self._cuts.get(len(self.begun), (None, 0.0))[0]
         if number is not None and len(self.cut) < len(self.begun) and 0 < self._due <= time.monotonic():
             self._due = 0.0
             if self._processes[0].poll() is None:
                 self._processes[0].send_signal(number)
                 self.cut.append(f"{number.name} in start {len(self.begun)}")
-        return super().tend()
+        return super().restart_if_needed()
 
-    def _begin(self, node: int) -> "ground.subprocess.Popen[bytes]":
+    def _start_node(self, node: int) -> "ground.subprocess.Popen[bytes]":
         if node == 0:
             count = self._workers()
-            self.words = (*self.words[:-1], str(count))
+            self.command = (*self.command[:-1], str(count))
             self.begun.append(count)
             self._due = time.monotonic() + self._cuts.get(len(self.begun), (None, 0.0))[1]
-        return super()._begin(node)
+        return super()._start_node(node)
 
 
 @dataclass
-class AnyWorld(Scene):
+class AnyWorldContext(FaultContext):
     """The scene of a run whose number of workers changes: a fault strikes whoever has the rank modulo that."""
 
-    def worker(self, rank: int) -> psutil.Process:
-        return super().worker(rank % max(1, len(self.story.workers)))
+    def find_worker(self, rank: int) -> psutil.Process:
+        return super().find_worker(rank % max(1, len(self.monitor.worker_pids)))
 
 
-def furnish(folder: Path) -> None:
+def create_recipe_dir(folder: Path) -> None:
     """The folder of all recipes: data, and modules of a user's own."""
     folder.mkdir(parents=True)
-    write_sources(folder, words)
+    write_sources(folder, random_words)
     for name in OWN_MODULES:
         shutil.copy(TESTS / name, folder)
 
 
-def play(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[str] = ()) -> Round:
+def run_round(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[str] = ()) -> Round:
     """One round, in a folder that is removed when its digests are equal. `callbacks`: of the recipe besides."""
     rng = random.Random(seed)
-    what = drawn(rng)
+    what = draw_recipe(rng)
     what.recipe["callbacks"] = list(callbacks)
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)
     recipe = folder / f"{where.name}.yaml"
     recipe.write_text(to_yaml(what.recipe, flow=False))
     found, begun, mark = Round(seed, str(what), "equal"), time.monotonic(), str(uuid.uuid4())
-    with referee.scratch_folder() as scratch:
-        environment = {**ground.environment_for(mark, scratch), "PHALANX_CACHE_DIR": str(cache)}
+    with referee.create_scratch_dir() as scratch:
+        environment = {**ground.make_environment(mark, scratch), "PHALANX_CACHE_DIR": str(cache)}
         try:
             calm = _undisturbed(what, recipe, where, environment, mark, found)
             until = time.monotonic() + max(PATIENCE, TIMES * (time.monotonic() - begun))
@@ -157,7 +157,7 @@ def play(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[
         except TooLongError:
             found.reasons.append(f"it goes on for {time.monotonic() - begun:.0f} s")
         finally:
-            ground.end_all(mark)
+            ground.kill_tagged_processes(mark)
     found.seconds = round(time.monotonic() - begun, 1)
     found.reasons += [f"a traceback in {log.name}" for log in where.glob("*.log") if "Traceback (" in log.read_text()]
     if found.outcome != "refused" or "a traceback" in " ".join(found.reasons):
@@ -169,28 +169,34 @@ def play(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[
 
 
 def _undisturbed(
-    what: Drawn, recipe: Path, where: Path, environment: Mapping[str, str], mark: str, found: Round
+    what: RecipeSample, recipe: Path, where: Path, environment: Mapping[str, str], mark: str, found: Round
 ) -> Run | None:
     """The run without faults; None where it is refused, or fails by itself, which `found` then says."""
     run, log = Run(where / "calm"), where / "calm.log"
-    story = Story(run)
+    story = RunMonitor(run)
     train = ["train", str(recipe), "--run", str(run.path), "--nproc-per-node", str(what.world)]
-    commands = ground.Commands(train, environment, log, story)
-    scene = Scene(story, Usual(0.0, 0.0, 0.0), mark, lambda struck: None)
+    commands = ground.LocalLauncher(train, environment, log, story)
+    scene = FaultContext(story, TypicalDurations(0.0, 0.0, 0.0), mark, lambda struck: None)
     sleep = Deadline(time.monotonic() + PATIENCE).sleep
-    ended = referee.disturb(commands, scene, (), lambda event: None, lambda starts: None, sleep=sleep)
+    ended = referee.run_with_faults(commands, scene, (), lambda event: None, lambda starts: None, sleep=sleep)
     said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
-    if ended.code == ExitCode.DONE:
+    if ended.exit_code == ExitCode.DONE:
         return run
-    if ended.code in REFUSED and said and not any(isinstance(event, StepDone) for event in read_events(run.events)):
+    if (
+        ended.exit_code in REFUSED
+        and said
+        and not any(isinstance(event, StepDone) for event in read_events(run.events))
+    ):
         found.outcome, found.reasons = "refused", said[-1:]
     else:
-        found.reasons.append(f"undisturbed, exit code {ended.code}: {ended.stuck or (said or ['it said nothing'])[-1]}")
+        found.reasons.append(
+            f"undisturbed, exit code {ended.exit_code}: {ended.hang or (said or ['it said nothing'])[-1]}"
+        )
     return None
 
 
 def _disturbed(
-    what: Drawn,
+    what: RecipeSample,
     recipe: Path,
     where: Path,
     environment: dict[str, str],
@@ -204,45 +210,45 @@ def _disturbed(
     """The run under faults; `found` says what struck, and what is wrong with it."""
     run, log = Run(where / "disturbed"), where / "disturbed.log"
     run.create()
-    for name in PINNED:
+    for name in PINNED_FILES:
         if (calm.path / name).is_file():
             shutil.copyfile(calm.path / name, run.path / name)
-    story, struck, left = Story(run), list[Struck](), list[str]()
+    story, struck, left = RunMonitor(run), list[InjectedFault](), list[str]()
     given = [str(recipe), "--run", str(run.path), "--nproc-per-node", str(what.world // what.nodes)]
-    place: ground.Ground
+    place: ground.Launcher
     if what.queue:
-        place = ground.Queued(given, environment, scratch / "state", log)
+        place = ground.QueueLauncher(given, environment, scratch / "state", log)
     else:
         cuts, order = cuts_for(rng), random.Random(rng.random())
 
         def workers() -> int:
             return order.choice(what.others) // what.nodes
 
-        place = Starts(["train", *given], environment, log, story, what.nodes, workers, cuts)
-    scene = AnyWorld(story, usual_of(read_events(calm.events)), mark, struck.append, place.supervisors)
-    before = referee.look()
+        place = KilledLauncher(["train", *given], environment, log, story, what.nodes, workers, cuts)
+    scene = AnyWorldContext(story, measure_durations(read_events(calm.events)), mark, struck.append, place.find_daemons)
+    before = referee.record_baseline()
 
     def over() -> None:
-        left.extend(referee.left_behind(run, mark, scratch, before, place.left))
+        left.extend(referee.find_leftovers(run, mark, scratch, before, place.list_leftovers))
 
     try:
-        ended = referee.disturb(
+        ended = referee.run_with_faults(
             place,
             scene,
             faults_for(what, rng),
             lambda event: None,
             lambda starts: None,
-            over=over,
+            on_finish=over,
             sleep=deadline.sleep,
         )
     finally:
         found.faults = [one.fault.kind for one in struck]
-        found.starts = place.starts
-        found.workers = place.begun if isinstance(place, Starts) else [what.world]
-        found.cuts = place.cut if isinstance(place, Starts) else []
+        found.starts = place.num_starts
+        found.workers = place.begun if isinstance(place, KilledLauncher) else [what.world]
+        found.cuts = place.cut if isinstance(place, KilledLauncher) else []
     digest = (calm.read_json(calm.result) or {})["digest"]
     left = [each for each in left if not each.startswith("shared memory: ")]  # others' tests leave some, too
-    found.reasons += referee.judge(run, digest, ended, 0, 0, left, newest_digest).reasons
+    found.reasons += referee.verify_run(run, digest, ended, 0, 0, left, read_newest_digest).reasons
 
 
 def cuts_for(rng: random.Random) -> dict[int, tuple[signal.Signals, float]]:
@@ -250,10 +256,10 @@ def cuts_for(rng: random.Random) -> dict[int, tuple[signal.Signals, float]]:
     return {at + 1: (rng.choice(CUTS), rng.uniform(0.0, LATEST_CUT)) for at in range(rng.randint(0, MOST_CUTS))}
 
 
-def faults_for(what: Drawn, rng: random.Random) -> tuple[Fault, ...]:
+def faults_for(what: RecipeSample, rng: random.Random) -> tuple[Fault, ...]:
     """A list of faults that the run can go through."""
     recipe = what.recipe
-    course = Course(
+    course = RunShape(
         recipe["steps"],
         recipe["checkpoint"]["every"],
         recipe["checkpoint"]["keep"],
@@ -262,13 +268,13 @@ def faults_for(what: Drawn, rng: random.Random) -> tuple[Fault, ...]:
         what.nodes,
         what.queue,
     )
-    kinds = [*possible(course), "interrupt"]
-    if not course.saves:  # a save that fails would be the last
+    kinds = [*list_possible_kinds(course), "interrupt"]
+    if not course.num_saves:  # a save that fails would be the last
         kinds = [kind for kind in kinds if kind not in ("disk-full", "storage-outage")]
     count = rng.randint(1, MOST_FAULTS)
     while True:
         try:
-            return draw(rng.randrange(1 << 30), count, kinds, course)
+            return draw_faults(rng.randrange(1 << 30), count, kinds, course)
         except UsageError:  # too many for so few saves
             count -= 1
 
@@ -307,7 +313,7 @@ class Counts:
     def values(self) -> Values:
         """For JSON."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()} | {
-            "failures": [{**asdict(one), "again": again(one.seed)} for one in self.failures]
+            "failures": [{**asdict(one), "again": reproduce_command(one.seed)} for one in self.failures]
         }
 
     def __str__(self) -> str:
@@ -318,10 +324,10 @@ class Counts:
             f"{sum(self.faults.values())} faults ({kinds}), {self.cuts} signals to the command; "
             f"{self.resumes} resumes, {self.other_workers} of them on another number of workers",
         ]
-        return "\n".join(lines + [f"failed: {again(one.seed)}" for one in self.failures])
+        return "\n".join(lines + [f"failed: {reproduce_command(one.seed)}" for one in self.failures])
 
 
-def again(seed: int) -> str:
+def reproduce_command(seed: int) -> str:
     """The command that makes the same round."""
     return f"PYTHONPATH={TESTS} {sys.executable} {Path(__file__).absolute()} --seed {seed} --rounds 1"
 
@@ -342,15 +348,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = given.out.absolute()
     folder = out / "recipes"
     shutil.rmtree(folder, ignore_errors=True)
-    furnish(folder)
+    create_recipe_dir(folder)
     counts, begun = Counts(given.seed), time.monotonic()
     try:
         while counts.rounds != given.rounds and time.monotonic() - begun < 3600 * given.hours:
-            one = play(given.seed + counts.rounds, out / f"round-{given.seed + counts.rounds}", folder, out / "cache")
+            one = run_round(
+                given.seed + counts.rounds, out / f"round-{given.seed + counts.rounds}", folder, out / "cache"
+            )
             counts.take(one)
             print(f"{time.strftime('%H:%M:%S')}  {one}", flush=True)
             if one.outcome == "failed":
-                print(f"    again: {again(one.seed)}", flush=True)
+                print(f"    again: {reproduce_command(one.seed)}", flush=True)
             counts.seconds = round(time.monotonic() - begun, 1)
             write_json(out / "soak.json", counts.values())
     except KeyboardInterrupt:

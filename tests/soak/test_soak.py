@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from grammar import ROUNDED, drawn, method_of
+from grammar import ROUNDED, draw_recipe, method_of
 
 from phalanx.recipe import Recipe
-from soak import TESTS, Counts, Round, again, furnish, play
+from soak import TESTS, Counts, Round, create_recipe_dir, reproduce_command, run_round
 
 SAME = 456
 """Of a round with a worker that aborts, Ctrl-C, and starts on one and on two workers."""
@@ -22,16 +22,16 @@ SAME = 456
 def soak(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the recipes' data and modules in `recipes`."""
     folder = tmp_path_factory.mktemp("soak")
-    furnish(folder / "recipes")
+    create_recipe_dir(folder / "recipes")
     return folder
 
 
 def round_of(soak: Path, seed: int, *callbacks: str) -> Round:
-    return play(seed, soak / f"round-{seed}", soak / "recipes", soak / "cache", callbacks)
+    return run_round(seed, soak / f"round-{seed}", soak / "recipes", soak / "cache", callbacks)
 
 
 def test_a_seed_draws_the_same_recipe_again_and_all_are_recipes() -> None:
-    first, second = ([drawn(random.Random(seed)) for seed in range(300)] for _ in range(2))
+    first, second = ([draw_recipe(random.Random(seed)) for seed in range(300)] for _ in range(2))
     assert first == second
     for each in first:
         Recipe.model_validate(each.recipe)
@@ -55,8 +55,8 @@ def test_a_state_that_restarts_do_not_bring_back_is_a_failure_with_its_seed(soak
     assert (soak / f"round-{SAME}" / "disturbed" / "result.json").is_file()
     counts = Counts(SAME)
     counts.take(found)
-    assert f"failed: {again(SAME)}" in str(counts)
-    assert again(SAME).endswith(f"soak.py --seed {SAME} --rounds 1")
+    assert f"failed: {reproduce_command(SAME)}" in str(counts)
+    assert reproduce_command(SAME).endswith(f"soak.py --seed {SAME} --rounds 1")
     assert counts.values()["failures"][0]["reasons"] == found.reasons
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.recipe import check, load_recipe
-from phalanx.train.schedule import peak
+from phalanx.recipe import check_recipe, load_recipe
+from phalanx.train.schedule import peak_learning_rate
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -95,5 +95,5 @@ def test_results_that_cannot_be_are_told(firecaffe: ModuleType, results: Any, to
 @pytest.mark.parametrize(("name", "rate"), [("nin", 0.04), ("googlenet", 0.08)])
 def test_the_recipes_have_the_papers_rate_at_its_batch(name: str, rate: float) -> None:
     loaded = load_recipe(ROOT / "examples" / "firecaffe" / f"{name}.yaml", ["batch.global_size=1024"])
-    check(loaded.recipe, loaded.folder, 1, loaded.at)
-    assert peak(loaded.recipe) == pytest.approx(rate)
+    check_recipe(loaded.recipe, loaded.recipe_dir, 1, loaded.location_of)
+    assert peak_learning_rate(loaded.recipe) == pytest.approx(rate)

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.bounded import read_bytes, read_json, read_text
 from phalanx.errors import DataError
-from phalanx.streams import printable
+from phalanx.streams import escape_control_chars
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_file_that_is_missing_says_so_as_the_system_does(tmp_path: Path) -> No
 def test_what_is_no_json_object_of_a_bearable_size_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(DataError, match=f"a.json: {why}"):
-        read_json(tmp_path / "a.json", largest=1_000_000 if content[:1] == b" " else 16 << 20)
+        read_json(tmp_path / "a.json", max_bytes=1_000_000 if content[:1] == b" " else 16 << 20)
 
 
 def test_a_pipe_is_refused_without_waiting_for_its_other_end(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_link_is_followed_only_where_it_may_be(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "a")
     assert read_text(tmp_path / "b") == "text"
     with pytest.raises(DataError, match="expected a file, found a link"):
-        read_text(tmp_path / "b", follow=False)
+        read_text(tmp_path / "b", follow_links=False)
 
 
 @pytest.mark.parametrize("hidden", ["\x1b]0;title\x07", "\x9b31m", "\r", "\x00", "\u202e", "\x7f"])
@@ -68,10 +68,10 @@ def test_what_would_steer_a_terminal_is_read_as_what_it_is(tmp_path: Path, hidde
             continue
         (tmp_path / "a.json").write_text(text)
         (key, (value,)) = next(iter(read_json(tmp_path / "a.json").items()))
-        assert key == printable(hidden)
+        assert key == escape_control_chars(hidden)
         assert value == f"a{key}b"
         assert key.isprintable()
 
 
 def test_other_texts_stay_as_they_are() -> None:
-    assert printable("ä → ö\n\tx 日本 🙂") == "ä → ö\n\tx 日本 🙂"
+    assert escape_control_chars("ä → ö\n\tx 日本 🙂") == "ä → ö\n\tx 日本 🙂"

@@ -19,24 +19,24 @@ def test_fp8_products_are_computed_by_what_each_torch_can_compile(monkeypatch: p
     one = torch.ones(())
     for version, expected in (((2, 11), "private"), ((2, 13), "public")):
         monkeypatch.setattr(compat, "torch_version", lambda version=version: version)
-        compat.scaled_product(one, one, one, one, torch.bfloat16)
+        compat.scaled_mm(one, one, one, one, torch.bfloat16)
         assert asked.pop() == expected
 
 
 def test_deterministic_kernels_are_strict_and_fill_no_memory() -> None:
     try:
-        compat.set_determinism(True)
+        compat.set_deterministic(True)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     finally:
-        compat.set_determinism(False)
+        compat.set_deterministic(False)
 
 
 def test_an_operation_without_a_deterministic_kernel_is_known_by_torchs_words() -> None:
     words = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_deterministic"
-    assert compat.nondeterministic(RuntimeError(words)) == "cumsum_cuda_kernel"
-    assert compat.nondeterministic(RuntimeError("out of memory")) is None
+    assert compat.find_nondeterministic_op(RuntimeError(words)) == "cumsum_cuda_kernel"
+    assert compat.find_nondeterministic_op(RuntimeError("out of memory")) is None
 
 
 def test_a_causal_bias_is_made_where_operations_are_watched() -> None:
@@ -44,7 +44,7 @@ def test_a_causal_bias_is_made_where_operations_are_watched() -> None:
     longer = torch.cat([key[0], key[0] + 1], dim=2)
     mask = torch.ones(3, 6, dtype=torch.bool).tril(3)
     expected = scaled_dot_product_attention(query[0], longer, longer, attn_mask=mask)
-    with compat.watching(lambda result: None):
+    with compat.observe_operations(lambda result: None):
         found = scaled_dot_product_attention(query[0], longer, longer, attn_mask=compat.causal_lower_right(3, 6))
     assert torch.allclose(found, expected)
 

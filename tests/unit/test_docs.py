@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 import pytest
 
-from phalanx.cli import _frame, _ParserError
+from phalanx.cli import _make_app, _ParserError
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
 from phalanx.run.event_types import FailureCause
-from phalanx.train.guards import Action
+from phalanx.train.guards import NonfiniteAction
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -67,7 +67,7 @@ def calls(words: list[str]) -> Iterator[list[str]]:
 
 def parse(words: list[str]) -> None:
     """Have the command line's own parser read the words; it raises what a user would be told."""
-    command: Any = _frame()
+    command: Any = _make_app()
     context = command.make_context("phalanx", list(words), resilient_parsing=True)
     while words and hasattr(command, "get_command"):
         verb, *words = words
@@ -117,7 +117,7 @@ def test_commands_named_in_a_text_have_verbs_and_options_that_exist(page: Path) 
         words = text.partition(" -- ")[0].split()
         if words[:1] != ["phalanx"]:
             continue
-        command: Any = _frame()
+        command: Any = _make_app()
         context = command.make_context("phalanx", [], resilient_parsing=True)
         words = words[1:]
         while words and hasattr(command, "get_command") and not words[0].startswith("-"):
@@ -142,7 +142,7 @@ def test_python_compiles(block: str) -> None:
 
 def test_every_action_of_the_guard_has_its_row() -> None:
     rows = [named(row[0]) for row in table(FAULT_TOLERANCE, "action | when | what follows")]
-    assert sorted(rows) == sorted(get_args(Action))
+    assert sorted(rows) == sorted(get_args(NonfiniteAction))
 
 
 def test_every_exit_code_has_its_row() -> None:

@@ -6,10 +6,19 @@ from typing import Any
 import pytest
 
 from phalanx.errors import RecipeError, UsageError
-from phalanx.plan.step import Parts
-from phalanx.planning import GIB, USABLE, Planned, chosen, parts_against, plan_run, sized, text_of
+from phalanx.plan.step import StepBreakdown
+from phalanx.planning import (
+    BYTES_PER_GIB,
+    USABLE_MEMORY_FRACTION,
+    RunPlan,
+    describe_slowdown,
+    list_chosen_keys,
+    load_sized_cluster,
+    plan_run,
+    render_recipe,
+)
 from phalanx.recipe import load_recipe
-from phalanx.recipe.load import Loaded
+from phalanx.recipe.load import LoadedRecipe
 
 TEXT = """\
 name: small
@@ -29,11 +38,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def loaded(folder: Path, *overrides: str) -> Loaded:
+def loaded(folder: Path, *overrides: str) -> LoadedRecipe:
     return load_recipe(folder / "recipe.yaml", list(overrides))
 
 
-def planned(folder: Path, *overrides: str, cluster: str = "h100:64", gpus: int | None = None) -> Planned:
+def planned(folder: Path, *overrides: str, cluster: str = "h100:64", gpus: int | None = None) -> RunPlan:
     return plan_run(loaded(folder, *overrides), cluster, gpus)
 
 
@@ -47,45 +56,45 @@ def far_apart(folder: Path) -> str:
 
 def test_the_best_uses_all_devices_fits_and_is_no_slower_than_the_others(folder: Path) -> None:
     found = planned(folder)
-    assert found.devices == found.best.setup.layout.world == 64
-    assert found.best.memory <= USABLE * 80 * GIB
-    assert found.best.seconds <= 1.005 * min(option.seconds for option in found.others)
-    assert found.low < found.best.seconds < found.high
+    assert found.num_devices == found.best.scenario.parallelism.world == 64
+    assert found.best.peak_bytes <= USABLE_MEMORY_FRACTION * 80 * BYTES_PER_GIB
+    assert found.best.step_s <= 1.005 * min(option.step_s for option in found.alternatives)
+    assert found.low_s < found.best.step_s < found.high_s
     assert 0 < found.mfu < 1
 
 
 def test_the_time_line_is_that_of_the_best(folder: Path) -> None:
     found = planned(folder)
-    assert max(event.end for event in found.events()) == pytest.approx(found.best.seconds, rel=0.01)
+    assert max(event.end_s for event in found.step_events()) == pytest.approx(found.best.step_s, rel=0.01)
 
 
 def test_everything_that_the_recipe_leaves_open_is_chosen(folder: Path) -> None:
     keys = {"parallelism", "batch.micro_size", "memory.activation_checkpointing", "precision", "grad_sync.bucket_mib"}
-    assert set(chosen(planned(folder))) == keys
+    assert set(list_chosen_keys(planned(folder))) == keys
 
 
 def test_what_the_recipe_gives_is_kept(folder: Path) -> None:
     layout = ("parallelism.replicate=32", "parallelism.tensor=2", "batch.micro_size=2")
     found = planned(folder, *layout, "memory.activation_checkpointing=full", "precision=bf16", "grad_sync.bucket_mib=5")
-    setup = found.best.setup
-    assert (setup.layout.replicate, setup.layout.tensor, setup.layout.shard) == (32, 2, 1)
-    assert (setup.micro, setup.recompute, setup.precision) == (2, "full", "bf16")
-    assert chosen(found) == {}
+    setup = found.best.scenario
+    assert (setup.parallelism.replicate, setup.parallelism.tensor, setup.parallelism.shard) == (32, 2, 1)
+    assert (setup.micro_size, setup.checkpointing, setup.precision) == (2, "full", "bf16")
+    assert list_chosen_keys(found) == {}
 
 
 def test_stages_that_the_recipe_gives_are_kept(folder: Path) -> None:
     found = planned(folder, "parallelism.replicate=32", "parallelism.pipeline=2", "parallelism.layers_per_stage=[1,3]")
-    assert found.best.setup.layout.layers_per_stage == [1, 3]
+    assert found.best.scenario.parallelism.layers_per_stage == [1, 3]
 
 
 def test_whole_replicas_are_kept_where_exactness_asks_for_them(folder: Path) -> None:
-    assert planned(folder, "determinism=elastic").best.setup.layout.replicate == 64
+    assert planned(folder, "determinism=elastic").best.scenario.parallelism.replicate == 64
 
 
 def test_workers_that_train_apart_are_whole_replicas(folder: Path) -> None:
     found = planned(folder, "determinism=off", "local_sgd.method=average", "local_sgd.sync_every=10")
-    assert found.best.setup.layout.replicate == 64
-    assert found.best.setup.wire.share == 1 / 10
+    assert found.best.scenario.parallelism.replicate == 64
+    assert found.best.scenario.transport.wire_ratio == 1 / 10
 
 
 @pytest.mark.parametrize(
@@ -98,28 +107,28 @@ def test_workers_that_train_apart_are_whole_replicas(folder: Path) -> None:
 )
 def test_a_run_takes_what_its_first_steps_take_and_the_others(sync: str, steps: int, folder: Path) -> None:
     found = planned(folder, sync, "determinism=off", "steps=900", "parallelism.replicate=64", cluster=far_apart(folder))
-    assert found.opening is not None
-    assert found.opening.steps == steps
-    assert found.opening.seconds > 1.5 * found.best.seconds
-    took = steps * found.opening.seconds + (900 - steps) * found.best.seconds
-    assert found.budget.seconds == pytest.approx(took)
+    assert found.warmup_phase is not None
+    assert found.warmup_phase.num_steps == steps
+    assert found.warmup_phase.step_s > 1.5 * found.best.step_s
+    took = steps * found.warmup_phase.step_s + (900 - steps) * found.best.step_s
+    assert found.cost.wall_s == pytest.approx(took)
 
 
 @pytest.mark.parametrize("sync", [[], ["local_sgd={method: average, warmup_steps: 0}"]])
 def test_a_run_whose_steps_are_all_alike_has_no_opening(sync: list[str], folder: Path) -> None:
     found = planned(folder, *sync, "determinism=off")
-    assert found.opening is None
-    assert found.budget.seconds == pytest.approx(100 * found.best.seconds)
+    assert found.warmup_phase is None
+    assert found.cost.wall_s == pytest.approx(100 * found.best.step_s)
 
 
 def test_the_planned_text_is_a_recipe_with_the_choice(folder: Path) -> None:
     given = loaded(folder, "steps=7")
     found = plan_run(given, "h100:64")
-    (folder / "planned.yaml").write_text(text_of(given, ["steps=7"], found))
+    (folder / "planned.yaml").write_text(render_recipe(given, ["steps=7"], found))
     again = load_recipe(folder / "planned.yaml", []).recipe
     assert again.parallelism != "auto"
     assert again.parallelism.world == 64  # type: ignore[union-attr]
-    assert (again.steps, again.batch.micro_size) == (7, found.best.setup.micro)
+    assert (again.steps, again.batch.micro_size) == (7, found.best.scenario.micro_size)
 
 
 def test_a_second_plan_remembers_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,25 +137,25 @@ def test_a_second_plan_remembers_the_model(folder: Path, monkeypatch: pytest.Mon
     def follow(*_: Any) -> Any:
         raise AssertionError("followed twice")
 
-    monkeypatch.setattr("phalanx.profiling._followed", follow)
+    monkeypatch.setattr("phalanx.profiling._trace_model", follow)
     assert planned(folder).best == first.best
 
 
 def test_a_named_cluster_has_as_many_nodes_as_devices_need() -> None:
-    assert sized("dgx-h100", 100).devices == 104
-    assert sized("h100:64", None).devices == 64
-    assert sized("h100:64", 16).devices == 64  # of which 16 are used
+    assert load_sized_cluster("dgx-h100", 100).devices == 104
+    assert load_sized_cluster("h100:64", None).devices == 64
+    assert load_sized_cluster("h100:64", 16).devices == 64  # of which 16 are used
 
 
 @pytest.mark.parametrize("gpus", [0, -3])
 def test_fewer_than_one_device_is_refused(gpus: int) -> None:
     with pytest.raises(UsageError, match=f"--num-gpus {gpus}: expected a number of devices"):
-        sized("h100", gpus)
+        load_sized_cluster("h100", gpus)
 
 
 def test_more_devices_than_a_counted_cluster_has_are_refused() -> None:
     with pytest.raises(UsageError, match=r"--num-gpus 128: .* has 64 devices"):
-        sized("h100:64", 128)
+        load_sized_cluster("h100:64", 128)
 
 
 def test_a_batch_that_cannot_be_divided_says_what_can(folder: Path) -> None:
@@ -175,15 +184,15 @@ EIGHT_BILLION = (
 
 def test_a_model_of_eight_billion_parameters_is_tuned_with_adapters_on_one_device(folder: Path) -> None:
     tuned = planned(folder, *EIGHT_BILLION, "lora={rank: 8}", cluster="h100:1")
-    assert tuned.best.memory == tuned.footprint.total <= 76 * GIB
+    assert tuned.best.peak_bytes == tuned.footprint.total <= 76 * BYTES_PER_GIB
     with pytest.raises(RecipeError, match=r"which is [1-9][\d.]* GiB above .* It needs .* too many"):
         planned(folder, *EIGHT_BILLION, cluster="h100:1")
 
 
 def test_sgd_without_momentum_has_no_state(folder: Path) -> None:
     with_it, without = (planned(folder, "optimizer.name=sgd", f"optimizer.momentum={each}") for each in (0.9, 0))
-    assert with_it.footprint.optimizer > 0
-    assert without.footprint.optimizer == 0
+    assert with_it.footprint.optimizer_state > 0
+    assert without.footprint.optimizer_state == 0
 
 
 def test_a_precision_that_the_device_lacks_is_refused(folder: Path) -> None:
@@ -223,9 +232,9 @@ def test_more_replicas_are_less_efficient_and_never_slower(folder: Path) -> None
 
 
 def test_what_another_choice_spends_more_on_is_told() -> None:
-    best = Parts(products=1.0)
-    assert parts_against(best, Parts(products=1.1, bubble=0.25)) == "pipeline bubble: +25 %"
-    assert parts_against(best, best) == "as fast"
+    best = StepBreakdown(gemm=1.0)
+    assert describe_slowdown(best, StepBreakdown(gemm=1.1, pipeline_bubble=0.25)) == "pipeline bubble: +25 %"
+    assert describe_slowdown(best, best) == "as fast"
 
 
 ROOM = """\
@@ -248,12 +257,12 @@ def test_a_power_cap_slows_computing_down_and_widens_the_interval(folder: Path) 
     wide = ("model.args.hidden_size=8192", "model.args.num_heads=64", "parallelism.replicate=64", "batch.micro_size=16")
     free = planned(folder, *wide, cluster=room(folder, "null"))
     capped = planned(folder, *wide, cluster=room(folder, "350"))
-    assert free.cap is None
-    assert capped.cap is not None
-    assert capped.cap.expected > 1
-    ratio = capped.best.parts.products / free.best.parts.products
-    assert ratio == pytest.approx(capped.cap.expected, rel=1e-6)
-    assert capped.high / capped.low > free.high / free.low
+    assert free.power_cap_slowdown is None
+    assert capped.power_cap_slowdown is not None
+    assert capped.power_cap_slowdown.expected > 1
+    ratio = capped.best.breakdown.gemm / free.best.breakdown.gemm
+    assert ratio == pytest.approx(capped.power_cap_slowdown.expected, rel=1e-6)
+    assert capped.high_s / capped.low_s > free.high_s / free.low_s
     assert capped.energy is not None
     assert free.energy is not None
     assert capped.energy.node_w < free.energy.node_w
@@ -261,7 +270,7 @@ def test_a_power_cap_slows_computing_down_and_widens_the_interval(folder: Path) 
 
 def test_a_cap_that_costs_nothing_changes_nothing(folder: Path) -> None:
     free, capped = (planned(folder, cluster=room(folder, cap)) for cap in ("null", "700"))
-    assert capped.best.seconds == free.best.seconds
+    assert capped.best.step_s == free.best.step_s
 
 
 def test_a_cap_below_what_a_device_draws_at_its_lowest_clocks_is_refused(folder: Path) -> None:
@@ -271,14 +280,14 @@ def test_a_cap_below_what_a_device_draws_at_its_lowest_clocks_is_refused(folder:
 
 def test_a_share_of_the_checkpoints_is_in_the_step_and_on_the_time_line(folder: Path) -> None:
     found = planned(folder, cluster=room(folder, "null"))
-    assert found.best.parts.checkpoint > 0
-    assert any("checkpoints" in event.name for event in found.events())
-    assert max(event.end for event in found.events()) == pytest.approx(found.best.seconds, rel=0.01)
+    assert found.best.breakdown.checkpoint_stall > 0
+    assert any("checkpoints" in event.name for event in found.step_events())
+    assert max(event.end_s for event in found.step_events()) == pytest.approx(found.best.step_s, rel=0.01)
 
 
 def test_a_batch_for_each_worker_is_that_of_all_devices(folder: Path) -> None:
     found = planned(folder, "batch.global_size=4", "batch.scale_with_workers=true", gpus=64)
-    assert found.recipe.batch.global_size == found.best.setup.batch == 256
+    assert found.recipe.batch.global_size == found.best.scenario.global_batch == 256
 
 
 EIGHT_BILLION_WIDE = (
@@ -322,6 +331,6 @@ def test_steps_and_memory_that_were_measured_on_one_gpu_are_predicted_within_15_
         "compile=true",
     ]
     found = planned(folder, f"model.args={{{args}}}", *batch, *kinds, cluster=cluster)
-    assert found.best.seconds == pytest.approx(seconds, rel=0.15)
-    allocated = found.footprint.total - found.footprint.fragmentation - found.footprint.fixed
+    assert found.best.step_s == pytest.approx(seconds, rel=0.15)
+    allocated = found.footprint.total - found.footprint.fragmentation - found.footprint.context
     assert allocated == pytest.approx(memory * 1e9, rel=0.15)

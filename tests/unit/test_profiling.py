@@ -12,14 +12,14 @@ import sys
 
 import psutil
 
-from phalanx.beside import torch_beside
+from phalanx.beside import preload_torch
 
-with torch_beside() as beside:
+with preload_torch() as beside:
     from pathlib import Path
 
-    from phalanx.data.foretold import foretold
+    from phalanx.data.foretold import expect_data_info
     from phalanx.errors import RecipeError
-    from phalanx.profiling import profile_of
+    from phalanx.profiling import profile_model
     from phalanx.recipe import load_recipe
 
     assert len(psutil.Process().children()) == 1
@@ -27,7 +27,7 @@ with torch_beside() as beside:
         loaded = load_recipe(Path("recipe.yaml"))
         if sys.argv[1] == "fail":
             raise RecipeError("something else is wrong")
-        print(len(profile_of(loaded, foretold(loaded.recipe.data, loaded.folder), beside=beside).segments))
+        print(len(profile_model(loaded, expect_data_info(loaded.recipe.data, loaded.recipe_dir), subprocess_call=beside).segments))
     except RecipeError as error:
         print(error)
 print("torch" in sys.modules, len(psutil.Process().children()))
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_told_and_no_process_is_left(tmp_path: Path, what: str)
 
 
 def test_what_is_called_beside_us_returns_what_it_found(tmp_path: Path) -> None:
-    text = "from phalanx.beside import torch_beside\nwith torch_beside() as call: print(call('operator:neg', 5))"
+    text = "from phalanx.beside import preload_torch\nwith preload_torch() as call: print(call('operator:neg', 5))"
     assert script(text, tmp_path) == ["-5"]
 
 
@@ -77,7 +77,7 @@ def test_what_is_called_beside_us_returns_what_it_found(tmp_path: Path) -> None:
     "how", ["call('os:_exit', 0)", "call('builtins:int', 'x'), call('builtins:int', 5)"], ids=["dies", "raises"]
 )
 def test_what_did_not_return_there_is_none(tmp_path: Path, how: str) -> None:
-    text = f"from phalanx.beside import torch_beside\nimport os\nwith torch_beside() as call: print({how})"
+    text = f"from phalanx.beside import preload_torch\nimport os\nwith preload_torch() as call: print({how})"
     (told,) = script(text, tmp_path)
     assert told in ("None", "None None")
 
@@ -85,16 +85,20 @@ def test_what_did_not_return_there_is_none(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["SIGSTOP", "never"])
 def test_what_is_stopped_or_hangs_beside_us_is_not_waited_for_without_end(tmp_path: Path, how: str) -> None:
     (tmp_path / "torch.py").write_text("import signal\nsignal.pause()\n")
-    stop = "[child.suspend() for child in psutil.Process().children()]" if how == "SIGSTOP" else "beside.PATIENCE = 0.2"
+    stop = (
+        "[child.suspend() for child in psutil.Process().children()]"
+        if how == "SIGSTOP"
+        else "beside.ANSWER_TIMEOUT_S = 0.2"
+    )
     text = (
         "import psutil, phalanx.beside as beside\n"
-        f"beside.LOOK = 0.05\nwith beside.torch_beside() as call:\n  {stop}\n  print(call('operator:neg', 5))\n"
+        f"beside.POLL_INTERVAL_S = 0.05\nwith beside.preload_torch() as call:\n  {stop}\n  print(call('operator:neg', 5))\n"
     )
     assert script(text, tmp_path) == ["None"]
 
 
 def test_where_torch_is_imported_already_nothing_is_called_beside_it(tmp_path: Path) -> None:
-    text = "from phalanx.beside import torch_beside as t\nimport numpy\nwith t() as call: print(call('math:sqrt', 4))"
+    text = "from phalanx.beside import preload_torch as t\nimport numpy\nwith t() as call: print(call('math:sqrt', 4))"
     assert script(text, tmp_path) == ["None"]
 
 

@@ -6,16 +6,25 @@ from typing import Any
 import pytest
 
 from phalanx.data import prepare_source
-from phalanx.errors import RecipeError, TrialError
-from phalanx.plan import Needs, Room
+from phalanx.errors import RecipeError, SubprocessError
+from phalanx.plan import MemoryProfile, WorkerMemory
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import DataConfig, DataSource
-from phalanx.resolving import IMAGINED, PROFILE, RACE, Call, check_batch, measured_needs, surviving, tried_memory
+from phalanx.resolving import (
+    META_PROFILE_TRIAL,
+    PROFILE_TRIAL,
+    TIMING_TRIAL,
+    SubprocessCall,
+    call_catching_oom,
+    check_batch,
+    measure_memory,
+    try_memory_choices,
+)
 
-NEEDS = Needs(1000, 0, {"whole": {"none": 1000, "selective": 500, "full": 100}})
-ROOM = Room("cpu", 10**12, 1)
+NEEDS = MemoryProfile(1000, 0, {"whole": {"none": 1000, "selective": 500, "full": 100}})
+ROOM = WorkerMemory("cpu", 10**12, 1)
 DIED = {"out_of_memory": 1.0}
-PROFILED: dict[str, Any] = {"trainable_parameters": 1000, "frozen_parameters": 0, "peaks": NEEDS.peaks}
+PROFILED: dict[str, Any] = {"trainable_parameters": 1000, "frozen_parameters": 0, "peaks": NEEDS.peak_bytes}
 SECONDS = {"fp32": 1.0, "bf16": 0.5, "update": 0.1}
 
 
@@ -24,10 +33,10 @@ def recipe(**values: Any) -> Recipe:
 
 
 def killed(function: str, payload: dict[str, Any]) -> Any:
-    raise TrialError("the trial process ended with SIGKILL", None, killed=True)
+    raise SubprocessError("the trial process ended with SIGKILL", None, killed=True)
 
 
-def machine(limit: int, asked: list[tuple[str, int]]) -> Call:
+def machine(limit: int, asked: list[tuple[str, int]]) -> SubprocessCall:
     """Trials on a machine where only so many samples at once survive."""
 
     def call(function: str, payload: dict[str, Any]) -> Any:
@@ -37,28 +46,28 @@ def machine(limit: int, asked: list[tuple[str, int]]) -> Call:
     return call
 
 
-@pytest.mark.parametrize("function", [PROFILE, RACE])
+@pytest.mark.parametrize("function", [PROFILE_TRIAL, TIMING_TRIAL])
 def test_a_trial_that_is_killed_for_memory_says_so(function: str) -> None:
-    assert surviving(killed, function, {}) == DIED
+    assert call_catching_oom(killed, function, {}) == DIED
 
 
 def test_any_other_trial_that_is_killed_is_an_error() -> None:
-    with pytest.raises(TrialError, match="SIGKILL"):
-        surviving(killed, "phalanx.train.trial:matmul", {})
+    with pytest.raises(SubprocessError, match="SIGKILL"):
+        call_catching_oom(killed, "phalanx.train.trial:measure_matmul_rate", {})
 
 
 def test_a_trial_that_fails_otherwise_is_an_error() -> None:
     def failing(function: str, payload: dict[str, Any]) -> Any:
-        raise TrialError("KeyError: 'x'", None)
+        raise SubprocessError("KeyError: 'x'", None)
 
-    with pytest.raises(TrialError, match="KeyError"):
-        surviving(failing, RACE, {})
+    with pytest.raises(SubprocessError, match="KeyError"):
+        call_catching_oom(failing, TIMING_TRIAL, {})
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(16, [16]), (5, [16, 8, 4])])
 def test_the_next_smaller_micro_batch_is_tried_until_one_survives(limit: int, asked: list[int]) -> None:
     seen: list[tuple[str, int]] = []
-    choices, seconds = tried_memory(recipe(batch={"global_size": 16}), NEEDS, ROOM, {}, machine(limit, seen))
+    choices, seconds = try_memory_choices(recipe(batch={"global_size": 16}), NEEDS, ROOM, {}, machine(limit, seen))
     assert seen == [("none", micro) for micro in asked]
     assert {choice.key: choice.value for choice in choices}["batch.micro_size"] == asked[-1]
     assert seconds == SECONDS
@@ -67,7 +76,7 @@ def test_the_next_smaller_micro_batch_is_tried_until_one_survives(limit: int, as
 def test_where_the_layout_divides_the_model_a_trial_of_the_whole_proves_nothing() -> None:
     seen: list[tuple[str, int]] = []
     of = recipe(batch={"global_size": 16}, parallelism={"shard": 2})
-    choices, seconds = tried_memory(of, NEEDS, Room("cpu", 10**12, 2), {}, machine(0, seen))
+    choices, seconds = try_memory_choices(of, NEEDS, WorkerMemory("cpu", 10**12, 2), {}, machine(0, seen))
     assert ([choice.value for choice in choices], seconds) == (["none", False, 8], {})
     assert seen == [("none", 8)]
 
@@ -75,7 +84,7 @@ def test_where_the_layout_divides_the_model_a_trial_of_the_whole_proves_nothing(
 def test_when_no_trial_survives_the_recipe_is_refused() -> None:
     seen: list[tuple[str, int]] = []
     with pytest.raises(RecipeError, match="trials ran out of memory, the last with 1 samples at once"):
-        tried_memory(recipe(batch={"global_size": 2}), NEEDS, ROOM, {}, machine(0, seen))
+        try_memory_choices(recipe(batch={"global_size": 2}), NEEDS, ROOM, {}, machine(0, seen))
     assert seen == [(way, micro) for way in ("none", "selective", "full") for micro in (2, 1)]
 
 
@@ -83,17 +92,17 @@ def test_when_no_trial_survives_the_recipe_is_refused() -> None:
 def prepared(tmp_path: Path) -> Path:
     (tmp_path / "a.txt").write_text("0123456789abcdef" * 200)
     source = DataSource(text="*.txt")
-    prepare_source(source, DataConfig(source=source), tmp_path, tmp_path / "data", workers=1)
+    prepare_source(source, DataConfig(source=source), tmp_path, tmp_path / "data", num_workers=1)
     return tmp_path / "data"
 
 
 @pytest.mark.parametrize(
     ("layout", "memory", "imagined", "expected"),
     [
-        ("auto", 100, PROFILED, [PROFILE]),
-        ({"shard": 2}, 17_000, PROFILED, [IMAGINED, PROFILE]),
-        ({"shard": 2}, 16_000, PROFILED, [IMAGINED]),
-        ({"shard": 2}, 16_000, {}, [IMAGINED, PROFILE]),
+        ("auto", 100, PROFILED, [PROFILE_TRIAL]),
+        ({"shard": 2}, 17_000, PROFILED, [META_PROFILE_TRIAL, PROFILE_TRIAL]),
+        ({"shard": 2}, 16_000, PROFILED, [META_PROFILE_TRIAL]),
+        ({"shard": 2}, 16_000, {}, [META_PROFILE_TRIAL, PROFILE_TRIAL]),
     ],
     ids=["a whole model", "a divided one that fits into one process", "one that does not", "one nobody can imagine"],
 )
@@ -104,18 +113,18 @@ def test_only_a_model_that_fits_into_a_process_is_loaded_for_trials(
 
     def call(function: str, payload: dict[str, Any]) -> Any:
         called.append(function)
-        return imagined if function == IMAGINED else PROFILED
+        return imagined if function == META_PROFILE_TRIAL else PROFILED
 
     given = recipe(parallelism=layout, data={"source": {"prepared": str(prepared)}})
-    profile, needs = measured_needs(given, Room("cpu", memory, 1), 2, {}, call)
+    profile, needs = measure_memory(given, WorkerMemory("cpu", memory, 1), 2, {}, call)
     assert called == expected
-    assert (profile, needs.trainable, needs.peaks) == (PROFILED, 1000, NEEDS.peaks)
+    assert (profile, needs.trainable_parameters, needs.peak_bytes) == (PROFILED, 1000, NEEDS.peak_bytes)
 
 
 def test_a_loss_in_chunks_that_the_model_cannot_have_is_refused(prepared: Path) -> None:
     given = recipe(memory={"chunked_loss": True}, data={"source": {"prepared": str(prepared)}})
     with pytest.raises(RecipeError, match=r"^memory.chunked_loss: true needs a language model .*; use auto or false$"):
-        measured_needs(given, Room("cpu", 10**9, 1), 2, {}, lambda function, payload: PROFILED)
+        measure_memory(given, WorkerMemory("cpu", 10**9, 1), 2, {}, lambda function, payload: PROFILED)
 
 
 def test_a_batch_that_memory_cannot_hold_is_refused(prepared: Path) -> None:

@@ -17,7 +17,7 @@ from phalanx import cli
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointFailed, RunWarning
 from phalanx.run.fields import to_fields
-from phalanx.streams import Lasting, Printable, printable
+from phalanx.streams import PrintableStream, SafeStream, escape_control_chars
 
 PYTHON = (sys.executable, "-P")
 
@@ -62,7 +62,7 @@ class Broken:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF])
 def test_a_lasting_stream_loses_what_cannot_be_written(number: int) -> None:
-    stream: Any = Lasting(cast(Any, Broken(number)))
+    stream: Any = SafeStream(cast(Any, Broken(number)))
     print("text", file=stream, flush=True)
     stream.writelines(["a", "b"])
     assert stream.encoding == "utf-8"
@@ -96,8 +96,8 @@ def test_a_working_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_what_would_steer_a_terminal_is_written_out(text: str, shown: str) -> None:
-    assert printable(text) == shown
-    assert printable(shown) == shown
+    assert escape_control_chars(text) == shown
+    assert escape_control_chars(shown) == shown
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_what_would_steer_a_terminal_is_written_out(text: str, shown: str) -> No
 )
 def test_what_a_terminals_encoding_lacks_is_written_out(encoding: str, shown: str) -> None:
     raw = io.BytesIO()
-    stream = Printable(io.TextIOWrapper(raw, encoding=encoding))
+    stream = PrintableStream(io.TextIOWrapper(raw, encoding=encoding))
     print("\xfc \u20ac", file=cast(Any, stream), end="", flush=True)
     assert raw.getvalue().decode(encoding) == shown
 
 
 def test_a_printable_stream_is_that_for_all_that_is_printed() -> None:
     out = io.StringIO()
-    stream: Any = Printable(out)
+    stream: Any = PrintableStream(out)
     print("\x1b[2J", end="", file=stream, flush=True)
     stream.writelines(["\x07", "\n"])
     assert out.getvalue() == "\\x1b[2J\\x07\n"

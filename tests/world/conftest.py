@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from worlds import World
+from worlds import ProcessWorlds
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessWorlds]:
     """This file's processes."""
-    world = World(tmp_path_factory.mktemp("world"))
+    world = ProcessWorlds(tmp_path_factory.mktemp("world"))
     yield world
     world.close()

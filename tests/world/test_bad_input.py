@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lab import BASE, Lab, Values, merged
+from lab import BASE_RECIPE, TrainHarness, Values, merge_recipes
 from phalanx.errors import ExitCode
 from phalanx.recipe.text import to_yaml
 from phalanx.run.event_types import AttemptStarted, RunWarning
 
-GOOD = merged(BASE, {"callbacks": []})
+GOOD = merge_recipes(BASE_RECIPE, {"callbacks": []})
 Case = tuple[Values | str | None, list[str], list[str]]
 """Changes of a good recipe, or a file's whole text, or no file; further arguments; what the message must have."""
 
@@ -67,12 +67,14 @@ REPEATED = {
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case in REPEATED else []) for case in BAD]
 )
-def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(lab: Lab, tmp_path: Path, case: str) -> None:
+def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(
+    lab: TrainHarness, tmp_path: Path, case: str
+) -> None:
     changes, arguments, parts = BAD[case]
-    folder = lab.furnish(tmp_path / "recipes")
+    folder = lab.create_recipe_dir(tmp_path / "recipes")
     recipe = folder / "recipe.yaml"
     if changes is not None:
-        text = changes if isinstance(changes, str) else to_yaml(merged(GOOD, changes), flow=False)
+        text = changes if isinstance(changes, str) else to_yaml(merge_recipes(GOOD, changes), flow=False)
         recipe.write_text(text)
     before = sorted(folder.rglob("*"))
     cache, run = tmp_path / "cache", tmp_path / "run"
@@ -104,9 +106,9 @@ NEEDS_DATA = {"source with too little text", "argument that the model does not t
 
 
 @pytest.mark.slow
-def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: Lab) -> None:
+def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: TrainHarness) -> None:
     """The whole way: done, done again, more steps, refused, forced."""
-    run, recipe = lab.place(), lab.recipe_file({}, "finished")
+    run, recipe = lab.new_run(), lab.recipe_file({}, "finished")
     lab.train({}, 1, run, folder=lab.folder)
     again = lab.command("train", recipe, "--run", run.path)
     assert again.returncode == ExitCode.DONE
@@ -123,6 +125,8 @@ def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: Lab) 
     assert "jumps from" in more.stderr
     forced = lab.command("train", recipe, "steps=18", "optimizer.lr=0.001", "--force", "--run", run.path)
     assert forced.returncode == ExitCode.DONE, forced.stderr
-    assert [event.start_step for event in lab.ended(run, 0).kind(AttemptStarted)] == [0, 12, 16]
-    assert [event.text for event in lab.ended(run, 0).kind(RunWarning)][-1] == "forced: optimizer.lr: 0.003 -> 0.001"
+    assert [event.start_step for event in lab.from_command_line(run, 0).events_of_kind(AttemptStarted)] == [0, 12, 16]
+    assert [event.text for event in lab.from_command_line(run, 0).events_of_kind(RunWarning)][
+        -1
+    ] == "forced: optimizer.lr: 0.003 -> 0.001"
     assert os.listdir(run.path / "checkpoints")

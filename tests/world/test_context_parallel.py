@@ -13,21 +13,21 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from phalanx.models import transformer
-from phalanx.models.attention import document_mask
-from phalanx.train.parallel.attention import Way
+from phalanx.models.attention import make_document_mask
+from phalanx.train.parallel.attention import ContextMethod
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.parallel.context import (
     ContextParallel,
-    check_model,
-    positions_of,
-    recompute_contexts,
-    slice_batch,
+    check_context_parallel,
+    local_positions,
+    make_checkpoint_contexts,
+    shard_batch,
 )
-from worlds import World
+from worlds import ProcessWorlds
 
 LENGTH = 24  # divides by 2n for 2, 3 and 4 ranks
 VOCAB = 23
-WAYS: tuple[Way, ...] = ("gather", "alltoall")
+WAYS: tuple[ContextMethod, ...] = ("gather", "alltoall")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,16 +59,18 @@ def documents_of(batch: int) -> Tensor:
 # Attention alone
 
 
-def attention(group: Group, *, way: Way, kind: str, heads: int, kv_heads: int, wide: bool = False) -> list[Tensor]:
+def attention(
+    group: Group, *, way: ContextMethod, kind: str, heads: int, kv_heads: int, wide: bool = False
+) -> list[Tensor]:
     """Result of one attention and the gradients of queries, keys and values, with the positions that they are of."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((heads, 4), (kv_heads, 4), (kv_heads, 6 if wide else 4))
     whole = [torch.randn(3, count, LENGTH, dim, generator=generator) for count, dim in shapes]
     upstream = torch.randn(3, heads, LENGTH, shapes[2][1], generator=generator)
     documents = documents_of(3) if kind == "documents" else None
-    own = positions_of(LENGTH, way, group, torch.device("cpu"))
+    own = local_positions(LENGTH, way, group, torch.device("cpu"))
     parts = [x[:, :, own].requires_grad_() for x in whole]
-    mask = None if documents is None else document_mask(documents[:, own])
+    mask = None if documents is None else make_document_mask(documents[:, own])
     with ContextParallel(group, way, documents):
         out = F.scaled_dot_product_attention(
             *parts, attn_mask=mask, is_causal=kind == "causal", enable_gqa=heads != kv_heads
@@ -88,7 +90,7 @@ CASES = [
 
 @pytest.mark.parametrize(("way", "kind", "n", "heads", "kv_heads"), CASES)
 def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
-    world: World, way: Way, kind: str, n: int, heads: int, kv_heads: int
+    world: ProcessWorlds, way: ContextMethod, kind: str, n: int, heads: int, kv_heads: int
 ) -> None:
     options: dict[str, Any] = {"way": way, "kind": kind, "heads": heads, "kv_heads": kv_heads}
     _, *alone = attention(None, **options)
@@ -98,7 +100,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_values_may_be_wider_than_keys(world: World, way: Way) -> None:
+def test_values_may_be_wider_than_keys(world: ProcessWorlds, way: ContextMethod) -> None:
     options: dict[str, Any] = {"way": way, "kind": "causal", "heads": 4, "kv_heads": 4, "wide": True}
     _, *alone = attention(None, **options)
     for own, *found in world.run(2, together, case=attention, **options):
@@ -141,12 +143,20 @@ class Recomputed(nn.Module):
 
 
 def training(
-    group: Group, *, way: Way, family: str = "ours", packed: bool = False, recompute: str = "none", cache: bool = False
+    group: Group,
+    *,
+    way: ContextMethod,
+    family: str = "ours",
+    packed: bool = False,
+    recompute: str = "none",
+    cache: bool = False,
 ) -> tuple[float, int, dict[str, Tensor]]:
     """Sum of losses, terms and all gradients of this rank's part of a batch."""
     model = build(family)
     if recompute == "ours":
-        model.blocks = nn.ModuleList(Recomputed(block, {"context_fn": recompute_contexts}) for block in model.blocks)
+        model.blocks = nn.ModuleList(
+            Recomputed(block, {"context_fn": make_checkpoint_contexts}) for block in model.blocks
+        )
     elif recompute == "forgetful":
         model.blocks = nn.ModuleList(Recomputed(block, {}) for block in model.blocks)
     elif recompute == "theirs":
@@ -157,13 +167,13 @@ def training(
     batch = {"tokens": tokens[:, :-1], "targets": targets}
     if packed:
         batch["documents"] = documents_of(2)
-    mine = slice_batch(batch, group, way)
-    options: dict[str, Any] = {check_model(model, LENGTH): mine["positions"]}
+    mine = shard_batch(batch, group, way)
+    options: dict[str, Any] = {check_context_parallel(model, LENGTH): mine["positions"]}
     if family != "ours":
         options["use_cache"] = cache
     if packed:
         documents = mine["documents"]
-        options |= {"documents": documents} if family == "ours" else {"attention_mask": document_mask(documents)}
+        options |= {"documents": documents} if family == "ours" else {"attention_mask": make_document_mask(documents)}
     with ExitStack() as stack:
         mode = ContextParallel(group, way, batch.get("documents"), replace_masks=family != "ours")
         stack.enter_context(mode)
@@ -173,7 +183,7 @@ def training(
         if recompute != "theirs":  # theirs knows nothing of context_fn: the mode stays around the backward
             stack.close()
         loss.backward()
-    assert mode.attended
+    assert mode.attention_seen
     gradients = {name.replace("block.", ""): p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss.item(), int((mine["targets"] != -100).sum()), gradients
 
@@ -190,18 +200,20 @@ def assert_adds_up(parts: list[Any], alone: tuple[float, int, dict[str, Tensor]]
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_transformer_learns_the_same_from_parts(world: World, way: Way, n: int, packed: bool) -> None:
+def test_the_transformer_learns_the_same_from_parts(
+    world: ProcessWorlds, way: ContextMethod, n: int, packed: bool
+) -> None:
     options: dict[str, Any] = {"way": way, "packed": packed}
     assert_adds_up(world.run(n, together, case=training, **options), training(None, **options))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_recomputed_blocks_attend_to_the_whole_sequence_again(world: World, way: Way) -> None:
+def test_recomputed_blocks_attend_to_the_whole_sequence_again(world: ProcessWorlds, way: ContextMethod) -> None:
     options: dict[str, Any] = {"way": way, "packed": True}
     assert_adds_up(world.run(2, together, case=training, recompute="ours", **options), training(None, **options))
 
 
-def forgotten(group: Group, way: Way) -> bool:
+def forgotten(group: Group, way: ContextMethod) -> bool:
     try:
         training(group, way=way, recompute="forgetful")
     except CheckpointError:
@@ -210,20 +222,20 @@ def forgotten(group: Group, way: Way) -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_recomputation_without_it_is_an_error_not_another_gradient(world: World, way: Way) -> None:
+def test_a_recomputation_without_it_is_an_error_not_another_gradient(world: ProcessWorlds, way: ContextMethod) -> None:
     assert world.run(2, together, case=forgotten, way=way) == [True, True]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("way", WAYS)
-def test_hugging_face_llama_learns_the_same_from_parts(world: World, way: Way, packed: bool) -> None:
+def test_hugging_face_llama_learns_the_same_from_parts(world: ProcessWorlds, way: ContextMethod, packed: bool) -> None:
     pytest.importorskip("transformers")
     options: dict[str, Any] = {"way": way, "family": "llama", "packed": packed}
     assert_adds_up(world.run(2, together, case=training, **options), training(None, **options))
 
 
 @pytest.mark.parametrize("recompute", ["none", "theirs"])
-def test_hugging_face_llama_may_recompute_or_hold_a_cache(world: World, recompute: str) -> None:
+def test_hugging_face_llama_may_recompute_or_hold_a_cache(world: ProcessWorlds, recompute: str) -> None:
     pytest.importorskip("transformers")
     options: dict[str, Any] = {"way": "gather", "family": "llama"}
     parts = world.run(2, together, case=training, recompute=recompute, cache=recompute == "none", **options)
@@ -253,15 +265,15 @@ class Block(nn.Module):
         return out
 
 
-def compiled(group: Group, *, way: Way, packed: bool, recompute: bool, alone: bool = False) -> list[Any]:
+def compiled(group: Group, *, way: ContextMethod, packed: bool, recompute: bool, alone: bool = False) -> list[Any]:
     """Result and gradients of a block, compiled unless `alone`, after three micro-batches with each its own mode; then
     how often it was compiled."""
     torch.manual_seed(3)
     block = Block(recompute and not alone)
     x = torch.randn(2, LENGTH, 16)
     documents = documents_of(2) if packed else None
-    own = positions_of(LENGTH, way, group, torch.device("cpu"))
-    mask = None if documents is None else document_mask(documents[:, own])
+    own = local_positions(LENGTH, way, group, torch.device("cpu"))
+    mask = None if documents is None else make_document_mask(documents[:, own])
     torch.compiler.reset()
     compilations: list[int] = []
 
@@ -273,14 +285,16 @@ def compiled(group: Group, *, way: Way, packed: bool, recompute: bool, alone: bo
     for _ in range(3):
         with ContextParallel(group, way, documents) as mode:
             out = run(x[:, own], mask)
-        assert mode.attended
+        assert mode.attention_seen
         out.square().sum().backward()
     return [own, out.detach(), [p.grad for p in block.parameters()], len(compilations)]
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recomputed"])
 @pytest.mark.parametrize(("way", "packed"), [("gather", True), ("alltoall", False)])
-def test_a_compiled_block_attends_to_the_whole_sequence(world: World, way: Way, packed: bool, recompute: bool) -> None:
+def test_a_compiled_block_attends_to_the_whole_sequence(
+    world: ProcessWorlds, way: ContextMethod, packed: bool, recompute: bool
+) -> None:
     options: dict[str, Any] = {"way": way, "packed": packed, "recompute": recompute}
     _, whole, expected, _ = compiled(None, alone=True, **options)
     parts = world.run(2, together, case=compiled, **options)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.courier import Courier
-from phalanx.train.parallel.shard import as_reduced, shard_model
-from worlds import World
+from phalanx.train.exchange import BucketedReducer
+from phalanx.train.exchange.courier import CommQueue
+from phalanx.train.parallel.shard import apply_fsdp, sort_in_reduction_order
+from worlds import ProcessWorlds
 
 WIDTH, BLOCKS, STEPS = 24, 3, 3
 CAPACITY = 4.0 * (WIDTH * WIDTH + WIDTH) / 2  # bytes: the half of a block that a rank holds
@@ -54,35 +54,35 @@ def summed(
         torch.stack([model(samples(leaf), sent) for leaf in range(4)]).sum().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shard_model(model, list(model.blocks), mesh["shard"], hooked=True)
-    exchange = GradientExchange(
-        as_reduced([model], model.parameters()),
+    apply_fsdp(model, list(model.blocks), mesh["shard"], hooked=True)
+    exchange = BucketedReducer(
+        sort_in_reduction_order([model], model.parameters()),
         rank=mesh["replicate"].get_local_rank(),
-        world=2,
+        world_size=2,
         micro_batches=2,
-        replicas=replicas,
-        capacity=CAPACITY,
+        is_elastic=replicas,
+        bucket_bytes=CAPACITY,
         group=mesh["replicate"].get_group(),
-        strategy=strategy,
+        algorithm=strategy,
     )
-    send = Courier.send
+    send = CommQueue.submit
 
-    def noting(courier: Courier, number: int, *arguments: Any) -> None:
+    def noting(courier: CommQueue, number: int, *arguments: Any) -> None:
         sent.append(number)
         send(courier, number, *arguments)
 
-    Courier.send = noting  # type: ignore[assignment, method-assign]
+    CommQueue.submit = noting  # type: ignore[assignment, method-assign]
     try:
         for _ in range(STEPS):
             sent.clear()
             for parameter in model.parameters():
                 parameter.grad = None
-            exchange.begin(rank // 2)
+            exchange.begin_backward(rank // 2)
             model(samples(rank), sent).backward()
-            exchange.end()
-            exchange.finish()
+            exchange.end_backward()
+            exchange.reduce_gradients()
     finally:
-        Courier.send = send  # type: ignore[method-assign]
+        CommQueue.submit = send  # type: ignore[method-assign]
     gradients = {name: whole(p) for name, p in model.named_parameters()}
     exchange.close()
     return gradients, model.reached
@@ -99,7 +99,7 @@ def whole(parameter: nn.Parameter) -> Tensor:
     ids=["all-reduce", "fixed tree", "bf16", "int8"],
 )
 def test_gradients_of_shards_are_sent_while_backward_goes_on(
-    world: World, strategy: str, replicas: bool, tolerance: float
+    world: ProcessWorlds, strategy: str, replicas: bool, tolerance: float
 ) -> None:
     expected, _ = summed(0, 1)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())  # int8 shares scales among many
@@ -109,7 +109,7 @@ def test_gradients_of_shards_are_sent_while_backward_goes_on(
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=tolerance * largest)
 
 
-def test_gradients_of_a_block_that_is_used_twice_are_sent_when_they_are_whole(world: World) -> None:
+def test_gradients_of_a_block_that_is_used_twice_are_sent_when_they_are_whole(world: ProcessWorlds) -> None:
     expected, _ = summed(0, 1, again=True)
     for gradients, _ in world.run(4, summed, again=True):
         for name, gradient in gradients.items():

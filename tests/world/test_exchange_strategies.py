@@ -12,23 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.direct import Direct
-from phalanx.train.exchange.messages import hanging_up
-from phalanx.train.exchange.strategy import Site
-from phalanx.train.exchange.ways import WAYS
-from phalanx.train.place import lost_peer, twin
-from worlds import World, warm
+from phalanx.train.exchange import BucketedReducer
+from phalanx.train.exchange.direct import P2PScatterGather
+from phalanx.train.exchange.messages import abort_groups_on_error
+from phalanx.train.exchange.strategy import CommContext
+from phalanx.train.exchange.ways import GRAD_SYNC_ALGORITHMS
+from phalanx.train.place import clone_group, is_peer_failure
+from worlds import ProcessWorlds, start_forkserver
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))
 CAPACITY = 400.0  # bytes: several buckets
 STEPS = 3
-PLAIN = [name for name, way in WAYS.items() if way.plain]
-HOLD_BACK = [name for name, way in WAYS.items() if way.holds_back]
+PLAIN = [name for name, way in GRAD_SYNC_ALGORITHMS.items() if way.carries_metrics]
+HOLD_BACK = [name for name, way in GRAD_SYNC_ALGORITHMS.items() if way.uses_error_feedback]
 TOLERANCE = {"bf16": 2e-2, "int8": 4e-2}
 """Of the largest element, where it is more than the rounding of fp32."""
 
-WHOLE = [name for name, way in WAYS.items() if not way.projects]
+WHOLE = [name for name, way in GRAD_SYNC_ALGORITHMS.items() if not way.is_low_rank]
 """Those that leave nothing out of a sum but what is rounded off."""
 
 Sums = list[list[Tensor]]
@@ -51,35 +51,35 @@ def sums_of(
     number `first` on. A single process that is `alone` has those of all. What was `held_back` is added at the end."""
     generator = torch.Generator().manual_seed(7)
     weights = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-    exchange = GradientExchange(
+    exchange = BucketedReducer(
         weights,
         rank=rank,
-        world=1 if alone else workers,
+        world_size=1 if alone else workers,
         micro_batches=workers,
-        replicas=False,
-        capacity=CAPACITY,
+        is_elastic=False,
+        bucket_bytes=CAPACITY,
         group=group,
-        slots=0 if alone else 2,
-        strategy=strategy,
-        nodes=nodes,
+        num_metric_slots=0 if alone else 2,
+        algorithm=strategy,
+        node_of_rank=nodes,
     )
     assert len(exchange.buckets) > 2
-    assert (exchange.slots is not None) == (strategy in PLAIN and dtype == torch.float32 and not alone)
+    assert (exchange.metric_slots is not None) == (strategy in PLAIN and dtype == torch.float32 and not alone)
     found = []
     for step in range(STEPS):
         for weight in weights:
             weight.grad = None
-        if exchange.slots is not None:
-            exchange.slots.copy_(torch.tensor([10.0 ** (first + rank), step]))
+        if exchange.metric_slots is not None:
+            exchange.metric_slots.copy_(torch.tensor([10.0 ** (first + rank), step]))
         for leaf in range(workers) if alone else [rank]:
             noise = torch.Generator().manual_seed(100 * step + first + leaf)
-            exchange.begin(leaf)
+            exchange.begin_backward(leaf)
             factors = [torch.randn(shape, generator=noise) * 4.0 ** (leaf % 3 - 1) for shape in SHAPES]
             torch.stack([(w * f.to(dtype)).sum() for w, f in zip(weights, factors, strict=True)]).sum().backward()
-            exchange.end()
-        exchange.finish()
+            exchange.end_backward()
+        exchange.reduce_gradients()
         gradients = [weight.grad.clone() for weight in weights if weight.grad is not None]
-        found.append([*gradients, torch.zeros(0) if exchange.slots is None else exchange.slots.clone()])
+        found.append([*gradients, torch.zeros(0) if exchange.metric_slots is None else exchange.metric_slots.clone()])
     if held_back is not None:
         residuals = exchange.residuals()
         held_back += [residuals[weight].clone() for weight in weights]
@@ -95,7 +95,7 @@ def every_strategy(rank: int, world: int, *, dtype: torch.dtype) -> dict[str, tu
             sums_of(name, rank, world, dtype=dtype, nodes=nodes),
             sums_of(name, rank, world, dtype=dtype, nodes=nodes),
         )
-        for name in WAYS
+        for name in GRAD_SYNC_ALGORITHMS
     }
 
 
@@ -122,25 +122,25 @@ CASES = pytest.mark.parametrize(
         for quick in [ranks == 2 or (ranks == 3 and dtype == torch.float32)]
     ],
 )
-NAMES = pytest.mark.parametrize("name", WAYS)
+NAMES = pytest.mark.parametrize("name", GRAD_SYNC_ALGORITHMS)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 @CASES
-def test_sums_are_those_of_a_single_process(world: World, ranks: int, dtype: torch.dtype, name: str) -> None:
+def test_sums_are_those_of_a_single_process(world: ProcessWorlds, ranks: int, dtype: torch.dtype, name: str) -> None:
     alone = sums_of(name, 0, ranks, alone=True, dtype=dtype)
     rough = 5e-2 if dtype == torch.bfloat16 else TOLERANCE.get(name, 1e-5)
-    for found in world.once(ranks, every_strategy, dtype=dtype):
+    for found in world.run_once(ranks, every_strategy, dtype=dtype):
         assert_sums(found[name][0], alone, rough)
 
 
 @NAMES
 @CASES
 def test_all_ranks_have_the_same_bits_and_have_them_again(
-    world: World, ranks: int, dtype: torch.dtype, name: str
+    world: ProcessWorlds, ranks: int, dtype: torch.dtype, name: str
 ) -> None:
-    (first, _), *others = (found[name] for found in world.once(ranks, every_strategy, dtype=dtype))
-    for one, again in [*others, *(found[name] for found in world.once(ranks, every_strategy, dtype=dtype))]:
+    (first, _), *others = (found[name] for found in world.run_once(ranks, every_strategy, dtype=dtype))
+    for one, again in [*others, *(found[name] for found in world.run_once(ranks, every_strategy, dtype=dtype))]:
         assert_equal(one, first)
         assert_equal(again, first)
 
@@ -149,7 +149,7 @@ def in_the_manner_of_gpus(rank: int, world: int, *, name: str) -> None:
     """By the operations and in the order of GPUs, where no thread carries anything, beside what CPUs do."""
     usual = sums_of(name, rank, world, nodes=[0, 0, 1, 1][:world])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Site, "on_cpu", False)
+        patch.setattr(CommContext, "on_cpu", False)
         found, again = (sums_of(name, rank, world, nodes=[0, 0, 1, 1][:world]) for _ in range(2))
     assert_sums(found, usual, 1e-5)
     assert_equal(again, found)
@@ -157,7 +157,7 @@ def in_the_manner_of_gpus(rank: int, world: int, *, name: str) -> None:
 
 @NAMES
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_gpus_do_makes_the_same_sums(world: World, ranks: int, name: str) -> None:
+def test_what_gpus_do_makes_the_same_sums(world: ProcessWorlds, ranks: int, name: str) -> None:
     world.run(ranks, in_the_manner_of_gpus, name=name)
 
 
@@ -168,9 +168,9 @@ def with_what_is_held_back(rank: int, world: int, *, name: str, dtype: torch.dty
 
 @pytest.mark.parametrize("name", HOLD_BACK)
 @CASES
-def test_what_the_sums_lack_is_held_back(world: World, ranks: int, dtype: torch.dtype, name: str) -> None:
+def test_what_the_sums_lack_is_held_back(world: ProcessWorlds, ranks: int, dtype: torch.dtype, name: str) -> None:
     rough = 5e-2 if dtype == torch.bfloat16 else 1e-5
-    found = world.once(ranks, with_what_is_held_back, name=name, dtype=dtype)
+    found = world.run_once(ranks, with_what_is_held_back, name=name, dtype=dtype)
     sums, alone = found[0][0], sums_of(name, 0, ranks, alone=True, dtype=dtype)
     for place in range(len(SHAPES)):
         held = sum(tensors[place].float() for _, tensors in found)
@@ -181,8 +181,8 @@ def test_what_the_sums_lack_is_held_back(world: World, ranks: int, dtype: torch.
 
 @pytest.mark.parametrize("name", PLAIN)
 @RANKS
-def test_slots_are_summed_with_the_gradients(world: World, ranks: int, name: str) -> None:
-    for found in world.once(ranks, every_strategy, dtype=torch.float32):
+def test_slots_are_summed_with_the_gradients(world: ProcessWorlds, ranks: int, name: str) -> None:
+    for found in world.run_once(ranks, every_strategy, dtype=torch.float32):
         for step, tensors in enumerate(found[name][0]):
             assert tensors[-1].tolist() == [sum(10.0**rank for rank in range(ranks)), ranks * step]
 
@@ -191,12 +191,12 @@ def in_two_halves(rank: int, world: int) -> dict[str, Sums]:
     """Ranks 0 and 2, and 1 and 3, each among themselves at the same time."""
     groups = [dist.new_group([half, half + 2]) for half in range(2)]
     half, own = rank % 2, rank // 2
-    return {name: sums_of(name, own, 2, group=groups[half], first=10 * half) for name in WAYS}
+    return {name: sums_of(name, own, 2, group=groups[half], first=10 * half) for name in GRAD_SYNC_ALGORITHMS}
 
 
 @NAMES
-def test_a_group_that_is_a_part_of_the_world_sums_among_itself(world: World, name: str) -> None:
-    found = [results[name] for results in world.once(4, in_two_halves)]
+def test_a_group_that_is_a_part_of_the_world_sums_among_itself(world: ProcessWorlds, name: str) -> None:
+    found = [results[name] for results in world.run_once(4, in_two_halves)]
     for half in range(2):
         assert_equal(found[half], found[half + 2])
         if name in WHOLE:
@@ -211,8 +211,8 @@ def on_nodes(rank: int, world: int) -> dict[str, Sums]:
 
 
 @pytest.mark.parametrize("label", LAYOUTS)
-def test_nodes_may_hold_any_numbers_of_ranks(world: World, label: str) -> None:
-    found = [results[label] for results in world.once(4, on_nodes)]
+def test_nodes_may_hold_any_numbers_of_ranks(world: ProcessWorlds, label: str) -> None:
+    found = [results[label] for results in world.run_once(4, on_nodes)]
     for one in found:
         assert_equal(one, found[0])
         assert_sums(one, sums_of("hierarchical", 0, 4, alone=True), 1e-5)
@@ -239,15 +239,15 @@ def bereaved(rank: int, strategy: str, folder: Path, told: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=4)
     weights = [nn.Parameter(torch.ones(300)) for _ in range(6)]
-    exchange = GradientExchange(
+    exchange = BucketedReducer(
         weights,
         rank=rank,
-        world=4,
+        world_size=4,
         micro_batches=4,
-        replicas=False,
-        capacity=1.0,
-        strategy=strategy,
-        nodes=[0, 0, 1, 1],
+        is_elastic=False,
+        bucket_bytes=1.0,
+        algorithm=strategy,
+        node_of_rank=[0, 0, 1, 1],
     )
     try:
         for step in range(2):
@@ -256,13 +256,13 @@ def bereaved(rank: int, strategy: str, folder: Path, told: Connection) -> None:
             if step == 1 and rank == DOOMED:
                 for name in OPERATIONS:
                     setattr(dist, name, fatal(getattr(dist, name)))
-            exchange.begin(rank)
+            exchange.begin_backward(rank)
             torch.stack([weight.sum() for weight in weights]).sum().backward()
-            exchange.end()
-            exchange.finish()
+            exchange.end_backward()
+            exchange.reduce_gradients()
         told.send((2, False, "noticed nothing"))
     except RuntimeError as error:
-        told.send((step, lost_peer(error), str(error)))
+        told.send((step, is_peer_failure(error), str(error)))
     if strategy not in ("all-reduce", "powersgd"):
         told.recv()
     os._exit(0)
@@ -272,7 +272,7 @@ def bereaved(rank: int, strategy: str, folder: Path, told: Connection) -> None:
 def told_by(work: Callable[..., None], world: int, *arguments: Any) -> Iterator[list[Connection]]:
     """So many processes that do this work, `work(rank, *arguments, pipe)`, and what each of them tells; killed at the
     end."""
-    context = warm()
+    context = start_forkserver()
     pipes = [context.Pipe() for _ in range(world)]
     workers = [
         context.Process(target=work, args=(rank, *arguments, pipes[rank][1]), daemon=True) for rank in range(world)
@@ -291,7 +291,8 @@ def told_by(work: Callable[..., None], world: int, *arguments: Any) -> Iterator[
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("ring", "int8") else [pytest.mark.slow]) for name in WAYS]
+    "name",
+    [pytest.param(name, marks=[] if name in ("ring", "int8") else [pytest.mark.slow]) for name in GRAD_SYNC_ALGORITHMS],
 )
 def test_all_survivors_notice_a_worker_that_dies_in_an_exchange(name: str, tmp_path: Path) -> None:
     with told_by(bereaved, 4, name, tmp_path) as pipes:
@@ -305,7 +306,7 @@ def left_waiting(rank: int, folder: Path, told: Connection) -> None:
     """The last of three dies; the first learns of it before it has sent anything, the second waits for the first."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=3)
-    direct = Direct(Site(rank, 3, None, twin(None), torch.device("cpu"), [0, 0, 0]))
+    direct = P2PScatterGather(CommContext(rank, 3, None, clone_group(None), torch.device("cpu"), [0, 0, 0]))
     dist.barrier()
     if rank == 2:
         os._exit(1)
@@ -313,7 +314,7 @@ def left_waiting(rank: int, folder: Path, told: Connection) -> None:
         if rank == 0:
             with contextlib.suppress(RuntimeError):
                 dist.recv(torch.empty(1), src=2)
-        pending = direct.spread(torch.zeros(3), torch.zeros(3), [1, 1, 1], [1, 1, 1])
+        pending = direct.all_to_all(torch.zeros(3), torch.zeros(3), [1, 1, 1], [1, 1, 1])
         assert pending is not None
         pending.wait()
         told.send("noticed nothing")
@@ -337,13 +338,13 @@ def hung_up(rank: int, folder: Path, told: Connection) -> None:
     if rank == 0:
         work = dist.irecv(torch.empty(1), src=1, tag=5)
         assert work is not None
-        with contextlib.suppress(RuntimeError), hanging_up([None]):
+        with contextlib.suppress(RuntimeError), abort_groups_on_error([None]):
             raise RuntimeError("a peer is gone")
         try:
             work.wait()
             told.send((False, "noticed nothing"))
         except RuntimeError as error:
-            told.send((lost_peer(error), str(error)))
+            told.send((is_peer_failure(error), str(error)))
     told.recv()
 
 

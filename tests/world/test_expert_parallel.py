@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
-from phalanx.models.moe import Experts, MixtureTransformer, Router
-from phalanx.train.parallel.cuts import Cut
-from phalanx.train.parallel.expert import split_experts
-from worlds import World
+from phalanx.models.moe import GroupedExperts, MoETransformer, TopKRouter
+from phalanx.train.parallel.cuts import DimShard
+from phalanx.train.parallel.expert import apply_expert_parallel
+from worlds import ProcessWorlds
 
 EXPERTS, WIDTH, FFN = 8, 16, 24
 
@@ -28,9 +28,9 @@ def assert_near(found: Tensor, expected: Tensor, name: str = "") -> None:
     )
 
 
-def experts() -> Experts:
+def experts() -> GroupedExperts:
     torch.manual_seed(0)
-    module = Experts(EXPERTS, WIDTH, FFN)
+    module = GroupedExperts(EXPERTS, WIDTH, FFN)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module
@@ -47,7 +47,7 @@ def rows_of(counts: Sequence[Sequence[int]], rank: int) -> tuple[Tensor, Tensor,
 def divided(rank: int, world: int, *, counts: Sequence[Sequence[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs and gradients of rows, and gradients of the rank's experts."""
     module = experts()
-    split_experts(module, dist.group.WORLD)
+    apply_expert_parallel(module, dist.group.WORLD)
     x, number, grad = rows_of(counts, rank)
     out = module(x, number)
     out.backward(grad)
@@ -75,7 +75,7 @@ ROUTINGS: dict[str, Callable[[int], list[list[int]]]] = {
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS.keys())
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_outputs_and_gradients_are_those_of_one_process(
-    world: World, ranks: int, routing: Callable[[int], list[list[int]]]
+    world: ProcessWorlds, ranks: int, routing: Callable[[int], list[list[int]]]
 ) -> None:
     counts = routing(ranks)
     alone = experts()
@@ -95,7 +95,7 @@ def test_outputs_and_gradients_are_those_of_one_process(
         assert_near(torch.cat([gradients[name] for _, gradients in found]), parameter.grad, name)
 
 
-def model() -> MixtureTransformer:
+def model() -> MoETransformer:
     """A model of which some blocks have experts, with enough balance to show."""
     torch.manual_seed(0)
     built = moe(
@@ -112,7 +112,7 @@ def model() -> MixtureTransformer:
         aux_loss_coef=1.0,
     )
     for module in built.modules():
-        if isinstance(module, Router):
+        if isinstance(module, TopKRouter):
             nn.init.normal_(module.score.weight, std=0.5)  # decided, so that rounding turns no choice
             module.load.copy_(torch.arange(1, 9) / 36)
     return built.train()
@@ -130,7 +130,7 @@ def training(rank: int, world: int, *, way: str) -> tuple[float, dict[str, Tenso
     """The loss of the rank's sequences, gradients after the sum over ranks where parameters are whole, and the load
     after the step."""
     module = model()
-    cuts = split_experts(module, dist.group.WORLD)
+    cuts = apply_expert_parallel(module, dist.group.WORLD)
     for block in module.blocks:
         if way == "recomputed":
             forward = block.forward
@@ -151,14 +151,14 @@ def training(rank: int, world: int, *, way: str) -> tuple[float, dict[str, Tenso
         dist.all_reduce(x)
         return x
 
-    routers = [m for m in module.modules() if isinstance(m, Router)]
+    routers = [m for m in module.modules() if isinstance(m, TopKRouter)]
     for router in routers:
         router.after_step(add)
     return loss.item(), gradients, [router.load for router in routers]
 
 
 @pytest.mark.parametrize(("ranks", "way"), [(2, "plain"), (4, "plain"), (4, "recomputed"), (2, "compiled")])
-def test_a_model_trains_as_in_one_process(world: World, ranks: int, way: str) -> None:
+def test_a_model_trains_as_in_one_process(world: ProcessWorlds, ranks: int, way: str) -> None:
     alone = model()
     loss = loss_of(alone, range(ranks), ranks)
     loss.backward()
@@ -168,27 +168,27 @@ def test_a_model_trains_as_in_one_process(world: World, ranks: int, way: str) ->
         assert parameter.grad is not None
         parts = [gradients[name] for _, gradients, _ in found]
         assert_near(torch.cat(parts) if ".experts." in name else parts[0], parameter.grad, name)
-    routers = [m for m in alone.modules() if isinstance(m, Router)]
+    routers = [m for m in alone.modules() if isinstance(m, TopKRouter)]
     for index, router in enumerate(routers):
         router.after_step(lambda counts: counts)
         for _, _, loads in found:
             assert torch.equal(loads[index], router.load)
 
 
-def described(rank: int, world: int) -> tuple[dict[str, Cut], dict[str, Tensor]]:
+def described(rank: int, world: int) -> tuple[dict[str, DimShard], dict[str, Tensor]]:
     module = model()
     module.blocks[1].ffn.experts.up.requires_grad_(False)
-    cuts = split_experts(module, dist.group.WORLD)
+    cuts = apply_expert_parallel(module, dist.group.WORLD)
     assert [name for name, p in module.named_parameters() if not p.requires_grad] == ["blocks.1.ffn.experts.up"]
     return cuts, {name: p.detach() for name, p in module.named_parameters() if name in cuts}
 
 
-def test_cuts_tell_what_each_rank_holds(world: World) -> None:
+def test_cuts_tell_what_each_rank_holds(world: ProcessWorlds) -> None:
     whole = dict(model().named_parameters())
     for cuts, held in world.run(4, described):
         assert list(cuts) == [name for name in whole if ".experts." in name]
         for name, cut in cuts.items():
-            assert (cut.dim, cut.whole, cut.axis) == (0, 8, "expert")
+            assert (cut.dim, cut.whole, cut.mesh_axis) == (0, 8, "expert")
             ((start, end),) = cut.ranges
             assert torch.equal(held[name], whole[name][start:end])
     starts = [cuts["blocks.1.ffn.experts.gate"].ranges for cuts, _ in world.run(4, described)]
@@ -207,11 +207,11 @@ class Twins(nn.Module):
 
 def shared_weights(rank: int, world: int) -> tuple[list[str], list[str]]:
     twins = Twins()
-    cuts = split_experts(twins, dist.group.WORLD)
+    cuts = apply_expert_parallel(twins, dist.group.WORLD)
     return list(cuts), [name for name, _ in twins.named_parameters()]
 
 
-def test_weights_that_two_modules_share_stay_shared(world: World) -> None:
+def test_weights_that_two_modules_share_stay_shared(world: ProcessWorlds) -> None:
     names = ["first.gate", "first.up", "first.down"]
     for cuts, parameters in world.run(2, shared_weights):
         assert cuts == parameters == names
@@ -234,7 +234,7 @@ def refused(rank: int, world: int, *, what: str) -> str:
         "lopsided": Lopsided,
     }[what]()
     try:
-        split_experts(module, dist.group.WORLD)
+        apply_expert_parallel(module, dist.group.WORLD)
     except RecipeError as error:
         return str(error)
     return ""
@@ -255,12 +255,12 @@ def refused(rank: int, world: int, *, what: str) -> str:
         ),
     ],
 )
-def test_experts_that_cannot_be_divided_are_refused(world: World, what: str, text: str) -> None:
+def test_experts_that_cannot_be_divided_are_refused(world: ProcessWorlds, what: str, text: str) -> None:
     for message in world.run(2, refused, what=what):
         assert text in message
 
 
 def test_a_group_of_none_leaves_a_model_as_it_is() -> None:
     module = model()
-    assert split_experts(module, None) == {}
+    assert apply_expert_parallel(module, None) == {}
     assert "forward" not in vars(module.blocks[1].ffn.experts)

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from lab import Lab
+from lab import TrainHarness
 from phalanx.recipe import import_object
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
 
 
-def test_an_exported_directory_alone_builds_the_model_and_its_weights(lab: Lab, tmp_path: Path) -> None:
-    run = lab.reference().run
+def test_an_exported_directory_alone_builds_the_model_and_its_weights(lab: TrainHarness, tmp_path: Path) -> None:
+    run = lab.train_reference().run
     out = export_huggingface(list_checkpoints(run.checkpoints)[0], tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
     assert config["args"]["vocab_size"] == 256

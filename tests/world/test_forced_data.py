@@ -2,18 +2,22 @@
 
 from pathlib import Path
 
-from lab import Lab, words
+from lab import TrainHarness, random_words
 from phalanx.errors import ExitCode
 from phalanx.run.event_types import RunWarning
 
 
-def test_going_on_with_other_data_must_be_forced_and_is_recorded(lab: Lab, tmp_path: Path) -> None:
-    folder = lab.furnish(tmp_path / "recipes")
+def test_going_on_with_other_data_must_be_forced_and_is_recorded(lab: TrainHarness, tmp_path: Path) -> None:
+    folder = lab.create_recipe_dir(tmp_path / "recipes")
     run = lab.train(folder=folder).run
-    (folder / "few.txt").write_text(words(2, 700))
+    (folder / "few.txt").write_text(random_words(2, 700))
     refused = lab.train({"steps": 14}, run=run, folder=folder)
     assert refused.code == ExitCode.DATA
     assert "was trained on other data" in (refused.message or "")
     forced = lab.train({"steps": 14}, run=run, folder=folder, force=True)
     assert forced.code == ExitCode.DONE
-    assert [event for event in forced.kind(RunWarning) if event.text.startswith("forced: the run goes on with other")]
+    assert [
+        event
+        for event in forced.events_of_kind(RunWarning)
+        if event.text.startswith("forced: the run goes on with other")
+    ]

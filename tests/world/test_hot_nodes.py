@@ -15,19 +15,19 @@ from torch.distributed.fsdp import fully_shard
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunWarning
-from phalanx.run.hot import PREFIX, open_folder, read_history
-from phalanx.train.checkpoint.parts import copy_name, list_copies, list_parts
-from phalanx.train.hot import HOT_FLAGS, HotCopies
-from phalanx.train.interval import Times
-from phalanx.train.nodes import exchanged, said_by_leader
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided
+from phalanx.run.hot import DIR_PREFIX, create_node_dir, read_epochs
+from phalanx.train.checkpoint.parts import format_copy_name, list_copies, list_shard_records
+from phalanx.train.hot import IN_MEMORY_FLAGS, InMemoryCheckpointer
+from phalanx.train.interval import StepTimes
+from phalanx.train.nodes import all_gather_json, broadcast_json_from_rank_zero
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.parallel.divided import ParallelModel
 from phalanx.train.parallel.mesh import Mesh, build_mesh
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.recall import Found, find_copies, recall
-from phalanx.train.state import Progress, held_state
-from worlds import World
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.recall import VerifiedCopies, find_verified_copies, restore_in_memory
+from phalanx.train.state import TrainState, get_local_state
+from worlds import ProcessWorlds
 
 LAYOUTS = {"shards": {"shard": 4}, "replicas of shards": {"replicate": 2, "shard": 2}, "replicas": {"replicate": 4}}
 
@@ -36,7 +36,7 @@ class Worker:
     """One of four workers, on one of two nodes, with a model whose weights say by whom and when they were made."""
 
     def __init__(self, rank: int, world: int, folder: str, layout: dict[str, int]):
-        self.place = Place(rank, world, rank % 2)
+        self.place = DistEnv(rank, world, rank % 2)
         self.environment = {"PHALANX_NODE_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": str(world)}
         self.environment |= {
             "PHALANX_IN_MEMORY_DIR": str(Path(folder) / f"node-{rank // 2}"),
@@ -48,20 +48,20 @@ class Worker:
         self.mesh: Mesh = build_mesh(Parallelism(**layout), self.place)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
-        self.divided = Divided(self.mesh, (self.model,))
-        if self.mesh.fsdp is not None:
+        self.divided = ParallelModel(self.mesh, (self.model,))
+        if self.mesh.fsdp_mesh is not None:
             for module in (*self.model, self.model):
-                fully_shard(module, mesh=self.mesh.fsdp)
-        self.optimizer = Optimizer(self.divided.whole_module, OptimizerConfig())
-        self.scale = LossScale()
+                fully_shard(module, mesh=self.mesh.fsdp_mesh)
+        self.optimizer = OptimizerContainer(self.divided.merged_module, OptimizerConfig())
+        self.scale = GradScaler()
         self.told: list[Event] = []
-        self.hot = HotCopies(
+        self.hot = InMemoryCheckpointer(
             self.run,
             self.place,
             self.mesh,
             1,
             0,
-            Times(),
+            StepTimes(),
             lambda: None,
             {},
             self.told.append,
@@ -77,26 +77,28 @@ class Worker:
 
     def copy(self, step: int) -> None:
         """Copy the state, and settle it with the others."""
-        self.hot.start(Progress(step=step, samples=step), held_state(self.divided, self.optimizer, self.scale), [])
-        self.hot.wait_copied()
+        self.hot.start_copy(
+            TrainState(step=step, samples_consumed=step), get_local_state(self.divided, self.optimizer, self.scale), []
+        )
+        self.hot.wait_snapshot_copied()
         assert self.hot._saver is not None
-        self.hot._saver.wait()
-        flags = torch.tensor([float(flag) for flag in self.hot.flags()])
+        self.hot._saver.poll_when_idle()
+        flags = torch.tensor([float(flag) for flag in self.hot.local_flags()])
         dist.all_reduce(flags)
-        self.hot.settle(dict(zip(HOT_FLAGS, map(int, flags.tolist()), strict=True)))
+        self.hot.handle_flags(dict(zip(IN_MEMORY_FLAGS, map(int, flags.tolist()), strict=True)))
 
     def state(self) -> dict[str, Tensor]:
-        held = held_state(self.divided, self.optimizer, self.scale)
+        held = get_local_state(self.divided, self.optimizer, self.scale)
         return {name: each.tensor.detach().clone() for name, each in held.items()}
 
-    def found(self) -> Found | None:
-        return find_copies(self.run, self.place, lambda *_: None, self.environment)
+    def found(self) -> VerifiedCopies | None:
+        return find_verified_copies(self.run, self.place, lambda *_: None, self.environment)
 
 
 def parts_here(folder: str, node: int) -> dict[int, list[int]]:
-    (own,) = (Path(folder) / f"node-{node}").glob(f"{PREFIX}-*")
+    (own,) = (Path(folder) / f"node-{node}").glob(f"{DIR_PREFIX}-*")
     return {
-        step: [int(record.stem[5:]) for record in list_parts(own / f"step-{step:09d}-{token}")]
+        step: [int(record.stem[5:]) for record in list_shard_records(own / f"step-{step:09d}-{token}")]
         for step, token in list_copies(own)
     }
 
@@ -108,7 +110,7 @@ def kept_and_lost(rank: int, world: int, *, folder: str, layout: dict[str, int])
         worker.learn(step)
         worker.copy(step)
     before, kept = worker.state(), parts_here(folder, rank // 2)
-    worker.hot.abandon()
+    worker.hot.cancel()
     dist.barrier()
     if rank == 2:
         shutil.rmtree(Path(folder) / "node-1")
@@ -117,20 +119,20 @@ def kept_and_lost(rank: int, world: int, *, folder: str, layout: dict[str, int])
     found = worker.found()
     assert found is not None
     held = (worker.divided, worker.optimizer, worker.scale)
-    recalled = recall(worker.run, found, worker.place, *held, lambda *_: None, worker.environment)
+    recalled = restore_in_memory(worker.run, found, worker.place, *held, lambda *_: None, worker.environment)
     assert recalled is not None
     after = worker.state()
     assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)
-    meta = recalled.loaded.manifest.meta
+    meta = recalled.checkpoint.manifest.meta
     return {
         "kept": kept,
-        "fetched": recalled.fetched,
+        "fetched": recalled.fetched_bytes,
         "step": meta["step"],
         "told": [event.kind for event in worker.told],
     }
 
 
-def test_the_share_of_a_node_that_is_lost_comes_from_the_other(world: World, tmp_path: Path) -> None:
+def test_the_share_of_a_node_that_is_lost_comes_from_the_other(world: ProcessWorlds, tmp_path: Path) -> None:
     found = world.run(4, kept_and_lost, folder=str(tmp_path), layout=LAYOUTS["shards"])
     assert [each["kept"] for each in found] == [{1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}] * 4
     assert [each["step"] for each in found] == [2] * 4
@@ -138,7 +140,7 @@ def test_the_share_of_a_node_that_is_lost_comes_from_the_other(world: World, tmp
     assert found[1]["told"] == ["in_memory_checkpoint_saved"] * 2
 
 
-def test_where_both_nodes_hold_all_nothing_is_sent_and_either_may_be_lost(world: World, tmp_path: Path) -> None:
+def test_where_both_nodes_hold_all_nothing_is_sent_and_either_may_be_lost(world: ProcessWorlds, tmp_path: Path) -> None:
     for number, layout in enumerate(("replicas of shards", "replicas")):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -161,34 +163,34 @@ def said_of_all(rank: int, world: int, *, folder: str) -> dict[str, Any]:
         received.append(value.numel())
         broadcast(value, **more)
 
-    def speak(place: Place, value: Any) -> list[Any]:
+    def speak(place: DistEnv, value: Any) -> list[Any]:
         spoken.append(value)
-        return exchanged(place, value)
+        return all_gather_json(place, value)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather", gather)
         patch.setattr(dist, "broadcast", broadcast)
-        place, long = Place(rank, world), ["x" * 1_000_000]
-        said = exchanged(place, long if rank == 2 else rank)
+        place, long = DistEnv(rank, world), ["x" * 1_000_000]
+        said = all_gather_json(place, long if rank == 2 else rank)
         by_all = sum(received)
-        led = said_by_leader(place, long if rank == 0 else None)
+        led = broadcast_json_from_rank_zero(place, long if rank == 0 else None)
         by_leader = sum(received) - by_all
     copies = {}
     for name, layout in LAYOUTS.items():
         worker = Worker(rank, world, f"{folder}/{name}", layout)
         spoken.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("phalanx.train.hot.exchanged", speak)
+            patch.setattr("phalanx.train.hot.all_gather_json", speak)
             worker.learn(1)
             worker.copy(1)
         names = [value for value in spoken if isinstance(value, list)]
-        copies[name] = (len(names[0]), worker.hot._tensors, len(worker.state()))
-        worker.hot.abandon()
+        copies[name] = (len(names[0]), worker.hot._num_tensors, len(worker.state()))
+        worker.hot.cancel()
     whole = said == [0, 1, long, 3] and led == long
     return {"whole": whole, "by all": by_all, "by leader": by_leader, "copies": copies}
 
 
-def test_what_one_worker_says_at_length_costs_the_others_its_length_once(world: World, tmp_path: Path) -> None:
+def test_what_one_worker_says_at_length_costs_the_others_its_length_once(world: ProcessWorlds, tmp_path: Path) -> None:
     found = world.run(4, said_of_all, folder=str(tmp_path))
     for each in found:
         assert each["whole"]
@@ -208,7 +210,7 @@ def failing_on_one(rank: int, world: int, *, folder: str, how: str) -> list[tupl
     worker = Worker(rank, world, folder, LAYOUTS["shards"])
     worker.learn(1)
     worker.copy(1)
-    worker.hot.abandon()
+    worker.hot.cancel()
     dist.barrier()
     base = Path(folder) / "node-1"
     if rank == 2 and how == "no room":
@@ -219,11 +221,11 @@ def failing_on_one(rank: int, world: int, *, folder: str, how: str) -> list[tupl
     assert found is not None
     dist.barrier()
     if rank == 2:
-        (copy,) = (path for path in base.glob(f"{PREFIX}-*/step-*")) if how != "no room" else (None,)
+        (copy,) = (path for path in base.glob(f"{DIR_PREFIX}-*/step-*")) if how != "no room" else (None,)
         if copy is None:  # where the folder is to come is a file
-            step, token = next(iter(found.parts))
-            own = open_folder(worker.run, worker.environment)
-            (own / copy_name(step, token)).write_text("")
+            step, token = next(iter(found.readers_by_copy))
+            own = create_node_dir(worker.run, worker.environment)
+            (own / format_copy_name(step, token)).write_text("")
         elif how == "missing":
             (copy / "rank-00003.safetensors").unlink()
         elif how == "damaged":
@@ -238,14 +240,14 @@ def failing_on_one(rank: int, world: int, *, folder: str, how: str) -> list[tupl
     def on_reject(path: Path, file: str, reason: str) -> None:
         told.append((file, reason))
 
-    assert recall(worker.run, found, worker.place, *held, on_reject, worker.environment) is None
+    assert restore_in_memory(worker.run, found, worker.place, *held, on_reject, worker.environment) is None
     after = worker.state()
     assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)
     return told
 
 
 def test_a_copy_that_one_worker_cannot_read_changes_nothing_on_any_and_is_reported_by_all(
-    world: World, tmp_path: Path
+    world: ProcessWorlds, tmp_path: Path
 ) -> None:
     for how in FAILURES:
         folder = tmp_path / how
@@ -261,25 +263,25 @@ def left_alone(rank: int, world: int, *, folder: str) -> float:
     worker.learn(1)
     worker.copy(1)
     if rank == 3:
-        worker.hot.abandon()
+        worker.hot.cancel()
         dist.barrier()
         return 0.0
     dist.barrier()
     worker.learn(2)
-    state = held_state(worker.divided, worker.optimizer, worker.scale)
-    worker.hot.start(Progress(step=2, samples=2), state, [])
-    worker.hot.wait_copied()
+    state = get_local_state(worker.divided, worker.optimizer, worker.scale)
+    worker.hot.start_copy(TrainState(step=2, samples_consumed=2), state, [])
+    worker.hot.wait_snapshot_copied()
     begun = time.monotonic()
-    worker.hot.abandon()
+    worker.hot.cancel()
     return time.monotonic() - begun
 
 
-def test_who_lost_a_peer_leaves_without_waiting_and_whole_copies_stay(world: World, tmp_path: Path) -> None:
+def test_who_lost_a_peer_leaves_without_waiting_and_whole_copies_stay(world: ProcessWorlds, tmp_path: Path) -> None:
     seconds = world.run(4, left_alone, folder=str(tmp_path))
     assert max(seconds) < 5.0
     for node in (0, 1):
         assert parts_here(str(tmp_path), node)[1] == [0, 1, 2, 3]
-    assert len(read_history(Run(tmp_path / "run"))[0]) == 1
+    assert len(read_epochs(Run(tmp_path / "run"))[0]) == 1
 
 
 def broken(rank: int, world: int, *, folder: str) -> list[str]:
@@ -288,14 +290,14 @@ def broken(rank: int, world: int, *, folder: str) -> list[str]:
     worker.learn(1)
     worker.copy(1)
     if rank == 0:
-        assert worker.hot._sender is not None
-        worker.hot._sender.close()
+        assert worker.hot._replica_client is not None
+        worker.hot._replica_client.close()
     worker.copy(2)
-    assert not worker.hot.due(3, 100)
+    assert not worker.hot.is_due(3, 100)
     return [event.text for event in worker.told if isinstance(event, RunWarning)]
 
 
-def test_a_second_copy_that_cannot_be_kept_is_told_alike_and_ends_copying(world: World, tmp_path: Path) -> None:
+def test_a_second_copy_that_cannot_be_kept_is_told_alike_and_ends_copying(world: ProcessWorlds, tmp_path: Path) -> None:
     texts = world.run(4, broken, folder=str(tmp_path))
     assert texts == [texts[0]] * 4
     assert texts[0][0].startswith("no hot copies: ")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lab import Ended, Lab, Values, fault
+from lab import HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.errors import ExitCode, PhalanxError, RecipeError
 from phalanx.run import Run
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
-from phalanx.train.huggingface_calls import logits_of
-from phalanx.train.trained import load_trained
+from phalanx.train.huggingface_calls import get_logits
+from phalanx.train.trained import load_trained_model
 
 tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")
@@ -21,12 +21,12 @@ transformers: Any = pytest.importorskip("transformers")
 LORA: Values = {"rank": 4}
 
 
-def save(lab: Lab, kind: str) -> str:
+def save(lab: TrainHarness, kind: str) -> str:
     """A model beside the lab's recipes whose vocabulary has room for bytes, and a tokenizer file with it."""
     folder = lab.folder / f"hf-{kind}"
     if not folder.is_dir():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(tiny.config(kind, vocab_size=256))
+        model = transformers.AutoModelForCausalLM.from_config(tiny.make_config(kind, vocab_size=256))
         model.save_pretrained(folder)
         (folder / "tokenizer_config.json").write_text("{}")
     return f"hf:{folder.name}"
@@ -37,11 +37,11 @@ def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lab's base recipe has arguments for our transformer."""
     import lab as module
 
-    base = {**module.BASE, "model": {}}
-    monkeypatch.setattr(module, "BASE", base)
+    base = {**module.BASE_RECIPE, "model": {}}
+    monkeypatch.setattr(module, "BASE_RECIPE", base)
 
 
-def train(lab: Lab, kind: str, changes: Values | None = None, **more: Any) -> Ended:
+def train(lab: TrainHarness, kind: str, changes: Values | None = None, **more: Any) -> HarnessRun:
     return lab.train({"model": {"build": save(lab, kind)}, "steps": 6, **(changes or {})}, **more)
 
 
@@ -50,10 +50,10 @@ def check_export(run: Run, out: Path) -> None:
     export_huggingface(list_checkpoints(run.checkpoints)[0], out)
     model, told = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(told.values())
-    trained = load_trained(run, None, False, torch.device("cpu")).model
-    tokens = tiny.tokens()
+    trained = load_trained_model(run, None, False, torch.device("cpu")).model
+    tokens = tiny.random_tokens()
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(tokens).logits, logits_of(trained(tokens)), rtol=0, atol=1e-5)
+        torch.testing.assert_close(model.eval()(tokens).logits, get_logits(trained(tokens)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,18 @@ def check_export(run: Run, out: Path) -> None:
     ids=["whole", "adapter"],
 )
 def test_fine_tuning_learns_survives_a_kill_bit_by_bit_and_is_exported(
-    lab: Lab, kind: str, changes: Values, tmp_path: Path
+    lab: TrainHarness, kind: str, changes: Values, tmp_path: Path
 ) -> None:
     clean = train(lab, kind, changes)
-    killed = train(lab, kind, changes, faults=[fault(5)])
+    killed = train(lab, kind, changes, faults=[plan_fault(5)])
     assert clean.losses[-1] < clean.losses[0]
     assert killed.result["restarts"] == 1
     assert killed.digest == clean.digest
     check_export(clean.run, tmp_path / "out")
 
 
-def test_an_adapter_can_start_from_a_run_without_one(lab: Lab) -> None:
-    base = lab.reference({"model": {"args": {"layers": 1, "hidden_size": 32, "num_heads": 2}}})
+def test_an_adapter_can_start_from_a_run_without_one(lab: TrainHarness) -> None:
+    base = lab.train_reference({"model": {"args": {"layers": 1, "hidden_size": 32, "num_heads": 2}}})
     start = {
         "model": {"args": {"layers": 1, "hidden_size": 32, "num_heads": 2}},
         "init_from": str(base.run.path),
@@ -86,14 +86,14 @@ def test_an_adapter_can_start_from_a_run_without_one(lab: Lab) -> None:
     assert tuned.losses[0] < base.losses[0]
 
 
-def test_a_directory_that_lacks_tensors_is_refused_before_the_run_exists(lab: Lab, tmp_path: Path) -> None:
+def test_a_directory_that_lacks_tensors_is_refused_before_the_run_exists(lab: TrainHarness, tmp_path: Path) -> None:
     save(lab, "llama")
     broken = lab.folder / "hf-broken"
     shutil.copytree(lab.folder / "hf-llama", broken)
     tensors = load_file(broken / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    run = lab.place()
+    run = lab.new_run()
     with pytest.raises(PhalanxError, match=r"LlamaForCausalLM needs 1 tensor \(lm_head.weight\), which the") as caught:
         lab.train({"model": {"build": "hf:hf-broken"}}, run=run)
     assert caught.value.code == ExitCode.DATA
@@ -110,13 +110,15 @@ def test_a_directory_that_lacks_tensors_is_refused_before_the_run_exists(lab: La
         ({"model": {"build": "hf:samples"}}, r"model.build: .*samples has no config.json"),
     ],
 )
-def test_a_path_that_is_no_such_directory_is_an_error_of_the_recipe(lab: Lab, changes: Values, message: str) -> None:
+def test_a_path_that_is_no_such_directory_is_an_error_of_the_recipe(
+    lab: TrainHarness, changes: Values, message: str
+) -> None:
     with pytest.raises(RecipeError, match=message):
         lab.train(changes)
 
 
-def test_an_adapter_pattern_that_fits_nothing_is_an_error_before_the_run_exists(lab: Lab) -> None:
-    run = lab.place()
+def test_an_adapter_pattern_that_fits_nothing_is_an_error_before_the_run_exists(lab: TrainHarness) -> None:
+    run = lab.new_run()
     with pytest.raises(RecipeError, match=r"lora.target_modules: 'nonesuch' fits no linear layer; there are q_proj"):
         train(lab, "llama", {"lora": {"target_modules": "nonesuch"}}, run=run)
     assert not run.path.exists()

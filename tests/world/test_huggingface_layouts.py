@@ -7,11 +7,11 @@ import psutil
 import pytest
 import torch
 
-from lab import Ended, Lab, Values
+from lab import HarnessRun, TrainHarness, Values
 from phalanx.run.event_types import EvaluationDone, StepDone
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
-from phalanx.train.huggingface_calls import logits_of
-from phalanx.train.trained import load_trained
+from phalanx.train.huggingface_calls import get_logits
+from phalanx.train.trained import load_trained_model
 
 tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")
@@ -28,13 +28,13 @@ LAYOUTS: dict[str, Values] = {
 }
 
 
-def save(lab: Lab, kind: str) -> str:
+def save(lab: TrainHarness, kind: str) -> str:
     """A model of a kind beside the lab's recipes: grouped heads, norms of queries and keys, fused and tied matrices."""
     folder = lab.folder / f"layouts-{kind}"
     if not folder.is_dir():
         torch.manual_seed(0)
         options = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} if kind == "gpt2" else {}
-        config = tiny.config(kind, vocab_size=VOCAB, **options)
+        config = tiny.make_config(kind, vocab_size=VOCAB, **options)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return f"hf:{folder.name}"
 
@@ -44,10 +44,10 @@ def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lab's base recipe has arguments for our transformer."""
     import lab as module
 
-    monkeypatch.setattr(module, "BASE", {**module.BASE, "model": {}})
+    monkeypatch.setattr(module, "BASE_RECIPE", {**module.BASE_RECIPE, "model": {}})
 
 
-def recipe(lab: Lab, kind: str, layout: Values | None = None, **more: Any) -> Values:
+def recipe(lab: TrainHarness, kind: str, layout: Values | None = None, **more: Any) -> Values:
     changes: Values = {"model": {"build": save(lab, kind)}, "steps": 10, "evaluation": {"every": 10}, **more}
     changes |= {"checkpoint": {"every": None}, "batch": {"global_size": 8, "micro_size": 2}}
     return changes | ({} if layout is None else {"parallelism": layout})
@@ -60,16 +60,16 @@ def world_of(layout: Values) -> int:
     return size
 
 
-def divided(lab: Lab, kind: str, layout: Values, **more: Any) -> Ended:
-    return lab.reference(recipe(lab, kind, layout, **more), world_of(layout))
+def divided(lab: TrainHarness, kind: str, layout: Values, **more: Any) -> HarnessRun:
+    return lab.train_reference(recipe(lab, kind, layout, **more), world_of(layout))
 
 
-def compare(found: Ended, expected: Ended) -> None:
+def compare(found: HarnessRun, expected: HarnessRun) -> None:
     for key in ("loss", "grad_norm"):
-        here, there = ([getattr(event, key) for event in run.kind(StepDone)] for run in (found, expected))
+        here, there = ([getattr(event, key) for event in run.events_of_kind(StepDone)] for run in (found, expected))
         assert len(here) == len(there) == 10, found.message
         torch.testing.assert_close(torch.tensor(here), torch.tensor(there), rtol=TOLERANCE, atol=0)
-    scores = [run.kind(EvaluationDone)[-1].loss for run in (found, expected)]
+    scores = [run.events_of_kind(EvaluationDone)[-1].loss for run in (found, expected)]
     assert scores[0] == pytest.approx(scores[1], rel=TOLERANCE)
 
 
@@ -88,9 +88,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_divided_model_trains_as_on_one_process(lab: Lab, kind: str, name: str) -> None:
+def test_a_divided_model_trains_as_on_one_process(lab: TrainHarness, kind: str, name: str) -> None:
     layout = LAYOUTS.get(name, {"replicate": 2, "shard": 2})
-    compare(divided(lab, kind, layout), lab.reference(recipe(lab, kind)))
+    compare(divided(lab, kind, layout), lab.train_reference(recipe(lab, kind)))
 
 
 @pytest.mark.parametrize(
@@ -101,22 +101,24 @@ def test_a_divided_model_trains_as_on_one_process(lab: Lab, kind: str, name: str
     ],
 )
 def test_transformers_computes_the_same_with_an_export_of_a_divided_model(
-    lab: Lab, kind: str, layout: Values, tmp_path: Path
+    lab: TrainHarness, kind: str, layout: Values, tmp_path: Path
 ) -> None:
     run = divided(lab, kind, layout).run
     export_huggingface(list_checkpoints(run.checkpoints)[0], tmp_path / "out")
     model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told.values())
-    trained = load_trained(run, None, False, torch.device("cpu")).model
+    trained = load_trained_model(run, None, False, torch.device("cpu")).model
     tokens = torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(tokens).logits, logits_of(trained(tokens)), rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(model.eval()(tokens).logits, get_logits(trained(tokens)), rtol=0, atol=TOLERANCE)
 
 
-def test_no_thread_runs_where_workers_are_forked_with_transformers_loaded(lab: Lab) -> None:
-    lab.reference(recipe(lab, "llama"))
-    lab.nursery.call("phalanx.train.trial:matmul", {"device": "cpu", "threads": 1})  # BLAS ends its threads before
-    assert psutil.Process(lab.nursery.process.pid).num_threads() == 1
+def test_no_thread_runs_where_workers_are_forked_with_transformers_loaded(lab: TrainHarness) -> None:
+    lab.train_reference(recipe(lab, "llama"))
+    lab.fork_server.call(
+        "phalanx.train.trial:measure_matmul_rate", {"device": "cpu", "threads": 1}
+    )  # BLAS ends its threads before
+    assert psutil.Process(lab.fork_server.process.pid).num_threads() == 1
 
 
 ADAPTED = [
@@ -128,6 +130,6 @@ ADAPTED = [
 
 
 @pytest.mark.parametrize(("kind", "name"), [*ADAPTED, pytest.param("gpt2", "pipeline 2", marks=pytest.mark.slow)])
-def test_adapters_of_a_divided_model_train_as_on_one_process(lab: Lab, kind: str, name: str) -> None:
+def test_adapters_of_a_divided_model_train_as_on_one_process(lab: TrainHarness, kind: str, name: str) -> None:
     adapter = {"lora": {"rank": 4}}
-    compare(divided(lab, kind, LAYOUTS[name], **adapter), lab.reference(recipe(lab, kind, **adapter)))
+    compare(divided(lab, kind, LAYOUTS[name], **adapter), lab.train_reference(recipe(lab, kind, **adapter)))

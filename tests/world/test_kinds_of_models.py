@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lab as laboratory
-from lab import Ended, Lab, Values, fault
+from lab import HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.data import open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import import_object, load_recipe
@@ -23,19 +23,19 @@ from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import RunWarning
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
-from phalanx.train.ends import result_of
-from phalanx.train.gang import Gang
-from phalanx.train.loop import train as train_on
-from phalanx.train.place import Place
-from phalanx.train.reporter import ToRun
-from phalanx.train.savable import extra_modules, own_memory
-from phalanx.train.state import Progress
+from phalanx.train.ends import make_result
+from phalanx.train.gang import Trainer
+from phalanx.train.loop import fit as train_on
+from phalanx.train.place import DistEnv
+from phalanx.train.reporter import RunReporter
+from phalanx.train.savable import ensure_own_memory, find_extra_state_modules
+from phalanx.train.state import TrainState
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
 from phalanx.train.tasks import load_task
-from phalanx.train.trained import Trained, load_trained
-from phalanx.train.worker import assemble, prepare_torch
-from worlds import World
+from phalanx.train.trained import TrainedModel, load_trained_model
+from phalanx.train.worker import build_context, configure_torch
+from worlds import ProcessWorlds
 
 BASE: Values = {
     "model": {},
@@ -150,12 +150,12 @@ KINDS: dict[str, Kind] = {
 def base() -> Iterator[None]:
     """Another base recipe than the lab's, which has arguments for our transformer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(laboratory, "BASE", {**laboratory.BASE, **BASE})
+        patch.setattr(laboratory, "BASE_RECIPE", {**laboratory.BASE_RECIPE, **BASE})
         yield
 
 
 @pytest.fixture(scope="module")
-def kinds(lab: Lab) -> Lab:
+def kinds(lab: TrainHarness) -> TrainHarness:
     """The lab, with pictures beside its recipes."""
     random = np.random.default_rng(0)
     for name, shape, most in (("images", (64, 8, 8), 256), ("labels", (64,), 4)):
@@ -164,7 +164,7 @@ def kinds(lab: Lab) -> Lab:
     return lab
 
 
-def train(lab: Lab, kind: Kind, nproc: int, changes: Values, **more: Any) -> Ended:
+def train(lab: TrainHarness, kind: Kind, nproc: int, changes: Values, **more: Any) -> HarnessRun:
     return lab.train({"model": {"build": kind.build, "args": kind.args}, **kind.changes, **changes}, nproc, **more)
 
 
@@ -172,14 +172,14 @@ def undisturbed(rank: int, world: int, *, resolved: str, folder: str, out: str) 
     """The digest of a resolved recipe that is trained in this world from the beginning, without an agent."""
     given = load_recipe(Path(resolved)).recipe
     recipe = given.model_copy(update={"callbacks": [], "parallelism": Parallelism(replicate=world)})
-    run, place = Run(Path(out)), Place(rank, world, rank)
-    prepare_torch(recipe, place)
+    run, place = Run(Path(out)), DistEnv(rank, world, rank)
+    configure_torch(recipe, place)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
-    report = ToRun(run, leads=False)
+    report = RunReporter(run, is_rank_zero=False)
     with warnings.catch_warnings(action="ignore"):  # the kinds', which a run only prints
-        parts, objective = assemble(run, recipe, Path(folder), place, data, report, StopRequest())
-        gang = Gang(parts, Progress(), {})
-        digest: str = result_of(parts, gang.progress, train_on(gang, objective))["digest"]
+        parts, objective = build_context(run, recipe, Path(folder), place, data, report, StopRequest())
+        gang = Trainer(parts, TrainState(), {})
+        digest: str = make_result(parts, gang.train_state, train_on(gang, objective))["digest"]
     return digest
 
 
@@ -188,17 +188,17 @@ def check_export(run: Run, out: Path) -> list[str]:
     notes: list[str] = []
     export_huggingface(list_checkpoints(run.checkpoints)[0], out, notes=notes.append)
     with warnings.catch_warnings(action="ignore"):  # the kinds', in this process
-        loaded = load_trained(run, None, False, torch.device("cpu"))
+        loaded = load_trained_model(run, None, False, torch.device("cpu"))
         config = json.loads((out / "config.json").read_text())
         fresh = import_object(config["build"], loaded.folder)(**config["args"]).eval()
-        own_memory(fresh)  # torch writes into no tensor that is expanded
+        ensure_own_memory(fresh)  # torch writes into no tensor that is expanded
         found, held = fresh.load_state_dict(load_file(out / "model.safetensors"), strict=False), fresh.state_dict()
         assert not found.unexpected_keys
         for name, value in loaded.model.state_dict().items():
             if isinstance(value, Tensor):
                 assert value.dtype == held[name].dtype
                 assert torch.equal(value, held[name]), name
-        for name, module in extra_modules(loaded.model).items():
+        for name, module in find_extra_state_modules(loaded.model).items():
             fresh.get_submodule(name).set_extra_state(module.get_extra_state())
         for mine, theirs in zip(computed(loaded.model, loaded), computed(fresh, loaded), strict=True):
             assert torch.equal(mine, theirs)
@@ -206,11 +206,11 @@ def check_export(run: Run, out: Path) -> list[str]:
 
 
 @torch.no_grad()
-def computed(model: nn.Module, loaded: Trained) -> list[Tensor]:
+def computed(model: nn.Module, loaded: TrainedModel) -> list[Tensor]:
     """What a model gives of two samples that the run was trained on."""
     recipe = loaded.recipe
     task = load_task(recipe.task, loaded.folder)
-    batch = to_device(open_data(recipe.data, recipe.evaluation, recipe.seed).train(0, 2), torch.device("cpu"))
+    batch = to_device(open_data(recipe.data, recipe.evaluation, recipe.seed).read_training(0, 2), torch.device("cpu"))
     torch.manual_seed(0)
     args, kwargs = task.inputs(batch)
     output = model(*args, **kwargs)
@@ -221,7 +221,7 @@ def computed(model: nn.Module, loaded: Trained) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_goes_on_in_the_same_bits_on_any_workers_and_its_export_is_the_model(
-    name: str, kinds: Lab, world: World, tmp_path: Path
+    name: str, kinds: TrainHarness, world: ProcessWorlds, tmp_path: Path
 ) -> None:
     kind, changes, nproc = KINDS[name], {}, 1
     if kind.moves is not None:
@@ -230,7 +230,7 @@ def test_a_kind_goes_on_in_the_same_bits_on_any_workers_and_its_export_is_the_mo
         ):
             train(kinds, kind, 2, {})
         changes, nproc = {"determinism": "fixed-world"}, 2
-    killed = train(kinds, kind, nproc, changes, faults=[fault(5)])
+    killed = train(kinds, kind, nproc, changes, faults=[plan_fault(5)])
     assert killed.result["restarts"] == 1
     (tmp_path / "again").mkdir()
     files = {"resolved": str(killed.run.resolved), "folder": str(kinds.folder), "out": str(tmp_path / "again")}
@@ -240,12 +240,14 @@ def test_a_kind_goes_on_in_the_same_bits_on_any_workers_and_its_export_is_the_mo
     assert [note for note in notes if "get_extra_state" in note] == ([said] if name == "ExtraState" else [])
 
 
-def test_synchronised_batch_norm_is_refused_where_there_are_several_workers_on_cpus(kinds: Lab) -> None:
+def test_synchronised_batch_norm_is_refused_where_there_are_several_workers_on_cpus(kinds: TrainHarness) -> None:
     with pytest.raises(RecipeError, match=r"SyncBatchNorm \(0.1\) computes over several workers on GPUs only"):
         train(kinds, pictures("synchronised"), 2, {"determinism": "fixed-world"})
 
 
-def test_state_that_no_checkpoint_holds_is_said_before_the_first_step_and_refused_under_replicas(kinds: Lab) -> None:
+def test_state_that_no_checkpoint_holds_is_said_before_the_first_step_and_refused_under_replicas(
+    kinds: TrainHarness,
+) -> None:
     kind, changed = words("Forgetful"), "history, mean, seen"
     with pytest.raises(
         RecipeError, match=f"determinism: elastic cannot be kept, because forwards of the model change {changed},"
@@ -253,11 +255,11 @@ def test_state_that_no_checkpoint_holds_is_said_before_the_first_step_and_refuse
         train(kinds, kind, 1, {})
     ended = train(kinds, kind, 1, {"determinism": "fixed-world"})
     assert ended.digest
-    (said,) = [event.text for event in ended.kind(RunWarning) if "no checkpoint" in event.text]
+    (said,) = [event.text for event in ended.events_of_kind(RunWarning) if "no checkpoint" in event.text]
     assert said.startswith(f"forwards of the model change {changed}, which is in no checkpoint")
 
 
-def test_a_builder_that_fails_is_named_with_its_own_line(kinds: Lab) -> None:
+def test_a_builder_that_fails_is_named_with_its_own_line(kinds: TrainHarness) -> None:
     with pytest.raises(
         RecipeError, match=r"model.build: lab_kinds:broken failed: KeyError: 'depth' \(.*lab_kinds.py:\d+"
     ):

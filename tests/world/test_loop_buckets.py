@@ -10,9 +10,9 @@ import torch.distributed as dist
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.joined import with_buckets
-from phalanx.train.place import Place
-from worlds import World
+from phalanx.train.joined import resolve_bucket_size
+from phalanx.train.place import DistEnv
+from worlds import ProcessWorlds
 
 PARAMETERS = 12 * 2**20
 """48 MiB of gradients: 4 MiB are a 12th."""
@@ -30,7 +30,7 @@ def buckets(rank: int, world: int, *, folder: str, bucket: Any, begun: bool, nod
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world // nodes)}
     os.environ["PHALANX_NODE_RANK"] = str(rank * nodes // world)
     dist.barrier()
-    found = with_buckets(run, load_recipe(run.resolved).recipe, Place(rank, world), PARAMETERS)
+    found = resolve_bucket_size(run, load_recipe(run.resolved).recipe, DistEnv(rank, world), PARAMETERS)
     dist.barrier()
     return found.grad_sync.bucket_mib, load_recipe(run.resolved).recipe.grad_sync.bucket_mib
 
@@ -41,7 +41,7 @@ def buckets(rank: int, world: int, *, folder: str, bucket: Any, begun: bool, nod
     ids=["between nodes", "on one node", "a run that goes on", "given"],
 )
 def test_a_new_run_between_nodes_has_a_12th_of_the_gradients(
-    world: World, tmp_path: Path, bucket: Any, begun: bool, nodes: int, expected: float
+    world: ProcessWorlds, tmp_path: Path, bucket: Any, begun: bool, nodes: int, expected: float
 ) -> None:
     for found in world.run(2, buckets, folder=str(tmp_path), bucket=bucket, begun=begun, nodes=nodes):
         assert found == (expected, expected)

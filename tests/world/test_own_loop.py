@@ -1,4 +1,4 @@
-"""Training loops of the user's own: `phalanx.join` keeps every promise of a run, however the script is started."""
+"""Training loops of the user's own: `phalanx.session` keeps every promise of a run, however the script is started."""
 
 import os
 import re
@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import own_loop
-from lab import Ended, Lab, Values, fault, plan_faults, signal_at, wait_until
+from lab import HarnessRun, TrainHarness, Values, plan_fault, send_signal_at_step, wait_until, write_faults
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.watch import HEARTBEAT
-from phalanx.joining import train_script
-from phalanx.recipe.text import parse, to_yaml
+from phalanx.jobs.watch import MIN_SILENCE_S
+from phalanx.joining import supervise_script
+from phalanx.recipe.text import parse_yaml, to_yaml
 from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted, HangDetected, RunWarning, StepDone, WorkerFailure
 from phalanx.train.checkpoint import list_checkpoints
-from phalanx.train.collated import Collated, describe
-from phalanx.train.model import seed_everything, seed_for
-from phalanx.train.trained import load_trained
+from phalanx.train.collated import MapDatasetSource, fingerprint_dataset
+from phalanx.train.model import derive_seed, seed_everything
+from phalanx.train.trained import load_trained_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ("language", "vision")
@@ -39,19 +39,19 @@ RECIPE: Values = {
     "callbacks": ["faults:Faults"],
     "num_threads": 1,
 }
-SLOW = fault(1, "slow", delay=0.03, attempt=None)
+SLOW = plan_fault(1, "slow", delay=0.03, attempt=None)
 """Steps so slow that a checkpoint is written, and the agent hears of each, before the next but one is done."""
-REFERENCES: dict[object, Ended] = {}
+REFERENCES: dict[object, HarnessRun] = {}
 
 
 @pytest.fixture(scope="module")
-def scripts(lab: Lab) -> Path:
+def scripts(lab: TrainHarness) -> Path:
     """A folder with the loop of the tests, and both examples shortened to a few steps on a few threads."""
     shutil.copy(own_loop.__file__, lab.folder)
     (lab.folder / "own_loop.yaml").write_text(to_yaml(RECIPE, flow=False))
     for name in EXAMPLES:
         shutil.copy(ROOT / "examples" / "own-loop" / f"{name}.py", lab.folder)
-        recipe = parse((ROOT / "examples" / "own-loop" / f"{name}.yaml").read_text(), "recipe.yaml")[0]
+        recipe = parse_yaml((ROOT / "examples" / "own-loop" / f"{name}.yaml").read_text(), "recipe.yaml")[0]
         recipe |= {"steps": STEPS, "num_threads": 1, "callbacks": ["faults:Faults"], "checkpoint": {"every": 4}}
         recipe["optimizer"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
         (lab.folder / f"{name}.yaml").write_text(to_yaml(recipe, flow=False))
@@ -59,7 +59,7 @@ def scripts(lab: Lab) -> Path:
 
 
 def ours(
-    lab: Lab,
+    lab: TrainHarness,
     arguments: Sequence[str] = (),
     nproc: int = 1,
     run: Run | None = None,
@@ -68,17 +68,17 @@ def ours(
     faults: Sequence[Values] = (),
     show: Callable[[Event], None] = lambda event: None,
     force: bool = False,
-) -> Ended:
+) -> HarnessRun:
     """Run a script under our agent, as `phalanx train SCRIPT` does."""
-    run = run or lab.place()
-    plan_faults(run, faults)
+    run = run or lab.new_run()
+    write_faults(run, faults)
     with lab.environment():
         path = lab.folder / f"{script}.py"
-        outcome = train_script(path, list(arguments), run, nproc, lab.nursery, show, {}, force)
-    return Ended(run, int(outcome.code), outcome.message)
+        outcome = supervise_script(path, list(arguments), run, nproc, lab.fork_server, show, {}, force)
+    return HarnessRun(run, int(outcome.code), outcome.message)
 
 
-def undisturbed(lab: Lab, *arguments: str, nproc: int = 1, script: str = "own_loop") -> Ended:
+def undisturbed(lab: TrainHarness, *arguments: str, nproc: int = 1, script: str = "own_loop") -> HarnessRun:
     """The same without any fault, run once."""
     key = (arguments, nproc, script)
     if key not in REFERENCES:
@@ -86,19 +86,19 @@ def undisturbed(lab: Lab, *arguments: str, nproc: int = 1, script: str = "own_lo
     return REFERENCES[key]
 
 
-def log(ended: Ended) -> str:
+def log(ended: HarnessRun) -> str:
     """What the workers printed."""
     return "".join(path.read_text() for path in sorted(ended.run.logs.iterdir()))
 
 
 def plain_losses(steps: int = STEPS) -> list[float]:
     """The same loop in plain PyTorch: one process, whole batches, in the run's order and from its initial weights."""
-    seed_everything(seed_for(0, "init"), torch.device("cpu"))
+    seed_everything(derive_seed(0, "init"), torch.device("cpu"))
     model, samples = own_loop.Model(), own_loop.Samples()
-    optimizer, data = own_loop.adamw(model), Collated(samples, describe(samples), 0)
+    optimizer, data = own_loop.adamw(model), MapDatasetSource(samples, fingerprint_dataset(samples), 0)
     losses = []
     for step in range(steps):
-        batch = data.train(12 * step, 12)[""][:].value
+        batch = data.read_training(12 * step, 12)[""][:].value
         loss = own_loop.loss_sum(model, batch) / 12
         loss.backward()
         optimizer.step()
@@ -124,7 +124,7 @@ def plain_losses(steps: int = STEPS) -> list[float]:
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_every_layout_gives_the_losses_of_the_plain_loop(
-    lab: Lab, scripts: Path, nproc: int, overrides: list[str]
+    lab: TrainHarness, scripts: Path, nproc: int, overrides: list[str]
 ) -> None:
     ended = ours(lab, ["right", *overrides], nproc)
     assert ended.code == ExitCode.DONE, (ended.message, log(ended))
@@ -132,16 +132,16 @@ def test_every_layout_gives_the_losses_of_the_plain_loop(
 
 
 @pytest.mark.parametrize(("nproc", "overrides"), [(1, []), (2, ["parallelism.shard=2"])])
-def test_bf16_gives_almost_the_same(lab: Lab, scripts: Path, nproc: int, overrides: list[str]) -> None:
+def test_bf16_gives_almost_the_same(lab: TrainHarness, scripts: Path, nproc: int, overrides: list[str]) -> None:
     ended = ours(lab, ["right", "precision=bf16", *overrides], nproc)
     assert ended.code == ExitCode.DONE, (ended.message, log(ended))
     assert ended.losses == pytest.approx(plain_losses(), rel=0.03)
     assert ended.losses != pytest.approx(plain_losses(), rel=1e-5)
 
 
-def test_clip_and_schedule_are_the_recipes(lab: Lab, scripts: Path) -> None:
+def test_clip_and_schedule_are_the_recipes(lab: TrainHarness, scripts: Path) -> None:
     """The learning rate is the loop's, its course the recipe's."""
-    rates = [event.lr for event in ours(lab, ["right", "optimizer.schedule.warmup_steps=4"]).kind(StepDone)]
+    rates = [event.lr for event in ours(lab, ["right", "optimizer.schedule.warmup_steps=4"]).events_of_kind(StepDone)]
     assert rates[:5] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
@@ -152,15 +152,15 @@ def test_clip_and_schedule_are_the_recipes(lab: Lab, scripts: Path) -> None:
         *(pytest.param([f"parallelism.{way}=2"], marks=pytest.mark.slow) for way in ("shard", "tensor")),
     ],
 )
-def test_evaluating_in_the_loop_changes_nothing(lab: Lab, scripts: Path, overrides: list[str]) -> None:
+def test_evaluating_in_the_loop_changes_nothing(lab: TrainHarness, scripts: Path, overrides: list[str]) -> None:
     evaluating = ours(lab, ["evaluates", *overrides], 2)
     assert evaluating.digest == undisturbed(lab, "dropout", *overrides, nproc=2).digest
     assert evaluating.result["steps"] == STEPS
 
 
-def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path) -> None:
+def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: TrainHarness, scripts: Path) -> None:
     ended = ours(lab, ["right"])
-    assert {event.units for event in ended.kind(StepDone)} == {48}
+    assert {event.units for event in ended.events_of_kind(StepDone)} == {48}
     plan = ended.run.read_json(ended.run.plan) or {}
     assert (plan["unit"], plan["units_per_sample"]) == ("tokens", 4)
     assert plan["trainable_parameters"] == sum(p.numel() for p in own_loop.Model().parameters())
@@ -176,7 +176,7 @@ def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path)
         assert said in report.stdout
     assert lab.command("report", ended.run.path, "--html", ended.run.report).returncode == 0
     with pytest.raises(UsageError, match="was trained by a loop of its own, and only that script can build the model"):
-        load_trained(ended.run, None, False, torch.device("cpu"))
+        load_trained_model(ended.run, None, False, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------- never lost
@@ -200,70 +200,72 @@ def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: Lab, scripts: Path)
     ],
 )
 def test_killed_at_any_step_it_ends_in_the_same_bits(
-    lab: Lab, scripts: Path, nproc: int, ranks: list[int] | None, overrides: list[str]
+    lab: TrainHarness, scripts: Path, nproc: int, ranks: list[int] | None, overrides: list[str]
 ) -> None:
     arguments = ["dropout", *overrides]
-    kills = [fault(3, ranks=ranks), fault(7, ranks=ranks, attempt=1), fault(10, ranks=ranks, attempt=2)]
+    kills = [plan_fault(3, ranks=ranks), plan_fault(7, ranks=ranks, attempt=1), plan_fault(10, ranks=ranks, attempt=2)]
     ended = ours(lab, arguments, nproc, faults=[SLOW, *kills])
     assert ended.digest == undisturbed(lab, *arguments, nproc=nproc).digest
-    starts = [event.start_step for event in ended.kind(AttemptStarted)]
+    starts = [event.start_step for event in ended.events_of_kind(AttemptStarted)]
     assert len(starts) == 4
     assert starts[-1] in (4, 8)  # the last checkpoint, or the one before where the disk was slow
 
 
 @pytest.mark.slow
-def test_a_loop_that_hangs_is_told_with_its_stack_and_started_again(lab: Lab, scripts: Path) -> None:
+def test_a_loop_that_hangs_is_told_with_its_stack_and_started_again(lab: TrainHarness, scripts: Path) -> None:
     arguments = ["batch.micro_size=1"]
     ended = ours(lab, ["stuck", *arguments, "fault_tolerance.hang_timeout_s=7.5"], 2)
     assert ended.digest == undisturbed(lab, "right", *arguments, nproc=2).digest
-    (hang,) = ended.kind(HangDetected)
+    (hang,) = ended.events_of_kind(HangDetected)
     assert (hang.rank, hang.is_stopped) == (1, False)
-    assert hang.silence_s < 2 * HEARTBEAT
+    assert hang.silence_s < 2 * MIN_SILENCE_S
     assert "in think" in hang.stack
     assert "own_loop.py" in hang.stack
-    (told,) = ended.kind(WorkerFailure)
+    (told,) = ended.events_of_kind(WorkerFailure)
     assert (told.rank, told.what) == (1, "hang")
 
 
 @pytest.mark.slow
-def test_a_worker_of_a_loop_that_is_held_still_is_started_again(lab: Lab, scripts: Path) -> None:
-    ended = ours(lab, ["dropout"], 2, faults=[fault(6, "freeze", ranks=[1])])
+def test_a_worker_of_a_loop_that_is_held_still_is_started_again(lab: TrainHarness, scripts: Path) -> None:
+    ended = ours(lab, ["dropout"], 2, faults=[plan_fault(6, "freeze", ranks=[1])])
     assert ended.digest == undisturbed(lab, "dropout", nproc=2).digest
-    (hang,) = ended.kind(HangDetected)
+    (hang,) = ended.events_of_kind(HangDetected)
     assert (hang.rank, hang.step, hang.is_stopped) == (1, 6, True)
-    assert ended.kind(WorkerFailure)[0].what == "hang"
+    assert ended.events_of_kind(WorkerFailure)[0].what == "hang"
 
 
 @pytest.mark.slow
-def test_a_loop_that_says_that_it_is_alive_is_let_be(lab: Lab, scripts: Path) -> None:
+def test_a_loop_that_says_that_it_is_alive_is_let_be(lab: TrainHarness, scripts: Path) -> None:
     ended = ours(lab, ["thinks", "batch.micro_size=1", "fault_tolerance.hang_timeout_s=6"], 2)
     assert ended.digest == undisturbed(lab, "right", "batch.micro_size=1", nproc=2).digest
-    assert ended.kind(HangDetected) == ended.kind(WorkerFailure) == []
+    assert ended.events_of_kind(HangDetected) == ended.events_of_kind(WorkerFailure) == []
 
 
-def test_replicas_have_the_same_bits_on_any_number_of_workers(lab: Lab, scripts: Path) -> None:
+def test_replicas_have_the_same_bits_on_any_number_of_workers(lab: TrainHarness, scripts: Path) -> None:
     arguments = ["dropout", "determinism=elastic", "batch.micro_size=2"]
     assert len({ours(lab, arguments, nproc).digest for nproc in (1, 2, 3)}) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_stopped_it_saves_and_goes_on_to_the_same_bits(lab: Lab, scripts: Path, number: signal.Signals) -> None:
-    stopped = ours(lab, ["dropout"], 2, faults=[SLOW], show=signal_at(3, number))
+def test_stopped_it_saves_and_goes_on_to_the_same_bits(
+    lab: TrainHarness, scripts: Path, number: signal.Signals
+) -> None:
+    stopped = ours(lab, ["dropout"], 2, faults=[SLOW], show=send_signal_at_step(3, number))
     assert (stopped.code, stopped.message) == (ExitCode.UNFINISHED, None)
     assert 3 <= stopped.result["steps"] < STEPS
     assert stopped.result["status"] == "interrupted"
     assert ours(lab, ["dropout"], 2, stopped.run).digest == undisturbed(lab, "dropout", nproc=2).digest
 
 
-def test_a_run_that_is_done_stays_as_it_is_and_goes_on_when_steps_are_raised(lab: Lab, scripts: Path) -> None:
+def test_a_run_that_is_done_stays_as_it_is_and_goes_on_when_steps_are_raised(lab: TrainHarness, scripts: Path) -> None:
     done = ours(lab, ["dropout"])
     assert ours(lab, ["dropout"], 1, done.run).digest == done.digest
     longer = ours(lab, ["dropout", "steps=16"], 1, done.run)
     assert longer.digest == undisturbed(lab, "dropout", "steps=16").digest
-    assert any("steps 12 -> 16" in event.text for event in longer.kind(RunWarning))
+    assert any("steps 12 -> 16" in event.text for event in longer.events_of_kind(RunWarning))
 
 
-def test_a_loop_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(lab: Lab, scripts: Path) -> None:
+def test_a_loop_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(lab: TrainHarness, scripts: Path) -> None:
     ended = ours(lab, ["hungry"])
     assert ended.code == ExitCode.DONE, (ended.message, log(ended))
     assert ended.losses == pytest.approx(plain_losses(), rel=1e-5)
@@ -272,16 +274,16 @@ def test_a_loop_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(lab: 
     assert "out of memory with micro-batches of 12; 6 would fit" in str(given.message)
 
 
-def test_recovery_attempts_are_the_recipes(lab: Lab, scripts: Path) -> None:
-    ended = ours(lab, ["right", "fault_tolerance.max_restarts=1"], faults=[fault(2, attempt=None)])
+def test_recovery_attempts_are_the_recipes(lab: TrainHarness, scripts: Path) -> None:
+    ended = ours(lab, ["right", "fault_tolerance.max_restarts=1"], faults=[plan_fault(2, attempt=None)])
     assert ended.code == ExitCode.GAVE_UP
     assert "no progress in 1 attempts" in str(ended.message)
 
 
 @pytest.mark.parametrize("name", ["language", pytest.param("vision", marks=pytest.mark.slow)])
-def test_an_example_learns_and_survives(lab: Lab, scripts: Path, name: str) -> None:
+def test_an_example_learns_and_survives(lab: TrainHarness, scripts: Path, name: str) -> None:
     whole = undisturbed(lab, nproc=2, script=name)
-    killed = ours(lab, [], 2, script=name, faults=[fault(6, ranks=[1]), fault(9, attempt=1)])
+    killed = ours(lab, [], 2, script=name, faults=[plan_fault(6, ranks=[1]), plan_fault(9, attempt=1)])
     assert killed.digest == whole.digest
     assert sum(whole.losses[-3:]) < 0.9 * sum(whole.losses[:3])
 
@@ -289,7 +291,7 @@ def test_an_example_learns_and_survives(lab: Lab, scripts: Path, name: str) -> N
 # -------------------------------------------------------------------------------------- started in other ways
 
 
-def alone(lab: Lab, folder: Path, script: str, *arguments: str) -> "subprocess.Popen[str]":
+def alone(lab: TrainHarness, folder: Path, script: str, *arguments: str) -> "subprocess.Popen[str]":
     """`python SCRIPT`, in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(
@@ -308,29 +310,29 @@ def alone(lab: Lab, folder: Path, script: str, *arguments: str) -> "subprocess.P
     [("language", signal.SIGTERM, ExitCode.UNFINISHED), ("vision", signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_an_example_alone_is_interrupted_and_finished(
-    lab: Lab, scripts: Path, name: str, number: signal.Signals, code: int
+    lab: TrainHarness, scripts: Path, name: str, number: signal.Signals, code: int
 ) -> None:
     folder = lab.runs / f"alone-{name}"
     run = Run(folder / "runs" / name)
-    plan_faults(run, [{**SLOW, "delay": 0.15}])
+    write_faults(run, [{**SLOW, "delay": 0.15}])
     with alone(lab, folder, name) as process:
         wait_until(lambda: process.poll() is not None or list_checkpoints(run.checkpoints), 60)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert process.returncode == code, said
     assert ("not finished; start it again in the same way to go on" in said) == (code == ExitCode.UNFINISHED)
-    plan_faults(run, [])
+    write_faults(run, [])
     with alone(lab, folder, name) as process:
         _, said = process.communicate(timeout=100)
-    ended = lab.ended(run, process.returncode)
+    ended = lab.from_command_line(run, process.returncode)
     assert ended.digest == undisturbed(lab, script=name).digest, said
-    assert ended.kind(AttemptStarted)[1].start_step >= 4
+    assert ended.events_of_kind(AttemptStarted)[1].start_step >= 4
     assert said.count(f"digest   {ended.digest}") == 1
     assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("name", ["language", pytest.param("vision", marks=pytest.mark.slow)])
-def test_an_example_under_torchrun_is_the_same_run(lab: Lab, scripts: Path, tmp_path: Path, name: str) -> None:
+def test_an_example_under_torchrun_is_the_same_run(lab: TrainHarness, scripts: Path, tmp_path: Path, name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(lab.folder / f"{name}.py")],
@@ -342,13 +344,13 @@ def test_an_example_under_torchrun_is_the_same_run(lab: Lab, scripts: Path, tmp_
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    ended = lab.ended(Run(tmp_path / "runs" / name), 0)
+    ended = lab.from_command_line(Run(tmp_path / "runs" / name), 0)
     assert ended.digest == undisturbed(lab, nproc=2, script=name).digest
     assert done.stderr.count("finished: 12 of 12 steps") == 1
 
 
-def test_the_command_line_shows_a_script_like_a_recipe(lab: Lab, scripts: Path) -> None:
-    run = lab.place()
+def test_the_command_line_shows_a_script_like_a_recipe(lab: TrainHarness, scripts: Path) -> None:
+    run = lab.new_run()
     done = lab.command(
         "train", lab.folder / "own_loop.py", "right", "steps=6", "--nproc-per-node", "2", "--run", run.path
     )
@@ -357,7 +359,7 @@ def test_the_command_line_shows_a_script_like_a_recipe(lab: Lab, scripts: Path) 
         assert said in done.stderr
 
 
-def folds(lab: Lab, place: Path, how: str, nproc: int) -> "subprocess.CompletedProcess[str]":
+def folds(lab: TrainHarness, place: Path, how: str, nproc: int) -> "subprocess.CompletedProcess[str]":
     """A script that joins two runs, without our agent."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)] if nproc > 1 else []
     return subprocess.run(
@@ -372,23 +374,25 @@ def folds(lab: Lab, place: Path, how: str, nproc: int) -> "subprocess.CompletedP
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_two_runs_of_one_script_are_two_runs(lab: Lab, scripts: Path, tmp_path: Path, nproc: int) -> None:
+def test_two_runs_of_one_script_are_two_runs(lab: TrainHarness, scripts: Path, tmp_path: Path, nproc: int) -> None:
     done = folds(lab, tmp_path, "folds", nproc)
     assert done.returncode == 0, done.stderr
-    first, second = (lab.ended(Run(tmp_path / name), 0).digest for name in ("runs/own", "fold-1"))
+    first, second = (lab.from_command_line(Run(tmp_path / name), 0).digest for name in ("runs/own", "fold-1"))
     assert first == undisturbed(lab, "right", nproc=nproc).digest
     assert second == undisturbed(lab, "right", "seed=1", nproc=nproc).digest
     assert done.stderr.count("0 models of runs before are there") == nproc  # a GPU has no room for both
 
 
-def test_a_run_that_the_script_has_finished_is_not_given_to_it_again(lab: Lab, scripts: Path, tmp_path: Path) -> None:
+def test_a_run_that_the_script_has_finished_is_not_given_to_it_again(
+    lab: TrainHarness, scripts: Path, tmp_path: Path
+) -> None:
     done = folds(lab, tmp_path, "same-fold", 1)
     assert done.returncode == ExitCode.USAGE
     assert "runs/own: this script has joined this run before, and it is done" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_second_run_below_one_agent_is_refused(lab: Lab, scripts: Path) -> None:
+def test_a_second_run_below_one_agent_is_refused(lab: TrainHarness, scripts: Path) -> None:
     ended = ours(lab, ["folds"], 2)
     assert ended.code == ExitCode.USAGE
     assert "this script joins a second run, and `phalanx train SCRIPT` is one run" in str(ended.message)
@@ -413,13 +417,13 @@ MISTAKES = {
     "loader": (64, "expected a map-style dataset"),
     "no-recipe": (78, "gone.yaml"),
     "scheduler": (64, "gang.step: the loop has a scheduler for the learning rate"),
-    "stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.join(...)`"),
-    "half-stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.join(...)`"),
+    "stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.session(...)`"),
+    "half-stranger": (64, "own_loop.py: ended without training: it never came to `with phalanx.session(...)`"),
 }
 
 
 @pytest.mark.parametrize("how", MISTAKES)
-def test_a_mistake_is_told_in_a_line(lab: Lab, scripts: Path, how: str) -> None:
+def test_a_mistake_is_told_in_a_line(lab: TrainHarness, scripts: Path, how: str) -> None:
     ended = ours(lab, [how], 2)
     code, said = MISTAKES[how]
     assert ended.code == code, (ended.message, log(ended))
@@ -442,7 +446,7 @@ def test_a_mistake_is_told_in_a_line(lab: Lab, scripts: Path, how: str) -> None:
         ("precision=fp8", "precision: fp8 needs tensor cores"),
     ],
 )
-def test_a_recipe_that_a_loop_cannot_have_is_told(lab: Lab, scripts: Path, override: str, said: str) -> None:
+def test_a_recipe_that_a_loop_cannot_have_is_told(lab: TrainHarness, scripts: Path, override: str, said: str) -> None:
     ended = ours(lab, ["right", override], 2)
     assert ended.code == ExitCode.RECIPE, (ended.message, log(ended))
     assert said in str(ended.message)
@@ -450,7 +454,7 @@ def test_a_recipe_that_a_loop_cannot_have_is_told(lab: Lab, scripts: Path, overr
     assert not ended.run.resolved.exists()
 
 
-def test_a_rule_without_a_match_is_told(lab: Lab, scripts: Path) -> None:
+def test_a_rule_without_a_match_is_told(lab: TrainHarness, scripts: Path) -> None:
     broken = (lab.folder / "own_loop.py").read_text().replace('"blocks.*.up"', '"bocks.*.up"')
     (lab.folder / "misruled.py").write_text(broken)
     ended = ours(lab, ["right", "parallelism.tensor=2"], 2, script="misruled")
@@ -459,14 +463,14 @@ def test_a_rule_without_a_match_is_told(lab: Lab, scripts: Path) -> None:
     assert "Traceback" not in log(ended)
 
 
-def test_a_mistake_of_the_loops_own_shows_its_traceback_in_the_log(lab: Lab, scripts: Path) -> None:
+def test_a_mistake_of_the_loops_own_shows_its_traceback_in_the_log(lab: TrainHarness, scripts: Path) -> None:
     ended = ours(lab, ["raises"], 2)
     assert ended.code == ExitCode.GAVE_UP
     assert "RuntimeError: a mistake in the loop" in str(ended.message)
     assert re.search(r"own_loop.py\", line \d+, in main", log(ended))
 
 
-def test_a_run_does_not_go_on_with_other_data_unless_forced(lab: Lab, scripts: Path) -> None:
+def test_a_run_does_not_go_on_with_other_data_unless_forced(lab: TrainHarness, scripts: Path) -> None:
     run = ours(lab, ["right", "steps=4"]).run
     refused = ours(lab, ["other-data"], 1, run)
     assert refused.code == ExitCode.DATA
@@ -474,20 +478,20 @@ def test_a_run_does_not_go_on_with_other_data_unless_forced(lab: Lab, scripts: P
     assert "another run directory" in str(refused.message)
     forced = ours(lab, ["other-data"], 1, run, force=True)
     assert forced.code == ExitCode.DONE
-    assert any("goes on with other data" in event.text for event in forced.kind(RunWarning))
+    assert any("goes on with other data" in event.text for event in forced.events_of_kind(RunWarning))
 
 
-def test_a_run_does_not_go_on_under_another_recipe(lab: Lab, scripts: Path) -> None:
+def test_a_run_does_not_go_on_under_another_recipe(lab: TrainHarness, scripts: Path) -> None:
     run = ours(lab, ["right", "steps=4"]).run
     refused = ours(lab, ["right", "batch.global_size=8"], 1, run)
     assert refused.code == ExitCode.RECIPE
     assert "batch.global_size: 12 -> 8" in str(refused.message)
     forced = ours(lab, ["right", "batch.global_size=8"], 1, run, force=True)
     assert forced.code == ExitCode.DONE
-    assert any("forced: batch.global_size: 12 -> 8" in event.text for event in forced.kind(RunWarning))
+    assert any("forced: batch.global_size: 12 -> 8" in event.text for event in forced.events_of_kind(RunWarning))
 
 
-def test_a_run_does_not_go_on_with_another_optimizer(lab: Lab, scripts: Path) -> None:
+def test_a_run_does_not_go_on_with_another_optimizer(lab: TrainHarness, scripts: Path) -> None:
     run = ours(lab, ["right", "steps=4"]).run
     refused = ours(lab, ["sgd"], 1, run)
     assert refused.code == ExitCode.USAGE
@@ -502,7 +506,7 @@ def test_a_run_does_not_go_on_with_another_optimizer(lab: Lab, scripts: Path) ->
     ],
 )
 def test_state_that_differs_between_workers_ends_the_run_in_its_first_step(
-    lab: Lab, scripts: Path, how: str, told: str
+    lab: TrainHarness, scripts: Path, how: str, told: str
 ) -> None:
     ended = ours(lab, [how, "checkpoint.every=10"], 2)
     assert ended.code == ExitCode.USAGE
@@ -518,7 +522,7 @@ def test_state_that_differs_between_workers_ends_the_run_in_its_first_step(
     ],
 )
 def test_a_loop_whose_worker_leaves_with_0_is_given_up_and_the_worker_named(
-    lab: Lab, scripts: Path, how: str, told: str
+    lab: TrainHarness, scripts: Path, how: str, told: str
 ) -> None:
     ended = ours(lab, [how, "fault_tolerance.max_restarts=1"], 2)
     assert ended.code == ExitCode.GAVE_UP
@@ -527,7 +531,7 @@ def test_a_loop_whose_worker_leaves_with_0_is_given_up_and_the_worker_named(
 
 
 def test_a_loop_alone_that_leaves_with_0_in_the_middle_does_not_end_with_0(
-    lab: Lab, scripts: Path, tmp_path: Path
+    lab: TrainHarness, scripts: Path, tmp_path: Path
 ) -> None:
     done = subprocess.run(
         [sys.executable, lab.folder / "own_loop.py", "exits"],
@@ -568,7 +572,7 @@ print("done")
 """
 
 
-def test_in_a_notebook_no_end_of_a_run_ends_the_process(lab: Lab, scripts: Path, tmp_path: Path) -> None:
+def test_in_a_notebook_no_end_of_a_run_ends_the_process(lab: TrainHarness, scripts: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NOTEBOOK],
         cwd=tmp_path,
@@ -583,11 +587,11 @@ def test_in_a_notebook_no_end_of_a_run_ends_the_process(lab: Lab, scripts: Path,
     assert said[1:] == ["behind the block", "interrupted", "done"]
 
 
-def test_a_script_may_leave_as_it_likes_after_its_run(lab: Lab, scripts: Path) -> None:
+def test_a_script_may_leave_as_it_likes_after_its_run(lab: TrainHarness, scripts: Path) -> None:
     assert ours(lab, ["exits-after"]).code == ExitCode.DONE
 
 
-def test_leaving_the_loop_early_saves_and_is_not_finished(lab: Lab, scripts: Path) -> None:
+def test_leaving_the_loop_early_saves_and_is_not_finished(lab: TrainHarness, scripts: Path) -> None:
     ended = ours(lab, ["break"])
     assert ended.code == ExitCode.UNFINISHED
     assert (ended.result["status"], ended.result["steps"]) == ("interrupted", 1)
@@ -596,11 +600,11 @@ def test_leaving_the_loop_early_saves_and_is_not_finished(lab: Lab, scripts: Pat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["missing.py"], "missing.py: no such file; expected a recipe or a script that calls phalanx.join"),
+        (["missing.py"], "missing.py: no such file; expected a recipe or a script that calls phalanx.session"),
         (["own_loop.py", "--dry-run"], "--dry-run is for recipes"),
     ],
 )
-def test_a_script_that_cannot_be_run_is_told(lab: Lab, scripts: Path, arguments: list[str], said: str) -> None:
+def test_a_script_that_cannot_be_run_is_told(lab: TrainHarness, scripts: Path, arguments: list[str], said: str) -> None:
     ended = lab.command("train", *arguments)
     assert ended.returncode == ExitCode.USAGE
     assert said in ended.stderr

@@ -8,9 +8,9 @@ import layouts
 import pytest
 from layouts import LAYOUTS, Case, Layout
 
-from lab import Ended, Lab
+from lab import HarnessRun, TrainHarness
 from phalanx.errors import ExitCode
-from phalanx.jobs.agent import Agent
+from phalanx.jobs.agent import LeaderAgent
 from phalanx.recipe import dump_recipe, load_recipe
 from phalanx.recipe.schema import Parallelism as LayoutValues
 from phalanx.run import Run
@@ -46,7 +46,7 @@ RUNS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def documents(lab: Lab) -> None:
+def documents(lab: TrainHarness) -> None:
     """Many short documents, so that most samples hold several."""
     text = (lab.folder / "few.txt").read_text()
     lines = [json.dumps({"text": text[start : start + 23]}) for start in range(0, len(text), 23)]
@@ -54,12 +54,12 @@ def documents(lab: Lab) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(lab: Lab) -> dict[str, Ended]:
+def trained(lab: TrainHarness) -> dict[str, HarnessRun]:
     """Runs of this file by name, each trained once."""
     return {}
 
 
-def run_of(lab: Lab, trained: dict[str, Ended], layout: Layout, case: Case) -> Ended:
+def run_of(lab: TrainHarness, trained: dict[str, HarnessRun], layout: Layout, case: Case) -> HarnessRun:
     key = f"{layout}-{case.name}"
     if key not in trained:
         trained[key] = lab.train({**case.changes, "batch": layout.batch, "parallelism": layout.values}, layout.workers)
@@ -74,20 +74,20 @@ def largest(ours: list[float], theirs: list[float]) -> float:
 
 @pytest.mark.parametrize(("layout", "case"), RUNS)
 def test_losses_and_gradient_norms_are_those_of_one_process(
-    lab: Lab, trained: dict[str, Ended], layout: Layout, case: Case
+    lab: TrainHarness, trained: dict[str, HarnessRun], layout: Layout, case: Case
 ) -> None:
-    alone, ended = lab.reference(case.changes), run_of(lab, trained, layout, case)
+    alone, ended = lab.train_reference(case.changes), run_of(lab, trained, layout, case)
     assert len(ended.losses) == layouts.STEPS
     assert largest(ended.losses, alone.losses) < TOLERANCE
-    norms = [[event.grad_norm for event in run.kind(StepDone)] for run in (ended, alone)]
+    norms = [[event.grad_norm for event in run.events_of_kind(StepDone)] for run in (ended, alone)]
     assert largest(*norms) < TOLERANCE
-    scores = [[event.loss for event in run.kind(EvaluationDone)] for run in (ended, alone)]
+    scores = [[event.loss for event in run.events_of_kind(EvaluationDone)] for run in (ended, alone)]
     assert largest(*scores) < TOLERANCE
 
 
 @pytest.mark.parametrize("layout", [pytest.param(each, id=str(each), marks=marks(each)) for each in LAYOUTS])
 def test_a_checkpoint_is_the_same_state_under_another_layout(
-    lab: Lab, trained: dict[str, Ended], layout: Layout, tmp_path: Path
+    lab: TrainHarness, trained: dict[str, HarnessRun], layout: Layout, tmp_path: Path
 ) -> None:
     ended = run_of(lab, trained, layout, layout.cases[0])
     again = Run(tmp_path / "again")
@@ -98,7 +98,7 @@ def test_a_checkpoint_is_the_same_state_under_another_layout(
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     payload = {"run": ended.run.path, "out": again.path, "recipe": tmp_path / "recipe.yaml", "folder": lab.folder}
     command = Command(function="lab_resave:work", payload={name: str(path) for name, path in payload.items()})
-    with lab.environment(), Agent(again, lab.nursery, lambda event: None, 1) as agent:
+    with lab.environment(), LeaderAgent(again, lab.fork_server, lambda event: None, 1) as agent:
         outcome = agent.supervise(target.workers, command, {}, 0)
     assert outcome.code == ExitCode.DONE, outcome.message
     (copy,) = list_checkpoints(again.checkpoints)
@@ -110,14 +110,14 @@ def test_the_table_in_the_docs_is_what_is_tested() -> None:
     assert layouts.table() in page.read_text(encoding="utf-8")
 
 
-def test_every_case_turns_on_what_it_is_for(lab: Lab) -> None:
-    norms = [event.grad_norm for event in lab.reference(layouts.FIRST.changes).kind(StepDone)]
+def test_every_case_turns_on_what_it_is_for(lab: TrainHarness) -> None:
+    norms = [event.grad_norm for event in lab.train_reference(layouts.FIRST.changes).events_of_kind(StepDone)]
     assert all(norm > layouts.FIRST.changes["optimizer"]["max_grad_norm"] for norm in norms)
 
 
-def test_a_model_of_one_layer_is_cut_by_tensor_ranks_with_its_sequence_whole(lab: Lab) -> None:
+def test_a_model_of_one_layer_is_cut_by_tensor_ranks_with_its_sequence_whole(lab: TrainHarness) -> None:
     """Nothing repeats in it, so there are no blocks between which hidden states could be cut."""
     changes = {**layouts.first(1).changes, "steps": 3}
-    ended, alone = lab.train({**changes, "parallelism": {"tensor": 2}}, 2), lab.reference(changes)
+    ended, alone = lab.train({**changes, "parallelism": {"tensor": 2}}, 2), lab.train_reference(changes)
     assert ended.code == ExitCode.DONE, ended.message
     assert largest(ended.losses, alone.losses) < TOLERANCE

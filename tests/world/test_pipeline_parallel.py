@@ -15,10 +15,16 @@ from torch.distributed.fsdp import fully_shard
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.train.parallel.pipeline import Pipeline, owners
-from phalanx.train.parallel.stages import Division, Stage, cut, cut_points, divide
-from phalanx.train.parallel.survey import Survey, survey
-from worlds import World
+from phalanx.train.parallel.pipeline import Pipeline, assign_stage_owners
+from phalanx.train.parallel.stages import (
+    StageModule,
+    StagePartition,
+    balance_stage_bounds,
+    extract_stages,
+    partition_stages,
+)
+from phalanx.train.parallel.survey import Dataflow, trace_dataflow
+from worlds import ProcessWorlds
 
 VOCAB, SEQUENCE = 31, 12
 TOLERANCE = 1e-5
@@ -134,15 +140,17 @@ def seeding(micro_batch: int, stage: int) -> None:
 
 
 @functools.cache
-def surveyed(kind: str, layers: int) -> Survey:
+def surveyed(kind: str, layers: int) -> Dataflow:
     model, blocks = build(kind, layers)
-    return survey(model, blocks, objective, batches_of(1, documents=kind == "tied")[0])
+    return trace_dataflow(model, blocks, objective, batches_of(1, documents=kind == "tied")[0])
 
 
-def divided(kind: str, layers: int, stages: int, counts: Sequence[int] | None) -> tuple[nn.Module, Division]:
+def divided(kind: str, layers: int, stages: int, counts: Sequence[int] | None) -> tuple[nn.Module, StagePartition]:
     model, blocks = build(kind, layers)
 
-    return model, divide(surveyed(kind, layers), cut_points(len(blocks), stages, counts=counts))
+    return model, partition_stages(
+        surveyed(kind, layers), balance_stage_bounds(len(blocks), stages, blocks_per_stage=counts)
+    )
 
 
 def autocast() -> contextlib.AbstractContextManager[object]:
@@ -168,11 +176,11 @@ def train(
     """Losses, gradients by name and stage, and evaluation of a rank."""
     model, division = divided(kind, layers, stages, counts)
     freeze(model, frozen)
-    own = [stage for stage, owner in enumerate(owners(schedule, stages, world)) if owner == rank]
+    own = [stage for stage, owner in enumerate(assign_stage_owners(schedule, stages, world)) if owner == rank]
     context = autocast if bf16 else contextlib.nullcontext
     modules = {
-        index: Stage(made, division, index, objective, seed=seeding, context=context)
-        for index, made in cut(model, division, own).items()
+        index: StageModule(made, division, index, objective, seed=seeding, context=context)
+        for index, made in extract_stages(model, division, own).items()
     }
     del model
     assert dist.group.WORLD is not None
@@ -182,7 +190,7 @@ def train(
         schedule=schedule,
         group=dist.group.WORLD,
         device=torch.device("cpu"),
-        scale=None if scale is None else lambda: scale,
+        get_loss_scale=None if scale is None else lambda: scale,
     )
     losses: list[float] = []
     for _ in range(times):
@@ -197,8 +205,8 @@ def train(
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
-    sent = [flow.sent.dtype for flows in pipeline._flows.values() for flow in flows.values() if flow.sent]
-    return {"losses": losses, "grads": grads, "ties": division.ties, "evaluated": evaluated, "sent": sent}
+    sent = [flow.sent.dtype for flows in pipeline._stage_ios.values() for flow in flows.values() if flow.sent]
+    return {"losses": losses, "grads": grads, "ties": division.tied_params, "evaluated": evaluated, "sent": sent}
 
 
 def gathered(found: list[dict[str, Any]]) -> tuple[list[float], dict[str, Tensor]]:
@@ -242,21 +250,21 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "schedule", "stages", "micro_batches"), CASES)
 def test_every_schedule_gives_the_losses_and_gradients_of_one_process(
-    world: World, ranks: int, schedule: str, stages: int, micro_batches: int
+    world: ProcessWorlds, ranks: int, schedule: str, stages: int, micro_batches: int
 ) -> None:
     """With tied embeddings and documents that must not see each other."""
     options: dict[str, Any] = {"schedule": schedule, "stages": stages, "micro_batches": micro_batches}
-    found = world.once(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
+    found = world.run_once(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
     assert_equal_to_one_process(found, reference("tied", max(4, stages), micro_batches, documents=True))
     assert [tie.stages for tie in found[0]["ties"]] == [(0, stages - 1)]
 
 
 @pytest.mark.parametrize(("ranks", "schedule", "stages", "micro_batches"), CASES)
 def test_evaluation_gives_the_losses_of_one_process_for_any_number_of_batches(
-    world: World, ranks: int, schedule: str, stages: int, micro_batches: int
+    world: ProcessWorlds, ranks: int, schedule: str, stages: int, micro_batches: int
 ) -> None:
     options: dict[str, Any] = {"schedule": schedule, "stages": stages, "micro_batches": micro_batches}
-    found = world.once(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
+    found = world.run_once(ranks, train, kind="tied", layers=max(4, stages), documents=True, **options)
     (results,) = [one["evaluated"] for one in found if one["evaluated"] is not None]
     alone, _ = reference("tied", max(4, stages), 2 * micro_batches + 1, documents=True)
     assert [float(loss) for loss, _ in results] == pytest.approx(alone, rel=TOLERANCE)
@@ -264,43 +272,45 @@ def test_evaluation_gives_the_losses_of_one_process_for_any_number_of_batches(
     assert [int(terms) for _, terms in results] == [int((b["targets"] != -100).sum()) for b in batches]
 
 
-def test_stages_may_have_unequal_numbers_of_blocks(world: World) -> None:
-    found = world.once(4, train, kind="tied", layers=6, schedule="1f1b", stages=4, micro_batches=4, counts=[1, 3, 1, 1])
+def test_stages_may_have_unequal_numbers_of_blocks(world: ProcessWorlds) -> None:
+    found = world.run_once(
+        4, train, kind="tied", layers=6, schedule="1f1b", stages=4, micro_batches=4, counts=[1, 3, 1, 1]
+    )
     assert_equal_to_one_process(found, reference("tied", 6, 4))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize(("ranks", "schedule", "stages"), [(2, "1f1b", 2), (2, "zero-bubble", 4)])
 def test_models_of_hugging_face_are_cut_as_they_are(
-    world: World, kind: str, ranks: int, schedule: str, stages: int
+    world: ProcessWorlds, kind: str, ranks: int, schedule: str, stages: int
 ) -> None:
     pytest.importorskip("transformers")
-    found = world.once(ranks, train, kind=kind, schedule=schedule, stages=stages, micro_batches=3)
+    found = world.run_once(ranks, train, kind=kind, schedule=schedule, stages=stages, micro_batches=3)
     assert_equal_to_one_process(found, reference(kind, 4, 3))
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("interleaved", 4), ("zero-bubble", 4)])
 @pytest.mark.parametrize("frozen", [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]], ids=str)
 def test_frozen_parameters_get_no_gradient_wherever_they_are(
-    world: World, schedule: str, stages: int, frozen: list[str]
+    world: ProcessWorlds, schedule: str, stages: int, frozen: list[str]
 ) -> None:
-    found = world.once(2, train, kind="untied", schedule=schedule, stages=stages, micro_batches=4, frozen=frozen)
+    found = world.run_once(2, train, kind="untied", schedule=schedule, stages=stages, micro_batches=4, frozen=frozen)
     assert_equal_to_one_process(found, reference("untied", 4, 4, frozen=frozen))
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 2), ("1f1b", 2), ("interleaved", 4), ("zero-bubble", 4)])
-def test_a_second_step_adds_to_the_gradients(world: World, schedule: str, stages: int) -> None:
-    found = world.once(2, train, kind="tied", schedule=schedule, stages=stages, micro_batches=2, times=2)
+def test_a_second_step_adds_to_the_gradients(world: ProcessWorlds, schedule: str, stages: int) -> None:
+    found = world.run_once(2, train, kind="tied", schedule=schedule, stages=stages, micro_batches=2, times=2)
     assert_equal_to_one_process(found, reference("tied", 4, 2, times=2))
 
 
-def test_the_loss_scale_multiplies_gradients_and_leaves_losses(world: World) -> None:
-    found = world.once(2, train, kind="tied", schedule="1f1b", stages=2, micro_batches=2, scale=64.0)
+def test_the_loss_scale_multiplies_gradients_and_leaves_losses(world: ProcessWorlds) -> None:
+    found = world.run_once(2, train, kind="tied", schedule="1f1b", stages=2, micro_batches=2, scale=64.0)
     assert_equal_to_one_process(found, reference("tied", 4, 2), factor=64.0)
 
 
-def test_activations_travel_in_the_dtype_that_autocast_gives_them(world: World) -> None:
-    found = world.once(2, train, kind="perceptrons", schedule="1f1b", stages=2, micro_batches=2, bf16=True)
+def test_activations_travel_in_the_dtype_that_autocast_gives_them(world: ProcessWorlds) -> None:
+    found = world.run_once(2, train, kind="perceptrons", schedule="1f1b", stages=2, micro_batches=2, bf16=True)
     assert {dtype for one in found for dtype in one["sent"]} == {torch.bfloat16}
     model, _ = build("perceptrons", 4)
     for batch in batches_of(2, documents=False):
@@ -315,11 +325,11 @@ def test_activations_travel_in_the_dtype_that_autocast_gives_them(world: World) 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "interleaved"), (2, "zero-bubble")])
 def test_dropout_depends_on_micro_batch_and_stage_and_not_on_the_schedule(
-    world: World, ranks: int, schedule: str
+    world: ProcessWorlds, ranks: int, schedule: str
 ) -> None:
     options: dict[str, Any] = {"kind": "dropout", "stages": 4, "micro_batches": 4}
-    alone = gathered(world.once(4, train, schedule="1f1b", **options))
-    assert_equal_to_one_process(world.once(ranks, train, schedule=schedule, **options), alone)
+    alone = gathered(world.run_once(4, train, schedule="1f1b", **options))
+    assert_equal_to_one_process(world.run_once(ranks, train, schedule=schedule, **options), alone)
 
 
 def sharded(rank: int, world: int, *, schedule: str, stages: int, micro_batches: int) -> dict[str, Any]:
@@ -328,8 +338,11 @@ def sharded(rank: int, world: int, *, schedule: str, stages: int, micro_batches:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
     group = mesh.get_group("pipeline")
     model, division = divided("tied", 4, stages, None)
-    own = [stage for stage, owner in enumerate(owners(schedule, stages, 2)) if owner == group.rank()]
-    modules = {index: Stage(made, division, index, objective) for index, made in cut(model, division, own).items()}
+    own = [stage for stage, owner in enumerate(assign_stage_owners(schedule, stages, 2)) if owner == group.rank()]
+    modules = {
+        index: StageModule(made, division, index, objective)
+        for index, made in extract_stages(model, division, own).items()
+    }
     for module in modules.values():
         for unit in (*(module.get_submodule(name) for name in module.blocks), module):
             fully_shard(unit, mesh=mesh["shard"])
@@ -347,12 +360,12 @@ def sharded(rank: int, world: int, *, schedule: str, stages: int, micro_batches:
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
-    return {"losses": [float(loss) for loss, _ in results or ()], "grads": grads, "ties": division.ties}
+    return {"losses": [float(loss) for loss, _ in results or ()], "grads": grads, "ties": division.tied_params}
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zero-bubble", 4)])
-def test_stages_can_be_sharded(world: World, schedule: str, stages: int) -> None:
-    found = world.once(4, sharded, schedule=schedule, stages=stages, micro_batches=2)
+def test_stages_can_be_sharded(world: ProcessWorlds, schedule: str, stages: int) -> None:
+    found = world.run_once(4, sharded, schedule=schedule, stages=stages, micro_batches=2)
     losses, grads = reference("tied", 4, 4)
     assert [loss for one in found for loss in one["losses"]] == pytest.approx(losses, rel=TOLERANCE)
     one_of_each_pair = [{**found[0], "losses": losses}, {**found[2], "losses": []}]
@@ -361,7 +374,10 @@ def test_stages_can_be_sharded(world: World, schedule: str, stages: int) -> None
 
 def misfit(rank: int, world: int, *, schedule: str, micro_batches: int) -> str:
     model, division = divided("untied", 4, world, None)
-    modules = {index: Stage(made, division, index, objective) for index, made in cut(model, division, [rank]).items()}
+    modules = {
+        index: StageModule(made, division, index, objective)
+        for index, made in extract_stages(model, division, [rank]).items()
+    }
     assert dist.group.WORLD is not None
     pipeline = Pipeline(modules, world, schedule=schedule, group=dist.group.WORLD, device=torch.device("cpu"))
     try:
@@ -371,8 +387,8 @@ def misfit(rank: int, world: int, *, schedule: str, micro_batches: int) -> str:
     return ""
 
 
-def test_too_few_micro_batches_are_refused_on_every_rank(world: World) -> None:
-    for message in world.once(4, misfit, schedule="1f1b", micro_batches=3):
+def test_too_few_micro_batches_are_refused_on_every_rank(world: ProcessWorlds) -> None:
+    for message in world.run_once(4, misfit, schedule="1f1b", micro_batches=3):
         assert message == (
             "batch.micro_size: 1f1b with 4 stages on 4 ranks cannot run 3 micro-batches a step; 4, 5, 6, 7 would fit"
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lab import Ended, Lab, Values
+from lab import HarnessRun, TrainHarness, Values
 from phalanx.run.event_types import NonFiniteStep, StepDone
 from phalanx.train.checkpoint import list_checkpoints, load_tensors
 
@@ -22,40 +22,42 @@ def largest(ours: list[float], theirs: list[float]) -> float:
 
 
 @WAYS
-def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(lab: Lab, layout: Values) -> None:
-    changes = {**TRAINING, "precision": "fp16", "task": "lab_tasks:OverflowsOnOne", "steps": 8}
-    alone, ended = lab.reference(changes), lab.train({**changes, "parallelism": layout}, 2)
+def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(
+    lab: TrainHarness, layout: Values
+) -> None:
+    changes = {**TRAINING, "precision": "fp16", "task": "lab_tasks:OverflowOnLastRankTask", "steps": 8}
+    alone, ended = lab.train_reference(changes), lab.train({**changes, "parallelism": layout}, 2)
     for run in (alone, ended):
         assert run.code == 0, run.message
-        assert [(guard.step, guard.action) for guard in run.kind(NonFiniteStep)] == [(1, "rescale")]
+        assert [(guard.step, guard.action) for guard in run.events_of_kind(NonFiniteStep)] == [(1, "rescale")]
     # Workers with different scales would add up gradients of different sizes, and cut or shrink them by other factors.
     assert largest(ended.losses, alone.losses) < 2e-3
-    norms: list[list[Any]] = [[event.grad_norm for event in run.kind(StepDone)[1:]] for run in (ended, alone)]
+    norms: list[list[Any]] = [[event.grad_norm for event in run.events_of_kind(StepDone)[1:]] for run in (ended, alone)]
     assert largest(*norms) < 2e-2
     states: list[Any] = [scale_of(run) for run in (ended, alone)]
     assert states[0] == states[1]
 
 
-def test_a_pipeline_saves_the_loss_scale_once(lab: Lab) -> None:
+def test_a_pipeline_saves_the_loss_scale_once(lab: TrainHarness) -> None:
     changes = {**TRAINING, "precision": "fp16", "steps": 3}
-    alone, ended = lab.reference(changes), lab.train({**changes, "parallelism": {"pipeline": 2}}, 2)
+    alone, ended = lab.train_reference(changes), lab.train({**changes, "parallelism": {"pipeline": 2}}, 2)
     assert ended.code == 0, ended.message
     assert scale_of(ended) == scale_of(alone)
 
 
-def scale_of(run: Ended) -> dict[str, float]:
+def scale_of(run: HarnessRun) -> dict[str, float]:
     """The loss scale and its count as the last checkpoint has them."""
     tensors = load_tensors(list_checkpoints(run.run.checkpoints)[0])
     return {name: float(value) for name, value in tensors.items() if name.startswith("scaler/")}
 
 
 @pytest.fixture(scope="module")
-def fp8_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def fp8_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainHarness]:
     """A lab whose workers take fp8 on a CPU, too, and for every layer that fits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PHALANX_FLOAT8", "always")
         folder = tmp_path_factory.mktemp("fp8")
-        with Lab(folder, folder / "runs") as lab:
+        with TrainHarness(folder, folder / "runs") as lab:
             yield lab
     assert "PHALANX_FLOAT8" not in os.environ
 
@@ -65,19 +67,19 @@ FP8: Values = {**TRAINING, "precision": "fp8", "steps": 12}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=["shard", "tensor"])
-def test_fp8_gives_the_losses_of_one_process(fp8_lab: Lab, layout: Values) -> None:
-    alone, ended = fp8_lab.reference(FP8), fp8_lab.train({**FP8, "parallelism": layout}, 2)
+def test_fp8_gives_the_losses_of_one_process(fp8_lab: TrainHarness, layout: Values) -> None:
+    alone, ended = fp8_lab.train_reference(FP8), fp8_lab.train({**FP8, "parallelism": layout}, 2)
     assert ended.code == alone.code == 0, ended.message
     # Sharded weights are gathered in bf16, and each tensor rank scales its part of a weight by itself.
     assert largest(ended.losses, alone.losses) < 2e-3
 
 
-def test_fp8_learns_as_bf16_does_but_computes_something_else(fp8_lab: Lab) -> None:
-    fp8, bf16 = fp8_lab.reference(FP8), fp8_lab.reference({**FP8, "precision": "bf16"})
+def test_fp8_learns_as_bf16_does_but_computes_something_else(fp8_lab: TrainHarness) -> None:
+    fp8, bf16 = fp8_lab.train_reference(FP8), fp8_lab.train_reference({**FP8, "precision": "bf16"})
     assert 1e-6 < largest(fp8.losses, bf16.losses) < 1e-2
 
 
-def test_fp8_and_recomputation_give_the_same_bits(fp8_lab: Lab) -> None:
-    plain = fp8_lab.reference(FP8)
+def test_fp8_and_recomputation_give_the_same_bits(fp8_lab: TrainHarness) -> None:
+    plain = fp8_lab.train_reference(FP8)
     recomputed = fp8_lab.train({**FP8, "memory": {"activation_checkpointing": "selective"}})
     assert recomputed.digest == plain.digest

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.probe import NotMeasured
+from phalanx.cluster.probe import MeasurementFailed
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.nursery_process import NurseryProcess
-from phalanx.probing import SCRATCH, call, gather, save, scratch_in
+from phalanx.jobs.nursery_process import ForkServerClient
+from phalanx.probing import SCRATCH_PREFIX, call_in_subprocess, call_on_ranks, create_scratch_dir, time_checkpoint
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[NurseryProcess]:
-    with NurseryProcess() as nursery:
+def nursery() -> Iterator[ForkServerClient]:
+    with ForkServerClient() as nursery:
         yield nursery
 
 
@@ -25,37 +25,45 @@ SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
 ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34, "processes": 2}
 
 
-def test_a_world_measures_together(nursery: NurseryProcess, tmp_path: Path) -> None:
-    value = gather(nursery, tmp_path, "phalanx.cluster.probe.together:measure", {**ASKED, **SMALL}, 2)
+def test_a_world_measures_together(nursery: ForkServerClient, tmp_path: Path) -> None:
+    value = call_on_ranks(
+        nursery, tmp_path, "phalanx.cluster.probe.together:measure_concurrently", {**ASKED, **SMALL}, 2
+    )
     assert value["collectives"][0]["backend"] == "gloo"
     assert value["products"][0]["processes"] == 2
 
 
-def test_a_second_world_meets_as_well(nursery: NurseryProcess, tmp_path: Path) -> None:
+def test_a_second_world_meets_as_well(nursery: ForkServerClient, tmp_path: Path) -> None:
     for _ in range(2):
-        gather(nursery, tmp_path, "phalanx.cluster.probe.together:measure", {**ASKED, **SMALL, "seconds": 0.2}, 2)
+        call_on_ranks(
+            nursery,
+            tmp_path,
+            "phalanx.cluster.probe.together:measure_concurrently",
+            {**ASKED, **SMALL, "seconds": 0.2},
+            2,
+        )
 
 
-def test_a_member_that_fails_ends_the_others(nursery: NurseryProcess, tmp_path: Path) -> None:
+def test_a_member_that_fails_ends_the_others(nursery: ForkServerClient, tmp_path: Path) -> None:
     begun = time.monotonic()
-    with pytest.raises(NotMeasured, match=r"worker [01] ended with exit code 1: .*has no attribute 'nothing'"):
-        gather(nursery, tmp_path, "phalanx.cluster.probe.together:nothing", {"seconds": 1.0}, 2)
+    with pytest.raises(MeasurementFailed, match=r"worker [01] ended with exit code 1: .*has no attribute 'nothing'"):
+        call_on_ranks(nursery, tmp_path, "phalanx.cluster.probe.together:nothing", {"seconds": 1.0}, 2)
     assert time.monotonic() - begun < 30
 
 
-def test_a_function_that_fails_is_not_measured(nursery: NurseryProcess) -> None:
-    with pytest.raises(NotMeasured, match="KeyError"):
-        call(nursery, "phalanx.cluster.probe.products:measure", {})
+def test_a_function_that_fails_is_not_measured(nursery: ForkServerClient) -> None:
+    with pytest.raises(MeasurementFailed, match="KeyError"):
+        call_in_subprocess(nursery, "phalanx.cluster.probe.products:measure_gemms", {})
 
 
-def test_a_checkpoint_is_written_and_removed(nursery: NurseryProcess, tmp_path: Path) -> None:
-    assert save(nursery, tmp_path, 10**6) > 0
+def test_a_checkpoint_is_written_and_removed(nursery: ForkServerClient, tmp_path: Path) -> None:
+    assert time_checkpoint(nursery, tmp_path, 10**6) > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_of_our_own_is_removed_whatever_happens(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with scratch_in(tmp_path) as scratch:
+        with create_scratch_dir(tmp_path) as scratch:
             (scratch / "file").write_text("x")
             raise KeyboardInterrupt
 
@@ -65,7 +73,7 @@ def test_a_folder_of_our_own_is_removed_whatever_happens(tmp_path: Path) -> None
 
 
 def test_a_folder_that_does_not_exist_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--dir .*not writable"), scratch_in(tmp_path / "nowhere"):
+    with pytest.raises(UsageError, match=r"--dir .*not writable"), create_scratch_dir(tmp_path / "nowhere"):
         pass
 
 
@@ -75,7 +83,7 @@ def test_an_interrupted_probe_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "phalanx", "calibrate", "--quick", "--out", str(out), "--dir", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
-    while not list(folder.glob(f"{SCRATCH}*")) and time.monotonic() < until:
+    while not list(folder.glob(f"{SCRATCH_PREFIX}*")) and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(3)  # into the measuring
     process.send_signal(signal.SIGINT)

@@ -11,27 +11,27 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from phalanx.compat import watching
+from phalanx.compat import observe_operations
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
-from phalanx.train.checkpoint import Piece, Saver, checkpoint_name
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided, local
+from phalanx.train.checkpoint import CheckpointSaver, TensorShard, format_checkpoint_name
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.parallel.divided import ParallelModel, to_local
 from phalanx.train.parallel.mesh import build_mesh
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.restoring import restore
-from phalanx.train.state import Progress, held_state, state_tensors
-from worlds import World
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.restoring import restore_checkpoint
+from phalanx.train.state import TrainState, get_local_state, get_state_tensors
+from worlds import ProcessWorlds
 
 
-def trained(steps: int) -> tuple[nn.Module, Optimizer]:
+def trained(steps: int) -> tuple[nn.Module, OptimizerContainer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
-    return model, learn(model, Optimizer(model, OptimizerConfig()), steps)
+    return model, learn(model, OptimizerContainer(model, OptimizerConfig()), steps)
 
 
-def learn(model: nn.Module, optimizer: Optimizer, steps: int) -> Optimizer:
+def learn(model: nn.Module, optimizer: OptimizerContainer, steps: int) -> OptimizerContainer:
     for _ in range(steps):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -42,15 +42,15 @@ def learn(model: nn.Module, optimizer: Optimizer, steps: int) -> Optimizer:
 def written(run: Run, *steps: int) -> None:
     """Checkpoints of a single worker after these steps."""
     run.create()
-    saver = Saver(run.checkpoints, 0, 1)
+    saver = CheckpointSaver(run.checkpoints, 0, 1)
     for step in steps:
-        tensors = state_tensors(*trained(step), LossScale())
-        progress = asdict(Progress(step=step))
-        saver.start(step, [Piece.whole(*each) for each in tensors.items()], progress)
-        saver.wait()
+        tensors = get_state_tensors(*trained(step), GradScaler())
+        progress = asdict(TrainState(step=step))
+        saver.start(step, [TensorShard.full_tensor(*each) for each in tensors.items()], progress)
+        saver.poll_when_idle()
         saver.commit_async()
-        saver.wait()
-        saver.abandon()
+        saver.poll_when_idle()
+        saver.cancel()
 
 
 def damage(path: Path) -> None:
@@ -63,8 +63,8 @@ def unlink(path: Path) -> None:
     (path / "rank-00000.safetensors").unlink()
 
 
-def state(divided: Divided, optimizer: Optimizer) -> dict[str, Tensor]:
-    held = held_state(divided, optimizer, LossScale())
+def state(divided: ParallelModel, optimizer: OptimizerContainer) -> dict[str, Tensor]:
+    held = get_local_state(divided, optimizer, GradScaler())
     return {name: each.tensor.detach().clone() for name, each in held.items()}
 
 
@@ -76,16 +76,18 @@ def restored(
     written(run, 1, 2, 3)
     for whose, step, harm in bad:
         if whose == rank:
-            harm(run.checkpoints / checkpoint_name(step))
-    place = Place(rank, world, rank)
+            harm(run.checkpoints / format_checkpoint_name(step))
+    place = DistEnv(rank, world, rank)
     mesh = build_mesh(Parallelism(**layout), place)
     model, _ = trained(0)
-    if mesh.fsdp is not None:
-        fully_shard(model, mesh=mesh.fsdp)
-    divided, optimizer = Divided(mesh, (model,)), Optimizer(model, OptimizerConfig())
+    if mesh.fsdp_mesh is not None:
+        fully_shard(model, mesh=mesh.fsdp_mesh)
+    divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
     learn(model, optimizer, 5)
     before, told = state(divided, optimizer), list[tuple[str, str]]()
-    loaded = restore(run, place, divided, optimizer, LossScale(), lambda path, *what: told.append((path.name, what[0])))
+    loaded = restore_checkpoint(
+        run, place, divided, optimizer, GradScaler(), lambda path, *what: told.append((path.name, what[0]))
+    )
     after = state(divided, optimizer)
     changed = any(not tensor.equal(after[name]) for name, tensor in before.items())
     steps = {int(each) for name, each in after.items() if name.endswith("/step")}
@@ -97,15 +99,15 @@ def restored(
 def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place: bool) -> dict[str, Any]:
     """Bytes of what is made while a checkpoint is read, and whether the state is the checkpoint's then."""
     run = Run(Path(folder))
-    place = Place(rank, world, rank)
+    place = DistEnv(rank, world, rank)
     mesh = build_mesh(Parallelism(**layout), place)
     model, _ = trained(0)
-    expected = {name: tensor.clone() for name, tensor in state_tensors(*trained(3), LossScale()).items()}
-    if mesh.fsdp is not None:
-        fully_shard(model, mesh=mesh.fsdp)
-    divided, optimizer = Divided(mesh, (model,)), Optimizer(model, OptimizerConfig())
+    expected = {name: tensor.clone() for name, tensor in get_state_tensors(*trained(3), GradScaler()).items()}
+    if mesh.fsdp_mesh is not None:
+        fully_shard(model, mesh=mesh.fsdp_mesh)
+    divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
     learn(model, optimizer, 5)
-    used = {name: each.tensor.nbytes for name, each in held_state(divided, optimizer, LossScale()).items()}
+    used = {name: each.tensor.nbytes for name, each in get_local_state(divided, optimizer, GradScaler()).items()}
     known: set[int] = set()
     made: list[int] = []
 
@@ -117,12 +119,12 @@ def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place
                 made.append(storage.nbytes())
 
     for parameter in model.parameters():
-        known.add(local(parameter).untyped_storage().data_ptr())
-    with watching(note):
-        restore(run, place, divided, optimizer, LossScale(), lambda *bad: None, in_place=in_place)
+        known.add(to_local(parameter).untyped_storage().data_ptr())
+    with observe_operations(note):
+        restore_checkpoint(run, place, divided, optimizer, GradScaler(), lambda *bad: None, in_place=in_place)
     whole = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in state_tensors(model, optimizer, LossScale()).items()
+        for name, tensor in get_state_tensors(model, optimizer, GradScaler()).items()
     }
     return {
         "made": sum(made),
@@ -132,7 +134,9 @@ def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place
 
 
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}], ids=["replicas", "shards"])
-def test_in_place_weights_take_no_memory_a_second_time(world: World, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_in_place_weights_take_no_memory_a_second_time(
+    world: ProcessWorlds, tmp_path: Path, layout: dict[str, int]
+) -> None:
     written(Run(tmp_path), 3)
     elsewhere, in_place = (
         world.run(2, read, folder=str(tmp_path), layout=layout, in_place=in_place) for in_place in (False, True)
@@ -146,19 +150,19 @@ def test_in_place_weights_take_no_memory_a_second_time(world: World, tmp_path: P
 @pytest.mark.parametrize("harm", [damage, unlink])
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}], ids=["replicas", "shards"])
 def test_all_fall_back_together_to_what_each_of_them_can_read(
-    world: World, tmp_path: Path, layout: dict[str, int], harm: Callable[[Path], None]
+    world: ProcessWorlds, tmp_path: Path, layout: dict[str, int], harm: Callable[[Path], None]
 ) -> None:
     bad = [(1, 3, harm), (0, 2, harm)]
     found = world.run(2, restored, folder=str(tmp_path), layout=layout, bad=bad)
     assert [each["step"] for each in found] == [1, 1]
     assert [each["optimizer"] for each in found] == [{1}, {1}]
-    names = [(checkpoint_name(step), "rank-00000.safetensors") for step in (3, 2)]
+    names = [(format_checkpoint_name(step), "rank-00000.safetensors") for step in (3, 2)]
     assert [each["told"] for each in found] == [names, names]
 
 
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}], ids=["replicas", "shards"])
 def test_nothing_changes_where_they_can_read_none_in_common(
-    world: World, tmp_path: Path, layout: dict[str, int]
+    world: ProcessWorlds, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     bad = [(1, 3, damage), (1, 2, unlink), (0, 1, damage)]
     found = world.run(2, restored, folder=str(tmp_path), layout=layout, bad=bad)

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.recipe import Recipe
-from phalanx.train.ends import make_stepper
-from phalanx.train.exchange.rounds import Rounds
-from phalanx.train.exchange.schedule import Schedule
-from phalanx.train.model import Seeds
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided
+from phalanx.train.ends import make_train_step
+from phalanx.train.exchange.rounds import LocalSGD
+from phalanx.train.exchange.schedule import SyncSchedule
+from phalanx.train.model import MicroBatchSeeds
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.parallel.divided import ParallelModel
 from phalanx.train.parallel.mesh import build_mesh
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.timing import HostStopwatch
-from worlds import World
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.timing import HostStepTimer
+from worlds import ProcessWorlds
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))
 STEPS = 6
@@ -75,33 +75,33 @@ def train(
     if "algorithm" in how:
         sync = {"grad_sync": {**grad_sync, **how}}
     recipe = Recipe.model_validate({**values, "parallelism": {"replicate": world}, "determinism": "off", **sync})
-    place, model = Place(rank, world), Toy()
+    place, model = DistEnv(rank, world), Toy()
     assert not isinstance(recipe.parallelism, str)
-    divided = Divided(build_mesh(recipe.parallelism, place, recipe), (model,))
-    optimizer = Optimizer(model, recipe.optimizer)
-    stepper = make_stepper(recipe, place, divided, optimizer, LossScale(), Seeds(0, place.device))
-    watch, found, sent = HostStopwatch(), [], []
+    divided = ParallelModel(build_mesh(recipe.parallelism, place, recipe), (model,))
+    optimizer = OptimizerContainer(model, recipe.optimizer)
+    stepper = make_train_step(recipe, place, divided, optimizer, GradScaler(), MicroBatchSeeds(0, place.device))
+    watch, found, sent = HostStepTimer(), [], []
     watch.start()
     for step in range(1, STEPS + 1):
         sizes: list[int] = []
         with counted(sizes):
-            stepper.begin(step)
-            for leaf in divided.mesh.own(2 * world):
+            stepper.start_step(step)
+            for leaf in divided.mesh.own_micro_batches(2 * world):
                 stepper.backward(model(step, leaf), 1, lambda: (), watch)
-            outcome, factor = stepper.settle(stepper.finish(watch))
-            assert outcome.skipped is None
-            stepper.update(factor, recipe.optimizer.lr)
-            if divided.apart is not None:
-                divided.apart.rounds.follow(step)
+            outcome, factor = stepper.finalize(stepper.reduce_gradients(watch))
+            assert outcome.skip_reason is None
+            stepper.optimizer_step(factor, recipe.optimizer.lr)
+            if divided.local_sgd is not None:
+                divided.local_sgd.local_sgd.after_step(step)
         found.append([weight.detach().clone() for weight in model.weights])
         sent.append(sizes)
-    stepper.summed.close()
+    stepper.reducer.close()
     return found, sent
 
 
-def trained(world: World, ranks: int, optim: dict[str, Any], **how: Any) -> list[list[Weights]]:
+def trained(world: ProcessWorlds, ranks: int, optim: dict[str, Any], **how: Any) -> list[list[Weights]]:
     """Of each rank the weights after each step."""
-    return [found for found, _ in world.once(ranks, train, how=how, optim=optim)]
+    return [found for found, _ in world.run_once(ranks, train, how=how, optim=optim)]
 
 
 def assert_close(some: Weights, others: Weights, tolerance: float = 1e-5) -> None:
@@ -120,7 +120,7 @@ KINDS = pytest.mark.parametrize("method", ["average", "diloco"])
 @RANKS
 @pytest.mark.parametrize(("wire", "tolerance"), [("fp32", 1e-5), ("bf16", 5e-3), ("int8", 5e-3)])
 def test_after_a_round_all_have_the_mean_of_what_each_reached_alone(
-    world: World, ranks: int, wire: str, tolerance: float
+    world: ProcessWorlds, ranks: int, wire: str, tolerance: float
 ) -> None:
     apart = trained(world, ranks, ADAMW, method="average", sync_every=NEVER)
     assert not apart[0][2][0].equal(apart[1][2][0])
@@ -131,7 +131,7 @@ def test_after_a_round_all_have_the_mean_of_what_each_reached_alone(
 @RANKS
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @KINDS
-def test_after_a_round_all_have_the_same_bits(world: World, ranks: int, method: str, wire: str) -> None:
+def test_after_a_round_all_have_the_same_bits(world: ProcessWorlds, ranks: int, method: str, wire: str) -> None:
     first, *others = trained(world, ranks, ADAMW, method=method, sync_every=4, sync_dtype=wire)
     for other in others:
         same = [all(a.equal(b) for a, b in zip(*pair, strict=True)) for pair in zip(first, other, strict=True)]
@@ -139,7 +139,7 @@ def test_after_a_round_all_have_the_same_bits(world: World, ranks: int, method: 
 
 
 @RANKS
-def test_diloco_follows_the_mean_as_sgd_with_nesterov_momentum_does(world: World, ranks: int) -> None:
+def test_diloco_follows_the_mean_as_sgd_with_nesterov_momentum_does(world: ProcessWorlds, ranks: int) -> None:
     """Two rounds: what workers reached in each is taken from them, the outer steps are torch's."""
     found = trained(world, ranks, SGD, method="diloco", sync_every=3, outer_optimizer={"lr": 0.6, "momentum": 0.8})
     weights = [nn.Parameter(weight.detach().clone()) for weight in Toy().weights]
@@ -171,7 +171,7 @@ def own_steps(model: Toy, rank: int, steps: range) -> None:
 
 @RANKS
 @pytest.mark.parametrize("how", [{"sync_every": 2}, {"sync_every": 4, "num_fragments": 2, "sync_delay": 1}], ids=str)
-def test_in_the_first_steps_all_take_the_mean_after_each(world: World, ranks: int, how: dict[str, int]) -> None:
+def test_in_the_first_steps_all_take_the_mean_after_each(world: ProcessWorlds, ranks: int, how: dict[str, int]) -> None:
     """Without an outer optimizer, which is for longer ways."""
     together = trained(world, ranks, SGD, algorithm="all-reduce")
     for found in trained(world, ranks, SGD, method="diloco", warmup_steps=3, **how):
@@ -184,7 +184,7 @@ def test_in_the_first_steps_all_take_the_mean_after_each(world: World, ranks: in
 
 
 @RANKS
-def test_fragments_are_agreed_on_by_turns(world: World, ranks: int) -> None:
+def test_fragments_are_agreed_on_by_turns(world: ProcessWorlds, ranks: int) -> None:
     """Half of the buckets after step 2, the others after step 4, and all after the last."""
     apart = trained(world, ranks, SGD, method="average", sync_every=NEVER)
     first, *others = trained(world, ranks, SGD, method="average", sync_every=4, num_fragments=2)
@@ -201,7 +201,7 @@ def test_fragments_are_agreed_on_by_turns(world: World, ranks: int) -> None:
 def fragments_of_weights(ranks: int) -> list[int]:
     """The fragment of each weight, of two."""
     weights = list(Toy().parameters())
-    rounds = Rounds(weights, rank=0, world=ranks, schedule=Schedule(4, STEPS, 2), capacity=400)
+    rounds = LocalSGD(weights, rank=0, world_size=ranks, schedule=SyncSchedule(4, STEPS, 2), bucket_bytes=400)
     found = {p: number % 2 for number, bucket in enumerate(rounds.buckets) for p in bucket.parameters}
     assert {0, 1} == set(found.values())
     return [found[weight] for weight in weights]
@@ -210,7 +210,7 @@ def fragments_of_weights(ranks: int) -> list[int]:
 @RANKS
 @pytest.mark.parametrize("outer", [{"lr": 0.6, "momentum": 0.8}, {"lr": 0.6, "momentum": 0.0}], ids=str)
 def test_what_lands_late_is_mixed_with_what_a_worker_has_become(
-    world: World, ranks: int, outer: dict[str, float]
+    world: ProcessWorlds, ranks: int, outer: dict[str, float]
 ) -> None:
     """Streaming DiLoCo by hand: one half leaves after step 2 and lands after 3, the other after 4 and 5."""
     found = trained(
@@ -249,7 +249,7 @@ def test_what_lands_late_is_mixed_with_what_a_worker_has_become(
 
 
 @RANKS
-def test_rounds_of_one_step_of_sgd_are_synchronous_training(world: World, ranks: int) -> None:
+def test_rounds_of_one_step_of_sgd_are_synchronous_training(world: ProcessWorlds, ranks: int) -> None:
     together = trained(world, ranks, SGD, algorithm="all-reduce")
     for found in trained(world, ranks, SGD, method="average", sync_every=1):
         for step in range(STEPS):
@@ -258,9 +258,9 @@ def test_rounds_of_one_step_of_sgd_are_synchronous_training(world: World, ranks:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @KINDS
-def test_nothing_of_the_size_of_gradients_travels_within_a_round(world: World, method: str, wire: str) -> None:
+def test_nothing_of_the_size_of_gradients_travels_within_a_round(world: ProcessWorlds, method: str, wire: str) -> None:
     size = sum(weight.numel() for weight in Toy().weights)
-    for _, sent in world.once(2, train, how={"method": method, "sync_every": 3, "sync_dtype": wire}, optim=ADAMW):
+    for _, sent in world.run_once(2, train, how={"method": method, "sync_every": 3, "sync_dtype": wire}, optim=ADAMW):
         for step, sizes in enumerate(sent, start=1):
             if step % 3:
                 assert len(sizes) == 1  # what all agree on
@@ -269,7 +269,7 @@ def test_nothing_of_the_size_of_gradients_travels_within_a_round(world: World, m
                 assert sum(sizes) >= size
 
 
-def test_each_worker_clips_by_its_own_norm(world: World) -> None:
+def test_each_worker_clips_by_its_own_norm(world: ProcessWorlds) -> None:
     """Every step is as long as the clip allows, on each worker, though their gradients differ."""
     clip = {**SGD, "max_grad_norm": 0.5}
     for found in trained(world, 2, clip, method="average", sync_every=NEVER):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lab import Ended, Lab, Values, fault
+from lab import HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import load_recipe
 from phalanx.run import Run, read_events
@@ -26,7 +26,7 @@ from phalanx.run.event_types import (
 )
 
 
-def by_attempt(ended: Ended) -> dict[int, list[int]]:
+def by_attempt(ended: HarnessRun) -> dict[int, list[int]]:
     """The steps of each attempt in the order of the events."""
     steps: dict[int, list[int]] = {}
     attempt = -1
@@ -39,12 +39,12 @@ def by_attempt(ended: Ended) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_every_step_stands_once_in_an_attempt_with_parts_that_sum_to_its_seconds(lab: Lab, nproc: int) -> None:
-    ended = lab.train({}, nproc, faults=[fault(7, ranks=[0])])
+def test_every_step_stands_once_in_an_attempt_with_parts_that_sum_to_its_seconds(lab: TrainHarness, nproc: int) -> None:
+    ended = lab.train({}, nproc, faults=[plan_fault(7, ranks=[0])])
     steps = by_attempt(ended)
     assert steps[0] == list(range(1, steps[0][-1] + 1))
-    assert steps[1] == list(range(ended.kind(AttemptStarted)[1].start_step + 1, 13))
-    for event in ended.kind(StepDone):
+    assert steps[1] == list(range(ended.events_of_kind(AttemptStarted)[1].start_step + 1, 13))
+    for event in ended.events_of_kind(StepDone):
         phases = vars(event.breakdown_s).values()
         assert all(seconds >= 0 for seconds in phases)
         assert math.isclose(sum(phases), event.duration_s, rel_tol=1e-6)
@@ -54,50 +54,54 @@ def test_every_step_stands_once_in_an_attempt_with_parts_that_sum_to_its_seconds
         assert 0 < event.lr <= 3e-3
 
 
-def test_the_steps_of_a_run_fill_the_time_between_its_events(lab: Lab) -> None:
+def test_the_steps_of_a_run_fill_the_time_between_its_events(lab: TrainHarness) -> None:
     """No time is lost between the steps: evaluation apart, their seconds add up to the clock."""
-    ended = lab.reference({"evaluation": {"every": None}, "steps": 60}, 1)
-    steps = ended.kind(StepDone)
+    ended = lab.train_reference({"evaluation": {"every": None}, "steps": 60}, 1)
+    steps = ended.events_of_kind(StepDone)
     clock = steps[-1].time - steps[0].time
     assert math.isclose(sum(event.duration_s for event in steps[1:]), clock, rel_tol=0.02, abs_tol=0.005)
 
 
-def test_events_of_a_run_tell_its_workers_starts_and_end(lab: Lab) -> None:
-    ended = lab.reference({}, 3)
-    assert sorted(event.rank for event in ended.kind(WorkerStarted)) == [0, 1, 2]
-    (start,) = ended.kind(AttemptStarted)
+def test_events_of_a_run_tell_its_workers_starts_and_end(lab: TrainHarness) -> None:
+    ended = lab.train_reference({}, 3)
+    assert sorted(event.rank for event in ended.events_of_kind(WorkerStarted)) == [0, 1, 2]
+    (start,) = ended.events_of_kind(AttemptStarted)
     assert (start.world_size, start.attempt, start.start_step, start.total_steps) == (3, 0, 0, 12)
     assert start.num_micro_batches == 12
-    assert [event.step for event in ended.kind(EvaluationDone)] == [5, 10, 12]
+    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [5, 10, 12]
     last = ended.events[-1]
     assert isinstance(last, RunEnded)
     assert (last.status, last.step) == ("done", 12)
-    for event in ended.kind(CheckpointSaved):
+    for event in ended.events_of_kind(CheckpointSaved):
         assert event.size_bytes > 100_000
         assert 0 <= event.stall_s <= event.duration_s
-    assert (ended.run.path / ended.kind(CheckpointSaved)[-1].path / "MANIFEST.json").is_file()
+    assert (ended.run.path / ended.events_of_kind(CheckpointSaved)[-1].path / "MANIFEST.json").is_file()
 
 
-def test_one_worker_with_several_micro_batches_estimates_the_gradient_noise(lab: Lab) -> None:
-    told = {event.step: event.noise_scale_samples for event in lab.reference({}, 1).kind(StepDone)}
+def test_one_worker_with_several_micro_batches_estimates_the_gradient_noise(lab: TrainHarness) -> None:
+    told = {event.step: event.noise_scale_samples for event in lab.train_reference({}, 1).events_of_kind(StepDone)}
     assert [step for step, noise in told.items() if noise is not None] == [8]
     assert told[8] is not None
     assert told[8] > 0
 
 
-def test_a_batch_for_each_worker_is_settled_when_the_run_begins(lab: Lab) -> None:
+def test_a_batch_for_each_worker_is_settled_when_the_run_begins(lab: TrainHarness) -> None:
     """Three workers of 4 samples make steps of 12, with three times the rate; so it stays when one of them goes on."""
     optim = {"lr": 1e-3, "schedule": {"warmup_steps": 0, "decay": "constant"}, "lr_scaling": {"warmup_steps": 4}}
     changes = {"batch": {"global_size": 4, "scale_with_workers": True}, "optimizer": optim, "steps": 6}
     ended = lab.train(changes, 3)
-    assert [event.units for event in ended.kind(StepDone)] == [12 * 32] * 6
-    assert [event.lr for event in ended.kind(StepDone)] == pytest.approx([1.5e-3, 2e-3, 2.5e-3, 3e-3, 3e-3, 3e-3])
+    assert [event.units for event in ended.events_of_kind(StepDone)] == [12 * 32] * 6
+    assert [event.lr for event in ended.events_of_kind(StepDone)] == pytest.approx(
+        [1.5e-3, 2e-3, 2.5e-3, 3e-3, 3e-3, 3e-3]
+    )
     again = lab.train(changes | {"steps": 8}, 1, run=ended.run)
-    assert [(event.units, event.lr) for event in again.kind(StepDone)[-2:]] == [(12 * 32, pytest.approx(3e-3))] * 2
+    assert [(event.units, event.lr) for event in again.events_of_kind(StepDone)[-2:]] == [
+        (12 * 32, pytest.approx(3e-3))
+    ] * 2
 
 
-def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(lab: Lab) -> None:
-    ended = lab.reference({}, 2)
+def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(lab: TrainHarness) -> None:
+    ended = lab.train_reference({}, 2)
     result = ended.result
     assert set(result) == {"format", "status", "steps", "final_loss", "units", "duration_s", "restarts", "digest"}
     assert (result["format"], result["status"], result["steps"]) == (RESULT_FORMAT, "done", 12)
@@ -108,46 +112,48 @@ def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(l
     assert printed.stdout.strip() == ended.digest
 
 
-def test_everything_of_a_run_stands_in_its_directory(lab: Lab) -> None:
-    run = lab.reference({}, 1).run
+def test_everything_of_a_run_stands_in_its_directory(lab: TrainHarness) -> None:
+    run = lab.train_reference({}, 1).run
     for path in (run.recipe, run.resolved, run.plan, run.cluster, run.environment, run.events, run.result):
         assert path.is_file(), path
     assert [path.name for path in run.logs.iterdir()] == ["attempt-0-rank-0.log"]
 
 
-def test_the_resolved_recipe_names_the_device_that_trained(lab: Lab) -> None:
-    run = lab.reference({}, 1).run
+def test_the_resolved_recipe_names_the_device_that_trained(lab: TrainHarness) -> None:
+    run = lab.train_reference({}, 1).run
     (start,) = (event for event in read_events(run.events) if isinstance(event, AttemptStarted))
     assert load_recipe(run.recipe).recipe.device == "auto"
     assert load_recipe(run.resolved).recipe.device == start.device.partition(":")[0]
 
 
-def test_a_run_can_be_moved_and_goes_on_where_it_is_then(lab: Lab, tmp_path: Path) -> None:
-    stopped = lab.train({}, 2, faults=[fault(6, "term")])
+def test_a_run_can_be_moved_and_goes_on_where_it_is_then(lab: TrainHarness, tmp_path: Path) -> None:
+    stopped = lab.train({}, 2, faults=[plan_fault(6, "term")])
     moved = Run(Path(shutil.move(stopped.run.path, tmp_path / "elsewhere")))
     ended = lab.train({}, 2, moved)
-    assert ended.digest == lab.reference({}, 2).digest
+    assert ended.digest == lab.train_reference({}, 2).digest
     assert not stopped.run.path.exists()
 
 
-def test_two_processes_cannot_train_one_run(lab: Lab) -> None:
-    run = lab.place()
+def test_two_processes_cannot_train_one_run(lab: TrainHarness) -> None:
+    run = lab.new_run()
 
     def show(event: Values) -> None:
         if isinstance(event, AttemptStarted):
             with pytest.raises(UsageError, match="another process is training this run"):
                 lab.train({}, 1, run)
 
-    assert lab.train({}, 1, run, show=show).digest == lab.reference({}, 1).digest
+    assert lab.train({}, 1, run, show=show).digest == lab.train_reference({}, 1).digest
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_finished_run_with_more_steps_goes_on_and_prints_the_jump_of_the_learning_rate(lab: Lab, nproc: int) -> None:
+def test_a_finished_run_with_more_steps_goes_on_and_prints_the_jump_of_the_learning_rate(
+    lab: TrainHarness, nproc: int
+) -> None:
     ended = lab.train({"steps": 8}, nproc)
     lab.train({"steps": 12}, nproc, ended.run)
-    assert [event.start_step for event in ended.kind(AttemptStarted)] == [0, 8]
-    assert [event.step for event in ended.kind(StepDone)] == list(range(1, 13))
-    (note,) = ended.kind(RunWarning)
+    assert [event.start_step for event in ended.events_of_kind(AttemptStarted)] == [0, 8]
+    assert [event.step for event in ended.events_of_kind(StepDone)] == list(range(1, 13))
+    (note,) = ended.events_of_kind(RunWarning)
     assert "steps 8 -> 12" in note.text
     assert "the learning rate at step 8 jumps from 0.0003 to 0.00142" in note.text
     assert (ended.result["steps"], ended.result["status"]) == (12, "done")
@@ -167,8 +173,10 @@ CHANGED: list[tuple[Values, list[str]]] = [
 
 
 @pytest.mark.parametrize(("changes", "listed"), CHANGED, ids=[" ".join(names) for _, names in CHANGED])
-def test_a_changed_recipe_is_refused_and_told_what_differs(lab: Lab, changes: Values, listed: list[str]) -> None:
-    run = lab.reference({}, 1).run
+def test_a_changed_recipe_is_refused_and_told_what_differs(
+    lab: TrainHarness, changes: Values, listed: list[str]
+) -> None:
+    run = lab.train_reference({}, 1).run
     before = run.events.read_bytes(), run.resolved.read_bytes()
     with pytest.raises(RecipeError) as caught:
         lab.train(changes, 1, run)
@@ -178,43 +186,43 @@ def test_a_changed_recipe_is_refused_and_told_what_differs(lab: Lab, changes: Va
     assert (run.events.read_bytes(), run.resolved.read_bytes()) == before
 
 
-def test_force_goes_on_under_the_changed_recipe_and_records_it(lab: Lab) -> None:
-    stopped = lab.train({}, 1, faults=[fault(6, "term")])
+def test_force_goes_on_under_the_changed_recipe_and_records_it(lab: TrainHarness) -> None:
+    stopped = lab.train({}, 1, faults=[plan_fault(6, "term")])
     ended = lab.train({"optimizer": {"lr": 1e-3}}, 1, stopped.run, force=True)
     assert ended.code == 0
-    assert ended.kind(AttemptStarted)[-1].start_step == 6
-    assert [event.text for event in ended.kind(RunWarning)] == ["forced: optimizer.lr: 0.003 -> 0.001"]
-    assert ended.kind(StepDone)[-1].lr == pytest.approx(1e-4)
-    assert ended.digest != lab.reference({}, 1).digest
+    assert ended.events_of_kind(AttemptStarted)[-1].start_step == 6
+    assert [event.text for event in ended.events_of_kind(RunWarning)] == ["forced: optimizer.lr: 0.003 -> 0.001"]
+    assert ended.events_of_kind(StepDone)[-1].lr == pytest.approx(1e-4)
+    assert ended.digest != lab.train_reference({}, 1).digest
 
 
-def test_keys_that_change_no_mathematics_may_change(lab: Lab) -> None:
-    stopped = lab.train({}, 1, faults=[fault(6, "term")])
+def test_keys_that_change_no_mathematics_may_change(lab: TrainHarness) -> None:
+    stopped = lab.train({}, 1, faults=[plan_fault(6, "term")])
     free = {
         "checkpoint": {"every": 3},
         "evaluation": {"every": 7},
         "callbacks": [],
         "fault_tolerance": {"max_restarts": 1},
     }
-    assert lab.train(free, 1, stopped.run).digest == lab.reference({}, 1).digest
+    assert lab.train(free, 1, stopped.run).digest == lab.train_reference({}, 1).digest
 
 
-def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(lab: Lab, tmp_path: Path) -> None:
-    first = lab.reference({}, 1)
+def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(lab: TrainHarness, tmp_path: Path) -> None:
+    first = lab.train_reference({}, 1)
     shutil.copytree(first.run.path, tmp_path / "first")
     given: Values = {"init_from": str(tmp_path / "first"), "steps": 6}
     begun = lab.train(given, 1)
     shutil.rmtree(tmp_path / "first")
-    assert lab.train({**given, "steps": 7}, 1, begun.run).kind(AttemptStarted)[-1].start_step == 6
+    assert lab.train({**given, "steps": 7}, 1, begun.run).events_of_kind(AttemptStarted)[-1].start_step == 6
 
 
-def test_weights_that_do_not_fit_the_model_are_refused_before_anything_is_written(lab: Lab) -> None:
-    given: Values = {"init_from": str(lab.reference({}, 1).run.path), "model": {"args": {"hidden_size": 16}}}
+def test_weights_that_do_not_fit_the_model_are_refused_before_anything_is_written(lab: TrainHarness) -> None:
+    given: Values = {"init_from": str(lab.train_reference({}, 1).run.path), "model": {"args": {"hidden_size": 16}}}
     with pytest.raises(PhalanxError, match=r"embedding.weight has shape \[256, 32\], the model's has \[256, 16\]"):
         lab.train(given, 1)
 
 
-def test_workers_that_begin_with_other_weights_than_the_first_are_refused(lab: Lab) -> None:
+def test_workers_that_begin_with_other_weights_than_the_first_are_refused(lab: TrainHarness) -> None:
     ended = lab.train({"model": {"build": "lab_models:from_the_kernel"}}, 2)
     assert ended.code == ExitCode.RECIPE
     assert ended.message is not None
@@ -232,8 +240,8 @@ def test_workers_that_begin_with_other_weights_than_the_first_are_refused(lab: L
     ],
     ids=["text", "pictures"],
 )
-def test_a_task_for_other_data_is_refused(lab: Lab, tmp_path: Path, changes: Values, why: str) -> None:
-    folder = lab.furnish(tmp_path / "recipes")
+def test_a_task_for_other_data_is_refused(lab: TrainHarness, tmp_path: Path, changes: Values, why: str) -> None:
+    folder = lab.create_recipe_dir(tmp_path / "recipes")
     for name in ("a", "b"):
         (folder / "samples" / name).mkdir()
         for number in range(60):
@@ -242,9 +250,9 @@ def test_a_task_for_other_data_is_refused(lab: Lab, tmp_path: Path, changes: Val
         lab.train(changes, 1, folder=folder)
 
 
-def test_other_data_are_refused(lab: Lab, tmp_path: Path) -> None:
-    folder = lab.furnish(tmp_path / "recipes")
-    stopped = lab.train({}, 1, folder=folder, faults=[fault(6, "term")])
+def test_other_data_are_refused(lab: TrainHarness, tmp_path: Path) -> None:
+    folder = lab.create_recipe_dir(tmp_path / "recipes")
+    stopped = lab.train({}, 1, folder=folder, faults=[plan_fault(6, "term")])
     (folder / "few.txt").write_text("other words " * 400)
     ended = lab.train({}, 1, stopped.run, folder=folder)
     assert ended.code == 65
@@ -252,10 +260,10 @@ def test_other_data_are_refused(lab: Lab, tmp_path: Path) -> None:
     assert "other data" in ended.message
 
 
-def test_a_run_is_done_with_closed_streams_among_files_called_like_modules(lab: Lab, tmp_path: Path) -> None:
+def test_a_run_is_done_with_closed_streams_among_files_called_like_modules(lab: TrainHarness, tmp_path: Path) -> None:
     """Closed streams as after `nohup phalanx train ... <&- >&- 2>&- &`; the files are in the working folder and the
     recipe's."""
-    folder = lab.furnish(tmp_path / "recipes")
+    folder = lab.create_recipe_dir(tmp_path / "recipes")
     for name in ("random", "queue", "types", "copy", "platform", "logging", "json", "secrets", "numbers", "typing"):
         (folder / f"{name}.py").write_text("raise SystemExit('imported by mistake')\n")
     shutil.copy(lab.recipe_file({"callbacks": []}, "closed"), folder / "r.yaml")
@@ -266,8 +274,8 @@ def test_a_run_is_done_with_closed_streams_among_files_called_like_modules(lab: 
 
 
 @pytest.mark.parametrize("damage", ["lost", "torn", "foreign"])
-def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: Lab, damage: str) -> None:
-    stopped = lab.train({}, 2, faults=[fault(6, "term")])
+def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: TrainHarness, damage: str) -> None:
+    stopped = lab.train({}, 2, faults=[plan_fault(6, "term")])
     run = stopped.run
     small = [run.plan, run.cluster, run.environment, run.result, run.checkpoints / "best.json", run.path / "hot.json"]
     for path in small:
@@ -278,8 +286,8 @@ def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: Lab
                 '{"steps": ' if damage == "torn" else '{"steps": "x", "step": [], "data_info": 1, "lines": [1]}'
             )
     ended = lab.train({}, 2, run)
-    assert ended.digest == lab.reference({}, 2).digest
-    told = [event.text for event in ended.kind(RunWarning)]
+    assert ended.digest == lab.train_reference({}, 2).digest
+    told = [event.text for event in ended.events_of_kind(RunWarning)]
     assert any("plan.json: not valid JSON" in text for text in told) is (damage == "torn")
     assert run.read_json(run.plan)["data_info"]["kind"] == "tokens"  # type: ignore[index]
 
@@ -287,20 +295,24 @@ def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: Lab
 @pytest.mark.parametrize(
     "names", [("resolved",), ("recipe",), ("resolved", "recipe")], ids=["resolved", "recipe", "both"]
 )
-def test_a_run_that_lost_its_recipes_goes_on_with_what_its_checkpoint_says(lab: Lab, names: tuple[str, ...]) -> None:
+def test_a_run_that_lost_its_recipes_goes_on_with_what_its_checkpoint_says(
+    lab: TrainHarness, names: tuple[str, ...]
+) -> None:
     changes: Values = {"num_threads": "auto", "batch": {"micro_size": "auto"}}
-    run = lab.train(changes, 1, faults=[fault(6, "term")]).run
+    run = lab.train(changes, 1, faults=[plan_fault(6, "term")]).run
     resolved = run.resolved.read_text()
     for name in names:
         (run.path / f"{name}.yaml").unlink()
     ended = lab.train(changes, 1, run)
-    assert ended.digest == lab.reference(changes, 1).digest
+    assert ended.digest == lab.train_reference(changes, 1).digest
     assert run.resolved.read_text() == resolved
-    assert any(f"{names[0]}.yaml is missing; the run goes on with" in event.text for event in ended.kind(RunWarning))
+    assert any(
+        f"{names[0]}.yaml is missing; the run goes on with" in event.text for event in ended.events_of_kind(RunWarning)
+    )
 
 
-def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: Lab) -> None:
-    run = lab.train({}, 1, faults=[fault(6, "term")]).run
+def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: TrainHarness) -> None:
+    run = lab.train({}, 1, faults=[plan_fault(6, "term")]).run
     run.resolved.unlink()
     with pytest.raises(RecipeError, match=r"optimizer.lr"):
         lab.train({"optimizer": {"lr": 0.5}}, 1, run)
@@ -318,8 +330,10 @@ def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: Lab) -> No
         ("batch.global_size", "global_size: 12", "global_size: 24"),
     ],
 )
-def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(lab: Lab, key: str, before: str, after: str) -> None:
-    run = lab.train({}, 1, faults=[fault(6, "term")]).run
+def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(
+    lab: TrainHarness, key: str, before: str, after: str
+) -> None:
+    run = lab.train({}, 1, faults=[plan_fault(6, "term")]).run
     text = run.resolved.read_text()
     assert before in text
     run.resolved.write_text(text.replace(before, after))
@@ -328,4 +342,4 @@ def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(lab: Lab, key: s
     assert f"is not what {run.checkpoints}" in str(ended.message)
     assert f": {key}: " in str(ended.message)
     run.resolved.write_text(text)
-    assert lab.train({}, 1, run).digest == lab.reference({}, 1).digest
+    assert lab.train({}, 1, run).digest == lab.train_reference({}, 1).digest

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.optimizers import Optimizer
-from worlds import World
+from phalanx.train.optimizers import OptimizerContainer
+from worlds import ProcessWorlds
 
 WIDTH, ROWS = 300, 7  # rows divide unevenly, and a row is longer than a block of 8-bit codes
 SPECS = {
@@ -48,7 +48,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def results(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def results(model: nn.Module, optimizer: OptimizerContainer) -> dict[str, Tensor]:
     parameters = {name: whole(p) for name, p in model.named_parameters()}
     return parameters | {key: whole(value) for key, value in optimizer.state().items()}
 
@@ -62,7 +62,7 @@ def sharded(world: int) -> nn.Module:
 
 def trained(rank: int, world: int, kind: str, steps: int = 3) -> dict[str, Tensor]:
     model = network() if world == 1 else sharded(world)
-    optimizer = Optimizer(model, spec_of(kind), seed=1)
+    optimizer = OptimizerContainer(model, spec_of(kind), seed=1)
     for step in range(steps):
         give_gradients(model, step)
         optimizer.step(spec_of(kind).lr)
@@ -72,7 +72,7 @@ def trained(rank: int, world: int, kind: str, steps: int = 3) -> dict[str, Tenso
 def resumed(rank: int, world: int, kind: str) -> dict[str, Tensor]:
     """As `trained`, with a fresh optimizer after two steps, given DTensors for matrices and local parts for vectors."""
     model = sharded(world)
-    optimizer = Optimizer(model, spec_of(kind), seed=1)
+    optimizer = OptimizerContainer(model, spec_of(kind), seed=1)
     for step in range(2):
         give_gradients(model, step)
         optimizer.step(spec_of(kind).lr)
@@ -80,7 +80,7 @@ def resumed(rank: int, world: int, kind: str) -> dict[str, Tensor]:
     for key, value in optimizer.state().items():
         part = isinstance(value, DTensor) and value.dim() == 1
         copies[key] = value.to_local().clone() if part else value.clone()
-    fresh = Optimizer(model, spec_of(kind), seed=1)
+    fresh = OptimizerContainer(model, spec_of(kind), seed=1)
     fresh.load(copies, "here")
     give_gradients(model, 2)
     fresh.step(spec_of(kind).lr)
@@ -90,7 +90,7 @@ def resumed(rank: int, world: int, kind: str) -> dict[str, Tensor]:
 def counted(rank: int, world: int, kind: str) -> int:
     """All-reduces of one step."""
     model = sharded(world)
-    optimizer = Optimizer(model, spec_of(kind))
+    optimizer = OptimizerContainer(model, spec_of(kind))
     give_gradients(model, 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         optimizer.step(1e-3)
@@ -99,7 +99,7 @@ def counted(rank: int, world: int, kind: str) -> int:
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", SPECS)
-def test_sharded_parameters_take_the_steps_of_whole_ones(world: World, kind: str, ranks: int) -> None:
+def test_sharded_parameters_take_the_steps_of_whole_ones(world: ProcessWorlds, kind: str, ranks: int) -> None:
     one = trained(0, 1, kind)
     for other in world.run(ranks, trained, kind=kind):
         assert other.keys() == one.keys()
@@ -111,11 +111,11 @@ def test_sharded_parameters_take_the_steps_of_whole_ones(world: World, kind: str
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_sharded_state_goes_on_bit_for_bit(world: World, kind: str) -> None:
+def test_sharded_state_goes_on_bit_for_bit(world: ProcessWorlds, kind: str) -> None:
     for one, other in zip(world.run(2, trained, kind=kind), world.run(2, resumed, kind=kind), strict=True):
         assert all(value.equal(other[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize("kind", ["lars", "lamb"])
-def test_all_norms_of_a_step_take_one_reduction(world: World, kind: str) -> None:
+def test_all_norms_of_a_step_take_one_reduction(world: ProcessWorlds, kind: str) -> None:
     assert world.run(2, counted, kind=kind) == [1, 1]

@@ -8,23 +8,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lab import Lab, Values, fault
+from lab import TrainHarness, Values, plan_fault
 from phalanx.errors import RecipeError
 from phalanx.run.event_types import AttemptStarted, RunWarning
 from phalanx.train import forward_state
-from phalanx.train.forward_state import ForwardState
-from phalanx.train.parallel.shard import shard_model
-from phalanx.train.place import Place
-from worlds import World
+from phalanx.train.forward_state import BufferSync
+from phalanx.train.parallel.shard import apply_fsdp
+from phalanx.train.place import DistEnv
+from worlds import ProcessWorlds
 
 STATEFUL: Values = {"model": {"build": "lab_models:Stateful"}, "batch": {"micro_size": 2}}
 
 
-def test_a_model_with_all_of_it_goes_on_in_the_same_bits_and_says_what_all_share(lab: Lab) -> None:
-    ended = lab.train(STATEFUL, 2, faults=[fault(1, "slow", delay=0.05, attempt=None), fault(7, ranks=[1])])
-    assert ended.digest == lab.reference(STATEFUL, 2).digest
-    assert [event.start_step > 0 for event in ended.kind(AttemptStarted)] == [False, True]
-    said = [event.text for event in ended.kind(RunWarning) if "forwards change" in event.text]
+def test_a_model_with_all_of_it_goes_on_in_the_same_bits_and_says_what_all_share(lab: TrainHarness) -> None:
+    ended = lab.train(STATEFUL, 2, faults=[plan_fault(1, "slow", delay=0.05, attempt=None), plan_fault(7, ranks=[1])])
+    assert ended.digest == lab.train_reference(STATEFUL, 2).digest
+    assert [event.start_step > 0 for event in ended.events_of_kind(AttemptStarted)] == [False, True]
+    said = [event.text for event in ended.events_of_kind(RunWarning) if "forwards change" in event.text]
     assert said
     assert all(
         "the model's extra state, last, mean and 3 more: after each step all workers have" in text for text in said
@@ -57,19 +57,19 @@ class Extra(Moving):
         self.seen = state
 
 
-def stepped(state: ForwardState, change: Any = None) -> list[str]:
-    state.begin()
+def stepped(state: BufferSync, change: Any = None) -> list[str]:
+    state.record_versions()
     if change is not None:
         change()
-    found = torch.tensor(float(state.found()))
+    found = torch.tensor(float(state.detect_changes()))
     dist.all_reduce(found)
-    return state.settle(found > 0)
+    return state.sync_buffers(found > 0)
 
 
 def settled(rank: int, world: int) -> dict[str, Any]:
     """Some steps in which workers change different things; what each has after them, and what was sent in each."""
     model = Extra()
-    state = ForwardState([model], Place(rank, world, rank), dist.group.WORLD, elastic=False)
+    state = BufferSync([model], DistEnv(rank, world, rank), dist.group.WORLD, elastic=False)
     sent: list[int] = []
     plain = dist.broadcast
 
@@ -97,7 +97,7 @@ def settled(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def test_all_have_what_the_first_has_and_only_what_changes_is_sent(world: World) -> None:
+def test_all_have_what_the_first_has_and_only_what_changes_is_sent(world: ProcessWorlds) -> None:
     first, second = world.run(2, settled)
     assert first == second
     assert first["new"] == [[], ["mean"], ["count", "flag"], [], ["extra/"]]
@@ -110,21 +110,21 @@ def test_all_have_what_the_first_has_and_only_what_changes_is_sent(world: World)
 
 def elastic(rank: int, world: int) -> list[str]:
     model = nn.BatchNorm1d(2)
-    state = ForwardState([model], Place(rank, world, rank), dist.group.WORLD, elastic=True)
+    state = BufferSync([model], DistEnv(rank, world, rank), dist.group.WORLD, elastic=True)
     assert stepped(state, lambda: model.eval()(torch.ones(2, 2))) == []
     with pytest.raises(RecipeError, match="change num_batches_tracked, running_mean, running_var, and each worker"):
         stepped(state, lambda: model.train()(torch.ones(2, 2)))
     return ["raised"]
 
 
-def test_elastic_replicas_of_such_a_model_are_refused_on_all_workers(world: World) -> None:
+def test_elastic_replicas_of_such_a_model_are_refused_on_all_workers(world: ProcessWorlds) -> None:
     assert world.run(2, elastic) == [["raised"]] * 2
 
 
 def test_a_model_without_persistent_buffers_is_not_looked_at() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("cache", torch.zeros(2), persistent=False)
-    state = ForwardState([model], Place(0, 2, 0), None, elastic=True)
+    state = BufferSync([model], DistEnv(0, 2, 0), None, elastic=True)
     assert state._modules == []
 
 
@@ -138,22 +138,22 @@ class Frozen(nn.Module):
 
 def follows(rank: int, world: int) -> list[float]:
     model = Frozen()
-    state = ForwardState([model], Place(rank, world, rank), dist.group.WORLD, elastic=False)
+    state = BufferSync([model], DistEnv(rank, world, rank), dist.group.WORLD, elastic=False)
     assert stepped(state, lambda: model.teacher.bias.fill_(rank + 1.0)) == ["teacher.bias"]
     return model.teacher.bias.tolist()
 
 
-def test_parameters_that_are_not_trained_and_change_are_shared_like_buffers(world: World) -> None:
+def test_parameters_that_are_not_trained_and_change_are_shared_like_buffers(world: ProcessWorlds) -> None:
     assert world.run(2, follows) == [[1.0, 1.0]] * 2
 
 
 def sharded(rank: int, world: int) -> list[str]:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 2)))
-    shard_model(model, [], init_device_mesh("cpu", (world,)), precision="bf16")
+    apply_fsdp(model, [], init_device_mesh("cpu", (world,)), precision="bf16")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randn(6, 4)).float().square().sum().backward()
     return sorted({str(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None})
 
 
-def test_weights_beside_statistics_are_gathered_in_fp32_as_autocast_leaves_them(world: World) -> None:
+def test_weights_beside_statistics_are_gathered_in_fp32_as_autocast_leaves_them(world: ProcessWorlds) -> None:
     assert world.run(2, sharded) == [["torch.float32"]] * 2

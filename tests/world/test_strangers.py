@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from lab import Ended, Lab, fault, plan_faults, wait_until
+from lab import HarnessRun, TrainHarness, plan_fault, wait_until, write_faults
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, StepDone, WorkerFailure, WorkerStarted
@@ -98,9 +98,11 @@ def reached(space: str, ports: set[int]) -> str:
 
 
 @NEEDS_ROOT
-def test_a_stranger_reaches_no_worker_of_one_machine_neither_at_first_nor_after_a_restart(lab: Lab, space: str) -> None:
-    run = lab.place()
-    plan_faults(run, [fault(0, "slow", delay=0.15, attempt=None), fault(15, ranks=[1])])
+def test_a_stranger_reaches_no_worker_of_one_machine_neither_at_first_nor_after_a_restart(
+    lab: TrainHarness, space: str
+) -> None:
+    run = lab.new_run()
+    write_faults(run, [plan_fault(0, "slow", delay=0.15, attempt=None), plan_fault(15, ranks=[1])])
     with lab.start("train", lab.recipe_file(CHANGES), "--run", run.path, "--nproc-per-node", "2") as process:
         for attempt in (0, 1):
             wait_until(lambda attempt=attempt: trains(run, attempt), 60, "a step")
@@ -131,15 +133,15 @@ def opened_by_nobody(pid: int) -> str:
 
 
 def test_of_several_nodes_a_stranger_can_lead_no_worker_to_his_address(
-    lab: Lab, tmp_path: Path, job_address: str
+    lab: TrainHarness, tmp_path: Path, job_address: str
 ) -> None:
     """Store and gloo listen on the job's address only. Who reaches the store nevertheless repeats what workers of the
     first attempt said there, and puts addresses of his own, where those of the next will look."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)
     token.chmod(0o600)
-    run = lab.place()
-    plan_faults(run, [fault(0, "slow", delay=0.1), fault(25, ranks=[1])])
+    run = lab.new_run()
+    write_faults(run, [plan_fault(0, "slow", delay=0.1), plan_fault(25, ranks=[1])])
     with socket.create_server((job_address, 0)) as free:
         port = free.getsockname()[1]
     words = ("train", lab.recipe_file(CHANGES), "--run", run.path, "--nproc-per-node", "1")
@@ -165,7 +167,7 @@ def test_of_several_nodes_a_stranger_can_lead_no_worker_to_his_address(
             trap.accept()
     assert ended == [ExitCode.DONE, ExitCode.DONE]
     assert any(isinstance(event, WorkerFailure) for event in read_events(run.events))
-    assert Ended(run, 0, "").digest == lab.reference(CHANGES, 2).digest
+    assert HarnessRun(run, 0, "").digest == lab.train_reference(CHANGES, 2).digest
 
 
 def plant(address: str, port: int, trap: int) -> int:

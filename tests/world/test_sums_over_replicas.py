@@ -13,17 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.gradients import DividedGradients
-from phalanx.train.objective import Scoring
+from phalanx.train.gradients import ParallelReducer
+from phalanx.train.objective import LossFn
 from phalanx.train.parallel import mesh as mesh_module
 from phalanx.train.parallel import shard
 from phalanx.train.parallel.mesh import build_mesh
-from phalanx.train.parallel.parallelize import Choices, divide
+from phalanx.train.parallel.parallelize import ParallelConfig, parallelize
 from phalanx.train.parallel.shard import REDUCES_UNUSED
-from phalanx.train.parallel.staging import divide_stages
-from phalanx.train.place import Place
+from phalanx.train.parallel.staging import build_pipeline
+from phalanx.train.place import DistEnv
 from phalanx.train.tasks import TensorBatch
-from worlds import World
+from worlds import ProcessWorlds
 
 MICRO_BATCHES = 16
 
@@ -77,15 +77,15 @@ def summed(
     model, plain = Model(varied, unlike), Model(varied, unlike)
     plain.load_state_dict(model.state_dict())
     with as_before_2_13(old):
-        mesh = build_mesh(Parallelism(replicate=replicate, shard=2), Place(rank, world, rank))
-        divided, _ = divide(model, model, mesh, Choices())
-    own = mesh.own(MICRO_BATCHES)
-    gradients = DividedGradients(divided, None, last=own[-1])
+        mesh = build_mesh(Parallelism(replicate=replicate, shard=2), DistEnv(rank, world, rank))
+        divided, _ = parallelize(model, model, mesh, ParallelConfig())
+    own = mesh.own_micro_batches(MICRO_BATCHES)
+    gradients = ParallelReducer(divided, None, last_micro_batch=own[-1])
     sums: list[int] = []
     all_reduce = dist.all_reduce
 
     def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        sums[-1] += options.get("group") is mesh.replicate
+        sums[-1] += options.get("group") is mesh.replicate_group
         return all_reduce(tensor, *arguments, **options)
 
     for leaf in range(MICRO_BATCHES):
@@ -98,10 +98,10 @@ def summed(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", counting)
             for leaf in own:
-                gradients.begin(leaf)
+                gradients.begin_backward(leaf)
                 model(leaf).backward()
-                gradients.end()
-            gradients.finish()
+                gradients.end_backward()
+            gradients.reduce_gradients()
         for name, parameter in model.named_parameters():
             whole = parameter.grad.full_tensor()  # type: ignore[union-attr]
             if not torch.allclose(whole, expected[name], rtol=1e-5, atol=1e-6):
@@ -112,7 +112,7 @@ def summed(
 
 @pytest.mark.parametrize("old", [False, True], ids=["this torch", "torch before 2.13"])
 @pytest.mark.parametrize("varied", [False, True], ids=["the same in each", "something else in each"])
-def test_sums_over_replicas_travel_once_a_step(world: World, varied: bool, old: bool) -> None:
+def test_sums_over_replicas_travel_once_a_step(world: ProcessWorlds, varied: bool, old: bool) -> None:
     for found in world.run(4, summed, replicate=2, varied=varied, old=old):
         assert found["differ"] == []
         assert found["sums"] == [1 if old or not REDUCES_UNUSED else found["groups"]] * 2
@@ -121,7 +121,9 @@ def test_sums_over_replicas_travel_once_a_step(world: World, varied: bool, old: 
 
 @pytest.mark.parametrize("old", [False, True], ids=["this torch", "torch before 2.13"])
 @pytest.mark.parametrize("replicate", [1, 2])
-def test_workers_may_use_other_parts_of_what_is_sharded_together(world: World, replicate: int, old: bool) -> None:
+def test_workers_may_use_other_parts_of_what_is_sharded_together(
+    world: ProcessWorlds, replicate: int, old: bool
+) -> None:
     for found in world.run(2 * replicate, summed, replicate=replicate, unlike=True, old=old):
         assert found["differ"] == []
 
@@ -160,20 +162,20 @@ def staged(rank: int, world: int, *, schedule: str, old: bool) -> dict[str, Any]
     torch.manual_seed(0)
     model, plain = Stages(), Stages()
     plain.load_state_dict(model.state_dict())
-    task, place = Squares(), Place(rank, world, rank)
+    task, place = Squares(), DistEnv(rank, world, rank)
     layout = Parallelism.model_validate({"pipeline": 2, "replicate": 2, "shard": 2, "pipeline_schedule": schedule})
     with as_before_2_13(old):
         mesh = build_mesh(layout, place)
-        own = mesh.own(MICRO_BATCHES)
-        scoring = Scoring(task, "fp32", place.device)
-        made = (mesh, place, Choices(), len(own), lambda turn, stage: None, None)
-        divided, objective = divide_stages(model, scoring, batch_of(0), *made)
-    gradients = DividedGradients(divided, None)
+        own = mesh.own_micro_batches(MICRO_BATCHES)
+        scoring = LossFn(task, "fp32", place.device)
+        made = (mesh, place, ParallelConfig(), len(own), lambda turn, stage: None, None)
+        divided, objective = build_pipeline(model, scoring, batch_of(0), *made)
+    gradients = ParallelReducer(divided, None)
     sums: list[int] = []
     all_reduce = dist.all_reduce
 
     def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        sums[-1] += options.get("group") is mesh.replicate
+        sums[-1] += options.get("group") is mesh.replicate_group
         return all_reduce(tensor, *arguments, **options)
 
     for leaf in range(MICRO_BATCHES):
@@ -186,7 +188,7 @@ def staged(rank: int, world: int, *, schedule: str, old: bool) -> dict[str, Any]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", counting)
             objective.step([batch_of(leaf) for leaf in own])
-            gradients.finish()
+            gradients.reduce_gradients()
         for name, parameter in divided.parameters().items():
             if not torch.allclose(parameter.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-5):  # type: ignore
                 differ.append(name)
@@ -196,7 +198,7 @@ def staged(rank: int, world: int, *, schedule: str, old: bool) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("schedule", "old"), [("1f1b", False), ("zero-bubble", False), ("1f1b", True)])
-def test_stages_of_a_pipeline_sum_over_replicas_once_a_step(world: World, schedule: str, old: bool) -> None:
+def test_stages_of_a_pipeline_sum_over_replicas_once_a_step(world: ProcessWorlds, schedule: str, old: bool) -> None:
     for found in world.run(8, staged, schedule=schedule, old=old):
         assert found["differ"] == []
         assert found["sums"] == [1 if old or not REDUCES_UNUSED else len(found["groups"])] * 2
@@ -216,9 +218,9 @@ def written(rank: int, world: int) -> list[str]:
     that does not, with state in a buffer."""
     said = []
     for build in (Writing, Model):
-        mesh = build_mesh(Parallelism(shard=2), Place(rank, world, rank))
+        mesh = build_mesh(Parallelism(shard=2), DistEnv(rank, world, rank))
         model = build(False)
-        divide(model, model, mesh, Choices())
+        parallelize(model, model, mesh, ParallelConfig())
         for training in (False, True, True):
             model.train(training)
             try:
@@ -229,7 +231,7 @@ def written(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_a_forward_that_writes_to_a_sharded_parameter_is_refused_at_once(world: World) -> None:
+def test_a_forward_that_writes_to_a_sharded_parameter_is_refused_at_once(world: ProcessWorlds) -> None:
     for said in world.run(2, written):
         (one,) = said
         assert one.startswith("True: parallelism.shard: the forward of the model changes parameter 'first.weight'")
@@ -240,11 +242,11 @@ def connections_of_layouts(rank: int, world: int, *, layouts: list[dict[str, int
     found = []
     for layout in layouts:
         before = connections()
-        mesh = build_mesh(Parallelism(**layout), Place(rank, world, rank))
+        mesh = build_mesh(Parallelism(**layout), DistEnv(rank, world, rank))
         dist.barrier()
         found.append(len(connections() - before))
-        assert mesh.fsdp is not None
-        for each in (mesh.fsdp, mesh.expert_fsdp):
+        assert mesh.fsdp_mesh is not None
+        for each in (mesh.fsdp_mesh, mesh.expert_fsdp_mesh):
             if each is not None:
                 own = each.get_coordinate()
                 assert own is not None
@@ -258,7 +260,7 @@ def connections() -> set[int]:
     return {each.fd for each in found if each.status == psutil.CONN_ESTABLISHED}
 
 
-def test_sharding_takes_the_groups_that_there_are_instead_of_connecting_again(world: World) -> None:
+def test_sharding_takes_the_groups_that_there_are_instead_of_connecting_again(world: ProcessWorlds) -> None:
     layouts = [{"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "context": 2, "expert": 2}]
     shard, replicate, context, owners, expert, same = 3, 1, 1, 3, 1, 1
     expected = [shard, replicate + replicate, context + context + owners + expert + same]

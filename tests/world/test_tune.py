@@ -7,73 +7,75 @@ from pathlib import Path
 
 import pytest
 
-from lab import Lab
+from lab import TrainHarness
 from phalanx.errors import ExitCode
-from phalanx.plan.tuning import CHANGEABLE, Candidate, Facts
-from phalanx.recipe import Recipe, differences, load_recipe
-from phalanx.tuning import Tuned, Watcher, text_of, tune
+from phalanx.plan.tuning import TUNABLE_KEYS, TuningCandidate, TuningFacts
+from phalanx.recipe import Recipe, diff_recipes, load_recipe
+from phalanx.tuning import TuneCallbacks, TuneResult, render_recipe, tune
 
 TRIED = {
-    "shares": Candidate({"parallelism": {"replicate": 2}, "batch.micro_size": 6, "num_threads": 1}, 1.5, "two workers"),
-    "refused": Candidate({"batch.micro_size": 5}, 1.4, "does not divide the batch"),
-    "fails": Candidate({"parallelism": {"tensor": 3}}, 1.3, "two heads cannot be cut in three"),
+    "shares": TuningCandidate(
+        {"parallelism": {"replicate": 2}, "batch.micro_size": 6, "num_threads": 1}, 1.5, "two workers"
+    ),
+    "refused": TuningCandidate({"batch.micro_size": 5}, 1.4, "does not divide the batch"),
+    "fails": TuningCandidate({"parallelism": {"tensor": 3}}, 1.3, "two heads cannot be cut in three"),
 }
 
 
 @pytest.fixture(scope="module")
-def recipe(lab: Lab) -> Path:
+def recipe(lab: TrainHarness) -> Path:
     return lab.recipe_file({"callbacks": [], "batch": {"micro_size": "auto"}}, "tuned-by-a-test")
 
 
 @pytest.fixture(scope="module")
-def tuned(lab: Lab, recipe: Path) -> Iterator[tuple[Tuned, list[str]]]:
+def tuned(lab: TrainHarness, recipe: Path) -> Iterator[tuple[TuneResult, list[str]]]:
     told: list[str] = []
 
-    def propose(best: Recipe, facts: Facts) -> list[Candidate]:
+    def propose(best: Recipe, facts: TuningFacts) -> list[TuningCandidate]:
         return list(TRIED.values())
 
-    watcher = Watcher(tried=lambda row: told.append(row.label))
+    watcher = TuneCallbacks(on_trial_end=lambda row: told.append(row.label))
     with lab.environment():
-        yield tune(load_recipe(recipe), seconds=0.1, watcher=watcher, propose=propose), told
+        yield tune(load_recipe(recipe), seconds=0.1, callbacks=watcher, propose=propose), told
 
 
-def test_each_candidate_is_tried_once_and_told(tuned: tuple[Tuned, list[str]]) -> None:
+def test_each_candidate_is_tried_once_and_told(tuned: tuple[TuneResult, list[str]]) -> None:
     found, told = tuned
-    assert told == [candidate.label for candidate in TRIED.values()] == [row.label for row in found.rows]
+    assert told == [candidate.label for candidate in TRIED.values()] == [row.label for row in found.trials]
 
 
-def test_a_world_of_two_is_measured_against_one(tuned: tuple[Tuned, list[str]]) -> None:
-    row = tuned[0].rows[0]
-    assert row.found is not None
-    assert 0 < row.found.low <= row.found.high
-    assert row.kept == ("parallelism" in tuned[0].changes)
+def test_a_world_of_two_is_measured_against_one(tuned: tuple[TuneResult, list[str]]) -> None:
+    row = tuned[0].trials[0]
+    assert row.measured is not None
+    assert 0 < row.measured.speedup_q1 <= row.measured.speedup_q3
+    assert row.is_kept == ("parallelism" in tuned[0].changes)
 
 
-def test_a_candidate_that_cannot_run_is_a_row_that_says_why(tuned: tuple[Tuned, list[str]]) -> None:
-    _, refused, fails = tuned[0].rows
-    assert (refused.found, refused.kept, fails.found, fails.kept) == (None, False, None, False)
+def test_a_candidate_that_cannot_run_is_a_row_that_says_why(tuned: tuple[TuneResult, list[str]]) -> None:
+    _, refused, fails = tuned[0].trials
+    assert (refused.measured, refused.is_kept, fails.measured, fails.is_kept) == (None, False, None, False)
     assert "batch.micro_size: 5 x" in refused.note
     assert "3 ranks cannot share the model's 2 attention heads" in fails.note
 
 
-def test_the_tuned_recipe_differs_only_where_it_may(tuned: tuple[Tuned, list[str]], recipe: Path) -> None:
+def test_the_tuned_recipe_differs_only_where_it_may(tuned: tuple[TuneResult, list[str]], recipe: Path) -> None:
     found, given = tuned[0], load_recipe(recipe)
     out = recipe.with_name("out.yaml")
-    out.write_text(text_of(given, ["steps=7"], found, date(2026, 11, 21)))
+    out.write_text(render_recipe(given, ["steps=7"], found, date(2026, 11, 21)))
     new = load_recipe(out).recipe
-    keys = [difference.key for difference in differences(given.recipe, new)]
+    keys = [difference.key for difference in diff_recipes(given.recipe, new)]
     assert "steps" in keys
-    assert all(key == "steps" or any(key.startswith(allowed) for allowed in CHANGEABLE) for key in keys)
+    assert all(key == "steps" or any(key.startswith(allowed) for allowed in TUNABLE_KEYS) for key in keys)
 
 
-def test_nothing_is_left_behind(tuned: tuple[Tuned, list[str]], lab: Lab) -> None:
+def test_nothing_is_left_behind(tuned: tuple[TuneResult, list[str]], lab: TrainHarness) -> None:
     assert not lab.processes()
     assert not list(Path().glob(".phalanx*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_it_leaves_no_process_and_no_file(
-    lab: Lab, recipe: Path, tmp_path: Path, number: signal.Signals
+    lab: TrainHarness, recipe: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "out.yaml"
     with pytest.MonkeyPatch.context() as patch:

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from phalanx.train.parallel.collectives import Group, copy_to
+from phalanx.train.parallel.collectives import Group, copy_to_group
 from phalanx.train.tasks import LanguageModeling
-from phalanx.train.vocab import cross_entropy, linear_cross_entropy, vocabulary_group
-from worlds import World
+from phalanx.train.vocab import cross_entropy, linear_cross_entropy, vocab_parallel
+from worlds import ProcessWorlds
 
 N, W = 29, 8
 EVEN, UNEVEN = 36, 35
@@ -47,7 +47,7 @@ def chunked(rank: int, world: int, *, vocab: int, chunk: int | None = None, low:
     given = vocab if vocab % world else None
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         loss = linear_cross_entropy(
-            leaves[0], leaves[1], targets, bias=leaves[2], group=dist.group.WORLD, vocab=given, chunk=chunk
+            leaves[0], leaves[1], targets, bias=leaves[2], group=dist.group.WORLD, vocab_size=given, chunk_rows=chunk
         )
     return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
 
@@ -57,8 +57,8 @@ def from_logits(rank: int, world: int, *, vocab: int) -> Parts:
     rows = rows_of(rank, world, vocab)
     leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
     group: Group = dist.group.WORLD
-    logits = F.linear(copy_to(leaves[0], group), leaves[1], leaves[2])
-    loss = cross_entropy(logits, targets, group, vocab=vocab if vocab % world else None)
+    logits = F.linear(copy_to_group(leaves[0], group), leaves[1], leaves[2])
+    loss = cross_entropy(logits, targets, group, vocab_size=vocab if vocab % world else None)
     return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
 
 
@@ -77,19 +77,19 @@ def assert_parts(found: list[Parts], expected: Parts, rtol: float = 1e-5, loss_r
 @pytest.mark.parametrize("vocab", [EVEN, UNEVEN])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_cut_vocabulary_gives_the_loss_and_gradients_of_a_whole_one(
-    world: World, ranks: int, vocab: int, chunk: int | None
+    world: ProcessWorlds, ranks: int, vocab: int, chunk: int | None
 ) -> None:
     assert_parts(world.run(ranks, chunked, vocab=vocab, chunk=chunk), alone(vocab))
 
 
-def test_a_cut_vocabulary_under_autocast_agrees_to_the_precision_of_bf16(world: World) -> None:
+def test_a_cut_vocabulary_under_autocast_agrees_to_the_precision_of_bf16(world: ProcessWorlds) -> None:
     assert_parts(world.run(3, chunked, vocab=EVEN, low=True), alone(EVEN), rtol=4e-2, loss_rtol=1e-2)
 
 
 @pytest.mark.parametrize("vocab", [EVEN, UNEVEN])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_logits_cut_by_vocabulary_give_the_loss_and_gradients_of_whole_ones(
-    world: World, ranks: int, vocab: int
+    world: ProcessWorlds, ranks: int, vocab: int
 ) -> None:
     assert_parts(world.run(ranks, from_logits, vocab=vocab), alone(vocab))
 
@@ -97,12 +97,12 @@ def test_logits_cut_by_vocabulary_give_the_loss_and_gradients_of_whole_ones(
 def by_the_task(rank: int, world: int) -> tuple[Tensor, int]:
     hidden, weight, _, targets = numbers(UNEVEN)
     batch = {"targets": targets[None]}
-    with vocabulary_group(dist.group.WORLD, UNEVEN):
+    with vocab_parallel(dist.group.WORLD, UNEVEN):
         loss, terms = LanguageModeling().head_loss(hidden[None], weight[rows_of(rank, world, UNEVEN)], batch)
     return loss, int(terms)
 
 
-def test_the_task_takes_the_cut_from_the_engine(world: World) -> None:
+def test_the_task_takes_the_cut_from_the_engine(world: ProcessWorlds) -> None:
     hidden, weight, _, targets = numbers(UNEVEN)
     expected = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
     for loss, terms in world.run(2, by_the_task):
@@ -114,16 +114,16 @@ def cut_wrong(rank: int, world: int, *, vocab: int, rows: int) -> str:
     """What the error says."""
     numbers = torch.ones(2, W), torch.ones(rows, W), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="vocabulary of") as caught:
-        linear_cross_entropy(*numbers, group=dist.group.WORLD, vocab=vocab)
+        linear_cross_entropy(*numbers, group=dist.group.WORLD, vocab_size=vocab)
     return str(caught.value)
 
 
-def test_rows_that_are_not_this_ranks_part_are_refused(world: World) -> None:
+def test_rows_that_are_not_this_ranks_part_are_refused(world: ProcessWorlds) -> None:
     first, second = world.run(2, cut_wrong, vocab=35, rows=19)
     assert first == "rank 0 of 2 holds 19 rows of a vocabulary of 35, expected 18"
     assert second == "rank 1 of 2 holds 19 rows of a vocabulary of 35, expected 17"
 
 
-def test_a_vocabulary_that_leaves_a_rank_without_rows_is_refused(world: World) -> None:
+def test_a_vocabulary_that_leaves_a_rank_without_rows_is_refused(world: ProcessWorlds) -> None:
     for error in world.run(3, cut_wrong, vocab=4, rows=2):
         assert error == "a vocabulary of 4 cut over 3 ranks leaves one of them without a row"

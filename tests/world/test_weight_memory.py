@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lab import FAULTS, Ended, Lab, Values
+from lab import FAULTS_CALLBACK, HarnessRun, TrainHarness, Values
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import NonFiniteStep
@@ -22,7 +22,7 @@ SLACK = 1 << 16  # bytes of a batch and of tables
 
 
 @pytest.fixture(scope="module")
-def model(lab: Lab) -> nn.Module:
+def model(lab: TrainHarness) -> nn.Module:
     """A model that is saved beside the lab's recipes, whose largest tensor is a small part of it."""
     transformers.logging.disable_progress_bar()
     config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
@@ -37,18 +37,22 @@ def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lab's base recipe has arguments for our transformer."""
     import lab as module
 
-    monkeypatch.setattr(module, "BASE", {**module.BASE, "model": {}})
+    monkeypatch.setattr(module, "BASE_RECIPE", {**module.BASE_RECIPE, "model": {}})
 
 
-def train(lab: Lab, layout: Values, run: Run | None = None, **more: Any) -> Ended:
-    changes: Values = {"model": {"build": "hf:memory"}, "task": "peak:Counted", "callbacks": [FAULTS, "peak:Told"]}
+def train(lab: TrainHarness, layout: Values, run: Run | None = None, **more: Any) -> HarnessRun:
+    changes: Values = {
+        "model": {"build": "hf:memory"},
+        "task": "peak:CountingTask",
+        "callbacks": [FAULTS_CALLBACK, "peak:RecordPeak"],
+    }
     changes |= {"steps": 1, "parallelism": layout, "evaluation": {"every": None}, "checkpoint": {"every": None}}
     ended = lab.train({**changes, **more}, Parallelism(**layout).world, run)
     assert ended.code == 0, ended.message
     return ended
 
 
-def peaks(ended: Ended) -> list[int]:
+def peaks(ended: HarnessRun) -> list[int]:
     path = ended.run.path
     return [int(file.read_text()) for file in sorted(path.parent.glob(f"{path.name}.peak-*"))]
 
@@ -62,7 +66,7 @@ def peaks(ended: Ended) -> list[int]:
     ],
 )
 def test_a_worker_holds_its_part_and_no_more_than_one_tensor_beside_it(
-    lab: Lab, model: nn.Module, layout: Values
+    lab: TrainHarness, model: nn.Module, layout: Values
 ) -> None:
     sizes = [parameter.nbytes for parameter in model.parameters()]
     part = sum(sizes) / Parallelism(**layout).world
@@ -72,7 +76,7 @@ def test_a_worker_holds_its_part_and_no_more_than_one_tensor_beside_it(
         assert part < most < 1.02 * part + max(sizes) + SLACK
 
 
-def test_who_goes_on_does_not_read_the_weights_again(lab: Lab, model: nn.Module) -> None:
+def test_who_goes_on_does_not_read_the_weights_again(lab: TrainHarness, model: nn.Module) -> None:
     first = train(lab, {"shard": 2})
     weights = lab.folder / "memory" / "model.safetensors"
     before = weights.read_bytes()
@@ -83,4 +87,4 @@ def test_who_goes_on_does_not_read_the_weights_again(lab: Lab, model: nn.Module)
     finally:
         weights.write_bytes(before)
     assert len(ended.losses) == 2
-    assert not ended.kind(NonFiniteStep)  # a step with weights that are no numbers would be skipped
+    assert not ended.events_of_kind(NonFiniteStep)  # a step with weights that are no numbers would be skipped

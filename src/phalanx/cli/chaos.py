@@ -15,18 +15,18 @@ from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.streams import word_of
 
 if TYPE_CHECKING:
-    from phalanx.cli.chaos_page import Bout, Screen
-    from phalanx.jobs.chaos.inject import Struck
-    from phalanx.jobs.chaos.plan import Course, Fault
-    from phalanx.jobs.chaos.story import Usual
-    from phalanx.recipe.load import Loaded
+    from phalanx.cli.chaos_page import ChaosConsole, ChaosResult
+    from phalanx.jobs.chaos.inject import InjectedFault
+    from phalanx.jobs.chaos.plan import Fault, RunShape
+    from phalanx.jobs.chaos.story import TypicalDurations
+    from phalanx.recipe.load import LoadedRecipe
     from phalanx.run import Event, Run
 
-FAILED = 1
+FAILED_EXIT_CODE = 1
 """Exit code when the run did not end as it should: a mistake in Phalanx, or in the recipe's own code."""
-PINNED = ("recipe.yaml", "resolved.yaml", "plan.json", "cluster.json", "fp8.json")
+PINNED_FILES = ("recipe.yaml", "resolved.yaml", "plan.json", "cluster.json", "fp8.json")
 """Files of the undisturbed run with which the other begins, so that every `auto` means the same."""
-LAG = 0.15
+EVENT_LAG_S = 0.15
 """Seconds of progress for which a run may be ahead of what is heard of it."""
 
 
@@ -44,7 +44,7 @@ def chaos(
         Path | None,
         typer.Option(metavar="DIR", help="New directory for both runs.", show_default="runs/<name>-chaos"),
     ] = None,
-    nproc: Annotated[
+    nproc_per_node: Annotated[
         int | None,
         typer.Option("--nproc-per-node", min=1, max=100_000, metavar="N", help="Workers on each node."),
     ] = None,
@@ -52,7 +52,7 @@ def chaos(
         int, typer.Option(min=1, max=1_000, metavar="N", help="Number of nodes, emulated by agents on this machine.")
     ] = 1,
     queue: Annotated[bool, typer.Option("--queue", help="Run as a job of a separate local queue.")] = False,
-    against: Annotated[
+    baseline: Annotated[
         Path | None,
         typer.Option("--baseline", metavar="RUN", help="Finished run without faults, instead of training one."),
     ] = None,
@@ -70,9 +70,9 @@ def chaos(
     queue-daemon.
     """
     from phalanx.cli import chaos_page as page
-    from phalanx.jobs.chaos.plan import draw, kinds_of
+    from phalanx.jobs.chaos.plan import draw_faults, parse_kinds
     from phalanx.recipe import load_recipe
-    from phalanx.run.directory import check_place
+    from phalanx.run.directory import check_run_path
 
     given = overrides or []
     if recipe.suffix == ".py":
@@ -82,209 +82,230 @@ def chaos(
     if queue and nodes > 1:
         raise UsageError("--queue has this machine only; leave out --nodes")
     loaded = load_recipe(recipe, given)
-    loaded.check_named()
+    loaded.check_required()
     if loaded.recipe.determinism == "auto":  # on a GPU it may promise no bits, and digests are compared here
         given = [*given, "determinism=fixed-world"]
         loaded = load_recipe(recipe, given)
-    course = course_of(loaded, nproc, nodes, queue)
-    plan = draw(seed, faults, kinds_of(kinds, course), course)
-    where = run if run is not None else Path("runs") / f"{loaded.recipe.name}-chaos"
-    if where.exists():
-        raise UsageError(f"{where}: exists already; choose another --run, or remove it")
-    check_place(where)
-    screen = page.Screen(quiet=as_json, total=len(plan))
-    screen.planned(plan, course, seed)
+    run_shape = make_run_shape(loaded, nproc_per_node, nodes, queue)
+    fault_plan = draw_faults(seed, faults, parse_kinds(kinds, run_shape), run_shape)
+    folder = run if run is not None else Path("runs") / f"{loaded.recipe.name}-chaos"
+    if folder.exists():
+        raise UsageError(f"{folder}: exists already; choose another --run, or remove it")
+    check_run_path(folder)
+    console = page.ChaosConsole(quiet=as_json, total=len(fault_plan))
+    console.print_plan(fault_plan, run_shape, seed)
     if dry_run:
         if as_json:
-            typer.echo(page.as_json(plan, seed))
+            typer.echo(page.to_json(fault_plan, seed))
         return int(ExitCode.DONE)
-    calm = None if against is None else finished_run(against, loaded, course)
+    baseline_run = None if baseline is None else find_baseline_run(baseline, loaded, run_shape)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
-    where.mkdir(parents=True)
+    folder.mkdir(parents=True)
     try:
-        bout = Contest(recipe, given, course, plan, where, screen).held(calm)
+        result = ChaosExperiment(recipe, given, run_shape, fault_plan, folder, console).run(baseline_run)
     except BaseException:
-        shutil.rmtree(where, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-    summary = page.as_json(plan, seed, bout)
-    (where / "chaos.json").write_text(summary + "\n", encoding="utf-8")
-    screen.verdict(bout)
+    summary = page.to_json(fault_plan, seed, result)
+    (folder / "chaos.json").write_text(summary + "\n", encoding="utf-8")
+    console.print_verdict(result)
     if as_json:
         typer.echo(summary)
-    return int(ExitCode.DONE) if bout.verdict.passed else FAILED
+    return int(ExitCode.DONE) if result.verdict.passed else FAILED_EXIT_CODE
 
 
-def course_of(loaded: "Loaded", nproc: int | None, nodes: int, queue: bool) -> "Course":
+def make_run_shape(loaded: "LoadedRecipe", nproc_per_node: int | None, num_nodes: int, uses_queue: bool) -> "RunShape":
     """What the run will be, as far as the list of faults depends on it."""
-    from phalanx.api import machine_of
-    from phalanx.cli.training import workers_of
+    from phalanx.api import find_machine
+    from phalanx.cli.training import count_workers
     from phalanx.cluster.discover import check_workers
-    from phalanx.jobs.chaos.plan import Course
-    from phalanx.recipe import check, workers_for
+    from phalanx.jobs.chaos.plan import RunShape
+    from phalanx.recipe import check_recipe, num_workers_for
 
     recipe = loaded.recipe
-    world = workers_of(loaded, nproc, nodes)
-    machine = machine_of(loaded)
-    world = world or workers_for(recipe, machine.gpus or 1)
-    check_workers(machine, world)
-    check(recipe, loaded.folder, world, loaded.at)
-    saved = recipe.checkpoint
-    if isinstance(saved.every, str):
+    world_size = count_workers(loaded, nproc_per_node, num_nodes)
+    machine = find_machine(loaded)
+    world_size = world_size or num_workers_for(recipe, machine.num_gpus or 1)
+    check_workers(machine, world_size)
+    check_recipe(recipe, loaded.recipe_dir, world_size, loaded.location_of)
+    checkpoint = recipe.checkpoint
+    if isinstance(checkpoint.every, str):
         raise UsageError(
-            f"checkpoint.every={saved.every}: the list of faults goes by the saves, so their number must be "
+            f"checkpoint.every={checkpoint.every}: the list of faults goes by the saves, so their number must be "
             "known; give it here, such as checkpoint.every='20 steps'"
         )
-    return Course(recipe.steps, saved.every, saved.keep, recipe.fault_tolerance.max_restarts, world, nodes, queue)
+    return RunShape(
+        recipe.steps,
+        checkpoint.every,
+        checkpoint.keep,
+        recipe.fault_tolerance.max_restarts,
+        world_size,
+        num_nodes,
+        uses_queue,
+    )
 
 
-def finished_run(path: Path, loaded: "Loaded", course: "Course") -> "Run":
+def find_baseline_run(path: Path, loaded: "LoadedRecipe", run_shape: "RunShape") -> "Run":
     """The run to compare with. UsageError when it is not done, or was another recipe, or had other workers."""
-    from phalanx.api import finished
+    from phalanx.api import describe_finished
     from phalanx.recipe import load_recipe
     from phalanx.run import Run
 
-    run = Run.existing(path)
-    if finished(run, loaded.recipe) is None or (run.read_json(run.result) or {})["steps"] != loaded.recipe.steps:
+    run = Run.open_existing(path)
+    if (
+        describe_finished(run, loaded.recipe) is None
+        or (run.read_json(run.result) or {})["steps"] != loaded.recipe.steps
+    ):
         raise UsageError(
             f"--baseline {path}: this is no run of this recipe that is done; see `phalanx report {word_of(path)}`"
         )
-    layout = load_recipe(run.resolved).recipe.parallelism
-    if isinstance(layout, str) or layout.world != course.world:
-        raise UsageError(f"--baseline {path}: its workers were not {course.world}, and the digest goes by that")
+    parallelism = load_recipe(run.resolved).recipe.parallelism
+    if isinstance(parallelism, str) or parallelism.world != run_shape.world_size:
+        raise UsageError(f"--baseline {path}: its workers were not {run_shape.world_size}, and the digest goes by that")
     return run
 
 
 @dataclass(frozen=True)
-class Contest:
+class ChaosExperiment:
     """A recipe that is trained undisturbed and under faults, in a folder for both."""
 
     recipe: Path
     overrides: Sequence[str]
-    course: "Course"
-    plan: "Sequence[Fault]"
-    where: Path
-    screen: "Screen"
+    run_shape: "RunShape"
+    fault_plan: "Sequence[Fault]"
+    folder: Path
+    console: "ChaosConsole"
 
-    def held(self, calm: "Run | None") -> "Bout":
+    def run(self, baseline_run: "Run | None") -> "ChaosResult":
         """Both runs, the first only where there is none yet; nothing of them runs on when this is over. UsageError
         when the undisturbed one shows that there is no time for so many faults."""
         from phalanx.jobs.chaos import ground, referee
-        from phalanx.jobs.chaos.story import usual_of
+        from phalanx.jobs.chaos.story import measure_durations
         from phalanx.run import Run, read_events
 
-        mark = str(uuid.uuid4())
-        with referee.scratch_folder() as scratch:
-            environment = ground.environment_for(mark, scratch)
+        tag = str(uuid.uuid4())
+        with referee.create_scratch_dir() as scratch:
+            environment = ground.make_environment(tag, scratch)
             try:
-                if calm is None:
-                    calm = Run(self.where / "baseline")
-                    train_calm(
-                        calm, self._words(calm, self.course.world), environment, self.where / "baseline.log", mark
+                if baseline_run is None:
+                    baseline_run = Run(self.folder / "baseline")
+                    train_baseline(
+                        baseline_run,
+                        self._arguments(baseline_run, self.run_shape.world_size),
+                        environment,
+                        self.folder / "baseline.log",
+                        tag,
                     )
-                usual = usual_of(read_events(calm.events))
-                long_enough(self.plan, self.course, usual.step)
-                self.screen.calm(calm, usual)
-                return self._disturbed(calm, usual, mark, scratch, environment)
+                typical = measure_durations(read_events(baseline_run.events))
+                check_long_enough(self.fault_plan, self.run_shape, typical.step_s)
+                self.console.print_baseline(baseline_run, typical)
+                return self._run_with_faults(baseline_run, typical, tag, scratch, environment)
             finally:
-                ground.end_all(mark)
+                ground.kill_tagged_processes(tag)
 
-    def _disturbed(self, calm: "Run", usual: "Usual", mark: str, scratch: Path, environment: dict[str, str]) -> "Bout":
+    def _run_with_faults(
+        self, baseline_run: "Run", typical: "TypicalDurations", tag: str, scratch: Path, environment: dict[str, str]
+    ) -> "ChaosResult":
         """The run under faults, and what is wrong with it. What it leaves is looked at before that is ended."""
-        from phalanx.cli.chaos_page import Bout
+        from phalanx.cli.chaos_page import ChaosResult
         from phalanx.jobs.chaos import ground as grounds
         from phalanx.jobs.chaos import referee
-        from phalanx.jobs.chaos.inject import Scene
-        from phalanx.jobs.chaos.story import Story
+        from phalanx.jobs.chaos.inject import FaultContext
+        from phalanx.jobs.chaos.story import RunMonitor
         from phalanx.run import Run
 
-        run = Run(self.where / "faulted")
+        run = Run(self.folder / "faulted")
         run.create()
-        for name in PINNED:
-            if (calm.path / name).is_file():
-                shutil.copyfile(calm.path / name, run.path / name)
-        story, log = Story(run), self.where / "faulted.log"
-        words = self._words(run, self.course.each)
-        ground: grounds.Ground
-        if self.course.queue:
-            ground = grounds.Queued(words, environment, scratch / "state", log)
+        for name in PINNED_FILES:
+            if (baseline_run.path / name).is_file():
+                shutil.copyfile(baseline_run.path / name, run.path / name)
+        monitor, log = RunMonitor(run), self.folder / "faulted.log"
+        arguments = self._arguments(run, self.run_shape.workers_per_node)
+        launcher: grounds.Launcher
+        if self.run_shape.uses_queue:
+            launcher = grounds.QueueLauncher(arguments, environment, scratch / "state", log)
         else:
-            ground = grounds.Commands(["train", *words], environment, log, story, self.course.nodes)
-        struck: list[Struck] = []
+            launcher = grounds.LocalLauncher(["train", *arguments], environment, log, monitor, self.run_shape.num_nodes)
+        injected: list[InjectedFault] = []
         events: list[Event] = []
-        left: list[str] = []
+        leftovers: list[str] = []
 
-        def told(one: "Struck") -> None:
-            struck.append(one)
-            self.screen.struck(one)
+        def on_injected(one: "InjectedFault") -> None:
+            injected.append(one)
+            self.console.print_fault(one)
 
-        before, begun = referee.look(), time.monotonic()
-        ended = referee.disturb(
-            ground,
-            Scene(story, usual, mark, told, ground.supervisors),
-            self.plan,
+        baseline, started_at = referee.record_baseline(), time.monotonic()
+        outcome = referee.run_with_faults(
+            launcher,
+            FaultContext(monitor, typical, tag, on_injected, launcher.find_daemons),
+            self.fault_plan,
             events.append,
-            self.screen.again,
-            over=lambda: left.extend(referee.left_behind(run, mark, scratch, before, ground.left)),
+            self.console.print_restart,
+            on_finish=lambda: leftovers.extend(
+                referee.find_leftovers(run, tag, scratch, baseline, launcher.list_leftovers)
+            ),
         )
-        seconds = time.monotonic() - begun
-        digest = (calm.read_json(calm.result) or {})["digest"]
-        verdict = referee.judge(run, digest, ended, len(self.plan), len(struck), left, newest_digest)
-        return Bout(run, digest, struck, events, ended.starts, seconds, verdict)
+        seconds = time.monotonic() - started_at
+        digest = (baseline_run.read_json(baseline_run.result) or {})["digest"]
+        verdict = referee.verify_run(
+            run, digest, outcome, len(self.fault_plan), len(injected), leftovers, read_newest_digest
+        )
+        return ChaosResult(run, digest, injected, events, outcome.num_starts, seconds, verdict)
 
-    def _words(self, run: "Run", each: int) -> list[str]:
-        return [str(self.recipe), *self.overrides, "--run", str(run.path), "--nproc-per-node", str(each)]
+    def _arguments(self, run: "Run", workers_per_node: int) -> list[str]:
+        return [str(self.recipe), *self.overrides, "--run", str(run.path), "--nproc-per-node", str(workers_per_node)]
 
 
-def train_calm(run: "Run", words: Sequence[str], environment: dict[str, str], log: Path, mark: str) -> None:
+def train_baseline(run: "Run", arguments: Sequence[str], environment: dict[str, str], log: Path, tag: str) -> None:
     """Train undisturbed. PhalanxError with the exit code of a run that fails by itself, and its last line."""
-    from phalanx.jobs.chaos.ground import Commands
-    from phalanx.jobs.chaos.inject import Scene
-    from phalanx.jobs.chaos.referee import disturb
-    from phalanx.jobs.chaos.story import Story, Usual
+    from phalanx.jobs.chaos.ground import LocalLauncher
+    from phalanx.jobs.chaos.inject import FaultContext
+    from phalanx.jobs.chaos.referee import run_with_faults
+    from phalanx.jobs.chaos.story import RunMonitor, TypicalDurations
 
-    story = Story(run)
-    scene = Scene(story, Usual(0.0, 0.0, 0.0), mark, lambda struck: None)
-    ground = Commands(["train", *words], environment, log, story)
-    ended = disturb(ground, scene, (), lambda event: None, lambda starts: None)
+    monitor = RunMonitor(run)
+    context = FaultContext(monitor, TypicalDurations(0.0, 0.0, 0.0), tag, lambda injected: None)
+    launcher = LocalLauncher(["train", *arguments], environment, log, monitor)
+    outcome = run_with_faults(launcher, context, (), lambda event: None, lambda starts: None)
     digest = (run.read_json(run.result) or {}).get("digest")
-    if ended.code == ExitCode.DONE and digest is not None:
+    if outcome.exit_code == ExitCode.DONE and digest is not None:
         return
-    said = log.read_text(errors="replace").strip().splitlines()
-    lines = [line for line in said if line.startswith("error: ")] or said or ["it said nothing"]
-    error = PhalanxError(f"without any fault the run does not end: {ended.stuck or lines[-1].removeprefix('error: ')}")
+    output = log.read_text(errors="replace").strip().splitlines()
+    lines = [line for line in output if line.startswith("error: ")] or output or ["it said nothing"]
+    error = PhalanxError(f"without any fault the run does not end: {outcome.hang or lines[-1].removeprefix('error: ')}")
     known = {int(code) for code in ExitCode} - {0}
-    error.code = ExitCode(ended.code) if ended.code in known else ExitCode.GAVE_UP
+    error.code = ExitCode(outcome.exit_code) if outcome.exit_code in known else ExitCode.GAVE_UP
     raise error
 
 
-def long_enough(plan: "Sequence[Fault]", course: "Course", step: float) -> None:
+def check_long_enough(fault_plan: "Sequence[Fault]", run_shape: "RunShape", step_s: float) -> None:
     """UsageError when the run's steps are over before so many faults can strike."""
-    rounds = 1 + sum(fault.moment.fresh for fault in plan)
-    needed = rounds * (LAG + step * (course.every or 1))
-    if needed <= course.steps * step:
+    rounds = 1 + sum(fault.trigger.after_new_checkpoint for fault in fault_plan)
+    needed_s = rounds * (EVENT_LAG_S + step_s * (run_shape.checkpoint_every or 1))
+    if needed_s <= run_shape.steps * step_s:
         return
-    from phalanx.observe.units import duration
+    from phalanx.observe.units import format_duration
 
     raise UsageError(
-        f"{len(plan)} faults in {rounds} rounds take {duration(needed)} of progress at least, and the run's "
-        f"{course.steps} steps are over in {duration(course.steps * step)}: give it steps={_round_up(needed / step)}, "
+        f"{len(fault_plan)} faults in {rounds} rounds take {format_duration(needed_s)} of progress at least, and the run's "
+        f"{run_shape.steps} steps are over in {format_duration(run_shape.steps * step_s)}: give it steps={_suggest_steps(needed_s / step_s)}, "
         f"or fewer faults"
     )
 
 
-def _round_up(steps: float) -> int:
+def _suggest_steps(steps: float) -> int:
     """Half as many again, in hundreds."""
     return 100 * (int(1.5 * steps / 100) + 1)
 
 
-def newest_digest(run: "Run") -> str:
+def read_newest_digest(run: "Run") -> str:
     """Of the newest checkpoint, as it lies on the disk."""
-    from phalanx.train.checkpoint import CorruptError, digest_checkpoint, list_checkpoints
+    from phalanx.train.checkpoint import CorruptCheckpointError, digest_checkpoint, list_checkpoints
 
     found = list_checkpoints(run.checkpoints)
     if not found:
         return "none: there is no checkpoint"
     try:
         return digest_checkpoint(found[0])
-    except CorruptError as error:
+    except CorruptCheckpointError as error:
         return f"none: {error}"

@@ -7,67 +7,67 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from phalanx.jobs.chaos.inject import Struck
-from phalanx.jobs.chaos.plan import KINDS, Course, Fault, Phase
-from phalanx.jobs.chaos.referee import Verdict
-from phalanx.jobs.chaos.story import Usual
-from phalanx.observe.history import history_of
-from phalanx.observe.ledger import ledger_of
-from phalanx.observe.units import duration, times
+from phalanx.jobs.chaos.inject import InjectedFault
+from phalanx.jobs.chaos.plan import FAULT_KINDS, Fault, FaultPhase, RunShape
+from phalanx.jobs.chaos.referee import ChaosVerdict
+from phalanx.jobs.chaos.story import TypicalDurations
+from phalanx.observe.history import build_history
+from phalanx.observe.ledger import compute_device_time
+from phalanx.observe.units import format_duration, format_plural
 from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted, WorkerStarted
 from phalanx.run.steady import unix_now
 
 
 @dataclass(frozen=True)
-class Cost:
+class RecoveryCost:
     """What a fault cost. `back`: seconds until workers trained again, None where another fault struck before, or where
-    nobody ceased to train; `again`: steps that were done again; `seconds`: x devices, by the run's ledger, which
+    nobody ceased to train; `again`: steps that were done again; `device_seconds`: x devices, by the run's ledger, which
     charges what strikes a restart to the fault before it."""
 
-    back: float | None
-    again: int | None
-    seconds: float | None
+    recovery_s: float | None
+    redone_steps: int | None
+    device_seconds: float | None
 
 
 @dataclass(frozen=True)
-class Bout:
-    """A run that went through its faults. `digest`: of the undisturbed one; `starts` of the command; `seconds` that all
+class ChaosResult:
+    """A run that went through its faults. `digest`: of the undisturbed one; `num_starts` of the command; `device_seconds` that all
     took together."""
 
     run: Run
     digest: str
-    struck: Sequence[Struck]
+    injected: Sequence[InjectedFault]
     events: Sequence[Event]
-    starts: int
+    num_starts: int
     seconds: float
-    verdict: Verdict
+    verdict: ChaosVerdict
 
 
-def costs_of(struck: Sequence[Struck], events: Sequence[Event]) -> list[Cost]:
+def compute_costs(injected: Sequence[InjectedFault], events: Sequence[Event]) -> list[RecoveryCost]:
     """The cost of each fault that struck, from the events of the run."""
-    history = history_of(events)
+    history = build_history(events)
     starts = [(event.attempt, event.time) for event in events if isinstance(event, AttemptStarted)]
-    lives = history.attempts
-    died = [before.number for before in lives[:-1] if before.died]
-    losses = dict(zip(died, (loss.total for loss in ledger_of(history).losses), strict=True))
-    redone = {before.number: after.redone_steps for before, after in pairwise(lives)}
+    attempts = history.attempts
+    died = [before.number for before in attempts[:-1] if before.has_died]
+    losses = dict(zip(died, (loss.total_s for loss in compute_device_time(history).failure_costs), strict=True))
+    redone = {before.number: after.wasted_steps for before, after in pairwise(attempts)}
     found = []
-    for index, one in enumerate(struck):
-        until = struck[index + 1].t if index + 1 < len(struck) else float("inf")
-        later = (t for attempt, t in starts if attempt > one.attempt)
-        trained = next(later, None) if KINDS[one.fault.kind].ends else None
-        back = None if trained is None or trained > until else trained - one.t
-        last = until == float("inf") or struck[index + 1].attempt != one.attempt
-        ends = KINDS[one.fault.kind].ends and last
-        again, seconds = redone.get(one.attempt), losses.get(one.attempt)
-        found.append(Cost(back, again if ends else None, seconds if ends else None))
+    for index, one in enumerate(injected):
+        next_fault_at = injected[index + 1].t if index + 1 < len(injected) else float("inf")
+        later_starts = (t for attempt, t in starts if attempt > one.attempt)
+        resumed_at = next(later_starts, None) if FAULT_KINDS[one.fault.kind].ends_attempt else None
+        recovery_s = None if resumed_at is None or resumed_at > next_fault_at else resumed_at - one.t
+        is_last = next_fault_at == float("inf") or injected[index + 1].attempt != one.attempt
+        ends = FAULT_KINDS[one.fault.kind].ends_attempt and is_last
+        redone_steps, seconds = redone.get(one.attempt), losses.get(one.attempt)
+        found.append(RecoveryCost(recovery_s, redone_steps if ends else None, seconds if ends else None))
     return found
 
 
-def whom(fault: Fault) -> str:
+def describe_target(fault: Fault) -> str:
     """Whom it strikes."""
-    if KINDS[fault.kind].nodes:
+    if FAULT_KINDS[fault.kind].needs_nodes:
         return f"node of {fault.rank}"
     if fault.kind in ("agent", "preempt", "time-limit"):
         return "agent"
@@ -78,111 +78,125 @@ def whom(fault: Fault) -> str:
     return f"worker {fault.rank}"
 
 
-def where(one: Struck) -> str:
+def describe_phase(one: InjectedFault) -> str:
     """Where in the run it struck."""
-    if one.phase is Phase.RESTART:
+    if one.phase is FaultPhase.RESTART:
         return f"starting attempt {one.attempt}"
     behind = f"step {one.step}" if one.step is not None else "its start"
-    saving = ", saving" if one.phase is Phase.SAVE else ""
+    saving = ", saving" if one.phase is FaultPhase.SAVE else ""
     return f"attempt {one.attempt}, {behind}{saving}"
 
 
-class Screen:
+class ChaosConsole:
     """Prints while it goes on; nothing if `quiet`."""
 
     def __init__(self, quiet: bool, total: int):
-        self._quiet, self._total = quiet, total
+        self._quiet, self._num_faults = quiet, total
 
-    def planned(self, plan: Sequence[Fault], course: Course, seed: int) -> None:
+    def print_plan(self, fault_plan: Sequence[Fault], run_shape: RunShape, seed: int) -> None:
         """The list."""
-        nodes = f" on {course.nodes} nodes" if course.nodes > 1 else " in a queue" if course.queue else ""
-        every = "at the end only" if course.every is None else f"every {course.every}"
-        self._say(
-            f"{times(len(plan), 'fault')}, seed {seed}; {times(course.world, 'worker')}{nodes}, {course.steps} steps, "
+        nodes = (
+            f" on {run_shape.num_nodes} nodes"
+            if run_shape.num_nodes > 1
+            else " in a queue"
+            if run_shape.uses_queue
+            else ""
+        )
+        every = "at the end only" if run_shape.checkpoint_every is None else f"every {run_shape.checkpoint_every}"
+        self._print(
+            f"{format_plural(len(fault_plan), 'fault')}, seed {seed}; {format_plural(run_shape.world_size, 'worker')}{nodes}, {run_shape.steps} steps, "
             f"a checkpoint {every}"
         )
-        for fault in plan:
-            self._say(f"{fault.number:>4}  {fault.kind:<18} {whom(fault):<10} {fault.moment}")
+        for fault in fault_plan:
+            self._print(f"{fault.number:>4}  {fault.kind:<18} {describe_target(fault):<10} {fault.trigger}")
 
-    def calm(self, run: Run, usual: Usual) -> None:
+    def print_baseline(self, run: Run, typical: TypicalDurations) -> None:
         """The undisturbed run."""
         result = run.read_json(run.result) or {}
-        self._say(f"baseline     {run.path}: digest {result.get('digest')}, {duration(result.get('duration_s'))}")
-        self._say(
-            f"             typical step {duration(usual.step)}, save {duration(usual.save)}, start of the workers "
-            f"{duration(usual.restart)}"
+        self._print(
+            f"baseline     {run.path}: digest {result.get('digest')}, {format_duration(result.get('duration_s'))}"
+        )
+        self._print(
+            f"             typical step {format_duration(typical.step_s)}, save {format_duration(typical.save_s)}, start of the workers "
+            f"{format_duration(typical.restart_s)}"
         )
 
-    def struck(self, one: Struck) -> None:
+    def print_fault(self, one: InjectedFault) -> None:
         """A fault has struck."""
-        self._stamped(f"fault {one.fault.number} of {self._total}: {one.what} ({where(one)})", one.t)
+        self._print_with_time(
+            f"fault {one.fault.number} of {self._num_faults}: {one.description} ({describe_phase(one)})", one.t
+        )
 
-    def again(self, starts: int) -> None:
+    def print_restart(self, num_starts: int) -> None:
         """The run was started again."""
-        self._stamped(f"the run did not finish; starting it again (start {starts})", unix_now())
+        self._print_with_time(f"the run did not finish; starting it again (start {num_starts})", unix_now())
 
-    def verdict(self, bout: Bout) -> None:
+    def print_verdict(self, chaos_result: ChaosResult) -> None:
         """The table, and how it ended."""
-        self._say("")
-        for line in table(bout.struck, costs_of(bout.struck, bout.events)):
-            self._say(line)
-        result = bout.run.read_json(bout.run.result) or {}
-        self._say(f"\nfaulted      {bout.run.path}: digest {result.get('digest')}, {duration(bout.seconds)}")
-        self._say(f"             {counts(bout)}")
-        for reason in bout.verdict.reasons:
-            self._say(f"wrong        {reason}")
-        if bout.verdict.passed:
-            self._say("PASS         equal digests, nothing left behind")
+        self._print("")
+        for line in format_cost_table(chaos_result.injected, compute_costs(chaos_result.injected, chaos_result.events)):
+            self._print(line)
+        result = chaos_result.run.read_json(chaos_result.run.result) or {}
+        self._print(
+            f"\nfaulted      {chaos_result.run.path}: digest {result.get('digest')}, {format_duration(chaos_result.seconds)}"
+        )
+        self._print(f"             {format_counts(chaos_result)}")
+        for reason in chaos_result.verdict.reasons:
+            self._print(f"wrong        {reason}")
+        if chaos_result.verdict.passed:
+            self._print("PASS         equal digests, nothing left behind")
         else:
-            self._say(f"FAIL         {times(len(bout.verdict.reasons), 'reason')}; see {bout.run.path.parent}")
+            self._print(
+                f"FAIL         {format_plural(len(chaos_result.verdict.reasons), 'reason')}; see {chaos_result.run.path.parent}"
+            )
 
-    def _stamped(self, text: str, t: float) -> None:
-        self._say(f"{time.strftime('%H:%M:%S', time.localtime(t))}  {text}")
+    def _print_with_time(self, text: str, t: float) -> None:
+        self._print(f"{time.strftime('%H:%M:%S', time.localtime(t))}  {text}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if not self._quiet:
             print(text.rstrip(), flush=True)
 
 
-def table(struck: Sequence[Struck], costs: Sequence[Cost]) -> list[str]:
+def format_cost_table(injected: Sequence[InjectedFault], costs: Sequence[RecoveryCost]) -> list[str]:
     """A line for each fault: where it struck, and what it cost."""
     lines = [f"{'':>4}  {'FAULT':<18} {'TARGET':<10} {'WHEN':<32} {'RECOVERY':>12} {'WASTED':>10} {'COST':>12}"]
-    for one, cost in zip(struck, costs, strict=True):
-        back = "" if cost.back is None else duration(cost.back)
-        again = "" if cost.again is None else times(cost.again, "step")
-        total = "" if cost.seconds is None else duration(cost.seconds)
+    for one, cost in zip(injected, costs, strict=True):
+        recovery_text = "" if cost.recovery_s is None else format_duration(cost.recovery_s)
+        redone_text = "" if cost.redone_steps is None else format_plural(cost.redone_steps, "step")
+        total = "" if cost.device_seconds is None else format_duration(cost.device_seconds)
         fault = one.fault
         lines.append(
-            f"{fault.number:>4}  {fault.kind:<18} {whom(fault):<10} {where(one):<32} {back:>12} {again:>10} {total:>12}"
+            f"{fault.number:>4}  {fault.kind:<18} {describe_target(fault):<10} {describe_phase(one):<32} {recovery_text:>12} {redone_text:>10} {total:>12}"
         )
     return [*lines, "COST: device-seconds; of a fault during a restart, included in the line above"]
 
 
-def counts(bout: Bout) -> str:
+def format_counts(result: ChaosResult) -> str:
     """How many faults struck in what, and how often the run was started."""
-    named = ((Phase.STEP, "steps"), (Phase.SAVE, "saves"), (Phase.RESTART, "restarts"))
-    phases = ", ".join(f"{sum(one.phase is phase for one in bout.struck)} in {name}" for phase, name in named)
-    attempts = len({event.attempt for event in bout.events if isinstance(event, WorkerStarted)})
+    named = ((FaultPhase.STEP, "steps"), (FaultPhase.SAVE, "saves"), (FaultPhase.RESTART, "restarts"))
+    phases = ", ".join(f"{sum(one.phase is phase for one in result.injected)} in {name}" for phase, name in named)
+    attempts = len({event.attempt for event in result.events if isinstance(event, WorkerStarted)})
     return (
-        f"{times(len(bout.struck), 'fault')}: {phases}; {times(attempts, 'attempt')}, "
-        f"{times(bout.starts, 'start')} of the command"
+        f"{format_plural(len(result.injected), 'fault')}: {phases}; {format_plural(attempts, 'attempt')}, "
+        f"{format_plural(result.num_starts, 'start')} of the command"
     )
 
 
-def as_json(plan: Sequence[Fault], seed: int, bout: Bout | None = None) -> str:
+def to_json(fault_plan: Sequence[Fault], seed: int, result: ChaosResult | None = None) -> str:
     """Everything, for programs; without a bout the list of faults only."""
-    costs = [] if bout is None else costs_of(bout.struck, bout.events)
-    happened = {
-        one.fault.number: {**_plain(one), "cost": asdict(cost)}
-        for one, cost in zip([] if bout is None else bout.struck, costs, strict=True)
+    costs = [] if result is None else compute_costs(result.injected, result.events)
+    injected_by_number = {
+        one.fault.number: {**_fault_to_json(one), "cost": asdict(cost)}
+        for one, cost in zip([] if result is None else result.injected, costs, strict=True)
     }
     value: dict[str, Any] = {"format": 1, "seed": seed}
-    value["faults"] = [{**asdict(fault), "struck": happened.get(fault.number)} for fault in plan]
-    if bout is not None:
-        value |= {"digest": bout.digest, "starts": bout.starts, "seconds": bout.seconds}
-        value |= {"passed": bout.verdict.passed, "reasons": list(bout.verdict.reasons)}
+    value["faults"] = [{**asdict(fault), "struck": injected_by_number.get(fault.number)} for fault in fault_plan]
+    if result is not None:
+        value |= {"digest": result.digest, "starts": result.num_starts, "seconds": result.seconds}
+        value |= {"passed": result.verdict.passed, "reasons": list(result.verdict.reasons)}
     return json.dumps(value, indent=2)
 
 
-def _plain(one: Struck) -> dict[str, Any]:
-    return {"t": one.t, "attempt": one.attempt, "step": one.step, "phase": one.phase, "what": one.what}
+def _fault_to_json(one: InjectedFault) -> dict[str, Any]:
+    return {"t": one.t, "attempt": one.attempt, "step": one.step, "phase": one.phase, "what": one.description}

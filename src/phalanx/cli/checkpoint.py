@@ -12,31 +12,33 @@ import typer
 
 from phalanx.errors import DataError, ExitCode, UsageError
 from phalanx.observe import units
-from phalanx.streams import printable
+from phalanx.streams import escape_control_chars
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
 
-Where = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run directory, or one of its checkpoints.")]
-Step = Annotated[
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run directory, or one of its checkpoints.")
+]
+StepOption = Annotated[
     int | None, typer.Option("--step", min=0, max=10**10, help="Step of the checkpoint; default: the newest.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-class Format(StrEnum):
+class ExportFormat(StrEnum):
     """What an export is for."""
 
     HF = "hf"
 
 
 @app.command("ls")
-def list_(path: Where, as_json: AsJson = False) -> None:
+def list_command(path: PathArgument, as_json: JsonOption = False) -> None:
     """List checkpoints, newest first.
 
     To check their data, use `verify`."""
-    found = _checkpoints(path)
-    best = _best_step(found[0].parent)
-    rows = [_facts(checkpoint, best) for checkpoint in found]
+    found = _find_checkpoints(path)
+    best = _read_best_step(found[0].parent)
+    rows = [_describe_checkpoint(checkpoint, best) for checkpoint in found]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -51,18 +53,18 @@ def list_(path: Where, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def verify(path: Where, step: Step = None, as_json: AsJson = False) -> None:
+def verify(path: PathArgument, step: StepOption = None, as_json: JsonOption = False) -> None:
     """Verify every byte of a checkpoint against its checksums.
 
     Exits with 65 and names the file if one is damaged."""
-    from phalanx.train.checkpoint import CorruptError
-    from phalanx.train.checkpoint import verify as read_all
+    from phalanx.train.checkpoint import CorruptCheckpointError
+    from phalanx.train.checkpoint import verify_checkpoint as read_all
 
-    checkpoint = _chosen(path, step)
+    checkpoint = _choose_checkpoint(path, step)
     began = time.perf_counter()
     try:
         manifest = read_all(checkpoint)
-    except CorruptError as error:
+    except CorruptCheckpointError as error:
         if not as_json:
             raise
         print(json.dumps({"path": str(checkpoint), "ok": False, "file": error.file.name, "reason": error.reason}))
@@ -71,29 +73,29 @@ def verify(path: Where, step: Step = None, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps({"path": str(checkpoint), "ok": True, "bytes": manifest.nbytes, "seconds": seconds}))
     else:
-        files = units.times(len(manifest.files), "file")
-        print(f"ok  {checkpoint}: {units.size(manifest.nbytes)} in {files}, {units.duration(seconds)}")
+        files = units.format_plural(len(manifest.files), "file")
+        print(f"ok  {checkpoint}: {units.format_bytes(manifest.nbytes)} in {files}, {units.format_duration(seconds)}")
 
 
 @app.command()
-def digest(path: Where, step: Step = None, as_json: AsJson = False) -> None:
+def digest(path: PathArgument, step: StepOption = None, as_json: JsonOption = False) -> None:
     """Print the digest of a checkpoint's state.
 
     Two runs are bit-identical if their digests are equal."""
     from phalanx.train.checkpoint import digest_checkpoint
 
-    checkpoint = _chosen(path, step)
+    checkpoint = _choose_checkpoint(path, step)
     value = digest_checkpoint(checkpoint)
     print(json.dumps({"path": str(checkpoint), "digest": value}) if as_json else value)
 
 
 @app.command()
 def export(
-    path: Where,
+    path: PathArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
-    step: Step = None,
-    to: Annotated[Format, typer.Option("--to", help="Format; hf: a Hugging Face directory.")] = Format.HF,
-    as_json: AsJson = False,
+    step: StepOption = None,
+    to: Annotated[ExportFormat, typer.Option("--to", help="Format; hf: a Hugging Face directory.")] = ExportFormat.HF,
+    as_json: JsonOption = False,
 ) -> None:
     """Export the weights for other tools.
 
@@ -101,8 +103,8 @@ def export(
     readable with `from_pretrained`: original tensor names, LoRA adapters merged, tokenizer included."""
     from phalanx.train.checkpoint import export_huggingface
 
-    write = {Format.HF: export_huggingface}[to]
-    checkpoint = _chosen(path, step)
+    write = {ExportFormat.HF: export_huggingface}[to]
+    checkpoint = _choose_checkpoint(path, step)
     notes: list[str] = []
     files = sorted(file.name for file in write(checkpoint, out, notes=notes.append).iterdir())
     if as_json:
@@ -113,7 +115,7 @@ def export(
             print(note)
 
 
-def _checkpoints(path: Path) -> list[Path]:
+def _find_checkpoints(path: Path) -> list[Path]:
     """The checkpoints that a path means, newest first: of a run, of a directory of checkpoints, or the one itself."""
     from phalanx.train.checkpoint import list_checkpoints
 
@@ -125,43 +127,45 @@ def _checkpoints(path: Path) -> list[Path]:
     return found
 
 
-def _chosen(path: Path, step: int | None) -> Path:
-    from phalanx.train.checkpoint import step_of
+def _choose_checkpoint(path: Path, step: int | None) -> Path:
+    from phalanx.train.checkpoint import parse_step
 
-    found = _checkpoints(path)
+    found = _find_checkpoints(path)
     if step is None:
         return found[0]
-    steps = {step_of(checkpoint.absolute()): checkpoint for checkpoint in found}
+    steps = {parse_step(checkpoint.absolute()): checkpoint for checkpoint in found}
     if step not in steps:
         raise UsageError(f"{path}: no checkpoint of step {step}; there are {', '.join(map(str, sorted(steps)))}")
     return steps[step]
 
 
-def _best_step(directory: Path) -> int | None:
+def _read_best_step(directory: Path) -> int | None:
     from phalanx.run import Run
 
     try:
         best = Run(directory.parent).read_json(directory / "best.json")
     except DataError as error:
-        print(f"warning: {printable(str(error))}; which checkpoint is the best is not known", file=sys.stderr)
+        print(
+            f"warning: {escape_control_chars(str(error))}; which checkpoint is the best is not known", file=sys.stderr
+        )
         return None
     return best.get("step") if best else None
 
 
-def _facts(checkpoint: Path, best: int | None) -> dict[str, Any]:
-    from phalanx.train.checkpoint import CorruptError, read_manifest, step_of
+def _describe_checkpoint(checkpoint: Path, best: int | None) -> dict[str, Any]:
+    from phalanx.train.checkpoint import CorruptCheckpointError, parse_step, read_manifest
 
-    step = step_of(checkpoint.absolute())
+    step = parse_step(checkpoint.absolute())
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.stat().st_mtime))
     facts = {"step": step, "path": str(checkpoint), "written": written, "best": step == best, "damaged": None}
     try:
         manifest = read_manifest(checkpoint)
-    except CorruptError as error:
+    except CorruptCheckpointError as error:
         return {**facts, "damaged": f"{error.file.name}: {error.reason}"}
     return {
         **facts,
         "bytes": manifest.nbytes,
-        "samples": manifest.meta.get("samples"),
+        "samples": manifest.meta.get("samples_consumed"),
         "tensors": len(manifest.tensors),
         "files": len(manifest.files),
     }

@@ -11,15 +11,15 @@ import typer
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.observe import units
-from phalanx.streams import printable
+from phalanx.streams import escape_control_chars
 
 if TYPE_CHECKING:
-    from phalanx.data import Progress
+    from phalanx.data import PrepareProgress
     from phalanx.recipe.schema import DataConfig, DataSource
 
 app = typer.Typer(add_completion=False, help="Prepare, verify and inspect training data.")
 
-_LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
+_LINE_INTERVAL_S = 5.0  # seconds between progress lines where there is no terminal
 
 
 @app.command()
@@ -62,23 +62,23 @@ def prepare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prepare text or images as checksummed shards. If interrupted, run the same command again to resume."""
-    from phalanx.data import inspect, prepare_source
+    from phalanx.data import inspect_dataset, prepare_source
 
-    source, data = _source(globs, jsonl, parquet, field, idx, images, size, exclude or []), _data(tokenizer)
+    source, data = _parse_source(globs, jsonl, parquet, field, idx, images, size, exclude or []), _parse_data(tokenizer)
     if not globs and tokenizer != "bytes":
         raise UsageError("--tokenizer is for text, and the source has images: omit it")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out}: already exists; choose another --out, or remove it first")
     try:
-        with preparing() as progress:
-            prepare_source(source, data, Path.cwd(), out, workers=workers, progress=progress)
+        with show_progress() as progress:
+            prepare_source(source, data, Path.cwd(), out, num_workers=workers, report_progress=progress)
     except KeyboardInterrupt:
         print(
             f"interrupted: finished shards are kept in {out}.partial; run the same command again to resume",
             file=sys.stderr,
         )
         raise SystemExit(ExitCode.UNFINISHED) from None
-    _print(inspect(out), as_json)
+    _print_dataset(inspect_dataset(out), as_json)
 
 
 @app.command()
@@ -87,16 +87,16 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Verify every byte against its checksum. Exits with 65 and names the file and block if one is damaged."""
-    from phalanx.data import verify as verify_dataset
+    from phalanx.data import verify_dataset as verify_dataset
 
-    with preparing("verifying") as progress:
+    with show_progress("verifying") as progress:
         facts = verify_dataset(folder, progress)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
         rate = facts["bytes"] / max(facts["seconds"], 1e-9)
         print(
-            f"ok  {folder}: {units.times(facts['shards'], 'shard')}, {units.size(facts['bytes'])}, {units.size(rate)}/s"
+            f"ok  {folder}: {units.format_plural(facts['shards'], 'shard')}, {units.format_bytes(facts['bytes'])}, {units.format_bytes(rate)}/s"
         )
 
 
@@ -107,12 +107,12 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show counts, vocabulary or classes, and the first tokens of a dataset."""
-    from phalanx.data import inspect as inspect_dataset
+    from phalanx.data import inspect_dataset as inspect_dataset
 
-    _print(inspect_dataset(folder, tokens), as_json)
+    _print_dataset(inspect_dataset(folder, tokens), as_json)
 
 
-def _source(
+def _parse_source(
     globs: list[str] | None,
     jsonl: bool,
     parquet: bool,
@@ -150,7 +150,7 @@ def _source(
     return DataSource.model_validate({kind: globs, "text_field": field, "exclude": exclude})
 
 
-def _data(tokenizer: str) -> "DataConfig":
+def _parse_data(tokenizer: str) -> "DataConfig":
     from phalanx.recipe.schema import LARGEST_VOCABULARY, BpeTokenizerConfig, DataConfig
 
     if not tokenizer.startswith("bpe:"):
@@ -164,69 +164,76 @@ def _data(tokenizer: str) -> "DataConfig":
 
 
 @contextmanager
-def preparing(verb: str = "preparing") -> "Iterator[Callable[[Progress], None]]":
+def show_progress(verb: str = "preparing") -> "Iterator[Callable[[PrepareProgress], None]]":
     """A progress callback on stderr: a bar on a terminal, a line every few seconds anywhere else."""
     if not sys.stderr.isatty():
-        yield _Lines(verb)
+        yield _ProgressLines(verb)
         return
     from rich import progress as rich
     from rich.console import Console
 
-    told = "{task.description}", "{task.fields[told]}"
-    columns = (rich.TextColumn(told[0]), rich.BarColumn(), rich.TextColumn(told[1]), rich.TimeRemainingColumn())
+    column_formats = "{task.description}", "{task.fields[told]}"
+    columns = (
+        rich.TextColumn(column_formats[0]),
+        rich.BarColumn(),
+        rich.TextColumn(column_formats[1]),
+        rich.TimeRemainingColumn(),
+    )
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(verb, total=None, told="")
 
-        def show(now: "Progress") -> None:
+        def show(now: "PrepareProgress") -> None:
             if now.note.startswith("warning: "):  # stays when the bar goes
-                bar.console.print(printable(now.note), markup=False, highlight=False)
+                bar.console.print(escape_control_chars(now.note), markup=False, highlight=False)
                 return
             bar.update(
                 task,
-                total=now.total,
-                completed=now.done,
-                told=_numbers(now),
-                description=_escaped(printable(now.note)) or verb,
+                total=now.bytes_total,
+                completed=now.bytes_done,
+                told=_format_progress(now),
+                description=_escape_markup(escape_control_chars(now.note)) or verb,
             )
 
         yield show
 
 
-def _escaped(text: str) -> str:
+def _escape_markup(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
 
 
-class _Lines:
+class _ProgressLines:
     """Progress as plain lines, at most one every few seconds of the work's own clock."""
 
     def __init__(self, verb: str):
         self._verb = verb
-        self._told = 0.0
+        self._last_line_s = 0.0
 
-    def __call__(self, now: "Progress") -> None:
+    def __call__(self, now: "PrepareProgress") -> None:
         if now.note:
-            print(printable(now.note), file=sys.stderr, flush=True)
-        elif now.seconds - self._told >= _LINE_EVERY:
-            self._told = now.seconds
-            print(f"{self._verb}  {_numbers(now)}", file=sys.stderr, flush=True)
+            print(escape_control_chars(now.note), file=sys.stderr, flush=True)
+        elif now.elapsed_s - self._last_line_s >= _LINE_INTERVAL_S:
+            self._last_line_s = now.elapsed_s
+            print(f"{self._verb}  {_format_progress(now)}", file=sys.stderr, flush=True)
 
 
-def _numbers(now: "Progress") -> str:
-    rate = now.done / now.seconds if now.seconds else 0.0
-    return f"{units.size(now.done)} of {units.size(now.total)}  {now.count:,} done  {units.size(rate)}/s"
+def _format_progress(now: "PrepareProgress") -> str:
+    rate = now.bytes_done / now.elapsed_s if now.elapsed_s else 0.0
+    return f"{units.format_bytes(now.bytes_done)} of {units.format_bytes(now.bytes_total)}  {now.count:,} done  {units.format_bytes(rate)}/s"
 
 
-def _print(facts: dict[str, Any], as_json: bool) -> None:
+def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
     """Facts in two columns; the dataset's beginning, if it is text, below them."""
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    beginning = facts.pop("begins", None)
+    sample_text = facts.pop("begins", None)
     for name, value in facts.items():
         if value is not None:
-            told = units.size(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
-            print(f"{name.replace('_', ' '):<13} {told}")
-    if beginning:
-        print(f"\n{beginning}")
+            value_text = (
+                units.format_bytes(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
+            )
+            print(f"{name.replace('_', ' '):<13} {value_text}")
+    if sample_text:
+        print(f"\n{sample_text}")

@@ -16,7 +16,7 @@ import typer
 from phalanx.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from phalanx.cluster.health.examine import Report
+    from phalanx.cluster.health.examine import NodeHealthReport
 
 
 def doctor(
@@ -29,7 +29,7 @@ def doctor(
     run: Annotated[
         Path, typer.Option(metavar="DIR", help="Run directory whose disk is checked; need not exist yet.")
     ] = Path(),
-    expect_devices: Annotated[
+    expect_gpus: Annotated[
         int | None,
         typer.Option(
             "--expect-gpus",
@@ -42,17 +42,17 @@ def doctor(
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare the reports of several nodes.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the report to DIR/NODE.json, too.")] = None,
-    listen: Annotated[
+    serve: Annotated[
         int | None,
         typer.Option(
             "--serve", min=1, max=65535, metavar="PORT", help="Let other nodes measure the link to this node."
         ),
     ] = None,
-    link: Annotated[
+    connect: Annotated[
         list[str] | None,
         typer.Option("--connect", metavar="HOST:PORT", help="Measure the link to a node that runs --serve."),
     ] = None,
-    pairs: Annotated[bool, typer.Option("--network", help="Measure the links between all nodes of a job.")] = False,
+    network: Annotated[bool, typer.Option("--network", help="Measure the links between all nodes of a job.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only problems.")] = False,
 ) -> int:
@@ -61,101 +61,103 @@ def doctor(
     Exit code 0: fit, possibly with warnings. 77: a check failed (FAIL) or did not complete (ERROR). --compare reads
     reports of several nodes, written with --json or --out.
     """
-    from phalanx.cli.doctor_page import compared, examined
+    from phalanx.cli.doctor_page import format_report, print_comparison
 
     if compare:
-        return compared(reports or [], as_json, quiet)
-    if listen is not None:
-        return answering(listen)
+        return print_comparison(reports or [], as_json, quiet)
+    if serve is not None:
+        return serve_link_tests(serve)
     if reports:
         raise UsageError(f"{reports[0]}: reports need --compare; without it `phalanx doctor` checks this machine")
     if out is not None and not out.is_dir():
         raise UsageError(f"--out {out}: no such directory")
-    if pairs or link:
-        found = linked(link or [])
+    if network or connect:
+        found = measure_links(connect or [])
     else:
-        found = _examined(run, expect_devices, quick, only or [], skip or [])
+        found = _run_checks(run, expect_gpus, quick, only or [], skip or [])
     if out is not None:
-        write(found.as_json(), out / f"{file_name(found.node)}.json")
+        write_report(found.as_json(), out / f"{make_file_name(found.node)}.json")
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
-        for line in examined(found, quiet):
+        for line in format_report(found, quiet):
             typer.echo(line)
-    return int(ExitCode.DONE if found.fit else ExitCode.UNFIT_NODE)
+    return int(ExitCode.DONE if found.is_fit else ExitCode.UNFIT_NODE)
 
 
-def _examined(run: Path, expect: int | None, quick: bool, only: list[str], skip: list[str]) -> "Report":
-    from phalanx.cli.probe import progress
-    from phalanx.cluster.health import Site
-    from phalanx.cluster.health.checks import chosen
-    from phalanx.cluster.health.examine import examine
+def _run_checks(
+    run: Path, expect_gpus: int | None, quick: bool, only: list[str], skip: list[str]
+) -> "NodeHealthReport":
+    from phalanx.cli.probe import show_progress
+    from phalanx.cluster.health import CheckContext
+    from phalanx.cluster.health.checks import choose_checks
+    from phalanx.cluster.health.examine import run_checks
 
-    checks = chosen(only, skip, quick)
+    checks = choose_checks(only, skip, quick)
     names = [check.name for check in checks]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
-    with progress() as tell:
-        site = Site(run.absolute(), expect_devices=expect, quick=quick)
-        return examine(site, checks, lambda name: tell(name, names.index(name) / len(names)))
+    with show_progress() as report_progress:
+        site = CheckContext(run.absolute(), expected_devices=expect_gpus, is_quick=quick)
+        return run_checks(site, checks, lambda name: report_progress(name, names.index(name) / len(names)))
 
 
-def linked(addresses: list[str]) -> "Report":
+def measure_links(addresses: list[str]) -> "NodeHealthReport":
     """Only links: to these addresses, or without any between all nodes of the job that this is a part of."""
-    from phalanx.cluster.health.examine import Report
-    from phalanx.cluster.health.links import examined
-    from phalanx.cluster.health.pairs import pairs, place_of
-    from phalanx.run.wire import token_from
+    from phalanx.cluster.health.examine import NodeHealthReport
+    from phalanx.cluster.health.links import check_link
+    from phalanx.cluster.health.pairs import measure_all_pairs, placement_from_environment
+    from phalanx.run.wire import load_token
 
-    begun = time.monotonic()
+    started_at = time.monotonic()
     if addresses:
-        token = token_from(os.environ)
-        findings = [examined(where, token) for where in addresses]
+        token = load_token(os.environ)
+        findings = [check_link(where, token) for where in addresses]
     else:
-        findings = pairs(place_of(os.environ), _outlast)
-    return Report(platform.node(), time.time(), time.monotonic() - begun, tuple(findings))
+        findings = measure_all_pairs(placement_from_environment(os.environ), _ignore_sigterm)
+    return NodeHealthReport(platform.node(), time.time(), time.monotonic() - started_at, tuple(findings))
 
 
-def _outlast() -> None:
+def _ignore_sigterm() -> None:
     """From here on leave by ourselves: another node that leaves as unfit makes engines end this one, whose code is its
     own."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def answering(port: int) -> int:
+def serve_link_tests(port: int) -> int:
     """Answer those who measure, one after another, until Ctrl-C or SIGTERM."""
-    from phalanx.cluster.health.links import Caller, answer, callers
-    from phalanx.run.wire import token_from
+    from phalanx.cluster.health.links import Connection, accept_connections, serve_measurement
+    from phalanx.run.wire import load_token
 
-    token = token_from(os.environ)
+    token = load_token(os.environ)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         listener = socket.create_server(("", port), backlog=64)
     except OSError as error:
         raise UsageError(f"--serve {port}: {error.strerror}; choose another port") from None
-    arrived: queue.SimpleQueue[Caller] = queue.SimpleQueue()
-    with callers(listener, token, arrived.put):
+    requests: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    with accept_connections(listener, token, requests.put):
         typer.echo(f"listening on port {port}; press Ctrl-C to stop", err=True)
         try:
             while True:
-                sock, what = arrived.get()
+                sock, what = requests.get()
                 with sock:
                     caller = "a caller that is gone"
                     try:
                         caller = sock.getpeername()[0]
-                        answer(sock, what)
+                        serve_measurement(sock, what)
                     except OSError as error:
                         typer.echo(f"{caller}: {error}", err=True)
         except KeyboardInterrupt:
             return int(ExitCode.DONE)
 
 
-def write(value: dict[str, Any], path: Path) -> None:
+def write_report(value: dict[str, Any], path: Path) -> None:
     """Whole or not at all."""
     draft = path.with_name(f".{path.name}.{platform.node()}.tmp")
     draft.write_text(json.dumps(value) + "\n")
     draft.replace(path)
 
 
-def file_name(node: str) -> str:
+def make_file_name(node: str) -> str:
     """A node's name as a file's."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", node) or "node"

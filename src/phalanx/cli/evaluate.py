@@ -42,40 +42,45 @@ def evaluate(
 ) -> None:
     """Evaluate a run's checkpoint on the validation set: loss and the task's metrics."""
     from phalanx.run import Run
-    from phalanx.streams import printable
+    from phalanx.streams import escape_control_chars
 
-    found = Run.existing(run)
+    run_dir = Run.open_existing(run)
 
     from phalanx.data import open_data
     from phalanx.train.evaluation import evaluate as score
-    from phalanx.train.objective import Objective, Scoring
-    from phalanx.train.parallel.mesh import alone
-    from phalanx.train.place import from_environment
+    from phalanx.train.objective import LossFn, LossModule
+    from phalanx.train.parallel.mesh import make_single_worker_mesh
+    from phalanx.train.place import dist_env_from_environment
     from phalanx.train.tasks import load_task
-    from phalanx.train.trained import check_data, given_device, load_trained
+    from phalanx.train.trained import check_data, given_device, load_trained_model
 
-    place = from_environment({}, device or given_device(found))
-    trained = load_trained(found, step, best, place.device, trust_code)
+    dist_env = dist_env_from_environment({}, device or given_device(run_dir))
+    trained = load_trained_model(run_dir, step, best, dist_env.device, trust_code)
     for note in trained.notes:
-        print(f"warning: {printable(note)}", file=sys.stderr)
+        print(f"warning: {escape_control_chars(note)}", file=sys.stderr)
     recipe = trained.recipe
     check_data(recipe)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
-    if data.held_out_samples == 0:
+    if data.num_validation_samples == 0:
         raise UsageError(f"{run}: no validation set (evaluation.holdout_fraction = 0 and no evaluation.source)")
     assert isinstance(recipe.batch.micro_size, int)
     scores = score(
-        Objective(trained.model, Scoring(load_task(recipe.task, trained.folder), recipe.precision, place.device)),
+        LossModule(trained.model, LossFn(load_task(recipe.task, trained.folder), recipe.precision, dist_env.device)),
         data,
-        place=place,
-        mesh=alone(),
-        samples=samples or data.held_out_samples,
-        micro=recipe.batch.micro_size,
+        dist_env=dist_env,
+        mesh=make_single_worker_mesh(),
+        max_samples=samples or data.num_validation_samples,
+        micro_size=recipe.batch.micro_size,
     )
     assert scores is not None
-    facts = {"checkpoint": trained.checkpoint.name, "loss": scores.loss, **scores.metrics, "samples": scores.samples}
+    facts = {
+        "checkpoint": trained.checkpoint.name,
+        "loss": scores.loss,
+        **scores.metrics,
+        "samples": scores.num_samples,
+    }
     if json:
-        typer.echo(json_.dumps({**facts, "seconds": scores.seconds}))
+        typer.echo(json_.dumps({**facts, "seconds": scores.duration_s}))
         return
     for name, value in facts.items():
         typer.echo(f"{name:<11} {value:.6g}" if isinstance(value, float) else f"{name:<11} {value}")

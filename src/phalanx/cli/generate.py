@@ -35,24 +35,26 @@ def generate(
     import codecs
 
     from phalanx.run import Run
-    from phalanx.streams import printable
+    from phalanx.streams import escape_control_chars
 
-    found = Run.existing(run)
+    run_dir = Run.open_existing(run)
     import torch
 
     from phalanx.data import load_tokenizer
-    from phalanx.train.generate import generate as continuation
-    from phalanx.train.trained import load_trained
+    from phalanx.train.generate import generate_tokens as continuation
+    from phalanx.train.trained import load_trained_model
 
-    trained = load_trained(found, step, best, torch.device("cpu"), trust_code)
-    if trained.facts.kind != "tokens" or trained.facts.sequence is None:
+    trained = load_trained_model(run_dir, step, best, torch.device("cpu"), trust_code)
+    if trained.facts.kind != "tokens" or trained.facts.seq_len is None:
         raise UsageError(f"{run}: this run's model does not write text; it was trained on {trained.facts.kind}")
     for note in trained.notes:
-        print(f"warning: {printable(note)}", file=sys.stderr)
-    tokenizer = load_tokenizer(found.tokenizer if found.tokenizer.exists() else "bytes")
-    if tokenizer.vocab != trained.facts.vocab:
-        what = f"has {tokenizer.vocab:,} tokens" if found.tokenizer.exists() else "is missing"
-        raise DataError(f"{found.tokenizer}: {what}, and the model was trained on {trained.facts.vocab:,} tokens")
+        print(f"warning: {escape_control_chars(note)}", file=sys.stderr)
+    tokenizer = load_tokenizer(run_dir.tokenizer if run_dir.tokenizer.exists() else "bytes")
+    if tokenizer.vocab_size != trained.facts.vocab_size:
+        what = f"has {tokenizer.vocab_size:,} tokens" if run_dir.tokenizer.exists() else "is missing"
+        raise DataError(
+            f"{run_dir.tokenizer}: {what}, and the model was trained on {trained.facts.vocab_size:,} tokens"
+        )
     start = [int(token) for token in tokenizer.encode(prompt)]
     if not start:
         raise UsageError("--prompt: give at least one character to continue")
@@ -60,13 +62,13 @@ def generate(
         trained.model,
         start,
         tokens=tokens,
-        window=trained.facts.sequence,
+        window=trained.facts.seq_len,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
         device=torch.device("cpu"),
     )
-    shown = printable if sys.stdout.isatty() else str  # what a model writes may steer a terminal
+    shown = escape_control_chars if sys.stdout.isatty() else str  # what a model writes may steer a terminal
     sys.stdout.write(prompt)
     if tokenizer.name == "bytes":
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

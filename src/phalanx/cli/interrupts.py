@@ -13,37 +13,37 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-AGAIN = 0.02
+RERAISE_INTERVAL_S = 0.02
 """Seconds until it is raised again, somewhere else."""
 
 
-class Interrupted:
+class InterruptStatus:
     """Whether an interrupt was lost on its way: what fails after that may fail because of it."""
 
     def __init__(self) -> None:
-        self.lost = False
+        self.was_lost = False
 
 
 @contextmanager
-def insistent() -> Iterator[Interrupted]:
+def reraise_lost_interrupts() -> Iterator[InterruptStatus]:
     """While this is entered, a KeyboardInterrupt that was ignored comes again. For a main thread that owns SIGALRM."""
-    found, before = Interrupted(), sys.unraisablehook
+    status, previous_hook = InterruptStatus(), sys.unraisablehook
 
     def hook(what: Any) -> None:
         if not issubclass(what.exc_type, KeyboardInterrupt):
-            before(what)
+            previous_hook(what)
             return
-        found.lost = True
-        signal.setitimer(signal.ITIMER_REAL, AGAIN)
+        status.was_lost = True
+        signal.setitimer(signal.ITIMER_REAL, RERAISE_INTERVAL_S)
 
-    def again(number: int, frame: FrameType | None) -> None:
+    def raise_again(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    handler = signal.signal(signal.SIGALRM, again)
+    handler = signal.signal(signal.SIGALRM, raise_again)
     sys.unraisablehook = hook
     try:
-        yield found
+        yield status
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        sys.unraisablehook = before
+        sys.unraisablehook = previous_hook
         signal.signal(signal.SIGALRM, handler)

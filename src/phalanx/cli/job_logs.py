@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.jobs.engine import Engine, reader_of
+from phalanx.jobs.engine import Backend, open_log_reader
 from phalanx.jobs.log_stream import LogStream
-from phalanx.jobs.spec import State, Status
+from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted
 
-LOOK = 0.5
+POLL_INTERVAL_S = 0.5
 """Seconds between two looks."""
 
 
-def lines_of(
-    engine: Engine,
-    ident: str,
+def iter_log_lines(
+    backend: Backend,
+    job_id: str,
     follow: bool,
     raw: bool,
     sleep: Callable[[float], None] = time.sleep,
@@ -25,44 +25,46 @@ def lines_of(
 ) -> Iterator[str]:
     """The lines of a job. Of one that trains a run: what its workers print and what happens, from its directory; until
     that has begun, where it cannot be seen from here, for any other job and with `raw`: what the engine has."""
-    status = engine.poll(ident)
+    status = backend.poll(job_id)
     stream = None
-    if status.run is not None and not raw:
-        run = Run(Path(status.run))
-        stream = LogStream(run, status.submitted or 0.0, in_words(run), clock)
-    read, width = reader_of(engine, ident), 0
+    if status.run_dir is not None and not raw:
+        run = Run(Path(status.run_dir))
+        stream = LogStream(run, status.submitted or 0.0, make_event_formatter(run), clock)
+    read, width = open_log_reader(backend, job_id), 0
     while True:
-        over = not follow or status.state.over
-        lines = stream.look(last=over) if stream is not None else []
-        if stream is None or not stream.begun:
-            yield from read(over)
+        is_over = not follow or status.state.is_final
+        lines = stream.read_new(is_last=is_over) if stream is not None else []
+        if stream is None or not stream.has_output:
+            yield from read(is_over)
         for line in lines:
-            width = max(width, len(line.who))
-            yield str(replace(line, who=line.who.ljust(width)))
-        if over:
+            width = max(width, len(line.source))
+            yield str(replace(line, source=line.source.ljust(width)))
+        if is_over:
             break
-        sleep(LOOK)
-        status = engine.poll(ident)
-    if follow and stream is not None and stream.begun:
-        yield _ended(status, engine.name)
+        sleep(POLL_INTERVAL_S)
+        status = backend.poll(job_id)
+    if follow and stream is not None and stream.has_output:
+        yield _format_end(status, backend.name)
 
 
-def in_words(run: Run) -> Callable[[Event], list[str]]:
+def make_event_formatter(run: Run) -> Callable[[Event], list[str]]:
     """Events as `phalanx train` prints them into a log."""
-    from phalanx.observe.live import Lines, LiveFacts, facts_of
+    from phalanx.observe.live import EventFormatter, RunFacts, read_run_facts
 
-    made = Lines(0, LiveFacts(run.path.name))
+    formatter = EventFormatter(0, RunFacts(run.path.name))
 
-    def say(event: Event) -> list[str]:
-        nonlocal made
+    def format_event(event: Event) -> list[str]:
+        nonlocal formatter
         if isinstance(event, AttemptStarted) and run.resolved.is_file():  # the facts are not there before
-            made = Lines(0, facts_of(run))
-        return [part for text in made.take(event) for part in text.splitlines()]
+            formatter = EventFormatter(0, read_run_facts(run))
+        return [part for text in formatter.format_event(event) for part in text.splitlines()]
 
-    return say
+    return format_event
 
 
-def _ended(status: Status, engine: str) -> str:
-    code = f", exit code {status.code}" if status.code else ""
-    more = "" if status.state is State.DONE else f"; `phalanx jobs logs {status.id} --on {engine} --raw` has the rest"
+def _format_end(status: JobStatus, backend: str) -> str:
+    code = f", exit code {status.exit_code}" if status.exit_code else ""
+    more = (
+        "" if status.state is JobState.DONE else f"; `phalanx jobs logs {status.id} --on {backend} --raw` has the rest"
+    )
     return f"job {status.id} {status.state}{code}{more}"

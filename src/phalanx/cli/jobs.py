@@ -12,14 +12,16 @@ import typer
 from phalanx.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from phalanx.jobs.engine import Engine
-    from phalanx.jobs.spec import Status
+    from phalanx.jobs.engine import Backend
+    from phalanx.jobs.spec import JobStatus
 
 app = typer.Typer(add_completion=False, help="Submit, list, follow and cancel jobs, locally or on a cluster.")
 
-On = Annotated[str, typer.Option("--on", metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="Job ID, as shown by `phalanx jobs ls`.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+BackendOption = Annotated[
+    str, typer.Option("--on", metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")
+]
+JobIdArgument = Annotated[str, typer.Argument(metavar="ID", help="Job ID, as shown by `phalanx jobs ls`.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
@@ -30,22 +32,22 @@ def submit(
             metavar="RECIPE... [KEY=VALUE]...", help="Recipes and overrides; with --framework, a command after `--`."
         ),
     ],
-    on: On = "local",
+    on: BackendOption = "local",
     name: Annotated[str | None, typer.Option(help="Job name.", show_default="name of the recipe or script")] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run directory; of an array, the directory of its runs.")
     ] = None,
-    nproc: Annotated[
+    nproc_per_node: Annotated[
         int | None, typer.Option("--nproc-per-node", min=1, max=100_000, metavar="N", help="Workers on each node.")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Number of nodes.")] = 1,
-    devices: Annotated[
+    gpus: Annotated[
         int | None, typer.Option("--gpus", min=0, max=10_000, metavar="N", help="GPUs on each node.")
     ] = None,
-    cores: Annotated[
+    cpus: Annotated[
         int | None, typer.Option("--cpus", min=1, max=100_000, metavar="N", help="CPU cores on each node.")
     ] = None,
-    limit: Annotated[
+    time_limit: Annotated[
         str | None, typer.Option("--time-limit", metavar="TIME", help="Time limit of each attempt, such as 2h.")
     ] = None,
     priority: Annotated[
@@ -61,13 +63,13 @@ def submit(
         list[str] | None,
         typer.Option(metavar="KEY", help="Pass this environment variable without exposing its value (repeatable)."),
     ] = None,
-    option: Annotated[
+    backend_option: Annotated[
         list[str] | None,
         typer.Option(
             "--backend-option", "-o", metavar="KEY=VALUE", help="Backend option, such as partition=gpu (repeatable)."
         ),
     ] = None,
-    code: Annotated[
+    snapshot: Annotated[
         str | None,
         typer.Option(
             "--snapshot",
@@ -75,7 +77,7 @@ def submit(
             help="Run a copy of the recipe's directory, or of a git revision.",
         ),
     ] = None,
-    vary: Annotated[
+    sweep_axes: Annotated[
         list[str] | None,
         typer.Option(
             "--sweep",
@@ -83,7 +85,7 @@ def submit(
             help="Submit an array: one run per value, or combination (repeatable).",
         ),
     ] = None,
-    at_most: Annotated[
+    max_parallel: Annotated[
         int | None,
         typer.Option("--max-parallel", min=1, max=10**6, metavar="N", help="Array members that run concurrently."),
     ] = None,
@@ -100,103 +102,107 @@ def submit(
     """
     from phalanx.cli import submitting, sweep
     from phalanx.jobs.array import render_array
-    from phalanx.jobs.engine import open_engine
+    from phalanx.jobs.engine import open_backend
 
-    more: dict[str, Any] = {
-        "nodes": nodes,
-        "devices": devices,
-        "usual": submitting.devices_here(on, nproc) if devices is None else None,
-        "cores": cores,
-        "limit": submitting.seconds_of(limit),
+    job_fields: dict[str, Any] = {
+        "num_nodes": nodes,
+        "gpus_per_node": gpus,
+        "default_gpus": submitting.default_gpus(on, nproc_per_node) if gpus is None else None,
+        "cpus_per_node": cpus,
+        "time_limit_s": submitting.parse_duration(time_limit),
         "priority": priority,
-        "environment": submitting.pairs(env or [], "--env"),
+        "environment": submitting.parse_assignments(env or [], "--env"),
         "secrets": tuple(secret or ()),
-        "options": submitting.pairs(option or [], "--backend-option"),
-        "code": code,
+        "backend_options": submitting.parse_assignments(backend_option or [], "--backend-option"),
+        "snapshot": snapshot,
     }
-    recipes, overrides = sweep.recipes_and_overrides(what)
-    several = framework is None and (len(recipes) > 1 or bool(vary))
-    if (vary and not several) or (vary and recipes[0].suffix == ".py"):
+    recipes, overrides = sweep.split_recipes_and_overrides(what)
+    is_array = framework is None and (len(recipes) > 1 or bool(sweep_axes))
+    if (sweep_axes and not is_array) or (sweep_axes and recipes[0].suffix == ".py"):
         raise UsageError("--sweep is for recipes, not for programs: a sweep sets recipe keys")
-    if at_most is not None and not several:
+    if max_parallel is not None and not is_array:
         raise UsageError("--max-parallel is for arrays: give several recipes, or --sweep")
-    dropped = [option for option, value in (("--run", run), ("--force", force or None)) if value is not None]
-    if framework is not None and dropped:
+    rejected = [
+        backend_option for backend_option, value in (("--run", run), ("--force", force or None)) if value is not None
+    ]
+    if framework is not None and rejected:
         raise UsageError(
-            f"{dropped[0]} is for recipes and scripts of runs; with --framework give it to the command itself"
+            f"{rejected[0]} is for recipes and scripts of runs; with --framework give it to the command itself"
         )
-    if several:
-        jobs = sweep.array(
+    if is_array:
+        jobs = sweep.make_sweep(
             recipes,
             overrides,
-            sweep.variations(vary or []),
+            sweep.expand_sweep(sweep_axes or []),
             run,
             name,
-            at_most,
-            lambda path, given, where: submitting.recipe_job(path, given, where, nproc, force, None, **more),
+            max_parallel,
+            lambda path, given, where: submitting.make_recipe_job(
+                path, given, where, nproc_per_node, force, None, **job_fields
+            ),
         )
-        engine = open_engine(on)
-        requests = render_array(engine, jobs)
+        backend = open_backend(on)
+        requests = render_array(backend, jobs)
     else:
         if framework is not None:
-            job = submitting.framework_job(framework, what, nproc, name, **more)
+            job = submitting.make_framework_job(framework, what, nproc_per_node, name, **job_fields)
         else:
-            job = submitting.recipe_job(recipes[0], overrides, run, nproc, force, name, **more)
-        engine = open_engine(on)
-        requests = [engine.render(job)]
+            job = submitting.make_recipe_job(recipes[0], overrides, run, nproc_per_node, force, name, **job_fields)
+        backend = open_backend(on)
+        requests = [backend.render(job)]
     if dry_run:
         print("\n\n".join(map(str, requests)))
-    elif several:
-        submitting.submit_all(engine, requests, sys.stdout)
+    elif is_array:
+        submitting.submit_jobs(backend, requests, sys.stdout)
     else:
-        submitting.submit(engine, requests[0], sys.stdout)
+        submitting.submit_job(backend, requests[0], sys.stdout)
     return int(ExitCode.DONE)
 
 
 @app.command("ls")
 def list_jobs(
     array: Annotated[str | None, typer.Argument(metavar="[ARRAY]", help="Show only the members of this array.")] = None,
-    on: On = "local",
-    as_json: Json = False,
+    on: BackendOption = "local",
+    as_json: JsonOption = False,
 ) -> None:
     """List jobs, oldest first."""
-    from phalanx.jobs.array import members
-    from phalanx.jobs.engine import open_engine
+    from phalanx.jobs.array import select_array_members
+    from phalanx.jobs.engine import open_backend
 
-    found = open_engine(on).jobs()
-    if array is not None and not (found := members(found, array)):
+    jobs = open_backend(on).list_jobs()
+    if array is not None and not (jobs := select_array_members(jobs, array)):
         raise UsageError(f"{array}: {on} knows no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
     if as_json:
-        print(json.dumps([asdict(status) for status in found], indent=2))
+        print(json.dumps([asdict(status) for status in jobs], indent=2))
         return
-    if not found:
+    if not jobs:
         print(f"no jobs in {on}'s queue; `phalanx jobs submit RECIPE` adds one")
         return
     rows: list[tuple[str, ...]] = [("ID", "NAME", "STATE", "ATTEMPTS", "AGE", "REASON")]
-    rows += [_row(status, time.time()) for status in found]
+    rows += [_table_row(status, time.time()) for status in jobs]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
 
 
 @app.command("status")
-def show(job: Id, on: On = "local", as_json: Json = False) -> None:
+def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption = False) -> None:
     """Show the state of a job."""
-    from phalanx.jobs.engine import open_engine
+    from phalanx.jobs.engine import open_backend
 
-    status = open_engine(on).poll(job)
+    status = open_backend(on).poll(job)
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return
     for key, value in asdict(status).items():
         if value not in (None, ()):
-            print(f"{key:<10}{_told(key, value)}")
+            print(f"{key:<14}{_format_value(key, value)}")
 
 
 @app.command()
 def logs(
-    job: Id,
-    on: On = "local",
+    job: JobIdArgument,
+    on: BackendOption = "local",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Print the backend's log also for a training run.")] = False,
 ) -> None:
@@ -204,72 +210,74 @@ def logs(
 
     Shows all attempts; of a training run, the output of all workers and the events, by time and rank.
     """
-    from phalanx.cli.job_logs import lines_of
-    from phalanx.jobs.engine import open_engine
+    from phalanx.cli.job_logs import iter_log_lines
+    from phalanx.jobs.engine import open_backend
 
-    for line in lines_of(open_engine(on), job, follow, raw):
+    for line in iter_log_lines(open_backend(on), job, follow, raw):
         print(line, flush=follow)
 
 
 @app.command()
 def signal(
-    job: Id,
-    name: Annotated[
+    job: JobIdArgument,
+    signal_name: Annotated[
         str, typer.Argument(metavar="SIGNAL", help="Signal, such as USR1, which makes a run save and stop.")
     ],
-    on: On = "local",
+    on: BackendOption = "local",
 ) -> None:
     """Send a signal to a job's processes on each node."""
     import signal as signals
 
-    from phalanx.jobs.engine import open_engine
+    from phalanx.jobs.engine import open_backend
 
-    wanted = name.upper().removeprefix("SIG")
-    if f"SIG{wanted}" not in signals.Signals.__members__:
-        raise UsageError(f"{name}: no such signal; expected such as USR1, TERM or INT")
-    open_engine(on).signal(job, signals.Signals[f"SIG{wanted}"])
+    signal_suffix = signal_name.upper().removeprefix("SIG")
+    if f"SIG{signal_suffix}" not in signals.Signals.__members__:
+        raise UsageError(f"{signal_name}: no such signal; expected such as USR1, TERM or INT")
+    open_backend(on).send_signal(job, signals.Signals[f"SIG{signal_suffix}"])
 
 
 @app.command()
-def release(job: Id, on: On = "local") -> None:
+def release(job: JobIdArgument, on: BackendOption = "local") -> None:
     """Release a held job.
 
     A job is held after its nodes were found unfit; when released, it resumes on other nodes.
     """
-    from phalanx.jobs.engine import ReleasingEngine, open_engine
+    from phalanx.jobs.engine import ReleasingBackend, open_backend
 
-    engine = open_engine(on)
-    if not isinstance(engine, ReleasingEngine):
+    backend = open_backend(on)
+    if not isinstance(backend, ReleasingBackend):
         raise UsageError(
             f"{on} holds no jobs: it restarts a job whose node was unfit on another node automatically, or ends it"
         )
-    if not engine.release(job):
+    if not backend.release(job):
         raise UsageError(
             f"job {job} is not held because of unfit nodes; `phalanx jobs status {job} --on {on}` shows its state"
         )
 
 
 @app.command("cancel")
-def stop(
+def cancel(
     jobs: Annotated[
         list[str], typer.Argument(metavar="ID...", help="Job IDs or names of arrays, as shown by `phalanx jobs ls`.")
     ],
-    on: On = "local",
+    on: BackendOption = "local",
 ) -> None:
     """Cancel jobs or arrays.
 
     A training run saves a checkpoint first, so that it can be resumed later.
     """
-    from phalanx.jobs.engine import open_engine
+    from phalanx.jobs.engine import open_backend
 
-    engine: Engine = open_engine(on)
-    found = [ident for job in jobs for ident in _meant(engine, job)]  # all must be there before the first is cancelled
-    for ident in found:
-        engine.cancel(ident)
+    backend: Backend = open_backend(on)
+    job_ids = [
+        job_id for job in jobs for job_id in _resolve_job_ids(backend, job)
+    ]  # all must be there before the first is cancelled
+    for job_id in job_ids:
+        backend.cancel(job_id)
 
 
 @app.command("prune")
-def forget(
+def prune(
     jobs: Annotated[
         list[str] | None,
         typer.Argument(metavar="[ID]...", help="Job IDs or names of arrays, as shown by `phalanx jobs ls`."),
@@ -283,45 +291,47 @@ def forget(
     Removes their logs and snapshots. Run directories are kept. `generate` and `evaluate` need the snapshot of a run
     whose modules came from it.
     """
-    from phalanx.cli.submitting import seconds_of
-    from phalanx.jobs.engines.local import Local
+    from phalanx.cli.submitting import parse_duration
+    from phalanx.jobs.engines.local import LocalBackend
 
     if bool(jobs) == (older is not None):
         raise UsageError("nothing to prune: give job IDs, or --older-than TIME")
-    engine = Local()
+    backend = LocalBackend()
     if older is not None:
-        found = engine.over_for(seconds_of(older) or 0.0)
+        job_ids = backend.list_ended_before(parse_duration(older) or 0.0)
     else:
-        found = [ident for job in jobs or () for ident in _meant(engine, job)]
-    for ident in found:
-        engine.forget(ident)
-    print(f"removed {len(found)} {'job' if len(found) == 1 else 'jobs'}")
+        job_ids = [job_id for job in jobs or () for job_id in _resolve_job_ids(backend, job)]
+    for job_id in job_ids:
+        backend.delete_job(job_id)
+    print(f"removed {len(job_ids)} {'job' if len(job_ids) == 1 else 'jobs'}")
 
 
-def _meant(engine: "Engine", word: str) -> list[str]:
+def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
     """The job of this id, or the members of the array of this name."""
-    from phalanx.jobs.array import members
+    from phalanx.jobs.array import select_array_members
 
     try:
-        return [engine.poll(word).id]
+        return [backend.poll(name_or_id).id]
     except UsageError:
-        found = [status.id for status in members(engine.jobs(), word)]
-        if not found:
+        job_ids = [status.id for status in select_array_members(backend.list_jobs(), name_or_id)]
+        if not job_ids:
             raise
-        return found
+        return job_ids
 
 
-def _row(status: "Status", now: float) -> tuple[str, ...]:
-    from phalanx.observe.units import duration
+def _table_row(status: "JobStatus", now: float) -> tuple[str, ...]:
+    from phalanx.observe.units import format_duration
 
-    moments = (status.ended, status.started, status.submitted)
-    since = next((moment for moment in moments if moment is not None), None)
-    why = status.reason or (f"exit code {status.code}" if status.code else "")
-    ago = duration(max(0.0, now - since)) if since is not None else ""  # the clock may have been set back
-    return status.id, status.name, status.state, str(status.attempts), ago, why
+    timestamps = (status.ended, status.started, status.submitted)
+    last_change = next((moment for moment in timestamps if moment is not None), None)
+    reason = status.reason or (f"exit code {status.exit_code}" if status.exit_code else "")
+    age = (
+        format_duration(max(0.0, now - last_change)) if last_change is not None else ""
+    )  # the clock may have been set back
+    return status.id, status.name, status.state, str(status.num_attempts), age, reason
 
 
-def _told(key: str, value: object) -> object:
+def _format_value(key: str, value: object) -> object:
     if key in ("submitted", "started", "ended") and isinstance(value, float):
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     return " ".join(value) if isinstance(value, tuple) else value

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from phalanx.plan.search import Option
-    from phalanx.planning import Planned
+    from phalanx.plan.search import Candidate
+    from phalanx.planning import RunPlan
 
 
 def plan(
@@ -30,7 +30,7 @@ def plan(
             show_default="this machine",
         ),
     ] = None,
-    gpus: Annotated[
+    num_gpus: Annotated[
         int | None,
         typer.Option(
             "--num-gpus", min=1, max=10**8, metavar="N", help="Devices to plan for, of all nodes.", show_default="all"
@@ -53,36 +53,36 @@ def plan(
     Without --cluster it plans for this machine, as measured by `phalanx calibrate`. Nothing is trained, and no data are
     read.
     """
-    with uncollected():
+    with disable_gc():
         from phalanx.errors import UsageError
         from phalanx.recipe import load_recipe
-        from phalanx.run.directory import check_output, write_whole
+        from phalanx.run.directory import check_output_path, write_atomic
 
         if in_place and out is not None:
             raise UsageError(f"--in-place, --out {out}: give one of the two")
         out = recipe if in_place else out or recipe.with_name(f"{recipe.stem}.planned.yaml")
         if not in_place:
-            check_output("--out", out, ["# Planned by `phalanx plan`"])
+            check_output_path("--out", out, ["# Planned by `phalanx plan`"])
         if trace is not None:
-            check_output("--trace", trace, ['"traceEvents"'])
+            check_output_path("--trace", trace, ['"traceEvents"'])
         loaded = load_recipe(recipe, overrides or [])
-        from phalanx.planning import plan_run, text_of
+        from phalanx.planning import plan_run, render_recipe
 
-        found = plan_run(loaded, cluster, gpus, Path.cwd(), context.obj)
-    write_whole(out, text_of(loaded, overrides or [], found))
+        result = plan_run(loaded, cluster, num_gpus, Path.cwd(), context.obj)
+    write_atomic(out, render_recipe(loaded, overrides or [], result))
     if trace is not None:
-        write_whole(trace, _trace(found))
+        write_atomic(trace, _render_trace(result))
     if as_json:
-        typer.echo(json_.dumps(plain(found, top, out), indent=2))
+        typer.echo(json_.dumps(to_json(result, top, out), indent=2))
         return
-    typer.echo("\n".join(page(found, top)))
+    typer.echo("\n".join(format_plan(result, top)))
     if explain:
-        typer.echo("\n".join(explained(found)))
+        typer.echo("\n".join(format_breakdown(result)))
     typer.echo(f"\nwrote {out}" + (f" and {trace}" if trace is not None else ""))
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def disable_gc() -> Iterator[None]:
     """No cycles are looked for while modules are imported: nearly all that is made stays."""
     gc.disable()
     try:
@@ -92,179 +92,191 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def page(found: "Planned", top: int) -> list[str]:
+def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
     """The plan in words and columns."""
-    from phalanx.observe.units import duration
-    from phalanx.plan.timeline import time_text
-    from phalanx.planning import GIB, parts_against
+    from phalanx.observe.units import format_duration
+    from phalanx.plan.timeline import format_seconds
+    from phalanx.planning import BYTES_PER_GIB, describe_slowdown
 
-    device, best = found.cluster.node.accelerator, found.best
-    nodes = -(-found.devices // found.cluster.node.count)
+    device, best = plan_result.cluster.node.accelerator, plan_result.best
+    nodes = -(-plan_result.num_devices // plan_result.cluster.node.count)
     lines = [
-        f"{found.recipe.name}: {_number(found.parameters)} parameters, {found.recipe.batch.global_size} samples of "
-        f"{found.tokens} {'token' if found.tokens == 1 else 'tokens'} a step",
-        f"{found.devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} ({found.cluster.name}); "
-        f"costs from {SAID[found.layer]}",
+        f"{plan_result.recipe.name}: {_format_number(plan_result.parameters)} parameters, {plan_result.recipe.batch.global_size} samples of "
+        f"{plan_result.units_per_sample} {'token' if plan_result.units_per_sample == 1 else 'tokens'} a step",
+        f"{plan_result.num_devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} ({plan_result.cluster.name}); "
+        f"costs from {COST_SOURCE_TEXTS[plan_result.cost_source]}",
         "",
         f"{'':<3}{'layout':<44} {'micro':>5} {'recompute':<9} {'precision':<9} {'a step':>9} {'memory':>9}  why not",
     ]
-    for rank, option in enumerate((best, *unlike(found, top - 1))):
-        setup, why = option.setup, "" if rank == 0 else parts_against(best.parts, option.parts)
+    for rank, option in enumerate((best, *select_distinct(plan_result, top - 1))):
+        setup, why = option.scenario, "" if rank == 0 else describe_slowdown(best.breakdown, option.breakdown)
         lines.append(
-            f"{rank + 1:<3}{_layout(option):<44} {setup.micro:>5} {setup.recompute:<9} {setup.precision:<9} "
-            f"{time_text(option.seconds):>9} {option.memory / GIB:>5.1f} GiB  {why}".rstrip()
+            f"{rank + 1:<3}{_format_parallelism(option):<44} {setup.micro_size:>5} {setup.checkpointing:<9} {setup.precision:<9} "
+            f"{format_seconds(option.step_s):>9} {option.peak_bytes / BYTES_PER_GIB:>5.1f} GiB  {why}".rstrip()
         )
-    per_second = found.recipe.batch.global_size * found.tokens / best.seconds
-    money, units = found.budget, "tokens" if found.tokens > 1 else "samples"
+    per_second = plan_result.recipe.batch.global_size * plan_result.units_per_sample / best.step_s
+    cost, units = plan_result.cost, "tokens" if plan_result.units_per_sample > 1 else "samples"
     lines += [
-        f"   of {found.valid:,} valid ones",
+        f"   of {plan_result.num_valid:,} valid ones",
         "",
-        f"a step     {time_text(best.seconds)}, nine times of ten {time_text(found.low)} to {time_text(found.high)}",
-        *_opening(found),
-        f"speed      {_number(per_second)} {units}/s, MFU {100 * found.mfu:.1f} %",
-        f"memory     {best.memory / GIB:.1f} of {device.memory_gib:g} GiB a device",
-        f"run        {found.recipe.steps:,} steps in {duration(money.seconds)}, {money.device_hours:,.1f} device-hours",
+        f"a step     {format_seconds(best.step_s)}, nine times of ten {format_seconds(plan_result.low_s)} to {format_seconds(plan_result.high_s)}",
+        *_format_warmup(plan_result),
+        f"speed      {_format_number(per_second)} {units}/s, MFU {100 * plan_result.mfu:.1f} %",
+        f"memory     {best.peak_bytes / BYTES_PER_GIB:.1f} of {device.memory_gib:g} GiB a device",
+        f"run        {plan_result.recipe.steps:,} steps in {format_duration(cost.wall_s)}, {cost.device_hours:,.1f} device-hours",
     ]
-    if found.energy is not None:
-        lines.append(f"energy     {found.energy.site_kwh:,.1f} kWh with cooling, {found.energy.node_w:,.0f} W a node")
-    if found.cap is not None:
-        cap, words = found.cap, f"{found.cluster.prices.power_cap_w:,.0f} W a device"
-        whence = "measured on this family" if cap.measured else "from other families, for want of its own figures"
-        range_ = f"{cap.low:.2f} to {cap.high:.2f}"
-        lines.append(f"power cap  {words}: computing takes {cap.expected:.2f} times as long ({range_}; {whence})")
-    costs = [(name, value) for name, value in (("rent", money.rent), ("energy", money.energy)) if value is not None]
-    if costs:
-        words = ", ".join(f"{name} {value:,.2f} {found.cluster.prices.currency}" for name, value in costs)
-        lines.append(f"cost       {words}")
-    if found.saving is not None:
+    if plan_result.energy is not None:
         lines.append(
-            f"failures   every {duration(found.saving.between_failures)}; save every {duration(found.saving.interval)} "
-            f"(Daly), then {100 * found.saving.goodput.productive:.1f} % of the time is productive"
+            f"energy     {plan_result.energy.site_kwh:,.1f} kWh with cooling, {plan_result.energy.node_w:,.0f} W a node"
         )
-    if len(found.scaling) > 1:
-        first = found.scaling[0]
+    if plan_result.power_cap_slowdown is not None:
+        cap, words = plan_result.power_cap_slowdown, f"{plan_result.cluster.prices.power_cap_w:,.0f} W a device"
+        source_text = (
+            "measured on this family" if cap.is_measured else "from other families, for want of its own figures"
+        )
+        range_text = f"{cap.low:.2f} to {cap.high:.2f}"
+        lines.append(
+            f"power cap  {words}: computing takes {cap.expected:.2f} times as long ({range_text}; {source_text})"
+        )
+    cost_items = [
+        (name, value) for name, value in (("rent", cost.rent_cost), ("energy", cost.energy_cost)) if value is not None
+    ]
+    if cost_items:
+        words = ", ".join(f"{name} {value:,.2f} {plan_result.cluster.prices.currency}" for name, value in cost_items)
+        lines.append(f"cost       {words}")
+    if plan_result.checkpoint_plan is not None:
+        lines.append(
+            f"failures   every {format_duration(plan_result.checkpoint_plan.mtbf_s)}; save every {format_duration(plan_result.checkpoint_plan.interval_s)} "
+            f"(Daly), then {100 * plan_result.checkpoint_plan.goodput.productive:.1f} % of the time is productive"
+        )
+    if len(plan_result.scaling) > 1:
+        smallest = plan_result.scaling[0]
         shown = ", ".join(
-            f"{world:,}: {100 * speed / first[1] * first[0] / world:.0f} %" for world, speed in found.scaling[1:][-5:]
+            f"{world:,}: {100 * speed / smallest[1] * smallest[0] / world:.0f} %"
+            for world, speed in plan_result.scaling[1:][-5:]
         )
-        lines.append(f"scaling    efficiency against {first[0]:,}, as many samples each: {shown}")
+        lines.append(f"scaling    efficiency against {smallest[0]:,}, as many samples each: {shown}")
     return lines
 
 
-def _opening(found: "Planned") -> list[str]:
+def _format_warmup(plan_result: "RunPlan") -> list[str]:
     """The first steps, where they are of another kind."""
-    from phalanx.plan.timeline import time_text
+    from phalanx.plan.timeline import format_seconds
 
-    first = found.opening
-    if first is None:
+    warmup = plan_result.warmup_phase
+    if warmup is None:
         return []
-    return [f"           each of the first {first.steps:,}, in which all travels: {time_text(first.seconds)}"]
+    return [f"           each of the first {warmup.num_steps:,}, in which all travels: {format_seconds(warmup.step_s)}"]
 
 
-def unlike(found: "Planned", count: int) -> list["Option"]:
+def select_distinct(plan_result: "RunPlan", count: int) -> list["Candidate"]:
     """The best others that are something else, and not only the same with shards and replicas divided otherwise."""
-    seen, shown = {_kind(found.best)}, []
-    for option in found.others:
-        if _kind(option) not in seen:
-            seen.add(_kind(option))
+    seen, shown = {_candidate_key(plan_result.best)}, []
+    for option in plan_result.alternatives:
+        if _candidate_key(option) not in seen:
+            seen.add(_candidate_key(option))
             shown.append(option)
     return shown[:count]
 
 
-def _kind(option: "Option") -> tuple[Any, ...]:
-    setup, layout = option.setup, option.setup.layout
+def _candidate_key(candidate: "Candidate") -> tuple[Any, ...]:
+    setup, parallelism = candidate.scenario, candidate.scenario.parallelism
     inner = (
-        layout.tensor,
-        layout.pipeline,
-        layout.context > 1,
-        layout.expert > 1,
-        layout.pipeline_schedule,
-        setup.chunks,
+        parallelism.tensor,
+        parallelism.pipeline,
+        parallelism.context > 1,
+        parallelism.expert > 1,
+        parallelism.pipeline_schedule,
+        setup.virtual_stages,
     )
-    return (*inner, setup.recompute, setup.precision, layout.shard > 1)
+    return (*inner, setup.checkpointing, setup.precision, parallelism.shard > 1)
 
 
-SAID = {"sheet": "data sheets", "fitted": "fitted curves", "measured": "measurements of this machine"}
+COST_SOURCE_TEXTS = {"sheet": "data sheets", "fitted": "fitted curves", "measured": "measurements of this machine"}
 
 
-def explained(found: "Planned") -> list[str]:
+def format_breakdown(plan_result: "RunPlan") -> list[str]:
     """Where time and memory of the best choice go."""
-    from phalanx.plan.timeline import breakdown, drawn
-    from phalanx.planning import GIB
+    from phalanx.plan.timeline import draw_timeline, format_breakdown
+    from phalanx.planning import BYTES_PER_GIB
 
-    memory = {name: value for name, value in vars(found.footprint).items() if name != "rank" and value > 0}
+    memory = {name: value for name, value in vars(plan_result.footprint).items() if name != "rank" and value > 0}
     return [
         "",
         "where the time of a step goes",
-        breakdown(found.best.parts),
+        format_breakdown(plan_result.best.breakdown),
         "",
         "where the memory of the fullest device goes",
-        *(f"  {name:<42} {value / GIB:>7.2f} GiB" for name, value in memory.items()),
-        f"  {'in all':<42} {found.footprint.total / GIB:>7.2f} GiB",
+        *(f"  {name:<42} {value / BYTES_PER_GIB:>7.2f} GiB" for name, value in memory.items()),
+        f"  {'in all':<42} {plan_result.footprint.total / BYTES_PER_GIB:>7.2f} GiB",
         "",
         "the step in time",
-        drawn(found.events()),
+        draw_timeline(plan_result.step_events()),
     ]
 
 
-def plain(found: "Planned", top: int, out: Path) -> dict[str, Any]:
+def to_json(plan_result: "RunPlan", top: int, out: Path) -> dict[str, Any]:
     """The plan as JSON values."""
-    from phalanx.planning import chosen
+    from phalanx.planning import list_chosen_keys
 
-    def option(one: "Option") -> dict[str, Any]:
-        setup = one.setup
+    def candidate_to_json(one: "Candidate") -> dict[str, Any]:
+        setup = one.scenario
         return {
-            "layout": setup.layout.model_dump(),
-            "micro": setup.micro,
-            "recompute": setup.recompute,
+            "layout": setup.parallelism.model_dump(),
+            "micro": setup.micro_size,
+            "recompute": setup.checkpointing,
             "precision": setup.precision,
-            "chunks": setup.chunks,
-            "step_seconds": one.seconds,
-            "memory_bytes": one.memory,
-            "parts": vars(one.parts),
+            "chunks": setup.virtual_stages,
+            "step_seconds": one.step_s,
+            "memory_bytes": one.peak_bytes,
+            "parts": vars(one.breakdown),
         }
 
     return {
-        "cluster": found.cluster.name,
-        "devices": found.devices,
-        "device": found.cluster.node.accelerator.name,
-        "parameters": found.parameters,
-        "valid": found.valid,
-        "costs_from": found.layer,
-        "choices": [option(each) for each in (found.best, *unlike(found, top - 1))],
-        "low_seconds": found.low,
-        "high_seconds": found.high,
-        "opening": None if found.opening is None else asdict(found.opening),
-        "mfu": found.mfu,
-        "memory": dict(vars(found.footprint)),
-        "budget": asdict(found.budget),
-        "energy": None if found.energy is None else asdict(found.energy),
-        "saving": None if found.saving is None else asdict(found.saving),
-        "power_cap": None if found.cap is None else asdict(found.cap),
-        "scaling": [{"devices": world, "units_per_second": speed} for world, speed in found.scaling],
-        "changes": chosen(found),
+        "cluster": plan_result.cluster.name,
+        "devices": plan_result.num_devices,
+        "device": plan_result.cluster.node.accelerator.name,
+        "parameters": plan_result.parameters,
+        "valid": plan_result.num_valid,
+        "costs_from": plan_result.cost_source,
+        "choices": [candidate_to_json(each) for each in (plan_result.best, *select_distinct(plan_result, top - 1))],
+        "low_seconds": plan_result.low_s,
+        "high_seconds": plan_result.high_s,
+        "opening": None if plan_result.warmup_phase is None else asdict(plan_result.warmup_phase),
+        "mfu": plan_result.mfu,
+        "memory": dict(vars(plan_result.footprint)),
+        "budget": asdict(plan_result.cost),
+        "energy": None if plan_result.energy is None else asdict(plan_result.energy),
+        "saving": None if plan_result.checkpoint_plan is None else asdict(plan_result.checkpoint_plan),
+        "power_cap": None if plan_result.power_cap_slowdown is None else asdict(plan_result.power_cap_slowdown),
+        "scaling": [{"devices": world, "units_per_second": speed} for world, speed in plan_result.scaling],
+        "changes": list_chosen_keys(plan_result),
         "recipe": str(out),
     }
 
 
-def _trace(found: "Planned") -> str:
+def _render_trace(plan_result: "RunPlan") -> str:
     from phalanx.plan.timeline import chrome_trace
 
-    return chrome_trace(found.events())
+    return chrome_trace(plan_result.step_events())
 
 
-def _layout(option: "Option") -> str:
-    layout = option.setup.layout
+def _format_parallelism(candidate: "Candidate") -> str:
+    parallelism = candidate.scenario.parallelism
     sizes = [
-        f"{name} {getattr(layout, name)}"
+        f"{name} {getattr(parallelism, name)}"
         for name in ("replicate", "shard", "tensor", "pipeline", "context", "expert")
-        if getattr(layout, name) > 1
+        if getattr(parallelism, name) > 1
     ]
-    if layout.pipeline > 1 and (option.setup.chunks > 1 or layout.pipeline_schedule != "1f1b"):
-        sizes.append(f"{layout.pipeline_schedule}" + (f" {option.setup.chunks}" if option.setup.chunks > 1 else ""))
+    if parallelism.pipeline > 1 and (candidate.scenario.virtual_stages > 1 or parallelism.pipeline_schedule != "1f1b"):
+        sizes.append(
+            f"{parallelism.pipeline_schedule}"
+            + (f" {candidate.scenario.virtual_stages}" if candidate.scenario.virtual_stages > 1 else "")
+        )
     return ", ".join(sizes) or "one device"
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {name}"

@@ -13,17 +13,17 @@ import typer
 if TYPE_CHECKING:
     from phalanx.cluster import Cluster, Machine
 
-DEFAULT_OUT = "a file in the cache directory, by hardware and versions"
+DEFAULT_OUT_TEXT = "a file in the cache directory, by hardware and versions"
 
 
-def probe(
+def calibrate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure fewer sizes: under 20 s instead of 3 minutes.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Cluster file to write.", show_default=DEFAULT_OUT)
+        Path | None, typer.Option(metavar="FILE", help="Cluster file to write.", show_default=DEFAULT_OUT_TEXT)
     ] = None,
-    nproc: Annotated[
+    nproc_per_node: Annotated[
         int | None,
         typer.Option(
             "--nproc-per-node",
@@ -45,48 +45,48 @@ def probe(
     Measures matrix multiplication, memory-bound operations, collectives and storage, and compares with data sheets. Run
     on an idle machine. Ctrl-C stops and writes nothing.
     """
-    from phalanx.cluster import save_cluster, this_machine
+    from phalanx.cluster import discover_machine, save_cluster
     from phalanx.cluster.discover import check_workers
-    from phalanx.cluster.probe import default_cluster_file
+    from phalanx.cluster.probe import default_calibration_path
     from phalanx.errors import UsageError
-    from phalanx.probing import measured
-    from phalanx.run.directory import check_output
+    from phalanx.probing import calibrate
+    from phalanx.run.directory import check_output_path
 
     if out is not None:
-        check_output("--out", out, ["# A cluster for Phalanx"])
+        check_output_path("--out", out, ["# A cluster for Phalanx"])
     if not folder.is_dir():
         raise UsageError(f"--dir {folder}: no such directory")
-    machine = this_machine()
-    if nproc is not None:
-        check_workers(machine, nproc)
+    machine = discover_machine()
+    if nproc_per_node is not None:
+        check_workers(machine, nproc_per_node)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
-    with progress() as tell:
-        cluster = measured(machine, quick=quick, nproc=nproc, folder=folder, progress=tell)
+    with show_progress() as report_progress:
+        cluster = calibrate(machine, quick=quick, num_processes=nproc_per_node, folder=folder, progress=report_progress)
     if out is None:
-        out = default_cluster_file(machine)
+        out = default_calibration_path(machine)
         out.parent.mkdir(parents=True, exist_ok=True)
     save_cluster(cluster, out)
-    typer.echo(json.dumps(cluster.model_dump(mode="json"), indent=2) if as_json else page(cluster, machine, out))
+    typer.echo(json.dumps(cluster.model_dump(mode="json"), indent=2) if as_json else format_page(cluster, machine, out))
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, float], None]]:
+def show_progress() -> Iterator[Callable[[str, float], None]]:
     """On a terminal, one line of standard error that says what is measured."""
-    shown = sys.stderr.isatty()
+    is_terminal = sys.stderr.isatty()
 
-    def tell(family: str, share: float) -> None:
-        if shown:
-            print(f"\r{min(share, 1):4.0%}  {family} ...\033[K", end="", file=sys.stderr, flush=True)
+    def report_progress(family: str, fraction: float) -> None:
+        if is_terminal:
+            print(f"\r{min(fraction, 1):4.0%}  {family} ...\033[K", end="", file=sys.stderr, flush=True)
 
     try:
-        yield tell
+        yield report_progress
     finally:
-        if shown:
+        if is_terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def page(cluster: "Cluster", machine: "Machine", out: Path) -> str:
+def format_page(cluster: "Cluster", machine: "Machine", out: Path) -> str:
     """What was found, measured beside data sheet, and what looks wrong."""
-    from phalanx.cli.probe_page import lines
+    from phalanx.cli.probe_page import format_lines
 
-    return "\n".join([*lines(cluster, machine), "", f"wrote {out}"])
+    return "\n".join([*format_lines(cluster, machine), "", f"wrote {out}"])

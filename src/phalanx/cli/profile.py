@@ -18,39 +18,43 @@ def profile(
     top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Number of operations to list.")] = 12,
 ) -> None:
     """Profile a few training steps on one worker; write only the trace."""
-    from phalanx.api import check_start, starting
-    from phalanx.cli.data import preparing
-    from phalanx.jobs.nursery_process import NurseryProcess, answering
+    from phalanx.api import check_start, prepare_run
+    from phalanx.cli.data import show_progress
+    from phalanx.jobs.nursery_process import ForkServerClient, call_timeout
     from phalanx.recipe import load_recipe
     from phalanx.run import Run
-    from phalanx.run.directory import check_output
+    from phalanx.run.directory import check_output_path
 
-    check_output("--out", out, ['"traceEvents"', '"schemaVersion"'])
+    check_output_path("--out", out, ['"traceEvents"', '"schemaVersion"'])
     loaded = load_recipe(recipe, overrides or [])
     check_start(loaded, 1)
     with (
-        NurseryProcess(answer=answering(loaded.recipe.fault_tolerance.hang_timeout_s)) as nursery,
-        preparing() as progress,
+        ForkServerClient(call_timeout_s=call_timeout(loaded.recipe.fault_tolerance.hang_timeout_s)) as fork_server,
+        show_progress() as progress,
     ):
-        nowhere = Run(Path(".phalanx-profile-writes-nothing"))
-        with starting(loaded, nowhere, 1, nursery.call, False, progress, write=False, preload=nursery.preload) as ready:
-            payload = {"recipe": ready.recipe.model_dump(mode="json"), "folder": str(ready.folder)}
-            answer = nursery.call("phalanx.train.trial:traced", {**payload, "steps": steps, "out": str(out.absolute())})
-    typer.echo(_page(answer, top))
+        unused_run = Run(Path(".phalanx-profile-writes-nothing"))
+        with prepare_run(
+            loaded, unused_run, 1, fork_server.call, False, progress, write=False, preload=fork_server.preload
+        ) as prepared:
+            payload = {"recipe": prepared.recipe.model_dump(mode="json"), "folder": str(prepared.recipe_dir)}
+            trace = fork_server.call(
+                "phalanx.train.trial:profile_recipe_steps", {**payload, "steps": steps, "out": str(out.absolute())}
+            )
+    typer.echo(_format_trace(trace, top))
     typer.echo(f"\nwrote {out}")
 
 
-def _page(answer: dict[str, Any], top: int) -> str:
+def _format_trace(answer: dict[str, Any], top: int) -> str:
     seconds = answer["seconds"]
     lines = [f"{answer['steps']} steps of {seconds * 1e3:.2f} ms (the profiler adds a small overhead)", ""]
-    lines += _table("part of the step", answer["parts"], seconds)
-    lines += ["", *_table("kind of operation", answer["kinds"], sum(answer["kinds"].values()))]
+    lines += _format_table("part of the step", answer["parts"], seconds)
+    lines += ["", *_format_table("kind of operation", answer["kinds"], sum(answer["kinds"].values()))]
     lines += ["", f"{'operation':<48} {'ms/step':>10} {'calls':>7}"]
     lines += [f"{name[:48]:<48} {own * 1e3:>10.3f} {calls:>7}" for name, own, calls in answer["operations"][:top]]
     return "\n".join(lines)
 
 
-def _table(title: str, values: dict[str, float], whole: float) -> list[str]:
+def _format_table(title: str, values: dict[str, float], whole: float) -> list[str]:
     rows = [f"{title:<48} {'ms/step':>10} {'share':>7}"]
     for name, value in sorted(values.items(), key=lambda item: -item[1]):
         rows.append(f"{name:<48} {value * 1e3:>10.3f} {value / whole if whole else 0:>7.1%}")

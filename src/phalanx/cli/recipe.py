@@ -16,7 +16,10 @@ def schema(
     """Print the JSON Schema of recipes, for completion and checks in editors."""
     from phalanx import recipe
 
-    print(recipe.markdown() if markdown else json.dumps(recipe.json_schema(), indent=2), end="" if markdown else "\n")
+    print(
+        recipe.render_recipe_reference() if markdown else json.dumps(recipe.json_schema(), indent=2),
+        end="" if markdown else "\n",
+    )
 
 
 @app.command()
@@ -25,7 +28,7 @@ def check(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as optimizer.lr=3e-4.")
     ] = None,
-    nproc: Annotated[
+    world_size: Annotated[
         int | None,
         typer.Option(
             "--world-size",
@@ -42,36 +45,41 @@ def check(
     from phalanx import recipe as room
 
     loaded = room.load_recipe(path, overrides or [])
-    room.check(loaded.recipe, loaded.folder, nproc or room.workers_for(loaded.recipe, 1), loaded.at)
-    if room.huggingface_directory(loaded.recipe.model.build, loaded.folder, loaded.at("model.build")) is None:
-        room.import_object(loaded.recipe.model.build, loaded.folder, loaded.at("model.build"))
-    for key, value in _import_paths(loaded.recipe):
-        room.import_object(value, loaded.folder, loaded.at(key))
-    if len(loaded.missing()) == 1:  # one for a loop of the user's own names neither
-        loaded.check_named()
-    whole = loaded.recipe.model_dump(mode="json")
-    automatic = [key for key in _automatic(whole) if room.can_be_auto(key)]
+    room.check_recipe(
+        loaded.recipe, loaded.recipe_dir, world_size or room.num_workers_for(loaded.recipe, 1), loaded.location_of
+    )
+    if (
+        room.huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
+        is None
+    ):
+        room.import_object(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
+    for key, value in _list_import_paths(loaded.recipe):
+        room.import_object(value, loaded.recipe_dir, loaded.location_of(key))
+    if len(loaded.missing_keys()) == 1:  # one for a loop of the user's own names neither
+        loaded.check_required()
+    recipe_json = loaded.recipe.model_dump(mode="json")
+    auto_keys = [key for key in _list_auto_keys(recipe_json) if room.can_be_auto(key)]
     if as_json:
-        print(json.dumps({"recipe": whole, "auto": automatic}, indent=2))
+        print(json.dumps({"recipe": recipe_json, "auto": auto_keys}, indent=2))
     else:
         recipe, batch = loaded.recipe, loaded.recipe.batch
-        each = " a worker" if batch.scale_with_workers else ""
-        print(f"ok  {path}: {recipe.name}, {recipe.steps} steps of {batch.global_size} samples{each}")
-        if automatic:
-            print(f"auto, resolved at the start: {', '.join(automatic)}")
+        per_worker_text = " a worker" if batch.scale_with_workers else ""
+        print(f"ok  {path}: {recipe.name}, {recipe.steps} steps of {batch.global_size} samples{per_worker_text}")
+        if auto_keys:
+            print(f"auto, resolved at the start: {', '.join(auto_keys)}")
 
 
-def _import_paths(recipe: Any) -> list[tuple[str, str]]:
+def _list_import_paths(recipe: Any) -> list[tuple[str, str]]:
     """The keys that hold `module:name`, beside the model's."""
     task = [("task", recipe.task)] if ":" in recipe.task else []
     callbacks = [(f"callbacks.{index}", path) for index, path in enumerate(recipe.callbacks)]
     return [*task, *callbacks]
 
 
-def _automatic(value: Any, key: str = "") -> Any:
+def _list_auto_keys(value: Any, key: str = "") -> Any:
     """Names of the keys that are `auto`."""
     if isinstance(value, dict):
         for name, below in value.items():
-            yield from _automatic(below, f"{key}.{name}" if key else name)
+            yield from _list_auto_keys(below, f"{key}.{name}" if key else name)
     elif value == "auto":
         yield key

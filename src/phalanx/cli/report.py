@@ -8,7 +8,7 @@ import typer
 
 from phalanx.errors import UsageError
 
-PAGE_MARKS = ('content="phalanx"', "<footer>Phalanx ")
+PAGE_MARKERS = ('content="phalanx"', "<footer>Phalanx ")
 """What stands in every page that these commands write."""
 
 
@@ -20,28 +20,28 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Report loss, speed, where the time went, restarts and recommendations of a run."""
-    from phalanx.observe.advice import advise
+    from phalanx.observe.advice import find_recommendations
     from phalanx.observe.history import read_history
-    from phalanx.observe.html import html_page
-    from phalanx.observe.report import text_page
-    from phalanx.observe.summary import summary_of
+    from phalanx.observe.html import render_report_html
+    from phalanx.observe.report import render_report_text
+    from phalanx.observe.summary import build_summary
     from phalanx.run import Run
-    from phalanx.run.directory import check_output
+    from phalanx.run.directory import check_output_path
 
-    found = Run.existing(run)
+    run_dir = Run.open_existing(run)
     if html is not None:
-        check_output("--html", html, PAGE_MARKS)
-    history = read_history(found.events)
-    summary = summary_of(found, history)
-    advices = advise(summary, history)
+        check_output_path("--html", html, PAGE_MARKERS)
+    history = read_history(run_dir.events)
+    summary = build_summary(run_dir, history)
+    advices = find_recommendations(summary, history)
     if html is not None:
-        _write(html, html_page(summary, history, advices))
+        _write_page(html, render_report_html(summary, history, advices))
     if json:
         typer.echo(json_.dumps({**summary.to_json(), "advice": [advice.to_json() for advice in advices]}, indent=2))
     elif html is not None:
         typer.echo(f"wrote {html}")
     else:
-        typer.echo(text_page(summary, advices), nl=False)
+        typer.echo(render_report_text(summary, advices), nl=False)
 
 
 def compare(
@@ -52,24 +52,24 @@ def compare(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare runs: differences of their recipes, loss and speed."""
-    from phalanx.observe.compare import compare_html, compare_runs, compare_text
+    from phalanx.observe.compare import compare_runs, render_comparison_html, render_comparison_text
     from phalanx.run import Run
-    from phalanx.run.directory import check_output
+    from phalanx.run.directory import check_output_path
 
     if html is not None:
-        check_output("--html", html, PAGE_MARKS)
+        check_output_path("--html", html, PAGE_MARKERS)
     comparison = compare_runs([Run(path) for path in runs])
     if html is not None:
-        _write(html, compare_html(comparison))
+        _write_page(html, render_comparison_html(comparison))
     if json:
         typer.echo(json_.dumps(comparison.to_json(), indent=2))
     elif html is not None:
         typer.echo(f"wrote {html}")
     else:
-        typer.echo(compare_text(comparison), nl=False)
+        typer.echo(render_comparison_text(comparison), nl=False)
 
 
-def _write(path: Path, text: str) -> None:
+def _write_page(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -8,142 +8,159 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from phalanx.cluster import this_machine
+from phalanx.cluster import discover_machine
 from phalanx.errors import ExitCode, RecipeError, UsageError
 from phalanx.jobs.array import submit_array
-from phalanx.jobs.code import Code, commit_code, folder_code, unpack
-from phalanx.jobs.engine import Engine, ReleasingEngine, Request, open_engine
-from phalanx.jobs.frameworks import check as check_framework
-from phalanx.jobs.spec import Job, State, Status
-from phalanx.joining import Shown
+from phalanx.jobs.code import Snapshot, snapshot_commit, snapshot_folder, unpack_snapshot
+from phalanx.jobs.engine import Backend, ReleasingBackend, SubmitRequest, open_backend
+from phalanx.jobs.frameworks import check_framework as check_framework
+from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.joining import DeferredDisplay
 from phalanx.recipe import load_recipe
-from phalanx.recipe.travelled import CODE_OF
+from phalanx.recipe.travelled import SNAPSHOT_SOURCE_VARIABLE
 from phalanx.run import EventTail, Run
-from phalanx.run.directory import check_place, not_done
+from phalanx.run.directory import check_run_path, describe_unfinished
 from phalanx.streams import word_of
 
-LOOK = 1.0
+POLL_INTERVAL_S = 1.0
 """Seconds between two looks at a job that is followed."""
-SILENCE = 600.0
+BACKEND_TIMEOUT_S = 600.0
 """Seconds for which an engine may not answer while a job is followed."""
-UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def recipe_job(
+def make_recipe_job(
     path: Path,
     overrides: Sequence[str],
     run: Path | None,
-    nproc: int | None,
+    nproc_per_node: int | None,
     force: bool,
     name: str | None,
-    code: str | None = None,
+    snapshot: str | None = None,
     environment: Mapping[str, str] | None = None,
-    usual: int | None = None,
-    **more: object,
+    default_gpus: int | None = None,
+    **job_fields: object,
 ) -> Job:
     """The job that trains a recipe, or runs a script with a loop of its own. The recipe is checked here, before
-    anything is sent. `code`: what travels, see `carried`; with it the recipe is that of the copy. `usual`: GPUs that it
+    anything is sent. `code`: what travels, see `take_snapshot`; with it the recipe is that of the copy. `default_gpus`: GPUs that it
     takes on a node where nobody says, unless it trains on the CPU."""
     script = path.suffix == ".py"
     if script:
         if not path.is_file():
-            raise UsageError(f"{path}: no such file; expected a recipe or a script that calls phalanx.join")
-        if (nodes := more.get("nodes")) not in (None, 1):
+            raise UsageError(f"{path}: no such file; expected a recipe or a script that calls phalanx.session")
+        if (nodes := job_fields.get("num_nodes")) not in (None, 1):
             raise UsageError(
                 f"--nodes {nodes}: {path} is a script, which runs on one node; on several torchrun starts its workers: "
                 f"phalanx jobs submit --framework torch --nodes {nodes} -- python {word_of(path)}"
             )
-        called = path.stem
+        job_name = path.stem
     else:
         loaded = load_recipe(path, overrides)
-        loaded.check_named()
-        called = loaded.recipe.name
-        usual = None if loaded.recipe.device == "cpu" else usual
-    where = (run if run is not None else Path("runs") / called).absolute()
-    check_place(where)
+        loaded.check_required()
+        job_name = loaded.recipe.name
+        default_gpus = None if loaded.recipe.device == "cpu" else default_gpus
+    run_dir = (run if run is not None else Path("runs") / job_name).absolute()
+    check_run_path(run_dir)
     # a script's paths are relative to where it is started, a recipe's to where it lies
-    top = Path.cwd() if script else path.absolute().parent
-    there, environment = str(path.absolute()), dict(environment or {})
-    travels = None
-    if code is not None:
-        there = os.path.relpath(path.absolute(), top)
-        if there.startswith(".."):
+    source_dir = Path.cwd() if script else path.absolute().parent
+    recipe_path, environment = str(path.absolute()), dict(environment or {})
+    job_snapshot = None
+    if snapshot is not None:
+        recipe_path = os.path.relpath(path.absolute(), source_dir)
+        if recipe_path.startswith(".."):
             raise UsageError(
-                f"{path}: with --snapshot, start from a directory that contains the script; {top} does not"
+                f"{path}: with --snapshot, start from a directory that contains the script; {source_dir} does not"
             )
-        travels = carried(code, top, there)
-        environment[CODE_OF] = str(travels.of)
-        if travels.commit is not None and not script:
-            check_committed(travels, there, overrides)
-    words = [sys.executable, "-P", "-m", "phalanx", "train", there, *overrides, "--run", str(where)]
-    words += [] if nproc is None else ["--nproc-per-node", str(nproc)]
-    words += ["--force"] if force else []
-    more |= {} if usual is None else {"devices": usual}
-    return _job(name or called, words, code=travels, run=where, environment=environment, **more)
+        job_snapshot = take_snapshot(snapshot, source_dir, recipe_path)
+        environment[SNAPSHOT_SOURCE_VARIABLE] = str(job_snapshot.source_dir)
+        if job_snapshot.commit is not None and not script:
+            check_committed_recipe(job_snapshot, recipe_path, overrides)
+    command = [sys.executable, "-P", "-m", "phalanx", "train", recipe_path, *overrides, "--run", str(run_dir)]
+    command += [] if nproc_per_node is None else ["--nproc-per-node", str(nproc_per_node)]
+    command += ["--force"] if force else []
+    job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
+    return _make_job(
+        name or job_name, command, snapshot=job_snapshot, run_dir=run_dir, environment=environment, **job_fields
+    )
 
 
-def carried(code: str, top: Path, needed: str | None = None) -> Code:
-    """What travels with a job: `workdir` is all of `top` that is code, anything else names a git revision."""
-    return folder_code(top, needed=needed) if code == "workdir" else commit_code(top, code, needed)
+def take_snapshot(snapshot: str, source_dir: Path, required_file: str | None = None) -> Snapshot:
+    """What travels with a job: `workdir` is all of `source_dir` that is code, anything else names a git revision."""
+    return (
+        snapshot_folder(source_dir, required_file=required_file)
+        if snapshot == "workdir"
+        else snapshot_commit(source_dir, snapshot, required_file)
+    )
 
 
-def check_committed(code: Code, name: str, overrides: Sequence[str]) -> None:
+def check_committed_recipe(snapshot: Snapshot, name: str, overrides: Sequence[str]) -> None:
     """RecipeError for a recipe that is wrong in the commit that travels, whatever stands here."""
     with tempfile.TemporaryDirectory(prefix="phalanx-code-") as scratch:
-        unpack(code.tar, Path(scratch) / "code")
-        start = Path(scratch) / "code" / code.start
+        unpack_snapshot(snapshot.tar, Path(scratch) / "code")
+        start_dir = Path(scratch) / "code" / snapshot.start_dir
         try:
-            load_recipe(start / name, overrides)
+            load_recipe(start_dir / name, overrides)
         except RecipeError as error:
-            told = str(error).replace(f"{start}{os.sep}", f"commit {str(code.commit)[:12]}: ")
-            raise RecipeError(told) from None
+            message = str(error).replace(f"{start_dir}{os.sep}", f"commit {str(snapshot.commit)[:12]}: ")
+            raise RecipeError(message) from None
 
 
-def framework_job(
+def make_framework_job(
     framework: str,
     command: Sequence[str],
-    nproc: int | None,
+    nproc_per_node: int | None,
     name: str | None,
-    code: str | None = None,
-    usual: int | None = None,
-    **more: object,
+    snapshot: str | None = None,
+    default_gpus: int | None = None,
+    **job_fields: object,
 ) -> Job:
-    """The job that starts `nproc` processes of a program on each node, with its framework's variables."""
+    """The job that starts `nproc_per_node` processes of a program on each node, with its framework's variables."""
     check_framework(framework)
     if not command:
         raise UsageError("--framework needs a command: phalanx jobs submit --framework torch -- python script.py")
-    words = [sys.executable, "-P", "-m", "phalanx.jobs.launch", framework, str(nproc or 1), "--", *command]
+    launch_command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "phalanx.jobs.launch",
+        framework,
+        str(nproc_per_node or 1),
+        "--",
+        *command,
+    ]
     scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
-    travels = None if code is None else carried(code, Path.cwd())
-    more |= {} if usual is None else {"devices": usual}
-    return _job(name or (scripts[0] if scripts else framework), words, code=travels, **more)
+    job_snapshot = None if snapshot is None else take_snapshot(snapshot, Path.cwd())
+    job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
+    return _make_job(
+        name or (scripts[0] if scripts else framework), launch_command, snapshot=job_snapshot, **job_fields
+    )
 
 
-def _job(name: str, words: Sequence[str], **more: object) -> Job:
-    given = {key: value for key, value in more.items() if value is not None}
-    return Job(name, tuple(words), Path.cwd(), **given)  # type: ignore[arg-type]
+def _make_job(name: str, command: Sequence[str], **job_fields: object) -> Job:
+    set_fields = {key: value for key, value in job_fields.items() if value is not None}
+    return Job(name, tuple(command), Path.cwd(), **set_fields)  # type: ignore[arg-type]
 
 
-def devices_here(engine: str, nproc: int | None) -> int | None:
+def default_gpus(backend: str, nproc_per_node: int | None) -> int | None:
     """GPUs that a job takes on a node when nobody says: on this machine one for each worker, or all."""
-    machine = this_machine()
-    if engine != "local" or not machine.gpus:
+    machine = discover_machine()
+    if backend != "local" or not machine.num_gpus:
         return None
-    return min(nproc or machine.gpus, machine.gpus)
+    return min(nproc_per_node or machine.num_gpus, machine.num_gpus)
 
 
-def pairs(given: Sequence[str], option: str) -> dict[str, str]:
+def parse_assignments(assignments: Sequence[str], option_name: str) -> dict[str, str]:
     """KEY=VALUE options as a mapping."""
-    found = {}
-    for each in given:
-        key, equals, value = each.partition("=")
+    values = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
         if not key or not equals:
-            raise UsageError(f"{option} {each}: expected KEY=VALUE")
-        found[key] = value
-    return found
+            raise UsageError(f"{option_name} {assignment}: expected KEY=VALUE")
+        values[key] = value
+    return values
 
 
-def seconds_of(text: str | None) -> float | None:
+def parse_duration(text: str | None) -> float | None:
     """`90`, `30s`, `15min`, `2h`, `1d` or HH:MM:SS in seconds."""
     if text is None:
         return None
@@ -154,98 +171,98 @@ def seconds_of(text: str | None) -> float | None:
         if len(parts) == 3:
             hours, minutes, seconds = (int(part) for part in parts)
             return 3600.0 * hours + 60 * minutes + seconds
-        return float(number) * UNITS[unit]
+        return float(number) * SECONDS_PER_UNIT[unit]
     except (ValueError, KeyError, OverflowError):
         raise UsageError(f"{text!r} is not a duration: expected such as 90s, 15min, 2h, 1d or 01:30:00") from None
 
 
-def train_on(engine_name: str, job: Job, run: Path, dry: bool, out: TextIO) -> int:
+def submit_and_follow(backend_name: str, job: Job, run: Path, dry_run: bool, out: TextIO) -> int:
     """Submit a job that trains in `run`, and follow it to its end; returns the exit code that it ended with."""
-    engine = open_engine(engine_name)
-    request = engine.render(job)
-    if dry:
+    backend = open_backend(backend_name)
+    request = backend.render(job)
+    if dry_run:
         print(request)
         return int(ExitCode.DONE)
-    happened = EventTail(Run(run).events)
-    happened.skip()  # of what others did in this run before
-    ident = submit(engine, request, out)
+    event_tail = EventTail(Run(run).events)
+    event_tail.skip()  # of what others did in this run before
+    job_id = submit_job(backend, request, out)
     try:
-        with Shown(Run(run), out) as shown:
-            status = follow(engine, ident, happened, shown, out)
+        with DeferredDisplay(Run(run), out) as display:
+            status = follow_job(backend, job_id, event_tail, display, out)
     except KeyboardInterrupt:
         print(
-            f"\nno longer following job {ident}, which keeps running; to cancel it: "
-            f"phalanx jobs cancel {ident} --on {engine_name}",
+            f"\nno longer following job {job_id}, which keeps running; to cancel it: "
+            f"phalanx jobs cancel {job_id} --on {backend_name}",
             file=out,
         )
         return int(ExitCode.UNFINISHED)
-    if status.state is State.DONE:
-        seen = Run(run).resolved.is_file()  # where it lies on a disk that this machine has
-        if seen and (wrong := not_done(Run(run))) is not None:
-            print(f"error: {wrong}", file=out)
+    if status.state is JobState.DONE:
+        is_visible = Run(run).resolved.is_file()  # where it lies on a disk that this machine has
+        if is_visible and (problem := describe_unfinished(Run(run))) is not None:
+            print(f"error: {problem}", file=out)
             return int(ExitCode.GAVE_UP)
         result = Run(run).read_json(Run(run).result) or {}
         print(f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run)}", file=out)
         return int(ExitCode.DONE)
-    print(f"details  phalanx jobs logs {ident} --on {engine.name}", file=out)
-    return status.code if status.code else int(ExitCode.UNFINISHED)
+    print(f"details  phalanx jobs logs {job_id} --on {backend.name}", file=out)
+    return status.exit_code if status.exit_code else int(ExitCode.UNFINISHED)
 
 
-def submit(engine: Engine, request: Request, out: TextIO) -> str:
+def submit_job(backend: Backend, request: SubmitRequest, out: TextIO) -> str:
     """Send a job and say so."""
-    ident = engine.submit(request)
-    print(f"job {ident} ({request.job.name}) submitted to {engine.name}", file=out)
-    return ident
+    job_id = backend.submit(request)
+    print(f"job {job_id} ({request.job.name}) submitted to {backend.name}", file=out)
+    return job_id
 
 
-def submit_all(engine: Engine, requests: Sequence[Request], out: TextIO) -> list[str]:
+def submit_jobs(backend: Backend, requests: Sequence[SubmitRequest], out: TextIO) -> list[str]:
     """Send an array and say so."""
-    idents = submit_array(engine, requests)
-    jobs = [job for request in requests for job in request.members or (request.job,)]
-    for ident, job in zip(idents, jobs, strict=True):
-        print(f"job {ident} ({job.name}) submitted to {engine.name}, run {job.run}", file=out)
-    print(f"cancel all: phalanx jobs cancel {jobs[0].array} --on {engine.name}", file=out)
-    return idents
+    job_ids = submit_array(backend, requests)
+    jobs = [job for request in requests for job in request.array_jobs or (request.job,)]
+    for job_id, job in zip(job_ids, jobs, strict=True):
+        print(f"job {job_id} ({job.name}) submitted to {backend.name}, run {job.run_dir}", file=out)
+    print(f"cancel all: phalanx jobs cancel {jobs[0].array_name} --on {backend.name}", file=out)
+    return job_ids
 
 
-def follow(
-    engine: Engine,
-    ident: str,
-    happened: EventTail,
-    shown: Shown,
+def follow_job(
+    backend: Backend,
+    job_id: str,
+    event_tail: EventTail,
+    display: DeferredDisplay,
     out: TextIO,
     sleep: Callable[[float], None] = time.sleep,
-) -> Status:
+) -> JobStatus:
     """Show what happens in a run that a job trains, until the job is over; how it ended. Only what stands in the run
-    directory is shown, so it must be on a file system that this machine sees, too. `happened`: its events that are
+    directory is shown, so it must be on a file system that this machine sees, too. `event_tail`: its events that are
     to be shown. A job that is held because a node was unfit is released."""
-    told: tuple[State, str | None] | None = None
-    unanswered = 0
+    last_printed: tuple[JobState, str | None] | None = None
+    num_failed_polls = 0
     while True:
         try:
-            if isinstance(engine, ReleasingEngine):
-                engine.release(ident)
-            status = engine.poll(ident)
-            unanswered = 0
+            if isinstance(backend, ReleasingBackend):
+                backend.release(job_id)
+            status = backend.poll(job_id)
+            num_failed_polls = 0
         except UsageError as error:  # a controller that starts anew, or a network that is down for a while
-            unanswered += 1
-            if unanswered * LOOK > SILENCE:
+            num_failed_polls += 1
+            if num_failed_polls * POLL_INTERVAL_S > BACKEND_TIMEOUT_S:
                 raise
-            if unanswered == 1:
-                print(f"{error}; retrying for {SILENCE / 60:.0f} min", file=out)
-            sleep(LOOK)
+            if num_failed_polls == 1:
+                print(f"{error}; retrying for {BACKEND_TIMEOUT_S / 60:.0f} min", file=out)
+            sleep(POLL_INTERVAL_S)
             continue
-        for event in happened.read():
-            shown.show(event)
-        if (status.state, status.reason) != told and status.state is not State.RUNNING:
-            print(_line(status), file=out)
-        told = status.state, status.reason
-        if status.state.over:
+        for event in event_tail.read():
+            display.show_event(event)
+        if (status.state, status.reason) != last_printed and status.state is not JobState.RUNNING:
+            print(_format_status(status), file=out)
+        last_printed = status.state, status.reason
+        if status.state.is_final:
             return status
-        sleep(LOOK)
+        sleep(POLL_INTERVAL_S)
 
 
-def _line(status: Status) -> str:
-    code = f", exit code {status.code}" if status.code else ""
-    why = f": {status.reason}" if status.reason else ""
-    return f"job {status.id} {status.state}{code}{why}"
+def _format_status(status: JobStatus) -> str:
+    code_text = f", exit code {status.exit_code}" if status.exit_code else ""
+    reason_text = f": {status.reason}" if status.reason else ""
+    return f"job {status.id} {status.state}{code_text}{reason_text}"

@@ -13,7 +13,7 @@ from phalanx.streams import word_of
 
 def train(
     recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML), or a script that calls phalanx.join.")
+        Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML), or a script that calls phalanx.session.")
     ],
     overrides: Annotated[
         list[str] | None,
@@ -22,7 +22,7 @@ def train(
         ),
     ] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run directory.", show_default="runs/<name>")] = None,
-    nproc: Annotated[
+    nproc_per_node: Annotated[
         int | None,
         typer.Option(
             "--nproc-per-node",
@@ -43,19 +43,19 @@ def train(
         str, typer.Option("--on", metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")
     ] = "local",
     nodes: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Number of nodes, with --on.")] = 1,
-    devices: Annotated[
+    gpus: Annotated[
         int | None, typer.Option("--gpus", min=0, max=10_000, metavar="N", help="GPUs on each node, with --on.")
     ] = None,
-    limit: Annotated[
+    time_limit: Annotated[
         str | None, typer.Option("--time-limit", metavar="TIME", help="Time limit such as 2h, with --on.")
     ] = None,
-    option: Annotated[
+    backend_option: Annotated[
         list[str] | None,
         typer.Option(
             "--backend-option", "-o", metavar="KEY=VALUE", help="Backend option, such as partition=gpu (repeatable)."
         ),
     ] = None,
-    code: Annotated[
+    snapshot: Annotated[
         str | None,
         typer.Option(
             "--snapshot",
@@ -70,52 +70,60 @@ def train(
     a checkpoint and exits with 75; a second Ctrl-C stops immediately. Started by torchrun or srun (RANK and WORLD_SIZE
     are set), this process is one worker.
     """
-    from phalanx.cli.training import follow_leader, train_here, train_outside, train_own_loop
-    from phalanx.run.membership import Membership
+    from phalanx.cli.training import run_node_agent, train_as_worker, train_locally, train_script_locally
+    from phalanx.run.membership import NodeEnv
 
     given = overrides or []
     if on != "local":
         from phalanx.cli import submitting
 
-        more: dict[str, Any] = {"nodes": nodes, "devices": devices, "limit": submitting.seconds_of(limit)}
-        more["options"] = submitting.pairs(option or [], "--backend-option")
-        job = submitting.recipe_job(recipe, given, run, nproc, force, None, code, **more)
-        assert job.run is not None
-        return submitting.train_on(on, job, job.run, dry_run, sys.stderr)
-    if nodes > 1 or option or devices is not None or limit is not None or code is not None:
+        job_fields: dict[str, Any] = {
+            "num_nodes": nodes,
+            "gpus_per_node": gpus,
+            "time_limit_s": submitting.parse_duration(time_limit),
+        }
+        job_fields["backend_options"] = submitting.parse_assignments(backend_option or [], "--backend-option")
+        job = submitting.make_recipe_job(recipe, given, run, nproc_per_node, force, None, snapshot, **job_fields)
+        assert job.run_dir is not None
+        return submitting.submit_and_follow(on, job, job.run_dir, dry_run, sys.stderr)
+    if nodes > 1 or backend_option or gpus is not None or time_limit is not None or snapshot is not None:
         raise UsageError(
             "--nodes, --gpus, --time-limit, --snapshot and --backend-option need --on slurm, ray or kubernetes"
         )
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    outside = bool(rank and world) and not os.environ.get("PHALANX_NUM_NODES")
+    is_external_worker = bool(rank and world) and not os.environ.get("PHALANX_NUM_NODES")
     if recipe.suffix == ".py":
         if dry_run:
             raise UsageError(f"--dry-run is for recipes; {recipe} is a script, which can only be run")
-        if outside:
+        if is_external_worker:
             raise UsageError(
                 f"this is a worker of torchrun or srun, which can start the script directly: torchrun {word_of(recipe)}"
             )
-        if (several := Membership.from_environment(os.environ).nodes) > 1:
+        if (num_nodes := NodeEnv.from_environment(os.environ).num_nodes) > 1:
             raise UsageError(
-                f"PHALANX_NUM_NODES={several}: a script runs on one node here; on several torchrun starts its workers: "
-                f"torchrun --nnodes {several} {word_of(recipe)}"
+                f"PHALANX_NUM_NODES={num_nodes}: a script runs on one node here; on several torchrun starts its workers: "
+                f"torchrun --nnodes {num_nodes} {word_of(recipe)}"
             )
-        return train_own_loop(recipe, given, run, nproc, force, sys.stderr)
-    if outside:
-        refused = (
-            "--dry-run" if dry_run else f"--nproc-per-node {nproc}" if nproc not in (None, _number(world)) else None
+        return train_script_locally(recipe, given, run, nproc_per_node, force, sys.stderr)
+    if is_external_worker:
+        conflict = (
+            "--dry-run"
+            if dry_run
+            else f"--nproc-per-node {nproc_per_node}"
+            if nproc_per_node not in (None, _parse_int(world))
+            else None
         )
-        if refused:
+        if conflict:
             raise UsageError(
-                f"{refused}: RANK={rank} and WORLD_SIZE={world} are set, so this is one worker of a launcher's, "
+                f"{conflict}: RANK={rank} and WORLD_SIZE={world} are set, so this is one worker of a launcher's, "
                 "which sets how many there are; for a separate run: env -u RANK -u WORLD_SIZE phalanx train ..."
             )
-        return train_outside(recipe, given, run, force, sys.stderr)
-    membership = Membership.from_environment(os.environ)
-    if membership.node:
-        return follow_leader(recipe, given, membership, sys.stderr, run, nproc, dry_run)
-    return train_here(recipe, given, run, nproc, force, dry_run, sys.stderr, membership)
+        return train_as_worker(recipe, given, run, force, sys.stderr)
+    node_env = NodeEnv.from_environment(os.environ)
+    if node_env.node_rank:
+        return run_node_agent(recipe, given, node_env, sys.stderr, run, nproc_per_node, dry_run)
+    return train_locally(recipe, given, run, nproc_per_node, force, dry_run, sys.stderr, node_env)
 
 
-def _number(text: str | None) -> int | None:
+def _parse_int(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None

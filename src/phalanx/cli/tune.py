@@ -11,8 +11,8 @@ import typer
 from phalanx.cli.numbers import number
 
 if TYPE_CHECKING:
-    from phalanx.api import Ready
-    from phalanx.tuning import Row, Tuned
+    from phalanx.api import PreparedRun
+    from phalanx.tuning import TuneResult, TuneTrial
 
 
 def tune(
@@ -34,7 +34,7 @@ def tune(
             help="Measuring time for each trial, in seconds.",
         ),
     ] = 5.0,
-    nproc: Annotated[
+    nproc_per_node: Annotated[
         int | None,
         typer.Option(
             "--nproc-per-node",
@@ -57,103 +57,105 @@ def tune(
     """
     from datetime import date
 
-    from phalanx.cli.data import preparing
+    from phalanx.cli.data import show_progress
     from phalanx.errors import UsageError
     from phalanx.recipe import load_recipe
-    from phalanx.run.directory import check_output, write_whole
-    from phalanx.tuning import Watcher, text_of
+    from phalanx.run.directory import check_output_path, write_atomic
+    from phalanx.tuning import TuneCallbacks, render_recipe
     from phalanx.tuning import tune as search
 
     out = out or recipe.with_name(f"{recipe.stem}.tuned.yaml")
     if out.absolute() == recipe.absolute():
         raise UsageError(f"--out {out}: this is the recipe; write the tuned recipe to another file")
-    check_output("--out", out, ["# Tuned by `phalanx tune`"])
+    check_output_path("--out", out, ["# Tuned by `phalanx tune`"])
     loaded = load_recipe(recipe, overrides or [])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
-    with preparing() as progress:
-        screen = Screen(quiet=as_json)
-        watcher = Watcher(progress, screen.begun, screen.trying, screen.tried)
-        tuned = search(loaded, nproc=nproc, seconds=seconds, allow_precision=allow_precision, watcher=watcher)
-    write_whole(out, text_of(loaded, overrides or [], tuned, date.today()))
+    with show_progress() as progress:
+        console = TuneConsole(quiet=as_json)
+        callbacks = TuneCallbacks(progress, console.print_baseline, console.print_trial_start, console.print_trial)
+        result = search(
+            loaded, nproc_per_node=nproc_per_node, seconds=seconds, allow_precision=allow_precision, callbacks=callbacks
+        )
+    write_atomic(out, render_recipe(loaded, overrides or [], result, date.today()))
     if as_json:
-        typer.echo(json.dumps(_plain(tuned, out), indent=2))
+        typer.echo(json.dumps(_result_to_json(result, out), indent=2))
     else:
-        typer.echo("\n".join(_conclusion(tuned, recipe, out)))
+        typer.echo("\n".join(_format_conclusion(result, recipe, out)))
 
 
-class Screen:
+class TuneConsole:
     """The table, row by row; on a terminal also what is being tried."""
 
     def __init__(self, quiet: bool):
         self._quiet = quiet
 
-    def begun(self, ready: "Ready", seconds: float) -> None:
-        from phalanx.observe.units import duration
+    def print_baseline(self, prepared: "PreparedRun", seconds: float) -> None:
+        from phalanx.observe.units import format_duration
 
         if self._quiet:
             return
-        recipe = ready.recipe
-        workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
+        recipe = prepared.recipe
+        num_workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
         print(
-            f"{ready.cluster.get('device_name')}, {ready.cluster.get('physical_cores')} cores; {recipe.name} by itself:"
+            f"{prepared.cluster.get('device_name')}, {prepared.cluster.get('physical_cores')} cores; {recipe.name} by itself:"
         )
         print(
             f"{recipe.precision}, compile={str(recipe.compile).lower()}, batch.micro_size={recipe.batch.micro_size}, "
-            f"{workers} {'process' if workers == 1 else 'processes'} x {recipe.num_threads} "
-            f"{'thread' if recipe.num_threads == 1 else 'threads'}: {duration(seconds)} a step\n"
+            f"{num_workers} {'process' if num_workers == 1 else 'processes'} x {recipe.num_threads} "
+            f"{'thread' if recipe.num_threads == 1 else 'threads'}: {format_duration(seconds)} a step\n"
         )
         print(f"{'TRIAL':<26} {'PREDICTED':>9}  {'MEASURED (QUARTILES)':<23} {'STEP TIME':>9}  RESULT", flush=True)
 
-    def trying(self, label: str) -> None:
+    def print_trial_start(self, label: str) -> None:
         if sys.stderr.isatty() and not self._quiet:
             print(f"\r{label} ...\033[K", end="", file=sys.stderr, flush=True)
 
-    def tried(self, row: "Row") -> None:
+    def print_trial(self, trial: "TuneTrial") -> None:
         if sys.stderr.isatty() and not self._quiet:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         if not self._quiet:
-            print(row_text(row), flush=True)
+            print(format_trial(trial), flush=True)
 
 
-def row_text(row: "Row") -> str:
+def format_trial(trial: "TuneTrial") -> str:
     """One line of the table."""
-    from phalanx.observe.units import duration
-    from phalanx.tuning import gain
+    from phalanx.observe.units import format_duration
+    from phalanx.tuning import format_gain
 
-    predicted = "" if row.predicted is None else f"{row.predicted:.2f} x"
-    result = ": ".join(part for part in ("kept" if row.kept and row.predicted else "", row.note) if part)
-    if row.found is None:
-        return f"{row.label:<26} {predicted:>9}  {'':<23} {'':>9}  {result}"
-    found, step = gain(row.found), duration(row.found.after)
-    return f"{row.label:<26} {predicted:>9}  {found:<23} {step:>9}  {result}".rstrip()
+    predicted = "" if trial.predicted is None else f"{trial.predicted:.2f} x"
+    result = ": ".join(part for part in ("kept" if trial.is_kept and trial.predicted else "", trial.note) if part)
+    if trial.measured is None:
+        return f"{trial.label:<26} {predicted:>9}  {'':<23} {'':>9}  {result}"
+    measured_text, step_text = format_gain(trial.measured), format_duration(trial.measured.candidate_s)
+    return f"{trial.label:<26} {predicted:>9}  {measured_text:<23} {step_text:>9}  {result}".rstrip()
 
 
-def _conclusion(tuned: "Tuned", recipe: Path, out: Path) -> list[str]:
-    from phalanx.observe.units import duration
+def _format_conclusion(result: "TuneResult", recipe: Path, out: Path) -> list[str]:
+    from phalanx.observe.units import format_duration
     from phalanx.streams import word_of
-    from phalanx.tuning import gain
+    from phalanx.tuning import format_gain
 
-    lines = ["", *(f"not tried  {note}" for note in tuned.untried), ""]
-    if tuned.total is None:
+    lines = ["", *(f"not tried  {note}" for note in result.untried), ""]
+    if result.total is None:
         lines.append(f"no trial is faster than `phalanx train {word_of(recipe)}`")
     else:
         lines.append(
-            f"{duration(tuned.total.before)} -> {duration(tuned.total.after)} a step: {gain(tuned.total)} as fast"
+            f"{format_duration(result.total.baseline_s)} -> {format_duration(result.total.candidate_s)} a step: {format_gain(result.total)} as fast"
         )
-    workers = [] if tuned.workers == 1 else ["--nproc-per-node", str(tuned.workers)]
-    return [*lines, f"wrote {out}; train it with: phalanx train {' '.join([word_of(out), *workers])}"]
+    nproc_option = [] if result.num_workers == 1 else ["--nproc-per-node", str(result.num_workers)]
+    return [*lines, f"wrote {out}; train it with: phalanx train {' '.join([word_of(out), *nproc_option])}"]
 
 
-def _plain(tuned: "Tuned", out: Path) -> dict[str, Any]:
+def _result_to_json(result: "TuneResult", out: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
-        "default_step_seconds": tuned.default_seconds,
-        "trials": [row.plain() for row in tuned.rows],
-        "changes": tuned.changes,
-        "total": None if tuned.total is None else asdict(tuned.total),
-        "untried": tuned.untried,
-        "workers": tuned.workers,
-        "machine": tuned.machine,
+        "default_step_seconds": result.default_seconds,
+        "trials": [row.to_json() for row in result.trials],
+        "changes": result.changes,
+        "total": None if result.total is None else asdict(result.total),
+        "untried": result.untried,
+        "workers": result.num_workers,
+        "machine": result.machine,
         "recipe": str(out),
     }

@@ -3,24 +3,24 @@
 catalogue. Torch is imported only where something is measured, the catalogue's files are read when something is asked.
 """
 
-from phalanx.cluster.datasheet import DataSheet, peak
+from phalanx.cluster.datasheet import DataSheet, find_data_sheet
 from phalanx.cluster.description import Cluster
-from phalanx.cluster.discover import Accelerator, Cpu, Machine, accelerators, this_machine
-from phalanx.cluster.environment import environment
+from phalanx.cluster.discover import Cpu, DetectedGpu, Machine, detect_gpus, discover_machine
+from phalanx.cluster.environment import collect_environment
 from phalanx.cluster.matmul import measure_matmul
 from phalanx.cluster.naming import load_cluster, save_cluster
 
 __all__ = [
-    "Accelerator",
     "Cluster",
     "Cpu",
     "DataSheet",
+    "DetectedGpu",
     "Machine",
-    "accelerators",
-    "environment",
+    "collect_environment",
+    "detect_gpus",
+    "discover_machine",
+    "find_data_sheet",
     "load_cluster",
     "measure_matmul",
-    "peak",
     "save_cluster",
-    "this_machine",
 ]

@@ -7,15 +7,26 @@ what there is.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.cluster.description import Accelerator, Node, Storage, Topology
-from phalanx.cluster.entries import KINDS, Kind, entry, names
-from phalanx.cluster.shorthand import whole_node
+from phalanx.cluster.description import AcceleratorSpec, NetworkTopology, NodeSpec, StorageSpec
+from phalanx.cluster.entries import CATALOG_KINDS, CatalogKind, get_entry, list_names
+from phalanx.cluster.shorthand import expand_node
 
-__all__ = ["KINDS", "Kind", "Link", "accelerator", "link", "names", "node", "sources", "storage", "topology"]
+__all__ = [
+    "CATALOG_KINDS",
+    "CatalogKind",
+    "LinkKind",
+    "figure_sources",
+    "find_accelerator",
+    "find_link",
+    "find_node",
+    "find_storage",
+    "find_topology",
+    "list_names",
+]
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkKind:
     """A kind of link: GB/s one way (of a device with all its links, or of a port), and the smallest message's time."""
 
     name: str
@@ -25,35 +36,35 @@ class Link:
     """What a network among neighbours of such links is (`ScaleUp.kind`); None for links between nodes."""
 
 
-def accelerator(name: str) -> Accelerator:
+def find_accelerator(name: str) -> AcceleratorSpec:
     """The accelerator of that name. RecipeError: there is none; the message names the nearest."""
-    found = entry("accelerators", name)
-    return Accelerator(name=found.name, **found.values)
+    found = get_entry("accelerators", name)
+    return AcceleratorSpec(name=found.name, **found.values)
 
 
-def node(name: str) -> Node:
+def find_node(name: str) -> NodeSpec:
     """The node of that name, its accelerator and links filled in. RecipeError: there is none."""
-    return Node.model_validate(whole_node(entry("nodes", name).name, lambda _: "nodes.yaml"))
+    return NodeSpec.model_validate(expand_node(get_entry("nodes", name).name, lambda _: "nodes.yaml"))
 
 
-def link(name: str) -> Link:
+def find_link(name: str) -> LinkKind:
     """The link of that name. RecipeError: there is none."""
-    found = entry("links", name)
-    return Link(found.name, **found.values)
+    found = get_entry("links", name)
+    return LinkKind(found.name, **found.values)
 
 
-def topology(name: str) -> Topology:
+def find_topology(name: str) -> NetworkTopology:
     """The topology of that name. RecipeError: there is none."""
-    return Topology(**entry("topologies", name).values)
+    return NetworkTopology(**get_entry("topologies", name).values)
 
 
-def storage(name: str) -> Storage:
+def find_storage(name: str) -> StorageSpec:
     """The storage of that name. RecipeError: there is none."""
-    found = entry("storage", name)
-    return Storage(name=found.name, **found.values)
+    found = get_entry("storage", name)
+    return StorageSpec(name=found.name, **found.values)
 
 
-def sources(kind: Kind, name: str) -> Mapping[str, str]:
+def figure_sources(kind: CatalogKind, name: str) -> Mapping[str, str]:
     """Where each figure of an entry comes from, by key. A text with `unverified` tells a figure to be checked before
     money depends on it. RecipeError: there is no such entry."""
-    return entry(kind, name).sources
+    return get_entry(kind, name).sources

@@ -6,10 +6,10 @@ CPU's peak is cores x clock x FLOPs a cycle, by the instruction set that it has.
 
 from dataclasses import dataclass
 
-from phalanx.cluster.description import Accelerator
+from phalanx.cluster.description import AcceleratorSpec
 from phalanx.cluster.discover import Cpu, Machine
-from phalanx.cluster.entries import find
-from phalanx.recipe.devices import KINDS
+from phalanx.cluster.entries import find_entry
+from phalanx.recipe.devices import DEVICE_KINDS
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,22 @@ class DataSheet:
     source: str
 
 
-def peak(machine: Machine) -> DataSheet | None:
+def find_data_sheet(machine: Machine) -> DataSheet | None:
     """The data sheet of one of the machine's devices; None for a device that is not listed or a clock not known."""
-    return cpu_peak(machine.cpu, machine.cores) if machine.device == "cpu" else accelerator_peak(machine.name)
+    return (
+        cpu_data_sheet(machine.cpu, machine.physical_cores)
+        if machine.device == "cpu"
+        else accelerator_data_sheet(machine.device_name)
+    )
 
 
-def accelerator_peak(name: str) -> DataSheet | None:
+def accelerator_data_sheet(name: str) -> DataSheet | None:
     """The data sheet of the accelerator that its driver calls `name`; None for one that the catalogue does not have."""
-    entry = find("accelerators", name)
+    entry = find_entry("accelerators", name)
     return None if entry is None else DataSheet(entry.name, dict(entry.values["tflops"]), entry.sources["tflops"])
 
 
-MAKERS = {
+DEVICE_MAKERS = {
     "nvidia": ("cuda",),
     "amd": ("cuda",),
     "intel": ("xpu",),
@@ -45,14 +49,14 @@ NO_GPUS = ("cpu", "gaudi")
 """Generations that are no GPUs, whoever made them."""
 
 
-def torch_devices(device: Accelerator) -> tuple[str, ...]:
+def torch_devices(device: AcceleratorSpec) -> tuple[str, ...]:
     """What a recipe's `device` may be where such devices compute; anything where the maker of one is not known."""
-    found = find("accelerators", device.name)
+    found = find_entry("accelerators", device.name)
     generation = device.generation or ("" if found is None else found.values["generation"])
     if generation in NO_GPUS:
         return ("cpu",) if generation == "cpu" else ()
     vendor = device.vendor or ("" if found is None else found.values["vendor"])
-    return MAKERS.get(vendor.casefold(), tuple({kind.type: None for kind in KINDS.values()}))
+    return DEVICE_MAKERS.get(vendor.casefold(), tuple({kind.type: None for kind in DEVICE_KINDS.values()}))
 
 
 def flops_per_cycle(cpu: Cpu) -> tuple[dict[str, int], str]:
@@ -83,7 +87,7 @@ def flops_per_cycle(cpu: Cpu) -> tuple[dict[str, int], str]:
     return rates, isa
 
 
-def cpu_peak(cpu: Cpu, cores: int) -> DataSheet | None:
+def cpu_data_sheet(cpu: Cpu, cores: int) -> DataSheet | None:
     """cores x clock x FLOPs a cycle; None when the clock or the instruction set is unknown. Where the system tells
     only a nominal clock, a processor that runs above it can beat this peak."""
     rates, isa = flops_per_cycle(cpu)

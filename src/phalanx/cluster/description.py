@@ -9,19 +9,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from phalanx.recipe.schema import NUMBER
+from phalanx.recipe.schema import NUMBER_NOT_BOOL
 
 Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 MOST_NODES = 1_000_000
-LARGEST = 1e18
+MAX_FIGURE = 1e18
 """Of any figure, so that products of several are numbers; `plausible.py` has what hardware may have."""
-Figure = Annotated[float, Field(gt=0, le=LARGEST), NUMBER]
-Measure = Annotated[float, Field(ge=0, le=LARGEST), NUMBER]
-Ratio = Annotated[float, Field(ge=1, le=1e6), NUMBER]
-Count = Annotated[int, Field(gt=0, le=10**15), NUMBER]
+Figure = Annotated[float, Field(gt=0, le=MAX_FIGURE), NUMBER_NOT_BOOL]
+Measure = Annotated[float, Field(ge=0, le=MAX_FIGURE), NUMBER_NOT_BOOL]
+Ratio = Annotated[float, Field(ge=1, le=1e6), NUMBER_NOT_BOOL]
+Count = Annotated[int, Field(gt=0, le=10**15), NUMBER_NOT_BOOL]
 
 
-class Part(BaseModel):
+class StrictModel(BaseModel):
     """Base of every part: immutable, unknown keys refused."""
 
     model_config = ConfigDict(
@@ -29,7 +29,7 @@ class Part(BaseModel):
     )
 
 
-class MatmulCurve(Part):
+class MatmulCurve(StrictModel):
     """How fast matrices are really multiplied: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), F = 2 m n k operations,
     B bytes of operands and result, P and W the peak rates of the data sheet."""
 
@@ -39,11 +39,11 @@ class MatmulCurve(Part):
     """b: share of the memory bandwidth that thin products reach."""
     overhead_us: Measure
     """t0: what a product costs however small it is."""
-    sharpness: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER] = 1.4
+    sharpness: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER_NOT_BOOL] = 1.4
     """q: 1 adds both times, infinity takes the larger."""
 
 
-class Accelerator(Part):
+class AcceleratorSpec(StrictModel):
     """One device that computes: a GPU, a TPU chip, or all cores of a CPU."""
 
     name: str
@@ -68,7 +68,7 @@ class Accelerator(Part):
     """What a small kernel takes from one launch to the next."""
 
 
-class ScaleUp(Part):
+class ScaleUpNetwork(StrictModel):
     """The fast network among neighbours: NVLink, xGMI, ICI, PCIe."""
 
     link: str
@@ -80,7 +80,7 @@ class ScaleUp(Part):
     latency_us: Figure | None = None
 
 
-class ScaleOut(Part):
+class ScaleOutNetwork(StrictModel):
     """The network between nodes."""
 
     link: str
@@ -91,15 +91,15 @@ class ScaleOut(Part):
     latency_us: Figure | None = None
 
 
-class Node(Part):
+class NodeSpec(StrictModel):
     """One machine: `count` equal devices."""
 
     name: str = "node"
-    accelerator: Accelerator
+    accelerator: AcceleratorSpec
     count: Count
-    scale_up: ScaleUp | None = None
+    scale_up: ScaleUpNetwork | None = None
     """None: devices meet through the host's memory."""
-    scale_out: ScaleOut | None = None
+    scale_out: ScaleOutNetwork | None = None
     """None: there is only one node."""
     host_memory_gib: Figure | None = None
     cores: Count | None = None
@@ -108,7 +108,7 @@ class Node(Part):
     idle_w: Figure | None = None
 
 
-class Topology(Part):
+class NetworkTopology(StrictModel):
     """How nodes hang together. `oversubscription`: what the leaves could send, over what the upper levels carry."""
 
     kind: Literal["fat-tree", "rail", "torus", "dragonfly", "single"] = "fat-tree"
@@ -117,7 +117,7 @@ class Topology(Part):
     """Nodes below one leaf switch, which oversubscription spares."""
 
 
-class Storage(Part):
+class StorageSpec(StrictModel):
     """Where data and checkpoints lie; rates of the whole cluster and of one node."""
 
     name: str = "storage"
@@ -127,7 +127,7 @@ class Storage(Part):
     node_write_gbps: Figure | None = None
 
 
-class Prices(Part):
+class Prices(StrictModel):
     """What things cost, in one currency."""
 
     currency: str = "USD"
@@ -139,14 +139,14 @@ class Prices(Part):
     """Limit that is set on each device."""
 
 
-class Reliability(Part):
+class Reliability(StrictModel):
     """How often nodes fail, and how long a start takes."""
 
     failures_per_1000_node_days: Figure | None = None
     restart_seconds: Figure | None = None
 
 
-class Product(Part):
+class GemmTiming(StrictModel):
     """One measured matrix product [m, k] x [k, n], and what it took. The clock ran over many."""
 
     precision: Precision
@@ -161,7 +161,7 @@ class Product(Part):
     """How many did the same at once, sharing the cores of a CPU: each had `threads / processes` of them."""
 
 
-class Timed(Part):
+class OpTiming(StrictModel):
     """One measured operation of a named kind: `bytes` that it moved (read and written), `flops` where it computes.
     `probe/kinds.py` lists the kinds."""
 
@@ -175,7 +175,7 @@ class Timed(Part):
     """As of a product."""
 
 
-class Collective(Part):
+class CollectiveTiming(StrictModel):
     """One measured collective. `bytes` as nccl-tests count them: of the whole buffer; `busbw_gbps` by their rules."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
@@ -190,14 +190,14 @@ class Collective(Part):
     """Whether the result was what it must be."""
 
 
-class Overlap(Part):
+class OverlapSlowdown(StrictModel):
     """What computing and communicating cost each other when both run at once: times over the times alone."""
 
     compute: Figure
     communication: Figure
 
 
-class Measured(Part):
+class Measurements(StrictModel):
     """What `phalanx calibrate` measured, and where: valid for that hardware, driver and those libraries only."""
 
     when: str
@@ -207,29 +207,29 @@ class Measured(Part):
     """CPU threads of the process that measured."""
     drift: Measure = 0.0
     """By what share the slowest of the reference products, timed now and then, was slower than the fastest."""
-    products: list[Product] = Field(default_factory=list)
-    operations: list[Timed] = Field(default_factory=list)
+    products: list[GemmTiming] = Field(default_factory=list)
+    operations: list[OpTiming] = Field(default_factory=list)
     launch_us: Figure | None = None
-    collectives: list[Collective] = Field(default_factory=list)
-    overlap: Overlap | None = None
-    storage: Storage | None = None
+    collectives: list[CollectiveTiming] = Field(default_factory=list)
+    overlap: OverlapSlowdown | None = None
+    storage: StorageSpec | None = None
     checkpoint_gbps: Figure | None = None
     """Of a checkpoint in Phalanx's own format, written and fsynced."""
     odd: list[str] = Field(default_factory=list)
     """What looks wrong, in words."""
 
 
-class Cluster(Part):
+class Cluster(StrictModel):
     """All of it: `nodes` equal nodes."""
 
     name: str
-    nodes: Annotated[int, Field(gt=0, le=MOST_NODES), NUMBER]
-    node: Node
-    topology: Topology = Topology()
-    storage: Storage = Storage()
+    nodes: Annotated[int, Field(gt=0, le=MOST_NODES), NUMBER_NOT_BOOL]
+    node: NodeSpec
+    topology: NetworkTopology = NetworkTopology()
+    storage: StorageSpec = StorageSpec()
     prices: Prices = Prices()
     reliability: Reliability = Reliability()
-    measured: Measured | None = None
+    measured: Measurements | None = None
     notes: dict[str, Any] = Field(default_factory=dict)
     """Anything else worth knowing: discovered cards, disks, links; never read by predictions."""
 

@@ -17,113 +17,125 @@ from ruamel.yaml import YAML
 
 from phalanx.errors import RecipeError
 
-Kind = Literal["accelerators", "nodes", "links", "topologies", "storage"]
-KINDS: tuple[Kind, ...] = ("accelerators", "nodes", "links", "topologies", "storage")
-_ONE = {"accelerators": "accelerator", "nodes": "node", "links": "link", "topologies": "topology", "storage": "storage"}
+CatalogKind = Literal["accelerators", "nodes", "links", "topologies", "storage"]
+CATALOG_KINDS: tuple[CatalogKind, ...] = ("accelerators", "nodes", "links", "topologies", "storage")
+_SINGULAR_BY_KIND = {
+    "accelerators": "accelerator",
+    "nodes": "node",
+    "links": "link",
+    "topologies": "topology",
+    "storage": "storage",
+}
 
-_VENDORS = re.compile(
+_VENDOR_WORDS = re.compile(
     r"nvidia|amd|intel|google|aws|amazon|azure|gcp|tesla|geforce|instinct|gpu|cloud|r|tm|gen|interconnect"
 )
 """Words that tell makers and kinds, never which one."""
-_FAMILIES = re.compile(r"\b(tpu|ici|rtx|gtx|nvlink|pcie|gen|efa|slingshot|trainium|neuronlink|gaudi|xeon|epyc)(?=v?\d)")
+_FAMILY_NUMBER = re.compile(
+    r"\b(tpu|ici|rtx|gtx|nvlink|pcie|gen|efa|slingshot|trainium|neuronlink|gaudi|xeon|epyc)(?=v?\d)"
+)
 """Words that people write with and without a space before a number."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """One entry: its figures as they are in the file, and where each comes from."""
 
-    kind: Kind
+    kind: CatalogKind
     name: str
     aliases: tuple[str, ...]
-    also: frozenset[str]
+    optional_words: frozenset[str]
     """Words that may stand beside one of its names."""
     values: Mapping[str, Any]
     sources: Mapping[str, str] = field(repr=False)
 
 
-def names(kind: Kind) -> list[str]:
+def list_names(kind: CatalogKind) -> list[str]:
     """The full names of all entries of a kind, in the order of the file."""
-    return list(_entries(kind))
+    return list(_load_entries(kind))
 
 
-def entries(kind: Kind) -> list[Entry]:
+def list_entries(kind: CatalogKind) -> list[CatalogEntry]:
     """All entries of a kind, in the order of the file."""
-    return list(_entries(kind).values())
+    return list(_load_entries(kind).values())
 
 
-def entry(kind: Kind, name: str) -> Entry:
+def get_entry(kind: CatalogKind, name: str) -> CatalogEntry:
     """The entry of that name. RecipeError: there is none; the message names the nearest."""
-    found = find(kind, name)
+    found = find_entry(kind, name)
     if found is None:
-        raise RecipeError(unknown(kind, name))
+        raise RecipeError(explain_unknown(kind, name))
     return found
 
 
-def unknown(kind: Kind, name: str) -> str:
+def explain_unknown(kind: CatalogKind, name: str) -> str:
     """`unknown accelerator 'H1000'; the nearest are ...`."""
-    return f"unknown {_ONE[kind]} {name!r}{near(name, kind)}"
+    return f"unknown {_SINGULAR_BY_KIND[kind]} {name!r}{suggest_names(name, kind)}"
 
 
-def find(kind: Kind, name: str) -> Entry | None:
+def find_entry(kind: CatalogKind, name: str) -> CatalogEntry | None:
     """The entry of that name, or None. An alias, letter for letter, comes before words."""
-    exact, worded = _index(kind)
+    exact, by_words = _build_index(kind)
     if (found := exact.get(name.casefold())) is not None:
         return found
-    given = words(name)
-    fitting = [(len(own), one) for own, one in worded if own <= given <= own | one.also]
+    given = name_words(name)
+    matches = [(len(own), one) for own, one in by_words if own <= given <= own | one.optional_words]
     # of two entries that fit, the one with more words of its own says more: `A100 PCIe` before `A100`
-    return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
+    return max(matches, key=lambda pair: pair[0])[1] if matches else None
 
 
-def near(name: str, *kinds: Kind) -> str:
+def suggest_names(name: str, *kinds: CatalogKind) -> str:
     """`; the nearest are X, Y` of names that are spelt like it; else where all of them stand."""
-    spelt = {" ".join(_words(alias)): one.name for kind in kinds for alias, one in _aliases(kind)}
-    close = get_close_matches(" ".join(_words(name)), list(spelt), 9, 0.5)
-    nearest = list(dict.fromkeys(spelt[one] for one in close))[:3]
+    name_by_spelling = {" ".join(_split_words(alias)): one.name for kind in kinds for alias, one in _aliases(kind)}
+    close = get_close_matches(" ".join(_split_words(name)), list(name_by_spelling), 9, 0.5)
+    nearest = list(dict.fromkeys(name_by_spelling[one] for one in close))[:3]
     return (
         f"; the nearest are {', '.join(nearest)}" if nearest else "; docs/reference/cluster-file.md lists what there is"
     )
 
 
-def words(name: str) -> frozenset[str]:
+def name_words(name: str) -> frozenset[str]:
     """What counts of a name: `NVIDIA A100-SXM4-80GB` is {a100, sxm4, 80gb}."""
-    return frozenset(_words(name))
+    return frozenset(_split_words(name))
 
 
-def _words(name: str) -> list[str]:
+def _split_words(name: str) -> list[str]:
     text = name.casefold().replace("_", " ").replace("gib", "gb").replace("tpuv", "tpu v")
     text = re.sub(r"(\d)\s+(gb|w|ghz|gbe)\b", r"\1\2", text)
-    text = _FAMILIES.sub(r"\1 ", text)
+    text = _FAMILY_NUMBER.sub(r"\1 ", text)
     found = re.findall(r"[a-z0-9.+]+", re.sub(r"\bv(\d[a-z]?)\b", r"\1", text))
-    return [re.sub(r"^(\d+)\.0$", r"\1", word) for word in found if not _VENDORS.fullmatch(word)]
+    return [re.sub(r"^(\d+)\.0$", r"\1", word) for word in found if not _VENDOR_WORDS.fullmatch(word)]
 
 
-def _aliases(kind: Kind) -> Iterable[tuple[str, Entry]]:
-    return ((alias, one) for one in _entries(kind).values() for alias in (one.name, *one.aliases))
+def _aliases(kind: CatalogKind) -> Iterable[tuple[str, CatalogEntry]]:
+    return ((alias, one) for one in _load_entries(kind).values() for alias in (one.name, *one.aliases))
 
 
 @cache
-def _index(kind: Kind) -> tuple[dict[str, Entry], list[tuple[frozenset[str], Entry]]]:
+def _build_index(kind: CatalogKind) -> tuple[dict[str, CatalogEntry], list[tuple[frozenset[str], CatalogEntry]]]:
     """Every alias letter for letter, and as words."""
     exact = {alias.casefold(): one for alias, one in _aliases(kind)}
-    return exact, [(words(alias), one) for alias, one in _aliases(kind)]
+    return exact, [(name_words(alias), one) for alias, one in _aliases(kind)]
 
 
 @cache
-def _entries(kind: Kind) -> dict[str, Entry]:
+def _load_entries(kind: CatalogKind) -> dict[str, CatalogEntry]:
     text = (files("phalanx.cluster") / "data" / f"{kind}.yaml").read_text("utf-8")
     file = YAML(typ="safe").load(text)  # in C where ruamel.yaml.clib is installed: four times faster
-    return {name: _entry(kind, name, dict(values), file["references"]) for name, values in file[kind].items()}
+    return {name: _build_entry(kind, name, dict(values), file["references"]) for name, values in file[kind].items()}
 
 
-def _entry(kind: Kind, name: str, values: dict[str, Any], references: dict[str, str]) -> Entry:
-    told = {key: _expanded(text, references) for keys, text in values.pop("sources").items() for key in keys.split()}
+def _build_entry(kind: CatalogKind, name: str, values: dict[str, Any], references: dict[str, str]) -> CatalogEntry:
+    sources_by_key = {
+        key: _expand_references(text, references)
+        for keys, text in values.pop("sources").items()
+        for key in keys.split()
+    }
     aliases, also = values.pop("aliases", ()), values.pop("also", ())
-    return Entry(kind, name, tuple(aliases), frozenset().union(*map(words, also)), values, told)
+    return CatalogEntry(kind, name, tuple(aliases), frozenset().union(*map(name_words, also)), values, sources_by_key)
 
 
-def _expanded(text: str, references: dict[str, str]) -> str:
+def _expand_references(text: str, references: dict[str, str]) -> str:
     """A source with every [reference] written out."""
     while match := re.search(r"\[([a-z0-9-]+)\]", text):
         text = text.replace(match[0], references[match[1]])

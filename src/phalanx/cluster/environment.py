@@ -8,48 +8,56 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH_NCCL_", "PYTORCH_", "PHALANX_")
-NAMES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "LD_PRELOAD", "MALLOC_ARENA_MAX")
+RECORDED_PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH_NCCL_", "PYTORCH_", "PHALANX_")
+RECORDED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "LD_PRELOAD",
+    "MALLOC_ARENA_MAX",
+)
 
-HIDDEN = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
+SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
 """Variables whose names hold one of these are neither recorded nor handed on unasked."""
 
 
-def environment(argv: Sequence[str], folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What environment.json holds, for a run started by `argv` with a recipe in `folder`."""
+def collect_environment(
+    argv: Sequence[str], recipe_dir: Path, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """What environment.json holds, for a run started by `argv` with a recipe in `recipe_dir`."""
     return {
-        "command": [masked(word) for word in argv],
+        "command": [mask_secret(word) for word in argv],
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "numpy", "phalanx")},
-        "git": git_state(folder),
-        "environment_variables": relevant(environ),
+        **{name: _package_version(name) for name in ("torch", "numpy", "phalanx")},
+        "git": read_git_state(recipe_dir),
+        "environment_variables": relevant_variables(environ),
     }
 
 
-def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that change speed, rounding or communication, sorted; others may hold secrets."""
-    wanted = [name for name in sorted(environ) if name in NAMES or name.startswith(PREFIXES)]
-    return {name: environ[name] for name in wanted if not hidden(name)}
+    wanted = [name for name in sorted(environ) if name in RECORDED_VARIABLES or name.startswith(RECORDED_PREFIXES)]
+    return {name: environ[name] for name in wanted if not is_secret(name)}
 
 
-def hidden(name: str) -> bool:
+def is_secret(name: str) -> bool:
     """Whether a variable's name says that it holds a secret."""
-    return any(part in name.upper() for part in HIDDEN)
+    return any(part in name.upper() for part in SECRET_WORDS)
 
 
-def masked(word: str) -> str:
+def mask_secret(word: str) -> str:
     """A word of a command line, without the value of what its name says is secret."""
     name, equals, value = word.partition("=")
-    return f"{name}=..." if equals and value and hidden(name) else word
+    return f"{name}=..." if equals and value and is_secret(name) else word
 
 
-def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
-    """Commit of the repository around `folder`; `dirty`: a tracked file in `folder` differs from it; `untracked`: how
+def read_git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
+    """Commit of the repository around `recipe_dir`; `dirty`: a tracked file in `recipe_dir` differs from it; `untracked`: how
     many files there it does not know. None without a repository, a commit or git."""
-    commit = _git(git, folder, "rev-parse", "--verify", "HEAD")
-    status = _git(git, folder, "status", "--porcelain", "--ignore-submodules=dirty", "--", ".")
+    commit = _run_git(git, folder, "rev-parse", "--verify", "HEAD")
+    status = _run_git(git, folder, "status", "--porcelain", "--ignore-submodules=dirty", "--", ".")
     if commit is None or status is None:
         return None
     lines = status.splitlines()
@@ -57,12 +65,12 @@ def git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
     return {"commit": commit.strip(), "dirty": len(lines) > untracked, "untracked_files": untracked}
 
 
-def unhooked(git: str, folder: Path) -> list[str]:
+def safe_git_options(git: str, folder: Path) -> list[str]:
     """Options by which git runs nothing that a repository's own configuration names: it may have come from anybody."""
-    asked = ["config", "--show-scope", "--includes", "--null", "--name-only", "--get-regexp", r"^filter\."]
+    query = ["config", "--show-scope", "--includes", "--null", "--name-only", "--get-regexp", r"^filter\."]
     try:
-        done = subprocess.run([git, "-C", str(folder), *asked], capture_output=True, timeout=30, check=False)
-        words = os.fsdecode(done.stdout).split("\0")
+        completed = subprocess.run([git, "-C", str(folder), *query], capture_output=True, timeout=30, check=False)
+        words = os.fsdecode(completed.stdout).split("\0")
         names = {name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")}
     except (OSError, subprocess.TimeoutExpired):
         names = set()
@@ -70,16 +78,16 @@ def unhooked(git: str, folder: Path) -> list[str]:
     return [word for option in options for word in ("-c", option)]
 
 
-def _git(git: str, folder: Path, *arguments: str) -> str | None:
-    command = [git, "-C", str(folder), *unhooked(git, folder), *arguments]
+def _run_git(git: str, folder: Path, *arguments: str) -> str | None:
+    command = [git, "-C", str(folder), *safe_git_options(git, folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):  # no git here, or a network disk that hangs: the run matters more
         return None
-    return done.stdout if done.returncode == 0 else None
+    return completed.stdout if completed.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:  # run from a source tree that is not installed

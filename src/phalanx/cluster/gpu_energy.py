@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cluster.discover import accelerators
-from phalanx.cluster.gpu_links import asked, find_nvml
+from phalanx.cluster.discover import detect_gpus
+from phalanx.cluster.gpu_links import import_nvml, open_nvml
 from phalanx.errors import UnfitNodeError
 
 
-def joules(uuids: Sequence[str], nvml: Any) -> float | None:
+def read_gpu_joules(uuids: Sequence[str], nvml: Any) -> float | None:
     """Joules that these GPUs together have drawn since their driver was loaded, as NVIDIA's library tells. None where
     the library does not work or one of them does not count, and for no GPU."""
-    with asked(nvml) as library:
+    with open_nvml(nvml) as library:
         if library is None or not uuids:
             return None
         try:
@@ -21,12 +21,12 @@ def joules(uuids: Sequence[str], nvml: Any) -> float | None:
             return None
 
 
-def joules_here(count: int) -> float | None:
+def read_local_gpu_joules(count: int) -> float | None:
     """The same of the first so many GPUs that workers of this machine take; None where that is not known."""
-    if (nvml := find_nvml()) is None:
+    if (nvml := import_nvml()) is None:
         return None
     try:
-        found = [gpu.uuid for gpu in accelerators()][:count]
+        found = [gpu.uuid for gpu in detect_gpus()][:count]
     except UnfitNodeError:
         return None
-    return joules(found, nvml) if len(found) == count and all(found) else None
+    return read_gpu_joules(found, nvml) if len(found) == count and all(found) else None

@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.recipe.checks import has_fp8
-from phalanx.recipe.devices import sizes_for
+from phalanx.recipe.devices import size_table_of
 
 if TYPE_CHECKING:
     import torch
 
-Clock = Callable[[], float]
-SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
+ClockFn = Callable[[], float]
+MATRIX_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 
 
 def measure_matmul(
     device: str,
     threads: int,
     seconds: float = 0.5,
-    clock: Clock = time.perf_counter,
+    clock: ClockFn = time.perf_counter,
     sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """TFLOP/s of square matrix products on a device of torch by precision: "fp32", "bf16", on GPUs also "tf32", "fp16"
@@ -33,77 +33,77 @@ def measure_matmul(
     """
     import torch
 
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     module = torch.get_device_module(device)
     if device != "cpu":
-        kinds |= {"tf32": torch.float32, "fp16": torch.float16}
+        dtypes |= {"tf32": torch.float32, "fp16": torch.float16}
         if device == "cuda" and not torch.version.hip and has_fp8(module.get_device_capability()):
-            kinds["fp8"] = torch.float8_e4m3fn
+            dtypes["fp8"] = torch.float8_e4m3fn
         if not module.is_bf16_supported(including_emulation=False):
-            del kinds["bf16"]
-    sizes = sizes or SIZES[sizes_for(device)]
-    before = torch.get_num_threads()
+            del dtypes["bf16"]
+    sizes = sizes or MATRIX_SIZES[size_table_of(device)]
+    previous_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     rates = {}
     try:
-        for name, kind in kinds.items():
+        for name, dtype in dtypes.items():
             best = 0.0
             for size in sizes:
-                a = torch.randn(size, size, device=device).to(kind)
-                b = torch.randn(size, size, device=device).to(kind)
-                product = _scaled(a, b) if name == "fp8" else _plain(a, b, fast=name == "tf32")
+                a = torch.randn(size, size, device=device).to(dtype)
+                b = torch.randn(size, size, device=device).to(dtype)
+                product = _make_fp8_matmul(a, b) if name == "fp8" else _make_matmul(a, b, allow_tf32=name == "tf32")
 
                 def run(product: Callable[[], object] = product) -> None:
                     product()
                     module.synchronize()
 
-                took = median_seconds(run, seconds / len(sizes), clock)
-                best = max(best, 2 * size**3 / took / 1e12)
-                if took > seconds:  # so slow (bf16 without hardware for it) that a larger size would only cost time
+                time_s = median_seconds(run, seconds / len(sizes), clock)
+                best = max(best, 2 * size**3 / time_s / 1e12)
+                if time_s > seconds:  # so slow (bf16 without hardware for it) that a larger size would only cost time
                     break
             rates[name] = best
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_threads)
     return rates
 
 
-def _plain(a: torch.Tensor, b: torch.Tensor, fast: bool) -> Callable[[], object]:
-    """The product of two matrices; `fast` lets a GPU round fp32 to TF32 in it."""
+def _make_matmul(a: torch.Tensor, b: torch.Tensor, allow_tf32: bool) -> Callable[[], object]:
+    """The product of two matrices; `allow_tf32` lets a GPU round fp32 to TF32 in it."""
     import torch
 
     out = torch.empty_like(a)
 
     def product() -> None:
         before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if fast else "highest")
+        torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
         torch.mm(a, b, out=out)
         torch.set_float32_matmul_precision(before)
 
     return product if a.device.type != "cpu" else lambda: torch.mm(a, b, out=out)
 
 
-def _scaled(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
+def _make_fp8_matmul(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
     """The product of two matrices in fp8."""
     import torch
 
-    from phalanx.compat import scaled_product
+    from phalanx.compat import scaled_mm
 
     one = torch.ones((), device=a.device)
-    return lambda: scaled_product(a, b.t(), one, one, torch.bfloat16, fast=True)
+    return lambda: scaled_mm(a, b.t(), one, one, torch.bfloat16, fast=True)
 
 
-def median_seconds(run: Callable[[], None], budget: float, clock: Clock, least: int = 3) -> float:
-    """Median duration of `run` after one run that does not count, repeated until `budget` seconds have gone by and at
-    least `least` times; a run that alone takes more than the budget is not repeated."""
+def median_seconds(run: Callable[[], None], budget_s: float, clock: ClockFn, min_repeats: int = 3) -> float:
+    """Median duration of `run` after one run that does not count, repeated until `budget_s` seconds have gone by and at
+    least `min_repeats` times; a run that alone takes more than the budget is not repeated."""
     begin = clock()
     run()
-    if clock() - begin > 2 * budget:
-        least = 1
+    if clock() - begin > 2 * budget_s:
+        min_repeats = 1
     times: list[float] = []
-    while sum(times) < budget or len(times) < least:
+    while sum(times) < budget_s or len(times) < min_repeats:
         begin = clock()
         run()
         times.append(clock() - begin)
-        if times[-1] > budget and len(times) >= least:
+        if times[-1] > budget_s and len(times) >= min_repeats:
             break
     return statistics.median(times)

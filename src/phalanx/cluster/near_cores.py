@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 
-def cores_near(address: str, root: Path = Path("/")) -> frozenset[int]:
+def find_local_cores(address: str, root: Path = Path("/")) -> frozenset[int]:
     """Those of the NUMA node of a PCI device, such as "0000:1b:00.0", as the kernel tells; none where it does not."""
     try:
         text = (root / "sys/bus/pci/devices" / address / "local_cpulist").read_text().strip()
@@ -21,19 +21,19 @@ def cores_near(address: str, root: Path = Path("/")) -> frozenset[int]:
     return frozenset(found)
 
 
-def stay_near(
+def bind_to_local_cores(
     address: str,
     root: Path = Path("/"),
     allowed: Collection[int] | None = None,
-    allow: Callable[[Collection[int]], None] = lambda cores: os.sched_setaffinity(0, cores),
+    set_affinity: Callable[[Collection[int]], None] = lambda cores: os.sched_setaffinity(0, cores),
 ) -> frozenset[int]:
     """Have this process, and what it starts, run on cores near a device only; which ones. Nothing changes (an empty
     set) where nothing is known of these, where all that are allowed are near, or none."""
-    near = cores_near(address, root)
-    if not near:  # on systems other than Linux, too
-        return near
-    now = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
-    if not near & now or near >= now:
+    local_cores = find_local_cores(address, root)
+    if not local_cores:  # on systems other than Linux, too
+        return local_cores
+    allowed_now = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+    if not local_cores & allowed_now or local_cores >= allowed_now:
         return frozenset()
-    allow(near & now)
-    return near & now
+    set_affinity(local_cores & allowed_now)
+    return local_cores & allowed_now

@@ -3,57 +3,57 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.data.manifest import TOKENIZER, is_dataset
-from phalanx.data.pieces import make_plan
-from phalanx.data.prepare import Progress, prepare_source, silent
+from phalanx.data.manifest import TOKENIZER_FILE, is_dataset
+from phalanx.data.pieces import make_prepare_plan
+from phalanx.data.prepare import PrepareProgress, ignore_progress, prepare_source
 from phalanx.data.tokenizers import check_tokenizer
 from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
 
 
-def cached(
+def prepare_cached(
     source: DataSource,
     data: DataConfig,
-    folder: Path,
-    root: Path | None = None,
-    progress: Callable[[Progress], None] = silent,
+    recipe_dir: Path,
+    cache_dir: Path | None = None,
+    report_progress: Callable[[PrepareProgress], None] = ignore_progress,
 ) -> Path:
-    """The dataset directory of `source` (paths relative to `folder`): prepared into the cache, or found there.
+    """The dataset directory of `source` (paths relative to `recipe_dir`): prepared into the cache, or found there.
 
     It is found again as long as the files that match, their sizes and times, and the tokenizer are the same. Any
-    number of processes may ask at once: one prepares, the others wait. A `prepared` source is returned as it is.
+    number of processes may ask at once: one prepares, the others wait. A `prepare_one` source is returned as it is.
     RecipeError where another tokenizer made it.
     """
     if source.prepared is not None:
-        check_tokenizer(data, folder, folder / source.prepared)
-        return folder / source.prepared
-    out = (root or cache_root()) / "data" / make_plan(source, data, folder).key
-    if is_dataset(out):
-        return out
-    return prepare_source(source, data, folder, out, progress=progress)
+        check_tokenizer(data, recipe_dir, recipe_dir / source.prepared)
+        return recipe_dir / source.prepared
+    dataset_dir = (cache_dir or cache_root()) / "data" / make_prepare_plan(source, data, recipe_dir).cache_key
+    if is_dataset(dataset_dir):
+        return dataset_dir
+    return prepare_source(source, data, recipe_dir, dataset_dir, report_progress=report_progress)
 
 
-def prepare_all(
+def prepare_all_sources(
     data: DataConfig,
-    evaluate: EvaluationConfig,
-    folder: Path,
-    root: Path | None = None,
-    progress: Callable[[Progress], None] = silent,
+    evaluation: EvaluationConfig,
+    recipe_dir: Path,
+    cache_dir: Path | None = None,
+    report_progress: Callable[[PrepareProgress], None] = ignore_progress,
 ) -> tuple[DataConfig, EvaluationConfig]:
-    """The same `data` and `evaluate` with every source `prepared`, as `open_data` wants them; paths are absolute.
+    """The same `data` and `evaluation` with every source `prepare_one`, as `open_data` wants them; paths are absolute.
 
     They share one tokenizer: a BPE is trained on the first source and used for all.
     """
     first, *others = data.source if isinstance(data.source, list) else [data.source]
 
-    def prepared(source: DataSource, data: DataConfig) -> DataSource:
-        place = cached(source, data, folder, root, progress).absolute()
-        return DataSource(prepared=str(place), weight=source.weight)
+    def prepare_one(source: DataSource, data: DataConfig) -> DataSource:
+        dataset_path = prepare_cached(source, data, recipe_dir, cache_dir, report_progress).absolute()
+        return DataSource(prepared=str(dataset_path), weight=source.weight)
 
-    sources = [prepared(first, data)]
-    trained = Path(sources[0].prepared or "") / TOKENIZER
-    if isinstance(data.tokenizer, BpeTokenizerConfig) and trained.is_file():
-        data = data.model_copy(update={"tokenizer": str(trained)})
-    sources += [prepared(source, data) for source in others]
-    scored = None if evaluate.source is None else prepared(evaluate.source, data)
-    return data.model_copy(update={"source": sources}), evaluate.model_copy(update={"source": scored})
+    sources = [prepare_one(first, data)]
+    tokenizer_path = Path(sources[0].prepared or "") / TOKENIZER_FILE
+    if isinstance(data.tokenizer, BpeTokenizerConfig) and tokenizer_path.is_file():
+        data = data.model_copy(update={"tokenizer": str(tokenizer_path)})
+    sources += [prepare_one(source, data) for source in others]
+    validation_source = None if evaluation.source is None else prepare_one(evaluation.source, data)
+    return data.model_copy(update={"source": sources}), evaluation.model_copy(update={"source": validation_source})

@@ -1,6 +1,6 @@
 """Feed: a background thread that has the next steps' batches ready before they are asked for.
 
-It divides the work and nothing else: which samples a step has is `Data`'s to say, so the same steps come out for any
+It divides the work and nothing else: which samples a step has is `RunData`'s to say, so the same steps come out for any
 number of ranks, only in other hands.
 """
 
@@ -11,30 +11,32 @@ from typing import Protocol, Self
 
 from phalanx.data.reader import Batch
 
-AHEAD_BYTES = 1 << 26
+READ_AHEAD_BYTES = 1 << 26
 """About so much may lie read ahead, but always two steps."""
 
 
-def share(count: int, rank: int, world: int, turns: int = 1) -> range:
-    """Which of `count` micro-batches are this rank's: consecutive ones, as evenly as it goes.
+def micro_batch_range(num_micro_batches: int, rank: int, num_groups: int, stride: int = 1) -> range:
+    """Which of `num_micro_batches` micro-batches are this rank's: consecutive ones, as evenly as it goes.
 
-    With `turns`, so many neighbours take a micro-batch each in a round, and consecutive rounds are theirs: which
-    micro-batches make a round, and who of the neighbours has which, does not depend on `world`.
+    With `stride`, so many neighbours take a micro-batch each in a round, and consecutive rounds are theirs: which
+    micro-batches make a round, and who of the neighbours has which, does not depend on `num_groups`.
     """
-    rounds, group, groups = count // turns, rank // turns, world // turns
-    return range(rounds * group // groups * turns + rank % turns, rounds * (group + 1) // groups * turns, turns)
+    num_rounds, group, groups = num_micro_batches // stride, rank // stride, num_groups // stride
+    return range(
+        num_rounds * group // groups * stride + rank % stride, num_rounds * (group + 1) // groups * stride, stride
+    )
 
 
-class Samples(Protocol):
-    """What a feed needs of `Data`."""
+class SampleSource(Protocol):
+    """What a feed needs of `RunData`."""
 
-    def train(self, consumed: int, count: int) -> Batch: ...
+    def read_training(self, consumed: int, count: int) -> Batch: ...
 
 
-class Feed(Iterator[list[Batch]]):
+class Prefetcher(Iterator[list[Batch]]):
     """An endless iterator over steps; each is the list of this rank's micro-batches.
 
-    Sample i of a step belongs to micro-batch i // micro; a rank owns its `share` of them, with `turns`. Up to `depth`
+    Sample i of a step belongs to micro-batch i // micro; a rank owns its `micro_batch_range` of them, with `stride`. Up to `max_steps_ahead`
     steps are read ahead, fewer where they are large. An error in the thread is raised here, when its step is asked for.
     `close` ends the thread; so does leaving a `with`.
 
@@ -44,79 +46,81 @@ class Feed(Iterator[list[Batch]]):
 
     def __init__(
         self,
-        data: Samples,
+        data: SampleSource,
         *,
         global_batch: int,
-        micro: int,
+        micro_size: int,
         rank: int,
-        world: int,
-        consumed: int,
-        turns: int = 1,
-        depth: int = 16,
+        num_groups: int,
+        samples_consumed: int,
+        stride: int = 1,
+        max_steps_ahead: int = 16,
     ):
-        if global_batch % (micro * turns) or global_batch < micro * world:
-            raise ValueError(f"a global batch of {global_batch} has no micro-batches of {micro} for {world} ranks")
+        if global_batch % (micro_size * stride) or global_batch < micro_size * num_groups:
+            raise ValueError(
+                f"a global batch of {global_batch} has no micro-batches of {micro_size} for {num_groups} ranks"
+            )
         self._data = data
-        self._mine = share(global_batch // micro, rank, world, turns)
-        self._global, self._micro = global_batch, micro
-        self._next = consumed
-        self._depth = depth
-        self._ready: deque[list[Batch]] = deque()
+        self._micro_batches = micro_batch_range(global_batch // micro_size, rank, num_groups, stride)
+        self._global_size, self._micro_size = global_batch, micro_size
+        self._next_sample = samples_consumed
+        self._max_steps_ahead = max_steps_ahead
+        self._queue: deque[list[Batch]] = deque()
         self._changed = Condition()
         self._error: BaseException | None = None
         self._closed = False
-        self._thread = Thread(target=self._work, name="feed", daemon=True)
+        self._thread = Thread(target=self._read_ahead, name="feed", daemon=True)
         self._thread.start()
 
     def __next__(self) -> list[Batch]:
-        if not self._ready:
+        if not self._queue:
             with self._changed:
-                self._changed.wait_for(lambda: self._ready or self._error or self._closed)
+                self._changed.wait_for(lambda: self._queue or self._error or self._closed)
         if self._closed:
             raise StopIteration
-        if not self._ready:
+        if not self._queue:
             assert self._error is not None
             if isinstance(self._error, StopIteration):  # here it would say that the run is over
                 raise RuntimeError("reading a sample raised StopIteration") from self._error
             raise self._error
-        step = self._ready.popleft()
-        if self._low():
+        step = self._queue.popleft()
+        if self._is_low():
             with self._changed:
                 self._changed.notify_all()
         return step
 
-    def _low(self) -> bool:
-        return len(self._ready) <= self._depth // 2
+    def _is_low(self) -> bool:
+        return len(self._queue) <= self._max_steps_ahead // 2
 
-    def _work(self) -> None:
+    def _read_ahead(self) -> None:
         try:
-            step = self._read()
+            step = self._read_step()
             size = sum(values.nbytes for batch in step for values in batch.values())
-            self._depth = min(self._depth, max(2, AHEAD_BYTES // size))
+            self._max_steps_ahead = min(self._max_steps_ahead, max(2, READ_AHEAD_BYTES // size))
             while not self._closed:
                 with self._changed:
-                    self._ready.append(step)
+                    self._queue.append(step)
                     self._changed.notify_all()
-                    if len(self._ready) == self._depth:
-                        self._changed.wait_for(lambda: self._low() or self._closed)
+                    if len(self._queue) == self._max_steps_ahead:
+                        self._changed.wait_for(lambda: self._is_low() or self._closed)
                 if not self._closed:
-                    step = self._read()
+                    step = self._read_step()
         except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that trains
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _read(self) -> list[Batch]:
+    def _read_step(self) -> list[Batch]:
         """This rank's share of the next step: read at once where it lies together, then cut into micro-batches (views,
         not copies)."""
-        mine, micro, step = self._mine, self._micro, self._next
-        self._next += self._global
-        if mine.step > 1:
-            return [self._data.train(step + number * micro, micro) for number in mine]
-        batch = self._data.train(step + mine.start * micro, len(mine) * micro)
+        micro_batches, micro_size, step = self._micro_batches, self._micro_size, self._next_sample
+        self._next_sample += self._global_size
+        if micro_batches.step > 1:
+            return [self._data.read_training(step + number * micro_size, micro_size) for number in micro_batches]
+        batch = self._data.read_training(step + micro_batches.start * micro_size, len(micro_batches) * micro_size)
         return [
-            {name: values[start : start + micro] for name, values in batch.items()}
-            for start in range(0, len(mine) * micro, micro)
+            {name: values[start : start + micro_size] for name, values in batch.items()}
+            for start in range(0, len(micro_batches) * micro_size, micro_size)
         ]
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from phalanx.errors import RecipeError
 
 
-class File(NamedTuple):
+class SourceFile(NamedTuple):
     """A source file as it was found; size and time tell whether it changed since."""
 
     path: str
@@ -20,49 +20,53 @@ class File(NamedTuple):
     mtime_ns: int
 
 
-def as_list(globs: str | list[str]) -> list[str]:
+def to_glob_list(globs: str | list[str]) -> list[str]:
     """A glob or a list of them, as a list."""
     return [globs] if isinstance(globs, str) else globs
 
 
-def find_files(globs: str | list[str], exclude: str | list[str], folder: Path) -> list[File]:
+def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path) -> list[SourceFile]:
     """The files that match, glob by glob, sorted within each, each file once, by however many links and names it is
     found; RecipeError for a glob that has none.
 
-    Relative globs are relative to `folder`; an excluding one that begins with `**/` means any place. A name that
+    Relative globs are relative to `base_dir`; an excluding one that begins with `**/` means any place. A name that
     exists as it stands is no pattern.
     """
-    unwanted = [
-        (regex, _absolute(pattern, folder))
-        for pattern in as_list(exclude)
-        for regex in [_translate(pattern if pattern.startswith("**/") else _pattern(pattern, folder))]
+    exclusions = [
+        (regex, _absolute_path(pattern, base_dir))
+        for pattern in to_glob_list(exclude)
+        for regex in [_glob_to_regex(pattern if pattern.startswith("**/") else _absolute_pattern(pattern, base_dir))]
     ]
-    found: dict[object, File] = {}
+    found: dict[object, SourceFile] = {}
     real = cache(os.path.realpath)
-    for pattern in as_list(globs):
-        matching = sorted(_matching(_absolute(pattern, folder), folder))
+    for pattern in to_glob_list(globs):
+        matching = sorted(_iterate_matches(_absolute_path(pattern, base_dir), base_dir))
         files = [path for path in matching if os.path.isfile(path)]
-        kept = [path for path in files if not any(path == name or regex.fullmatch(path) for regex, name in unwanted)]
-        if not kept:
+        not_excluded = [
+            path for path in files if not any(path == name or regex.fullmatch(path) for regex, name in exclusions)
+        ]
+        if not not_excluded:
             others = [path for path in matching if os.path.lexists(path)]
             if others and not files:
                 raise RecipeError(f"data.source: {pattern!r} matches no file: {others[0]} {_no_file(others[0])}")
             all_excluded = f" that is not excluded ({len(files)} are)" if files else ""
-            raise RecipeError(f"data.source: {pattern!r} matches no file{all_excluded} (looked in {folder.absolute()})")
-        for path in kept:
-            found.setdefault(_identity(path, real), stat_file(path))
+            raise RecipeError(
+                f"data.source: {pattern!r} matches no file{all_excluded} (looked in {base_dir.absolute()})"
+            )
+        for path in not_excluded:
+            found.setdefault(_file_identity(path, real), stat_source_file(path))
     return list(found.values())
 
 
-def stat_file(path: str | Path) -> File:
+def stat_source_file(path: str | Path) -> SourceFile:
     """A file's size and time; RecipeError when it is not there, or is a pipe, a device or a folder."""
     try:
-        about = os.stat(path)
+        stat_result = os.stat(path)
     except OSError as error:
         raise RecipeError(f"data.source: {path}: {error.strerror}") from None
-    if not stat.S_ISREG(about.st_mode):
+    if not stat.S_ISREG(stat_result.st_mode):
         raise RecipeError(f"data.source: {path}: not a regular file")
-    return File(str(path), about.st_size, about.st_mtime_ns)
+    return SourceFile(str(path), stat_result.st_size, stat_result.st_mtime_ns)
 
 
 def _no_file(path: str) -> str:
@@ -74,11 +78,11 @@ def _no_file(path: str) -> str:
     return "is a pipe, a socket or a device, which cannot be read twice; write it to a file"
 
 
-def _identity(path: str, real: Callable[[str], str]) -> object:
+def _file_identity(path: str, real: Callable[[str], str]) -> object:
     """What is the same for all names of a file: of one with several hard links its number, else its real path."""
-    about = os.stat(path)
-    if about.st_nlink > 1:
-        return about.st_dev, about.st_ino
+    stat_result = os.stat(path)
+    if stat_result.st_nlink > 1:
+        return stat_result.st_dev, stat_result.st_ino
     return (
         os.path.realpath(path)
         if os.path.islink(path)
@@ -86,83 +90,83 @@ def _identity(path: str, real: Callable[[str], str]) -> object:
     )
 
 
-def _absolute(pattern: str, folder: Path) -> str:
-    return os.path.normpath(os.path.join(folder.absolute(), os.path.expanduser(pattern)))
+def _absolute_path(pattern: str, base_dir: Path) -> str:
+    return os.path.normpath(os.path.join(base_dir.absolute(), os.path.expanduser(pattern)))
 
 
-def _pattern(pattern: str, folder: Path) -> str:
+def _absolute_pattern(pattern: str, base_dir: Path) -> str:
     """The same as a pattern, in which the folder's own name has no meaning beyond itself."""
-    escaped = re.sub(r"([*?\[])", r"[\1]", str(folder.absolute()))
+    escaped = re.sub(r"([*?\[])", r"[\1]", str(base_dir.absolute()))
     return os.path.normpath(os.path.join(escaped, os.path.expanduser(pattern)))
 
 
-def _matching(path: str, folder: Path) -> Iterator[str]:
-    """Paths that match an absolute pattern, each at least once. What lies above `folder` is no pattern."""
-    home = str(folder.absolute())
-    below = path.startswith(f"{home}/")
-    parts = path.removeprefix(home if below else "/").strip("/").split("/")
+def _iterate_matches(path: str, folder: Path) -> Iterator[str]:
+    """Paths that match an absolute pattern, each at least once. What lies above `base_dir` is no pattern."""
+    base_path = str(folder.absolute())
+    is_below = path.startswith(f"{base_path}/")
+    parts = path.removeprefix(base_path if is_below else "/").strip("/").split("/")
     steps = [part for part, before in zip(parts, ["", *parts], strict=False) if not part == before == "**"]
-    yield from _descend(home if below else "/", steps, set())
+    yield from _iterate_below(base_path if is_below else "/", steps, set())
 
 
-def _descend(place: str, steps: list[str], entered: set[tuple[int, str]]) -> Iterator[str]:
-    """Paths below the folder `place` that match. `entered`: folders that each `**` has been in: links lead it to each
+def _iterate_below(directory: str, steps: list[str], visited: set[tuple[int, str]]) -> Iterator[str]:
+    """Paths below the folder `directory` that match. `visited`: folders that each `**` has been in: links lead it to each
     once, and none leads upwards."""
     step, *rest = steps
     if step == "**":
-        yield from _descend(place, rest, entered) if rest else _files_in(place)
+        yield from _iterate_below(directory, rest, visited) if rest else _iterate_files(directory)
         links = []
-        for name, is_link in _folders_in(place):
-            inner = os.path.join(place, name)
+        for name, is_link in _list_dirs(directory):
+            child = os.path.join(directory, name)
             if is_link:
-                links.append(inner)
+                links.append(child)
             else:
-                yield from _descend(inner, steps, entered)
-        here = f"{os.path.realpath(place)}/" if links else ""
-        for inner in links:
-            real = os.path.realpath(inner)
-            if (len(steps), real) not in entered and not here.startswith(f"{real.rstrip('/')}/"):
-                entered.add((len(steps), real))
-                yield from _descend(inner, steps, entered)
+                yield from _iterate_below(child, steps, visited)
+        real_directory = f"{os.path.realpath(directory)}/" if links else ""
+        for child in links:
+            real = os.path.realpath(child)
+            if (len(steps), real) not in visited and not real_directory.startswith(f"{real.rstrip('/')}/"):
+                visited.add((len(steps), real))
+                yield from _iterate_below(child, steps, visited)
         return
-    exact = os.path.join(place, step)
+    exact = os.path.join(directory, step)
     names = [exact]
     if re.search(r"[*?\[]", step):
-        names = [os.path.join(place, name) for name in _names_in(place) if _fits(name, step)]
+        names = [os.path.join(directory, name) for name in _list_names(directory) if _matches_name(name, step)]
         names = [exact] if os.path.lexists(exact) and exact not in names else names
     for name in names:
         if not rest:
             yield name
         elif os.path.isdir(name):
-            yield from _descend(name, rest, entered)
+            yield from _iterate_below(name, rest, visited)
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches_name(name: str, pattern: str) -> bool:
     """Whether a name matches; a hidden one only a pattern that begins with a dot."""
     return fnmatchcase(name, pattern) and (pattern.startswith(".") or not name.startswith("."))
 
 
-def _names_in(place: str) -> list[str]:
+def _list_names(directory: str) -> list[str]:
     try:
-        return os.listdir(place)
+        return os.listdir(directory)
     except OSError:  # no folder, or one that may not be read
         return []
 
 
-def _files_in(place: str) -> Iterator[str]:
-    yield from (os.path.join(place, name) for name in _names_in(place) if not name.startswith("."))
+def _iterate_files(directory: str) -> Iterator[str]:
+    yield from (os.path.join(directory, name) for name in _list_names(directory) if not name.startswith("."))
 
 
-def _folders_in(place: str) -> list[tuple[str, bool]]:
+def _list_dirs(directory: str) -> list[tuple[str, bool]]:
     """Folders that are not hidden, and whether each is a link."""
     try:
-        with os.scandir(place) as entries:
+        with os.scandir(directory) as entries:
             return [(entry.name, entry.is_symlink()) for entry in entries if entry.name[0] != "." and entry.is_dir()]
     except OSError:
         return []
 
 
-def _translate(pattern: str) -> re.Pattern[str]:
+def _glob_to_regex(pattern: str) -> re.Pattern[str]:
     """A glob as a regular expression: `**/` is any folders or none, `*` and `?` stay within a name."""
     words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     tokens = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)

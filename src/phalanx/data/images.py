@@ -13,118 +13,120 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from phalanx.data.finding import File, stat_file
+from phalanx.data.finding import SourceFile, stat_source_file
 from phalanx.data.manifest import LABEL_BYTES
-from phalanx.data.packing import HEAD, check_kind, open_packed, packing
-from phalanx.data.shard import Values
-from phalanx.data.sources import CHUNK, Part, reading
+from phalanx.data.packing import HEAD_BYTES, check_file_format, detect_compression, open_compressed
+from phalanx.data.shard import ValueArray
+from phalanx.data.sources import CHUNK_BYTES, FilePart, translate_read_errors
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.streams import printable
+from phalanx.streams import escape_control_chars
 
-_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+_IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _UNSIGNED_BYTE = 8
-LARGEST = 1 << 28
+MAX_IMAGE_VALUES = 1 << 28
 """Values of an image in an IDX file."""
-_WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+_MODES_WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
-class Images(NamedTuple):
+class ImageSourceInfo(NamedTuple):
     """An image source as it was found: what to read, shape (height, width, channels), classes and their names."""
 
-    files: list[File]
-    parts: list[Part]
-    shape: tuple[int, int, int]
-    classes: int
-    labels: tuple[str, ...] | None
+    files: list[SourceFile]
+    parts: list[FilePart]
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    class_names: tuple[str, ...] | None
 
 
-def find_idx(images: str, labels: str, folder: Path) -> Images:
+def find_idx_pair(images: str, labels: str, folder: Path) -> ImageSourceInfo:
     """The pair of IDX files of one image set; DataError unless they belong together."""
-    files = [stat_file(folder / name) for name in (images, labels)]
+    files = [stat_source_file(folder / name) for name in (images, labels)]
     for file in files:
-        check_kind(file.path, "idx")
-    with _open(files[0].path) as stream:
-        count, *shape = _dimensions(stream, files[0].path, (3, 4))
-    with _open(files[1].path) as stream:
-        (label_count,) = _dimensions(stream, files[1].path, (1,))
+        check_file_format(file.path, "idx")
+    with _open_idx(files[0].path) as stream:
+        count, *shape = _read_idx_header(stream, files[0].path, (3, 4))
+    with _open_idx(files[1].path) as stream:
+        (label_count,) = _read_idx_header(stream, files[1].path, (1,))
         if label_count != count:
             raise DataError(f"{files[1].path}: {label_count} labels for the {count} images of {files[0].path}")
         classes = 1
-        for start in range(0, count, CHUNK):
-            numbers = np.frombuffer(_exactly(stream, min(CHUNK, count - start), files[1].path), np.uint8)
+        for start in range(0, count, CHUNK_BYTES):
+            numbers = np.frombuffer(_read_exactly(stream, min(CHUNK_BYTES, count - start), files[1].path), np.uint8)
             classes = max(classes, int(numbers.max()) + 1)
     height, width, channels = (*shape, 1)[:3]
-    if not 0 < height * width * channels <= LARGEST:
+    if not 0 < height * width * channels <= MAX_IMAGE_VALUES:
         raise DataError(f"{files[0].path}: its header says that an image is {height} x {width} x {channels}")
-    parts = [Part(file.path, 0, count, file.size) for file in files]
-    return Images(files, parts, (height, width, channels), classes, None)
+    parts = [FilePart(file.path, 0, count, file.size) for file in files]
+    return ImageSourceInfo(files, parts, (height, width, channels), classes, None)
 
 
-def read_idx(images: Part, labels: Part, shape: tuple[int, int, int]) -> Iterator[tuple[Values, int]]:
+def read_idx_records(
+    images: FilePart, labels: FilePart, shape: tuple[int, int, int]
+) -> Iterator[tuple[ValueArray, int]]:
     """Records (uint8 [n, record]) of an IDX pair, and the bytes on disk read for them."""
     pixels = math.prod(shape)
-    with _open(images.path) as image_stream, _open(labels.path) as label_stream:
-        _dimensions(image_stream, images.path, (3, 4))
-        _dimensions(label_stream, labels.path, (1,))
-        step = max(CHUNK // pixels, 1)
+    with _open_idx(images.path) as image_stream, _open_idx(labels.path) as label_stream:
+        _read_idx_header(image_stream, images.path, (3, 4))
+        _read_idx_header(label_stream, labels.path, (1,))
+        step = max(CHUNK_BYTES // pixels, 1)
         for start in range(0, images.stop, step):
             count = min(step, images.stop - start)
             records = np.empty((count, LABEL_BYTES + pixels), np.uint8)
-            numbers = np.frombuffer(_exactly(label_stream, count, labels.path), np.uint8)
+            numbers = np.frombuffer(_read_exactly(label_stream, count, labels.path), np.uint8)
             records[:, :LABEL_BYTES] = numbers.astype("<u4")[:, None].view(np.uint8)
-            data = _exactly(image_stream, count * pixels, images.path)
+            data = _read_exactly(image_stream, count * pixels, images.path)
             records[:, LABEL_BYTES:] = np.frombuffer(data, np.uint8).reshape(count, pixels)
-            yield records, (images.weight + labels.weight) * count // images.stop
+            yield records, (images.disk_bytes + labels.disk_bytes) * count // images.stop
 
 
 @contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
+def _open_idx(path: str) -> Iterator[BinaryIO]:
     with open(path, "rb") as raw:
-        packed = packing(path, raw.read(HEAD))
+        packed = detect_compression(path, raw.read(HEAD_BYTES))
         raw.seek(0)
-        yield raw if packed is None else open_packed(raw, packed, path)
+        yield raw if packed is None else open_compressed(raw, packed, path)
 
 
-def _exactly(stream: BinaryIO, size: int, path: str) -> bytes:
+def _read_exactly(stream: BinaryIO, size: int, path: str) -> bytes:
     """So many bytes; no more memory than the file has, whatever its header promises."""
-    parts, left = [], size
-    while left:
-        with reading(path):
-            part = stream.read(min(left, CHUNK))
+    parts, remaining = [], size
+    while remaining:
+        with translate_read_errors(path):
+            part = stream.read(min(remaining, CHUNK_BYTES))
         if not part:
             raise DataError(f"{path}: ends too early; its header promises more")
         parts.append(part)
-        left -= len(part)
+        remaining -= len(part)
     return b"".join(parts)
 
 
-def _dimensions(stream: BinaryIO, path: str, allowed: tuple[int, ...]) -> tuple[int, ...]:
+def _read_idx_header(stream: BinaryIO, path: str, allowed: tuple[int, ...]) -> tuple[int, ...]:
     """An IDX header: two zero bytes, type of the values, number of dimensions, then each as a big-endian int."""
-    zero, kind, count = struct.unpack(">HBB", _exactly(stream, 4, path))
+    zero, kind, count = struct.unpack(">HBB", _read_exactly(stream, 4, path))
     if zero != 0 or kind != _UNSIGNED_BYTE or count not in allowed:
-        wanted = " or ".join(map(str, allowed))
-        raise DataError(f"{path}: not an IDX file of unsigned bytes with {wanted} dimensions")
-    return struct.unpack(f">{count}I", _exactly(stream, 4 * count, path))
+        allowed_text = " or ".join(map(str, allowed))
+        raise DataError(f"{path}: not an IDX file of unsigned bytes with {allowed_text} dimensions")
+    return struct.unpack(f">{count}I", _read_exactly(stream, 4 * count, path))
 
 
-def find_folder(root: Path, size: tuple[int, int] | None) -> Images:
+def find_image_dir(root: Path, image_size: tuple[int, int] | None) -> ImageSourceInfo:
     """An image folder: every sub-folder is a class, numbered by name; the images lie anywhere below it. Links are
     followed, and of links to one image in a class one counts."""
-    if size is None:
+    if image_size is None:
         raise RecipeError(f"data.source: images of {root} need a common size, for instance `size: [224, 224]`")
     if not root.is_dir():
         raise RecipeError(f"data.source: {root}: no such folder of images")
     labels = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
     for label in labels:
-        if printable(label) != label:  # a manifest is read with them written out, and not as these classes
+        if escape_control_chars(label) != label:  # a manifest is read with them written out, and not as these classes
             raise RecipeError(f"data.source: {root / label}: the name of a class has control characters; rename it")
     files, parts, empty = [], [], []
     for number, label in enumerate(labels):
-        found = {os.path.realpath(path): path for path in reversed(_images_below(root / label))}
+        found = {os.path.realpath(path): path for path in reversed(_list_images(root / label))}
         empty += [] if found else [root / label]
         for path in sorted(found.values()):
-            files.append(file := stat_file(path))
-            parts.append(Part(file.path, 0, 1, file.size, label=number))
+            files.append(file := stat_source_file(path))
+            parts.append(FilePart(file.path, 0, 1, file.size, class_label=number))
     if not files:
         raise RecipeError(f"data.source: {root} matches no file: it needs a sub-folder of images for each class")
     if empty:
@@ -132,21 +134,21 @@ def find_folder(root: Path, size: tuple[int, int] | None) -> Images:
             f"data.source: {empty[0]} holds no image, but every sub-folder of {root} is a class; remove it, or move it "
             "elsewhere"
         )
-    return Images(files, parts, (*size, 3), len(labels), labels)
+    return ImageSourceInfo(files, parts, (*image_size, 3), len(labels), labels)
 
 
-def _images_below(folder: Path) -> list[Path]:
+def _list_images(folder: Path) -> list[Path]:
     """Image files anywhere below a folder, sorted; links to folders above are not followed."""
-    found, entered = [], set(map(str, Path(os.path.realpath(folder)).parents))
-    for place, folders, names in os.walk(folder, followlinks=True):
-        entered.add(os.path.realpath(place))
-        folders[:] = [name for name in folders if os.path.realpath(os.path.join(place, name)) not in entered]
-        found += [Path(place, name) for name in names if Path(name).suffix.lower() in _SUFFIXES]
+    found, visited = [], set(map(str, Path(os.path.realpath(folder)).parents))
+    for directory, folders, names in os.walk(folder, followlinks=True):
+        visited.add(os.path.realpath(directory))
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(directory, name)) not in visited]
+        found += [Path(directory, name) for name in names if Path(name).suffix.lower() in _IMAGE_SUFFIXES]
     return sorted(found)
 
 
-def read_image(part: Part, shape: tuple[int, int, int]) -> Values:
-    """One image file as a record (uint8 [1, record]): upright, RGB (see `_rgb`), resized to height x width (bilinear,
+def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray:
+    """One image file as a record (uint8 [1, record]): upright, RGB (see `_to_rgb`), resized to height x width (bilinear,
     antialiased)."""
     try:
         import PIL.Image
@@ -158,20 +160,20 @@ def read_image(part: Part, shape: tuple[int, int, int]) -> Values:
             image.load()
             file_format = image.format
             PIL.ImageOps.exif_transpose(image, in_place=True)
-            resized = _rgb(image, file_format).resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
-    except _NoRangeError as error:
+            resized = _to_rgb(image, file_format).resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
+    except _UnknownPixelRangeError as error:
         raise DataError(f"{part.path}: {error}") from None
     except Exception as error:  # noqa: BLE001 - its parsers of broken files raise nearly anything
         raise DataError(f"{part.path}: not an image that Pillow can read ({error or type(error).__name__})") from None
-    label = np.array([part.label], "<u4").view(np.uint8)
+    label = np.array([part.class_label], "<u4").view(np.uint8)
     return np.concatenate([label, np.asarray(resized, np.uint8).ravel()])[None]
 
 
-class _NoRangeError(Exception):
+class _UnknownPixelRangeError(Exception):
     """Pixels of which nothing says how large black and white are."""
 
 
-def _rgb(image: Any, file_format: str | None) -> Any:
+def _to_rgb(image: Any, file_format: str | None) -> Any:
     """A Pillow image in 8-bit RGB, with what is to be seen in it: 16 bits are scaled by 257, floats from 0 to 1 by 255,
     and what is transparent lies on white. Pillow's own conversion clips the first two and drops the third."""
     import PIL.Image
@@ -183,11 +185,11 @@ def _rgb(image: Any, file_format: str | None) -> Any:
         pixels = np.asarray(image)
         if image.mode == "I" or not (pixels.min() >= 0 and pixels.max() <= 1):
             kind = "32-bit integers" if image.mode == "I" else "floats that are not all from 0 to 1"
-            raise _NoRangeError(
+            raise _UnknownPixelRangeError(
                 f"its pixels are {kind}, of which nothing says what is white; save it with 8 or 16 bits"
             )
         return PIL.Image.fromarray((pixels * 255 + 0.5).astype(np.uint8)).convert("RGB")
-    if image.mode in _WITH_ALPHA or "transparency" in image.info:
+    if image.mode in _MODES_WITH_ALPHA or "transparency" in image.info:
         layers = image.convert("RGBA") if image.mode != "La" else image.convert("LA").convert("RGBA")
         return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), layers).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")

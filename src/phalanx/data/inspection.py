@@ -1,4 +1,4 @@
-"""Looking at a dataset directory: is every byte what was written (`verify`), and what is in it (`inspect`)."""
+"""Looking at a dataset directory: is every byte what was written (`verify_dataset`), and what is in it (`inspect_dataset`)."""
 
 import time
 from collections.abc import Callable
@@ -8,63 +8,65 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from phalanx.data.manifest import LABEL_BYTES, MANIFEST, Manifest, ShardEntry, read_manifest
-from phalanx.data.prepare import Progress, silent
-from phalanx.data.shard import BLOCK, Shard, check_size, describe_block, read_sidecar
+from phalanx.data.manifest import LABEL_BYTES, MANIFEST_FILE, DatasetManifest, ShardEntry, read_manifest
+from phalanx.data.prepare import PrepareProgress, ignore_progress
+from phalanx.data.shard import BLOCK_BYTES, MappedShard, check_shard_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import load_tokenizer
-from phalanx.errors import DataError, storage_failed, words_of
+from phalanx.errors import DataError, describe_os_error, is_storage_error
 
 
-def verify(
-    folder: Path, progress: Callable[[Progress], None] = silent, clock: Callable[[], float] = time.perf_counter
+def verify_dataset(
+    folder: Path,
+    report_progress: Callable[[PrepareProgress], None] = ignore_progress,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """Read a dataset directory from end to end and compare everything with its checksums.
 
     Returns what was verified: shards, blocks, bytes, seconds, fingerprint. DataError names the first bad file and
     block, and says how many more there are.
     """
-    manifest, begun = read_manifest(folder), clock()
-    bad: list[str] = []
+    manifest, started = read_manifest(folder), clock()
+    problems: list[str] = []
     if manifest.kind == "tokens":
         load_tokenizer(folder)
-    blocks = done = count = 0
+    blocks = bytes_done = count = 0
     for entry in manifest.shards:
         try:
-            bad += _bad_blocks(folder, entry) or _impossible(folder, manifest, entry)
+            problems += _find_bad_blocks(folder, entry) or _find_impossible_values(folder, manifest, entry)
         except DataError as error:
-            bad.append(str(error))
+            problems.append(str(error))
         except OSError as error:
-            if not storage_failed(error):
+            if not is_storage_error(error):
                 raise
-            bad.append(f"{words_of(error)}, in {folder / entry.file} or beside it")
-        blocks += -(-entry.bytes // BLOCK)
-        done += entry.bytes
+            problems.append(f"{describe_os_error(error)}, in {folder / entry.file} or beside it")
+        blocks += -(-entry.bytes // BLOCK_BYTES)
+        bytes_done += entry.bytes
         count += entry.count
-        progress(Progress(done, manifest.bytes, count, clock() - begun))
-    if bad:
-        raise DataError(bad[0] + (f"\n{len(bad) - 1} more like it in {folder}" if len(bad) > 1 else ""))
+        report_progress(PrepareProgress(bytes_done, manifest.bytes, count, clock() - started))
+    if problems:
+        raise DataError(problems[0] + (f"\n{len(problems) - 1} more like it in {folder}" if len(problems) > 1 else ""))
     return {
         "shards": len(manifest.shards),
         "blocks": blocks,
-        "bytes": done,
-        "seconds": clock() - begun,
+        "bytes": bytes_done,
+        "seconds": clock() - started,
         "fingerprint": manifest.fingerprint,
     }
 
 
-def _bad_blocks(folder: Path, entry: ShardEntry) -> list[str]:
-    check_size(folder, entry)
-    bad = []
+def _find_bad_blocks(folder: Path, entry: ShardEntry) -> list[str]:
+    check_shard_size(folder, entry)
+    problems = []
     path = folder / entry.file
     with open(path, "rb") as file:
         for block, expected in enumerate(read_sidecar(folder, entry).hashes):
-            data = file.read(BLOCK)
+            data = file.read(BLOCK_BYTES)
             if xxh3_64_intdigest(data) != expected:
-                bad.append(f"{path} {describe_block(block, len(data))}")
-    return bad
+                problems.append(f"{path} {describe_block(block, len(data))}")
+    return problems
 
 
-def _impossible(folder: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
+def _find_impossible_values(folder: Path, manifest: DatasetManifest, entry: ShardEntry) -> list[str]:
     """What a shard whose bytes are those that were written cannot hold: tokens beyond the vocabulary, labels beyond the
     classes, documents that begin outside of it."""
     values = (
@@ -73,20 +75,22 @@ def _impossible(folder: Path, manifest: Manifest, entry: ShardEntry) -> list[str
     starts = read_sidecar(folder, entry).documents
     if starts.size and not (starts[0] >= 0 and starts[-1] < len(values) and (np.diff(starts) >= 0).all()):
         return [f"{folder / entry.sidecar}: documents begin where the shard has no tokens"]
-    what, limit = "token", manifest.vocab
+    value_name, limit = "token", manifest.vocab
     if manifest.kind == "images":
-        what, limit = "label", manifest.classes
+        value_name, limit = "label", manifest.classes
         values = values.reshape(-1, manifest.record)[:, :LABEL_BYTES].copy().view("<u4")
-    most = max((int(values[at : at + (1 << 24)].max()) for at in range(0, len(values), 1 << 24)), default=0)
-    if limit is not None and len(values) and most >= limit:
-        return [f"{folder / entry.file}: has the {what} {most}, but {MANIFEST} says that there are {limit}"]
+    largest = max((int(values[at : at + (1 << 24)].max()) for at in range(0, len(values), 1 << 24)), default=0)
+    if limit is not None and len(values) and largest >= limit:
+        return [
+            f"{folder / entry.file}: has the {value_name} {largest}, but {MANIFEST_FILE} says that there are {limit}"
+        ]
     return []
 
 
-def inspect(folder: Path, tokens: int = 200) -> dict[str, Any]:
-    """What a dataset directory holds, as plain values, with its first `tokens` tokens decoded (or its first labels)."""
+def inspect_dataset(folder: Path, max_tokens: int = 200) -> dict[str, Any]:
+    """What a dataset directory holds, as plain values, with its first `max_tokens` tokens decoded (or its first labels)."""
     manifest = read_manifest(folder)
-    facts: dict[str, Any] = {
+    info: dict[str, Any] = {
         "path": str(folder),
         "kind": manifest.kind,
         "dtype": np.dtype(manifest.dtype).name,
@@ -95,16 +99,16 @@ def inspect(folder: Path, tokens: int = 200) -> dict[str, Any]:
         "shards": len(manifest.shards),
         "fingerprint": manifest.fingerprint,
     }
-    first = Shard(folder, manifest.shards[0], np.dtype(manifest.dtype))
-    return facts | (
-        _text_facts(folder, manifest, first, tokens) if manifest.kind == "tokens" else _image_facts(manifest, first)
+    first = MappedShard(folder, manifest.shards[0], np.dtype(manifest.dtype))
+    return info | (
+        _text_info(folder, manifest, first, max_tokens) if manifest.kind == "tokens" else _image_info(manifest, first)
     )
 
 
-def _text_facts(folder: Path, manifest: Manifest, shard: Shard, tokens: int) -> dict[str, Any]:
+def _text_info(folder: Path, manifest: DatasetManifest, shard: MappedShard, tokens: int) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder)
     count = min(tokens, len(shard.values))
-    shard.check(0, count)
+    shard.verify_range(0, count)
     return {
         "documents": manifest.documents,
         "vocab": manifest.vocab,
@@ -113,9 +117,9 @@ def _text_facts(folder: Path, manifest: Manifest, shard: Shard, tokens: int) -> 
     }
 
 
-def _image_facts(manifest: Manifest, shard: Shard) -> dict[str, Any]:
+def _image_info(manifest: DatasetManifest, shard: MappedShard) -> dict[str, Any]:
     count = min(20, manifest.shards[0].count)
-    shard.check(0, count * manifest.record)
+    shard.verify_range(0, count * manifest.record)
     records = shard.values[: count * manifest.record].reshape(count, manifest.record)
     return {
         "classes": manifest.classes,

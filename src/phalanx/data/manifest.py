@@ -17,17 +17,17 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from phalanx.bounded import read_json
-from phalanx.errors import DataError, storage_failed
+from phalanx.errors import DataError, is_storage_error
 from phalanx.run.directory import write_json
 
-FORMAT = 1
-LARGEST = 1 << 28
+DATASET_FORMAT = 1
+MAX_MANIFEST_BYTES = 1 << 28
 """Bytes of a manifest."""
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
+MANIFEST_FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
 """The tokenizer of a dataset that has one of its own."""
-_FILE = r"shard-\d{5,}\.(bin|idx)"
-_LARGEST = 1 << 32
+_SHARD_FILE_REGEX = r"shard-\d{5,}\.(bin|idx)"
+_MAX_COUNT = 1 << 32
 """More than any vocabulary, number of classes, or side of an image."""
 LABEL_BYTES = 4  # an image record is its label, as a little-endian uint32, followed by its pixels
 
@@ -45,7 +45,7 @@ class ShardEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """The contents of a dataset directory. Tokens have `vocab` and `tokenizer`; images `classes`, `shape`, `labels`."""
 
     kind: Literal["tokens", "images"]
@@ -83,48 +83,50 @@ class Manifest:
         return xxh3_128_hexdigest(json.dumps(self._body(), sort_keys=True).encode())
 
     def _body(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": DATASET_FORMAT, **asdict(self)}
 
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`, whole or not at all."""
-        write_json(folder / MANIFEST, {**self._body(), "fingerprint": self.fingerprint})
+        write_json(folder / MANIFEST_FILE, {**self._body(), "fingerprint": self.fingerprint})
 
 
-def token_dtype(vocab: int) -> np.dtype[Any]:
+def narrowest_token_dtype(vocab: int) -> np.dtype[Any]:
     """The narrowest little-endian unsigned type that holds the tokens 0 .. vocab - 1."""
     return np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_manifest_json(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path, LARGEST)
+        return read_json(path, MAX_MANIFEST_BYTES)
     except DataError as error:
         raise ValueError(str(error).removeprefix(f"{path}: ")) from None
 
 
 def is_dataset(folder: Path) -> bool:
     """Whether a dataset was prepared here. Its contents are not looked at."""
-    return (folder / MANIFEST).is_file()
+    return (folder / MANIFEST_FILE).is_file()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DatasetManifest:
     """The manifest of a dataset directory; DataError when it is missing, unreadable or was changed."""
-    path = folder / MANIFEST
+    path = folder / MANIFEST_FILE
     try:
-        body = _read(path)
+        body = _read_manifest_json(path)
         fingerprint, version = body.pop("fingerprint"), body.pop("format")
-        if version != FORMAT:
-            raise DataError(f"{path}: dataset format {version}; this Phalanx reads format {FORMAT}. Prepare it again")
+        if version != DATASET_FORMAT:
+            raise DataError(
+                f"{path}: dataset format {version}; this Phalanx reads format {DATASET_FORMAT}. Prepare it again"
+            )
         body["shards"] = tuple(ShardEntry(**entry) for entry in body["shards"])
         for key in ("shape", "labels"):
             body[key] = None if body[key] is None else tuple(body[key])
-        manifest = Manifest(**body)
+        manifest = DatasetManifest(**body)
     except FileNotFoundError:
         raise DataError(
-            f"{folder}: no dataset here ({MANIFEST} is missing); `phalanx data prepare` makes one"
+            f"{folder}: no dataset here ({MANIFEST_FILE} is missing); `phalanx data prepare` makes one"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if storage_failed(error):
+        if is_storage_error(error):
             raise
         raise DataError(f"{path}: not a dataset manifest ({type(error).__name__}: {error})") from None
     if manifest.fingerprint != fingerprint:
@@ -132,34 +134,34 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: was changed: its contents have the fingerprint {manifest.fingerprint}, but it says {fingerprint}"
         )
     try:
-        _check(manifest)
+        _validate_manifest(manifest)
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a dataset manifest ({error})") from None
     return manifest
 
 
-def _check(manifest: Manifest) -> None:
+def _validate_manifest(manifest: DatasetManifest) -> None:
     """ValueError when a manifest says what no dataset can be."""
     kind: str = manifest.kind
     tokens = kind == "tokens"
     if kind not in ("tokens", "images"):
         raise ValueError(f"kind {kind!r}")
     numbers = [manifest.vocab] if tokens else [manifest.classes, *(manifest.shape or (None,))]
-    if not all(isinstance(number, int) and 0 < number <= _LARGEST for number in numbers):
+    if not all(isinstance(number, int) and 0 < number <= _MAX_COUNT for number in numbers):
         raise ValueError(f"{'vocab' if tokens else 'classes and shape'} {', '.join(map(str, numbers))}")
     if tokens != (manifest.shape is None) or (not tokens and len(numbers) != 4):
         raise ValueError(f"shape {manifest.shape}")
-    dtype = token_dtype(manifest.vocab or 0) if tokens else np.dtype("<u1")
+    dtype = narrowest_token_dtype(manifest.vocab or 0) if tokens else np.dtype("<u1")
     if manifest.dtype.replace("|", "<") != dtype.str.replace("|", "<"):
         raise ValueError(f"values of {manifest.dtype!r}, expected {dtype.str!r}")
     if manifest.labels is not None and len(manifest.labels) != manifest.classes:
         raise ValueError(f"{len(manifest.labels)} labels for {manifest.classes} classes")
-    if not (_is_tokenizer(manifest.tokenizer, manifest.vocab or 0) if tokens else manifest.tokenizer is None):
+    if not (_is_valid_tokenizer(manifest.tokenizer, manifest.vocab or 0) if tokens else manifest.tokenizer is None):
         raise ValueError(f"tokenizer {manifest.tokenizer}")
     if not manifest.shards:
         raise ValueError("no shards")
     for shard in manifest.shards:
-        if not all(re.fullmatch(_FILE, str(name)) for name in (shard.file, shard.sidecar)):
+        if not all(re.fullmatch(_SHARD_FILE_REGEX, str(name)) for name in (shard.file, shard.sidecar)):
             raise ValueError(f"files {shard.file!r}, {shard.sidecar!r}")
         counts = (shard.bytes, shard.count, shard.documents)
         if not all(isinstance(number, int) and number >= 0 for number in counts):
@@ -168,11 +170,11 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{shard.file} cannot have {shard.count} {manifest.kind} in {shard.bytes} bytes")
 
 
-def _is_tokenizer(value: object, vocab: int) -> bool:
+def _is_valid_tokenizer(value: object, vocab: int) -> bool:
     """Whether a dataset can have such a tokenizer: `bytes`, or one that lies in its folder."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False
     separator = value.get("separator")
     if separator is not None and not (type(separator) is int and 0 <= separator < vocab):
         return False
-    return "file" not in value or (value["file"] == TOKENIZER and isinstance(value.get("xxh3"), str))
+    return "file" not in value or (value["file"] == TOKENIZER_FILE and isinstance(value.get("xxh3"), str))

@@ -13,108 +13,108 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-Numbers = npt.NDArray[np.uint64]
-Index = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
 
-_ROUNDS = 6
-_GOLDEN = 0x9E3779B97F4A7C15
-_PERIOD = 1 << 14  # resolution of mixture weights: 0.006%
+_FEISTEL_ROUNDS = 6
+_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
+_MIXTURE_PERIOD = 1 << 14  # resolution of mixture weights: 0.006%
 
 
-def _mix(x: Numbers) -> Numbers:
+def _splitmix64(x: UInt64Array) -> UInt64Array:
     """splitmix64's finaliser: every bit of the answer depends on every bit of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _feistel(x: Numbers, rows: int, columns: int, keys: Numbers) -> Numbers:
+def _feistel_permute(x: UInt64Array, rows: int, columns: int, keys: UInt64Array) -> UInt64Array:
     """A permutation of 0 .. rows * columns - 1. Each round adds to one coordinate a hash of the other, which can be
     taken away again: that makes it a bijection whatever the hash is."""
     sizes = np.uint64(rows), np.uint64(columns)
-    here, there = np.divmod(x, sizes[1])
-    for step in range(_ROUNDS):
-        keyed = there + keys + np.uint64((step + 1) * _GOLDEN % 2**64)
+    first, second = np.divmod(x, sizes[1])
+    for step in range(_FEISTEL_ROUNDS):
+        keyed = second + keys + np.uint64((step + 1) * _GOLDEN_RATIO_64 % 2**64)
         # two bits are shifted out so that the sum cannot overflow
-        here, there = there, (here + (_mix(keyed) >> np.uint64(2))) % sizes[step % 2]
-    return here * sizes[1] + there
+        first, second = second, (first + (_splitmix64(keyed) >> np.uint64(2))) % sizes[step % 2]
+    return first * sizes[1] + second
 
 
-def permute(index: Numbers, size: int, keys: Numbers) -> Numbers:
+def permute(index: UInt64Array, size: int, keys: UInt64Array) -> UInt64Array:
     """Where the permutations of 0 .. size - 1 named by `keys` (one for each element, or one for all) send `index`."""
     rows = isqrt(size - 1) + 1 if size > 1 else 1
     columns = -(-size // rows)
     keys = np.broadcast_to(keys, index.shape)
-    out = _feistel(index, rows, columns, keys)
-    while (outside := np.flatnonzero(out >= size)).size:
-        out[outside] = _feistel(out[outside], rows, columns, keys[outside])
-    return out
+    permuted = _feistel_permute(index, rows, columns, keys)
+    while (outside := np.flatnonzero(permuted >= size)).size:
+        permuted[outside] = _feistel_permute(permuted[outside], rows, columns, keys[outside])
+    return permuted
 
 
-def key(*parts: object) -> int:
+def hash_key(*parts: object) -> int:
     """A 64-bit key from anything that prints the same everywhere."""
     return xxh3_64_intdigest("/".join(map(str, parts)).encode())
 
 
-class Order:
-    """The order of one source of `samples` samples, `held` of which training never sees.
+class ShuffleOrder:
+    """The order of one source of `num_samples` samples, `num_validation` of which training never sees.
 
     The held-out samples depend on the fingerprint alone: another seed trains in another order, but is scored on the
     same samples.
     """
 
-    def __init__(self, samples: int, held: int, fingerprint: str, seed: int):
-        self.samples, self.held = samples, held
-        self._split = np.array(key("held-out", fingerprint), np.uint64)
-        self._epochs = np.array(key("train", fingerprint, seed), np.uint64)
+    def __init__(self, num_samples: int, num_validation: int, fingerprint: str, seed: int):
+        self.num_samples, self.num_validation = num_samples, num_validation
+        self._validation_key = np.array(hash_key("held-out", fingerprint), np.uint64)
+        self._epoch_key = np.array(hash_key("train", fingerprint, seed), np.uint64)
 
-    def train(self, index: Index) -> Index:
+    def training_samples(self, index: Int64Array) -> Int64Array:
         """The samples that training meets at the positions `index` (0, 1, ...; epochs follow one another)."""
-        size = self.samples - self.held
-        epoch, within = np.divmod(index.astype(np.uint64), np.uint64(size))
-        keys = np.add(self._epochs, epoch * np.uint64(_GOLDEN), dtype=np.uint64)
-        place = permute(within, size, _mix(keys))
-        return self.held_out(place.astype(np.int64) + self.held)
+        size = self.num_samples - self.num_validation
+        epoch, position = np.divmod(index.astype(np.uint64), np.uint64(size))
+        keys = np.add(self._epoch_key, epoch * np.uint64(_GOLDEN_RATIO_64), dtype=np.uint64)
+        permuted = permute(position, size, _splitmix64(keys))
+        return self.validation_samples(permuted.astype(np.int64) + self.num_validation)
 
-    def held_out(self, index: Index) -> Index:
+    def validation_samples(self, index: Int64Array) -> Int64Array:
         """The held-out samples number `index` (0 .. held - 1)."""
-        return permute(index.astype(np.uint64), self.samples, self._split).astype(np.int64)
+        return permute(index.astype(np.uint64), self.num_samples, self._validation_key).astype(np.int64)
 
 
-def held_out_count(samples: int, share: float) -> int:
-    """How many of `samples` are held out: the share, but at least one, and never all."""
-    return 0 if share == 0 else min(max(round(samples * share), 1), samples - 1)
+def num_validation_samples(num_samples: int, holdout_fraction: float) -> int:
+    """How many of `num_samples` are held out: the share, but at least one, and never all."""
+    return 0 if holdout_fraction == 0 else min(max(round(num_samples * holdout_fraction), 1), num_samples - 1)
 
 
-class Mixture:
+class SourceMixture:
     """Which source each sample of a run comes from: a fixed pattern, repeated, as even as the weights allow.
 
     Among any n consecutive samples from the start, source i has its share of n to within one or two.
     """
 
     def __init__(self, weights: Sequence[float]):
-        counts = np.maximum(np.rint(np.array(weights) / sum(weights) * _PERIOD).astype(np.int64), 1)
+        counts = np.maximum(np.rint(np.array(weights) / sum(weights) * _MIXTURE_PERIOD).astype(np.int64), 1)
         counts //= gcd(*counts.tolist())
         # Source i's samples are due at even distances; sorting all of them by due time interleaves the sources.
         due = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
         pattern = np.repeat(np.arange(len(counts)), counts)[np.argsort(due, kind="stable")]
         self.counts = counts
         self._pattern = pattern
-        self._places = [np.flatnonzero(pattern == source) for source in range(len(counts))]
-        self._rank = np.empty(len(pattern), np.int64)
-        for places in self._places:
-            self._rank[places] = np.arange(len(places))
+        self._positions = [np.flatnonzero(pattern == source) for source in range(len(counts))]
+        self._index_in_source = np.empty(len(pattern), np.int64)
+        for positions in self._positions:
+            self._index_in_source[positions] = np.arange(len(positions))
 
-    def locate(self, number: Index) -> tuple[Index, Index]:
-        """Source of each sample `number`, and how many samples that source has given before it."""
-        period, place = np.divmod(number, len(self._pattern))
-        source = self._pattern[place]
-        return source, period * self.counts[source] + self._rank[place]
+    def locate(self, sample_number: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Source of each sample `sample_number`, and how many samples that source has given before it."""
+        period, position = np.divmod(sample_number, len(self._pattern))
+        source = self._pattern[position]
+        return source, period * self.counts[source] + self._index_in_source[position]
 
-    def samples_within(self, sizes: Sequence[int]) -> int:
+    def max_samples_within(self, sizes: Sequence[int]) -> int:
         """How many samples from the start on need no more than `sizes[i]` samples of any source i."""
         limits = (
-            size // int(count) * len(self._pattern) + int(places[size % int(count)])
-            for size, count, places in zip(sizes, self.counts, self._places, strict=True)
+            size // int(count) * len(self._pattern) + int(positions[size % int(count)])
+            for size, count, positions in zip(sizes, self.counts, self._positions, strict=True)
         )
         return min(limits)

@@ -11,22 +11,22 @@ from typing import Any, BinaryIO
 
 from phalanx.errors import DataError, UsageError
 
-HEAD = 512
+HEAD_BYTES = 512
 """Bytes by which a file is known."""
-BUFFER = 1 << 18
-UNPACKED, TIMES = 256 << 20, 200
+BUFFER_BYTES = 1 << 18
+MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO = 256 << 20, 200
 """What a packed file may give: as many bytes as the first, or so many times its own size. Text is packed to a fifth
 or so, the most repetitive logs to a hundredth."""
-_PACKED = {
+_COMPRESSION_SIGNATURES = {
     "gzip": (b"\x1f\x8b\x08", (".gz",)),
     "bzip2": (b"BZh", (".bz2",)),
     "xz": (b"\xfd7zXZ\x00", (".xz",)),
     "zstd": (b"\x28\xb5\x2f\xfd", (".zst", ".zstd")),
 }
 """First bytes and endings of the names of packed files."""
-_POINTER = b"version https://git-lfs.github.com/spec/"
+_GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _BZIP2_BLOCK = b"1AY&SY"
-_OTHERS = {
+_UNSUPPORTED_FORMATS = {
     b"PK\x03\x04": "a zip archive (or a document in one); unpack it",
     b"PK\x05\x06": "an empty zip archive",
     b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive; unpack it",
@@ -36,7 +36,7 @@ _OTHERS = {
     b"LZIP\x01": "packed by lzip; unpack it",
     b"PAR1": "a Parquet file; name it as `parquet` (--parquet)",
     b"ARROW1\x00\x00": "an Arrow file; write it as Parquet",
-    _POINTER: "a pointer of Git LFS and not the file itself; run `git lfs pull`",
+    _GIT_LFS_POINTER: "a pointer of Git LFS and not the file itself; run `git lfs pull`",
     b"%PDF-": "a PDF; extract its text",
     b"\x89HDF\r\n\x1a\n": "an HDF5 file",
     b"\x93NUMPY": "a NumPy array",
@@ -53,33 +53,35 @@ _OTHERS = {
 """First bytes of what is no text, what it is and what would help."""
 
 
-def packing(path: str | Path, head: bytes) -> str | None:
+def detect_compression(path: str | Path, first_bytes: bytes) -> str | None:
     """By what a file is packed, by its first bytes or, where these are of nothing known, its name."""
-    for kind, (magic, _) in _PACKED.items():
-        if head.startswith(magic) and (kind != "bzip2" or head[4:10] == _BZIP2_BLOCK):
+    for kind, (magic, _) in _COMPRESSION_SIGNATURES.items():
+        if first_bytes.startswith(magic) and (kind != "bzip2" or first_bytes[4:10] == _BZIP2_BLOCK):
             return kind
     name = str(path).lower()
-    return next((kind for kind, (_, endings) in _PACKED.items() if head and name.endswith(endings)), None)
+    return next(
+        (kind for kind, (_, endings) in _COMPRESSION_SIGNATURES.items() if first_bytes and name.endswith(endings)), None
+    )
 
 
-def packing_of(path: str | Path) -> str | None:
-    """`packing` of a file that lies there."""
+def detect_file_compression(path: str | Path) -> str | None:
+    """`detect_compression` of a file that lies there."""
     with open(path, "rb") as file:
-        return packing(path, file.read(HEAD))
+        return detect_compression(path, file.read(HEAD_BYTES))
 
 
-def open_packed(raw: BinaryIO, kind: str, path: str | Path) -> BinaryIO:
+def open_compressed(raw: BinaryIO, compression: str, path: str | Path) -> BinaryIO:
     """What is packed in an open file, as a stream. Reading it raises DataError where it is `check_expansion`'s."""
     openers: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
-    stream = _open_zstd(raw, path) if kind == "zstd" else openers[kind](raw)
-    return io.BufferedReader(_Unpacked(stream, os.fstat(raw.fileno()).st_size, path), BUFFER)
+    stream = _open_zstd(raw, path) if compression == "zstd" else openers[compression](raw)
+    return io.BufferedReader(_Unpacked(stream, os.fstat(raw.fileno()).st_size, path), BUFFER_BYTES)
 
 
 def check_expansion(path: str | Path, size: int, unpacked: int) -> None:
     """DataError where so much comes out of `size` bytes as only out of a file that is made to fill memory or disks."""
-    if unpacked > max(UNPACKED, TIMES * size):
+    if unpacked > max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * size):
         raise DataError(
-            f"{path}: its {size:,} bytes unpack to {unpacked >> 20:,} MiB or more, over {TIMES} times as many, as only "
+            f"{path}: its {size:,} bytes unpack to {unpacked >> 20:,} MiB or more, over {MAX_UNPACKED_RATIO} times as many, as only "
             "a file does that is made to fill memory; where it is meant so, store it unpacked"
         )
 
@@ -110,32 +112,34 @@ def _open_zstd(raw: BinaryIO, path: str | Path) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
 
 
-def check_kind(path: str | Path, kind: str) -> None:
+def check_file_format(path: str | Path, kind: str) -> None:
     """DataError when a file is of another kind than its source, as far as its first bytes say. One that cannot be read
     is found out later, with the words for that."""
     try:
         with open(path, "rb") as file:
-            head = file.read(HEAD)
-            packed = packing(path, head)
-            if packed is not None:
+            first_bytes = file.read(HEAD_BYTES)
+            compression = detect_compression(path, first_bytes)
+            if compression is not None:
                 file.seek(0)
-                head = open_packed(file, packed, path).read(HEAD)
+                first_bytes = open_compressed(file, compression, path).read(HEAD_BYTES)
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error):
         return
-    what = next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None)
+    found_format = next(
+        (found_format for magic, found_format in _UNSUPPORTED_FORMATS.items() if first_bytes.startswith(magic)), None
+    )
     if kind not in ("text", "jsonl"):
-        what = what if head.startswith(_POINTER) else None
-        if packed is not None and kind != "idx":
-            what = f"packed by {packed}; unpack it"
-    elif head[257:262] == b"ustar":
-        what = "a tar archive; unpack it"
-    elif what is None and packed is not None and packing("", head) is not None:
-        what = "packed twice; unpack it once"
-    if what is None and kind in ("text", "jsonl") and (order := _halves_of_utf16(head)) is not None:
-        what = f"in UTF-16; convert it: iconv -f UTF-16{order} -t UTF-8"
-    if what is not None:
-        raise DataError(f"{path}: is {what}")
-    if kind == "jsonl" and head.lstrip().startswith(b"[") and not _is_json_line(head):
+        found_format = found_format if first_bytes.startswith(_GIT_LFS_POINTER) else None
+        if compression is not None and kind != "idx":
+            found_format = f"packed by {compression}; unpack it"
+    elif first_bytes[257:262] == b"ustar":
+        found_format = "a tar archive; unpack it"
+    elif found_format is None and compression is not None and detect_compression("", first_bytes) is not None:
+        found_format = "packed twice; unpack it once"
+    if found_format is None and kind in ("text", "jsonl") and (order := _halves_of_utf16(first_bytes)) is not None:
+        found_format = f"in UTF-16; convert it: iconv -f UTF-16{order} -t UTF-8"
+    if found_format is not None:
+        raise DataError(f"{path}: is {found_format}")
+    if kind == "jsonl" and first_bytes.lstrip().startswith(b"[") and not _is_json_line(first_bytes):
         raise DataError(
             f"{path}: is an array of JSON, expected one object a line; convert it: jq -c '.[]' {Path(path).name}"
         )

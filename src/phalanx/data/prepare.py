@@ -25,168 +25,170 @@ from typing import IO, Any, NamedTuple
 
 import phalanx
 import phalanx.errors
-from phalanx.data.manifest import TOKENIZER, Manifest, ShardEntry, is_dataset, token_dtype
-from phalanx.data.packing import check_kind
+from phalanx.data.manifest import TOKENIZER_FILE, DatasetManifest, ShardEntry, is_dataset, narrowest_token_dtype
+from phalanx.data.packing import check_file_format
 from phalanx.data.pieces import (
-    Job,
-    Piece,
     PieceWriter,
-    Plan,
-    make_plan,
-    read_done,
-    sample_texts,
-    stored_tokenizer,
-    weigh,
+    PrepareJob,
+    PreparePiece,
+    PreparePlan,
+    iterate_sample_texts,
+    load_plan_tokenizer,
+    make_prepare_plan,
+    piece_bytes,
+    read_done_file,
 )
-from phalanx.data.tokenizers import describe, load_tokenizer, train_bpe
-from phalanx.errors import AWAY, ExitCode, PhalanxError, RecipeError, UsageError
+from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
+from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import DataConfig, DataSource
-from phalanx.run.directory import sync, write_whole
-from phalanx.run.lock import NoLocksError, taken
-from phalanx.waits import HELD, LOOK, Wait, resume, stopped
+from phalanx.run.directory import fsync_if_supported, write_atomic
+from phalanx.run.lock import LocksUnsupportedError, acquire_lock
+from phalanx.waits import POLL_INTERVAL_S, RESUME_AFTER_CHECKS, Deadline, find_stopped, resume_processes
 
-SILENT = 600.0  # seconds in which at least one of the processes that prepare data must have said something
-BPE_SAMPLE = 64 << 20  # bytes of text that a BPE is trained on
+SILENCE_TIMEOUT_S = 600.0  # seconds in which at least one of the processes that prepare data must have said something
+BPE_SAMPLE_BYTES = 64 << 20  # bytes of text that a BPE is trained on
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far preparing (or verifying) is. `done` and `total` are bytes; `count` is tokens or images written by now."""
+class PrepareProgress:
+    """How far preparing (or verifying) is. `bytes_done` and `bytes_total` are bytes; `count` is tokens or images written by now."""
 
-    done: int
-    total: int
+    bytes_done: int
+    bytes_total: int
     count: int
-    seconds: float
+    elapsed_s: float
     note: str = ""
 
 
-def silent(_: Progress) -> None:
+def ignore_progress(_: PrepareProgress) -> None:
     """A progress callback that says nothing."""
 
 
 def prepare_source(
     source: DataSource,
     data: DataConfig,
-    folder: Path,
-    out: Path,
+    recipe_dir: Path,
+    dataset_dir: Path,
     *,
-    workers: int | None = None,
-    progress: Callable[[Progress], None] = silent,
+    num_workers: int | None = None,
+    report_progress: Callable[[PrepareProgress], None] = ignore_progress,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Path:
-    """Prepare `source` (paths relative to `folder`) as the dataset directory `out` and return it.
+    """Prepare `source` (paths relative to `folder`) as the dataset directory `dataset_dir` and return it.
 
-    A dataset that is there already stays as it is. Another process preparing `out` is waited for. RecipeError when
-    files are missing, DataError when one cannot be read. `workers` is the number of processes, by default one a core;
+    A dataset that is there already stays as it is. Another process preparing `dataset_dir` is waited for. RecipeError when
+    files are missing, DataError when one cannot be read. `num_workers` is the number of processes, by default one a core;
     the result does not depend on it. Interrupted, it leaves `OUT.partial` and goes on from there next time.
     """
-    plan = make_plan(source, data, folder)
-    begun = clock()
-    tell = Teller(plan.total, progress, lambda: clock() - begun)
+    plan = make_prepare_plan(source, data, recipe_dir)
+    started = clock()
+    reporter = ProgressReporter(plan.total_bytes, report_progress, lambda: clock() - started)
     try:
-        with _claimed(out, tell) as claim:
+        with _lock_working_dir(dataset_dir, reporter) as claim:
             if claim is not None:
                 try:
-                    _fill(plan, claim, workers or len(os.sched_getaffinity(0)), tell)
+                    _write_dataset(plan, claim, num_workers or len(os.sched_getaffinity(0)), reporter)
                 except PhalanxError as error:
                     if error.code != ExitCode.UNFINISHED:  # what mends it makes another plan, with no use for this one
-                        shutil.rmtree(claim.folder)
+                        shutil.rmtree(claim.working_dir)
                     raise
-                _publish(claim.folder, out)
+                _commit_dataset(claim.working_dir, dataset_dir)
     except OSError as error:
-        if error.errno in AWAY:
+        if error.errno in RETRYABLE_STORAGE_ERRNOS:
             raise
-        raise UsageError(f"{out}: cannot be written: {error.strerror or error}") from error
-    return out
+        raise UsageError(f"{dataset_dir}: cannot be written: {error.strerror or error}") from error
+    return dataset_dir
 
 
-class Teller:
+class ProgressReporter:
     """Adds up what workers report and passes it on."""
 
-    def __init__(self, total: int, progress: Callable[[Progress], None], seconds: Callable[[], float]):
-        self._total, self._progress, self._seconds = total, progress, seconds
+    def __init__(self, total: int, progress: Callable[[PrepareProgress], None], seconds: Callable[[], float]):
+        self._total, self._report_progress, self._seconds = total, progress, seconds
         self._done = self._count = 0
 
-    def add(self, size: int, count: int) -> None:
+    def add_progress(self, size: int, count: int) -> None:
         """So many bytes and tokens (or images) more are done."""
         self._done += size
         self._count += count
-        self.note("")
+        self.report_note("")
 
-    def note(self, text: str) -> None:
+    def report_note(self, text: str) -> None:
         """Say something besides numbers."""
-        self._progress(Progress(self._done, self._total, self._count, self._seconds(), text))
+        self._report_progress(PrepareProgress(self._done, self._total, self._count, self._seconds(), text))
 
 
-class _Claim(NamedTuple):
-    """A working directory that no other process touches as long as the file `lock` is open anywhere."""
+class _WorkingDir(NamedTuple):
+    """A working directory that no other process touches as long as the file `lock_fd` is open anywhere."""
 
-    folder: Path
-    lock: int
+    working_dir: Path
+    lock_fd: int
 
 
 @contextmanager
-def _claimed(out: Path, tell: Teller) -> Iterator[_Claim | None]:
-    """The working directory of `out`, locked against other processes; None when `out` is there (by now)."""
-    partial = out.with_name(out.name + ".partial")
-    if is_dataset(out):
+def _lock_working_dir(dataset_dir: Path, reporter: ProgressReporter) -> Iterator[_WorkingDir | None]:
+    """The working directory of `dataset_dir`, locked against other processes; None when `dataset_dir` is there (by now)."""
+    partial = dataset_dir.with_name(dataset_dir.name + ".partial")
+    if is_dataset(dataset_dir):
         yield None
         return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: is there already and is not a dataset; choose another place or remove it")
+    if dataset_dir.exists() and (not dataset_dir.is_dir() or any(dataset_dir.iterdir())):
+        raise UsageError(f"{dataset_dir}: is there already and is not a dataset; choose another place or remove it")
     partial.mkdir(parents=True, exist_ok=True)
     if any(partial.iterdir()) and not (partial / "lock").is_file():
         raise UsageError(
-            f"{partial}: work would go on there, but it holds other files; choose another place than {out}"
+            f"{partial}: work would go on there, but it holds other files; choose another place than {dataset_dir}"
         )
     with open(partial / "lock", "w") as lock:
         try:
-            taken(lock.fileno(), inf, f"another process, which is preparing {out}", tell.note)
-        except NoLocksError as error:
-            tell.note(f"{error}: preparing in a folder of its own, which is given up when this is interrupted")
+            acquire_lock(lock.fileno(), inf, f"another process, which is preparing {dataset_dir}", reporter.report_note)
+        except LocksUnsupportedError as error:
+            reporter.report_note(
+                f"{error}: preparing in a folder of its own, which is given up when this is interrupted"
+            )
             with tempfile.TemporaryDirectory(
-                prefix=f"{partial.name}-", dir=out.parent, ignore_cleanup_errors=True
-            ) as own:
-                os.chmod(own, partial.stat().st_mode)
+                prefix=f"{partial.name}-", dir=dataset_dir.parent, ignore_cleanup_errors=True
+            ) as private_dir:
+                os.chmod(private_dir, partial.stat().st_mode)
                 os.unlink(lock.name)
                 with suppress(OSError):  # what an interrupted preparation left here before stays
                     partial.rmdir()
-                yield _Claim(Path(own), lock.fileno())
+                yield _WorkingDir(Path(private_dir), lock.fileno())
             return
-        if is_dataset(out):
+        if is_dataset(dataset_dir):
             # Someone finished it between the two looks: what we locked is theirs, or an empty one of our own.
             shutil.rmtree(partial, ignore_errors=True)
             yield None
         else:
-            yield _Claim(partial, lock.fileno())
+            yield _WorkingDir(partial, lock.fileno())
 
 
-def _fill(plan: Plan, claim: _Claim, workers: int, tell: Teller) -> None:
+def _write_dataset(plan: PreparePlan, working_dir: _WorkingDir, num_workers: int, reporter: ProgressReporter) -> None:
     """Write everything that a plan asks for and that is not there yet."""
-    folder = claim.folder
+    folder = working_dir.working_dir
     for file in plan.files:
-        check_kind(file.path, plan.kind)
-    _keep_only(plan.key, folder)
-    _provide_tokenizer(plan, folder, tell)
-    job = Job.of(plan, folder)
+        check_file_format(file.path, plan.kind)
+    _discard_other_plan(plan.cache_key, folder)
+    _write_tokenizer(plan, folder, reporter)
+    job = PrepareJob.from_plan(plan, folder)
     entries: dict[int, ShardEntry] = {}
-    lost: Counter[str] = Counter()
+    replaced_bytes: Counter[str] = Counter()
     for number, piece in enumerate(plan.pieces):
-        if (done := read_done(folder, number)) is not None:
+        if (done := read_done_file(folder, number)) is not None:
             entries[number] = done[0]
-            lost += done[1]
-            tell.add(weigh(piece), done[0].count)
-    todo = {number: piece for number, piece in enumerate(plan.pieces) if number not in entries}
-    if workers == 1 or len(todo) == 1:
+            replaced_bytes += done[1]
+            reporter.add_progress(piece_bytes(piece), done[0].count)
+    pending = {number: piece for number, piece in enumerate(plan.pieces) if number not in entries}
+    if num_workers == 1 or len(pending) == 1:
         writer = PieceWriter(job)
-        for number, piece in todo.items():
-            entries[number] = writer.write(number, piece, tell.add)
-            lost += writer.lost
+        for number, piece in pending.items():
+            entries[number] = writer.write_piece(number, piece, reporter.add_progress)
+            replaced_bytes += writer.replaced_bytes
     else:
-        written, more = _write_in_processes(job, todo, workers, tell, claim.lock)
+        written, more = _write_with_workers(job, pending, num_workers, reporter, working_dir.lock_fd)
         entries.update(written)
-        lost += more
-    _report(plan, job, lost, tell)
+        replaced_bytes += more
+    _report_warnings(plan, job, replaced_bytes, reporter)
     entries = dict(sorted(entries.items()))
     shards = tuple(entry for entry in entries.values() if entry.count)
     for entry in entries.values():
@@ -195,108 +197,119 @@ def _fill(plan: Plan, claim: _Claim, workers: int, tell: Teller) -> None:
             (folder / entry.sidecar).unlink(missing_ok=True)
     if not shards:
         raise RecipeError(f"data.source: the {len(plan.files)} file(s) found hold no text at all")
-    _manifest(plan, shards, folder).write(folder)
+    _build_manifest(plan, shards, folder).write(folder)
 
 
-def _report(plan: Plan, job: Job, lost: "Counter[str]", tell: Teller) -> None:
-    """Warn of what is not as it was in the files. `lost`: what was no UTF-8, by file."""
-    if lost:
-        (path, times), *others = lost.most_common()
+def _report_warnings(
+    plan: PreparePlan, job: PrepareJob, replaced_bytes: "Counter[str]", reporter: ProgressReporter
+) -> None:
+    """Warn of what is not as it was in the files. `replaced_bytes`: what was no UTF-8, by file."""
+    if replaced_bytes:
+        (path, times), *others = replaced_bytes.most_common()
         also = f", and so in {len(others)} more files" if others else ""
-        tell.note(
+        reporter.report_note(
             f"warning: {path}: bytes that are not UTF-8 became U+FFFD in {times} places{also}; convert such files, for "
             "example with iconv"
         )
-    if plan.tokenizer not in (None, "bytes") and stored_tokenizer(plan, Path(job.folder)).separator is None:
-        tell.note(
+    if (
+        plan.tokenizer not in (None, "bytes")
+        and load_plan_tokenizer(plan, Path(job.dataset_dir)).separator_token is None
+    ):
+        reporter.report_note(
             f"warning: {plan.tokenizer} has no token that ends a text, so nothing stands between documents; name one "
             "as eos_token in a tokenizer_config.json in the same folder"
         )
 
 
-def _keep_only(key: str, folder: Path) -> None:
+def _discard_other_plan(key: str, folder: Path) -> None:
     """Start anew unless what lies in `folder` was begun for the same plan."""
-    mark = folder / "plan"
-    if mark.is_file() and mark.read_text() == key:
+    plan_file = folder / "plan"
+    if plan_file.is_file() and plan_file.read_text() == key:
         return
     for path in folder.iterdir():
         if path.name != "lock":
             path.unlink()
-    write_whole(mark, key)
+    write_atomic(plan_file, key)
 
 
-def _provide_tokenizer(plan: Plan, folder: Path, tell: Teller) -> None:
+def _write_tokenizer(plan: PreparePlan, folder: Path, reporter: ProgressReporter) -> None:
     """Put the plan's tokenizer.json into `folder`: copied, or trained."""
-    stored = folder / TOKENIZER
+    stored = folder / TOKENIZER_FILE
     if plan.tokenizer in (None, "bytes") or stored.exists():
         return
     made = stored.with_suffix(".tmp")
     if plan.tokenizer.startswith("bpe:"):
-        tell.note(f"training a tokenizer ({plan.tokenizer})")
-        train_bpe(sample_texts(plan, BPE_SAMPLE), int(plan.tokenizer.removeprefix("bpe:")), made)
+        reporter.report_note(f"training a tokenizer ({plan.tokenizer})")
+        train_bpe_tokenizer(
+            iterate_sample_texts(plan, BPE_SAMPLE_BYTES), int(plan.tokenizer.removeprefix("bpe:")), made
+        )
     else:
         shutil.copyfile(plan.tokenizer, made)
     os.replace(made, stored)
 
 
-def _manifest(plan: Plan, shards: tuple[ShardEntry, ...], folder: Path) -> Manifest:
+def _build_manifest(plan: PreparePlan, shards: tuple[ShardEntry, ...], folder: Path) -> DatasetManifest:
     if plan.tokenizer is None:
-        return Manifest("images", "<u1", shards, classes=plan.classes, shape=plan.shape, labels=plan.labels)
+        return DatasetManifest(
+            "images", "<u1", shards, classes=plan.num_classes, shape=plan.image_shape, labels=plan.class_names
+        )
     if plan.tokenizer == "bytes":
         tokenizer = load_tokenizer("bytes")
     else:
-        tokenizer = stored_tokenizer(plan, folder)
-    dtype = token_dtype(tokenizer.vocab).str.replace("|", "<")
-    return Manifest("tokens", dtype, shards, vocab=tokenizer.vocab, tokenizer=describe(tokenizer, folder))
+        tokenizer = load_plan_tokenizer(plan, folder)
+    dtype = narrowest_token_dtype(tokenizer.vocab_size).str.replace("|", "<")
+    return DatasetManifest(
+        "tokens", dtype, shards, vocab=tokenizer.vocab_size, tokenizer=describe_tokenizer(tokenizer, folder)
+    )
 
 
-def _publish(partial: Path, out: Path) -> None:
+def _commit_dataset(partial: Path, dataset_dir: Path) -> None:
     """Give the finished directory its name, in such an order that a power cut leaves it whole or unfinished."""
     for path in partial.iterdir():
         # also what a worker that was killed left half-written
         if path.suffix in (".done", ".tmp") or path.name == "plan":
             path.unlink()
-    _sync(partial)
+    _sync_dir(partial)
     try:
-        os.rename(partial, out)  # an empty directory gives way
+        os.rename(partial, dataset_dir)  # an empty directory gives way
     except OSError:
-        if not is_dataset(out):  # without locks, another process may have been faster
+        if not is_dataset(dataset_dir):  # without locks, another process may have been faster
             raise
-    (out / "lock").unlink(missing_ok=True)
-    _sync(out.parent)
+    (dataset_dir / "lock").unlink(missing_ok=True)
+    _sync_dir(dataset_dir.parent)
 
 
-def _sync(folder: Path) -> None:
+def _sync_dir(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        sync(descriptor)
+        fsync_if_supported(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _write_in_processes(
-    job: Job, todo: dict[int, Piece], workers: int, tell: Teller, lock: int
+def _write_with_workers(
+    job: PrepareJob, pending: dict[int, PreparePiece], num_workers: int, reporter: ProgressReporter, lock: int
 ) -> "tuple[dict[int, ShardEntry], Counter[str]]":
     """Write pieces with several worker processes, each led by a thread that hands it one piece after the other."""
     messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    pieces = iter(list(todo.items()))
-    processes = [_start_worker(lock) for _ in range(min(workers, len(todo)))]
-    leaders = [
-        Thread(target=_lead, args=(process, job, pieces, messages), name=f"data-{number}", daemon=True)
+    pieces = iter(list(pending.items()))
+    processes = [_start_worker(lock) for _ in range(min(num_workers, len(pending)))]
+    feeders = [
+        Thread(target=_feed_worker, args=(process, job, pieces, messages), name=f"data-{number}", daemon=True)
         for number, process in enumerate(processes)
     ]
     entries: dict[int, ShardEntry] = {}
-    lost: Counter[str] = Counter()
+    replaced_bytes: Counter[str] = Counter()
     try:
-        for leader in leaders:
-            leader.start()
-        while len(entries) < len(todo):
-            message = _next(messages, processes, tell)
+        for feeder in feeders:
+            feeder.start()
+        while len(entries) < len(pending):
+            message = _wait_for_message(messages, processes, reporter)
             if "entry" in message:
                 entries[message["number"]] = ShardEntry(**message["entry"])
-                lost.update(message["lost"])
+                replaced_bytes.update(message["lost"])
             elif "bytes" in message:
-                tell.add(message["bytes"], message["count"])
+                reporter.add_progress(message["bytes"], message["count"])
             elif "error" in message:
                 raise getattr(phalanx.errors, message["error"])(message["text"])
             else:
@@ -304,11 +317,11 @@ def _write_in_processes(
     finally:
         for process in processes:
             process.kill()
-        for leader in leaders:
-            leader.join()
+        for feeder in feeders:
+            feeder.join()
         for process in processes:
-            _close(process)
-    return entries, lost
+            _close_worker(process)
+    return entries, replaced_bytes
 
 
 def _lost(status: int) -> Exception:
@@ -324,32 +337,34 @@ def _lost(status: int) -> Exception:
     return error
 
 
-def _next(
-    messages: "SimpleQueue[dict[str, Any]]", processes: "Sequence[subprocess.Popen[str]]", tell: Teller
+def _wait_for_message(
+    messages: "SimpleQueue[dict[str, Any]]", processes: "Sequence[subprocess.Popen[str]]", reporter: ProgressReporter
 ) -> dict[str, Any]:
     """What a worker says next. One that was stopped is continued; where none says anything for too long, this
     ends."""
-    wait, looks = Wait("a word of those that prepare data", SILENT, tell.note), 0
+    wait, num_stopped_looks = Deadline("a word of those that prepare data", SILENCE_TIMEOUT_S, reporter.report_note), 0
     while True:
         try:
-            return messages.get(timeout=LOOK)
+            return messages.get(timeout=POLL_INTERVAL_S)
         except Empty:
-            found = stopped(process.pid for process in processes)
-            looks = looks + 1 if found else 0
-            if looks == HELD:
-                resume(found)
-                tell.note(f"process {found[0].pid}, which prepares data, was stopped (SIGSTOP): continued it")
-                looks = 0
-            if wait.over():
+            stopped_processes = find_stopped(process.pid for process in processes)
+            num_stopped_looks = num_stopped_looks + 1 if stopped_processes else 0
+            if num_stopped_looks == RESUME_AFTER_CHECKS:
+                resume_processes(stopped_processes)
+                reporter.report_note(
+                    f"process {stopped_processes[0].pid}, which prepares data, was stopped (SIGSTOP): continued it"
+                )
+                num_stopped_looks = 0
+            if wait.check_expired():
                 error = PhalanxError(
-                    f"the processes that prepare data have said nothing for {SILENT:.0f} s: they hang, or the storage "
+                    f"the processes that prepare data have said nothing for {SILENCE_TIMEOUT_S:.0f} s: they hang, or the storage "
                     "of the source or of the cache does; start again with the same command, which goes on from here"
                 )
                 error.code = ExitCode.UNFINISHED
                 raise error from None
 
 
-def _close(process: "subprocess.Popen[str]") -> None:
+def _close_worker(process: "subprocess.Popen[str]") -> None:
     """Wait for a worker that was killed, and close the pipes to it."""
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -373,19 +388,19 @@ def _start_worker(lock: int) -> subprocess.Popen[str]:
     )
 
 
-def _lead(
+def _feed_worker(
     process: "subprocess.Popen[str]",
-    job: Job,
-    pieces: Iterator[tuple[int, Piece]],
+    job: PrepareJob,
+    pieces: Iterator[tuple[int, PreparePiece]],
     messages: "SimpleQueue[dict[str, Any]]",
 ) -> None:
     """Hand pieces to a worker until there are none, and pass on what it says."""
     if process.stdin is None or process.stdout is None:
         raise ValueError("a worker needs pipes")
     try:
-        _send(process.stdin, asdict(job))
+        _send_line(process.stdin, asdict(job))
         for number, piece in pieces:
-            _send(process.stdin, [number, [asdict(part) for part in piece]])
+            _send_line(process.stdin, [number, [asdict(part) for part in piece]])
             for line in process.stdout:
                 message = json.loads(line)
                 messages.put({**message, "number": number})
@@ -400,6 +415,6 @@ def _lead(
         messages.put({"status": process.wait()})
 
 
-def _send(pipe: IO[str], value: Any) -> None:
+def _send_line(pipe: IO[str], value: Any) -> None:
     pipe.write(json.dumps(value) + "\n")
     pipe.flush()

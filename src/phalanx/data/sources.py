@@ -1,7 +1,7 @@
 """Finding the files of a source, and reading documents from them in pieces of bounded size.
 
 Text, packed text, JSON lines and Parquet; images are in `images.py`. Nothing here tokenises or writes. Whatever is read
-comes as `Chunk`s of at most about a mebibyte; only a JSON line and some Parquet cells are in memory as a whole.
+comes as `DocumentChunk`s of at most about a mebibyte; only a JSON line and some Parquet cells are in memory as a whole.
 """
 
 import io
@@ -16,23 +16,30 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from phalanx.data.finding import File
-from phalanx.data.packing import HEAD, check_expansion, check_kind, open_packed, packing, packing_of
+from phalanx.data.finding import SourceFile
+from phalanx.data.packing import (
+    HEAD_BYTES,
+    check_expansion,
+    check_file_format,
+    detect_compression,
+    detect_file_compression,
+    open_compressed,
+)
 from phalanx.errors import DataError, RecipeError, UsageError
 
-CHUNK = 1 << 20
-CONTEXT = 1 << 12
+CHUNK_BYTES = 1 << 20
+CONTEXT_BYTES = 1 << 12
 """Bytes of a document before and behind a chunk, in sight of which it is tokenised."""
-MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """UTF-8's byte order mark, which some editors write at the beginning of a file: no text."""
-LONGEST = 1 << 28
+MAX_LINE_BYTES = 1 << 28
 """Bytes of a line of JSON."""
-REPEATED = 20
+REPETITION_RATIO = 20
 """Text that is packed to less than this part of it repeats itself."""
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A part of a source file: bytes start .. stop - 1, or those row groups of a Parquet file.
 
     Byte ranges are nominal: whoever reads one takes the lines that begin in it, so parts that meet share no line.
@@ -41,25 +48,25 @@ class Part:
     path: str
     start: int
     stop: int
-    weight: int  # bytes on disk, for balance and progress
-    last: bool = True  # whether the file ends with this part
-    label: int = 0  # class of an image
+    disk_bytes: int  # bytes on disk, for balance and progress
+    is_last: bool = True  # whether the file ends with this part
+    class_label: int = 0  # class of an image
 
 
-class Chunk(NamedTuple):
+class DocumentChunk(NamedTuple):
     """Some bytes of a document, whether it begins and ends with them, and the bytes on disk read since the last; and
     what stands before and behind them in the document, up to CONTEXT bytes each."""
 
     data: bytes
-    begins: bool
-    ends: bool
-    consumed: int
+    starts_document: bool
+    ends_document: bool
+    bytes_read: int
     before: bytes = b""
-    behind: bytes = b""
+    after: bytes = b""
 
 
 @contextmanager
-def reading(path: str | Path) -> Iterator[None]:
+def translate_read_errors(path: str | Path) -> Iterator[None]:
     """Turn what can go wrong while reading a source file into a DataError that names it."""
     try:
         yield
@@ -69,87 +76,99 @@ def reading(path: str | Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read to its end ({getattr(error, 'strerror', None) or error})") from None
 
 
-def split_file(file: File, size: int) -> list[Part]:
-    """A file's parts of about `size` bytes. Packed files stay whole: they can only be read from their beginning."""
-    count = max(round(file.size / size), 1)
+def split_source_file(file: SourceFile, part_bytes: int) -> list[FilePart]:
+    """A file's parts of about `part_bytes` bytes. Packed files stay whole: they can only be read from their beginning."""
+    count = max(round(file.size / part_bytes), 1)
     if count > 1:
-        with reading(file.path):
-            count = 1 if packing_of(file.path) is not None else count
+        with translate_read_errors(file.path):
+            count = 1 if detect_file_compression(file.path) is not None else count
     edges = [file.size * number // count for number in range(count + 1)]
-    return [Part(file.path, start, stop, stop - start, last=stop == file.size) for start, stop in pairwise(edges)]
+    return [
+        FilePart(file.path, start, stop, stop - start, is_last=stop == file.size) for start, stop in pairwise(edges)
+    ]
 
 
-def split_parquet(file: File) -> list[Part]:
+def split_parquet_file(file: SourceFile) -> list[FilePart]:
     """A Parquet file's row groups."""
-    check_kind(file.path, "parquet")
-    with reading(file.path), open(file.path, "rb") as raw:
+    check_file_format(file.path, "parquet")
+    with translate_read_errors(file.path), open(file.path, "rb") as raw:
         groups = _open_parquet(raw, file.path).metadata.num_row_groups
     # Weights as if all row groups were alike: they need only be fair enough to balance the work.
-    return [Part(file.path, group, group + 1, file.size // max(groups, 1)) for group in range(groups)]
+    return [FilePart(file.path, group, group + 1, file.size // max(groups, 1)) for group in range(groups)]
 
 
-def documents(part: Part, kind: str, field: str) -> Iterator[Chunk]:
+def iterate_documents(part: FilePart, source_kind: str, field: str) -> Iterator[DocumentChunk]:
     """The documents that begin in a part of a `text`, `jsonl` or `parquet` source (text: what lies in the part)."""
-    with reading(part.path), open(part.path, "rb") as raw:
-        if kind == "parquet":
-            yield from _parquet(raw, part, field)
+    with translate_read_errors(part.path), open(part.path, "rb") as raw:
+        if source_kind == "parquet":
+            yield from _iterate_parquet(raw, part, field)
             return
-        packed = packing(part.path, raw.read(HEAD)) if part.start == 0 else None
+        compression = detect_compression(part.path, raw.read(HEAD_BYTES)) if part.start == 0 else None
         raw.seek(0)
-        if packed is not None:
-            stream, stop = open_packed(raw, packed, part.path), None
+        if compression is not None:
+            stream, stop = open_compressed(raw, compression, part.path), None
         else:
-            limit = CHUNK if kind == "text" else None
-            stop = _line_start(raw, part.stop, limit)
-            raw.seek(_line_start(raw, part.start, limit))
+            limit = CHUNK_BYTES if source_kind == "text" else None
+            stop = _find_line_start(raw, part.stop, limit)
+            raw.seek(_find_line_start(raw, part.start, limit))
             stream = raw
-        yield from _text(raw, stream, stop, part) if kind == "text" else _jsonl(raw, stream, stop, part.path, field)
+        yield from (
+            _iterate_text(raw, stream, stop, part)
+            if source_kind == "text"
+            else _iterate_jsonl(raw, stream, stop, part.path, field)
+        )
 
 
-def _line_start(file: BinaryIO, offset: int, limit: int | None) -> int:
+def _find_line_start(file: BinaryIO, offset: int, limit: int | None) -> int:
     """Where the first line begins at or behind `offset`; after `limit` bytes without one, the next character."""
     if offset == 0:
         return 0
     file.seek(offset - 1)
     scanned = 0
-    while block := file.read(CHUNK if limit is None else limit - scanned):
+    while block := file.read(CHUNK_BYTES if limit is None else limit - scanned):
         if (at := block.find(b"\n")) >= 0:
             return offset - 1 + scanned + at + 1
         scanned += len(block)
         if scanned == limit:
             file.seek(offset)
             return offset + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
-        if scanned > LONGEST:
+        if scanned > MAX_LINE_BYTES:
             raise _too_long(f"{file.name}, the line at byte {offset} or before")
     return offset - 1 + scanned
 
 
-def _text(raw: BinaryIO, stream: BinaryIO, stop: int | None, part: Part, marked: bool = True) -> Iterator[Chunk]:
+def _iterate_text(
+    raw: BinaryIO, stream: BinaryIO, stop: int | None, part: FilePart, marked: bool = True
+) -> Iterator[DocumentChunk]:
     """A whole text file, or a part of a plain one, is one document; it is cut behind lines where it can be. `marked`:
     a byte order mark at its beginning is left out."""
     before, start = b"", raw.tell()
     if part.start > 0:
-        raw.seek(max(start - CONTEXT, 0))
+        raw.seek(max(start - CONTEXT_BYTES, 0))
         before = raw.read(start - raw.tell())
-    begins, counted, read, buffer, over = part.start == 0, start, start, b"", False
+    begins, counted_to, read, buffer, is_last_chunk = part.start == 0, start, start, b"", False
     if begins and marked:
-        buffer = stream.read(len(MARK))
-        read, buffer = read + len(buffer), buffer.removeprefix(MARK)
+        buffer = stream.read(len(BYTE_ORDER_MARK))
+        read, buffer = read + len(buffer), buffer.removeprefix(BYTE_ORDER_MARK)
     while True:
-        data = stream.read(CHUNK + CONTEXT - len(buffer))
+        data = stream.read(CHUNK_BYTES + CONTEXT_BYTES - len(buffer))
         buffer, read = buffer + data, read + len(data)
-        left = len(buffer) if stop is None else stop - (read - len(buffer))  # of this part
-        over = left <= CHUNK or (not data and len(buffer) <= CHUNK)
-        cut = left if over else buffer.rfind(b"\n", 0, CHUNK) + 1 or _character_start(buffer[:CHUNK])
+        remaining = len(buffer) if stop is None else stop - (read - len(buffer))  # of this part
+        is_last_chunk = remaining <= CHUNK_BYTES or (not data and len(buffer) <= CHUNK_BYTES)
+        cut = (
+            remaining
+            if is_last_chunk
+            else buffer.rfind(b"\n", 0, CHUNK_BYTES) + 1 or _whole_characters_length(buffer[:CHUNK_BYTES])
+        )
         now = min(raw.tell(), read) if stop is None else read - len(buffer) + cut
-        behind = buffer[cut : cut + CONTEXT]
-        yield Chunk(buffer[:cut], begins, over and part.last, now - counted, before, behind)
-        if over:
+        after = buffer[cut : cut + CONTEXT_BYTES]
+        yield DocumentChunk(buffer[:cut], begins, is_last_chunk and part.is_last, now - counted_to, before, after)
+        if is_last_chunk:
             return
-        before, buffer, begins, counted = (before + buffer[:cut])[-CONTEXT:], buffer[cut:], False, now
+        before, buffer, begins, counted_to = (before + buffer[:cut])[-CONTEXT_BYTES:], buffer[cut:], False, now
 
 
-def _character_start(buffer: bytes) -> int:
+def _whole_characters_length(buffer: bytes) -> int:
     """The length of `buffer` without a UTF-8 character that its end cuts in two."""
     for back in range(1, 4):
         byte = buffer[-back]
@@ -161,14 +180,14 @@ def _character_start(buffer: bytes) -> int:
     return len(buffer)
 
 
-def _jsonl(raw: BinaryIO, stream: BinaryIO, stop: int | None, path: str, field: str) -> Iterator[Chunk]:
+def _iterate_jsonl(raw: BinaryIO, stream: BinaryIO, stop: int | None, path: str, field: str) -> Iterator[DocumentChunk]:
     counted = offset = raw.tell()  # nothing of it was read yet
     while stop is None or offset < stop:
-        line = stream.readline(LONGEST + 1)
+        line = stream.readline(MAX_LINE_BYTES + 1)
         if not line:
             return
         where = f"{path}, the line at byte {offset}"
-        if len(line) > LONGEST:
+        if len(line) > MAX_LINE_BYTES:
             raise _too_long(where)
         offset += len(line)
         try:
@@ -177,36 +196,38 @@ def _jsonl(raw: BinaryIO, stream: BinaryIO, stop: int | None, path: str, field: 
             raise DataError(f"{where}: not JSON ({error})") from None
         except RecursionError:
             raise DataError(f"{where}: not JSON that can be read: it is nested too deeply") from None
-        text = _field(record, field, where)
+        text = _read_field(record, field, where)
         yield from _document(text, raw.tell() - counted)
         counted = raw.tell()
 
 
 def _too_long(where: str) -> DataError:
-    return DataError(f"{where}: has more than {LONGEST >> 20} MiB, the most that a line of JSON may have")
+    return DataError(f"{where}: has more than {MAX_LINE_BYTES >> 20} MiB, the most that a line of JSON may have")
 
 
-def _document(text: bytes, consumed: int) -> Iterator[Chunk]:
+def _document(text: bytes, consumed: int) -> Iterator[DocumentChunk]:
     """A document in chunks, as if it were a file: tokens of it take many times its memory."""
-    if len(text) <= CHUNK:
-        yield Chunk(text, True, True, consumed)
+    if len(text) <= CHUNK_BYTES:
+        yield DocumentChunk(text, True, True, consumed)
         return
     stream = io.BytesIO(text)
-    for chunk in _text(stream, stream, None, Part("", 0, len(text), 0), marked=False):
-        yield chunk._replace(consumed=consumed if chunk.ends else 0)
+    for chunk in _iterate_text(stream, stream, None, FilePart("", 0, len(text), 0), marked=False):
+        yield chunk._replace(bytes_read=consumed if chunk.ends_document else 0)
 
 
-def _field(record: Any, field: str, where: str) -> bytes:
+def _read_field(record: Any, field: str, where: str) -> bytes:
     """A record's text; null is an empty document."""
     if not isinstance(record, dict):
         cure = "; of one array, jq -c '.[]' makes lines" if isinstance(record, list) else ""
         raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}{cure}")
     if field not in record:
-        raise RecipeError(f"{where}: no field {field!r}; it has {_names(record)}. Name it in data.source.text_field")
-    return _encode(record[field], field, where)
+        raise RecipeError(
+            f"{where}: no field {field!r}; it has {_format_names(record)}. Name it in data.source.text_field"
+        )
+    return _encode_text(record[field], field, where)
 
 
-def _encode(text: Any, field: str, where: str) -> bytes:
+def _encode_text(text: Any, field: str, where: str) -> bytes:
     if text is None:
         return b""
     if not isinstance(text, str):
@@ -214,7 +235,7 @@ def _encode(text: Any, field: str, where: str) -> bytes:
     return text.encode(errors="surrogatepass")  # halves of pairs are no UTF-8, which is counted
 
 
-def _names(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
@@ -225,28 +246,28 @@ def _open_parquet(raw: BinaryIO, path: str) -> Any:
     except ImportError:
         raise UsageError("Parquet sources need the `pyarrow` package: pip install 'phalanx[pyarrow]'") from None
     try:
-        return pyarrow.parquet.ParquetFile(raw, pre_buffer=False, buffer_size=CHUNK)
+        return pyarrow.parquet.ParquetFile(raw, pre_buffer=False, buffer_size=CHUNK_BYTES)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a Parquet file ({error})") from None
 
 
-def _parquet(raw: BinaryIO, part: Part, field: str) -> Iterator[Chunk]:
+def _iterate_parquet(raw: BinaryIO, part: FilePart, field: str) -> Iterator[DocumentChunk]:
     table = _open_parquet(raw, part.path)
     names = table.schema_arrow.names
     if field not in names:
         raise RecipeError(
-            f"{part.path}: no column {field!r}; it has {_names(names)}. Name it in data.source.text_field"
+            f"{part.path}: no column {field!r}; it has {_format_names(names)}. Name it in data.source.text_field"
         )
     size, given = os.fstat(raw.fileno()).st_size, 0
     for group in range(part.start, part.stop):
         rows, where = max(table.metadata.row_group(group).num_rows, 1), f"{part.path}, row group {group}"
         for batch in _batches(table, group, field, where, size):
             for value in batch.column(0).drop_null():  # an empty document is none
-                text = _encode(_value(value, where), field, where)
+                text = _encode_text(_read_cell(value, where), field, where)
                 given += len(text)
                 check_expansion(part.path, size, given)
                 yield from _document(text, 0)
-            yield Chunk(b"", False, False, part.weight * batch.num_rows // rows)
+            yield DocumentChunk(b"", False, False, part.disk_bytes * batch.num_rows // rows)
 
 
 def _batches(table: Any, group: int, field: str, where: str, size: int) -> Iterator[Any]:
@@ -259,14 +280,14 @@ def _batches(table: Any, group: int, field: str, where: str, size: int) -> Itera
     unpacked = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
     packed = min(sum(column.total_compressed_size for column in columns if column.path_in_schema == field), size)
     check_expansion(where, packed, unpacked)
-    at_once = 256 if unpacked <= CHUNK else 16 if unpacked <= REPEATED * packed else 1
+    at_once = 256 if unpacked <= CHUNK_BYTES else 16 if unpacked <= REPETITION_RATIO * packed else 1
     try:
         yield from table.iter_batches(batch_size=at_once, row_groups=[group], columns=[field])
     except pyarrow.ArrowException as error:
         raise DataError(f"{where}: cannot be read ({error})") from None
 
 
-def _value(cell: Any, where: str) -> Any:
+def _read_cell(cell: Any, where: str) -> Any:
     """A cell as a plain value."""
     try:
         return cell.as_py()

@@ -14,22 +14,22 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from phalanx.bounded import read_bytes, read_json, read_text
-from phalanx.data.manifest import TOKENIZER, is_dataset, read_manifest, token_dtype
-from phalanx.data.shard import Values
+from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, narrowest_token_dtype, read_manifest
+from phalanx.data.shard import ValueArray
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig
 
-LARGEST = 1 << 28
+MAX_TOKENIZER_BYTES = 1 << 28
 """Bytes of a tokenizer.json; the largest have some ten million."""
-MOST_TOKENS = 1 << 32
+MAX_VOCAB_SIZE = 1 << 32
 """Of a vocabulary: the library has no larger numbers."""
-PANIC = "PanicException"
+RUST_PANIC_NAME = "PanicException"
 """What Rust raises in Python where it gives up."""
-END_OF_TEXT = "<|endoftext|>"
-_OTHER_KINDS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+END_OF_TEXT_TOKEN = "<|endoftext|>"
+_OTHER_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Tokenizers that a Hugging Face directory may have instead."""
-_SEPARATORS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
-_ENDS = (
+_SEPARATOR_TOKENS = (END_OF_TEXT_TOKEN, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+_END_OF_TEXT_NAMES = (
     "endoftext",
     "eos",
     "endofsentence",
@@ -46,18 +46,18 @@ _ENDS = (
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. `separator` is put behind every document; None where the vocabulary has none."""
+    """Text to tokens and back. `separator_token` is put behind every document; None where the vocabulary has none."""
 
     name: str
-    vocab: int
-    separator: int | None
+    vocab_size: int
+    separator_token: int | None
 
-    def encode(self, text: str) -> Values:
+    def encode(self, text: str) -> ValueArray:
         """Tokens of a text, without any special ones; unsigned, as narrow as the vocabulary allows."""
 
-    def encode_bytes(self, data: bytes, before: bytes = b"", behind: bytes = b"") -> Values:
+    def encode_bytes(self, data: bytes, before: bytes = b"", after: bytes = b"") -> ValueArray:
         """Tokens of a file's bytes, which are UTF-8 as a rule but need not be, as they come out where `before` and
-        `behind` surround them: those that begin in `data`."""
+        `after` surround them: those that begin in `data`."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without separators; what is not UTF-8 becomes U+FFFD."""
@@ -67,27 +67,27 @@ class ByteTokenizer:
     """One token a byte; byte 0 separates documents."""
 
     name = "bytes"
-    vocab = 256
-    separator: int | None = 0
+    vocab_size = 256
+    separator_token: int | None = 0
 
-    def encode(self, text: str) -> Values:
+    def encode(self, text: str) -> ValueArray:
         return self.encode_bytes(text.encode(errors="replace"))
 
-    def encode_bytes(self, data: bytes, before: bytes = b"", behind: bytes = b"") -> Values:
+    def encode_bytes(self, data: bytes, before: bytes = b"", after: bytes = b"") -> ValueArray:
         return np.frombuffer(data, np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token).decode(errors="replace")
 
 
-class FileTokenizer:
+class HuggingFaceTokenizer:
     """A Hugging Face tokenizer.json."""
 
-    def __init__(self, path: Path, name: str = TOKENIZER, separator: int | Literal["found"] | None = "found"):
-        """`separator`: its number where that is known, else what the files that lie with it say."""
-        library = _library()
+    def __init__(self, path: Path, name: str = TOKENIZER_FILE, separator: int | Literal["found"] | None = "found"):
+        """`separator_token`: its number where that is known, else what the files that lie with it say."""
+        library = _import_tokenizers()
         try:
-            self._tokenizer = library.Tokenizer.from_str(read_text(path, LARGEST))
+            self._tokenizer = library.Tokenizer.from_str(read_text(path, MAX_TOKENIZER_BYTES))
             tokens = self._tokenizer.get_vocab(with_added_tokens=True).values()
         except FileNotFoundError:
             raise RecipeError(f"{path}: no such tokenizer; give `bytes`, `bpe:SIZE` or a tokenizer.json") from None
@@ -101,25 +101,27 @@ class FileTokenizer:
         self.name = name
         if not tokens:
             raise RecipeError(f"{path}: its vocabulary is empty")
-        self.vocab = max(tokens) + 1
-        self.separator: int | None = end_of_text(path, self._tokenizer) if separator == "found" else separator
-        self._dtype = token_dtype(self.vocab)
+        self.vocab_size = max(tokens) + 1
+        self.separator_token: int | None = (
+            find_end_of_text(path, self._tokenizer) if separator == "found" else separator
+        )
+        self._dtype = narrowest_token_dtype(self.vocab_size)
 
-    def encode(self, text: str) -> Values:
+    def encode(self, text: str) -> ValueArray:
         return np.array(self._encoded(text).ids, self._dtype)
 
-    def encode_bytes(self, data: bytes, before: bytes = b"", behind: bytes = b"") -> Values:
+    def encode_bytes(self, data: bytes, before: bytes = b"", after: bytes = b"") -> ValueArray:
         text = data.decode(errors="replace")
-        if not before and not behind:
+        if not before and not after:
             return self.encode(text)
-        left = before.decode(errors="replace")
-        whole = self._encoded(left + text + behind.decode(errors="replace"))
-        start, stop = (len(left) if before else -1), len(left) + len(text)
+        before_text = before.decode(errors="replace")
+        whole = self._encoded(before_text + text + after.decode(errors="replace"))
+        start, stop = (len(before_text) if before else -1), len(before_text) + len(text)
         inside = [number for number, (at, _) in zip(whole.ids, whole.offsets, strict=True) if start <= at < stop]
         return np.array(inside, self._dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        kept = [int(token) for token in tokens if token != self.separator]
+        kept = [int(token) for token in tokens if token != self.separator_token]
         with self._working():
             return str(self._tokenizer.decode(kept, skip_special_tokens=False))
 
@@ -142,21 +144,21 @@ class FileTokenizer:
 
 def _is_theirs(error: BaseException) -> bool:
     """Whether the library may have raised it: its panics are no Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == PANIC
+    return isinstance(error, Exception) or type(error).__name__ == RUST_PANIC_NAME
 
 
-def train_bpe(texts: Iterator[str], vocab: int, path: Path) -> None:
-    """Train a byte-level BPE with `vocab` tokens on `texts` and write it to `path`. The same texts give the same file.
+def train_bpe_tokenizer(texts: Iterator[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE with `vocab_size` tokens on `texts` and write it to `path`. The same texts give the same file.
 
     Token 0 is the separator `<|endoftext|>`; the 256 bytes are all in, so there is no text that it cannot encode.
     """
-    library = _library()
+    library = _import_tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=[END_OF_TEXT],
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT_TOKEN],
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -164,13 +166,13 @@ def train_bpe(texts: Iterator[str], vocab: int, path: Path) -> None:
     path.write_text(tokenizer.to_str(), encoding="utf-8")
 
 
-def end_of_text(path: Path, tokenizer: Any) -> int | None:
+def find_end_of_text(path: Path, tokenizer: Any) -> int | None:
     """The token that ends a text for the tokenizer.json at `path`: as the dataset or the Hugging Face files that lie
     with it say, else what the tokenizer itself puts behind a text, else a special token that is called so."""
-    if path.name == TOKENIZER and is_dataset(path.parent):
+    if path.name == TOKENIZER_FILE and is_dataset(path.parent):
         with suppress(DataError):  # a manifest of something else
             return (read_manifest(path.parent).tokenizer or {}).get("separator")
-    found = [*_configured(path.parent), *_appended(tokenizer), *_SEPARATORS]
+    found = [*_iterate_configured_ends(path.parent), *_iterate_appended_ends(tokenizer), *_SEPARATOR_TOKENS]
     ids = (each if isinstance(each, int) else tokenizer.token_to_id(each) for each in found)
     known = next((number for number in ids if number is not None and tokenizer.id_to_token(number) is not None), None)
     if known is not None:
@@ -180,40 +182,40 @@ def end_of_text(path: Path, tokenizer: Any) -> int | None:
         for number, token in sorted(tokenizer.get_added_tokens_decoder().items(), reverse=True)
         if token.special
     }
-    return next((special[name] for name in _ENDS if name in special), None)
+    return next((special[name] for name in _END_OF_TEXT_NAMES if name in special), None)
 
 
-def _configured(folder: Path) -> Iterator[str | int]:
+def _iterate_configured_ends(folder: Path) -> Iterator[str | int]:
     """Ends of text by a folder's Hugging Face files, by name or number."""
     for file in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
         try:
-            values = read_json(folder / file, LARGEST)
+            values = read_json(folder / file, MAX_TOKENIZER_BYTES)
         except (OSError, DataError):
             continue
         for key in ("eos_token", "eos_token_id"):
             value = values.get(key)
             value = value.get("content") if isinstance(value, dict) else value
             value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, str) or (type(value) is int and 0 <= value < MOST_TOKENS):
+            if isinstance(value, str) or (type(value) is int and 0 <= value < MAX_VOCAB_SIZE):
                 yield value
 
 
-def _appended(tokenizer: Any) -> Iterator[int]:
+def _iterate_appended_ends(tokenizer: Any) -> Iterator[int]:
     """The token that a tokenizer puts behind every text, if it does."""
     ids = tokenizer.encode("a", add_special_tokens=True)
     if len(ids.ids) > 1 and ids.special_tokens_mask[-1]:
         yield ids.ids[-1]
 
 
-def describe(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+def describe_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """What the manifest says of the tokenizer of a dataset that lies in `folder`."""
     if isinstance(tokenizer, ByteTokenizer):
         return {"name": tokenizer.name, "separator": 0}
-    stored = folder / TOKENIZER
+    stored = folder / TOKENIZER_FILE
     return {
         "name": tokenizer.name,
-        "separator": tokenizer.separator,
-        "file": TOKENIZER,
+        "separator": tokenizer.separator_token,
+        "file": TOKENIZER_FILE,
         "xxh3": xxh3_128_hexdigest(stored.read_bytes()),
     }
 
@@ -224,16 +226,16 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(path)
     if not is_dataset(path):
-        return FileTokenizer(tokenizer_file(path))
+        return HuggingFaceTokenizer(find_tokenizer_file(path))
     described = read_manifest(path).tokenizer
     if described is None:
         raise UsageError(f"{path}: a dataset of images has no tokenizer")
     if "file" not in described:
         return ByteTokenizer()
     stored = path / described["file"]
-    if not stored.is_file() or xxh3_128_hexdigest(read_bytes(stored, LARGEST)) != described["xxh3"]:
+    if not stored.is_file() or xxh3_128_hexdigest(read_bytes(stored, MAX_TOKENIZER_BYTES)) != described["xxh3"]:
         raise DataError(f"{stored}: missing, or not the tokenizer that this dataset was prepared with")
-    return FileTokenizer(stored, described["name"], described.get("separator"))
+    return HuggingFaceTokenizer(stored, described["name"], described.get("separator"))
 
 
 def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
@@ -249,10 +251,10 @@ def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
         same = described["name"] == asked
     else:
         asked = data.tokenizer
-        stored = tokenizer_file(folder / asked)
+        stored = find_tokenizer_file(folder / asked)
         if not stored.is_file():
             raise RecipeError(f"data.tokenizer: {stored}: no such tokenizer")
-        same = described.get("xxh3") == xxh3_128_hexdigest(read_bytes(stored, LARGEST))
+        same = described.get("xxh3") == xxh3_128_hexdigest(read_bytes(stored, MAX_TOKENIZER_BYTES))
     if not same:
         raise RecipeError(
             f"data.tokenizer: found {asked}, but {dataset} was prepared with {described['name']}; leave it out, or "
@@ -260,23 +262,23 @@ def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
         )
 
 
-def tokenizer_file(path: Path) -> Path:
+def find_tokenizer_file(path: Path) -> Path:
     """The tokenizer.json of a directory, such as a Hugging Face model's; a file is taken as it is. RecipeError when the
     directory has none."""
     if not path.is_dir():
         return path
-    if not (path / TOKENIZER).is_file():
-        others = [name for name in _OTHER_KINDS if (path / name).is_file()]
+    if not (path / TOKENIZER_FILE).is_file():
+        others = [name for name in _OTHER_TOKENIZER_FILES if (path / name).is_file()]
         cure = (
             f"transformers makes one of {others[0]}: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
             if others
             else "name the file of one, or a directory that has one"
         )
-        raise RecipeError(f"data.tokenizer: {path} has no {TOKENIZER}; {cure}")
-    return path / TOKENIZER
+        raise RecipeError(f"data.tokenizer: {path} has no {TOKENIZER_FILE}; {cure}")
+    return path / TOKENIZER_FILE
 
 
-def _library() -> Any:
+def _import_tokenizers() -> Any:
     try:
         import tokenizers
         import tokenizers.decoders

@@ -10,34 +10,34 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.data.pieces import Job, PieceWriter
-from phalanx.data.sources import Part
+from phalanx.data.pieces import PieceWriter, PrepareJob
+from phalanx.data.sources import FilePart
 from phalanx.errors import PhalanxError
 
 
-def say(**message: Any) -> None:
+def send_message(**message: Any) -> None:
     """One message to the process that started this one."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
-def main() -> None:
+def run_worker() -> None:
     """Write pieces until there are no more."""
     try:
-        writer = PieceWriter(Job(**json.loads(sys.stdin.readline())))
+        writer = PieceWriter(PrepareJob(**json.loads(sys.stdin.readline())))
         for line in sys.stdin:
             number, parts = json.loads(line)
-            piece = tuple(Part(**part) for part in parts)
-            entry = writer.write(number, piece, lambda size, count: say(bytes=size, count=count))
-            say(entry=asdict(entry), lost=writer.lost)
+            piece = tuple(FilePart(**part) for part in parts)
+            entry = writer.write_piece(number, piece, lambda size, count: send_message(bytes=size, count=count))
+            send_message(entry=asdict(entry), lost=writer.replaced_bytes)
     except PhalanxError as error:
-        say(error=type(error).__name__, text=str(error))
+        send_message(error=type(error).__name__, text=str(error))
     except BrokenPipeError:
         # Whoever started this process is gone; what it finished is on disk. Keep Python from flushing into the pipe.
         sys.stdout = None
     except OSError as error:  # a full disk, as a rule; source files that cannot be read are a PhalanxError
-        say(error="UsageError", text=f"{error.filename or 'the dataset'}: cannot be written: {error.strerror}")
+        send_message(error="UsageError", text=f"{error.filename or 'the dataset'}: cannot be written: {error.strerror}")
 
 
 if __name__ == "__main__":
-    main()
+    run_worker()

@@ -5,64 +5,71 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.jobs.engine import ArrayEngine, Engine, Request
-from phalanx.jobs.spec import Job, Status
+from phalanx.jobs.engine import ArrayBackend, Backend, SubmitRequest
+from phalanx.jobs.spec import Job, JobStatus
 
 
-def array_of(name: str, jobs: Sequence[Job], at_most: int | None = None) -> tuple[Job, ...]:
+def make_array(name: str, jobs: Sequence[Job], max_parallel: int | None = None) -> tuple[Job, ...]:
     """Jobs as the members of an array. UsageError when two of them would train in one run."""
     runs: dict[str, int] = {}
     for index, job in enumerate(jobs):
-        if job.run is not None and (other := runs.setdefault(str(job.run), index)) != index:
+        if job.run_dir is not None and (earlier := runs.setdefault(str(job.run_dir), index)) != index:
             raise UsageError(
-                f"array {name}: members {other} and {index} would both train in {job.run}; give their recipes "
+                f"array {name}: members {earlier} and {index} would both train in {job.run_dir}; give their recipes "
                 "different names"
             )
-    return tuple(replace(job, name=f"{name}.{index}", array=name, at_most=at_most) for index, job in enumerate(jobs))
+    return tuple(
+        replace(job, name=f"{name}.{index}", array_name=name, max_parallel=max_parallel)
+        for index, job in enumerate(jobs)
+    )
 
 
-def render_array(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
+def render_array(backend: Backend, jobs: Sequence[Job]) -> list[SubmitRequest]:
     """All that would be sent: one request where the engine knows arrays, else one for each member. UsageError when it
     cannot run one of them; nothing has been sent then."""
-    if isinstance(engine, ArrayEngine):
-        return [engine.render_array(jobs)]
-    return [engine.render(job) for job in jobs]
+    if isinstance(backend, ArrayBackend):
+        return [backend.render_array(jobs)]
+    return [backend.render(job) for job in jobs]
 
 
-def submit_array(engine: Engine, requests: Sequence[Request]) -> list[str]:
+def submit_array(backend: Backend, requests: Sequence[SubmitRequest]) -> list[str]:
     """Send it; returns the members' ids. When one cannot be sent, those before it are cancelled, and the error says
     so."""
-    if isinstance(engine, ArrayEngine):
+    if isinstance(backend, ArrayBackend):
         (request,) = requests
-        return engine.submit_array(request)
-    sent: list[str] = []
+        return backend.submit_array(request)
+    submitted: list[str] = []
     try:
         for request in requests:
-            sent.append(engine.submit(request))
+            submitted.append(backend.submit(request))
     except BaseException as error:
-        left = [ident for ident in sent if not _cancelled(engine, ident)]
-        if not isinstance(error, PhalanxError) or not sent:
+        not_cancelled = [job_id for job_id in submitted if not _try_cancel(backend, job_id)]
+        if not isinstance(error, PhalanxError) or not submitted:
             raise
-        done = f"the {len(sent)} before it were cancelled" if len(sent) > 1 else "the one before it was cancelled"
-        if left:
-            done = f"of those before it, {', '.join(left)} could not be cancelled: `phalanx jobs cancel` ends them"
-        raise UsageError(f"member {len(sent)} could not be submitted: {error}; {done}") from error
-    return sent
+        cancelled_text = (
+            f"the {len(submitted)} before it were cancelled"
+            if len(submitted) > 1
+            else "the one before it was cancelled"
+        )
+        if not_cancelled:
+            cancelled_text = f"of those before it, {', '.join(not_cancelled)} could not be cancelled: `phalanx jobs cancel` ends them"
+        raise UsageError(f"member {len(submitted)} could not be submitted: {error}; {cancelled_text}") from error
+    return submitted
 
 
-def members(statuses: Iterable[Status], word: str) -> list[Status]:
+def select_array_members(statuses: Iterable[JobStatus], name_or_id: str) -> list[JobStatus]:
     """Those that belong to an array, given by its name or by its id of an engine that has one."""
     return [
         status
         for status in statuses
-        if (status.name.rpartition(".")[0] == word and status.name.rpartition(".")[2].isdecimal())
-        or status.id.startswith(f"{word}_")
+        if (status.name.rpartition(".")[0] == name_or_id and status.name.rpartition(".")[2].isdecimal())
+        or status.id.startswith(f"{name_or_id}_")
     ]
 
 
-def _cancelled(engine: Engine, ident: str) -> bool:
+def _try_cancel(backend: Backend, job_id: str) -> bool:
     try:
-        engine.cancel(ident)
+        backend.cancel(job_id)
     except UsageError:
         return False
     return True

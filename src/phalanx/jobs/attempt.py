@@ -7,214 +7,239 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ExitCode
-from phalanx.jobs.hang import Hang
-from phalanx.jobs.nodes import Node
-from phalanx.jobs.nursery import GPU, LOST_PEER, STORAGE, signal_name
+from phalanx.jobs.hang import HangReport
+from phalanx.jobs.nodes import NodeHandle
+from phalanx.jobs.nursery import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS, signal_name
 from phalanx.run.event_types import FailureCause, WorkerFailure
 from phalanx.run.messages import WorkerError
-from phalanx.run.pulse import Beat
+from phalanx.run.pulse import Heartbeat
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
 """Codes of a worker after which starting it again would only repeat them."""
-IN_ORDER = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
+PLANNED_EXIT_CODES = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
 """Codes of a worker that came to its end, if it said so: anything in it may have left with them."""
-CAUSES: dict[int, FailureCause] = {LOST_PEER: "peer_disconnected", STORAGE: "storage_failed", GPU: "gpu_failed"}
+CAUSE_BY_STATUS: dict[int, FailureCause] = {
+    LOST_PEER_STATUS: "peer_disconnected",
+    STORAGE_FAILED_STATUS: "storage_failed",
+    GPU_FAILED_STATUS: "gpu_failed",
+}
 """By the status with which a worker ends that knows its cause."""
-NEVER_CAME = "ended without training: it never came to `with phalanx.join(...)`"
+NEVER_JOINED_MESSAGE = "ended without training: it never came to `with phalanx.session(...)`"
 
 
-ORPHANED = "the process that forks workers died, and they with it"
-HELD = "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
-OVERDUE = 120.0
+FORK_SERVER_DIED_MESSAGE = "the process that forks workers died, and they with it"
+EXITS_NOT_REPORTED_MESSAGE = (
+    "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
+)
+EXIT_REPORT_TIMEOUT_S = 120.0
 """Seconds in which workers that were killed must have ended, whatever memory they give back, and ends be reported."""
 
 
 @dataclass
-class Attempt:
+class AttemptState:
     """What one attempt has shown so far."""
 
-    world: int
-    places: dict[Node, range] = field(default_factory=dict)
+    world_size: int
+    ranks_by_node: dict[NodeHandle, range] = field(default_factory=dict)
     """The ranks of each node's workers."""
     number: int = 0
     """Of the attempt that workers make now: one more each time that they met anew."""
-    logs: dict[int, int] = field(default_factory=dict)
+    log_attempt_by_rank: dict[int, int] = field(default_factory=dict)
     """By rank, the number under which its worker was started."""
-    codes: dict[int, int] = field(default_factory=dict)
-    started: set[Node] = field(default_factory=set)
+    exit_statuses: dict[int, int] = field(default_factory=dict)
+    started_nodes: set[NodeHandle] = field(default_factory=set)
     """Nodes that have said that their workers are forked."""
-    came: set[int] = field(default_factory=set)
+    announced_ranks: set[int] = field(default_factory=set)
     """Workers that have said that they began to get ready."""
-    left: dict[int, int] = field(default_factory=dict)
+    planned_exits: dict[int, int] = field(default_factory=dict)
     """Workers that have said that they come to their end, and with which code."""
-    away: dict[int, int] = field(default_factory=dict)
+    lost_ranks: dict[int, int] = field(default_factory=dict)
     """Workers that were lost, by the status with which they ended, and whose work the others do."""
-    joining: set[int] = field(default_factory=set)
+    rejoining_ranks: set[int] = field(default_factory=set)
     """Those of them that were started again, and are not ready."""
-    leaving: set[int] = field(default_factory=set)
+    leaving_ranks: set[int] = field(default_factory=set)
     """Those of them that are being ended, because others of their replica were lost."""
-    begun: int | None = None  # the step from which it went on first, once it is known
-    saved: int = 0  # highest step of a checkpoint in it
-    steps: int = 0  # steps done in it
-    orphaned: str = ""  # what happened to the nursery that forked its workers, if it is gone
+    start_step: int | None = None  # the step from which it went on first, once it is known
+    saved_step: int = 0  # highest step of a checkpoint in it
+    num_steps: int = 0  # steps done in it
+    fork_server_error: str = ""  # what happened to the nursery that forked its workers, if it is gone
     killed: bool = False  # all of its workers
-    due: float | None = None  # when the end of its workers must have been reported
-    lost: dict[Node, str] = field(default_factory=dict)  # nodes that went away, and how
+    exit_deadline: float | None = None  # when the end of its workers must have been reported
+    lost_nodes: dict[NodeHandle, str] = field(default_factory=dict)  # nodes that went away, and how
     step_seconds: float | None = None  # of the last step
-    hung: Hang | None = None
-    compared: float = 0.0  # when workers were last compared, by their signs at that time
-    paces: Mapping[int, Beat] = field(default_factory=dict)
-    slow: set[int] = field(default_factory=set)  # stragglers that were named
-    storeless: bool = False  # the process through which they find each other died before they had met
-    ending: str | None = None  # why its workers were killed
+    hang: HangReport | None = None
+    last_comparison: float = 0.0  # when workers were last compared, by their signs at that time
+    straggler_baseline: Mapping[int, Heartbeat] = field(default_factory=dict)
+    reported_stragglers: set[int] = field(default_factory=set)  # stragglers that were named
+    store_lost: bool = False  # the process through which they find each other died before they had met
+    abort_reason: str | None = None  # why its workers were killed
     error: WorkerError | None = None
     crashes: dict[int, str] = field(default_factory=dict)
     """By rank, the exception that ended a worker: type, message and the user's line."""
     result: dict[str, Any] | None = None
 
     @property
-    def members(self) -> set[int]:
+    def active_ranks(self) -> set[int]:
         """Ranks that train together."""
-        return set(range(self.world)) - self.away.keys()
+        return set(range(self.world_size)) - self.lost_ranks.keys()
 
     @property
-    def remaining(self) -> set[int]:
+    def unreported_ranks(self) -> set[int]:
         """Workers whose end was not reported."""
-        return self.members - self.codes.keys()
+        return self.active_ranks - self.exit_statuses.keys()
 
-    def overdue(self, now: float, ending: bool) -> bool:
+    def are_exits_overdue(self, now: float, exits_expected: bool) -> bool:
         """Whether the end of workers that were killed, or are `ending`, should have been reported by `now`."""
-        if not (self.killed or ending):
-            self.due = None
-        elif self.due is None:
-            self.due = now + OVERDUE
-        return self.due is not None and now >= self.due
+        if not (self.killed or exits_expected):
+            self.exit_deadline = None
+        elif self.exit_deadline is None:
+            self.exit_deadline = now + EXIT_REPORT_TIMEOUT_S
+        return self.exit_deadline is not None and now >= self.exit_deadline
 
     @property
-    def early(self) -> set[int]:
+    def early_exits(self) -> set[int]:
         """Workers whose status looks like a proper end that they never came to: something in them ended the process."""
-        return {rank for rank, code in self.codes.items() if code in IN_ORDER and self.left.get(rank) != code}
+        return {
+            rank
+            for rank, code in self.exit_statuses.items()
+            if code in PLANNED_EXIT_CODES and self.planned_exits.get(rank) != code
+        }
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether no worker is left."""
-        return self.codes.keys() >= self.members and not self.joining and not self.leaving
+        return self.exit_statuses.keys() >= self.active_ranks and not self.rejoining_ranks and not self.leaving_ranks
 
-    def signs(self) -> tuple[dict[int, Beat | None], Callable[[], set[int]]]:
+    def heartbeats(self) -> tuple[dict[int, Heartbeat | None], Callable[[], set[int]]]:
         """The last signs of the workers that are still there, and what finds those that somebody holds still."""
         by_node = {}
-        for node, ranks in self.places.items():
-            there = self.members & set(ranks) - self.codes.keys()
-            here = {rank: beat for rank, beat in node.beats(ranks).items() if rank in there}
-            by_node[node] = here
-        beats = {rank: beat for found in by_node.values() for rank, beat in found.items()}
-        return beats, lambda: {rank for node, found in by_node.items() for rank in node.held(found)}
+        for node, ranks in self.ranks_by_node.items():
+            present_ranks = self.active_ranks & set(ranks) - self.exit_statuses.keys()
+            node_heartbeats = {
+                rank: heartbeat for rank, heartbeat in node.heartbeats(ranks).items() if rank in present_ranks
+            }
+            by_node[node] = node_heartbeats
+        heartbeats = {rank: heartbeat for node_found in by_node.values() for rank, heartbeat in node_found.items()}
+        return heartbeats, lambda: {
+            rank for node, node_found in by_node.items() for rank in node.stopped_ranks(node_found)
+        }
 
     @property
-    def storage(self) -> bool:
+    def failed_by_storage(self) -> bool:
         """Whether it ended because storage failed."""
-        return self.ending is None and not self.lost and first_to_fall(self.codes, self.early)[1] == STORAGE
+        return (
+            self.abort_reason is None
+            and not self.lost_nodes
+            and first_failure(self.exit_statuses, self.early_exits)[1] == STORAGE_FAILED_STATUS
+        )
 
     @property
-    def broken(self) -> bool:
+    def failed_by_gpu(self) -> bool:
         """Whether it ended because a GPU failed."""
-        return self.ending is None and not self.lost and first_to_fall(self.codes, self.early)[1] == GPU
+        return (
+            self.abort_reason is None
+            and not self.lost_nodes
+            and first_failure(self.exit_statuses, self.early_exits)[1] == GPU_FAILED_STATUS
+        )
 
-    def step_of(self, rank: int) -> int | None:
+    def last_step(self, rank: int) -> int | None:
         """The step of a worker's last sign, where it gave one."""
-        for node, ranks in self.places.items():
-            if rank in ranks and (beat := node.beats(ranks)[rank]) is not None:
-                return beat.step
+        for node, ranks in self.ranks_by_node.items():
+            if rank in ranks and (heartbeat := node.heartbeats(ranks)[rank]) is not None:
+                return heartbeat.step
         return None
 
-    def node_of(self, rank: int) -> str | None:
+    def host_of(self, rank: int) -> str | None:
         """The host of a worker."""
-        return next((node.name for node, ranks in self.places.items() if rank in ranks), None)
+        return next((node.name for node, ranks in self.ranks_by_node.items() if rank in ranks), None)
 
 
-def verdict(attempt: Attempt, logs: Path, number: int) -> tuple[ExitCode | None, str | None]:
+def decide_outcome(attempt: AttemptState, logs: Path, attempt_number: int) -> tuple[ExitCode | None, str | None]:
     """The exit code that an attempt means for the run, with a message if there is one; None as code means: start
     again, and why."""
-    codes = attempt.codes
+    codes = attempt.exit_statuses
     if attempt.result is not None and all(code == 0 for code in codes.values()):
         return ExitCode.UNFINISHED if attempt.result.get("status") == "interrupted" else ExitCode.DONE, None
-    if attempt.ending is not None:
-        return None, attempt.ending
-    for node, how in attempt.lost.items():
-        return None, f"node {node.name} was lost: {how}"
+    if attempt.abort_reason is not None:
+        return None, attempt.abort_reason
+    for node, reason in attempt.lost_nodes.items():
+        return None, f"node {node.name} was lost: {reason}"
     if attempt.error is not None:
         final = ExitCode(attempt.error.exit_code)
         if final in FINAL_CODES:
             return final, attempt.error.message
-    if attempt.early - attempt.came:
-        return ExitCode.USAGE, NEVER_CAME
-    if not attempt.early and all(code in IN_ORDER for code in codes.values()):
+    if attempt.early_exits - attempt.announced_ranks:
+        return ExitCode.USAGE, NEVER_JOINED_MESSAGE
+    if not attempt.early_exits and all(code in PLANNED_EXIT_CODES for code in codes.values()):
         if not any(codes.values()):
             return None, "the workers ended without telling how the run ended"
         return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error.message
-    rank, code = first_to_fall(codes, attempt.early)
-    if rank in attempt.early:
-        step = attempt.step_of(rank)
-        when = "" if step is None else f" in step {step}"
-        why = "something in it ended the process (os._exit, say)"
-        return None, f"worker {rank} left{when} with exit code {code}, before the run was done: {why}"
-    log = worker_log(logs, attempt.logs.get(rank, number), rank)
-    if code == STORAGE and attempt.error is not None:
-        return None, f"worker {rank} {how_ended(code)}: {attempt.error.message}"
+    rank, code = first_failure(codes, attempt.early_exits)
+    if rank in attempt.early_exits:
+        step = attempt.last_step(rank)
+        step_text = "" if step is None else f" in step {step}"
+        cause = "something in it ended the process (os._exit, say)"
+        return None, f"worker {rank} left{step_text} with exit code {code}, before the run was done: {cause}"
+    log = worker_log_path(logs, attempt.log_attempt_by_rank.get(rank, attempt_number), rank)
+    if code == STORAGE_FAILED_STATUS and attempt.error is not None:
+        return None, f"worker {rank} {describe_exit(code)}: {attempt.error.message}"
     crash = attempt.crashes.get(rank) if code > 0 else None
-    return None, f"worker {rank} {how_ended(code)}{last_words(log) if crash is None else f': {crash} (log: {log})'}"
+    return (
+        None,
+        f"worker {rank} {describe_exit(code)}{last_log_line(log) if crash is None else f': {crash} (log: {log})'}",
+    )
 
 
-def how_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """What a worker's status tells, in words."""
-    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    if code == LOST_PEER:
-        how = "lost the connection to another worker"
-    if code == STORAGE:
-        how = "ended because storage failed"
-    if code == GPU:
-        how = "ended because its GPU failed"
+    text = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if code == LOST_PEER_STATUS:
+        text = "lost the connection to another worker"
+    if code == STORAGE_FAILED_STATUS:
+        text = "ended because storage failed"
+    if code == GPU_FAILED_STATUS:
+        text = "ended because its GPU failed"
     if code == -signal.SIGBUS:
-        how += " (possibly a file that is mapped into memory could not be read)"
+        text += " (possibly a file that is mapped into memory could not be read)"
     if code == -signal.SIGKILL:
-        how += " (possibly out of memory: try a smaller batch.micro_size)"
-    return how
+        text += " (possibly out of memory: try a smaller batch.micro_size)"
+    return text
 
 
-def first_to_fall(codes: Mapping[int, int], early: Collection[int] = ()) -> tuple[int, int]:
-    """Rank and status of the worker that failed first, or left first before its end (`early`); those that the agent
+def first_failure(codes: Mapping[int, int], early_exits: Collection[int] = ()) -> tuple[int, int]:
+    """Rank and status of the worker that failed first, or left first before its end (`early_exits`); those that the agent
     killed died after it, and who only lost a peer did not fail by itself. Where none did, of the first that ended."""
-    fallen = [(rank, code) for rank, code in codes.items() if code not in IN_ORDER or rank in early]
-    fallen = fallen or list(codes.items())
-    return next((one for one in fallen if one[1] != LOST_PEER), fallen[0])
+    failures = [(rank, code) for rank, code in codes.items() if code not in PLANNED_EXIT_CODES or rank in early_exits]
+    failures = failures or list(codes.items())
+    return next((one for one in failures if one[1] != LOST_PEER_STATUS), failures[0])
 
 
-def fault(attempt: Attempt, message: str) -> WorkerFailure:
+def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
     """An attempt's first failure."""
-    if attempt.ending is not None and attempt.hung is not None:
-        return WorkerFailure(rank=attempt.hung.rank, cause="hang", message=message)
-    if attempt.storeless:
+    if attempt.abort_reason is not None and attempt.hang is not None:
+        return WorkerFailure(rank=attempt.hang.rank, cause="hang", message=message)
+    if attempt.store_lost:
         return WorkerFailure(rank=0, cause="store_died", message=message)
-    for node in attempt.lost:
-        return WorkerFailure(rank=attempt.places[node].start, cause="node_lost", host=node.name, message=message)
-    return failure_of(*first_to_fall(attempt.codes, attempt.early), message)
+    for node in attempt.lost_nodes:
+        return WorkerFailure(rank=attempt.ranks_by_node[node].start, cause="node_lost", host=node.name, message=message)
+    return failure_of(*first_failure(attempt.exit_statuses, attempt.early_exits), message)
 
 
 def failure_of(rank: int, status: int, message: str) -> WorkerFailure:
     """The failure of a worker that ended with a status."""
     if status < 0:
         return WorkerFailure(rank=rank, cause="signal", signal=signal_name(-status), message=message)
-    if (cause := CAUSES.get(status)) is not None:
+    if (cause := CAUSE_BY_STATUS.get(status)) is not None:
         return WorkerFailure(rank=rank, cause=cause, message=message)
     return WorkerFailure(rank=rank, cause="exit_code", exit_code=status, message=message)
 
 
-def worker_log(logs: Path, attempt: int, rank: int) -> Path:
+def worker_log_path(logs: Path, attempt: int, rank: int) -> Path:
     """Where a worker prints to."""
     return logs / f"attempt-{attempt}-rank-{rank}.log"
 
 
-def last_words(log: Path, limit: int = 300) -> str:
+def last_log_line(log: Path, limit: int = 300) -> str:
     """The last line that a worker printed, if any can be read, and where its log lies."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()

@@ -5,21 +5,21 @@ from collections.abc import Callable
 
 import psutil
 
-LEAVING = 30.0
+KILL_TIMEOUT_S = 30.0
 """Seconds in which processes that were killed must be gone."""
 
 
-def end_below(seconds: float = LEAVING, clock: Callable[[], float] = time.monotonic) -> list[int]:
+def kill_descendants(timeout_s: float = KILL_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> list[int]:
     """Kill and reap all processes below this one, those that come meanwhile too: whoever is being killed may just have
     forked, and its child comes to this one. The numbers of those that the kernel keeps for longer than that."""
-    own, until = psutil.Process(), clock() + seconds
-    while below := own.children(recursive=True):
-        if clock() >= until:
-            return [process.pid for process in below]
-        for process in below:
+    this_process, deadline = psutil.Process(), clock() + timeout_s
+    while descendants := this_process.children(recursive=True):
+        if clock() >= deadline:
+            return [process.pid for process in descendants]
+        for process in descendants:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs(below, timeout=min(1.0, seconds))
+        psutil.wait_procs(descendants, timeout=min(1.0, timeout_s))
     return []

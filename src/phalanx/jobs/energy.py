@@ -6,42 +6,42 @@ from collections.abc import Callable
 from phalanx.run import Event
 from phalanx.run.event_types import EnergyUsed
 
-Meter = Callable[[int], float | None]
+EnergyMeter = Callable[[int], float | None]
 """Joules that the first so many GPUs of a node have drawn since some moment; None where nothing counts."""
-EVERY = 60.0
+READ_INTERVAL_S = 60.0
 """Seconds between two readings, at most so much is lost with an agent."""
-PATIENCE = 5.0
+STOP_TIMEOUT_S = 5.0
 """Seconds to wait for the last reading: a driver may never answer."""
 
 
-class EnergyLog:
+class EnergyRecorder:
     """Reads a meter of so many GPUs in a thread of its own, since a driver that hangs must not hold up the agent.
-    `look` and `end` emit what was drawn between two readings."""
+    `emit_readings` and `stop` emit what was drawn between two readings."""
 
-    def __init__(self, meter: Meter, emit: Callable[[Event], None], devices: int):
-        self._meter, self.emit, self._devices = meter, emit, devices
+    def __init__(self, meter: EnergyMeter, emit: Callable[[Event], None], num_gpus: int):
+        self._meter, self.emit, self._num_gpus = meter, emit, num_gpus
         self._readings: list[float] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="energy", daemon=True)
+        self._stop_requested = threading.Event()
+        self._thread = threading.Thread(target=self._read_meter, name="energy", daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
+    def emit_readings(self) -> None:
         """Emit what has been read since."""
         while len(self._readings) > 1:
             before = self._readings.pop(0)
-            if (drawn := self._readings[0] - before) >= 0:  # the driver was loaded again
-                self.emit(EnergyUsed(energy_j=drawn, num_gpus=self._devices))
+            if (joules := self._readings[0] - before) >= 0:  # the driver was loaded again
+                self.emit(EnergyUsed(energy_j=joules, num_gpus=self._num_gpus))
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Read once more, and emit."""
-        self._over.set()
-        self._thread.join(PATIENCE)
-        self.look()
+        self._stop_requested.set()
+        self._thread.join(STOP_TIMEOUT_S)
+        self.emit_readings()
 
-    def _read(self) -> None:
-        over = False
-        while (found := self._meter(self._devices)) is not None:
+    def _read_meter(self) -> None:
+        is_last = False
+        while (found := self._meter(self._num_gpus)) is not None:
             self._readings.append(found)
-            if over:
+            if is_last:
                 return
-            over = self._over.wait(EVERY)
+            is_last = self._stop_requested.wait(READ_INTERVAL_S)

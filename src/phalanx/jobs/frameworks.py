@@ -12,125 +12,129 @@ from phalanx.errors import UsageError
 
 
 @dataclass(frozen=True)
-class World:
-    """All processes of a job: `each` on every host. `ports`: free ones on each host, one for each of its processes and
+class ProcessTopology:
+    """All processes of a job: `nproc_per_node` on every host. `ports`: free ones on each host, one for each of its processes and
     one more. A process of rank r is on host r // each."""
 
     hosts: tuple[str, ...]
-    each: int
+    nproc_per_node: int
     ports: tuple[tuple[int, ...], ...]
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         """Number of processes."""
-        return self.each * len(self.hosts)
+        return self.nproc_per_node * len(self.hosts)
 
-    def place(self, rank: int) -> str:
+    def address_of(self, rank: int) -> str:
         """HOST:PORT that belongs to a process alone."""
-        node, local = divmod(rank, self.each)
-        return _joined(self.hosts[node], self.ports[node][local])
+        node_rank, local_rank = divmod(rank, self.nproc_per_node)
+        return _format_address(self.hosts[node_rank], self.ports[node_rank][local_rank])
 
     @property
-    def meeting(self) -> tuple[str, int]:
+    def rendezvous_address(self) -> tuple[str, int]:
         """Host and port on the first node that belong to all."""
-        return self.hosts[0], self.ports[0][self.each]
+        return self.hosts[0], self.ports[0][self.nproc_per_node]
 
 
-def _joined(host: str, port: int) -> str:
+def _format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _torch(world: World, rank: int) -> dict[str, str]:
-    host, port = world.meeting
+def _torch_variables(topology: ProcessTopology, rank: int) -> dict[str, str]:
+    host, port = topology.rendezvous_address
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(rank % world.each),
-        "LOCAL_WORLD_SIZE": str(world.each),
-        "GROUP_RANK": str(rank // world.each),
-        "GROUP_WORLD_SIZE": str(len(world.hosts)),
+        "WORLD_SIZE": str(topology.world_size),
+        "LOCAL_RANK": str(rank % topology.nproc_per_node),
+        "LOCAL_WORLD_SIZE": str(topology.nproc_per_node),
+        "GROUP_RANK": str(rank // topology.nproc_per_node),
+        "GROUP_WORLD_SIZE": str(len(topology.hosts)),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
 
 
-def _jax(world: World, rank: int) -> dict[str, str]:
-    coordinator = _joined(*world.meeting)
+def _jax_variables(topology: ProcessTopology, rank: int) -> dict[str, str]:
+    coordinator = _format_address(*topology.rendezvous_address)
     return {
         "JAX_COORDINATOR_ADDRESS": coordinator,
-        "JAX_NUM_PROCESSES": str(world.size),
+        "JAX_NUM_PROCESSES": str(topology.world_size),
         "JAX_PROCESS_ID": str(rank),
     }
 
 
-def _tensorflow(world: World, rank: int) -> dict[str, str]:
-    workers = [world.place(each) for each in range(world.size)]
+def _tensorflow_variables(topology: ProcessTopology, rank: int) -> dict[str, str]:
+    workers = [topology.address_of(each) for each in range(topology.world_size)]
     return {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})}
 
 
-def _mxnet(world: World, rank: int) -> dict[str, str]:
-    host, port = world.meeting
-    shared = {"DMLC_NUM_WORKER": str(world.size), "DMLC_NUM_SERVER": str(len(world.hosts))}
+def _mxnet_variables(topology: ProcessTopology, rank: int) -> dict[str, str]:
+    host, port = topology.rendezvous_address
+    shared = {"DMLC_NUM_WORKER": str(topology.world_size), "DMLC_NUM_SERVER": str(len(topology.hosts))}
     shared |= {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)}
     shared |= {"DMLC_TRACKER_URI": host, "DMLC_TRACKER_PORT": str(port)}
     return {**shared, "DMLC_ROLE": "worker", "DMLC_TASK_ID": str(rank), "DMLC_WORKER_ID": str(rank)}
 
 
-def _plain(world: World, rank: int) -> dict[str, str]:
+def _no_variables(topology: ProcessTopology, rank: int) -> dict[str, str]:
     return {}
 
 
-VARIABLES: Mapping[str, Callable[[World, int], dict[str, str]]] = {
-    "torch": _torch,
-    "jax": _jax,
-    "tensorflow": _tensorflow,
-    "mpi": _plain,
-    "mxnet": _mxnet,
-    "plain": _plain,
+VARIABLES_BY_FRAMEWORK: Mapping[str, Callable[[ProcessTopology, int], dict[str, str]]] = {
+    "torch": _torch_variables,
+    "jax": _jax_variables,
+    "tensorflow": _tensorflow_variables,
+    "mpi": _no_variables,
+    "mxnet": _mxnet_variables,
+    "plain": _no_variables,
 }
 """What each framework's processes are told. MPI's processes are started, and told, by its own mpirun."""
 
 
-def variables(framework: str, world: World, rank: int) -> dict[str, str]:
+def make_process_variables(framework: str, topology: ProcessTopology, rank: int) -> dict[str, str]:
     """The environment of one process, beside what it inherits. UsageError for a framework that is not in the table."""
-    check(framework)
-    ours = {"PHALANX_RANK": str(rank), "PHALANX_WORLD_SIZE": str(world.size)}
-    return {**ours, **VARIABLES[framework](world, rank)}
+    check_framework(framework)
+    phalanx_variables = {"PHALANX_RANK": str(rank), "PHALANX_WORLD_SIZE": str(topology.world_size)}
+    return {**phalanx_variables, **VARIABLES_BY_FRAMEWORK[framework](topology, rank)}
 
 
-def helpers(framework: str, world: World, node: int) -> list[dict[str, str]]:
+def make_helper_variables(framework: str, topology: ProcessTopology, node_rank: int) -> list[dict[str, str]]:
     """Environments of the processes that a framework wants on a node beside its workers: MXNet's servers, one on each
     node, and its scheduler on the first."""
     if framework != "mxnet":
         return []
-    server = {**_mxnet(world, node), "DMLC_ROLE": "server", "DMLC_SERVER_ID": str(node)}
+    server = {**_mxnet_variables(topology, node_rank), "DMLC_ROLE": "server", "DMLC_SERVER_ID": str(node_rank)}
     found = [{key: value for key, value in server.items() if key != "DMLC_WORKER_ID"}]
-    if node == 0:
+    if node_rank == 0:
         found.append({**found[0], "DMLC_ROLE": "scheduler", "DMLC_TASK_ID": "0"})
         del found[-1]["DMLC_SERVER_ID"]
     return found
 
 
-def mpirun(world: World, hostfile: str, command: list[str], root: bool) -> list[str]:
+def make_mpirun_command(topology: ProcessTopology, hostfile: str, command: list[str], as_root: bool) -> list[str]:
     """The command that starts all processes of an MPI program from the first node."""
-    asked = ["mpirun", "-n", str(world.size), "--hostfile", hostfile]
+    launch = ["mpirun", "-n", str(topology.world_size), "--hostfile", hostfile]
     # Open MPI refuses root unless told; in a container everybody is
-    return [*asked, *(["--allow-run-as-root"] if root else []), *command]
+    return [*launch, *(["--allow-run-as-root"] if as_root else []), *command]
 
 
-def hostfile(world: World) -> str:
+def render_hostfile(topology: ProcessTopology) -> str:
     """Open MPI's file of hosts and their slots."""
-    return "".join(f"{host} slots={world.each}\n" for host in world.hosts)
+    return "".join(f"{host} slots={topology.nproc_per_node}\n" for host in topology.hosts)
 
 
-def devices_of(visible: str | None, each: int, local: int) -> str | None:
+def select_visible_devices(visible_devices: str | None, nproc_per_node: int, local_rank: int) -> str | None:
     """CUDA_VISIBLE_DEVICES of one process, of those that its node has; None leaves them as they are."""
-    names = [name for name in (visible or "").split(",") if name]
-    share = len(names) // each
-    return ",".join(names[local * share : (local + 1) * share]) if share else None
+    names = [name for name in (visible_devices or "").split(",") if name]
+    devices_per_process = len(names) // nproc_per_node
+    return (
+        ",".join(names[local_rank * devices_per_process : (local_rank + 1) * devices_per_process])
+        if devices_per_process
+        else None
+    )
 
 
-def check(framework: str) -> None:
+def check_framework(framework: str) -> None:
     """UsageError for a framework that is not in the table."""
-    if framework not in VARIABLES:
-        raise UsageError(f"--framework {framework}: expected one of {', '.join(VARIABLES)}")
+    if framework not in VARIABLES_BY_FRAMEWORK:
+        raise UsageError(f"--framework {framework}: expected one of {', '.join(VARIABLES_BY_FRAMEWORK)}")

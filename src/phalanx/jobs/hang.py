@@ -7,32 +7,32 @@ from pathlib import Path
 
 import psutil
 
-from phalanx.run.pulse import Beat
+from phalanx.run.pulse import Heartbeat
 
-HELD = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-STACK = 16_000
+STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+MAX_STACK_BYTES = 16_000
 """Bytes of a stack that are told."""
 
 
 @dataclass
-class Hang:
+class HangReport:
     """A worker that seems stuck, and where in its log what it answers will begin."""
 
     rank: int
     log: Path
-    before: int
-    told: bool = False
+    log_offset: int
+    reported: bool = False
 
-    def stack(self) -> str | None:
+    def read_stack(self) -> str | None:
         """The stack of its threads as it printed them; None while it has not, as when it is held still, or when it
         cannot be read."""
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
-            file.seek(self.before)
-            return file.read(STACK).decode(errors="replace").strip() or None
+            file.seek(self.log_offset)
+            return file.read(MAX_STACK_BYTES).decode(errors="replace").strip() or None
         return None
 
 
-def size_of(log: Path) -> int:
+def measure_log_size(log: Path) -> int:
     """Bytes that were printed so far, as far as is known."""
     try:
         return log.stat().st_size
@@ -40,28 +40,31 @@ def size_of(log: Path) -> int:
         return 0
 
 
-def quiet(beats: Iterable[Beat | None], now: float) -> float:
+def measure_silence(heartbeats: Iterable[Heartbeat | None], now: float) -> float:
     """Seconds since the last sign of any worker; 0 before there was one."""
-    return min((now - beat.t for beat in beats if beat is not None), default=0.0)
+    return min((now - heartbeat.t for heartbeat in heartbeats if heartbeat is not None), default=0.0)
 
 
-def ended(beats: Mapping[int, Beat | None]) -> set[int]:
+def find_ended_ranks(heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
     """Ranks of workers of this machine whose process has ended, whether its end was noticed or not."""
-    found = set()
-    for rank, beat in beats.items():
+    ended_ranks = set()
+    for rank, heartbeat in heartbeats.items():
         try:
-            if beat is not None and psutil.Process(beat.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                found.add(rank)
+            if heartbeat is not None and psutil.Process(heartbeat.pid).status() in (
+                psutil.STATUS_ZOMBIE,
+                psutil.STATUS_DEAD,
+            ):
+                ended_ranks.add(rank)
         except psutil.NoSuchProcess:
-            found.add(rank)
-    return found
+            ended_ranks.add(rank)
+    return ended_ranks
 
 
-def held_still(beats: Mapping[int, Beat | None]) -> set[int]:
+def find_stopped_ranks(heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
     """Ranks of workers that somebody has stopped."""
-    found = set()
-    for rank, beat in beats.items():
+    stopped_ranks = set()
+    for rank, heartbeat in heartbeats.items():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if beat is not None and psutil.Process(beat.pid).status() in HELD:
-                found.add(rank)
-    return found
+            if heartbeat is not None and psutil.Process(heartbeat.pid).status() in STOPPED_STATES:
+                stopped_ranks.add(rank)
+    return stopped_ranks

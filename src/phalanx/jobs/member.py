@@ -15,16 +15,23 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from phalanx.errors import ExitCode, PhalanxError, UsageError
-from phalanx.jobs.attempt import OVERDUE
-from phalanx.jobs.hang import ended
-from phalanx.jobs.nodes import PING, Here, departure, introduction, network_of, signs
-from phalanx.jobs.nursery_process import AskedToStop, NurseryProcess
-from phalanx.jobs.signals import Signals
+from phalanx.jobs.attempt import EXIT_REPORT_TIMEOUT_S
+from phalanx.jobs.hang import find_ended_ranks
+from phalanx.jobs.nodes import (
+    HEARTBEAT_INTERVAL_S,
+    LocalNode,
+    departure,
+    interface_variables,
+    make_heartbeat_message,
+    make_hello,
+)
+from phalanx.jobs.nursery_process import ForkServerClient, StopRequestedError
+from phalanx.jobs.signals import SignalQueue
 from phalanx.run import Run
 from phalanx.run.channel import drain, receive, send
 from phalanx.run.event_types import RunWarning
-from phalanx.run.hot import remove_copies
-from phalanx.run.membership import Membership
+from phalanx.run.hot import remove_node_dir
+from phalanx.run.membership import NodeEnv
 from phalanx.run.messages import (
     Leave,
     Message,
@@ -36,62 +43,62 @@ from phalanx.run.messages import (
     UpdateMembership,
     WorkerExited,
 )
-from phalanx.run.wire import Wire, dial
-from phalanx.streams import printable
-from phalanx.waits import LOOK, Wait
+from phalanx.run.wire import AuthConnection, connect_to_leader
+from phalanx.streams import escape_control_chars
+from phalanx.waits import POLL_INTERVAL_S, Deadline
 
-COMING = 600.0
+LEADER_JOIN_TIMEOUT_S = 600.0
 """Seconds for which the leader may not be there yet: it may start later than the others."""
-RETURNING = 120.0
+LEADER_REJOIN_TIMEOUT_S = 120.0
 """Seconds for which a leader that was lost may come back."""
-LEADER_SILENCE = 15.0
+LEADER_TIMEOUT_S = 15.0
 """Seconds without a word of the leader after which it is taken for lost; longer than it takes the leader to notice."""
-RETRY = 0.2
+CONNECT_RETRY_INTERVAL_S = 0.2
 """Seconds between two attempts to reach the leader."""
-FAREWELL = 5.0
+DEPARTURE_TIMEOUT_S = 5.0
 """Seconds for which a node that leaves tries to tell the leader why."""
 
 
-def farewell(
-    membership: Membership, token: bytes, error: PhalanxError, clock: Callable[[], float] = time.monotonic
+def report_departure(
+    node_env: NodeEnv, token: bytes, error: PhalanxError, clock: Callable[[], float] = time.monotonic
 ) -> None:
     """Tell the leader that this node leaves, and why, if it is there within a few seconds: it waits for this one."""
-    assert membership.leader is not None
-    until = clock() + FAREWELL
+    assert node_env.leader_address is not None
+    deadline = clock() + DEPARTURE_TIMEOUT_S
     while True:
         try:
-            wire = dial(membership.leader, token)
-            wire.send(departure(introduction(membership.node, membership.nodes), int(error.code), str(error)))
-            wire.close()
+            connection = connect_to_leader(node_env.leader_address, token)
+            connection.send(departure(make_hello(node_env.node_rank, node_env.num_nodes), int(error.code), str(error)))
+            connection.close()
             return
         except OSError:
-            if clock() >= until:
+            if clock() >= deadline:
                 return
-        time.sleep(RETRY)  # nothing tells when somebody begins to listen
+        time.sleep(CONNECT_RETRY_INTERVAL_S)  # nothing tells when somebody begins to listen
 
 
-class Member:
+class NodeAgent:
     """One node's agent below the leader's. Entered as a context it owns the signals."""
 
     def __init__(
         self,
-        membership: Membership,
+        node_env: NodeEnv,
         token: bytes,
         out: TextIO,
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
-        nproc: int | None = None,
+        nproc_per_node: int | None = None,
     ):
-        assert membership.leader is not None
-        self.nproc = nproc
-        self.membership, self.leader, self.token = membership, membership.leader, token
+        assert node_env.leader_address is not None
+        self.nproc_per_node = nproc_per_node
+        self.node_env, self.leader_address, self.token = node_env, node_env.leader_address, token
         self.out, self.environment, self.clock = out, environment, clock
-        self.signals = Signals()
+        self.signals = SignalQueue()
         self._ranks: list[int] = []  # of this attempt's workers, by local rank
-        self._alive: set[int] = set()
-        self._due = 0.0  # when ends that are not reported must have been
+        self._live_ranks: set[int] = set()
+        self._exit_deadline = 0.0  # when ends that are not reported must have been
         self._run: Run | None = None
-        self._wire: Wire | None = None  # to the leader, while it is there
+        self._connection: AuthConnection | None = None  # to the leader, while it is there
 
     def __enter__(self) -> Self:
         self.signals.__enter__()
@@ -99,205 +106,211 @@ class Member:
 
     def __exit__(self, *exception: object) -> None:
         if self._run is not None:
-            remove_copies(self._run, self.environment)
+            remove_node_dir(self._run, self.environment)
         self.signals.__exit__(*exception)
 
-    def work(self) -> ExitCode:
+    def serve(self) -> ExitCode:
         """Serve the leader until it says how the run ended; UNFINISHED when it does not come (back), or when this node
         was told to stop while it was away."""
-        until = self.clock() + COMING
+        deadline = self.clock() + LEADER_JOIN_TIMEOUT_S
         while True:
-            with NurseryProcess(tell=self._say) as nursery:
-                nursery.asked = lambda: bool(self.signals.received)
+            with ForkServerClient(report=self._report) as fork_server:
+                fork_server.is_stop_requested = lambda: bool(self.signals.received)
                 try:
-                    nursery.wait_ready()
-                except AskedToStop as error:
-                    self._say(str(error))
+                    fork_server.wait_until_ready()
+                except StopRequestedError as error:
+                    self._report(str(error))
                     return error.code
-                here = Here(nursery.control, nursery.events, nursery.pulses, self.token)
-                while nursery.process.poll() is None:
-                    wire = self._reach(until)
-                    if wire is None:
+                local_node = LocalNode(fork_server.control, fork_server.events, fork_server.heartbeat_table, self.token)
+                while fork_server.process.poll() is None:
+                    connection = self._connect_to_leader(deadline)
+                    if connection is None:
                         return ExitCode.UNFINISHED
-                    self._wire = wire
+                    self._connection = connection
                     try:
-                        code = self._serve(wire, here, lambda: self._lost(nursery))
-                    except _Gone:
-                        self._say("the process that forks workers is lost, and its workers; starting another")
-                        until = self.clock() + RETURNING
+                        code = self._serve_connection(
+                            connection, local_node, lambda: self._is_fork_server_lost(fork_server)
+                        )
+                    except _ForkServerGone:
+                        self._report("the process that forks workers is lost, and its workers; starting another")
+                        deadline = self.clock() + LEADER_REJOIN_TIMEOUT_S
                         break
                     finally:
-                        self._wire = None
-                        wire.close()
+                        self._connection = None
+                        connection.close()
                     if code is not None:
                         return code
                     print("lost the leading node; looking for it", file=self.out, flush=True)
-                    until = self.clock() + RETURNING
-                    if not self._end_workers(here, lambda: self._lost(nursery)):
+                    deadline = self.clock() + LEADER_REJOIN_TIMEOUT_S
+                    if not self._kill_workers(local_node, lambda: self._is_fork_server_lost(fork_server)):
                         break
 
-    def _lost(self, nursery: NurseryProcess) -> bool:
+    def _is_fork_server_lost(self, fork_server: ForkServerClient) -> bool:
         """Whether it is gone, or stopped for good."""
-        if (why := nursery.revive()) is None:
-            return nursery.gone()
-        self._say(why)
-        nursery.kill()
+        if (problem := fork_server.resume_if_stopped()) is None:
+            return fork_server.has_exited()
+        self._report(problem)
+        fork_server.kill()
         return True
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         """Here, and as an event of the run where the leader is there."""
-        print(printable(text), file=self.out, flush=True)
-        if self._wire is not None:
+        print(escape_control_chars(text), file=self.out, flush=True)
+        if self._connection is not None:
             with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
-                self._wire.send(RunWarning(text=f"node {self.membership.node}: {text}"))
+                self._connection.send(RunWarning(text=f"node {self.node_env.node_rank}: {text}"))
 
-    def _reach(self, until: float) -> Wire | None:
+    def _connect_to_leader(self, deadline: float) -> AuthConnection | None:
         """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
-        (host, port), why = self.leader, None
-        wait = Wait(f"node 0 at {host}:{port}", max(0.0, until - self.clock()), self._say, self.clock)
-        while not wait.over():
+        (host, port), last_error = self.leader_address, None
+        join_deadline = Deadline(
+            f"node 0 at {host}:{port}", max(0.0, deadline - self.clock()), self._report, self.clock
+        )
+        while not join_deadline.check_expired():
             if self.signals.received:
                 return None
             try:
-                wire = dial(self.leader, self.token)
-                wire.send(introduction(self.membership.node, self.membership.nodes))
-                return wire
+                connection = connect_to_leader(self.leader_address, self.token)
+                connection.send(make_hello(self.node_env.node_rank, self.node_env.num_nodes))
+                return connection
             except OSError as error:
-                why = error
+                last_error = error
             with selectors.DefaultSelector() as selector:
-                selector.register(self.signals.wake, selectors.EVENT_READ)
-                selector.select(RETRY)
-        print(f"error: node 0 cannot be reached at {host}:{port}: {why}", file=self.out, flush=True)
+                selector.register(self.signals.wake_socket, selectors.EVENT_READ)
+                selector.select(CONNECT_RETRY_INTERVAL_S)
+        print(f"error: node 0 cannot be reached at {host}:{port}: {last_error}", file=self.out, flush=True)
         return None
 
-    def _serve(self, wire: Wire, here: Here, gone: Callable[[], bool]) -> ExitCode | None:
-        """Do what the leader says until it says how the run ended, or is gone (None). `_Gone` when the nursery is."""
-        heard = told = self.clock()
-        local = network_of(wire.sock.getsockname()[0], self.environment)
+    def _serve_connection(
+        self, connection: AuthConnection, local_node: LocalNode, is_lost: Callable[[], bool]
+    ) -> ExitCode | None:
+        """Do what the leader says until it says how the run ended, or is gone (None). `_ForkServerGone` when the nursery is."""
+        last_received = last_sent = self.clock()
+        network_variables = interface_variables(connection.sock.getsockname()[0], self.environment)
         with selectors.DefaultSelector() as selector:
-            for each in (wire, *here.sockets(), self.signals.wake):
+            for each in (connection, *local_node.sockets(), self.signals.wake_socket):
                 selector.register(each, selectors.EVENT_READ)
             while True:
                 try:
-                    self._pass_signals(wire)
-                    patience = max(0.0, told + PING - self.clock())
-                    ready = [key.fileobj for key, _ in selector.select(patience)]
+                    self._forward_signals(connection)
+                    timeout_s = max(0.0, last_sent + HEARTBEAT_INTERVAL_S - self.clock())
+                    ready = [key.fileobj for key, _ in selector.select(timeout_s)]
                     now = self.clock()
-                    if now - told >= PING:
-                        wire.send(signs(here, self._ranks, now))
-                        told = now
-                        if gone():
-                            raise _Gone
-                        self._check_ends(here, now)
+                    if now - last_sent >= HEARTBEAT_INTERVAL_S:
+                        connection.send(make_heartbeat_message(local_node, self._ranks, now))
+                        last_sent = now
+                        if is_lost():
+                            raise _ForkServerGone
+                        self._check_exits(local_node, now)
                     for each in ready:
-                        if each is self.signals.wake:
-                            self.signals.wake.recv(4096)
-                        elif each is wire:
-                            messages = wire.receive()
+                        if each is self.signals.wake_socket:
+                            self.signals.wake_socket.recv(4096)
+                        elif each is connection:
+                            messages = connection.receive()
                             if messages is None:
                                 return None
-                            heard = now
+                            last_received = now
                             for message in messages:
                                 if isinstance(message, Rejected):  # it starts a program of another framework
                                     message = Leave(exit_code=int(ExitCode.USAGE), message=message.message)
                                 if isinstance(message, Leave):
-                                    return self._leave(message, here, gone)
-                                self._obey(message, here, local)
+                                    return self._handle_leave(message, local_node, is_lost)
+                                self._handle_message(message, local_node, network_variables)
                         else:
-                            self._forward(wire, here, each)
+                            self._forward_messages(connection, local_node, each)
                 except ConnectionError:
                     return None
-                if now - heard > LEADER_SILENCE:
+                if now - last_received > LEADER_TIMEOUT_S:
                     return None
 
-    def _obey(self, message: Message, here: Here, local: Mapping[str, str]) -> None:
+    def _handle_message(self, message: Message, local_node: LocalNode, network_variables: Mapping[str, str]) -> None:
         """Have the nursery do what the leader says. ConnectionError for what no leader says."""
         match message:
             case Ping():
                 return
             case StartWorkers():
-                self._expect(message, here)
-                message = replace(message, environment={**message.environment, **local})
+                self._expect(message, local_node)
+                message = replace(message, environment={**message.environment, **network_variables})
             case SendSignal() | UpdateMembership():
                 pass
             case _:
                 raise ConnectionError(f"no leader sends {message.kind}")
         try:
-            here.send(message)
+            local_node.send(message)
         except ConnectionError:
-            raise _Gone from None
+            raise _ForkServerGone from None
 
-    def _expect(self, start: StartWorkers, here: Here) -> None:
+    def _expect(self, start: StartWorkers, here: LocalNode) -> None:
         """Take note of the workers that are about to start."""
         first, count = start.first_rank, start.local_world_size
-        if self.nproc not in (None, count):
+        if self.nproc_per_node not in (None, count):
             raise UsageError(
-                f"--nproc-per-node {self.nproc}: node 0 starts {count} workers on each node; give the same "
+                f"--nproc-per-node {self.nproc_per_node}: node 0 starts {count} workers on each node; give the same "
                 "--nproc-per-node on all nodes"
             )
         payload = start.command.payload
         self._run = Run(Path(payload["run"])) if "run" in payload else None
         self._ranks = list(range(first, first + count))
         if start.rejoining_ranks is not None:
-            self._alive |= set(start.rejoining_ranks)
+            self._live_ranks |= set(start.rejoining_ranks)
         else:
-            here.clear()
-            self._alive = set(self._ranks)
+            here.reset()
+            self._live_ranks = set(self._ranks)
 
-    def _forward(self, wire: Wire, here: Here, sock: Any) -> None:
+    def _forward_messages(self, connection: AuthConnection, local_node: LocalNode, sock: Any) -> None:
         """What workers and nursery say, to the leader."""
-        messages = here.receive(sock)
+        messages = local_node.receive(sock)
         if messages is None:
-            raise _Gone
+            raise _ForkServerGone
         for message in messages:
             if isinstance(message, WorkerExited):
-                self._alive.discard(message.rank)
+                self._live_ranks.discard(message.rank)
         if messages:
-            wire.send(*messages)
+            connection.send(*messages)
 
-    def _check_ends(self, here: Here, now: float) -> None:
-        """`_Gone` where the nursery does not report the end of workers that have all ended."""
-        if not self._alive or not self._alive <= ended(here.beats(self._ranks)):
-            self._due = now + OVERDUE
-        elif now >= self._due:
-            raise _Gone
+    def _check_exits(self, local_node: LocalNode, now: float) -> None:
+        """`_ForkServerGone` where the nursery does not report the end of workers that have all ended."""
+        if not self._live_ranks or not self._live_ranks <= find_ended_ranks(local_node.heartbeats(self._ranks)):
+            self._exit_deadline = now + EXIT_REPORT_TIMEOUT_S
+        elif now >= self._exit_deadline:
+            raise _ForkServerGone
 
-    def _pass_signals(self, wire: Wire) -> None:
+    def _forward_signals(self, connection: AuthConnection) -> None:
         """Whoever asks this node to stop asks the run to."""
         if self.signals.received:
             self.signals.received.clear()
-            wire.send(StopRequested())
+            connection.send(StopRequested())
 
-    def _leave(self, message: Leave, here: Here, gone: Callable[[], bool]) -> ExitCode:
+    def _handle_leave(self, message: Leave, local_node: LocalNode, is_lost: Callable[[], bool]) -> ExitCode:
         if message.message is not None:
-            print(f"error: {printable(message.message)}", file=self.out, flush=True)
-        self._end_workers(here, gone)
+            print(f"error: {escape_control_chars(message.message)}", file=self.out, flush=True)
+        self._kill_workers(local_node, is_lost)
         return ExitCode(message.exit_code)
 
-    def _end_workers(self, here: Here, gone: Callable[[], bool]) -> bool:
-        """Kill what is left of an attempt, and take note of its end; whether the nursery, unless it is `gone`, reported
+    def _kill_workers(self, local_node: LocalNode, is_lost: Callable[[], bool]) -> bool:
+        """Kill what is left of an attempt, and take note of its end; whether the nursery, unless it is `is_lost`, reported
         it in time."""
-        wait = Wait("workers to end", OVERDUE, self._say, self.clock)
+        exit_deadline = Deadline("workers to end", EXIT_REPORT_TIMEOUT_S, self._report, self.clock)
         with selectors.DefaultSelector() as selector:
-            selector.register(here.control, selectors.EVENT_READ)
+            selector.register(local_node.control, selectors.EVENT_READ)
             try:
-                send(here.control, SendSignal(signal=int(signal.SIGKILL)))
+                send(local_node.control, SendSignal(signal=int(signal.SIGKILL)))
             except ConnectionError:
                 return False
-            while self._alive:
-                if not selector.select(LOOK):
-                    if gone() or wait.over():
+            while self._live_ranks:
+                if not selector.select(POLL_INTERVAL_S):
+                    if is_lost() or exit_deadline.check_expired():
                         return False
                     continue
-                messages = receive(here.control)
+                messages = receive(local_node.control)
                 if messages is None:
                     return False
-                self._alive -= {message.rank for message in messages if isinstance(message, WorkerExited)}
-        for _ in drain(here.events):
+                self._live_ranks -= {message.rank for message in messages if isinstance(message, WorkerExited)}
+        for _ in drain(local_node.events):
             pass
-        self._ranks, self._alive = [], set()
+        self._ranks, self._live_ranks = [], set()
         return True
 
 
-class _Gone(Exception):
+class _ForkServerGone(Exception):
     """This node's own nursery is gone."""

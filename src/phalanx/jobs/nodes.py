@@ -18,10 +18,10 @@ from typing import Any, Protocol, Self
 import psutil
 
 import phalanx
-from phalanx.cluster.interfaces import VARIABLES
+from phalanx.cluster.interfaces import INTERFACE_VARIABLES
 from phalanx.errors import ExitCode
-from phalanx.jobs.hang import held_still
-from phalanx.jobs.sources import fingerprint
+from phalanx.jobs.hang import find_stopped_ranks
+from phalanx.jobs.sources import compute_build_fingerprint
 from phalanx.run.channel import drain, receive, send
 from phalanx.run.messages import (
     HeartbeatEntry,
@@ -35,13 +35,13 @@ from phalanx.run.messages import (
     Ping,
     StartWorkers,
 )
-from phalanx.run.pulse import Beat, Pulses
-from phalanx.run.wire import Door, Wire, store_key
-from phalanx.waits import say
+from phalanx.run.pulse import Heartbeat, HeartbeatTable
+from phalanx.run.wire import AuthConnection, ControlServer, derive_store_key
+from phalanx.waits import print_status
 
-PING = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two signs of life of an agent."""
-LONGEST = 1000
+MAX_REASON_CHARS = 1000
 """Characters of why a node leaves."""
 COMPARED_FIELDS = {
     "nodes": "num_nodes",
@@ -51,11 +51,11 @@ COMPARED_FIELDS = {
     "processor": "machine",
 }
 """What is compared between nodes: as people know it, and the field of NodeIdentity."""
-NODE_SILENCE = 10.0
+NODE_TIMEOUT_S = 10.0
 """Seconds without a sign after which an agent, or its machine, or the network to it, is taken for lost."""
 
 
-class Node(Protocol):
+class NodeHandle(Protocol):
     """One node: where messages go to and come from. `name` is its host's."""
 
     name: str
@@ -69,34 +69,36 @@ class Node(Protocol):
     def receive(self, sock: Any) -> list[Message] | None:
         """What came to one of the sockets; None when it is gone."""
 
-    def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
+    def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
         """The last signs of its workers, by the clock of this machine."""
 
-    def held(self, beats: Mapping[int, Beat | None]) -> set[int]:
+    def stopped_ranks(self, heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
         """Which of its workers somebody holds still."""
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Forget signs of workers that were."""
 
 
-class Here:
+class LocalNode:
     """This node: its nursery's two sockets and the memory that its workers write signs to."""
 
-    def __init__(self, control: socket.socket, events: socket.socket, pulses: Pulses, token: bytes = b""):
+    def __init__(
+        self, control: socket.socket, events: socket.socket, heartbeat_table: HeartbeatTable, token: bytes = b""
+    ):
         self.name = socket.gethostname()
-        self.control, self.events, self.pulses, self._token = control, events, pulses, token
+        self.control, self.events, self.heartbeat_table, self._token = control, events, heartbeat_table, token
 
     def sockets(self) -> Sequence[Any]:
         return (self.control, self.events)
 
     def send(self, *messages: Message) -> None:
-        send(self.control, *(self._keyed(message) for message in messages))
+        send(self.control, *(self._add_store_key(message) for message in messages))
 
-    def _keyed(self, message: Message) -> Message:
+    def _add_store_key(self, message: Message) -> Message:
         """With the attempt's key, which every node makes of the job's token: it never travels."""
         if not isinstance(message, StartWorkers) or message.nonce is None:
             return message
-        return replace(message, store_key=store_key(self._token, message.nonce).hex())
+        return replace(message, store_key=derive_store_key(self._token, message.nonce).hex())
 
     def receive(self, sock: Any) -> list[Message] | None:
         """Also all that workers have said so far: that may lie in many packets, and must not come after the nursery's
@@ -104,251 +106,251 @@ class Here:
         messages = receive(self.control) if sock is self.control else []
         return None if messages is None else [*drain(self.events), *messages]
 
-    def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
-        return {rank: self.pulses.read(local) for local, rank in enumerate(ranks)}
+    def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
+        return {rank: self.heartbeat_table.read(local) for local, rank in enumerate(ranks)}
 
-    def held(self, beats: Mapping[int, Beat | None]) -> set[int]:
-        return held_still(beats)
+    def stopped_ranks(self, heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
+        return find_stopped_ranks(heartbeats)
 
-    def clear(self) -> None:
-        self.pulses.clear()
+    def reset(self) -> None:
+        self.heartbeat_table.clear()
 
 
-class There:
+class RemoteNode:
     """Another node: its agent at the far end of a wire, which sends its workers' signs every second."""
 
-    def __init__(self, wire: Wire, hello: NodeIdentity, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, connection: AuthConnection, hello: NodeIdentity, clock: Callable[[], float] = time.monotonic):
         self.name = hello.host
-        self.index = hello.node_rank
-        self.wire, self.clock = wire, clock
-        self.heard = clock()
-        self._beats: dict[int, Beat | None] = {}
-        self._held: set[int] = set()
+        self.node_rank = hello.node_rank
+        self.connection, self.clock = connection, clock
+        self.last_message_at = clock()
+        self._heartbeats: dict[int, Heartbeat | None] = {}
+        self._stopped_ranks: set[int] = set()
 
     def sockets(self) -> Sequence[Any]:
-        return (self.wire,)
+        return (self.connection,)
 
     def send(self, *messages: Message) -> None:
-        self.wire.send(*messages)
+        self.connection.send(*messages)
 
     def receive(self, sock: Any) -> list[Message] | None:
-        messages = self.wire.receive()
+        messages = self.connection.receive()
         if messages is None:
             return None
-        self.heard = self.clock()
+        self.last_message_at = self.clock()
         for message in messages:
             if isinstance(message, Heartbeats):
-                self._beats = {
-                    each.rank: Beat(
-                        each.pid, each.num_beats, each.step, each.phase, self.heard - each.age_s, each.busy_s
+                self._heartbeats = {
+                    each.rank: Heartbeat(
+                        each.pid, each.num_beats, each.step, each.phase, self.last_message_at - each.age_s, each.busy_s
                     )
                     for each in message.entries
                 }
-                self._held = set(message.stopped_ranks)
+                self._stopped_ranks = set(message.stopped_ranks)
         return [message for message in messages if not isinstance(message, Heartbeats)]
 
-    def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
-        return {rank: self._beats.get(rank) for rank in ranks}
+    def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
+        return {rank: self._heartbeats.get(rank) for rank in ranks}
 
-    def held(self, beats: Mapping[int, Beat | None]) -> set[int]:
-        return self._held & set(beats)
+    def stopped_ranks(self, heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
+        return self._stopped_ranks & set(heartbeats)
 
-    def clear(self) -> None:
-        self._beats, self._held = {}, set()
-        self.heard = self.clock()
+    def reset(self) -> None:
+        self._heartbeats, self._stopped_ranks = {}, set()
+        self.last_message_at = self.clock()
 
 
-def signs(node: Here, ranks: Sequence[int], now: float) -> Heartbeats:
+def make_heartbeat_message(node: LocalNode, ranks: Sequence[int], now: float) -> Heartbeats:
     """The message of the signs of a node's workers; times as ages, since clocks of machines differ."""
-    beats = node.beats(ranks)
+    heartbeats = node.heartbeats(ranks)
     entries = tuple(
         HeartbeatEntry(
             rank=rank,
-            pid=beat.pid,
-            num_beats=beat.count,
-            step=beat.step,
-            phase=beat.place,
-            age_s=now - beat.t,
-            busy_s=beat.busy,
+            pid=heartbeat.pid,
+            num_beats=heartbeat.count,
+            step=heartbeat.step,
+            phase=heartbeat.phase,
+            age_s=now - heartbeat.t,
+            busy_s=heartbeat.busy_s,
         )
-        for rank, beat in beats.items()
-        if beat is not None
+        for rank, heartbeat in heartbeats.items()
+        if heartbeat is not None
     )
-    return Heartbeats(entries=entries, stopped_ranks=tuple(sorted(node.held(beats))))
+    return Heartbeats(entries=entries, stopped_ranks=tuple(sorted(node.stopped_ranks(heartbeats))))
 
 
 def departure(node: NodeIdentity, code: int, why: str) -> NodeDeparture:
     """Return the message that this node leaves, or what stands for it where it is rejected."""
     facts = {name: getattr(node, name) for name in NodeIdentity.__dataclass_fields__}
-    return NodeDeparture(**facts, exit_code=code, reason=why[:LONGEST])
+    return NodeDeparture(**facts, exit_code=code, reason=why[:MAX_REASON_CHARS])
 
 
 def words_of(left: NodeDeparture) -> str:
     """Describe a node that has left, or was rejected."""
-    node = f"node {left.node_rank} ({left.host[:LONGEST]})"
-    return f"{node} left with exit code {left.exit_code}: {left.reason[:LONGEST]}"
+    node = f"node {left.node_rank} ({left.host[:MAX_REASON_CHARS]})"
+    return f"{node} left with exit code {left.exit_code}: {left.reason[:MAX_REASON_CHARS]}"
 
 
-class Crew:
-    """All nodes of a run, this one first. Alone it is nothing but this node; with a `door`, others come through it."""
+class NodeGroup:
+    """All nodes of a run, this one first. Alone it is nothing but this node; with a `server`, others come through it."""
 
-    def __init__(self, here: Here, nodes: int = 1, door: Door | None = None):
-        self.here, self.count, self.door = here, nodes, door
-        self.others: dict[int, There] = {}
-        self.code: ExitCode = ExitCode.UNFINISHED
+    def __init__(self, local_node: LocalNode, num_nodes: int = 1, server: ControlServer | None = None):
+        self.local_node, self.num_nodes, self.server = local_node, num_nodes, server
+        self.remote_nodes: dict[int, RemoteNode] = {}
+        self.exit_code: ExitCode = ExitCode.UNFINISHED
         """What this node ends with, and the others when this closes, unless it means this machine alone."""
         self.unfit: dict[int, str] = {}
         """By index, other nodes on whose machines nothing can train, and why."""
-        self.attended = False
+        self.is_supervised = False
         """Whether an agent looks at who comes and who takes leave; before that a thread does, and says so at once."""
-        self._left: list[NodeDeparture] = []
-        self._said = 0
-        self._admitting = threading.Lock()
-        self._over = threading.Event()
-        if door is not None:
-            threading.Thread(target=self._ping, name="ping", daemon=True).start()
+        self._departures: list[NodeDeparture] = []
+        self._num_reported = 0
+        self._accept_lock = threading.Lock()
+        self._is_closing = threading.Event()
+        if server is not None:
+            threading.Thread(target=self._send_pings, name="ping", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self.door is not None:
-            self.admit()
-        for node in self.others.values():
+        self._is_closing.set()
+        if self.server is not None:
+            self.accept_joins()
+        for node in self.remote_nodes.values():
             with contextlib.suppress(ConnectionError):
-                node.send(self._farewell(node.index))
-            node.wire.close()
+                node.send(self._farewell(node.node_rank))
+            node.connection.close()
 
     def _farewell(self, index: int) -> Leave:
         """With what a node leaves: who starts it avoids the machine of one that is unfit, and may use the others."""
         if (why := self.unfit.get(index)) is not None:
             return Leave(exit_code=int(ExitCode.UNFIT_NODE), message=why)
-        others = ExitCode.UNFINISHED if self.code is ExitCode.UNFIT_NODE else self.code
+        others = ExitCode.UNFINISHED if self.exit_code is ExitCode.UNFIT_NODE else self.exit_code
         return Leave(exit_code=int(others))
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[NodeHandle]:
         """Those that are here, in order."""
-        return [self.here, *(self.others[index] for index in sorted(self.others))]
+        return [self.local_node, *(self.remote_nodes[index] for index in sorted(self.remote_nodes))]
 
     @property
-    def missing(self) -> list[int]:
+    def missing_nodes(self) -> list[int]:
         """Indices of nodes that are not here."""
-        return [index for index in range(1, self.count) if index not in self.others]
+        return [index for index in range(1, self.num_nodes) if index not in self.remote_nodes]
 
-    def ranks(self, world: int) -> Iterator[tuple[Node, range]]:
+    def assign_ranks(self, world_size: int) -> Iterator[tuple[NodeHandle, range]]:
         """Each node with the ranks of its workers. All nodes must be here."""
-        share = world // self.count
+        workers_per_node = world_size // self.num_nodes
         for index, node in enumerate(self.nodes):
-            yield node, range(index * share, (index + 1) * share)
+            yield node, range(index * workers_per_node, (index + 1) * workers_per_node)
 
     @property
-    def doorbell(self) -> Sequence[socket.socket]:
+    def listener_sockets(self) -> Sequence[socket.socket]:
         """What can be read from when somebody stands at the door."""
-        return () if self.door is None else (self.door.near,)
+        return () if self.server is None else (self.server.wake_socket,)
 
     @property
     def address(self) -> str:
         """Where the others reach this node: as they did. A name may lead elsewhere on its own machine."""
-        found: str = next(iter(self.others.values())).wire.sock.getsockname()[0]
+        found: str = next(iter(self.remote_nodes.values())).connection.sock.getsockname()[0]
         return found
 
     @property
-    def network(self) -> dict[str, str]:
+    def network_variables(self) -> dict[str, str]:
         """For workers of this node: the interface over which the others are reached."""
-        return network_of(self.address, os.environ)
+        return interface_variables(self.address, os.environ)
 
-    def admit(self) -> list[tuple[There, There | None]]:
+    def accept_joins(self) -> list[tuple[RemoteNode, RemoteNode | None]]:
         """Take in who stands at the door; returns the nodes that came, each with the older connection to it that it
         replaces. One that is none of this run's is told why, and sent away."""
-        with self._admitting:
-            return self._admit()
+        with self._accept_lock:
+            return self._accept_joins()
 
-    def _admit(self) -> list[tuple[There, There | None]]:
+    def _accept_joins(self) -> list[tuple[RemoteNode, RemoteNode | None]]:
         found = []
-        while self.door is not None and not self.door.arrived.empty():
-            wire, hello = self.door.arrived.get()
-            index = hello.node_rank
+        while self.server is not None and not self.server.joins.empty():
+            connection, hello = self.server.joins.get()
+            node_rank = hello.node_rank
             if isinstance(hello, NodeDeparture):
-                self._left.append(hello)
-                wire.close()
-                if not self.attended and index in self.others:
-                    self.lose(self.others[index])
+                self._departures.append(hello)
+                connection.close()
+                if not self.is_supervised and node_rank in self.remote_nodes:
+                    self.remove_node(self.remote_nodes[node_rank])
                 continue
-            wrong = misfit(hello, introduction(index, self.count))
+            mismatch = find_incompatibility(hello, make_hello(node_rank, self.num_nodes))
             if isinstance(hello, LauncherHello):
-                wrong = wrong or "it starts a program of another framework, and the leading node trains"
-            if wrong is not None or not 0 < index < self.count:
-                told = wrong or f"there is no node {index} among {self.count}"
+                mismatch = mismatch or "it starts a program of another framework, and the leading node trains"
+            if mismatch is not None or not 0 < node_rank < self.num_nodes:
+                reason = mismatch or f"there is no node {node_rank} among {self.num_nodes}"
                 with contextlib.suppress(ConnectionError):
-                    wire.send(Leave(exit_code=int(ExitCode.UNFIT_NODE), message=told))
-                wire.close()
-                self._left.append(departure(hello, int(ExitCode.UNFIT_NODE), told))
+                    connection.send(Leave(exit_code=int(ExitCode.UNFIT_NODE), message=reason))
+                connection.close()
+                self._departures.append(departure(hello, int(ExitCode.UNFIT_NODE), reason))
                 continue
-            node = There(wire, hello)
-            found.append((node, self.others.get(node.index)))
-            self.others[node.index] = node
+            node = RemoteNode(connection, hello)
+            found.append((node, self.remote_nodes.get(node.node_rank)))
+            self.remote_nodes[node.node_rank] = node
         return found
 
-    def partings(self) -> list[NodeDeparture]:
+    def take_departures(self) -> list[NodeDeparture]:
         """Who took leave, or was sent away, since this was asked last."""
-        found, self._left = self._left, []
+        found, self._departures = self._departures, []
         return found
 
-    def lose(self, node: There) -> None:
+    def remove_node(self, node: RemoteNode) -> None:
         """Do without a node from now on, unless another connection to it has come already."""
-        node.wire.close()
-        if self.others.get(node.index) is node:
-            del self.others[node.index]
+        node.connection.close()
+        if self.remote_nodes.get(node.node_rank) is node:
+            del self.remote_nodes[node.node_rank]
 
-    def silent(self, now: float) -> list[There]:
+    def find_timed_out(self, now: float) -> list[RemoteNode]:
         """Nodes whose agent has given no sign for too long."""
-        return [node for node in self.others.values() if now - node.heard > NODE_SILENCE]
+        return [node for node in self.remote_nodes.values() if now - node.last_message_at > NODE_TIMEOUT_S]
 
-    def _ping(self) -> None:
+    def _send_pings(self) -> None:
         """From a thread, since who leads may be busy for minutes before it trains."""
-        while not self._over.wait(PING):
-            if not self.attended:
-                for _, old in self.admit():
+        while not self._is_closing.wait(HEARTBEAT_INTERVAL_S):
+            if not self.is_supervised:
+                for _, old in self.accept_joins():
                     if old is not None:
-                        old.wire.close()
-                for left in self._left[self._said :]:
-                    say(words_of(left))
-                    self._said += 1
-            for node in list(self.others.values()):
+                        old.connection.close()
+                for departure in self._departures[self._num_reported :]:
+                    print_status(words_of(departure))
+                    self._num_reported += 1
+            for node in list(self.remote_nodes.values()):
                 with contextlib.suppress(ConnectionError):  # who reads from it will notice
                     node.send(Ping())
 
 
-def introduction(node: int, nodes: int) -> Hello:
+def make_hello(node_rank: int, num_nodes: int) -> Hello:
     """What an agent says of itself at the door: its place, and what must be equal on all nodes."""
     return Hello(
-        node_rank=node,
+        node_rank=node_rank,
         host=socket.gethostname(),
-        num_nodes=nodes,
+        num_nodes=num_nodes,
         phalanx_version=phalanx.__version__,
         torch_version=version("torch").partition("+")[0],
         python_version=".".join(platform.python_version_tuple()[:2]),
         machine=platform.machine(),
-        build_fingerprint=fingerprint(),
+        build_fingerprint=compute_build_fingerprint(),
     )
 
 
-def misfit(hello: NodeIdentity, own: NodeIdentity) -> str | None:
+def find_incompatibility(hello: NodeIdentity, expected: NodeIdentity) -> str | None:
     """Why an agent cannot be one of ours; None when it can. Versions must be equal, or bits would not be, and so must
     Phalanx's own code, or workers would not even understand each other."""
     for name, field in COMPARED_FIELDS.items():
-        theirs, ours = getattr(hello, field), getattr(own, field)
+        theirs, ours = getattr(hello, field), getattr(expected, field)
         if theirs != ours:
             return f"{name} is {theirs or 'unknown'} on {hello.host}, and {ours} on the leading node"
-    if hello.build_fingerprint != own.build_fingerprint:
-        who, ours = f"node {hello.node_rank} ({hello.host})", own.phalanx_version
-        return f"{who} runs other code of Phalanx {ours} than the leading node: install the same on all nodes"
+    if hello.build_fingerprint != expected.build_fingerprint:
+        node_text, ours = f"node {hello.node_rank} ({hello.host})", expected.phalanx_version
+        return f"{node_text} runs other code of Phalanx {ours} than the leading node: install the same on all nodes"
     return None
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """The network interface that has an address, which gloo and NCCL want by name."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):
@@ -356,8 +358,8 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def network_of(address: str, environment: Mapping[str, str]) -> dict[str, str]:
+def interface_variables(address: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables by which workers talk over the interface of this address, unless who started us chose another."""
-    interface = interface_of(address)
-    wanted = [name for name in VARIABLES if name not in environment]
-    return {} if interface is None else dict.fromkeys(wanted, interface)
+    interface = find_interface(address)
+    unset_names = [name for name in INTERFACE_VARIABLES if name not in environment]
+    return {} if interface is None else dict.fromkeys(unset_names, interface)

@@ -9,61 +9,61 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.errors import storage_failed, words_of
+from phalanx.errors import describe_os_error, is_storage_error
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunWarning
 
-PATIENCE = 600.0
+MAX_OUTAGE_S = 600.0
 """Seconds of failing storage after which a run ends, to be started again when it is mended."""
-FIRST, LONGEST = 1.0, 30.0
+MIN_DELAY_S, MAX_DELAY_S = 1.0, 30.0
 """Seconds from one attempt to the next at least, doubled each time."""
-LOOK = 1.0
+POLL_INTERVAL_S = 1.0
 """Seconds between two looks at storage: nothing tells when it is back."""
 
 
 @dataclass
-class Outage:
-    """Storage fails since `began`, and so many attempts could not begin."""
+class StorageBackoff:
+    """Storage fails since `started_at`, and so many attempts could not begin."""
 
-    began: float
-    attempts: int = 0
+    started_at: float
+    num_attempts: int = 0
 
-    def pause(self) -> float:
+    def next_delay(self) -> float:
         """Seconds that the next attempt must wait at least. Call once for each."""
-        self.attempts += 1
-        return float(min(LONGEST, FIRST * 2 ** (self.attempts - 1)))
+        self.num_attempts += 1
+        return float(min(MAX_DELAY_S, MIN_DELAY_S * 2 ** (self.num_attempts - 1)))
 
-    def outlast(
-        self, run: Run, clock: Callable[[], float], rest: Callable[[float], bool], emit: Callable[[Event], None]
+    def wait_until_usable(
+        self, run: Run, clock: Callable[[], float], wait: Callable[[float], bool], emit: Callable[[Event], None]
     ) -> str | None:
         """Wait until the run's storage can be used again; a sentence when that takes too long, or the run is to stop,
-        which `rest` tells after so many seconds."""
-        until, told = clock() + self.pause(), False
-        while (wrong := trouble(run)) is not None or clock() < until:
-            if clock() - self.began > PATIENCE:
-                return f"storage has failed for {PATIENCE:.0f} s; start it again when it is mended"
-            if wrong is not None and not told:
-                told = True
-                emit(RunWarning(text=f"waiting for storage: {wrong}"))
-            if rest(LOOK):
+        which `wait` tells after so many seconds."""
+        deadline, announced = clock() + self.next_delay(), False
+        while (problem := find_storage_problem(run)) is not None or clock() < deadline:
+            if clock() - self.started_at > MAX_OUTAGE_S:
+                return f"storage has failed for {MAX_OUTAGE_S:.0f} s; start it again when it is mended"
+            if problem is not None and not announced:
+                announced = True
+                emit(RunWarning(text=f"waiting for storage: {problem}"))
+            if wait(POLL_INTERVAL_S):
                 return "asked to stop while storage failed"
         return None
 
 
-def trouble(run: Run, sync: Callable[[int], None] = os.fsync) -> str | None:
+def find_storage_problem(run: Run, fsync: Callable[[int], None] = os.fsync) -> str | None:
     """What is wrong with a run's storage now: it must list checkpoints, take a file, and let go of it."""
-    probe = run.checkpoints / f".storage.{os.getpid()}.tmp"
+    test_file = run.checkpoints / f".storage.{os.getpid()}.tmp"
     try:
         os.listdir(run.checkpoints)
-        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        fd = os.open(test_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.write(fd, bytes(1))
-            sync(fd)
+            fsync(fd)
         finally:
             os.close(fd)
-            os.unlink(probe)
+            os.unlink(test_file)
     except OSError as error:
-        if not storage_failed(error) and not isinstance(error, FileNotFoundError):  # nothing is mounted there
+        if not is_storage_error(error) and not isinstance(error, FileNotFoundError):  # nothing is mounted there
             raise
-        return words_of(error)
+        return describe_os_error(error)
     return None

@@ -9,13 +9,13 @@ import phalanx
 
 
 @functools.cache
-def fingerprint(folder: Path = Path(phalanx.__file__).parent) -> str:
+def compute_build_fingerprint(package_dir: Path = Path(phalanx.__file__).parent) -> str:
     """64 bits in hex over relative names and contents of all modules below a package's folder. Computed once (some
     milliseconds), so it stays what it was when this process began to meet others. Files that cannot be imported, such
     as an editor's, do not count."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder)
+    for path in sorted(package_dir.rglob("*.py")):
+        name = path.relative_to(package_dir)
         if all(part.isidentifier() for part in name.with_suffix("").parts):
             content = path.read_bytes()
             digest.update(f"{name.as_posix()}\0{len(content)}\0".encode() + content)

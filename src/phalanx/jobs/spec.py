@@ -8,35 +8,35 @@ from enum import StrEnum
 from pathlib import Path
 
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.code import Code
-from phalanx.recipe.travelled import CODE
+from phalanx.jobs.code import Snapshot
+from phalanx.recipe.travelled import SNAPSHOT_DIR_VARIABLE
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """What every engine accepts as a name, and no shell takes for anything else."""
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-LONGEST = 365 * 24 * 3600.0
-PROGRESS = 600.0
+VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MAX_TIME_LIMIT_S = 365 * 24 * 3600.0
+MIN_PROGRESS_S = 600.0
 """Seconds of life after which an attempt counts as progress: what befell the job before it no longer counts."""
-DEATHS = 3
+MAX_KILLS_IN_A_ROW = 3
 """How often in a row, without progress, a job may be killed before it counts as failed."""
-DIGEST = "PHALANX_SNAPSHOT_SHA256"
+SNAPSHOT_DIGEST_VARIABLE = "PHALANX_SNAPSHOT_SHA256"
 """Variable that tells a job the hash of its code; it is kept in the run's environment.json."""
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     """Where a job is in its life. The same words for every engine."""
 
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
-    UNFINISHED = "interrupted"  # it stopped before its end, and is not restarted automatically
+    INTERRUPTED = "interrupted"  # it stopped before its end, and is not restarted automatically
     FAILED = "failed"
     CANCELLED = "cancelled"
 
     @property
-    def over(self) -> bool:
+    def is_final(self) -> bool:
         """Whether nothing more will happen to it."""
-        return self not in (State.QUEUED, State.RUNNING)
+        return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class Job:
     name: str
     command: tuple[str, ...]
     """Arguments of the program that is started once on each node; no shell ever reads them."""
-    folder: Path
+    working_dir: Path
     """Where it is started: absolute, the same on each node."""
-    nodes: int = 1
-    devices: int = 0
+    num_nodes: int = 1
+    gpus_per_node: int = 0
     """GPUs a node."""
-    cores: int | None = None
+    cpus_per_node: int | None = None
     """Of a node; None leaves it to the engine."""
-    memory: int | None = None
+    memory_bytes: int | None = None
     """Bytes of a node's memory; None leaves it to the engine."""
-    limit: float | None = None
+    time_limit_s: float | None = None
     """Seconds after which it is ended."""
-    warning: float = 120.0
+    warning_s: float = 120.0
     """Seconds before it is ended at which it is asked to save."""
     priority: int = 0
     """Higher comes first."""
@@ -66,65 +66,72 @@ class Job:
     secrets: tuple[str, ...] = ()
     """Names of variables that are handed on from the environment of who submits, whose values are written nowhere that
     others can read."""
-    options: Mapping[str, str] = field(default_factory=dict)
+    backend_options: Mapping[str, str] = field(default_factory=dict)
     """What only the engine understands, such as a partition."""
-    code: Code | None = None
-    """What travels with it. Each start is then in a copy of that (PHALANX_SNAPSHOT_DIR), and not in `folder`."""
-    run: Path | None = None
+    snapshot: Snapshot | None = None
+    """What travels with it. Each start is then in a copy of that (PHALANX_SNAPSHOT_DIR), and not in `working_dir`."""
+    run_dir: Path | None = None
     """The directory of the run that it trains, if it does."""
-    array: str | None = None
+    array_name: str | None = None
     """The name of the array that it is a member of."""
-    at_most: int | None = None
+    max_parallel: int | None = None
     """How many members of its array may run at once."""
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
+        if not NAME_PATTERN.fullmatch(self.name):
             raise UsageError(
                 f"job name {self.name!r}: expected up to 63 letters, digits, '.', '_' and '-', beginning with a letter "
                 "or a digit"
             )
         if not self.command or not all(isinstance(word, str) and "\0" not in word for word in self.command):
             raise UsageError(f"job {self.name}: there is no command to run")
-        if not self.folder.is_absolute():
-            raise UsageError(f"job {self.name}: its folder {self.folder} must be absolute")
+        if not self.working_dir.is_absolute():
+            raise UsageError(f"job {self.name}: its folder {self.working_dir} must be absolute")
         self._check_sizes()
         for name in (*self.environment, *self.secrets):
-            if not VARIABLE.fullmatch(name):
+            if not VARIABLE_PATTERN.fullmatch(name):
                 raise UsageError(f"job {self.name}: {name!r} is no name of an environment variable")
-        both = sorted(set(self.environment) & set(self.secrets))
-        if both:
-            raise UsageError(f"job {self.name}: {both[0]} is given as a value and as a secret; give it once")
+        duplicates = sorted(set(self.environment) & set(self.secrets))
+        if duplicates:
+            raise UsageError(f"job {self.name}: {duplicates[0]} is given as a value and as a secret; give it once")
 
     def _check_sizes(self) -> None:
-        least = {"nodes": 1, "devices": 0, "cores": 1, "memory": 1, "at_most": 1}
-        for name, bound in least.items():
+        minimums = {"num_nodes": 1, "gpus_per_node": 0, "cpus_per_node": 1, "memory_bytes": 1, "max_parallel": 1}
+        for name, bound in minimums.items():
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise UsageError(f"job {self.name}: {name} = {value}: expected at least {bound}")
-        if self.limit is not None and not 0 < self.limit <= LONGEST:
-            raise UsageError(f"job {self.name}: a time limit of {self.limit:g} s: expected more than 0, a year at most")
-        if self.warning < 0:
-            raise UsageError(f"job {self.name}: a warning {self.warning:g} s before the end: expected 0 or more")
+        if self.time_limit_s is not None and not 0 < self.time_limit_s <= MAX_TIME_LIMIT_S:
+            raise UsageError(
+                f"job {self.name}: a time limit of {self.time_limit_s:g} s: expected more than 0, a year at most"
+            )
+        if self.warning_s < 0:
+            raise UsageError(f"job {self.name}: a warning {self.warning_s:g} s before the end: expected 0 or more")
 
 
-def placed(job: Job, where: Path) -> Job:
-    """A job as it is started where its code was unpacked to `where`; without code as it is."""
-    if job.code is None:
+def with_unpacked_snapshot(job: Job, snapshot_dir: Path) -> Job:
+    """A job as it is started where its code was unpacked to `snapshot_dir`; without code as it is."""
+    if job.snapshot is None:
         return job
-    told = {CODE: str(where), DIGEST: job.code.digest}
-    return replace(job, folder=where / job.code.start, environment={**job.environment, **told}, code=None)
+    variables = {SNAPSHOT_DIR_VARIABLE: str(snapshot_dir), SNAPSHOT_DIGEST_VARIABLE: job.snapshot.digest}
+    return replace(
+        job,
+        working_dir=snapshot_dir / job.snapshot.start_dir,
+        environment={**job.environment, **variables},
+        snapshot=None,
+    )
 
 
 @dataclass(frozen=True)
-class Status:
+class JobStatus:
     """What an engine knows of a job."""
 
     id: str
     name: str
-    state: State
-    code: int | None = None
+    state: JobState
+    exit_code: int | None = None
     """Exit code of its last attempt, when that is over and known."""
-    attempts: int = 0
+    num_attempts: int = 0
     """How often it was started."""
     nodes: tuple[str, ...] = ()
     """Where it runs, or ran last."""
@@ -134,12 +141,12 @@ class Status:
     started: float | None = None
     ended: float | None = None
     """Unix seconds."""
-    run: str | None = None
+    run_dir: str | None = None
     """The directory of the run that it trains, if it does."""
 
 
-def state_of(code: int) -> State:
+def state_from_exit_code(exit_code: int) -> JobState:
     """What an exit code means for a job that will not be started again (`errors.ExitCode`)."""
-    if code == ExitCode.DONE:
-        return State.DONE
-    return State.UNFINISHED if code in (ExitCode.UNFINISHED, ExitCode.UNFIT_NODE) else State.FAILED
+    if exit_code == ExitCode.DONE:
+        return JobState.DONE
+    return JobState.INTERRUPTED if exit_code in (ExitCode.UNFINISHED, ExitCode.UNFIT_NODE) else JobState.FAILED

@@ -1,7 +1,7 @@
 """How large the sizes of a model may be: beyond that a number is a mistake, and building the model would not end."""
 
-LARGEST = 1 << 24
-DEEPEST = 4096
+MAX_DIMENSION = 1 << 24
+MAX_LAYERS = 4096
 """Layers, each of which is built by itself; networks of a thousand have been trained (Wang et al. 2022)."""
 
 
@@ -10,6 +10,6 @@ def check_bounds(**sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool):
             raise ValueError(f"{name}={value} must be a whole number")
-        most = DEEPEST if name in ("layers", "blocks") else LARGEST
-        if value > most:
-            raise ValueError(f"{name}={value} must be at most {most}")
+        maximum = MAX_LAYERS if name in ("layers", "blocks") else MAX_DIMENSION
+        if value > maximum:
+            raise ValueError(f"{name}={value} must be at most {maximum}")

@@ -16,7 +16,7 @@ from phalanx.models.bounds import check_bounds
 # nn.LocalResponseNorm(5) has the zoo's alpha = 1e-4 (divided by the size, as Caffe does) and beta = 0.75 by default.
 
 
-def _initialise(model: nn.Module) -> None:
+def _init_weights(model: nn.Module) -> None:
     """He et al. 2015 for everything that a ReLU follows; a plain classifier starts near zero; biases start at zero."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -27,11 +27,11 @@ def _initialise(model: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, padding: int = 0) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, kernel, stride, padding), nn.ReLU())
+def _conv_relu(in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int = 0) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(in_channels, out_channels, kernel, stride, padding), nn.ReLU())
 
 
-def _pool(stride: int = 2, padding: int = 0) -> nn.MaxPool2d:
+def _max_pool(stride: int = 2, padding: int = 0) -> nn.MaxPool2d:
     # Caffe rounds the size of a pooled map up.
     return nn.MaxPool2d(3, stride, padding, ceil_mode=True)
 
@@ -51,27 +51,27 @@ def nin(num_classes: int = 1000, in_channels: int = 3, base_channels: int = 96) 
     check_bounds(num_classes=num_classes, in_channels=in_channels, base_channels=base_channels)
     a, b, c, d = base_channels, base_channels * 8 // 3, base_channels * 4, base_channels * 32 // 3  # 96, 256, 384, 1024
     model = nn.Sequential(
-        *(_conv(in_channels, a, 11, stride=4), _conv(a, a, 1), _conv(a, a, 1), _pool()),  # 54 -> 27
-        *(_conv(a, b, 5, padding=2), _conv(b, b, 1), _conv(b, b, 1), _pool()),  # 27 -> 13
-        *(_conv(b, c, 3, padding=1), _conv(c, c, 1), _conv(c, c, 1), _pool()),  # 13 -> 6
+        *(_conv_relu(in_channels, a, 11, stride=4), _conv_relu(a, a, 1), _conv_relu(a, a, 1), _max_pool()),  # 54 -> 27
+        *(_conv_relu(a, b, 5, padding=2), _conv_relu(b, b, 1), _conv_relu(b, b, 1), _max_pool()),  # 27 -> 13
+        *(_conv_relu(b, c, 3, padding=1), _conv_relu(c, c, 1), _conv_relu(c, c, 1), _max_pool()),  # 13 -> 6
         nn.Dropout(0.5),
-        *(_conv(c, d, 3, padding=1), _conv(d, d, 1), _conv(d, num_classes, 1)),
+        *(_conv_relu(c, d, 3, padding=1), _conv_relu(d, d, 1), _conv_relu(d, num_classes, 1)),
         nn.AdaptiveAvgPool2d(1),  # 6 -> 1
         nn.Flatten(),
     )
-    _initialise(model)
+    _init_weights(model)
     return model
 
 
-class Inception(nn.Module):
+class InceptionBlock(nn.Module):
     """Four views of the same maps side by side: 1x1, 3x3 and 5x5 (each after a 1x1 reduction), and pooled 3x3."""
 
-    def __init__(self, inputs: int, one: int, reduce3: int, three: int, reduce5: int, five: int, pool: int):
+    def __init__(self, in_channels: int, one: int, reduce3: int, three: int, reduce5: int, five: int, pool: int):
         super().__init__()
-        self.one = _conv(inputs, one, 1)
-        self.three = nn.Sequential(_conv(inputs, reduce3, 1), _conv(reduce3, three, 3, padding=1))
-        self.five = nn.Sequential(_conv(inputs, reduce5, 1), _conv(reduce5, five, 5, padding=2))
-        self.pool = nn.Sequential(_pool(stride=1, padding=1), _conv(inputs, pool, 1))
+        self.one = _conv_relu(in_channels, one, 1)
+        self.three = nn.Sequential(_conv_relu(in_channels, reduce3, 1), _conv_relu(reduce3, three, 3, padding=1))
+        self.five = nn.Sequential(_conv_relu(in_channels, reduce5, 1), _conv_relu(reduce5, five, 5, padding=2))
+        self.pool = nn.Sequential(_max_pool(stride=1, padding=1), _conv_relu(in_channels, pool, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         # x [b, inputs, h, w] -> [b, one + three + five + pool, h, w]
@@ -83,39 +83,39 @@ def googlenet(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
     normalisation and no batch normalisation. 6,998,552 parameters with 1000 classes and 3 channels."""
     check_bounds(num_classes=num_classes, in_channels=in_channels)
     model = nn.Sequential(
-        *(_conv(in_channels, 64, 7, stride=2, padding=3), _pool(), nn.LocalResponseNorm(5)),  # 112 -> 56
-        *(_conv(64, 64, 1), _conv(64, 192, 3, padding=1), nn.LocalResponseNorm(5), _pool()),  # 56 -> 28
-        Inception(192, 64, 96, 128, 16, 32, 32),  # 3a -> 256
-        Inception(256, 128, 128, 192, 32, 96, 64),  # 3b -> 480
-        _pool(),  # 28 -> 14
-        Inception(480, 192, 96, 208, 16, 48, 64),  # 4a -> 512
-        Inception(512, 160, 112, 224, 24, 64, 64),  # 4b -> 512
-        Inception(512, 128, 128, 256, 24, 64, 64),  # 4c -> 512
-        Inception(512, 112, 144, 288, 32, 64, 64),  # 4d -> 528
-        Inception(528, 256, 160, 320, 32, 128, 128),  # 4e -> 832
-        _pool(),  # 14 -> 7
-        Inception(832, 256, 160, 320, 32, 128, 128),  # 5a -> 832
-        Inception(832, 384, 192, 384, 48, 128, 128),  # 5b -> 1024
+        *(_conv_relu(in_channels, 64, 7, stride=2, padding=3), _max_pool(), nn.LocalResponseNorm(5)),  # 112 -> 56
+        *(_conv_relu(64, 64, 1), _conv_relu(64, 192, 3, padding=1), nn.LocalResponseNorm(5), _max_pool()),  # 56 -> 28
+        InceptionBlock(192, 64, 96, 128, 16, 32, 32),  # 3a -> 256
+        InceptionBlock(256, 128, 128, 192, 32, 96, 64),  # 3b -> 480
+        _max_pool(),  # 28 -> 14
+        InceptionBlock(480, 192, 96, 208, 16, 48, 64),  # 4a -> 512
+        InceptionBlock(512, 160, 112, 224, 24, 64, 64),  # 4b -> 512
+        InceptionBlock(512, 128, 128, 256, 24, 64, 64),  # 4c -> 512
+        InceptionBlock(512, 112, 144, 288, 32, 64, 64),  # 4d -> 528
+        InceptionBlock(528, 256, 160, 320, 32, 128, 128),  # 4e -> 832
+        _max_pool(),  # 14 -> 7
+        InceptionBlock(832, 256, 160, 320, 32, 128, 128),  # 5a -> 832
+        InceptionBlock(832, 384, 192, 384, 48, 128, 128),  # 5b -> 1024
         nn.AdaptiveAvgPool2d(1),  # 7 -> 1
         nn.Flatten(),
         nn.Dropout(0.4),
         nn.Linear(1024, num_classes),
     )
-    _initialise(model)
+    _init_weights(model)
     return model
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """x + conv(relu(norm(conv(relu(norm(x)))))), the pre-activation block of He et al. 2016."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, groups: int):
+    def __init__(self, in_channels: int, out_channels: int, stride: int, groups: int):
         super().__init__()
-        self.norm1 = nn.GroupNorm(groups, inputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(groups, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        same = inputs == outputs and stride == 1
-        self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.norm1 = nn.GroupNorm(groups, in_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        same = in_channels == out_channels and stride == 1
+        self.shortcut = None if same else nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         # x [b, inputs, h, w] -> [b, outputs, ceil(h / stride), ceil(w / stride)]
@@ -144,19 +144,19 @@ def resnet(
     check_bounds(num_classes=num_classes, in_channels=in_channels, base_channels=base_channels, blocks=sum(blocks))
     check_bounds(**{"the width of the last stage": base_channels * 2 ** (len(blocks) - 1)})
     stages: list[nn.Module] = [nn.Conv2d(in_channels, base_channels, 3, padding=1, bias=False)]
-    inputs = base_channels
+    stage_in_channels = base_channels
     for stage, count in enumerate(blocks):
-        outputs = base_channels * 2**stage
+        stage_out_channels = base_channels * 2**stage
         for block in range(count):
-            stages.append(Residual(inputs, outputs, 2 if stage and not block else 1, groups))
-            inputs = outputs
+            stages.append(ResidualBlock(stage_in_channels, stage_out_channels, 2 if stage and not block else 1, groups))
+            stage_in_channels = stage_out_channels
     model = nn.Sequential(
         *stages,
-        nn.GroupNorm(groups, inputs),
+        nn.GroupNorm(groups, stage_in_channels),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(inputs, num_classes),
+        nn.Linear(stage_in_channels, num_classes),
     )
-    _initialise(model)
+    _init_weights(model)
     return model

@@ -7,14 +7,14 @@ al. 2022). Beside them may stand a shared expert that every token uses (Dai et a
 **Balance.** Without care a few experts get everything. So the loss of each token has a term added,
 `balance x experts x sum over e of load[e] x p[e]`, with p the router's probabilities for the token and `load` the share
 of assignments that expert e got (Fedus et al. 2021, equations 4 to 6): 1 x balance where all is even, more where it is
-not. It is a sum over tokens, as the rest of the loss, and needs no place in the loss function (`_AddLoss`).
+not. It is a sum over tokens, as the rest of the loss, and needs no place in the loss function (`_AddAuxLoss`).
 
 `load` is of the whole global batch of the *last* step. Of this step's it could only be that of the micro-batch at hand,
 since backward begins before the others are known; then the gradient would depend on how a batch is divided, and a small
 micro-batch would be punished for being about one thing (Qiu et al. 2025). With the last step's it does not depend on
 micro-batches, ranks or packing, and a run that goes on from a checkpoint, where `load` stands, goes on exactly.
 
-The engine's part: after each optimizer step it calls `after_step(add)` of every module that has it, on all ranks.
+The engine's part: after each optimizer step it calls `after_step(all_reduce_sum)` of every module that has it, on all ranks.
 
 Shapes in comments: n tokens, w width, f inner width of one expert, E experts, k experts a token, m = n k assignments.
 """
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.models.bounds import check_bounds
-from phalanx.models.transformer import FeedForward, Transformer, check_sizes, default_ffn
+from phalanx.models.transformer import FeedForward, Transformer, check_decoder_sizes, default_ffn_hidden_size
 
-_ALIGNMENT = 8  # bf16 elements in the 16 bytes to which the rows of a grouped product must be aligned
+_GROUPED_MM_ALIGNMENT = 8  # bf16 elements in the 16 bytes to which the rows of a grouped product must be aligned
 
 
-class _AddLoss(torch.autograd.Function):
+class _AddAuxLoss(torch.autograd.Function):
     """x as it is; in backward, `scale` x the gradient of `loss` is added to that of the loss that x leads to. So a
     layer deep in a model, or in another stage of a pipeline, adds to the loss without handing anything on."""
 
@@ -47,16 +47,16 @@ class _AddLoss(torch.autograd.Function):
         return grad, scale.float().clone(), None
 
 
-class _TakeRows(torch.autograd.Function):
-    """Rows `take[i] // copies` of x, where `take` is a permutation and `back` its inverse: with copies=k each row comes
+class _PermuteRows(torch.autograd.Function):
+    """Rows `take[i] // copies` of x, where `indices` is a permutation and `inverse` its inverse: with copies=k each row comes
     k times. Backward gathers and adds in a fixed order: quicker than the scattered addition of plain indexing, and
     always the same bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, copies: int) -> Tensor:
-        ctx.copies = copies
-        ctx.save_for_backward(back)
-        return x[take // copies]
+    def forward(ctx: Any, x: Tensor, indices: Tensor, inverse: Tensor, repeats: int) -> Tensor:
+        ctx.copies = repeats
+        ctx.save_for_backward(inverse)
+        return x[indices // repeats]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -67,7 +67,7 @@ class _TakeRows(torch.autograd.Function):
         return rows, None, None, None
 
 
-class _Reshaped(torch.autograd.Function):
+class _MetaReshape(torch.autograd.Function):
     """A tensor of another shape, on the meta device, where counts of rows are unknown and there is nothing to copy."""
 
     @staticmethod
@@ -80,7 +80,7 @@ class _Reshaped(torch.autograd.Function):
         return grad.new_empty(ctx.shape), None
 
 
-class Router(nn.Module):
+class TopKRouter(nn.Module):
     """Chooses for each token its `top_k` experts and their weights, and keeps the load even (see the file's head).
 
     `load` [E] is the share of assignments in the last step, `counts` [E] the number in this one so far, in training
@@ -94,12 +94,12 @@ class Router(nn.Module):
     keeps_precision = True
     """Scores decide: they are not for formats of few digits, such as fp8."""
 
-    def __init__(self, width: int, experts: int, top_k: int, balance: float):
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int, aux_loss_coef: float):
         super().__init__()
-        self.top_k, self.balance = top_k, balance
-        self.score = nn.Linear(width, experts, bias=False)
-        self.register_buffer("load", torch.full((experts,), 1 / experts))
-        self.register_buffer("counts", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        self.top_k, self.aux_loss_coef = top_k, aux_loss_coef
+        self.score = nn.Linear(hidden_size, num_experts, bias=False)
+        self.register_buffer("load", torch.full((num_experts,), 1 / num_experts))
+        self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("scale", torch.ones(()), persistent=False)
 
     @property
@@ -120,32 +120,32 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [n, w] -> weights [n, k] (fp32), the order [m] that sorts assignments by expert, and the experts' counts
         [E] (int64). Assignment i is that of token i // k. Equal ones keep their order."""
-        shares = self.score(x).float().softmax(-1)  # [n, E]
-        weights, chosen = shares.topk(self.top_k, dim=-1)  # [n, k]
+        probabilities = self.score(x).float().softmax(-1)  # [n, E]
+        weights, expert_ids = probabilities.topk(self.top_k, dim=-1)  # [n, k]
         if self.top_k > 1:  # a single weight would become 1, and the router learn nothing from the task
             weights = weights / weights.sum(-1, keepdim=True)
-        experts, order = chosen.flatten().sort(stable=True)  # [m]
+        sorted_experts, order = expert_ids.flatten().sort(stable=True)  # [m]
         # Of sorted numbers the ends of runs tell the counts; adding up one by one would need atomics on a GPU.
-        ends = torch.searchsorted(experts, torch.arange(len(self.load), device=x.device), right=True)  # [E]
+        ends = torch.searchsorted(sorted_experts, torch.arange(len(self.load), device=x.device), right=True)  # [E]
         counts = ends.diff(prepend=ends.new_zeros(1))
         if self.training:
             self.counts.add_(counts)
-            if self.balance:
-                per_expert = shares.sum(0)  # [E]
-                loss = self.balance * len(self.load) * (self.load.float() * per_expert).sum()
-                weights = _AddLoss.apply(weights, loss, self.scale)
+            if self.aux_loss_coef:
+                per_expert = probabilities.sum(0)  # [E]
+                loss = self.aux_loss_coef * len(self.load) * (self.load.float() * per_expert).sum()
+                weights = _AddAuxLoss.apply(weights, loss, self.scale)
         return weights, order, counts
 
     @torch.no_grad()
-    def after_step(self, add: Callable[[Tensor], Tensor]) -> None:
-        """End a step: `add` gives the sum of a tensor over all ranks that hold other tokens. On every rank."""
-        counts = add(self.counts)
+    def after_step(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
+        """End a step: `all_reduce_sum` gives the sum of a tensor over all ranks that hold other tokens. On every rank."""
+        counts = all_reduce_sum(self.counts)
         total = counts.sum()
         self.load.copy_(torch.where(total > 0, counts / total.clamp(min=1), self.load))
         self.counts.zero_()
 
 
-class Experts(nn.Module):
+class GroupedExperts(nn.Module):
     """SwiGLU feed-forwards side by side, their weights stacked with the expert as first dimension.
 
     `expert_parallel` says that the first dimension of all parameters may be divided over ranks, and that forward takes
@@ -154,11 +154,11 @@ class Experts(nn.Module):
 
     expert_parallel = True
 
-    def __init__(self, experts: int, width: int, ffn: int):
+    def __init__(self, num_experts: int, hidden_size: int, ffn_hidden_size: int):
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(experts, ffn, width))
-        self.up = nn.Parameter(torch.empty(experts, ffn, width))
-        self.down = nn.Parameter(torch.empty(experts, width, ffn))
+        self.gate = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
+        self.up = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -170,14 +170,14 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [m, w], rows sorted by expert, `counts` [E] (int64) of them for each -> [m, w]."""
         gate, up, down = (weight.to(x.dtype) for weight in (self.gate, self.up, self.down))
-        if _grouped(x, gate):
+        if can_use_grouped_mm(x, gate):
             ends = counts.cumsum(0).to(torch.int32)
             hidden = F.silu(F.grouped_mm(x, gate.mT, offs=ends)) * F.grouped_mm(x, up.mT, offs=ends)  # [m, f]
             return F.grouped_mm(hidden, down.mT, offs=ends)
         if x.is_meta:
-            even = _Reshaped.apply(x, (len(gate), -(-len(x) // len(gate)), x.shape[1]))
+            even = _MetaReshape.apply(x, (len(gate), -(-len(x) // len(gate)), x.shape[1]))
             hidden = F.silu(even @ gate.mT) * (even @ up.mT)
-            outputs: Tensor = _Reshaped.apply(hidden @ down.mT, tuple(x.shape))
+            outputs: Tensor = _MetaReshape.apply(hidden @ down.mT, tuple(x.shape))
             return outputs
         parts = x.split(counts.tolist())
         # unbind: its backward stacks once, where indexing would fill a whole gradient for each expert.
@@ -185,37 +185,47 @@ class Experts(nn.Module):
         return torch.cat([F.linear(F.silu(F.linear(part, g)) * F.linear(part, u), d) for part, g, u, d in weights])
 
 
-def _grouped(x: Tensor, weight: Tensor) -> bool:
+def can_use_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     """Whether one product for all experts can be had: public since torch 2.13, and for bf16. On a GPU it spares the
     wait for the counts; on one and two CPU cores it took 0.81 to 1.02 of the time of a loop over 8 and 32 experts. On
     the meta device as many rows for each expert stand in for it, since counters of operations do not know it."""
-    aligned = weight.shape[1] % _ALIGNMENT == 0 and weight.shape[2] % _ALIGNMENT == 0
+    aligned = weight.shape[1] % _GROUPED_MM_ALIGNMENT == 0 and weight.shape[2] % _GROUPED_MM_ALIGNMENT == 0
     return hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0 and not x.is_meta
 
 
-class Mixture(nn.Module):
+class MoE(nn.Module):
     """A feed-forward made of experts: the weighted sum of those that the router chose, and of the shared one."""
 
-    def __init__(self, width: int, experts: int, top_k: int, ffn: int, shared: int, balance: float):
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        ffn_hidden_size: int,
+        shared_expert_hidden_size: int,
+        aux_loss_coef: float,
+    ):
         super().__init__()
-        self.router = Router(width, experts, top_k, balance)
-        self.experts = Experts(experts, width, ffn)
-        self.shared = FeedForward(width, shared, "swiglu") if shared else None
+        self.router = TopKRouter(hidden_size, num_experts, top_k, aux_loss_coef)
+        self.experts = GroupedExperts(num_experts, hidden_size, ffn_hidden_size)
+        self.shared = (
+            FeedForward(hidden_size, shared_expert_hidden_size, "swiglu") if shared_expert_hidden_size else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         # x [b, s, w] -> [b, s, w]
         rows = x.flatten(0, -2)  # [n, w]
         weights, order, counts = self.router(rows)
-        back = order.argsort()
+        inverse = order.argsort()
         top_k = weights.shape[1]
-        sorted_rows = _TakeRows.apply(rows, order, back, top_k)  # [m, w], by expert
+        sorted_rows = _PermuteRows.apply(rows, order, inverse, top_k)  # [m, w], by expert
         outputs = self.experts(sorted_rows, counts)
-        outputs = _TakeRows.apply(outputs, back, order, 1).unflatten(0, (-1, top_k))  # [n, k, w], by token
+        outputs = _PermuteRows.apply(outputs, inverse, order, 1).unflatten(0, (-1, top_k))  # [n, k, w], by token
         mixed: Tensor = (outputs * weights.to(outputs.dtype)[:, :, None]).sum(1).view_as(x)
         return mixed if self.shared is None else mixed + self.shared(x)
 
 
-class MixtureTransformer(Transformer):
+class MoETransformer(Transformer):
     """The decoder that `moe` builds: tokens [b, s] -> logits [b, s, v]."""
 
     @torch.no_grad()
@@ -223,7 +233,7 @@ class MixtureTransformer(Transformer):
         """Draw all weights anew, as those of `Transformer`, and forget what the routers counted."""
         super().reset_parameters()
         for module in self.modules():
-            if isinstance(module, Router):
+            if isinstance(module, TopKRouter):
                 module.reset_buffers()
 
 
@@ -245,7 +255,7 @@ def moe(
     rope_base: float = 10000.0,
     dropout: float = 0.0,
     head_dim: int | None = None,
-) -> MixtureTransformer:
+) -> MoETransformer:
     """A decoder-only mixture-of-experts language model; forward(tokens [b, s], documents [b, s] or None) -> logits
     [b, s, vocab_size].
 
@@ -260,12 +270,14 @@ def moe(
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "layers": layers, "num_experts": num_experts}
     check_bounds(expert_hidden_size=expert_hidden_size or 1, shared_expert_hidden_size=shared_expert_hidden_size)
-    dim = check_sizes(hidden_size, num_heads, num_kv_heads, dropout, head_dim, **sizes)
+    dim = check_decoder_sizes(hidden_size, num_heads, num_kv_heads, dropout, head_dim, **sizes)
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k} must be between 1 and num_experts={num_experts}")
-    inner = max(64, round(hidden_size * 8 / 3 / top_k / 64) * 64) if expert_hidden_size is None else expert_hidden_size
-    if inner < 1:
-        raise ValueError(f"expert_hidden_size={inner} must be at least 1")
+    expert_size = (
+        max(64, round(hidden_size * 8 / 3 / top_k / 64) * 64) if expert_hidden_size is None else expert_hidden_size
+    )
+    if expert_size < 1:
+        raise ValueError(f"expert_hidden_size={expert_size} must be at least 1")
     if shared_expert_hidden_size < 0:
         raise ValueError(
             f"shared_expert_hidden_size={shared_expert_hidden_size} must be at least 0: 0 for no shared expert"
@@ -277,10 +289,10 @@ def moe(
 
     def feed_forward(layer: int) -> nn.Module:
         if layer < dense_layers:
-            return FeedForward(hidden_size, default_ffn(hidden_size), "swiglu")
-        return Mixture(hidden_size, num_experts, top_k, inner, shared_expert_hidden_size, aux_loss_coef)
+            return FeedForward(hidden_size, default_ffn_hidden_size(hidden_size), "swiglu")
+        return MoE(hidden_size, num_experts, top_k, expert_size, shared_expert_hidden_size, aux_loss_coef)
 
-    return MixtureTransformer(
+    return MoETransformer(
         vocab_size,
         seq_len,
         layers,

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEATURES = 2048
+FEATURES_PER_PROGRAM = 2048
 """Of all heads that a program holds at a time: enough to have loads in flight, few enough for its registers."""
-PROGRAMS = 1024
+MAX_BACKWARD_PROGRAMS = 1024
 """Of the backward at most: each adds up the weight's gradient of its rows, and these sums are added afterwards."""
 
 
@@ -29,7 +29,7 @@ def _load_heads(pointer, rows, inside, D: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_turns(cos, sin, rows, inside, heads, length, HALF: tl.constexpr):
+def _load_rotations(cos, sin, rows, inside, heads, length, HALF: tl.constexpr):
     at = ((rows // heads) % length)[:, None] * HALF + tl.arange(0, HALF)[None, :]
     return tl.load(cos + at, mask=inside[:, None], other=0.0), tl.load(sin + at, mask=inside[:, None], other=0.0)
 
@@ -52,7 +52,7 @@ def _forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < count
     even, odd = _load_heads(x, rows, inside, D, ROWS)
-    c, s = _load_turns(cos, sin, rows, inside, heads, length, D // 2)
+    c, s = _load_rotations(cos, sin, rows, inside, heads, length, D // 2)
     weight_even, weight_odd = _load_weight(weight, D // 2)
     scale = tl.rsqrt((tl.sum(even * even, 1) + tl.sum(odd * odd, 1)) / D + EPS)[:, None]
     even, odd = even * scale * weight_even[None, :], odd * scale * weight_odd[None, :]
@@ -66,8 +66,8 @@ def _backward_kernel(
     weight,
     cos,
     sin,
-    by_x,
-    by_weight,
+    grad_x,
+    grad_weight,
     count,
     heads,
     length,
@@ -82,7 +82,7 @@ def _backward_kernel(
     for block in range(BLOCKS):
         rows = (first + block * tl.num_programs(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = rows < count
-        c, s = _load_turns(cos, sin, rows, inside, heads, length, D // 2)
+        c, s = _load_rotations(cos, sin, rows, inside, heads, length, D // 2)
         grad_even, grad_odd = _load_heads(grad, rows, inside, D, ROWS)
         grad_even, grad_odd = grad_even * c + grad_odd * s, grad_odd * c - grad_even * s  # turned back
         even, odd = _load_heads(x, rows, inside, D, ROWS)
@@ -93,76 +93,76 @@ def _backward_kernel(
         grad_even, grad_odd = grad_even * weight_even[None, :], grad_odd * weight_odd[None, :]
         mean = ((tl.sum(grad_even * even, 1) + tl.sum(grad_odd * odd, 1)) / D)[:, None]
         even, odd = scale * (grad_even - even * mean), scale * (grad_odd - odd * mean)
-        _store_heads(by_x, even, odd, rows, inside, D, ROWS)
-    tl.store(by_weight + first * D + tl.arange(0, D), tl.reshape(tl.join(sum_even, sum_odd), (D,)))
+        _store_heads(grad_x, even, odd, rows, inside, D, ROWS)
+    tl.store(grad_weight + first * D + tl.arange(0, D), tl.reshape(tl.join(sum_even, sum_odd), (D,)))
 
 
-def _rows(x: Tensor, cos: Tensor) -> tuple[int, int, int, int]:
+def _kernel_sizes(x: Tensor, cos: Tensor) -> tuple[int, int, int, int]:
     """Rows, heads, positions in `cos` [.., s, 1, d/2] (of one sequence, or of all), and d."""
     return x.numel() // x.shape[-1], x.shape[-2], cos.numel() // cos.shape[-1], x.shape[-1]
 
 
-def _block(dim: int) -> int:
+def _rows_per_program(dim: int) -> int:
     """Rows that a program holds at a time."""
-    return FEATURES // dim
+    return FEATURES_PER_PROGRAM // dim
 
 
 @torch.library.triton_op("phalanx::norm_rotate", mutates_args={})
-def _norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    count, heads, length, dim = _rows(x, cos)
+def _norm_rotate_op(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    count, heads, length, dim = _kernel_sizes(x, cos)
     out = torch.empty_like(x)
-    grid = (triton.cdiv(count, _block(dim)),)
+    grid = (triton.cdiv(count, _rows_per_program(dim)),)
     torch.library.wrap_triton(_forward_kernel)[grid](
-        x, weight, cos, sin, out, count, heads, length, EPS=eps, D=dim, ROWS=_block(dim)
+        x, weight, cos, sin, out, count, heads, length, EPS=eps, D=dim, ROWS=_rows_per_program(dim)
     )
     return out
 
 
 @torch.library.triton_op("phalanx::norm_rotate_backward", mutates_args={})
-def _norm_rotate_backward(
+def _norm_rotate_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    count, heads, length, dim = _rows(x, cos)
-    blocks = triton.cdiv(count, _block(dim))
-    programs = min(PROGRAMS, blocks)
-    by_x = torch.empty_like(x)
-    by_weight = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
+    count, heads, length, dim = _kernel_sizes(x, cos)
+    blocks = triton.cdiv(count, _rows_per_program(dim))
+    programs = min(MAX_BACKWARD_PROGRAMS, blocks)
+    grad_x = torch.empty_like(x)
+    grad_weight = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
     torch.library.wrap_triton(_backward_kernel)[(programs,)](
         grad,
         x,
         weight,
         cos,
         sin,
-        by_x,
-        by_weight,
+        grad_x,
+        grad_weight,
         count,
         heads,
         length,
         EPS=eps,
         D=dim,
-        ROWS=_block(dim),
+        ROWS=_rows_per_program(dim),
         BLOCKS=triton.cdiv(blocks, programs),
     )
-    return by_x, by_weight.sum(0)
+    return grad_x, grad_weight.sum(0)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward_op(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, cos, sin = ctx.saved_tensors
-    by_x, by_weight = _norm_rotate_backward(grad.contiguous(), x, weight, cos, sin, ctx.eps)
-    return by_x, by_weight, None, None, None
+    grad_x, grad_weight = _norm_rotate_backward_op(grad.contiguous(), x, weight, cos, sin, ctx.eps)
+    return grad_x, grad_weight, None, None, None
 
 
-_norm_rotate.register_autograd(_backward, setup_context=_setup)
+_norm_rotate_op.register_autograd(_backward_op, setup_context=_save_for_backward)
 
 
 def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """x [b, s, h, d] on a GPU, in any float dtype -> the same shape and dtype: each head divided by its root mean
     square, times weight [d], and each pair of features turned by cos and sin [s, 1, d/2] or [b, s, 1, d/2]. Computed in
     fp32."""
-    out: Tensor = _norm_rotate(x.contiguous(), weight.float(), cos.contiguous(), sin.contiguous(), eps)
+    out: Tensor = _norm_rotate_op(x.contiguous(), weight.float(), cos.contiguous(), sin.contiguous(), eps)
     return out

@@ -19,39 +19,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.compat import has_compiler
-from phalanx.models.attention import Plan, attend, plan
+from phalanx.models.attention import AttentionPlan, attend, plan_attention
 from phalanx.models.bounds import check_bounds
 
-EPS = 1e-6  # of RMSNorm
+RMS_NORM_EPS = 1e-6  # of RMSNorm
 HAS_TRITON = importlib.util.find_spec("triton") is not None and has_compiler()
 """Whether kernels of Triton can be launched."""
 
 
-def rotations(sequence: int, dim: int, base: float, device: torch.device) -> Tensor:
+def rope_angles(seq_len: int, dim: int, base: float, device: torch.device) -> Tensor:
     """Angles [s, 1, d/2] in fp32 by which position and pair of features are turned (Su et al. 2021)."""
-    return rotations_at(torch.arange(sequence, dtype=torch.float32, device=device), dim, base)
+    return rope_angles_at(torch.arange(seq_len, dtype=torch.float32, device=device), dim, base)
 
 
-def rotations_at(positions: Tensor, dim: int, base: float) -> Tensor:
+def rope_angles_at(positions: Tensor, dim: int, base: float) -> Tensor:
     """The same [..., s, 1, d/2] for any positions [..., s]."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
     return (positions.to(torch.float32)[..., None] * base**-exponents)[..., None, :]
 
 
-def rotate(x: Tensor, turns: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair of neighbouring features of x [b, s, h, d] (fp32). `turns` [s, 1, d/2] or [b, s, 1, d/2] is
+def apply_rotary(x: Tensor, rotations: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair of neighbouring features of x [b, s, h, d] (fp32). `rotations` [s, 1, d/2] or [b, s, 1, d/2] is
     complex, for one complex product (a sixth of the time in eager mode on a CPU), or (cos, sin), for the same in reals,
     which compilers fuse."""
     paired = x.view(*x.shape[:-1], -1, 2)
-    if isinstance(turns, tuple):
-        cos, sin = turns
+    if isinstance(rotations, tuple):
+        cos, sin = rotations
         even, odd = paired.unbind(-1)
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
     pairs = torch.view_as_complex(paired)  # [b, s, h, d/2]
-    return torch.view_as_real(pairs * turns).flatten(-2)
+    return torch.view_as_real(pairs * rotations).flatten(-2)
 
 
-def _compute_dtype(x: Tensor) -> Tensor:
+def cast_for_matmul(x: Tensor) -> Tensor:
     """x as autocast wants it in a matrix product: cast once here, not again in each projection that reads it."""
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -59,65 +59,69 @@ def _compute_dtype(x: Tensor) -> Tensor:
     return x
 
 
-def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+def _normalize(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """x [..., w] by the norm, computed in the dtype of its weight, in the dtype of matrix products."""
-    return _compute_dtype(norm(x.to(norm.weight.dtype)))
+    return cast_for_matmul(norm(x.to(norm.weight.dtype)))
 
 
-def _on_gpu(x: Tensor) -> bool:
+def _is_on_gpu(x: Tensor) -> bool:
     return x.device.type not in ("cpu", "meta")
 
 
-def has_kernel(x: Tensor) -> bool:
+def can_use_norm_rotate(x: Tensor) -> bool:
     """Whether norm_rotate.py takes x [b, s, h, d]: a GPU of NVIDIA or AMD with Triton, and heads of a power of two of
     features."""
     dim = x.shape[-1]
     return x.is_cuda and 16 <= dim <= 256 and dim & (dim - 1) == 0 and HAS_TRITON
 
 
-class Attention(nn.Module):
-    """Causal self-attention of `heads` queries over `kv_heads` keys and values."""
+class CausalSelfAttention(nn.Module):
+    """Causal self-attention of `num_heads` queries over `num_kv_heads` keys and values."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, qk_norm: bool, head_dim: int):
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, qk_norm: bool, head_dim: int):
         super().__init__()
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, head_dim
-        self.query = nn.Linear(width, heads * self.dim, bias=False)
-        self.key = nn.Linear(width, kv_heads * self.dim, bias=False)
-        self.value = nn.Linear(width, kv_heads * self.dim, bias=False)
-        self.out = nn.Linear(heads * self.dim, width, bias=False)
-        self.query_norm = nn.RMSNorm(self.dim, eps=EPS) if qk_norm else None
-        self.key_norm = nn.RMSNorm(self.dim, eps=EPS) if qk_norm else None
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.query = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
+        self.key = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
+        self.query_norm = nn.RMSNorm(self.head_dim, eps=RMS_NORM_EPS) if qk_norm else None
+        self.key_norm = nn.RMSNorm(self.head_dim, eps=RMS_NORM_EPS) if qk_norm else None
 
-    def forward(self, x: Tensor, turns: Tensor | tuple[Tensor, Tensor], how: Plan) -> Tensor:
+    def forward(self, x: Tensor, rotations: Tensor | tuple[Tensor, Tensor], attention_plan: AttentionPlan) -> Tensor:
         # x [b, s, w] -> [b, s, w]
         batch, length, _ = x.shape
-        value = self.value(x).view(batch, length, self.kv_heads, self.dim)  # [b, s, g, d]
-        query = self._turned(self.query(x).view(batch, length, self.heads, self.dim), self.query_norm, turns)
-        key = self._turned(self.key(x).view(batch, length, self.kv_heads, self.dim), self.key_norm, turns)
-        mixed = attend(query.to(value.dtype), key.to(value.dtype), value, how)  # [b, s, h, d]
-        out: Tensor = self.out(mixed.flatten(2))
+        value = self.value(x).view(batch, length, self.num_kv_heads, self.head_dim)  # [b, s, g, d]
+        query = self._norm_and_rotate(
+            self.query(x).view(batch, length, self.num_heads, self.head_dim), self.query_norm, rotations
+        )
+        key = self._norm_and_rotate(
+            self.key(x).view(batch, length, self.num_kv_heads, self.head_dim), self.key_norm, rotations
+        )
+        attended = attend(query.to(value.dtype), key.to(value.dtype), value, attention_plan)  # [b, s, h, d]
+        out: Tensor = self.out(attended.flatten(2))
         return out
 
-    def _turned(self, x: Tensor, norm: nn.RMSNorm | None, turns: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    def _norm_and_rotate(self, x: Tensor, norm: nn.RMSNorm | None, rotations: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Queries or keys [b, s, h, d], normalised and rotated in fp32: bf16 has too few digits for the angles of far
         positions. On a GPU by a kernel of its own, which gives the dtype of x."""
         if norm is None:
-            return rotate(x.float(), turns)
-        if isinstance(turns, tuple) and has_kernel(x):
+            return apply_rotary(x.float(), rotations)
+        if isinstance(rotations, tuple) and can_use_norm_rotate(x):
             from phalanx.models.norm_rotate import norm_rotate
 
-            return norm_rotate(x, norm.weight, *turns, EPS)
-        return rotate(F.rms_norm(x.float(), (self.dim,), norm.weight.float(), EPS), turns)
+            return norm_rotate(x, norm.weight, *rotations, RMS_NORM_EPS)
+        return apply_rotary(F.rms_norm(x.float(), (self.head_dim,), norm.weight.float(), RMS_NORM_EPS), rotations)
 
 
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), or squared ReLU: down(relu(up(x))^2)."""
 
-    def __init__(self, width: int, ffn: int, activation: str):
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: str):
         super().__init__()
-        self.gate = nn.Linear(width, ffn, bias=False) if activation == "swiglu" else None
-        self.up = nn.Linear(width, ffn, bias=False)
-        self.down = nn.Linear(ffn, width, bias=False)
+        self.gate = nn.Linear(hidden_size, ffn_hidden_size, bias=False) if activation == "swiglu" else None
+        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         # x [b, s, w] -> [b, s, f] -> [b, s, w]
@@ -129,25 +133,32 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); ffn is any module from [b, s, w] to [b, s, w]."""
 
     def __init__(
-        self, width: int, heads: int, kv_heads: int, ffn: nn.Module, qk_norm: bool, dropout: float, head_dim: int
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        ffn: nn.Module,
+        qk_norm: bool,
+        dropout: float,
+        head_dim: int,
     ):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(width, eps=EPS)
-        self.attention = Attention(width, heads, kv_heads, qk_norm, head_dim)
-        self.ffn_norm = nn.RMSNorm(width, eps=EPS)
+        self.attention_norm = nn.RMSNorm(hidden_size, eps=RMS_NORM_EPS)
+        self.attention = CausalSelfAttention(hidden_size, num_heads, num_kv_heads, qk_norm, head_dim)
+        self.ffn_norm = nn.RMSNorm(hidden_size, eps=RMS_NORM_EPS)
         self.ffn = ffn
         self.dropout = dropout
 
-    def forward(self, x: Tensor, turns: Tensor | tuple[Tensor, Tensor], how: Plan) -> Tensor:
+    def forward(self, x: Tensor, rotations: Tensor | tuple[Tensor, Tensor], attention_plan: AttentionPlan) -> Tensor:
         # x [b, s, w] -> [b, s, w]
-        x = x + self._drop(self.attention(_normalised(self.attention_norm, x), turns, how))
-        return x + self._drop(self.ffn(_normalised(self.ffn_norm, x)))
+        x = x + self._apply_dropout(self.attention(_normalize(self.attention_norm, x), rotations, attention_plan))
+        return x + self._apply_dropout(self.ffn(_normalize(self.ffn_norm, x)))
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
 
@@ -157,31 +168,32 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        vocab: int,
-        sequence: int,
-        layers: int,
-        width: int,
-        heads: int,
-        kv_heads: int,
+        vocab_size: int,
+        seq_len: int,
+        num_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
         feed_forward: Callable[[int], nn.Module],
-        tie: bool,
+        tie_embeddings: bool,
         qk_norm: bool,
         rope_base: float,
         dropout: float,
         head_dim: int,
     ):
         super().__init__()
-        self.sequence = sequence
+        self.seq_len = seq_len
         self.head_dim = head_dim
         self.rope_base = rope_base
         self.dropout = dropout
-        self.embedding = nn.Embedding(vocab, width)
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
         self.blocks = nn.ModuleList(
-            Block(width, heads, kv_heads, feed_forward(layer), qk_norm, dropout, head_dim) for layer in range(layers)
+            TransformerBlock(hidden_size, num_heads, num_kv_heads, feed_forward(layer), qk_norm, dropout, head_dim)
+            for layer in range(num_layers)
         )
-        self.norm = nn.RMSNorm(width, eps=EPS)
-        self.head = nn.Linear(width, vocab, bias=False)
-        self.tie = tie
+        self.norm = nn.RMSNorm(hidden_size, eps=RMS_NORM_EPS)
+        self.head = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.tie_embeddings = tie_embeddings
         self.blocks_are_compiled = False
         self.reset_parameters()
 
@@ -192,7 +204,7 @@ class Transformer(nn.Module):
         Matrices have deviation 0.02; those that write into the residual stream have it divided by sqrt(2 x layers), so
         that the stream's scale does not grow with depth (Radford et al. 2019).
         """
-        if self.tie:  # again, since `to_empty` gives each of the two places a tensor of its own
+        if self.tie_embeddings:  # again, since `to_empty` gives each of the two places a tensor of its own
             self.head.weight = self.embedding.weight
         depth = math.sqrt(2 * len(self.blocks))
         for name, parameter in self.named_parameters():  # tied weights appear once
@@ -206,37 +218,37 @@ class Transformer(nn.Module):
         """Logits [b, s, v] for tokens [b, s] (int64). With documents [b, s], a number for the document of each token,
         no token sees another document; positions run on, which rotary attention, being relative, does not notice.
         `positions` [b, s] or [s] says where each token stands, when these are not the first s of their sequence."""
-        if tokens.shape[1] > self.sequence:
-            raise ValueError(f"{tokens.shape[1]} tokens in a row, but the model was built for seq_len={self.sequence}")
+        if tokens.shape[1] > self.seq_len:
+            raise ValueError(f"{tokens.shape[1]} tokens in a row, but the model was built for seq_len={self.seq_len}")
         x = self.embedding(tokens)  # [b, s, w]
-        if _on_gpu(x):  # kernels of norms and sums wait for memory: in fp32 the residual stream takes twice as long
-            x = _compute_dtype(x)
+        if _is_on_gpu(x):  # kernels of norms and sums wait for memory: in fp32 the residual stream takes twice as long
+            x = cast_for_matmul(x)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        how = plan(tokens, documents, self.blocks_are_compiled)
-        turns = self._turns(tokens, positions)
+        attention_plan = plan_attention(tokens, documents, self.blocks_are_compiled)
+        rotations = self._rotations(tokens, positions)
         for block in self.blocks:
-            x = block(x, turns, how)
+            x = block(x, rotations, attention_plan)
         logits: Tensor = self.head(self.norm(x.to(self.norm.weight.dtype)))
         return logits
 
-    def _turns(self, tokens: Tensor, positions: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    def _rotations(self, tokens: Tensor, positions: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         # Made anew each time, for microseconds: a buffer would be lost on the meta device, and rounded by .to(bf16).
         if positions is None:
-            angles = rotations(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
+            angles = rope_angles(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
         else:
-            angles = rotations_at(positions, self.head_dim, self.rope_base)
-        if torch.compiler.is_compiling() or self.blocks_are_compiled or _on_gpu(tokens):
+            angles = rope_angles_at(positions, self.head_dim, self.rope_base)
+        if torch.compiler.is_compiling() or self.blocks_are_compiled or _is_on_gpu(tokens):
             return angles.cos(), angles.sin()
         return torch.polar(torch.ones_like(angles), angles)
 
 
-def default_ffn(width: int, activation: str = "swiglu") -> int:
+def default_ffn_hidden_size(hidden_size: int, activation: str = "swiglu") -> int:
     """The usual inner width of a feed-forward: both activations then cost alike."""
-    return max(64, round(width * 8 / 3 / 64) * 64) if activation == "swiglu" else 4 * width
+    return max(64, round(hidden_size * 8 / 3 / 64) * 64) if activation == "swiglu" else 4 * hidden_size
 
 
-def check_sizes(
+def check_decoder_sizes(
     hidden_size: int, num_heads: int, num_kv_heads: int, dropout: float, head_dim: int | None, **sizes: int
 ) -> int:
     """The features of a head. Raises ValueError, naming the argument, when sizes of a decoder do not fit together."""
@@ -290,8 +302,8 @@ def transformer(
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if activation not in ("swiglu", "relu2"):
         raise ValueError(f"activation={activation!r} must be 'swiglu' or 'relu2'")
-    inner = default_ffn(hidden_size, activation) if ffn_hidden_size is None else ffn_hidden_size
-    dim = check_sizes(
+    ffn_size = default_ffn_hidden_size(hidden_size, activation) if ffn_hidden_size is None else ffn_hidden_size
+    dim = check_decoder_sizes(
         hidden_size,
         num_heads,
         num_kv_heads,
@@ -300,7 +312,7 @@ def transformer(
         vocab_size=vocab_size,
         seq_len=seq_len,
         layers=layers,
-        ffn_hidden_size=inner,
+        ffn_hidden_size=ffn_size,
     )
     return Transformer(
         vocab_size,
@@ -309,7 +321,7 @@ def transformer(
         hidden_size,
         num_heads,
         num_kv_heads,
-        lambda layer: FeedForward(hidden_size, inner, activation),
+        lambda layer: FeedForward(hidden_size, ffn_size, activation),
         tie_embeddings,
         qk_norm,
         rope_base,

@@ -1,7 +1,7 @@
 """Reads events.jsonl once, in a stream, into columns: what counts of a run, and what was done in vain.
 
 A million steps fit into some 130 MB this way. Steps that were done again after a restart or a rollback are counted
-here (`redone`) and dropped from the columns, so everybody else sees each step once. This file judges nothing; numbers
+here (`wasted_ranges`) and dropped from the columns, so everybody else sees each step once. This file judges nothing; numbers
 are made in `metrics.py`.
 """
 
@@ -34,103 +34,105 @@ from phalanx.run.events import UnknownFormat
 
 Floats = npt.NDArray[np.float64]
 
-PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
+STEP_COMPONENTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
 """What a step's time is split into, in the order of StepPhases."""
 
-_COLUMNS = ("step", "t", "loss", "grad_norm", "lr", "tokens", "seconds", "skipped", "noise_scale")
+_STEP_COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens", "step_s", "skipped", "noise_scale")
 
 
-GROWN = "grown"
+SCALED_UP = "grown"
 """How an attempt ended that lost nothing: the run went on with more workers."""
 
 
-def number(value: float | None) -> float:
+def as_float(value: float | None) -> float:
     """A float; NaN for None, and for what is larger than anything is."""
     return float(value) if value is not None and abs(value) < 1e30 else math.nan
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Every step that counts, ascending, as columns of length n. `parts` is [n, 7] in seconds, in the order of PARTS;
+class StepTable:
+    """Every step that counts, ascending, as columns of length n. `breakdown_s` is [n, 7] in seconds, in the order of PARTS;
     `tokens` counts tokens, or samples where the task has no tokens."""
 
     step: Floats
-    t: Floats
+    time: Floats
     loss: Floats
     grad_norm: Floats
     lr: Floats
     tokens: Floats
-    seconds: Floats
+    step_s: Floats
     skipped: Floats
     noise_scale: Floats
     """In samples; NaN for steps that made no estimate."""
-    parts: Floats
+    breakdown_s: Floats
 
     def __len__(self) -> int:
         return len(self.step)
 
-    def window(self, last: int | None) -> Steps:
+    def last_steps(self, last: int | None) -> StepTable:
         """Only the last so many steps; all of them for None."""
         if last is None or last >= len(self):
             return self
-        return Steps(*(getattr(self, name)[len(self) - last :] for name in (*_COLUMNS, "parts")))
+        return StepTable(*(getattr(self, name)[len(self) - last :] for name in (*_STEP_COLUMNS, "breakdown_s")))
 
 
 @dataclass
-class Attempt:
+class AttemptRecord:
     """One life of the run, from its AttemptStarted to its RunEnded or to its death. Times are unix seconds."""
 
     number: int
-    world: int
+    world_size: int
     device: str
-    from_step: int
-    began: float
-    last: float
+    start_step: int
+    started_at: float
+    last_event_at: float
     micro_batches: int | None = None
-    first_step_began: float | None = None
-    last_work: float = 0.0
+    first_step_started_at: float | None = None
+    last_work_at: float = 0.0
     """The last start, step, evaluation or save: from here on a dying attempt did nothing more."""
-    ended: str | None = None
-    fell: bool = False
+    end_status: str | None = None
+    failed: bool = False
     """A fault ended it: whatever RunEnded comes behind that, it saved nothing at its end."""
-    steps: int = 0
-    redone_steps: int = 0
+    num_steps: int = 0
+    wasted_steps: int = 0
     """Steps of earlier attempts (or, by rollback, of this one) that this attempt had to do again."""
-    redone_seconds: float = 0.0
+    wasted_s: float = 0.0
     """What those steps, and the evaluations among them, had taken."""
 
     @property
-    def died(self) -> bool:
+    def has_died(self) -> bool:
         """Whether it ended out of order: killed, failed, or stopped by a fault after which nobody started it again."""
-        return self.ended not in ("done", "interrupted", GROWN) or (self.fell and self.ended == "interrupted")
+        return self.end_status not in ("done", "interrupted", SCALED_UP) or (
+            self.failed and self.end_status == "interrupted"
+        )
 
-    def idle(self, after: float) -> float:
-        """Seconds for which its devices were held when it did nothing more: until the next start, at `after`, or
+    def unavailable_seconds(self, next_start: float) -> float:
+        """Seconds for which its devices were held when it did nothing more: until the next start, at `next_start`, or
         until the RunEnded that was written when nobody would start it again."""
-        until = min(self.last, after) if self.ended == "interrupted" else after
-        return max(0.0, until - self.last_work) if self.died else 0.0
+        until = min(self.last_event_at, next_start) if self.end_status == "interrupted" else next_start
+        return max(0.0, until - self.last_work_at) if self.has_died else 0.0
 
 
-E = TypeVar("E", bound=RunEvent)
+EventT = TypeVar("EventT", bound=RunEvent)
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """A whole run. `others` are the events that are neither a step, an evaluation, a start nor an end, each with the
     last step done before it."""
 
-    steps: Steps
-    attempts: tuple[Attempt, ...]
+    steps: StepTable
+    attempts: tuple[AttemptRecord, ...]
     planned_steps: int | None
-    evals: tuple[EvaluationDone, ...]
+    evaluations: tuple[EvaluationDone, ...]
     others: tuple[tuple[int, Event], ...]
-    redone: tuple[tuple[int, int], ...]
+    wasted_ranges: tuple[tuple[int, int], ...]
     """Ranges (first, last) of steps that were done more than once."""
-    nodes: int
-    first_t: float | None
-    last_t: float | None
+    num_nodes: int
+    first_event_at: float | None
+    last_event_at: float | None
 
-    def of(self, kind: type[E]) -> list[E]:
+    def of(self, kind: type[EventT]) -> list[EventT]:
         """The other events of a kind."""
         return [event for _, event in self.others if isinstance(event, kind)]
 
@@ -139,149 +141,151 @@ class History:
         """The newest step that counts; where an attempt started when it has done none yet."""
         if len(self.steps):
             return int(self.steps.step[-1])
-        return self.attempts[-1].from_step if self.attempts else 0
+        return self.attempts[-1].start_step if self.attempts else 0
 
     @property
     def status(self) -> str:
-        """`done`, `interrupted` or `failed` as the last attempt wrote it; `incomplete` (it runs, or it was killed) or
+        """`done`, `interrupted` or `failed_checkpoints` as the last attempt wrote it; `incomplete` (it runs, or it was killed) or
         `not started` otherwise."""
         if not self.attempts:
             return "not started"
-        return self.attempts[-1].ended or "incomplete"
+        return self.attempts[-1].end_status or "incomplete"
 
 
 @dataclass
-class _Reader:
-    """The fold over events. `rows` is flat: one float for each of _COLUMNS and PARTS, step after step."""
+class _HistoryBuilder:
+    """The fold over events. `values` is flat: one float for each of _COLUMNS and PARTS, step after step."""
 
-    rows: array[float] = field(default_factory=lambda: array("d"))
-    order: list[int] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
-    planned: int | None = None
-    evals: dict[int, EvaluationDone] = field(default_factory=dict)
+    values: array[float] = field(default_factory=lambda: array("d"))
+    step_numbers: list[int] = field(default_factory=list)
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    planned_steps: int | None = None
+    evaluations: dict[int, EvaluationDone] = field(default_factory=dict)
     others: list[tuple[int, Event]] = field(default_factory=list)
-    redone: list[tuple[int, int]] = field(default_factory=list)
+    wasted_ranges: list[tuple[int, int]] = field(default_factory=list)
     nodes: set[str] = field(default_factory=set)
-    first_t: float | None = None
-    last_t: float | None = None
+    first_event_at: float | None = None
+    last_event_at: float | None = None
 
-    width = len(_COLUMNS) + len(PARTS)
+    row_width = len(_STEP_COLUMNS) + len(STEP_COMPONENTS)
 
-    def take(self, event: Event) -> None:
-        if self.first_t is None:
-            self.first_t = event.time
-        self.last_t = event.time
+    def add_event(self, event: Event) -> None:
+        if self.first_event_at is None:
+            self.first_event_at = event.time
+        self.last_event_at = event.time
         if isinstance(event, AttemptStarted):
-            self.start(event)
+            self.add_start(event)
             return
         # What comes behind an attempt's end belongs to the next one, which tells of its workers before it starts.
-        if self.attempts and (attempt := self.attempts[-1]).ended is None:
-            attempt.last = event.time
+        if self.attempts and (attempt := self.attempts[-1]).end_status is None:
+            attempt.last_event_at = event.time
             if isinstance(event, StepDone | EvaluationDone | CheckpointSaved):
-                attempt.last_work = event.time
+                attempt.last_work_at = event.time
             elif isinstance(event, WorkerFailure):
-                attempt.fell = True
+                attempt.failed = True
         if isinstance(event, StepDone):
-            self.step(event)
+            self.add_step(event)
         elif isinstance(event, EvaluationDone):
-            self.evals[event.step] = event
+            self.evaluations[event.step] = event
         elif isinstance(event, WorkerStarted):
             self.nodes.add(event.host)
         elif isinstance(event, RunEnded):
             if self.attempts:
-                self.attempts[-1].ended = event.status
+                self.attempts[-1].end_status = event.status
         else:
-            self.others.append((self.order[-1] if self.order else 0, event))
+            self.others.append((self.step_numbers[-1] if self.step_numbers else 0, event))
 
-    def start(self, event: AttemptStarted) -> None:
-        if event.scaled_up and self.attempts and self.attempts[-1].ended is None:
-            self.attempts[-1].ended = GROWN
-        self.planned = event.total_steps
+    def add_start(self, event: AttemptStarted) -> None:
+        if event.scaled_up and self.attempts and self.attempts[-1].end_status is None:
+            self.attempts[-1].end_status = SCALED_UP
+        self.planned_steps = event.total_steps
         self.attempts.append(
-            Attempt(
+            AttemptRecord(
                 number=event.attempt,
-                world=event.world_size,
+                world_size=event.world_size,
                 device=event.device,
-                from_step=event.start_step,
-                began=event.time,
-                last=event.time,
-                last_work=event.time,
+                start_step=event.start_step,
+                started_at=event.time,
+                last_event_at=event.time,
+                last_work_at=event.time,
                 micro_batches=event.num_micro_batches,
             )
         )
-        self.rewind(event.start_step)
+        self.drop_steps_after(event.start_step)
 
-    def step(self, event: StepDone) -> None:
-        if self.order and event.step <= self.order[-1]:
-            self.rewind(event.step - 1)
+    def add_step(self, event: StepDone) -> None:
+        if self.step_numbers and event.step <= self.step_numbers[-1]:
+            self.drop_steps_after(event.step - 1)
         if self.attempts:
             attempt = self.attempts[-1]
-            attempt.steps += 1
-            if attempt.first_step_began is None:
-                attempt.first_step_began = event.time - event.duration_s
-        self.order.append(event.step)
-        self.rows.extend(
+            attempt.num_steps += 1
+            if attempt.first_step_started_at is None:
+                attempt.first_step_started_at = event.time - event.duration_s
+        self.step_numbers.append(event.step)
+        self.values.extend(
             (
                 event.step,
                 event.time,
-                number(event.loss),
-                number(event.grad_norm),
+                as_float(event.loss),
+                as_float(event.grad_norm),
                 event.lr,
                 event.units,
                 event.duration_s,
                 1.0 if event.skip_reason else 0.0,
-                number(event.noise_scale_samples),
+                as_float(event.noise_scale_samples),
                 *vars(event.breakdown_s).values(),
             )
         )
 
-    def rewind(self, to: int) -> None:
-        """Forget what lies beyond step `to`: it is going to be done again."""
-        kept = bisect_right(self.order, to)
-        if kept == len(self.order):
+    def drop_steps_after(self, last_kept_step: int) -> None:
+        """Forget what lies beyond step `last_kept_step`: it is going to be done again."""
+        num_kept = bisect_right(self.step_numbers, last_kept_step)
+        if num_kept == len(self.step_numbers):
             return
-        lost = (
-            np.frombuffer(self.rows, dtype=np.float64).reshape(-1, self.width)[kept:, _COLUMNS.index("seconds")].copy()
+        wasted = (
+            np.frombuffer(self.values, dtype=np.float64)
+            .reshape(-1, self.row_width)[num_kept:, _STEP_COLUMNS.index("step_s")]
+            .copy()
         )
-        scoring = sum(event.duration_s for step, event in self.evals.items() if step > to)
+        scoring = sum(event.duration_s for step, event in self.evaluations.items() if step > last_kept_step)
         if self.attempts:
-            self.attempts[-1].redone_steps += len(lost)
-            self.attempts[-1].redone_seconds += float(np.nansum(lost)) + scoring
-        self.redone.append((self.order[kept], self.order[-1]))
-        del self.order[kept:]
-        del self.rows[kept * self.width :]
-        self.evals = {step: event for step, event in self.evals.items() if step <= to}
+            self.attempts[-1].wasted_steps += len(wasted)
+            self.attempts[-1].wasted_s += float(np.nansum(wasted)) + scoring
+        self.wasted_ranges.append((self.step_numbers[num_kept], self.step_numbers[-1]))
+        del self.step_numbers[num_kept:]
+        del self.values[num_kept * self.row_width :]
+        self.evaluations = {step: event for step, event in self.evaluations.items() if step <= last_kept_step}
 
-    def finish(self) -> History:
-        table = np.array(self.rows, dtype=np.float64).reshape(-1, self.width)
-        columns = {name: table[:, index] for index, name in enumerate(_COLUMNS)}
-        return History(
-            steps=Steps(**columns, parts=table[:, len(_COLUMNS) :]),
+    def build_history(self) -> RunHistory:
+        table = np.array(self.values, dtype=np.float64).reshape(-1, self.row_width)
+        columns = {name: table[:, index] for index, name in enumerate(_STEP_COLUMNS)}
+        return RunHistory(
+            steps=StepTable(**columns, breakdown_s=table[:, len(_STEP_COLUMNS) :]),
             attempts=tuple(self.attempts),
-            planned_steps=self.planned,
-            evals=tuple(self.evals[step] for step in sorted(self.evals)),
+            planned_steps=self.planned_steps,
+            evaluations=tuple(self.evaluations[step] for step in sorted(self.evaluations)),
             others=tuple(self.others),
-            redone=tuple(self.redone),
-            nodes=max(1, len(self.nodes)),
-            first_t=self.first_t,
-            last_t=self.last_t,
+            wasted_ranges=tuple(self.wasted_ranges),
+            num_nodes=max(1, len(self.nodes)),
+            first_event_at=self.first_event_at,
+            last_event_at=self.last_event_at,
         )
 
 
-def history_of(events: Iterable[Event]) -> History:
+def build_history(events: Iterable[Event]) -> RunHistory:
     """Fold events, in the order they were written, into a History."""
-    reader = _Reader()
+    reader = _HistoryBuilder()
     for event in events:
-        reader.take(event)
-    return reader.finish()
+        reader.add_event(event)
+    return reader.build_history()
 
 
-def read_history(path: Path) -> History:
+def read_history(path: Path) -> RunHistory:
     """The History of an events.jsonl; an empty one when the file is not there, or something else is. UnknownFormat
     where another Phalanx wrote it."""
     try:
-        return history_of(read_events(path))
+        return build_history(read_events(path))
     except UnknownFormat:
         raise
     except DataError:
-        return history_of(())
+        return build_history(())

@@ -14,19 +14,19 @@ from html import escape
 from pathlib import Path
 
 from phalanx.observe import units
-from phalanx.observe.advice import Advice
-from phalanx.observe.figures import run_figures
-from phalanx.observe.history import PARTS, History
+from phalanx.observe.advice import Recommendation
+from phalanx.observe.figures import render_run_figures
+from phalanx.observe.history import STEP_COMPONENTS, RunHistory
 from phalanx.observe.report import (
-    PART_NAMES,
-    duration_facts,
-    loss_facts,
-    safety_facts,
-    speed_facts,
-    verdict,
-    what_facts,
+    COMPONENT_LABELS,
+    describe_outcome,
+    duration_rows,
+    loss_rows,
+    run_info_rows,
+    safety_rows,
+    speed_rows,
 )
-from phalanx.observe.summary import Summary
+from phalanx.observe.summary import RunSummary
 from phalanx.run import Event
 from phalanx.run.event_types import (
     CheckpointFailed,
@@ -37,35 +37,35 @@ from phalanx.run.event_types import (
     WorkerFailure,
 )
 
-_MOST_EVENTS = 200
+_MAX_SHOWN_EVENTS = 200
 
 
-def html_page(summary: Summary, history: History, advices: Sequence[Advice]) -> str:
+def render_report_html(summary: RunSummary, history: RunHistory, recommendations: Sequence[Recommendation]) -> str:
     """The whole document."""
-    what = summary.what
+    run_info = summary.run_info
     status = re.sub(r"[^a-z]+", "-", summary.status)
-    began = f" · started {units.moment(summary.began)}" if summary.began else ""
-    figures = run_figures(summary, history)
+    started_text = f" · started {units.format_timestamp(summary.started_at)}" if summary.started_at else ""
+    figures = render_run_figures(summary, history)
     plots = f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step finished yet.</p>'
     body = f"""
-<header><h1>{escape(what.name)}</h1><span class="status {escape(status)}">{escape(summary.status)}</span></header>
-<p class="sub">{escape(verdict(summary).partition(": ")[2] or verdict(summary))}{escape(began)}</p>
-{_tiles(summary)}
+<header><h1>{escape(run_info.name)}</h1><span class="status {escape(status)}">{escape(summary.status)}</span></header>
+<p class="sub">{escape(describe_outcome(summary).partition(": ")[2] or describe_outcome(summary))}{escape(started_text)}</p>
+{_render_tiles(summary)}
 <h2>Course of the run</h2>
 {plots}
-{_split(summary)}
-{_advice(advices, summary)}
+{_render_breakdown(summary)}
+{_render_recommendations(recommendations, summary)}
 <h2>What ran</h2>
-{_table(what_facts(what))}
+{_render_table(run_info_rows(run_info))}
 <div class="tables">
-<section><h2>Loss and speed</h2>{_table([*loss_facts(summary), *speed_facts(summary)])}</section>
-<section><h2>Duration and safety</h2>{_table([*duration_facts(summary), *safety_facts(summary)])}</section>
+<section><h2>Loss and speed</h2>{_render_table([*loss_rows(summary), *speed_rows(summary)])}</section>
+<section><h2>Duration and safety</h2>{_render_table([*duration_rows(summary), *safety_rows(summary)])}</section>
 </div>
-{_events(history)}"""
-    return document(f"{what.name}: report", body, f"Phalanx report on {what.run}")
+{_render_events(history)}"""
+    return render_document(f"{run_info.name}: report", body, f"Phalanx report on {run_info.run_path}")
 
 
-def document(title: str, body: str, footer: str) -> str:
+def render_document(title: str, body: str, footer: str) -> str:
     """A page around `body` that needs, and may ask, nobody."""
     here = Path(__file__)
     css, script = here.with_name("page.css").read_text(), here.with_name("page.js").read_text()
@@ -94,68 +94,76 @@ def document(title: str, body: str, footer: str) -> str:
 """
 
 
-def _tiles(summary: Summary) -> str:
-    loss, speed, spent = summary.loss, summary.speed, summary.durations
+def _render_tiles(summary: RunSummary) -> str:
+    loss, speed, durations = summary.loss, summary.speed, summary.durations
     tiles: list[tuple[str | None, str]] = []
-    end = loss.end if loss.end is not None else loss.last
-    first = f"training loss, from {units.loss(loss.first)}" if loss.first is not None else "training loss"
-    tiles.append((units.loss(end) if end is not None else None, first))
-    best = f"best validation loss, at step {loss.held_out_best_step}" if loss.held_out_best else "validation loss"
-    tiles.append((units.loss(loss.held_out_best) if loss.held_out_best is not None else None, best))
-    step = f"a step takes {units.duration(speed.step_median)}" if speed.step_median else "speed"
-    tiles.append((units.rate(speed.median, speed.unit) if speed.median else None, step))
+    end = loss.final_mean if loss.final_mean is not None else loss.last
+    first = f"training loss, from {units.format_loss(loss.first)}" if loss.first is not None else "training loss"
+    tiles.append((units.format_loss(end) if end is not None else None, first))
+    best = f"best validation loss, at step {loss.validation_best_step}" if loss.validation_best else "validation loss"
+    tiles.append((units.format_loss(loss.validation_best) if loss.validation_best is not None else None, best))
+    step = f"a step takes {units.format_duration(speed.step_median_s)}" if speed.step_median_s else "speed"
+    tiles.append((units.format_rate(speed.median_per_s, speed.unit) if speed.median_per_s else None, step))
     mfu = speed.mfu_measured if speed.mfu_measured is not None else speed.mfu_data_sheet
     base = "measured peak" if speed.mfu_measured is not None or mfu is None else "data-sheet peak"
-    tiles.append((units.percent(mfu) if mfu is not None else None, f"MFU ({base})"))
-    useful = f"wall time, {units.percent(spent.productive / spent.wall)} productive" if spent.wall else ""
-    tiles.append((units.duration(spent.wall) if spent.wall else None, useful or "wall time"))
-    shown = (
-        f'<div class="tile"><b>{_figure_and_unit(value)}</b><span>{escape(label)}</span></div>'
+    tiles.append((units.format_percent(mfu) if mfu is not None else None, f"MFU ({base})"))
+    productive_text = (
+        f"wall time, {units.format_percent(durations.productive_s / durations.wall_s)} productive"
+        if durations.wall_s
+        else ""
+    )
+    tiles.append(
+        (units.format_duration(durations.wall_s) if durations.wall_s else None, productive_text or "wall time")
+    )
+    tile_html = (
+        f'<div class="tile"><b>{_split_unit(value)}</b><span>{escape(label)}</span></div>'
         if value is not None
-        else f'<div class="tile"><b class="unknown">{units.UNKNOWN}</b><span>{escape(label)}</span></div>'
+        else f'<div class="tile"><b class="unknown">{units.NOT_MEASURED_TEXT}</b><span>{escape(label)}</span></div>'
         for value, label in tiles
     )
-    return f'<div class="tiles">{"".join(shown)}</div>'
+    return f'<div class="tiles">{"".join(tile_html)}</div>'
 
 
-def _split(summary: Summary) -> str:
-    split, shares = summary.split, summary.split_shares
+def _render_breakdown(summary: RunSummary) -> str:
+    split, shares = summary.breakdown_s, summary.breakdown_shares
     if not split or not shares:
         return ""
-    bar, keys = [], []
-    for part in PARTS:
+    bar_html, keys = [], []
+    for part in STEP_COMPONENTS:
         if split[part] <= 0:
             continue
-        name, share = PART_NAMES.get(part, part), units.percent(shares[part])
-        time = units.duration(split[part])
-        bar.append(f'<span class="p-{part}" style="flex:{shares[part]:.5f}" title="{name} {share}"></span>')
+        name, share = COMPONENT_LABELS.get(part, part), units.format_percent(shares[part])
+        time = units.format_duration(split[part])
+        bar_html.append(f'<span class="p-{part}" style="flex:{shares[part]:.5f}" title="{name} {share}"></span>')
         keys.append(f'<div><i class="p-{part}"></i>{name}<b>{share} <small>{time}</small></b></div>')
-    return f'<h2>Step time</h2><div class="bar">{"".join(bar)}</div><div class="split">{"".join(keys)}</div>'
+    return f'<h2>Step time</h2><div class="bar">{"".join(bar_html)}</div><div class="split">{"".join(keys)}</div>'
 
 
-def _advice(advices: Sequence[Advice], summary: Summary) -> str:
+def _render_recommendations(recommendations: Sequence[Recommendation], summary: RunSummary) -> str:
     if not summary.last_step:
         return ""
-    if not advices:
+    if not recommendations:
         return '<h2>Recommendations</h2><p class="note">No issues found.</p>'
     items = []
-    for advice in advices:
+    for recommendation in recommendations:
         gain = (
-            f'<span class="gain">up to {units.percent(advice.gain)} of the run</span>' if advice.gain >= 0.005 else ""
+            f'<span class="gain">up to {units.format_percent(recommendation.max_gain)} of the run</span>'
+            if recommendation.max_gain >= 0.005
+            else ""
         )
-        key = f" <code>{escape(advice.key)}</code>" if advice.key else ""
-        urgent = ' class="urgent"' if advice.urgent else ""
-        finding, text = _prose(advice.finding), _prose(advice.advice)
+        key = f" <code>{escape(recommendation.recipe_key)}</code>" if recommendation.recipe_key else ""
+        urgent = ' class="urgent"' if recommendation.is_urgent else ""
+        finding, text = _render_prose(recommendation.finding), _render_prose(recommendation.advice)
         items.append(f"<li{urgent}>{gain}<strong>{finding}</strong><p>{text}.{key}</p></li>")
     return f'<h2>Recommendations</h2><ul class="advice">{"".join(items)}</ul>'
 
 
-def _prose(text: str) -> str:
+def _render_prose(text: str) -> str:
     """A capital first letter; what stands in backquotes becomes code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text[:1].upper() + text[1:]))
 
 
-def _figure_and_unit(value: str) -> str:
+def _split_unit(value: str) -> str:
     """A tile's number in large letters, what it counts in small ones."""
     number, space, unit = value.rpartition(" ")
     if not space or len(unit) < 5:
@@ -163,43 +171,50 @@ def _figure_and_unit(value: str) -> str:
     return f"{escape(number)} <small>{escape(unit)}</small>"
 
 
-def _table(facts: Iterable[tuple[str, str]]) -> str:
+def _render_table(rows_: Iterable[tuple[str, str]]) -> str:
     rows, before = [], ""
-    for label, value in facts:
+    for label, value in rows_:
         name = "" if label == before else escape(label)
         rows.append(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>")
         before = label
     return f"<table>{''.join(rows)}</table>"
 
 
-def _events(history: History) -> str:
-    told = sorted(
+def _render_events(history: RunHistory) -> str:
+    event_rows = sorted(
         [
-            *((life.began, life.from_step, "start", _start(life.number, life.world)) for life in history.attempts),
+            *(
+                (attempt.started_at, attempt.start_step, "start", _describe_start(attempt.number, attempt.world_size))
+                for attempt in history.attempts
+            ),
             *(
                 (event.time, getattr(event, "step", after), *row)
                 for after, event in history.others
                 if (row := _row(event)) is not None
             ),
-            *((life.last, history.last_step, "end", life.ended) for life in history.attempts[-1:] if life.ended),
+            *(
+                (attempt.last_event_at, history.last_step, "end", attempt.end_status)
+                for attempt in history.attempts[-1:]
+                if attempt.end_status
+            ),
         ],
         key=lambda row: row[0],
     )
-    if not told:
+    if not event_rows:
         return ""
-    zero = history.first_t or 0.0
+    zero = history.first_event_at or 0.0
     rows = [
-        f'<tr><td class="when">{units.duration(max(0.0, t - zero))}</td><td class="when">step {step}</td>'
+        f'<tr><td class="when">{units.format_duration(max(0.0, t - zero))}</td><td class="when">step {step}</td>'
         f'<td class="kind">{kind}</td><td>{escape(text)}</td></tr>'
-        for t, step, kind, text in told[:_MOST_EVENTS]
+        for t, step, kind, text in event_rows[:_MAX_SHOWN_EVENTS]
     ]
-    more = len(told) - _MOST_EVENTS
-    rest = f'<p class="note">and {units.times(more, "event")} more, see events.jsonl</p>' if more > 0 else ""
+    more = len(event_rows) - _MAX_SHOWN_EVENTS
+    rest = f'<p class="note">and {units.format_plural(more, "event")} more, see events.jsonl</p>' if more > 0 else ""
     return f"<h2>Events</h2><table>{''.join(rows)}</table>{rest}"
 
 
-def _start(attempt: int, world: int) -> str:
-    return f"attempt {attempt} with {units.times(world, 'worker')}"
+def _describe_start(attempt: int, world: int) -> str:
+    return f"attempt {attempt} with {units.format_plural(world, 'worker')}"
 
 
 def _row(event: Event) -> tuple[str, str] | None:

@@ -13,131 +13,144 @@ from itertools import pairwise
 
 import numpy as np
 
-from phalanx.observe.history import PARTS, Attempt, History
+from phalanx.observe.history import STEP_COMPONENTS, AttemptRecord, RunHistory
 from phalanx.run.event_types import WorkerFailure
 
-WAITING = ("data", "checkpoint")
+WAITING_COMPONENTS = ("data", "checkpoint")
 """Parts of a step in which devices wait for something."""
 
 
 @dataclass(frozen=True)
-class Loss:
+class FailureCost:
     """What one fault cost, in device-seconds."""
 
-    t: float
-    what: str
+    time: float
+    description: str
     """Rank and kind: "rank 1: SIGKILL"; what followed an attempt that left no word is "no end was written"."""
-    detected: float
+    detection_s: float
     """Seconds from the last work of the attempt to the event that tells of the fault."""
-    discarded: float
-    unavailable: float
-    starting: float
+    wasted_s: float
+    unavailable_s: float
+    startup_s: float
 
     @property
-    def total(self) -> float:
+    def total_s(self) -> float:
         """Of all."""
-        return self.discarded + self.unavailable + self.starting
+        return self.wasted_s + self.unavailable_s + self.startup_s
 
 
 @dataclass(frozen=True)
-class Ledger:
+class DeviceTime:
     """Seconds x devices. allocated = productive + blocked + discarded + unavailable. Time between a proper end and the
     next start is not in it: nothing is held then."""
 
-    allocated: float = 0.0
-    productive: float = 0.0
+    allocated_s: float = 0.0
+    productive_s: float = 0.0
     """Steps that counted, without waiting, and evaluations."""
-    starting: float = 0.0
+    startup_s: float = 0.0
     """Of blocked: from a start to the first step."""
-    data: float = 0.0
+    data_wait_s: float = 0.0
     """Of blocked: waiting for data."""
-    checkpoint: float = 0.0
+    checkpoint_stall_s: float = 0.0
     """Of blocked: standing still for checkpoints."""
-    between: float = 0.0
+    other_blocked_s: float = 0.0
     """Of blocked: what was none of this, between steps and at the end."""
-    discarded: float = 0.0
+    wasted_s: float = 0.0
     """Steps and evaluations that were done again."""
-    unavailable: float = 0.0
+    unavailable_s: float = 0.0
     """From the last work of an attempt that died to the next start, or to the RunEnded that says that there is none."""
-    losses: tuple[Loss, ...] = ()
+    failure_costs: tuple[FailureCost, ...] = ()
 
     @property
-    def blocked(self) -> float:
+    def blocked_s(self) -> float:
         """Alive, and not at work."""
-        return self.starting + self.data + self.checkpoint + self.between
+        return self.startup_s + self.data_wait_s + self.checkpoint_stall_s + self.other_blocked_s
 
     @property
-    def goodput(self) -> float | None:
+    def goodput_share(self) -> float | None:
         """Productive share of the allocation."""
-        return self.productive / self.allocated if self.allocated > 0 else None
+        return self.productive_s / self.allocated_s if self.allocated_s > 0 else None
 
 
-def ledger_of(history: History) -> Ledger:
+def compute_device_time(history: RunHistory) -> DeviceTime:
     """The account of a run."""
-    lives = history.attempts
-    if not lives:
-        return Ledger()
-    worlds = np.array([life.world for life in lives], dtype=np.float64)
-    steps, began = history.steps, [life.began for life in lives]
-    at = np.maximum(np.searchsorted(began, steps.t, side="right") - 1, 0)
-    devices = worlds[at] if len(steps) else np.zeros(0)
-    parts = {name: float(np.nansum(devices * steps.parts[:, PARTS.index(name)])) for name in WAITING}
-    scoring = sum(lives[_living(began, event.time)].world * event.duration_s for event in history.evals)
-    productive = float(np.nansum(devices * steps.seconds)) - sum(parts.values()) + scoring
-    starting = sum(life.world * _starting(life) for life in lives)
-    gaps = [before.idle(after.began) for before, after in pairwise(lives)]
-    unavailable = sum(before.world * gap for before, gap in zip(lives, gaps, strict=False))
-    held = sum(before.world * _lived(before, after) for before, after in pairwise(lives))
-    held += lives[-1].world * max(0.0, lives[-1].last - lives[-1].began)
+    attempts = history.attempts
+    if not attempts:
+        return DeviceTime()
+    world_sizes = np.array([attempt.world_size for attempt in attempts], dtype=np.float64)
+    steps, began = history.steps, [attempt.started_at for attempt in attempts]
+    attempt_index = np.maximum(np.searchsorted(began, steps.time, side="right") - 1, 0)
+    devices = world_sizes[attempt_index] if len(steps) else np.zeros(0)
+    parts = {
+        name: float(np.nansum(devices * steps.breakdown_s[:, STEP_COMPONENTS.index(name)]))
+        for name in WAITING_COMPONENTS
+    }
+    evaluation_s = sum(
+        attempts[_attempt_at(began, event.time)].world_size * event.duration_s for event in history.evaluations
+    )
+    productive = float(np.nansum(devices * steps.step_s)) - sum(parts.values()) + evaluation_s
+    starting = sum(attempt.world_size * _startup_seconds(attempt) for attempt in attempts)
+    unavailable_gaps = [before.unavailable_seconds(after.started_at) for before, after in pairwise(attempts)]
+    unavailable = sum(before.world_size * gap for before, gap in zip(attempts, unavailable_gaps, strict=False))
+    attempt_device_s = sum(before.world_size * _attempt_seconds(before, after) for before, after in pairwise(attempts))
+    attempt_device_s += attempts[-1].world_size * max(0.0, attempts[-1].last_event_at - attempts[-1].started_at)
     # What an attempt does again was lost by those before it, with as many devices as they had.
-    discarded = sum(before.world * after.redone_seconds for before, after in pairwise(lives))
-    discarded += lives[0].world * lives[0].redone_seconds
-    between = held - productive - sum(parts.values()) - starting - discarded
-    if between < 0:  # clocks of several processes: an evaluation ends a hair after the attempt's last event
-        productive, between = max(0.0, productive + between), 0.0
-    return Ledger(
-        allocated=held + unavailable,
-        productive=productive,
-        starting=starting,
-        data=parts["data"],
-        checkpoint=parts["checkpoint"],
-        between=between,
-        discarded=discarded,
-        unavailable=unavailable,
-        losses=tuple(_losses(history, gaps)),
+    wasted_s = sum(before.world_size * after.wasted_s for before, after in pairwise(attempts))
+    wasted_s += attempts[0].world_size * attempts[0].wasted_s
+    other_s = attempt_device_s - productive - sum(parts.values()) - starting - wasted_s
+    if other_s < 0:  # clocks of several processes: an evaluation ends a hair after the attempt's last event
+        productive, other_s = max(0.0, productive + other_s), 0.0
+    return DeviceTime(
+        allocated_s=attempt_device_s + unavailable,
+        productive_s=productive,
+        startup_s=starting,
+        data_wait_s=parts["data"],
+        checkpoint_stall_s=parts["checkpoint"],
+        other_blocked_s=other_s,
+        wasted_s=wasted_s,
+        unavailable_s=unavailable,
+        failure_costs=tuple(_failure_costs(history, unavailable_gaps)),
     )
 
 
-def _living(began: Sequence[float], t: float) -> int:
+def _attempt_at(began: Sequence[float], t: float) -> int:
     """Index of the attempt at that time."""
     return max(0, bisect_right(began, t) - 1)
 
 
-def _starting(life: Attempt) -> float:
-    return max(0.0, (life.first_step_began or life.last) - life.began)
+def _startup_seconds(attempt: AttemptRecord) -> float:
+    return max(0.0, (attempt.first_step_started_at or attempt.last_event_at) - attempt.started_at)
 
 
-def _lived(life: Attempt, after: Attempt) -> float:
+def _attempt_seconds(attempt: AttemptRecord, next_attempt: AttemptRecord) -> float:
     """Seconds from its start to its end, or to the last thing that it did."""
-    return max(0.0, min(life.last_work if life.died else life.last, after.began) - life.began)
+    return max(
+        0.0,
+        min(attempt.last_work_at if attempt.has_died else attempt.last_event_at, next_attempt.started_at)
+        - attempt.started_at,
+    )
 
 
-def _losses(history: History, gaps: Sequence[float]) -> list[Loss]:
+def _failure_costs(history: RunHistory, gaps: Sequence[float]) -> list[FailureCost]:
     """What each attempt that died cost, told by the fault that was written for it."""
-    found = []
+    costs = []
     for (before, after), gap in zip(pairwise(history.attempts), gaps, strict=True):
-        if not before.died:
+        if not before.has_died:
             continue
-        told = [each for each in history.of(WorkerFailure) if before.began <= each.time <= after.began]
-        t = told[0].time if told else before.last_work
-        found.append(
-            Loss(
-                t=t,
-                what=f"rank {told[0].rank}: {told[0].what}" if told else "no end was written",
-                detected=max(0.0, t - before.last_work) if told else gap,
-                discarded=before.world * after.redone_seconds,
-                unavailable=before.world * gap,
-                starting=after.world * _starting(after),
+        fault_events = [
+            each for each in history.of(WorkerFailure) if before.started_at <= each.time <= after.started_at
+        ]
+        t = fault_events[0].time if fault_events else before.last_work_at
+        costs.append(
+            FailureCost(
+                time=t,
+                description=f"rank {fault_events[0].rank}: {fault_events[0].what}"
+                if fault_events
+                else "no end was written",
+                detection_s=max(0.0, t - before.last_work_at) if fault_events else gap,
+                wasted_s=before.world_size * after.wasted_s,
+                unavailable_s=before.world_size * gap,
+                startup_s=after.world_size * _startup_seconds(after),
             )
         )
-    return found
+    return costs

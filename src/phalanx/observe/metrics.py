@@ -11,36 +11,36 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.observe.history import PARTS, Floats, Steps
+from phalanx.observe.history import STEP_COMPONENTS, Floats, StepTable
 
-FEWEST_ESTIMATES = 5
+MIN_NOISE_ESTIMATES = 5
 """Steps that must have added to the estimate of the gradient noise: the first ones say little."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Units (tokens or samples) a second within steps. `median` is of the single steps' rates, `mean` is all units
+    """Units (tokens or samples) a second within steps. `median_per_s` is of the single steps' rates, `mean_per_s` is all units
     over all seconds, so a few slow steps show in the difference of both."""
 
-    median: float
-    mean: float
+    median_per_s: float
+    mean_per_s: float
 
 
-def throughput(steps: Steps, window: int | None = None) -> Throughput | None:
+def compute_throughput(steps: StepTable, window: int | None = None) -> Throughput | None:
     """Over all steps, or the last `window`; None without a step that took time."""
-    steps = steps.window(window)
-    timed = np.isfinite(steps.seconds) & (steps.seconds > 0) & np.isfinite(steps.tokens)
+    steps = steps.last_steps(window)
+    timed = np.isfinite(steps.step_s) & (steps.step_s > 0) & np.isfinite(steps.tokens)
     if not timed.any():
         return None
-    tokens, seconds = steps.tokens[timed], steps.seconds[timed]
+    tokens, seconds = steps.tokens[timed], steps.step_s[timed]
     return Throughput(float(np.median(tokens / seconds)), float(tokens.sum() / seconds.sum()))
 
 
-def step_parts(steps: Steps) -> Floats:
+def complete_breakdown(steps: StepTable) -> Floats:
     """[n, 7] seconds by PARTS whose rows sum to the step. What the engine did not attribute is added to `other`; parts
     that add up to more than the step (overlapping clocks) are scaled down to it."""
-    parts: Floats = np.clip(np.nan_to_num(steps.parts), 0.0, None)
-    seconds = np.clip(np.nan_to_num(steps.seconds), 0.0, None)
+    parts: Floats = np.clip(np.nan_to_num(steps.breakdown_s), 0.0, None)
+    seconds = np.clip(np.nan_to_num(steps.step_s), 0.0, None)
     total = parts.sum(axis=1)
     scale = np.divide(seconds, total, out=np.ones_like(total), where=total > seconds)
     parts *= scale[:, None]
@@ -48,53 +48,57 @@ def step_parts(steps: Steps) -> Floats:
     return parts
 
 
-def time_split(steps: Steps, window: int | None = None) -> dict[str, float] | None:
+def mean_breakdown(steps: StepTable, window: int | None = None) -> dict[str, float] | None:
     """Mean seconds a step by part, over all steps or the last `window`. The parts sum to the mean step time.
     None without steps."""
-    steps = steps.window(window)
+    steps = steps.last_steps(window)
     if not len(steps):
         return None
-    means = step_parts(steps).mean(axis=0)
-    return {part: float(mean) for part, mean in zip(PARTS, means, strict=True)}
+    means = complete_breakdown(steps).mean(axis=0)
+    return {part: float(mean) for part, mean in zip(STEP_COMPONENTS, means, strict=True)}
 
 
-def split_course(steps: Steps, buckets: int = 160) -> tuple[Floats, Floats]:
+def breakdown_over_time(steps: StepTable, buckets: int = 160) -> tuple[Floats, Floats]:
     """How the time split went on over the run: steps [b] and mean seconds a step [b, 7] of at most `buckets` stretches
     of equally many steps."""
-    parts = step_parts(steps)
+    parts = complete_breakdown(steps)
     n = len(parts)
     if n <= buckets:
         return steps.step.copy(), parts
     edges = np.linspace(0, n, buckets + 1).astype(int)
     means = np.add.reduceat(parts, edges[:-1], axis=0) / np.diff(edges)[:, None]
-    at = steps.step[(edges[:-1] + edges[1:] - 1) // 2].copy()
-    at[0], at[-1] = steps.step[0], steps.step[-1]  # so that the picture reaches both ends
-    return at, means
+    bucket_steps = steps.step[(edges[:-1] + edges[1:] - 1) // 2].copy()
+    bucket_steps[0], bucket_steps[-1] = steps.step[0], steps.step[-1]  # so that the picture reaches both ends
+    return bucket_steps, means
 
 
-def shares(split: Mapping[str, float] | None) -> dict[str, float] | None:
+def breakdown_shares(breakdown: Mapping[str, float] | None) -> dict[str, float] | None:
     """A time split as shares of the step; they sum to 1. None when there is no time to share."""
-    total = sum(split.values()) if split else 0.0
-    return {part: seconds / total for part, seconds in split.items()} if split and total > 0 else None
+    total = sum(breakdown.values()) if breakdown else 0.0
+    return {part: seconds / total for part, seconds in breakdown.items()} if breakdown and total > 0 else None
 
 
-def measured_rate(cluster: Mapping[str, Any] | None, precision: str, world: int) -> float | None:
+def measured_matmul_flops(cluster: Mapping[str, Any] | None, precision: str, world_size: int) -> float | None:
     """FLOP/s in matmul of everything the run had: the measured rate of one worker, with its threads, times workers.
     Also where workers share one machine, since each was measured with the threads that it has."""
-    value = _tflops(cluster, "measured_matmul_tflops", precision)
-    return None if value is None else value * 1e12 * world
+    value = _read_tflops(cluster, "measured_matmul_tflops", precision)
+    return None if value is None else value * 1e12 * world_size
 
 
-def data_sheet_rate(cluster: Mapping[str, Any] | None, precision: str, world: int, nodes: int = 1) -> float | None:
+def data_sheet_flops(
+    cluster: Mapping[str, Any] | None, precision: str, world_size: int, num_nodes: int = 1
+) -> float | None:
     """FLOP/s that the makers promise: one device for each worker on GPUs, whole machines on CPUs."""
-    value = _tflops(cluster, "data_sheet_tflops", precision)
+    value = _read_tflops(cluster, "data_sheet_tflops", precision)
     if value is None or cluster is None:
         return None
-    devices = world if cluster.get("device") not in (None, "cpu") else int(cluster.get("device_count") or 1) * nodes
+    devices = (
+        world_size if cluster.get("device") not in (None, "cpu") else int(cluster.get("device_count") or 1) * num_nodes
+    )
     return value * 1e12 * devices
 
 
-def _tflops(cluster: Mapping[str, Any] | None, table: str, precision: str) -> float | None:
+def _read_tflops(cluster: Mapping[str, Any] | None, table: str, precision: str) -> float | None:
     rates = (cluster or {}).get(table)
     if precision == "tf32" and (cluster or {}).get("device") == "cpu":
         precision = "fp32"  # which it is there
@@ -102,7 +106,7 @@ def _tflops(cluster: Mapping[str, Any] | None, table: str, precision: str) -> fl
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def model_flops(plan: Mapping[str, Any] | None, units_per_second: float | None) -> float | None:
+def model_flops_per_s(plan: Mapping[str, Any] | None, units_per_second: float | None) -> float | None:
     """FLOP/s that the model's forward and backward came to: flops_per_sample x samples/s."""
     if plan is None or units_per_second is None:
         return None
@@ -110,24 +114,26 @@ def model_flops(plan: Mapping[str, Any] | None, units_per_second: float | None) 
     return float(flops) * units_per_second / float(units) if isinstance(flops, int | float) and flops > 0 else None
 
 
-def mfu(plan: Mapping[str, Any] | None, units_per_second: float | None, available: float | None) -> float | None:
+def compute_mfu(
+    plan: Mapping[str, Any] | None, units_per_second: float | None, available_flops: float | None
+) -> float | None:
     """Model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B): FLOP/s the model needed at this speed, over
     FLOP/s available. None when either is unknown."""
-    used = model_flops(plan, units_per_second)
-    return None if used is None or not available else used / available
+    used = model_flops_per_s(plan, units_per_second)
+    return None if used is None or not available_flops else used / available_flops
 
 
-def noise_scale(steps: Steps) -> float | None:
+def last_noise_scale(steps: StepTable) -> float | None:
     """The gradient noise scale in samples, as last estimated (McCandlish et al. 2018); None before FEWEST_ESTIMATES."""
     estimates = steps.noise_scale[np.isfinite(steps.noise_scale)]
-    return float(estimates[-1]) if len(estimates) >= FEWEST_ESTIMATES else None
+    return float(estimates[-1]) if len(estimates) >= MIN_NOISE_ESTIMATES else None
 
 
-def smooth(values: Floats, share: float = 0.02) -> Floats:
+def smooth_series(values: Floats, share: float = 0.02) -> Floats:
     """Centred running mean over `share` of the series (at least 5 values, if there are any 5), NaN left out, outliers
     cut to what is usual around them. The window shrinks at both ends, so both ends are not dragged away."""
     n = len(values)
-    values = _tamed(values)
+    values = _clip_outliers(values)
     half = min(max(2, int(n * share / 2)), max(0, (n - 1) // 2))
     if half == 0:
         return values.copy()
@@ -135,13 +141,13 @@ def smooth(values: Floats, share: float = 0.02) -> Floats:
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     index = np.arange(n)
-    reach = np.minimum(half, np.minimum(index, n - 1 - index))
-    lo, hi = index - reach, index + reach + 1
-    held = counts[hi] - counts[lo]
-    return np.where(held > 0, (sums[hi] - sums[lo]) / np.maximum(held, 1), np.nan)
+    half_widths = np.minimum(half, np.minimum(index, n - 1 - index))
+    lo, hi = index - half_widths, index + half_widths + 1
+    num_finite = counts[hi] - counts[lo]
+    return np.where(num_finite > 0, (sums[hi] - sums[lo]) / np.maximum(num_finite, 1), np.nan)
 
 
-def _tamed(values: Floats, stretches: int = 200) -> Floats:
+def _clip_outliers(values: Floats, stretches: int = 200) -> Floats:
     """Values at most 6 median absolute deviations from the median of their stretch: one spike of 900 in a loss of 2
     would otherwise make a box of the running mean."""
     tamed = values.copy()
@@ -151,7 +157,7 @@ def _tamed(values: Floats, stretches: int = 200) -> Floats:
         finite = part[np.isfinite(part)]
         if len(finite) >= 5:
             middle = float(np.median(finite))
-            usual = 6 * float(np.median(np.abs(finite - middle)))
-            if usual > 0:
-                part[:] = np.clip(part, middle - usual, middle + usual)
+            deviation_limit = 6 * float(np.median(np.abs(finite - middle)))
+            if deviation_limit > 0:
+                part[:] = np.clip(part, middle - deviation_limit, middle + deviation_limit)
     return tamed

@@ -6,231 +6,273 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from phalanx.observe import units
-from phalanx.observe.advice import Advice
-from phalanx.observe.history import PARTS
-from phalanx.observe.ledger import Ledger, Loss
-from phalanx.observe.summary import Summary
-from phalanx.observe.what import What
+from phalanx.observe.advice import Recommendation
+from phalanx.observe.history import STEP_COMPONENTS
+from phalanx.observe.ledger import DeviceTime, FailureCost
+from phalanx.observe.summary import RunSummary
+from phalanx.observe.what import RunInfo
 
-WIDTH = 100
-_LABEL = 21
+PAGE_WIDTH = 100
+_LABEL_WIDTH = 21
 
-PART_NAMES = {"data": "data wait", "exchange": "gradient sync", "checkpoint": "checkpoint stall"}
+COMPONENT_LABELS = {"data": "data wait", "exchange": "gradient sync", "checkpoint": "checkpoint stall"}
 
 
-def text_page(summary: Summary, advices: Sequence[Advice]) -> str:
+def render_report_text(summary: RunSummary, recommendations: Sequence[Recommendation]) -> str:
     """The whole page, ending in a newline."""
     sections = [
-        _headline(summary),
-        _section("What ran", what_facts(summary.what)),
-        _section("Loss", loss_facts(summary)),
-        _section("Speed", speed_facts(summary)),
-        _split(summary),
-        _section("Duration", duration_facts(summary)),
-        _section("Safety", safety_facts(summary)),
-        _advice(advices, summary),
+        _render_headline(summary),
+        _render_section("What ran", run_info_rows(summary.run_info)),
+        _render_section("Loss", loss_rows(summary)),
+        _render_section("Speed", speed_rows(summary)),
+        _render_breakdown(summary),
+        _render_section("Duration", duration_rows(summary)),
+        _render_section("Safety", safety_rows(summary)),
+        _render_recommendations(recommendations, summary),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def verdict(summary: Summary) -> str:
+def describe_outcome(summary: RunSummary) -> str:
     """How the run ended, in one line."""
-    of = f"{summary.last_step} of {units.times(summary.planned_steps, 'step')}" if summary.planned_steps else ""
-    of = of or units.times(summary.last_step, "step")
-    wall = f" in {units.duration(summary.durations.wall)}" if summary.durations.wall else ""
+    steps_text = (
+        f"{summary.last_step} of {units.format_plural(summary.planned_steps, 'step')}" if summary.planned_steps else ""
+    )
+    steps_text = steps_text or units.format_plural(summary.last_step, "step")
+    wall_text = f" in {units.format_duration(summary.durations.wall_s)}" if summary.durations.wall_s else ""
     if summary.status == "not known":
-        return f"unknown: {of} at least"
+        return f"unknown: {steps_text} at least"
     if summary.status == "not started":
         return "not started: no events yet"
     if summary.status == "incomplete":
-        return f"incomplete: {of}{wall}; still running, or killed"
-    return f"{summary.status}: {of}{wall}"
+        return f"incomplete: {steps_text}{wall_text}; still running, or killed"
+    return f"{summary.status}: {steps_text}{wall_text}"
 
 
-def what_facts(what: What) -> list[tuple[str, str]]:
+def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
     """Name and value of everything that was fixed before the first step."""
-    args = ", ".join(f"{key} {value}" for key, value in what.model_args.items())
-    size = f"{units.count(what.parameters)} parameters" if what.parameters is not None else "parameters not counted"
-    batch = units.UNKNOWN
-    if what.global_batch is not None:
-        batch = units.times(what.global_batch, "sample")
-        if what.unit == "tokens" and what.units_per_sample > 1:
-            batch += f" = {what.global_batch * what.units_per_sample} tokens"
-        if what.micro_batch:
-            batch += f", in micro-batches of {what.micro_batch}"
-    workers = units.times(what.world, "worker")
-    workers += f" with {units.times(what.threads, 'thread')} each" if what.threads and what.device == "cpu" else ""
-    workers += f" on {what.nodes} machines" if what.nodes > 1 else ""
-    cores = f", {units.times(what.cores, 'core')}" if what.cores else ""
+    args = ", ".join(f"{key} {value}" for key, value in run_info.model_args.items())
+    size = (
+        f"{units.format_count(run_info.parameters)} parameters"
+        if run_info.parameters is not None
+        else "parameters not counted"
+    )
+    batch = units.NOT_MEASURED_TEXT
+    if run_info.global_batch is not None:
+        batch = units.format_plural(run_info.global_batch, "sample")
+        if run_info.unit == "tokens" and run_info.units_per_sample > 1:
+            batch += f" = {run_info.global_batch * run_info.units_per_sample} tokens"
+        if run_info.micro_batch:
+            batch += f", in micro-batches of {run_info.micro_batch}"
+    workers = units.format_plural(run_info.world_size, "worker")
+    workers += (
+        f" with {units.format_plural(run_info.threads_per_worker, 'thread')} each"
+        if run_info.threads_per_worker and run_info.device == "cpu"
+        else ""
+    )
+    workers += f" on {run_info.num_nodes} machines" if run_info.num_nodes > 1 else ""
+    cores = f", {units.format_plural(run_info.physical_cores, 'core')}" if run_info.physical_cores else ""
     facts = [
-        ("model", f"{what.model}, {size}" + (f" ({args})" if args else "")),
-        ("task", what.task),
-        ("data", what.data),
+        ("model", f"{run_info.model}, {size}" + (f" ({args})" if args else "")),
+        ("task", run_info.task),
+        ("data", run_info.data),
         ("batch", batch),
-        ("optimizer", what.optimizer),
-        ("precision", what.precision),
-        ("parallelism", f"{what.layout}; {workers}"),
-        ("device", f"{what.device or units.UNKNOWN}{f', {what.device_name}' if what.device_name else ''}{cores}"),
+        ("optimizer", run_info.optimizer),
+        ("precision", run_info.precision),
+        ("parallelism", f"{run_info.parallelism}; {workers}"),
+        (
+            "device",
+            f"{run_info.device or units.NOT_MEASURED_TEXT}{f', {run_info.device_name}' if run_info.device_name else ''}{cores}",
+        ),
     ]
-    facts += [("auto", f"{key} = {value}{f': {why}' if why else ''}") for key, value, why in what.chosen]
-    if what.versions:
-        facts.append(("versions", ", ".join(f"{name} {version}" for name, version in what.versions.items())))
+    facts += [
+        ("auto", f"{key} = {value}{f': {reason}' if reason else ''}") for key, value, reason in run_info.auto_choices
+    ]
+    if run_info.versions:
+        facts.append(("versions", ", ".join(f"{name} {version}" for name, version in run_info.versions.items())))
     return facts
 
 
-def loss_facts(summary: Summary) -> list[tuple[str, str]]:
+def loss_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """Training loss first to last, held-out loss and metrics."""
     loss = summary.loss
     if loss.last is None and summary.last_step:
         return [("training", "unknown: the events of its steps are lost")]
     if loss.last is None:
         return [("training", "no step finished yet")]
-    training = f"{units.loss(loss.first)} -> {units.loss(loss.last)}"
-    training += f" (mean of the last steps {units.loss(loss.end)})" if loss.end is not None else ""
+    training = f"{units.format_loss(loss.first)} -> {units.format_loss(loss.last)}"
+    training += f" (mean of the last steps {units.format_loss(loss.final_mean)})" if loss.final_mean is not None else ""
     facts = [("training", training)]
-    if loss.not_finite:
-        facts.append(("non-finite loss", f"{loss.not_finite} of {units.times(summary.last_step, 'step')}"))
+    if loss.num_nonfinite:
+        facts.append(("non-finite loss", f"{loss.num_nonfinite} of {units.format_plural(summary.last_step, 'step')}"))
     if loss.noise_scale is not None:
-        facts.append(("noise scale", noise_in_words(loss.noise_scale, summary.what.global_batch)))
-    if loss.held_out_last is None:
+        facts.append(("noise scale", describe_noise_scale(loss.noise_scale, summary.run_info.global_batch)))
+    if loss.validation_last is None:
         facts.append(("validation", "not evaluated"))
         return facts
-    held_out = f"{units.loss(loss.held_out_first)} -> {units.loss(loss.held_out_last)}"
-    if loss.held_out_best is not None:
-        held_out += f", best {units.loss(loss.held_out_best)} at step {loss.held_out_best_step}"
-    facts.append(("validation", held_out))
+    validation_text = f"{units.format_loss(loss.validation_first)} -> {units.format_loss(loss.validation_last)}"
+    if loss.validation_best is not None:
+        validation_text += f", best {units.format_loss(loss.validation_best)} at step {loss.validation_best_step}"
+    facts.append(("validation", validation_text))
     if loss.metrics:
-        facts.append(("metrics", ", ".join(f"{name} {units.loss(value)}" for name, value in loss.metrics.items())))
+        facts.append(
+            ("metrics", ", ".join(f"{name} {units.format_loss(value)}" for name, value in loss.metrics.items()))
+        )
     return facts
 
 
-def noise_in_words(samples: float, batch: int | None) -> str:
+def describe_noise_scale(samples: float, batch: int | None) -> str:
     """The gradient noise scale, and how far the global batch may grow by it."""
-    scale = f"gradient noise scale about {units.times(_rounded(samples), 'sample')}"
+    scale = f"gradient noise scale about {units.format_plural(_round_to_two_digits(samples), 'sample')}"
     if batch is None:
         return scale
     if samples > 2 * batch:
         times = float(f"{samples / batch:.2g}")
-        return f"{scale}; batch.global_size is {batch}: room to grow to about {_rounded(samples)} ({times:g} x)"
+        return f"{scale}; batch.global_size is {batch}: room to grow to about {_round_to_two_digits(samples)} ({times:g} x)"
     if samples > batch / 2:
         return f"{scale}; batch.global_size is {batch}: at the limit of efficient scaling"
     return f"{scale}; batch.global_size is {batch}: a smaller one would need few more steps"
 
 
-def _rounded(samples: float) -> int:
+def _round_to_two_digits(samples: float) -> int:
     """To two digits: it is an estimate."""
     return max(1, int(float(f"{samples:.2g}")))
 
 
-def speed_facts(summary: Summary) -> list[tuple[str, str]]:
+def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """Rates, MFU with what it is relative to, and the prediction beside what happened."""
     speed = summary.speed
-    if speed.median is None:
+    if speed.median_per_s is None:
         return []
-    pace = f"{units.rate(speed.median, speed.unit)} (median; mean {units.rate(speed.mean, speed.unit)})"
-    step = f"{units.duration(speed.step_median)} (median; 95% within {units.duration(speed.step_slow)})"
-    if speed.step_predicted and speed.step_median:
-        off = speed.step_median / speed.step_predicted - 1
-        step += f"; predicted {units.duration(speed.step_predicted)}, {_off(off)}"
-    if speed.step_foretold and speed.step_median:
-        off = speed.step_median / speed.step_foretold - 1
-        step += f"; predicted from the calibration {units.duration(speed.step_foretold)}, {_off(off)}"
-    facts = [("speed", pace), ("step", step)]
-    if (speed.step_predicted or speed.step_foretold) and (most := speed.differs_most) is not None:
-        parts = f"{units.duration(most.foretold)} predicted, {units.duration(most.measured)} measured"
-        facts.append(("largest error", f"{most.part}: {parts}; {most.why}"))
-    computed = f" ({units.flops(speed.flops)} of {{}})"
-    measured, sheet = units.percent(speed.mfu_measured), units.percent(speed.mfu_data_sheet)
+    speed_text = f"{units.format_rate(speed.median_per_s, speed.unit)} (median; mean {units.format_rate(speed.mean_per_s, speed.unit)})"
+    step = (
+        f"{units.format_duration(speed.step_median_s)} (median; 95% within {units.format_duration(speed.step_p95_s)})"
+    )
+    if speed.predicted_step_s and speed.step_median_s:
+        relative_error = speed.step_median_s / speed.predicted_step_s - 1
+        step += f"; predicted {units.format_duration(speed.predicted_step_s)}, {_format_error(relative_error)}"
+    if speed.calibrated_step_s and speed.step_median_s:
+        relative_error = speed.step_median_s / speed.calibrated_step_s - 1
+        step += f"; predicted from the calibration {units.format_duration(speed.calibrated_step_s)}, {_format_error(relative_error)}"
+    facts = [("speed", speed_text), ("step", step)]
+    if (speed.predicted_step_s or speed.calibrated_step_s) and (largest_error := speed.largest_error) is not None:
+        parts = f"{units.format_duration(largest_error.predicted_s)} predicted, {units.format_duration(largest_error.measured_s)} measured"
+        facts.append(("largest error", f"{largest_error.component}: {parts}; {largest_error.reason}"))
+    computed = f" ({units.format_flops(speed.model_flops_per_s)} of {{}})"
+    measured, sheet = units.format_percent(speed.mfu_measured), units.format_percent(speed.mfu_data_sheet)
     if speed.mfu_measured is not None:
-        measured += computed.format(f"{units.flops(speed.matmul_rate)} measured in {summary.what.precision} matmul")
+        measured += computed.format(
+            f"{units.format_flops(speed.matmul_flops_per_s)} measured in {summary.run_info.precision} matmul"
+        )
     if speed.mfu_data_sheet is not None:
         source = f", {speed.data_sheet_source}" if speed.data_sheet_source else ""
-        sheet += computed.format(f"{units.flops(speed.data_sheet_rate)}{source}")
+        sheet += computed.format(f"{units.format_flops(speed.data_sheet_flops_per_s)}{source}")
     facts += [("MFU (measured peak)", measured), ("MFU (data-sheet peak)", sheet)]
     if (energy := summary.energy) is not None:
-        drawn = f"{units.significant(energy.joules / 3.6e6)} kWh by {units.times(energy.devices, 'GPU')}"
-        if energy.per_unit is not None:
-            drawn += f", {units.significant(energy.per_unit)} J per {speed.unit.removesuffix('s')}"
-        facts.append(("energy", drawn))
+        energy_text = f"{units.format_significant(energy.energy_j / 3.6e6)} kWh by {units.format_plural(energy.num_devices, 'GPU')}"
+        if energy.energy_j_per_unit is not None:
+            energy_text += (
+                f", {units.format_significant(energy.energy_j_per_unit)} J per {speed.unit.removesuffix('s')}"
+            )
+        facts.append(("energy", energy_text))
     if speed.flops_rule:
         facts.append(("FLOPs counted", speed.flops_rule))
     return facts
 
 
-def _off(share: float) -> str:
+def _format_error(share: float) -> str:
     if abs(share) < 0.005:
         return "as predicted"
-    return f"{units.percent(abs(share))} {'slower' if share > 0 else 'faster'}"
+    return f"{units.format_percent(abs(share))} {'slower' if share > 0 else 'faster'}"
 
 
-def duration_facts(summary: Summary) -> list[tuple[str, str]]:
+def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """Wall time and what became of it."""
-    spent = summary.durations
-    if spent.wall <= 0:
+    durations = summary.durations
+    if durations.wall_s <= 0:
         return []
     named = (
-        ("training", spent.productive),
-        ("evaluation", spent.evaluating),
-        ("startup", spent.starting),
-        ("wasted", spent.redone),
-        ("unavailable", spent.down),
-        ("other", spent.rest),
+        ("training", durations.productive_s),
+        ("evaluation", durations.evaluation_s),
+        ("startup", durations.startup_s),
+        ("wasted", durations.wasted_s),
+        ("unavailable", durations.unavailable_s),
+        ("other", durations.other_s),
     )
-    total = units.duration(spent.wall)
-    total += f", {units.percent(spent.productive / spent.wall)} productive"
-    total += f"; not counted: paused for {units.duration(spent.paused)}" if spent.paused else ""
-    parts = [f"{name} {units.duration(seconds)}" for name, seconds in named if seconds > 0.0005 * spent.wall]
-    if spent.compiling:
-        within = f" (compiling {units.duration(spent.compiling)})"
+    total = units.format_duration(durations.wall_s)
+    total += f", {units.format_percent(durations.productive_s / durations.wall_s)} productive"
+    total += f"; not counted: paused for {units.format_duration(durations.paused_s)}" if durations.paused_s else ""
+    parts = [
+        f"{name} {units.format_duration(seconds)}" for name, seconds in named if seconds > 0.0005 * durations.wall_s
+    ]
+    if durations.compilation_s:
+        within = f" (compiling {units.format_duration(durations.compilation_s)})"
         parts = [part + within if part.startswith("startup") else part for part in parts]
-    facts = [("wall time", total), ("breakdown", ", ".join(parts)), (summary.what.unit, units.count(summary.units))]
-    return facts + ledger_facts(summary.ledger)
+    facts = [
+        ("wall time", total),
+        ("breakdown", ", ".join(parts)),
+        (summary.run_info.unit, units.format_count(summary.num_units)),
+    ]
+    return facts + goodput_rows(summary.device_time)
 
 
-def ledger_facts(ledger: Ledger) -> list[tuple[str, str]]:
+def goodput_rows(device_time: DeviceTime) -> list[tuple[str, str]]:
     """What became of the devices, and what each fault cost."""
-    if ledger.goodput is None:
+    if device_time.goodput_share is None:
         return []
 
     def share(value: float) -> str:
-        return units.percent(value / ledger.allocated)
+        return units.format_percent(value / device_time.allocated_s)
 
-    blocked = [("startup", ledger.starting), ("data wait", ledger.data), ("checkpoint stall", ledger.checkpoint)]
-    named = ", ".join(f"{name} {share(value)}" for name, value in blocked if value > 0.0005 * ledger.allocated)
-    goodput = f"{share(ledger.productive)} of {units.duration(ledger.allocated)} device time"
-    goodput += f"; blocked {share(ledger.blocked)}" + (f" ({named})" if named else "")
-    goodput += f", wasted {share(ledger.discarded)}, unavailable {share(ledger.unavailable)}"
-    return [("goodput", goodput), *(("failure cost", cost(loss)) for loss in ledger.losses)]
+    blocked = [
+        ("startup", device_time.startup_s),
+        ("data wait", device_time.data_wait_s),
+        ("checkpoint stall", device_time.checkpoint_stall_s),
+    ]
+    named = ", ".join(f"{name} {share(value)}" for name, value in blocked if value > 0.0005 * device_time.allocated_s)
+    goodput = f"{share(device_time.productive_s)} of {units.format_duration(device_time.allocated_s)} device time"
+    goodput += f"; blocked {share(device_time.blocked_s)}" + (f" ({named})" if named else "")
+    goodput += f", wasted {share(device_time.wasted_s)}, unavailable {share(device_time.unavailable_s)}"
+    return [
+        ("goodput", goodput),
+        *(("failure cost", describe_failure_cost(loss)) for loss in device_time.failure_costs),
+    ]
 
 
-def cost(loss: Loss) -> str:
+def describe_failure_cost(failure_cost: FailureCost) -> str:
     """A fault and what it cost."""
-    parts = [("wasted", loss.discarded), ("unavailable", loss.unavailable), ("restart", loss.starting)]
-    made = ", ".join(f"{name} {units.duration(seconds)}" for name, seconds in parts if seconds > 0)
-    found = f"; detected after {units.duration(loss.detected)}"
-    return f"{loss.what}: {units.duration(loss.total)} device time ({made}){found}"
+    parts = [
+        ("wasted", failure_cost.wasted_s),
+        ("unavailable", failure_cost.unavailable_s),
+        ("restart", failure_cost.startup_s),
+    ]
+    breakdown_text = ", ".join(f"{name} {units.format_duration(seconds)}" for name, seconds in parts if seconds > 0)
+    detection_text = f"; detected after {units.format_duration(failure_cost.detection_s)}"
+    return f"{failure_cost.description}: {units.format_duration(failure_cost.total_s)} device time ({breakdown_text}){detection_text}"
 
 
-def safety_facts(summary: Summary) -> list[tuple[str, str]]:
+def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """Restarts, guards, checkpoints, faults, warnings. A quiet run has three lines."""
-    saves = summary.checkpoints
-    restarts = units.times(summary.restarts, "restart") if summary.restarts else "none"
-    if summary.redone_steps:
-        restarts += f"; {units.times(summary.redone_steps, 'step')} wasted"
-        restarts += f" ({units.duration(summary.durations.redone)})"
-    worlds = {life.world for life in summary.attempts}
+    checkpoints = summary.checkpoints
+    restarts = units.format_plural(summary.num_restarts, "restart") if summary.num_restarts else "none"
+    if summary.wasted_steps:
+        restarts += f"; {units.format_plural(summary.wasted_steps, 'step')} wasted"
+        restarts += f" ({units.format_duration(summary.durations.wasted_s)})"
+    worlds = {attempt.world_size for attempt in summary.attempts}
     if len(worlds) > 1:
-        restarts += f"; workers: {' -> '.join(str(life.world) for life in summary.attempts)}"
-    saved = "none saved"
-    if saves.count:
-        saved = f"{saves.count} saved, the last at step {saves.last_step} ({units.size(saves.bytes)})"
-        saved += f"; stall {units.duration(saves.stall)} in total"
-        saved += f", {units.duration(saves.stall_longest)} at most" if saves.stall_longest else ""
-    guards = ", ".join(f"{what} {count}x" for what, count in summary.guards.items()) or "none"
-    facts = [("restarts", restarts), ("non-finite steps", guards), ("checkpoints", saved)]
-    facts += [("save failed", text) for text in saves.failed]
-    facts += [("rejected", text) for text in saves.rejected]
-    facts += [("failure", text) for text in summary.faults]
+        restarts += f"; workers: {' -> '.join(str(attempt.world_size) for attempt in summary.attempts)}"
+    checkpoint_text = "none saved"
+    if checkpoints.count:
+        checkpoint_text = f"{checkpoints.count} saved, the last at step {checkpoints.last_step} ({units.format_bytes(checkpoints.last_bytes)})"
+        checkpoint_text += f"; stall {units.format_duration(checkpoints.total_stall_s)} in total"
+        checkpoint_text += (
+            f", {units.format_duration(checkpoints.longest_stall_s)} at most" if checkpoints.longest_stall_s else ""
+        )
+    nonfinite_text = ", ".join(f"{what} {count}x" for what, count in summary.nonfinite_actions.items()) or "none"
+    facts = [("restarts", restarts), ("non-finite steps", nonfinite_text), ("checkpoints", checkpoint_text)]
+    facts += [("save failed", text) for text in checkpoints.failed]
+    facts += [("rejected", text) for text in checkpoints.rejected]
+    facts += [("failure", text) for text in summary.failures]
     facts += [("warning", text) for text in summary.warnings]
     facts += [("lost", text) for text in summary.lost]
     if summary.digest:
@@ -238,66 +280,74 @@ def safety_facts(summary: Summary) -> list[tuple[str, str]]:
     return facts
 
 
-def _headline(summary: Summary) -> str:
-    name, ending = summary.what.name, verdict(summary)
-    if len(name) + len(ending) + 2 > WIDTH:
-        line = f"{name}\n{textwrap.fill(ending, WIDTH)}"
+def _render_headline(summary: RunSummary) -> str:
+    name, outcome = summary.run_info.name, describe_outcome(summary)
+    if len(name) + len(outcome) + 2 > PAGE_WIDTH:
+        line = f"{name}\n{textwrap.fill(outcome, PAGE_WIDTH)}"
     else:
-        line = f"{name}{ending:>{WIDTH - len(name)}}"
-    began = f"{summary.what.run}, started {units.moment(summary.began)}" if summary.began else summary.what.run
-    return f"{line}\n{textwrap.shorten(began, WIDTH)}"
+        line = f"{name}{outcome:>{PAGE_WIDTH - len(name)}}"
+    started_text = (
+        f"{summary.run_info.run_path}, started {units.format_timestamp(summary.started_at)}"
+        if summary.started_at
+        else summary.run_info.run_path
+    )
+    return f"{line}\n{textwrap.shorten(started_text, PAGE_WIDTH)}"
 
 
-def _section(title: str, facts: Iterable[tuple[str, str]]) -> str:
+def _render_section(title: str, facts: Iterable[tuple[str, str]]) -> str:
     lines = []
     before = ""
     for label, value in facts:
-        lines.append(_line("" if label == before else label, value))
+        lines.append(_render_line("" if label == before else label, value))
         before = label
     return "\n".join([title, *lines]) if lines else ""
 
 
-def _line(label: str, value: str) -> str:
-    indent = " " * (2 + _LABEL + 1)
+def _render_line(label: str, value: str) -> str:
+    indent = " " * (2 + _LABEL_WIDTH + 1)
     return textwrap.fill(
         value,
-        WIDTH,
-        initial_indent=f"  {label:<{_LABEL}} ",
+        PAGE_WIDTH,
+        initial_indent=f"  {label:<{_LABEL_WIDTH}} ",
         subsequent_indent=indent,
         break_on_hyphens=False,
     )
 
 
-def _split(summary: Summary) -> str:
-    split, shares = summary.split, summary.split_shares
+def _render_breakdown(summary: RunSummary) -> str:
+    split, shares = summary.breakdown_s, summary.breakdown_shares
     if not split or not shares:
         return ""
-    lines = [f"{'Step time':<{_LABEL + 25}}{'share':>6}{'time':>12}"]
+    lines = [f"{'Step time':<{_LABEL_WIDTH + 25}}{'share':>6}{'time':>12}"]
     longest = max(shares.values())
-    for part in PARTS:
+    for part in STEP_COMPONENTS:
         if split[part] > 0:
             bar = "#" * max(1 if shares[part] > 0.002 else 0, round(22 * shares[part] / longest))
-            name = PART_NAMES.get(part, part)
+            name = COMPONENT_LABELS.get(part, part)
             lines.append(
-                f"  {name:<{_LABEL}} {bar:<22}{units.percent(shares[part]):>6}{units.duration(split[part]):>12}"
+                f"  {name:<{_LABEL_WIDTH}} {bar:<22}{units.format_percent(shares[part]):>6}{units.format_duration(split[part]):>12}"
             )
     return "\n".join(lines)
 
 
-def _advice(advices: Sequence[Advice], summary: Summary) -> str:
+def _render_recommendations(recommendations: Sequence[Recommendation], summary: RunSummary) -> str:
     title = "Recommendations"
     if not summary.last_step:
         return ""
-    if not advices:
+    if not recommendations:
         return f"{title}\n  No issues found."
     lines = []
-    for number, advice in enumerate(advices, 1):
-        gain = f" [up to {units.percent(advice.gain)} of the run]" if advice.gain >= 0.005 else ""
-        key = f" (recipe: {advice.key})" if advice.key else ""
+    for number, recommendation in enumerate(recommendations, 1):
+        gain = (
+            f" [up to {units.format_percent(recommendation.max_gain)} of the run]"
+            if recommendation.max_gain >= 0.005
+            else ""
+        )
+        key = f" (recipe: {recommendation.recipe_key})" if recommendation.recipe_key else ""
         lines.append(
             textwrap.fill(
-                f"{advice.text}{key}{gain}",
-                WIDTH,
+                f"{recommendation.full_text}{key}{gain}",
+                PAGE_WIDTH,
                 initial_indent=f"  {number:>2}. ",
                 subsequent_indent="      ",
                 break_on_hyphens=False,

@@ -3,10 +3,10 @@
 import math
 from datetime import datetime
 
-UNKNOWN = "not measured"
+NOT_MEASURED_TEXT = "not measured"
 
 
-def significant(value: float, digits: int = 3) -> str:
+def format_significant(value: float, digits: int = 3) -> str:
     """`value` with so many significant digits, in scientific notation only below 1e-3 and from 1e6 on."""
     if value == 0:
         return "0"
@@ -17,41 +17,41 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:.{max(0, digits - 1 - size)}f}" if -4 < size < 6 else f"{mantissa}e{size}"
 
 
-def count(value: float | None) -> str:
+def format_count(value: float | None) -> str:
     """1234567 -> `1.23 M`; below a thousand as it is."""
     if value is None or not math.isfinite(value):
-        return UNKNOWN
+        return NOT_MEASURED_TEXT
     for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * 0.9995:
-            return f"{significant(value / size)} {suffix}"
-    return f"{value:.0f}" if float(value).is_integer() else significant(value)
+            return f"{format_significant(value / size)} {suffix}"
+    return f"{value:.0f}" if float(value).is_integer() else format_significant(value)
 
 
-def rate(value: float | None, unit: str) -> str:
+def format_rate(value: float | None, unit: str) -> str:
     """41234, "tokens" -> `41.2 k tokens/s`."""
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{count(value)} {unit}/s"
+    return NOT_MEASURED_TEXT if value is None or not math.isfinite(value) else f"{format_count(value)} {unit}/s"
 
 
-def size(value: float | None) -> str:
+def format_bytes(value: float | None) -> str:
     """Bytes in powers of 1000: `12.3 MB`."""
     if value is None or not math.isfinite(value):
-        return UNKNOWN
+        return NOT_MEASURED_TEXT
     for power, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(value) >= power:
-            return f"{significant(value / power)} {suffix}"
+            return f"{format_significant(value / power)} {suffix}"
     return f"{value:.0f} B"
 
 
-def duration(value: float | None) -> str:
+def format_duration(value: float | None) -> str:
     """Seconds in the two units that matter: `83 us`, `41.2 ms`, `7.3 s`, `2 min 41 s`, `3 h 05 min`, `2 d 4 h`."""
     if value is None or not math.isfinite(value):
-        return UNKNOWN
+        return NOT_MEASURED_TEXT
     if value <= 0:
         return "0 s"
     if value < 0.9995e-3:
-        return f"{significant(value * 1e6, 2 if value < 1e-4 else 3)} us"
+        return f"{format_significant(value * 1e6, 2 if value < 1e-4 else 3)} us"
     if value < 0.9995:
-        return f"{significant(value * 1e3)} ms"
+        return f"{format_significant(value * 1e3)} ms"
     if value < 9.95:
         return f"{value:.1f} s"
     whole = round(value)
@@ -64,31 +64,35 @@ def duration(value: float | None) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """A share: `0.4%`, `31%`."""
     if value is None or not math.isfinite(value):
-        return UNKNOWN
+        return NOT_MEASURED_TEXT
     shown = value * 100
     return f"{shown:.1f}%" if 0 < abs(shown) < 9.95 else f"{shown:.0f}%"
 
 
-def loss(value: float | None) -> str:
+def format_loss(value: float | None) -> str:
     """A loss with four digits; a NaN or an infinity is said, since that is what happened."""
-    return UNKNOWN if value is None else significant(value, 4)
+    return NOT_MEASURED_TEXT if value is None else format_significant(value, 4)
 
 
-def flops(value: float | None) -> str:
+def format_flops(value: float | None) -> str:
     """FLOP/s: `1.24 TFLOP/s`."""
     if value is None or not math.isfinite(value):
-        return UNKNOWN
-    return f"{count(value)}FLOP/s" if abs(value) >= 1e3 else f"{value:.0f} FLOP/s"
+        return NOT_MEASURED_TEXT
+    return f"{format_count(value)}FLOP/s" if abs(value) >= 1e3 else f"{value:.0f} FLOP/s"
 
 
-def times(number: int, noun: str) -> str:
+def format_plural(number: int, noun: str) -> str:
     """1, "restart" -> `1 restart`; 2 -> `2 restarts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def moment(t: float | None) -> str:
+def format_timestamp(t: float | None) -> str:
     """Unix seconds as local date and time."""
-    return UNKNOWN if t is None else datetime.fromtimestamp(t).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
+    return (
+        NOT_MEASURED_TEXT
+        if t is None
+        else datetime.fromtimestamp(t).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
+    )

@@ -6,44 +6,55 @@ Buckets of equal size are full one after the other while backward goes on, and t
 exposed: a whole bucket at most, since there the last is cut smaller where parameters allow it.
 """
 
-from phalanx.plan.rates import Rates
-from phalanx.plan.setup import Setup
-from phalanx.plan.step import Costs, chunks, through
-from phalanx.recipe.exchanges import BUCKET, MIB
+from phalanx.plan.rates import DeviceCosts
+from phalanx.plan.setup import Scenario
+from phalanx.plan.step import SegmentCosts, split_into_stages, stage_pass_time
+from phalanx.recipe.exchanges import BYTES_PER_MIB, DEFAULT_BUCKET_MIB
 
-SIZES = (BUCKET, 12.0, 6.0, 3.0, 1.5, 0.75, 0.4)
+CANDIDATE_BUCKETS_MIB = (DEFAULT_BUCKET_MIB, 12.0, 6.0, 3.0, 1.5, 0.75, 0.4)
 """MiB that are considered."""
-WORTH = 0.02
+MIN_SAVING_OF_BACKWARD = 0.02
 """More buckets must save so much of a backward: each costs the host some work, too."""
-GLOO = 3e-4
+GLOO_ALL_REDUCE_LATENCY_S = 3e-4
 """Seconds that an all-reduce of gloo takes on CPUs, however little is sent: 0.2 to 0.5 ms between two processes of a
 virtual machine (1 kB over loopback, torch 2.13)."""
 
 
-def exposed(count: int, backward: float, each: float) -> float:
-    """Seconds after a backward of so many until the last of `count` equal buckets has travelled for `each` seconds:
+def exposed_seconds(count: int, backward_s: float, bucket_s: float) -> float:
+    """Seconds after a backward of so many until the last of `count` equal buckets has travelled for `bucket_s` seconds:
     either it alone is left, or all had to wait for one another from the first on."""
-    return max(each, count * each - backward * (count - 1) / count)
+    return max(bucket_s, count * bucket_s - backward_s * (count - 1) / count)
 
 
-def best_bucket(setup: Setup, rates: Rates) -> float | None:
+def best_bucket_mib(scenario: Scenario, rates: DeviceCosts) -> float | None:
     """MiB of the best bucket, for `grad_sync.bucket_mib`; None where gradients do not travel in buckets of ours: there
     is one replica, it is divided otherwise than by tensor ranks, or nothing travels beside backward."""
-    layout, costs = setup.layout, Costs(setup, rates)
-    whole = layout.shard * layout.context * layout.expert * layout.pipeline == 1
-    if layout.replicate == 1 or not whole or not setup.wire.hides or setup.wire.keeps:
+    parallelism, costs = scenario.parallelism, SegmentCosts(scenario, rates)
+    unsharded = parallelism.shard * parallelism.context * parallelism.expert * parallelism.pipeline == 1
+    if (
+        parallelism.replicate == 1
+        or not unsharded
+        or not scenario.transport.overlaps_backward
+        or scenario.transport.needed_by_single_replica
+    ):
         return None
-    (model,) = chunks(setup)
-    size = sum(costs.trained(segment) * count for segment, count in model.segments) * setup.stack.gradient_bytes
-    backward = through(costs, model, "backward").total
-    over = costs.replicas
-    on_cpu = setup.cluster.node.accelerator.generation == "cpu"
-    start = max(2 * over.latency, GLOO if on_cpu else 0.0)  # of a reduce-scatter and an all-gather
+    (model,) = split_into_stages(scenario)
+    size = sum(costs.num_trained(segment) * count for segment, count in model.segments) * scenario.stack.gradient_bytes
+    backward = stage_pass_time(costs, model, "backward").total
+    replica_links = costs.replica_links
+    is_cpu = scenario.cluster.node.accelerator.generation == "cpu"
+    latency_s = max(
+        2 * replica_links.latency_s, GLOO_ALL_REDUCE_LATENCY_S if is_cpu else 0.0
+    )  # of a reduce-scatter and an all-gather
 
-    def left(mib: float) -> float:
-        count = max(1, round(size / (mib * MIB)))
-        bytes_ = size * setup.wire.share / count
-        return exposed(count, backward, start + 2 * (over.ranks - 1) / over.ranks * bytes_ / over.bandwidth)
+    def exposed_s(mib: float) -> float:
+        count = max(1, round(size / (mib * BYTES_PER_MIB)))
+        bytes_ = size * scenario.transport.wire_ratio / count
+        return exposed_seconds(
+            count,
+            backward,
+            latency_s + 2 * (replica_links.ranks - 1) / replica_links.ranks * bytes_ / replica_links.bus_bandwidth,
+        )
 
-    enough = min(map(left, SIZES)) + WORTH * backward
-    return next(mib for mib in SIZES if left(mib) <= enough)
+    limit_s = min(map(exposed_s, CANDIDATE_BUCKETS_MIB)) + MIN_SAVING_OF_BACKWARD * backward
+    return next(mib for mib in CANDIDATE_BUCKETS_MIB if exposed_s(mib) <= limit_s)

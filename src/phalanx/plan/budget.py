@@ -6,51 +6,51 @@ Values in, values out. Rates come from a prediction or a measurement; money from
 from dataclasses import dataclass
 
 from phalanx.cluster.description import Prices
-from phalanx.plan.energy import Energy
+from phalanx.plan.energy import RunEnergy
 
 
 @dataclass(frozen=True)
-class Budget:
+class RunCost:
     """What a run takes. Money is in the currency of the prices; None where a price is not known."""
 
-    seconds: float
+    wall_s: float
     """Of wall time."""
     steps: int
     device_hours: float
-    rent: float | None
+    rent_cost: float | None
     """Device-hours times their price."""
-    energy: float | None
+    energy_cost: float | None
     """kWh at the building times their price. Rented devices usually have it in their rent: the two are not added."""
 
 
-def run_seconds(units: float, batch: float, step_seconds: float, goodput: float = 1.0) -> float:
-    """Wall seconds for `units` (tokens or samples) at `batch` of them a step, when `goodput` of wall time (0 to 1) is
+def run_seconds(num_units: float, batch: float, step_seconds: float, goodput: float = 1.0) -> float:
+    """Wall seconds for `num_units` (tokens or samples) at `batch` of them a step, when `goodput` of wall time (0 to 1) is
     productive. The last step is a whole one. ValueError for what cannot be."""
-    if min(units, batch, step_seconds) <= 0 or not 0 < goodput <= 1:
-        raise ValueError(f"{units=}, {batch=} and {step_seconds=} must be above 0, and {goodput=} at most 1")
-    return _steps(units, batch) * step_seconds / goodput
+    if min(num_units, batch, step_seconds) <= 0 or not 0 < goodput <= 1:
+        raise ValueError(f"{num_units=}, {batch=} and {step_seconds=} must be above 0, and {goodput=} at most 1")
+    return _count_steps(num_units, batch) * step_seconds / goodput
 
 
-def budget(
-    units: float,
+def estimate_run_cost(
+    num_units: float,
     batch: float,
     step_seconds: float,
     devices: int,
     prices: Prices | None = None,
     goodput: float = 1.0,
-    energy: Energy | None = None,
-) -> Budget:
-    """What `units` (tokens or samples) take on `devices` devices at `batch` of them a step of `step_seconds`.
+    energy: RunEnergy | None = None,
+) -> RunCost:
+    """What `num_units` (tokens or samples) take on `devices` devices at `batch` of them a step of `step_seconds`.
 
-    `goodput`: share of wall time that is productive; `energy`: of the run's whole wall time, see `energy.run_energy`.
+    `goodput`: share of wall time that is productive; `energy_cost`: of the run's whole wall time, see `energy.predict_run_energy`.
     """
     prices = prices or Prices()
-    seconds = run_seconds(units, batch, step_seconds, goodput)
+    seconds = run_seconds(num_units, batch, step_seconds, goodput)
     hours = devices * seconds / 3600.0
     rent = None if prices.device_hour is None else hours * prices.device_hour
     power = None if prices.kwh is None or energy is None else energy.site_kwh * prices.kwh
-    return Budget(seconds, _steps(units, batch), hours, rent, power)
+    return RunCost(seconds, _count_steps(num_units, batch), hours, rent, power)
 
 
-def _steps(units: float, batch: float) -> int:
-    return int(-(-units // batch))
+def _count_steps(num_units: float, batch: float) -> int:
+    return int(-(-num_units // batch))

@@ -6,89 +6,96 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from phalanx.plan.profile import Dispatch, Move, Operation, Phase, Product, Size
+from phalanx.plan.profile import Affine, ExpertAllToAll, Gemm, MemoryOp, PassDirection, ProfiledOp
 
-PHASES: tuple[Phase, Phase] = ("forward", "backward")
+PASS_DIRECTIONS: tuple[PassDirection, PassDirection] = ("forward", "backward")
 
 
-def merged(operations: Sequence[Operation], experts: int, sides: Collection[int]) -> list[Operation]:
-    """The operations of a block with so many experts, whose matrices have dimensions among `sides`: products that are
+def merge_expert_ops(
+    operations: Sequence[ProfiledOp], num_experts: int, expert_dims: Collection[int]
+) -> list[ProfiledOp]:
+    """The operations of a block with so many experts, whose matrices have dimensions among `expert_dims`: products that are
     marked as one expert's, and what is done between them, are joined where a loop over experts has left them apart, and
     tokens travel before the first of them and after the last, in either phase."""
-    alike: dict[Any, list[int]] = {}
-    between = _between(operations)
-    looped = any(isinstance(each, Product) and each.expert and not each.grouped for each in operations)
+    equal_ops: dict[Any, list[int]] = {}
+    expert_region = _expert_region_indices(operations)
+    has_expert_loop = any(isinstance(each, Gemm) and each.is_expert and not each.is_grouped for each in operations)
     for index, operation in enumerate(operations):
-        if isinstance(operation, Product) and operation.expert and not operation.grouped:
-            alike.setdefault(_shape(operation, sides), []).append(index)
-        elif looped and isinstance(operation, Move) and index in between:
-            alike.setdefault((operation.phase, operation.name), []).append(index)
-    found: dict[int, Operation] = dict(enumerate(operations))
-    for indices in alike.values():
-        if len(indices) >= experts:
-            found[indices[0]] = _one([operations[index] for index in indices])
+        if isinstance(operation, Gemm) and operation.is_expert and not operation.is_grouped:
+            equal_ops.setdefault(_expert_gemm_key(operation, expert_dims), []).append(index)
+        elif has_expert_loop and isinstance(operation, MemoryOp) and index in expert_region:
+            equal_ops.setdefault((operation.phase, operation.name), []).append(index)
+    merged_ops: dict[int, ProfiledOp] = dict(enumerate(operations))
+    for indices in equal_ops.values():
+        if len(indices) >= num_experts:
+            merged_ops[indices[0]] = _merge_equal_ops([operations[index] for index in indices])
             for index in indices[1:]:
-                del found[index]
-    return _travelling([found[index] for index in sorted(found)], experts)
+                del merged_ops[index]
+    return _insert_all_to_all([merged_ops[index] for index in sorted(merged_ops)], num_experts)
 
 
-def _shape(product: Product, sides: Collection[int]) -> Any:
+def _expert_gemm_key(gemm: Gemm, expert_dims: Collection[int]) -> Any:
     """What equal products of all experts have in common; each has rows of its own."""
-    dims = (product.m, product.n, product.k)
-    return (product.phase, *(size.fixed if not size.each and size.fixed in sides else None for size in dims))
+    dims = (gemm.m, gemm.n, gemm.k)
+    return (gemm.phase, *(size.fixed if not size.per_sample and size.fixed in expert_dims else None for size in dims))
 
 
-def _between(operations: Sequence[Operation]) -> set[int]:
+def _expert_region_indices(operations: Sequence[ProfiledOp]) -> set[int]:
     """Indices of what is done from the first product of an expert to the last, in either phase."""
-    found: set[int] = set()
-    for phase in PHASES:
-        of_experts = [
+    indices: set[int] = set()
+    for phase in PASS_DIRECTIONS:
+        expert_gemms = [
             at
             for at, each in enumerate(operations)
-            if isinstance(each, Product) and each.expert and each.phase == phase
+            if isinstance(each, Gemm) and each.is_expert and each.phase == phase
         ]
-        if of_experts:
-            found |= set(range(of_experts[0], of_experts[-1]))
-    return found
+        if expert_gemms:
+            indices |= set(range(expert_gemms[0], expert_gemms[-1]))
+    return indices
 
 
-def _of_experts(operations: Sequence[Operation], phase: Phase) -> list[int]:
+def _expert_gemm_indices(operations: Sequence[ProfiledOp], phase: PassDirection) -> list[int]:
     """Indices of the products of experts in a phase."""
-    return [at for at, op in enumerate(operations) if isinstance(op, Product) and op.expert and op.phase == phase]
+    return [at for at, op in enumerate(operations) if isinstance(op, Gemm) and op.is_expert and op.phase == phase]
 
 
-def _one(parts: Sequence[Operation]) -> Operation:
+def _merge_equal_ops(ops: Sequence[ProfiledOp]) -> ProfiledOp:
     """Equal operations of single experts as one."""
-    first, count = parts[0], len(parts)
-    if isinstance(first, Product):
-        products = [each for each in parts if isinstance(each, Product)]
-        m, n, k = (_mean([getattr(each, name) for each in products]) for name in ("m", "n", "k"))
-        return replace(first, count=Size(count), m=m, n=n, k=k, expert=True, grouped=True)
-    assert isinstance(first, Move)
-    moves = [each for each in parts if isinstance(each, Move)]
-    moved, fused = sum((each.moved for each in moves), Size()), sum((each.fused for each in moves), Size())
-    return replace(first, moved=moved, fused=fused)
+    first_op, count = ops[0], len(ops)
+    if isinstance(first_op, Gemm):
+        gemms = [each for each in ops if isinstance(each, Gemm)]
+        m, n, k = (_mean_size([getattr(each, name) for each in gemms]) for name in ("m", "n", "k"))
+        return replace(first_op, count=Affine(count), m=m, n=n, k=k, is_expert=True, is_grouped=True)
+    assert isinstance(first_op, MemoryOp)
+    memory_ops = [each for each in ops if isinstance(each, MemoryOp)]
+    moved, fused = (
+        sum((each.unfused_bytes for each in memory_ops), Affine()),
+        sum((each.fused_bytes for each in memory_ops), Affine()),
+    )
+    return replace(first_op, unfused_bytes=moved, fused_bytes=fused)
 
 
-def _mean(sizes: Sequence[Size]) -> Size:
-    total = sum(sizes, Size())
-    return Size(total.fixed / len(sizes), total.each / len(sizes))
+def _mean_size(sizes: Sequence[Affine]) -> Affine:
+    total = sum(sizes, Affine())
+    return Affine(total.fixed / len(sizes), total.per_sample / len(sizes))
 
 
-def _travelling(operations: list[Operation], experts: int) -> list[Operation]:
+def _insert_all_to_all(operations: list[ProfiledOp], num_experts: int) -> list[ProfiledOp]:
     """With a journey before the first and after the last operation of experts, in each phase."""
-    for phase in PHASES:
-        of_experts = _of_experts(operations, phase)
-        if not of_experts:
+    for phase in PASS_DIRECTIONS:
+        expert_gemms = _expert_gemm_indices(operations, phase)
+        if not expert_gemms:
             continue
-        first = operations[of_experts[0]]
-        assert isinstance(first, Product)
+        first = operations[expert_gemms[0]]
+        assert isinstance(first, Gemm)
         # Rows of all experts together, as wide as the model; where they enter forward, they leave backward.
-        forward = next(each for each in operations if isinstance(each, Product) and each.expert)
-        tokens = next(each for each in operations if isinstance(each, Product) and not each.expert).m
-        rows = Size(experts * forward.m.fixed, experts * forward.m.each)
-        scale = forward.k.fixed * forward.width
-        journey = Dispatch(phase, Size(rows.fixed * scale, rows.each * scale), rows.at(1.0) / tokens.at(1.0))
-        operations.insert(of_experts[-1] + 1, journey)
-        operations.insert(of_experts[0], journey)
+        forward = next(each for each in operations if isinstance(each, Gemm) and each.is_expert)
+        tokens = next(each for each in operations if isinstance(each, Gemm) and not each.is_expert).m
+        rows = Affine(num_experts * forward.m.fixed, num_experts * forward.m.per_sample)
+        scale = forward.k.fixed * forward.element_bytes
+        all_to_all = ExpertAllToAll(
+            phase, Affine(rows.fixed * scale, rows.per_sample * scale), rows.evaluate(1.0) / tokens.evaluate(1.0)
+        )
+        operations.insert(expert_gemms[-1] + 1, all_to_all)
+        operations.insert(expert_gemms[0], all_to_all)
     return operations

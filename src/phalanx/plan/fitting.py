@@ -6,234 +6,260 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.plan.footprint import Footprint, footprint, is_cpu
-from phalanx.plan.passage import GIB, Loss
-from phalanx.plan.profile import Attention
-from phalanx.plan.setup import Setup
-from phalanx.recipe.checks import divisors
+from phalanx.plan.footprint import MemoryEstimate, estimate_memory, is_cpu
+from phalanx.plan.passage import BYTES_PER_GIB, LossMode
+from phalanx.plan.profile import AttentionOp
+from phalanx.plan.setup import Scenario
+from phalanx.recipe.checks import list_divisors
 
-Verdict = Literal["yes", "probably", "hardly", "no"]
-MOST_DEVICES = 1024
+FitVerdict = Literal["yes", "probably", "hardly", "no"]
+MAX_DEVICE_FACTOR = 1024
 """How many times as many devices are thought of at most."""
-WORDS = {
+MEMORY_LABELS = {
     "parameters": "weights",
     "gradients": "gradients",
-    "optimizer": "the optimizer's state",
+    "optimizer_state": "the optimizer's state",
     "activations": "activations",
     "temporaries": "what comes and goes in backward",
-    "buffers": "buffers of communication and of checkpoints",
+    "comm_buffers": "buffers of communication and of checkpoints",
     "fragmentation": "fragmentation",
-    "fixed": "the device's context",
+    "context": "the device's context",
 }
 
 
 @dataclass(frozen=True)
-class How:
-    """How a run is trained, beside its setup; as the keywords of `footprint`."""
+class TrainingOptions:
+    """How a run is trained, beside its setup; as the keywords of `estimate_memory`."""
 
     optimizer: str = "adamw"
-    state: str = "fp32"
+    state_dtype: str = "fp32"
     offload: bool = False
-    loss: Loss = "whole"
+    loss_mode: LossMode = "whole"
     momentum: float = 0.9
 
-    def footprint(self, setup: Setup) -> Footprint:
+    def estimate_memory(self, scenario: Scenario) -> MemoryEstimate:
         """Of a setup trained so."""
-        return footprint(setup, **vars(self))
+        return estimate_memory(scenario, **vars(self))
 
 
 @dataclass(frozen=True)
-class Change:
+class RecipeChange:
     """Overrides of a recipe, and the memory that it needs then."""
 
     overrides: str
-    needed: Footprint
+    memory: MemoryEstimate
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A run in `capacity` bytes of a device."""
+class MemoryFit:
+    """A run in `capacity_bytes` bytes of a device."""
 
-    capacity: float
-    needed: Footprint
-    changes: tuple[Change, ...] = ()
+    capacity_bytes: float
+    memory: MemoryEstimate
+    sufficient_changes: tuple[RecipeChange, ...] = ()
     """Each of which alone would make it fit, what costs least first; none where it fits."""
-    together: Change | None = None
+    combined_change: RecipeChange | None = None
     """All that saves memory at once, on as few devices as it takes, where no single change is enough."""
 
     @property
-    def missing(self) -> float:
+    def missing_bytes(self) -> float:
         """Bytes that the prediction is above the capacity; negative: that are left."""
-        return self.needed.total - self.capacity
+        return self.memory.total - self.capacity_bytes
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> FitVerdict:
         """Whether it fits, as sure as the prediction is."""
-        low, high = self.needed.between()
-        if high <= self.capacity:
+        low, high = self.memory.interval()
+        if high <= self.capacity_bytes:
             return "yes"
-        if self.missing <= 0:
+        if self.missing_bytes <= 0:
             return "probably"
-        return "hardly" if low <= self.capacity else "no"
+        return "hardly" if low <= self.capacity_bytes else "no"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """All of it in a few sentences, in GiB."""
-        low, high = self.needed.between()
-        needs = f"needs {_gib(self.needed.total)} GiB ({_gib(low)} to {_gib(high)}) of a device that has "
-        needs += _gib(self.capacity)
-        if self.missing <= 0:
-            return f"{needs}: {_gib(-self.missing)} are left"
-        parts = sorted(((getattr(self.needed, name), word) for name, word in WORDS.items()), reverse=True)
-        largest = ", ".join(f"{word} {_gib(size)}" for size, word in parts[:3])
-        told = f"{needs}, {_gib(self.missing)} too many; most are {largest}. "
-        if self.changes:
-            return told + "Would fit: " + ", or ".join(_told(each) for each in self.changes)
-        if self.together is None:
-            return told + "Use a smaller model or sequence"
-        enough = self.together.needed.total <= self.capacity
-        what = "together would fit" if enough else "not even together would fit"
-        return f"{told}No single change is enough; {what}: {_told(self.together)}"
+        low, high = self.memory.interval()
+        usage = f"needs {_format_gib(self.memory.total)} GiB ({_format_gib(low)} to {_format_gib(high)}) of a device that has "
+        usage += _format_gib(self.capacity_bytes)
+        if self.missing_bytes <= 0:
+            return f"{usage}: {_format_gib(-self.missing_bytes)} are left"
+        largest_parts = sorted(
+            ((getattr(self.memory, name), word) for name, word in MEMORY_LABELS.items()), reverse=True
+        )
+        largest = ", ".join(f"{word} {_format_gib(size)}" for size, word in largest_parts[:3])
+        description = f"{usage}, {_format_gib(self.missing_bytes)} too many; most are {largest}. "
+        if self.sufficient_changes:
+            return description + "Would fit: " + ", or ".join(_format_change(each) for each in self.sufficient_changes)
+        if self.combined_change is None:
+            return description + "Use a smaller model or sequence"
+        is_enough = self.combined_change.memory.total <= self.capacity_bytes
+        outcome = "together would fit" if is_enough else "not even together would fit"
+        return f"{description}No single change is enough; {outcome}: {_format_change(self.combined_change)}"
 
 
-def what_would_fit(
-    setup: Setup,
+def suggest_memory_changes(
+    scenario: Scenario,
     *,
     optimizer: str = "adamw",
-    state: str = "fp32",
+    state_dtype: str = "fp32",
     offload: bool = False,
-    loss: Loss = "whole",
+    loss_mode: LossMode = "whole",
     momentum: float = 0.9,
     capacity: float | None = None,
-) -> Fit:
-    """Whether a run fits into `capacity` bytes (those of the cluster's device), and else what would help. The other
-    arguments are those of `footprint`."""
-    how = How(optimizer, state, offload, loss, momentum)
-    room = setup.cluster.node.accelerator.memory_gib * GIB if capacity is None else capacity
-    needed = how.footprint(setup)
-    if needed.total <= room:
-        return Fit(room, needed)
-    found = []
-    for kind in (_losses, _micros, _recomputed, _states, _sharded, _tensors, _pipelines, _offloaded, _devices):
-        for overrides, changed, trained in kind(setup, how):
-            if (then := trained.footprint(changed)).total <= room:
-                found.append(Change(overrides, then))
+) -> MemoryFit:
+    """Whether a run fits into `capacity_bytes` bytes (those of the cluster's device), and else what would help. The other
+    arguments are those of `estimate_memory`."""
+    options = TrainingOptions(optimizer, state_dtype, offload, loss_mode, momentum)
+    capacity_bytes = scenario.cluster.node.accelerator.memory_gib * BYTES_PER_GIB if capacity is None else capacity
+    memory = options.estimate_memory(scenario)
+    if memory.total <= capacity_bytes:
+        return MemoryFit(capacity_bytes, memory)
+    sufficient_changes = []
+    for propose in (
+        _try_chunked_loss,
+        _try_smaller_micro_batches,
+        _try_checkpointing,
+        _try_state_dtypes,
+        _try_sharding,
+        _try_tensor_parallel,
+        _try_pipeline_parallel,
+        _try_offload,
+        _try_more_devices,
+    ):
+        for overrides, changed_scenario, changed_options in propose(scenario, options):
+            if (changed_memory := changed_options.estimate_memory(changed_scenario)).total <= capacity_bytes:
+                sufficient_changes.append(RecipeChange(overrides, changed_memory))
                 break
-    return Fit(room, needed, tuple(found), None if found else _together(setup, how, room))
+    return MemoryFit(
+        capacity_bytes,
+        memory,
+        tuple(sufficient_changes),
+        None if sufficient_changes else _combine_changes(scenario, options, capacity_bytes),
+    )
 
 
 # --- kinds of changes, each from the mildest on -----------------------------------------------------------------------
 
-Candidates = Iterator[tuple[str, Setup, How]]
+ChangeCandidates = Iterator[tuple[str, Scenario, TrainingOptions]]
 
 
-def _losses(setup: Setup, how: How) -> Candidates:
-    if how.loss != "chunked" and setup.profile.tokens > 1:
-        yield "memory.chunked_loss=true", setup, replace(how, loss="chunked")
+def _try_chunked_loss(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    if options.loss_mode != "chunked" and scenario.profile.units_per_sample > 1:
+        yield "memory.chunked_loss=true", scenario, replace(options, loss_mode="chunked")
 
 
-def _micros(setup: Setup, how: How) -> Candidates:
-    for size in divisors(setup.micro)[::-1]:
-        if size < setup.micro:
-            yield f"batch.micro_size={size}", replace(setup, micro=size), how
+def _try_smaller_micro_batches(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    for micro_size in list_divisors(scenario.micro_size)[::-1]:
+        if micro_size < scenario.micro_size:
+            yield f"batch.micro_size={micro_size}", replace(scenario, micro_size=micro_size), options
 
 
-def _recomputed(setup: Setup, how: How) -> Candidates:
-    ways = ("none", "selective", "full")
-    now = 0 if setup.recompute == "attention" else ways.index(setup.recompute)
-    for way in ways[now + 1 :]:
-        yield f"memory.activation_checkpointing={way}", replace(setup, recompute=way), how
+def _try_checkpointing(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    modes = ("none", "selective", "full")
+    current = 0 if scenario.checkpointing == "attention" else modes.index(scenario.checkpointing)
+    for mode in modes[current + 1 :]:
+        yield f"memory.activation_checkpointing={mode}", replace(scenario, checkpointing=mode), options
 
 
-def _states(setup: Setup, how: How) -> Candidates:
+def _try_state_dtypes(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
     formats = ("fp32", "bf16", "int8")
-    if how.optimizer == "adamw" and not how.offload:
-        for state in formats[formats.index(how.state) + 1 :]:
-            yield f"optimizer.state_dtype={state}", setup, replace(how, state=state)
+    if options.optimizer == "adamw" and not options.offload:
+        for dtype in formats[formats.index(options.state_dtype) + 1 :]:
+            yield f"optimizer.state_dtype={dtype}", scenario, replace(options, state_dtype=dtype)
 
 
-def _sharded(setup: Setup, how: How) -> Candidates:
-    now = setup.layout.shard if setup.zero == 3 else 1
-    for ranks in divisors(setup.parts):
-        if ranks > now:
-            yield _shard(setup, ranks, setup.parts // ranks), _with(setup, ranks, setup.parts // ranks), how
+def _try_sharding(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    current_shard = scenario.parallelism.shard if scenario.zero_level == 3 else 1
+    for ranks in list_divisors(scenario.data_parallel):
+        if ranks > current_shard:
+            yield (
+                _format_sharding(scenario, ranks, scenario.data_parallel // ranks),
+                _with_sharding(scenario, ranks, scenario.data_parallel // ranks),
+                options,
+            )
 
 
-def _tensors(setup: Setup, how: How) -> Candidates:
-    heads = [op.kv_heads for each in setup.profile.segments for op in each.operations if isinstance(op, Attention)]
-    for ranks, changed in _taken_from_replicas(setup, "tensor"):
-        if heads and ranks <= setup.cluster.domain and all(count % ranks == 0 for count in heads):
-            yield f"parallelism.tensor={ranks} {_left(changed)}", changed, how
+def _try_tensor_parallel(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    kv_heads = [op.num_kv_heads for each in scenario.profile.segments for op in each.ops if isinstance(op, AttentionOp)]
+    for ranks, changed in _double_from_replicas(scenario, "tensor"):
+        if kv_heads and ranks <= scenario.cluster.domain and all(count % ranks == 0 for count in kv_heads):
+            yield f"parallelism.tensor={ranks} {_format_data_parallel(changed)}", changed, options
 
 
-def _pipelines(setup: Setup, how: How) -> Candidates:
-    for ranks, changed in _taken_from_replicas(setup, "pipeline"):
-        if ranks <= setup.profile.blocks and changed.micros >= ranks:
-            yield f"parallelism.pipeline={ranks} {_left(changed)}", changed, how
+def _try_pipeline_parallel(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    for ranks, changed in _double_from_replicas(scenario, "pipeline"):
+        if ranks <= scenario.profile.num_blocks and changed.num_micro_batches >= ranks:
+            yield f"parallelism.pipeline={ranks} {_format_data_parallel(changed)}", changed, options
 
 
-def _offloaded(setup: Setup, how: How) -> Candidates:
-    if not how.offload and how.optimizer in ("adamw", "sgd") and not is_cpu(setup.cluster.node.accelerator):
-        yield "optimizer.offload=true", setup, replace(how, offload=True)
+def _try_offload(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    if not options.offload and options.optimizer in ("adamw", "sgd") and not is_cpu(scenario.cluster.node.accelerator):
+        yield "optimizer.offload=true", scenario, replace(options, offload=True)
 
 
-def _devices(setup: Setup, how: How) -> Candidates:
+def _try_more_devices(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
     """Shards on more devices, of which each has its part of the same batch."""
-    times = 2
-    while times <= MOST_DEVICES and setup.batch % (setup.parts * times * setup.micro) == 0:
-        ranks = setup.parts * times
-        cluster = setup.cluster.model_copy(update={"nodes": setup.cluster.nodes * times})
-        changed = _with(replace(setup, cluster=cluster), ranks, 1)
-        yield f"{changed.layout.world} devices with {_shard(setup, ranks, 1)}", changed, how
-        times *= 2
+    factor = 2
+    while (
+        factor <= MAX_DEVICE_FACTOR
+        and scenario.global_batch % (scenario.data_parallel * factor * scenario.micro_size) == 0
+    ):
+        ranks = scenario.data_parallel * factor
+        cluster = scenario.cluster.model_copy(update={"nodes": scenario.cluster.nodes * factor})
+        changed = _with_sharding(replace(scenario, cluster=cluster), ranks, 1)
+        yield f"{changed.parallelism.world} devices with {_format_sharding(scenario, ranks, 1)}", changed, options
+        factor *= 2
 
 
-def _together(setup: Setup, how: How, room: float) -> Change:
+def _combine_changes(scenario: Scenario, options: TrainingOptions, capacity_bytes: float) -> RecipeChange:
     """Everything at once, without tensor or pipeline ranks; on more devices if it takes them and they are enough."""
-    overrides, changed, trained = [], setup, how
-    for kind in (_losses, _micros, _recomputed, _sharded, _offloaded):
-        for override, changed_so, trained_so in list(kind(changed, trained))[-1:]:
+    overrides, changed_scenario, changed_options = [], scenario, options
+    for propose in (_try_chunked_loss, _try_smaller_micro_batches, _try_checkpointing, _try_sharding, _try_offload):
+        for override, next_scenario, next_options in list(propose(changed_scenario, changed_options))[-1:]:
             overrides.append(override)
-            changed, trained = changed_so, trained_so
-    here = Change(" ".join(overrides), trained.footprint(changed))
-    if here.needed.total > room:
-        for override, changed_so, _ in _devices(changed, trained):
-            if (then := trained.footprint(changed_so)).total <= room:
-                return Change(f"{override} {here.overrides}".strip(), then)
-    return here
+            changed_scenario, changed_options = next_scenario, next_options
+    change = RecipeChange(" ".join(overrides), changed_options.estimate_memory(changed_scenario))
+    if change.memory.total > capacity_bytes:
+        for override, next_scenario, _ in _try_more_devices(changed_scenario, changed_options):
+            if (memory := changed_options.estimate_memory(next_scenario)).total <= capacity_bytes:
+                return RecipeChange(f"{override} {change.overrides}".strip(), memory)
+    return change
 
 
-def _taken_from_replicas(setup: Setup, dimension: str) -> Iterator[tuple[int, Setup]]:
+def _double_from_replicas(scenario: Scenario, dimension: str) -> Iterator[tuple[int, Scenario]]:
     """Twice as many ranks in a dimension, and so on, on the same devices: what divides the batch gets fewer."""
-    layout = setup.layout
-    ranks, replicate, shard = getattr(layout, dimension), layout.replicate, layout.shard
+    parallelism = scenario.parallelism
+    ranks, replicate, shard = getattr(parallelism, dimension), parallelism.replicate, parallelism.shard
     while replicate % 2 == 0 or shard % 2 == 0:
         replicate, shard = (replicate // 2, shard) if replicate % 2 == 0 else (replicate, shard // 2)
         ranks *= 2
         update = {dimension: ranks, "replicate": replicate, "shard": shard}
-        if layout.expert > shard * layout.context or (dimension == "pipeline" and layout.layers_per_stage):
+        if parallelism.expert > shard * parallelism.context or (
+            dimension == "pipeline" and parallelism.layers_per_stage
+        ):
             return
-        yield ranks, replace(setup, layout=layout.model_copy(update=update))
+        yield ranks, replace(scenario, parallelism=parallelism.model_copy(update=update))
 
 
-def _with(setup: Setup, shard: int, replicate: int) -> Setup:
-    layout = setup.layout.model_copy(update={"shard": shard, "replicate": replicate})
-    return replace(setup, layout=layout, zero=3)
+def _with_sharding(scenario: Scenario, shard: int, replicate: int) -> Scenario:
+    parallelism = scenario.parallelism.model_copy(update={"shard": shard, "replicate": replicate})
+    return replace(scenario, parallelism=parallelism, zero_level=3)
 
 
-def _shard(setup: Setup, shard: int, replicate: int) -> str:
-    same = replicate == setup.layout.replicate
+def _format_sharding(scenario: Scenario, shard: int, replicate: int) -> str:
+    same = replicate == scenario.parallelism.replicate
     return f"parallelism.shard={shard}" + ("" if same else f" parallelism.replicate={replicate}")
 
 
-def _left(setup: Setup) -> str:
-    layout = setup.layout
-    return f"parallelism.replicate={layout.replicate} parallelism.shard={layout.shard}"
+def _format_data_parallel(scenario: Scenario) -> str:
+    parallelism = scenario.parallelism
+    return f"parallelism.replicate={parallelism.replicate} parallelism.shard={parallelism.shard}"
 
 
-def _told(change: Change) -> str:
-    return f"{change.overrides} ({_gib(change.needed.total)} GiB)"
+def _format_change(change: RecipeChange) -> str:
+    return f"{change.overrides} ({_format_gib(change.memory.total)} GiB)"
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
+def _format_gib(size: float) -> str:
+    return f"{size / BYTES_PER_GIB:.1f}"

@@ -14,69 +14,79 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.cluster.description import Accelerator
-from phalanx.plan.holdings import LEAST, Elements, Held, Keeping, elements, held, keeping
-from phalanx.plan.passage import GIB, Loss, Passage, passage
-from phalanx.plan.pipeline import Kind, Schedule, order
-from phalanx.plan.setup import Setup
-from phalanx.plan.step import Chunk, chunks
+from phalanx.cluster.description import AcceleratorSpec
+from phalanx.plan.holdings import (
+    NO_OPTIMIZER_STATE,
+    OptimizerState,
+    ParameterCounts,
+    StateBytes,
+    count_parameters,
+    optimizer_state_of,
+    state_bytes_of,
+)
+from phalanx.plan.passage import BYTES_PER_GIB, LossMode, StageActivations, estimate_stage_activations
+from phalanx.plan.pipeline import PipelineOpKind, PipelineSchedule, rank_schedule
+from phalanx.plan.setup import Scenario
+from phalanx.plan.step import StageSegments, split_into_stages
 
-Reading = Literal["allocated", "reserved", "total"]
-CONTEXT = 0.6 * GIB
+MemoryCounter = Literal["allocated", "reserved", "total"]
+GPU_CONTEXT_BYTES = 0.6 * BYTES_PER_GIB
 """Of a GPU's driver context with torch's kernels, loaded when they are needed."""
-COMMUNICATOR = 0.3 * GIB
+NCCL_COMMUNICATOR_BYTES = 0.3 * BYTES_PER_GIB
 """Of NCCL for each group of ranks that a device talks in."""
-PROCESS = 0.3 * GIB
+CPU_PROCESS_BYTES = 0.3 * BYTES_PER_GIB
 """Of a Python process with torch, on a CPU: measured, torch 2.11, resident after the first backward."""
-FRAGMENTED = 0.03
+FRAGMENTATION_SHARE = 0.03
 """What torch's allocator reserves beyond what is allocated at the peak, as a share, where its segments can grow."""
-UNSURE = (0.02, 0.25, 0.5)
+RELATIVE_UNCERTAINTY = (0.02, 0.25, 0.5)
 """By what share the training state; activations and temporaries; and all the rest may be off. Of the 264 measured runs
 that tests/unit/plan/memory_rows.py reads nineteen of twenty are within."""
 
 
 @dataclass(frozen=True)
-class Outside:
+class NonTensorMemory:
     """What a stack needs that no tensor of the model shows: fragmentation as a share of what is allocated, bytes of the
     context, and bytes of buckets in which gradients and weights travel."""
 
-    fragmented: float = FRAGMENTED
-    context: float = CONTEXT
-    buckets: float = 0.0
+    fragmentation_share: float = FRAGMENTATION_SHARE
+    context_bytes: float = GPU_CONTEXT_BYTES
+    bucket_bytes: float = 0.0
 
 
-OUTSIDE = {"megatron-2021": Outside(fragmented=0.08, context=1573 * 2.0**20, buckets=2 * 2 * 5e8)}
+OVERHEAD_BY_STACK = {
+    "megatron-2021": NonTensorMemory(fragmentation_share=0.08, context_bytes=1573 * 2.0**20, bucket_bytes=2 * 2 * 5e8)
+}
 """Stacks from before segments could grow and kernels were loaded one by one: all of them took 1573 MiB on an A100
 (measured with nvidia-smi; BLOOM, chronicles-prequel). DeepSpeed's two buckets have 5e8 elements of 16 bits each."""
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryEstimate:
     """Bytes on one device at the fullest moment of a step, by part."""
 
-    rank: int
+    pipeline_rank: int
     """Of the pipeline."""
     parameters: float
     gradients: float
-    optimizer: float
+    optimizer_state: float
     activations: float
     temporaries: float
     """What comes and goes: a block that is computed again, gradients of activations, logits, gathered weights."""
-    buffers: float
+    comm_buffers: float
     """Of communication; on a CPU of the checkpoint that is being written, which replicas share out."""
     fragmentation: float
-    fixed: float
+    context: float
     """The device's context; on a CPU the process."""
 
     @property
-    def state(self) -> float:
+    def persistent_state(self) -> float:
         """What is there all the time."""
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer_state
 
     @property
     def allocated(self) -> float:
         """What torch's `max_memory_allocated` says."""
-        return self.state + self.activations + self.temporaries
+        return self.persistent_state + self.activations + self.temporaries
 
     @property
     def reserved(self) -> float:
@@ -86,130 +96,166 @@ class Footprint:
     @property
     def total(self) -> float:
         """All of it, as `nvidia-smi` shows it."""
-        return self.reserved + self.buffers + self.fixed
+        return self.reserved + self.comm_buffers + self.context
 
-    def between(self, reading: Reading = "total") -> tuple[float, float]:
+    def interval(self, counter: MemoryCounter = "total") -> tuple[float, float]:
         """The lowest and the highest that a measurement may show: from how far the measured runs of
-        `UNSURE` were off."""
-        of_state, of_passing, of_rest = UNSURE
-        rest = {"allocated": 0.0, "reserved": self.fragmentation}.get(
-            reading, self.fragmentation + self.buffers + self.fixed
+        `RELATIVE_UNCERTAINTY` were off."""
+        state_error, activation_error, other_error = RELATIVE_UNCERTAINTY
+        other_bytes = {"allocated": 0.0, "reserved": self.fragmentation}.get(
+            counter, self.fragmentation + self.comm_buffers + self.context
         )
-        off = of_state * self.state + of_passing * (self.activations + self.temporaries) + of_rest * rest
-        middle = float(getattr(self, reading))
-        return middle - off, middle + off
+        error_bytes = (
+            state_error * self.persistent_state
+            + activation_error * (self.activations + self.temporaries)
+            + other_error * other_bytes
+        )
+        predicted_bytes = float(getattr(self, counter))
+        return predicted_bytes - error_bytes, predicted_bytes + error_bytes
 
 
-def footprint(
-    setup: Setup,
+def estimate_memory(
+    scenario: Scenario,
     *,
     optimizer: str = "adamw",
-    state: str = "fp32",
+    state_dtype: str = "fp32",
     offload: bool = False,
-    loss: Loss = "whole",
+    loss_mode: LossMode = "whole",
     momentum: float = 0.9,
-) -> Footprint:
-    """Of the pipeline rank that needs most. `optimizer`, its `momentum`, `state` (fp32, bf16, 8bit: of adamw's moments)
-    and `offload` (of the optimizer, to the host) as in a recipe; `loss`: whether logits exist in fp32 (whole), in 16
+) -> MemoryEstimate:
+    """Of the pipeline rank that needs most. `optimizer_state`, its `momentum`, `state` (fp32, bf16, 8bit: of adamw's moments)
+    and `offload` (of the optimizer, to the host) as in a recipe; `loss_mode`: whether logits exist in fp32 (whole), in 16
     bits alone (fused) or never all at once (chunked). KeyError: no such optimizer or state."""
-    found = footprints(setup, optimizer=optimizer, state=state, offload=offload, loss=loss, momentum=momentum)
-    return max(found, key=lambda each: each.total)
+    estimates = estimate_memory_by_rank(
+        scenario, optimizer=optimizer, state_dtype=state_dtype, offload=offload, loss_mode=loss_mode, momentum=momentum
+    )
+    return max(estimates, key=lambda each: each.total)
 
 
-def least_bytes(setup: Setup, kept: Keeping = LEAST) -> float:
+def lower_bound_bytes(scenario: Scenario, optimizer_state: OptimizerState = NO_OPTIMIZER_STATE) -> float:
     """Bytes that the same setup needs at least with any micro-batch, loss and way of recomputing: its footprint without
     activations and what comes and goes."""
-    of_model, pipeline = chunks(setup), setup.layout.pipeline
-    states = [_state(setup, rank, of_model[rank::pipeline], kept)[1] for rank in range(pipeline)]
-    return max(_made(setup, rank, state, 0.0, 0.0).total for rank, state in enumerate(states))
+    stages, num_ranks = split_into_stages(scenario), scenario.parallelism.pipeline
+    state_bytes = [
+        _persistent_state(scenario, rank, stages[rank::num_ranks], optimizer_state)[1] for rank in range(num_ranks)
+    ]
+    return max(_assemble_estimate(scenario, rank, state, 0.0, 0.0).total for rank, state in enumerate(state_bytes))
 
 
-def footprints(
-    setup: Setup,
+def estimate_memory_by_rank(
+    scenario: Scenario,
     *,
     optimizer: str = "adamw",
-    state: str = "fp32",
+    state_dtype: str = "fp32",
     offload: bool = False,
-    loss: Loss = "whole",
+    loss_mode: LossMode = "whole",
     momentum: float = 0.9,
-) -> list[Footprint]:
-    """Of each pipeline rank, in order; see `footprint`."""
-    if setup.stack.name == "phalanx" and loss == "whole":
-        if setup.layout.tensor > 1:
-            loss = "chunked"  # ranks that divide the vocabulary never have all logits
-        elif not is_cpu(setup.cluster.node.accelerator):
-            loss = "fused"  # one kernel from the logits to their gradient (train/ops/cross_entropy.py)
-    kept, of_model = keeping(optimizer, state, offload, momentum), chunks(setup)
-    pipeline = setup.layout.pipeline
-    return [_of_rank(setup, rank, of_model[rank::pipeline], kept, loss) for rank in range(pipeline)]
+) -> list[MemoryEstimate]:
+    """Of each pipeline rank, in order; see `estimate_memory`."""
+    if scenario.stack.name == "phalanx" and loss_mode == "whole":
+        if scenario.parallelism.tensor > 1:
+            loss_mode = "chunked"  # ranks that divide the vocabulary never have all logits
+        elif not is_cpu(scenario.cluster.node.accelerator):
+            loss_mode = "fused"  # one kernel from the logits to their gradient (train/ops/cross_entropy.py)
+    optimizer_state, stages = optimizer_state_of(optimizer, state_dtype, offload, momentum), split_into_stages(scenario)
+    pipeline = scenario.parallelism.pipeline
+    return [
+        _estimate_rank(scenario, rank, stages[rank::pipeline], optimizer_state, loss_mode) for rank in range(pipeline)
+    ]
 
 
-def _of_rank(setup: Setup, rank: int, mine: Sequence[Chunk], kept: Keeping, loss: Loss) -> Footprint:
-    parts, state = _state(setup, rank, mine, kept)
-    activations, temporaries = _fullest(setup, rank, [passage(setup, chunk, parts, loss) for chunk in mine])
-    return _made(setup, rank, state, activations, temporaries)
+def _estimate_rank(
+    scenario: Scenario,
+    rank: int,
+    rank_stages: Sequence[StageSegments],
+    optimizer_state: OptimizerState,
+    loss_mode: LossMode,
+) -> MemoryEstimate:
+    parameters, state_bytes = _persistent_state(scenario, rank, rank_stages, optimizer_state)
+    activations, temporaries = _find_peak(
+        scenario, rank, [estimate_stage_activations(scenario, chunk, parameters, loss_mode) for chunk in rank_stages]
+    )
+    return _assemble_estimate(scenario, rank, state_bytes, activations, temporaries)
 
 
-def _state(setup: Setup, rank: int, mine: Sequence[Chunk], kept: Keeping) -> tuple[Elements, Held]:
+def _persistent_state(
+    scenario: Scenario, rank: int, rank_stages: Sequence[StageSegments], optimizer_state: OptimizerState
+) -> tuple[ParameterCounts, StateBytes]:
     """Parameters of a rank, and the bytes of its training state."""
-    layout = setup.layout
-    parts = elements(setup, [pair for chunk in mine for pair in chunk.segments])
-    if 0 < rank == layout.pipeline - 1:  # a tied weight stands at both ends
-        parts = replace(parts, dense=parts.dense + setup.profile.tied / layout.tensor)
-    return parts, held(setup, parts, kept)
+    parallelism = scenario.parallelism
+    parameters = count_parameters(scenario, [pair for chunk in rank_stages for pair in chunk.segments])
+    if 0 < rank == parallelism.pipeline - 1:  # a tied weight stands at both ends
+        parameters = replace(
+            parameters, dense_count=parameters.dense_count + scenario.profile.tied_elements / parallelism.tensor
+        )
+    return parameters, state_bytes_of(scenario, parameters, optimizer_state)
 
 
-def _made(setup: Setup, rank: int, state: Held, activations: float, temporaries: float) -> Footprint:
-    layout = setup.layout
-    allocated = state.parameters + state.gradients + state.optimizer + activations + temporaries
-    around = OUTSIDE.get(setup.stack.name, Outside())
-    on_cpu = is_cpu(setup.cluster.node.accelerator)
-    groups = sum(size > 1 for size in (setup.parts, layout.tensor, layout.pipeline, layout.context, layout.expert))
-    saved = (state.parameters + state.optimizer) / layout.replicate
-    return Footprint(
-        rank=rank,
-        parameters=state.parameters,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
+def _assemble_estimate(
+    scenario: Scenario, rank: int, state_bytes: StateBytes, activations: float, temporaries: float
+) -> MemoryEstimate:
+    parallelism = scenario.parallelism
+    allocated = state_bytes.parameters + state_bytes.gradients + state_bytes.optimizer_state + activations + temporaries
+    overhead = OVERHEAD_BY_STACK.get(scenario.stack.name, NonTensorMemory())
+    on_cpu = is_cpu(scenario.cluster.node.accelerator)
+    num_communicators = sum(
+        size > 1
+        for size in (
+            scenario.data_parallel,
+            parallelism.tensor,
+            parallelism.pipeline,
+            parallelism.context,
+            parallelism.expert,
+        )
+    )
+    saved = (state_bytes.parameters + state_bytes.optimizer_state) / parallelism.replicate
+    return MemoryEstimate(
+        pipeline_rank=rank,
+        parameters=state_bytes.parameters,
+        gradients=state_bytes.gradients,
+        optimizer_state=state_bytes.optimizer_state,
         activations=activations,
         temporaries=temporaries,
-        buffers=saved
+        comm_buffers=saved
         if on_cpu
-        else COMMUNICATOR * groups + (around.buckets if setup.zero and setup.parts > 1 else 0.0),
-        fragmentation=around.fragmented * allocated,
-        fixed=PROCESS if on_cpu else around.context,
+        else NCCL_COMMUNICATOR_BYTES * num_communicators
+        + (overhead.bucket_bytes if scenario.zero_level and scenario.data_parallel > 1 else 0.0),
+        fragmentation=overhead.fragmentation_share * allocated,
+        context=CPU_PROCESS_BYTES if on_cpu else overhead.context_bytes,
     )
 
 
-def is_cpu(device: Accelerator) -> bool:
+def is_cpu(accelerator: AcceleratorSpec) -> bool:
     """Whether a device is a host's own processor, whose memory is the host's."""
-    return device.generation == "cpu" or "CPU" in device.name
+    return accelerator.generation == "cpu" or "CPU" in accelerator.name
 
 
-def _fullest(setup: Setup, rank: int, passages: Sequence[Passage]) -> tuple[float, float]:
+def _find_peak(scenario: Scenario, rank: int, stages: Sequence[StageActivations]) -> tuple[float, float]:
     """Bytes that are held for backward, and that come and go, at the fullest moment of a rank: its work in order, and
     each moment of every backward."""
-    now, held_then, passing_then = 0.0, 0.0, 0.0
-    for kind, chunk, ends in _course(setup, rank):
-        through = passages[chunk]
+    live_bytes, peak_saved, peak_transient = 0.0, 0.0, 0.0
+    for kind, chunk, releases in _schedule_of_rank(scenario, rank):
+        stage = stages[chunk]
         if kind == "F":
-            now += through.held
+            live_bytes += stage.saved_bytes
         elif kind == "B":
-            for moment in through.moments:
-                if now - moment.let_go + moment.passing > held_then + passing_then:
-                    held_then, passing_then = now - moment.let_go, moment.passing
-        if ends:
-            now -= through.held
-    return held_then, passing_then
+            for point in stage.backward_points:
+                if live_bytes - point.released_bytes + point.transient_bytes > peak_saved + peak_transient:
+                    peak_saved, peak_transient = live_bytes - point.released_bytes, point.transient_bytes
+        if releases:
+            live_bytes -= stage.saved_bytes
+    return peak_saved, peak_transient
 
 
-def _course(setup: Setup, rank: int) -> Iterator[tuple[Kind, int, bool]]:
+def _schedule_of_rank(scenario: Scenario, rank: int) -> Iterator[tuple[PipelineOpKind, int, bool]]:
     """What a rank does, as (kind, chunk, whether it is the last that needs what forward kept). Twice as many
     micro-batches as ranks fill a pipeline, more hold no more; fewer are what is left of a full one."""
-    ranks, micros = setup.layout.pipeline, setup.micros
-    schedule: Schedule = "interleaved" if setup.chunks > 1 else setup.layout.pipeline_schedule
-    last = "W" if schedule == "zero-bubble" else "B"
-    enough = micros if schedule == "gpipe" else 2 * ranks
-    for kind, chunk, micro in order(schedule, rank, ranks, setup.chunks, enough):
-        if micro < micros:
-            yield kind, chunk, kind == last
+    ranks, num_micro_batches = scenario.parallelism.pipeline, scenario.num_micro_batches
+    schedule: PipelineSchedule = (
+        "interleaved" if scenario.virtual_stages > 1 else scenario.parallelism.pipeline_schedule
+    )
+    releasing_kind = "W" if schedule == "zero-bubble" else "B"
+    num_simulated = num_micro_batches if schedule == "gpipe" else 2 * ranks
+    for kind, chunk, micro in rank_schedule(schedule, rank, ranks, scenario.virtual_stages, num_simulated):
+        if micro < num_micro_batches:
+            yield kind, chunk, kind == releasing_kind

@@ -12,144 +12,159 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.plan.profile import Segment
-from phalanx.plan.setup import Setup
-from phalanx.plan.work import Array
+from phalanx.plan.profile import ModelSegment
+from phalanx.plan.setup import Scenario
+from phalanx.plan.work import ArrayLike
 
-CAST = ("phalanx", "torch", "xla")
+FP32_WEIGHT_STACKS = ("phalanx", "torch", "xla")
 """Stacks whose weights are held in fp32 and cast when they are used; others hold 16 bits and an fp32 copy."""
-LOW = ("bf16", "fp16", "fp8", "fp4")
+HALF_OR_LOWER_PRECISIONS = ("bf16", "fp16", "fp8", "fp4")
 """Precisions whose products read weights in 16 bits or fewer."""
-BOTH = ("megatron-2021",)
+DOUBLE_GRADIENT_STACKS = ("megatron-2021",)
 """Stacks whose bf16 gradients stay beside the fp32 ones (DeepSpeed's BF16 optimizer as BLOOM was trained with)."""
-MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "muon": 1}
+MOMENTS_BY_OPTIMIZER = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "muon": 1}
 """Numbers that an optimizer keeps for each parameter. (muon's vectors have two, but they are few.)"""
-STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.03}
+BYTES_PER_MOMENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1.03}
 """Of each of them. 8 bits come with a scale for each block (Dettmers et al. 2022): 4 bytes for 128."""
 
 
 @dataclass(frozen=True)
-class Elements:
+class ParameterCounts:
     """Parameters of a part of a model on one rank, before data-parallel ranks divide them."""
 
-    dense: float = 0.0
-    expert: float = 0.0
-    frozen: float = 0.0
+    dense_count: float = 0.0
+    expert_count: float = 0.0
+    frozen_share: float = 0.0
     """Of both, those that are not trained, as a share."""
-    largest: float = 0.0
+    largest_weight: float = 0.0
     """Of a single weight."""
 
     @property
     def count(self) -> float:
         """All of them."""
-        return self.dense + self.expert
+        return self.dense_count + self.expert_count
 
 
 @dataclass(frozen=True)
-class Held:
+class StateBytes:
     """Bytes on one device for the whole of a step."""
 
     parameters: float
     gradients: float
-    optimizer: float
+    optimizer_state: float
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """How an optimizer keeps its state: `moments` bytes for each parameter; `offload`: in the host's memory."""
+class OptimizerState:
+    """How an optimizer keeps its state: `moments` bytes for each parameter; `offloaded`: in the host's memory."""
 
-    moments: float
-    offload: bool
+    bytes_per_parameter: float
+    offloaded: bool
 
 
-LEAST = Keeping(0.0, True)
+NO_OPTIMIZER_STATE = OptimizerState(0.0, True)
 """Of all optimizers the one that keeps least."""
 
 
-def keeping(optimizer: str, state: str, offload: bool, momentum: float = 0.9) -> Keeping:
+def optimizer_state_of(optimizer: str, state_dtype: str, offload: bool, momentum: float = 0.9) -> OptimizerState:
     """By the names of a recipe. KeyError: there is no optimizer or format of that name."""
-    kept = STATE_BYTES[state] if optimizer == "adamw" else STATE_BYTES["fp32"]
+    bytes_per_moment = BYTES_PER_MOMENT[state_dtype] if optimizer == "adamw" else BYTES_PER_MOMENT["fp32"]
     # lars and muon have their buffer at momentum 0, too
-    moments = 0 if optimizer == "sgd" and not momentum else MOMENTS[optimizer]
-    return Keeping(moments * kept, offload)
+    num_moments = 0 if optimizer == "sgd" and not momentum else MOMENTS_BY_OPTIMIZER[optimizer]
+    return OptimizerState(num_moments * bytes_per_moment, offload)
 
 
-def elements(setup: Setup, segments: Iterable[tuple[Segment, int]]) -> Elements:
+def count_parameters(scenario: Scenario, segments: Iterable[tuple[ModelSegment, int]]) -> ParameterCounts:
     """Parameters of segments, each so often, on one rank."""
-    layout = setup.layout
-    dense = expert = frozen = largest = 0.0
+    parallelism = scenario.parallelism
+    dense_count = expert_count = frozen_count = largest_weight = 0.0
     for segment, count in segments:
         weights = segment.weights
-        of_dense = weights.divided / layout.tensor + weights.whole
-        of_expert = weights.expert / layout.expert
-        dense += count * of_dense
-        expert += count * of_expert
-        largest = max(largest, weights.largest / (layout.expert if weights.expert else layout.tensor))
+        dense_per_rank = weights.tp_sharded / parallelism.tensor + weights.replicated
+        expert_per_rank = weights.expert / parallelism.expert
+        dense_count += count * dense_per_rank
+        expert_count += count * expert_per_rank
+        largest_weight = max(
+            largest_weight, weights.largest_weight / (parallelism.expert if weights.expert else parallelism.tensor)
+        )
         if weights.count:
-            frozen += count * (of_dense + of_expert) * weights.frozen / weights.count
-    return Elements(dense, expert, frozen / (dense + expert) if dense + expert else 0.0, largest)
-
-
-def held(setup: Setup, parts: Elements, kept: Keeping) -> Held:
-    """Bytes of the training state on one rank that has these parameters."""
-    low, fp16 = setup.precision in LOW, setup.precision == "fp16"
-    cast = setup.zero == 3 or setup.stack.name in CAST or not low
-    weight = 4.0 if cast else 2.0
-    gradient = 4.0 if cast else (2.0 if fp16 else float(setup.stack.gradient_bytes))
-    if setup.precision == "bf16" and not cast and setup.stack.name in BOTH:
-        gradient += 2.0
-    master = 0.0 if cast else 4.0
-    copied = 4.0 if fp16 and not cast else 0.0
-    # An optimizer that updates in the host's memory has its fp32 weights there, if those of the device are copies.
-    state = 0.0 if kept.offload else master + copied + kept.moments
-    of_optimizer, of_gradients, of_weights = (divided(setup, parts, level) for level in (1, 2, 3))
-    trained = 1.0 - parts.frozen
-    return Held(
-        parameters=weight * of_weights,
-        gradients=(gradient + setup.wire.memory * (setup.layout.replicate > 1 or not setup.wire.hides))
-        * of_gradients
-        * trained,
-        optimizer=state * of_optimizer * trained,
+            frozen_count += count * (dense_per_rank + expert_per_rank) * weights.frozen_count / weights.count
+    return ParameterCounts(
+        dense_count,
+        expert_count,
+        frozen_count / (dense_count + expert_count) if dense_count + expert_count else 0.0,
+        largest_weight,
     )
 
 
-def divided(setup: Setup, parts: Elements, level: int) -> float:
-    """Parameters of which one rank holds what ZeRO divides from `level` on: 1 the optimizer's state, 2 gradients, too,
+def state_bytes_of(scenario: Scenario, parameters: ParameterCounts, optimizer_state: OptimizerState) -> StateBytes:
+    """Bytes of the training state on one rank that has these parameters."""
+    half_precision, fp16 = scenario.precision in HALF_OR_LOWER_PRECISIONS, scenario.precision == "fp16"
+    fp32_weights = scenario.zero_level == 3 or scenario.stack.name in FP32_WEIGHT_STACKS or not half_precision
+    weight_bytes = 4.0 if fp32_weights else 2.0
+    gradient_bytes = 4.0 if fp32_weights else (2.0 if fp16 else float(scenario.stack.gradient_bytes))
+    if scenario.precision == "bf16" and not fp32_weights and scenario.stack.name in DOUBLE_GRADIENT_STACKS:
+        gradient_bytes += 2.0
+    master_bytes = 0.0 if fp32_weights else 4.0
+    fp32_grad_copy_bytes = 4.0 if fp16 and not fp32_weights else 0.0
+    # An optimizer that updates in the host's memory has its fp32 weights there, if those of the device are copies.
+    state_bytes = (
+        0.0 if optimizer_state.offloaded else master_bytes + fp32_grad_copy_bytes + optimizer_state.bytes_per_parameter
+    )
+    optimizer_count, gradient_count, weight_count = (sharded_count(scenario, parameters, level) for level in (1, 2, 3))
+    trained_share = 1.0 - parameters.frozen_share
+    return StateBytes(
+        parameters=weight_bytes * weight_count,
+        gradients=(
+            gradient_bytes
+            + scenario.transport.extra_bytes_per_element
+            * (scenario.parallelism.replicate > 1 or not scenario.transport.overlaps_backward)
+        )
+        * gradient_count
+        * trained_share,
+        optimizer_state=state_bytes * optimizer_count * trained_share,
+    )
+
+
+def sharded_count(scenario: Scenario, parameters: ParameterCounts, zero_level: int) -> float:
+    """Parameters of which one rank holds what ZeRO divides from `zero_level` on: 1 the optimizer's state, 2 gradients, too,
     3 weights, too."""
-    if setup.zero < level:
-        return parts.count
-    layout = setup.layout
+    if scenario.zero_level < zero_level:
+        return parameters.count
+    parallelism = scenario.parallelism
     # Copies of a sharded model (hybrid sharding) divide nothing among each other.
-    ranks = layout.context * (layout.shard if setup.zero == 3 else setup.parts)
-    return float(among(parts.dense, parts.expert, ranks, layout.expert))
+    num_ranks = parallelism.context * (parallelism.shard if scenario.zero_level == 3 else scenario.data_parallel)
+    return float(shard_elements(parameters.dense_count, parameters.expert_count, num_ranks, parallelism.expert))
 
 
-def among(dense: Array, expert: Array, ranks: Array, of_experts: Array) -> Array:
-    """Elements on each of `ranks` that divide those of one: an expert is where its rank of expert parallelism is, so
+def shard_elements(dense: ArrayLike, expert: ArrayLike, num_ranks: ArrayLike, expert_parallel: ArrayLike) -> ArrayLike:
+    """Elements on each of `num_ranks` that divide those of one: an expert is where its rank of expert parallelism is, so
     fewer ranks have the same. Numbers or arrays."""
-    return dense / ranks + expert / np.maximum(1.0, ranks / of_experts)
+    return dense / num_ranks + expert / np.maximum(1.0, num_ranks / expert_parallel)
 
 
-def gathered(setup: Setup, parts: Elements) -> float:
+def gathered_weight_bytes(scenario: Scenario, parameters: ParameterCounts) -> float:
     """Bytes of weights as products read them, where these are not what the rank holds anyway."""
-    low = setup.precision in LOW
-    if setup.zero == 3:
-        return (2.0 if low else 4.0) * parts.count
-    return 2.0 * parts.count if low and setup.stack.name in CAST else 0.0
+    half_precision = scenario.precision in HALF_OR_LOWER_PRECISIONS
+    if scenario.zero_level == 3:
+        return (2.0 if half_precision else 4.0) * parameters.count
+    return 2.0 * parameters.count if half_precision and scenario.stack.name in FP32_WEIGHT_STACKS else 0.0
 
 
-def fresh(setup: Setup, parts: Elements) -> float:
+def new_gradient_bytes(scenario: Scenario, parameters: ParameterCounts) -> float:
     """Bytes of gradients as backward makes them, before they are added to those that are held. Autograd makes each in
     the precision of its product, one after the other. Sharded weights have theirs together. Transformer Engine, which
     adds to the held ones at once, keeps an empty one for each shape of a weight all the same (`get_dummy_wgrad`): in
     SimuMax's runs of Megatron-LM on B200 just what is missing without."""
-    width = 2.0 if setup.precision in LOW else 4.0
-    if setup.zero < 3 and setup.stack.name in CAST:
-        trained = parts.count * (1.0 - parts.frozen)
-        return (width + (4.0 if setup.precision in LOW else 0.0)) * min(parts.largest, trained)
-    return width * parts.count * (1.0 - parts.frozen)
+    element_bytes = 2.0 if scenario.precision in HALF_OR_LOWER_PRECISIONS else 4.0
+    if scenario.zero_level < 3 and scenario.stack.name in FP32_WEIGHT_STACKS:
+        trained_count = parameters.count * (1.0 - parameters.frozen_share)
+        return (element_bytes + (4.0 if scenario.precision in HALF_OR_LOWER_PRECISIONS else 0.0)) * min(
+            parameters.largest_weight, trained_count
+        )
+    return element_bytes * parameters.count * (1.0 - parameters.frozen_share)
 
 
-def scattered(setup: Setup, parts: Elements) -> float:
+def reduce_scatter_buffer_bytes(scenario: Scenario, parameters: ParameterCounts) -> float:
     """Bytes of the fp32 copy of a gathered gradient that sharding ranks add up."""
-    return 4.0 * parts.count * (1.0 - parts.frozen) if setup.zero == 3 else 0.0
+    return 4.0 * parameters.count * (1.0 - parameters.frozen_share) if scenario.zero_level == 3 else 0.0

@@ -12,82 +12,84 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Trail:
-    """What a segment's operations did with storages, which are numbers here. `turn` is the index of the first operation
-    of backward, `end` their number."""
+class AccessTrace:
+    """What a segment's operations did with storages, which are numbers here. `first_backward` is the index of the first operation
+    of backward, `num_ops` their number."""
 
-    sizes: Mapping[int, tuple[float, bool]]
+    storage_sizes: Mapping[int, tuple[float, bool]]
     """Bytes, and whether tensor parallelism divides them."""
-    made: Mapping[int, int]
+    producer: Mapping[int, int]
     """By which operation."""
-    touched: Mapping[int, Collection[int]]
+    readers: Mapping[int, Collection[int]]
     """By which operations it is read."""
-    turn: int
-    end: int
+    first_backward: int
+    num_ops: int
 
 
 @dataclass(frozen=True)
-class Span:
+class LiveRange:
     """A storage's life: indices of operations, both included."""
 
     first: int
     last: int
-    size: float
-    divided: bool
+    num_bytes: float
+    tp_sharded: bool
 
 
-def spans(trail: Trail) -> list[Span]:
+def live_ranges(trace: AccessTrace) -> list[LiveRange]:
     """The life of each storage. What nobody reads here leaves the segment: it counts until the phase ends."""
-    found = []
-    for key, (size, divided) in trail.sizes.items():
-        readers = trail.touched.get(key, ())
-        first = trail.made.get(key, min(readers, default=0))
-        last = max(readers, default=trail.turn - 1 if first < trail.turn else trail.end - 1)
-        found.append(Span(first, max(first, last), size, divided))
-    return found
+    ranges = []
+    for key, (size, tp_sharded) in trace.storage_sizes.items():
+        readers = trace.readers.get(key, ())
+        first = trace.producer.get(key, min(readers, default=0))
+        last = max(readers, default=trace.first_backward - 1 if first < trace.first_backward else trace.num_ops - 1)
+        ranges.append(LiveRange(first, max(first, last), size, tp_sharded))
+    return ranges
 
 
-def fused(trail: Trail, groups: Iterable[Sequence[int]], kept: Collection[int]) -> Trail:
-    """The same where each of `groups` of operations is one kernel. `kept`: storages that backward is handed."""
-    group_of = {index: number for number, group in enumerate(groups) for index in group}
+def fuse_groups(trace: AccessTrace, groups: Iterable[Sequence[int]], saved: Collection[int]) -> AccessTrace:
+    """The same where each of `groups` of operations is one kernel. `saved`: storages that backward is handed."""
+    group_by_op = {index: number for number, group in enumerate(groups) for index in group}
     reads: dict[int, list[int]] = {}
-    for key, readers in trail.touched.items():
+    for key, readers in trace.readers.items():
         for reader in readers:
             reads.setdefault(reader, []).append(key)
-    touched = {key: set(readers) for key, readers in trail.touched.items()}
-    sizes = dict(trail.sizes)
-    for key in sorted(trail.made, key=lambda key: -trail.made[key]):
-        maker, readers = trail.made[key], touched.get(key, set())
-        if key in kept or maker not in group_of or not readers:
+    readers_by_storage = {key: set(readers) for key, readers in trace.readers.items()}
+    sizes = dict(trace.storage_sizes)
+    for key in sorted(trace.producer, key=lambda key: -trace.producer[key]):
+        producer, readers = trace.producer[key], readers_by_storage.get(key, set())
+        if key in saved or producer not in group_by_op or not readers:
             continue
         # What forward made is made again in backward, unless it is kept: readers there do not keep it alive.
-        same = [reader for reader in readers if (reader >= trail.turn) == (maker >= trail.turn)]
-        if all(group_of.get(reader) == group_of[maker] for reader in same):
+        same_phase = [
+            reader for reader in readers if (reader >= trace.first_backward) == (producer >= trace.first_backward)
+        ]
+        if all(group_by_op.get(reader) == group_by_op[producer] for reader in same_phase):
             sizes.pop(key, None)
-            for source in reads.get(maker, []):
-                touched.setdefault(source, set()).update(reader for reader in readers if reader > maker)
-    return Trail(sizes, trail.made, touched, trail.turn, trail.end)
+            for source in reads.get(producer, []):
+                readers_by_storage.setdefault(source, set()).update(reader for reader in readers if reader > producer)
+    return AccessTrace(sizes, trace.producer, readers_by_storage, trace.first_backward, trace.num_ops)
 
 
-def fullest(lives: Sequence[Span], end: int) -> tuple[int, ...]:
+def peak_ops(ranges: Sequence[LiveRange], num_ops: int) -> tuple[int, ...]:
     """Indices of the operations during which most is alive: of everything, and of what tensor parallelism leaves whole,
     which decides when the rest is divided among many."""
-    found = []
-    for of in (lives, [life for life in lives if not life.divided]):
-        changes = [0.0] * (end + 1)
-        for life in of:
-            changes[life.first] += life.size
-            changes[life.last + 1] -= life.size
-        alive, most, at = 0.0, -1.0, 0
-        for index in range(end):
-            alive += changes[index]
-            if alive > most:
-                most, at = alive, index
-        found.append(at)
-    return tuple(dict.fromkeys(found))
+    peaks = []
+    for subset in (ranges, [live_range for live_range in ranges if not live_range.tp_sharded]):
+        changes = [0.0] * (num_ops + 1)
+        for live_range in subset:
+            changes[live_range.first] += live_range.num_bytes
+            changes[live_range.last + 1] -= live_range.num_bytes
+        live_bytes, max_bytes, peak_op = 0.0, -1.0, 0
+        for index in range(num_ops):
+            live_bytes += changes[index]
+            if live_bytes > max_bytes:
+                max_bytes, peak_op = live_bytes, index
+        peaks.append(peak_op)
+    return tuple(dict.fromkeys(peaks))
 
 
-def alive(lives: Iterable[Span], index: int) -> tuple[float, float]:
+def live_bytes_at(ranges: Iterable[LiveRange], index: int) -> tuple[float, float]:
     """Bytes during an operation: divided, and whole."""
-    now = [life for life in lives if life.first <= index <= life.last]
-    return sum(it.size for it in now if it.divided), sum(it.size for it in now if not it.divided)
+    live = [life for life in ranges if life.first <= index <= life.last]
+    return sum(it.num_bytes for it in live if it.tp_sharded), sum(it.num_bytes for it in live if not it.tp_sharded)

@@ -5,38 +5,41 @@ What is sent then is said in `train.exchange`; how many steps it is, in `recipe.
 
 from dataclasses import dataclass, replace
 
-from phalanx.plan.rates import Rates
-from phalanx.plan.search import Option
-from phalanx.plan.setup import Wire, local_wire
-from phalanx.plan.step import step
+from phalanx.plan.rates import DeviceCosts
+from phalanx.plan.search import Candidate
+from phalanx.plan.setup import GradientTransport, local_wire
+from phalanx.plan.step import predict_step_time
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import first_steps
+from phalanx.recipe.exchanges import num_warmup_steps
 
 
 @dataclass(frozen=True)
-class Opening:
+class WarmupPhase:
     """So many first steps of a run."""
 
-    steps: int
-    seconds: float
+    num_steps: int
+    step_s: float
     """Of each of them."""
 
-    def mean(self, seconds: float, steps: int) -> float:
+    def mean_step_seconds(self, steady_step_s: float, total_steps: int) -> float:
         """Seconds of a step on average over a run of so many, where all others take `seconds`."""
-        return seconds + (self.seconds - seconds) * self.steps / steps
+        return steady_step_s + (self.step_s - steady_step_s) * self.num_steps / total_steps
 
 
-def opening_of(recipe: Recipe, best: Option, rates: Rates) -> Opening | None:
+def predict_warmup_phase(recipe: Recipe, candidate: Candidate, rates: DeviceCosts) -> WarmupPhase | None:
     """They take as much longer as it takes to exchange all; None where all steps are alike."""
-    wire, steps = first_wire_of(recipe), min(first_steps(recipe), recipe.steps)
-    if wire is None or not steps or best.setup.layout.replicate == 1:
+    transport, num_steps = warmup_transport_of(recipe), min(num_warmup_steps(recipe), recipe.steps)
+    if transport is None or not num_steps or candidate.scenario.parallelism.replicate == 1:
         return None
-    longer = step(replace(best.setup, wire=wire), rates).gradients - best.parts.gradients
-    return Opening(steps, best.seconds + longer)
+    extra_s = (
+        predict_step_time(replace(candidate.scenario, transport=transport), rates).grad_sync
+        - candidate.breakdown.grad_sync
+    )
+    return WarmupPhase(num_steps, candidate.step_s + extra_s)
 
 
-def first_wire_of(recipe: Recipe) -> Wire | None:
+def warmup_transport_of(recipe: Recipe) -> GradientTransport | None:
     """What is sent in a first step: all gradients, or what a round of one step does, while workers wait."""
     if recipe.local_sgd is not None:
         return local_wire(recipe.local_sgd.model_copy(update={"sync_every": 1, "sync_delay": 0}))
-    return Wire() if recipe.grad_sync.compression == "powersgd" else None
+    return GradientTransport() if recipe.grad_sync.compression == "powersgd" else None

@@ -5,138 +5,189 @@ moment of its backward, by layout, precision and way of recomputing (Korthikanti
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.holdings import LOW, Elements, elements, fresh, gathered, scattered
-from phalanx.plan.profile import Attention, Kept, Segment, Size
-from phalanx.plan.setup import Setup
-from phalanx.plan.step import Chunk
+from phalanx.plan.holdings import (
+    HALF_OR_LOWER_PRECISIONS,
+    ParameterCounts,
+    count_parameters,
+    gathered_weight_bytes,
+    new_gradient_bytes,
+    reduce_scatter_buffer_bytes,
+)
+from phalanx.plan.profile import Affine, AttentionOp, ModelSegment, SavedActivations
+from phalanx.plan.setup import Scenario
+from phalanx.plan.step import StageSegments
 
-GIB = 2.0**30
-Loss = Literal["whole", "fused", "chunked"]
+BYTES_PER_GIB = 2.0**30
+LossMode = Literal["whole", "fused", "chunked"]
 """Whether logits exist in fp32, in 16 bits alone (one kernel from there to the loss), or never all at once."""
-IN_PLACE = ("megatron", "megatron-2021", "xla")
+IN_PLACE_LOSS_STACKS = ("megatron", "megatron-2021", "xla")
 """Stacks whose loss turns logits into fp32 probabilities and these into gradients in one place. Elsewhere a compiler,
 if any, has the blocks alone, and there are three copies in fp32."""
-PARALLEL_LOSS = {"torch": 4 / 3}
+PARALLEL_LOSS_COPIES = {"torch": 4 / 3}
 """By what those copies are more where tensor ranks divide the vocabulary: torch's `loss_parallel` has four at a time in
 backward (torch/distributed/tensor/parallel/loss.py)."""
-GATHERED = {"torch": 4}
+GATHERED_INPUT_COPIES = {"torch": 4}
 """How many times what enters a block stands gathered along the sequence in its backward, where tensor ranks divide it:
 the input of a product and the gradient of another's result, 2, if products gather their inputs again; torch's layers
 keep theirs, two to a block."""
-SELECTED = {"torch": 0.6}
+SELECTIVE_SAVED_SHARE = {"torch": 0.6}
 """What selective recomputation keeps of the results of products and attention: torchtitan's policy, every second
 product and all attention, 0.6 of the bytes in a Llama."""
-SCORES = 5.0
+BYTES_PER_ATTENTION_SCORE = 5.0
 """Bytes of a score where attention stores them: the softmax, dropout's mask and what it leaves (Korthikanti et al.
 2022, section 4.1)."""
-CHUNK_ROWS = 1024
+LOSS_CHUNK_ROWS = 1024
 """Rows of logits that a chunked loss has at a time (train/vocab.py; Liger's are of the same order)."""
 
 
 @dataclass(frozen=True)
-class Moment:
+class BackwardPoint:
     """A moment of backward: bytes of what forward kept that are gone by then, and of what comes and goes."""
 
-    let_go: float
-    passing: float
+    released_bytes: float
+    transient_bytes: float
 
 
 @dataclass(frozen=True)
-class Passage:
+class StageActivations:
     """A micro-batch in one stage: bytes held from forward to backward, and the moments of backward."""
 
-    held: float
-    moments: tuple[Moment, ...]
+    saved_bytes: float
+    backward_points: tuple[BackwardPoint, ...]
 
 
-def passage(setup: Setup, chunk: Chunk, of_rank: Elements, loss: Loss) -> Passage:
+def estimate_stage_activations(
+    scenario: Scenario, stage: StageSegments, rank_parameters: ParameterCounts, loss_mode: LossMode
+) -> StageActivations:
     """Of a micro-batch through a stage of a rank that has such parameters in all its stages."""
-    kept = [(segment, count, _kept(setup, segment, loss)) for segment, count in chunk.segments]
-    standing = _standing(setup, chunk, of_rank)
-    gone, waiting, moments = 0.0, 0.0, []
-    for segment, count, size in reversed(kept):
-        own = 0.0
+    saved = [(segment, count, _saved_bytes(scenario, segment, loss_mode)) for segment, count in stage.segments]
+    weight_copies = _weight_copy_bytes(scenario, stage, rank_parameters)
+    released, pending_gradients, points = 0.0, 0.0, []
+    for segment, count, saved_bytes in reversed(saved):
+        segment_gradients = 0.0
         if not segment.is_block:
-            own = fresh(setup, elements(setup, [(segment, 1)]))
-            if loss == "chunked" and segment.has_logits and setup.stack.name == "phalanx":
-                own *= 2  # added up in fp32; Liger does it in the weight's format
-        full = _fullest(setup, segment, loss)
-        moments.append(Moment(gone, standing + waiting + own + max(0.0, full - size)))
-        gone += count * size
-        if setup.zero == 3:
-            waiting += own  # what is outside of blocks is scattered together, when backward is through
-    return Passage(gone, tuple(moments))
+            segment_gradients = new_gradient_bytes(scenario, count_parameters(scenario, [(segment, 1)]))
+            if loss_mode == "chunked" and segment.has_logits and scenario.stack.name == "phalanx":
+                segment_gradients *= 2  # added up in fp32; Liger does it in the weight's format
+        peak_bytes = _peak_backward_bytes(scenario, segment, loss_mode)
+        points.append(
+            BackwardPoint(
+                released, weight_copies + pending_gradients + segment_gradients + max(0.0, peak_bytes - saved_bytes)
+            )
+        )
+        released += count * saved_bytes
+        if scenario.zero_level == 3:
+            pending_gradients += (
+                segment_gradients  # what is outside of blocks is scattered together, when backward is through
+            )
+    return StageActivations(released, tuple(points))
 
 
-def _standing(setup: Setup, chunk: Chunk, of_rank: Elements) -> float:
+def _weight_copy_bytes(scenario: Scenario, stage: StageSegments, rank_parameters: ParameterCounts) -> float:
     """Bytes of copies of weights and gradients that are there in all of backward."""
-    blocks = [elements(setup, [(segment, 1)]) for segment, _ in chunk.segments if segment.is_block]
-    block = max(blocks, key=lambda each: each.count, default=Elements())
-    if setup.zero < 3:
-        return gathered(setup, of_rank) + fresh(setup, block)
-    if setup.layout.pipeline > 1:
+    blocks = [count_parameters(scenario, [(segment, 1)]) for segment, _ in stage.segments if segment.is_block]
+    largest_block = max(blocks, key=lambda each: each.count, default=ParameterCounts())
+    if scenario.zero_level < 3:
+        return gathered_weight_bytes(scenario, rank_parameters) + new_gradient_bytes(scenario, largest_block)
+    if scenario.parallelism.pipeline > 1:
         # Torch's pipeline keeps weights gathered and whole fp32 gradients from the first micro-batch to the last.
-        return gathered(setup, of_rank) + scattered(setup, of_rank) + fresh(setup, block)
-    outside = elements(setup, [(segment, count) for segment, count in chunk.segments if not segment.is_block])
+        return (
+            gathered_weight_bytes(scenario, rank_parameters)
+            + reduce_scatter_buffer_bytes(scenario, rank_parameters)
+            + new_gradient_bytes(scenario, largest_block)
+        )
+    outside_blocks = count_parameters(
+        scenario, [(segment, count) for segment, count in stage.segments if not segment.is_block]
+    )
     # The block at work and the one that is gathered ahead; what is outside of blocks stays (FSDP2's root).
-    return 2 * gathered(setup, block) + gathered(setup, outside) + fresh(setup, block) + scattered(setup, block)
+    return (
+        2 * gathered_weight_bytes(scenario, largest_block)
+        + gathered_weight_bytes(scenario, outside_blocks)
+        + new_gradient_bytes(scenario, largest_block)
+        + reduce_scatter_buffer_bytes(scenario, largest_block)
+    )
 
 
-def _kept(setup: Setup, segment: Segment, loss: Loss) -> float:
+def _saved_bytes(scenario: Scenario, segment: ModelSegment, loss_mode: LossMode) -> float:
     """Bytes that a micro-batch leaves in one segment between forward and backward."""
-    entered = Kept(whole=segment.boundary)
-    if segment.is_block and setup.recompute == "full":
-        return _at(setup, entered)
-    if segment.is_block and setup.recompute == "selective":
-        results = _at(setup, segment.selective) * SELECTED.get(setup.stack.name, 1.0) + _at(setup, entered)
-        return min(results, _at(setup, _variant(setup, segment, loss)[0])) + _scores(setup, segment)
-    stored = 0.0 if setup.recompute == "attention" else _scores(setup, segment)
-    return _at(setup, _variant(setup, segment, loss)[0]) + stored
+    inputs = SavedActivations(replicated=segment.input_bytes)
+    if segment.is_block and scenario.checkpointing == "full":
+        return _bytes_per_rank(scenario, inputs)
+    if segment.is_block and scenario.checkpointing == "selective":
+        selective_bytes = _bytes_per_rank(scenario, segment.saved_when_selective) * SELECTIVE_SAVED_SHARE.get(
+            scenario.stack.name, 1.0
+        ) + _bytes_per_rank(scenario, inputs)
+        return min(
+            selective_bytes, _bytes_per_rank(scenario, _saved_and_peaks(scenario, segment, loss_mode)[0])
+        ) + _attention_score_bytes(scenario, segment)
+    score_bytes = 0.0 if scenario.checkpointing == "attention" else _attention_score_bytes(scenario, segment)
+    return _bytes_per_rank(scenario, _saved_and_peaks(scenario, segment, loss_mode)[0]) + score_bytes
 
 
-def _fullest(setup: Setup, segment: Segment, loss: Loss) -> float:
+def _peak_backward_bytes(scenario: Scenario, segment: ModelSegment, loss_mode: LossMode) -> float:
     """Bytes of a segment, what forward kept among them, in the fullest moment of its backward."""
-    kept, moments = _variant(setup, segment, loss)
-    full = max(_at(setup, each) for each in (kept, *moments))
-    tensor = setup.layout.tensor
-    if segment.is_block and tensor > 1 and setup.stack.sequence_parallel:
-        full += GATHERED.get(setup.stack.name, 2) * (tensor - 1) * _at(setup, Kept(whole=segment.boundary))
-    return full + _scores(setup, segment)
+    saved, peaks = _saved_and_peaks(scenario, segment, loss_mode)
+    peak_bytes = max(_bytes_per_rank(scenario, each) for each in (saved, *peaks))
+    tensor = scenario.parallelism.tensor
+    if segment.is_block and tensor > 1 and scenario.stack.sequence_parallel:
+        peak_bytes += (
+            GATHERED_INPUT_COPIES.get(scenario.stack.name, 2)
+            * (tensor - 1)
+            * _bytes_per_rank(scenario, SavedActivations(replicated=segment.input_bytes))
+        )
+    return peak_bytes + _attention_score_bytes(scenario, segment)
 
 
-def _variant(setup: Setup, segment: Segment, loss: Loss) -> tuple[Kept, tuple[Kept, ...]]:
+def _saved_and_peaks(
+    scenario: Scenario, segment: ModelSegment, loss_mode: LossMode
+) -> tuple[SavedActivations, tuple[SavedActivations, ...]]:
     """What a segment keeps without recomputation, and its fullest moments, by how it is computed."""
-    plain, fused = (segment.kept, segment.fullest), (segment.fused, segment.fullest_fused)
-    if segment.is_block or loss == "fused" or not segment.has_logits:
-        return fused if setup.stack.fused else plain
-    logits = segment.kept.divided  # in fp32
-    if loss == "chunked":
-        share = min(1.0, CHUNK_ROWS / (setup.profile.tokens * setup.micro / setup.layout.context))
-        return Kept(Size(), segment.kept.whole), tuple(Kept(_times(it.divided, share), it.whole) for it in plain[1])
-    if setup.stack.name in IN_PLACE:
-        rest = segment.fused.whole
-        return Kept(logits, rest), (Kept(_times(logits, 1.5), rest),)  # their gradient in 16 bits
-    more = PARALLEL_LOSS.get(setup.stack.name, 1.0) if setup.layout.tensor > 1 else 1.0
-    return segment.kept, tuple(Kept(_times(each.divided, more), each.whole) for each in segment.fullest)
+    plain, fused = (segment.saved, segment.peaks), (segment.saved_when_fused, segment.peaks_when_fused)
+    if segment.is_block or loss_mode == "fused" or not segment.has_logits:
+        return fused if scenario.stack.fuses_memory_ops else plain
+    logits = segment.saved.tp_sharded  # in fp32
+    if loss_mode == "chunked":
+        chunk_share = min(
+            1.0,
+            LOSS_CHUNK_ROWS / (scenario.profile.units_per_sample * scenario.micro_size / scenario.parallelism.context),
+        )
+        return SavedActivations(Affine(), segment.saved.replicated), tuple(
+            SavedActivations(_scale_size(it.tp_sharded, chunk_share), it.replicated) for it in plain[1]
+        )
+    if scenario.stack.name in IN_PLACE_LOSS_STACKS:
+        replicated = segment.saved_when_fused.replicated
+        return SavedActivations(logits, replicated), (
+            SavedActivations(_scale_size(logits, 1.5), replicated),
+        )  # their gradient in 16 bits
+    copies = PARALLEL_LOSS_COPIES.get(scenario.stack.name, 1.0) if scenario.parallelism.tensor > 1 else 1.0
+    return segment.saved, tuple(
+        SavedActivations(_scale_size(each.tp_sharded, copies), each.replicated) for each in segment.peaks
+    )
 
 
-def _scores(setup: Setup, segment: Segment) -> float:
+def _attention_score_bytes(scenario: Scenario, segment: ModelSegment) -> float:
     """Bytes of scores, where attention stores them."""
-    if setup.stack.flash:
+    if scenario.stack.attention_speed:
         return 0.0
-    found, samples = 0.0, setup.micro / setup.layout.context
-    for op in segment.of("forward"):
-        if isinstance(op, Attention):
-            heads = op.heads / setup.layout.tensor if op.divided else op.heads
-            found += SCORES * heads * op.queries * op.keys * op.samples.at(samples)
-    return found
+    score_bytes, samples = 0.0, scenario.micro_size / scenario.parallelism.context
+    for op in segment.ops_of("forward"):
+        if isinstance(op, AttentionOp):
+            num_heads = op.num_heads / scenario.parallelism.tensor if op.tp_sharded else op.num_heads
+            score_bytes += (
+                BYTES_PER_ATTENTION_SCORE * num_heads * op.num_queries * op.num_keys * op.samples.evaluate(samples)
+            )
+    return score_bytes
 
 
-def _at(setup: Setup, kept: Kept) -> float:
+def _bytes_per_rank(scenario: Scenario, saved: SavedActivations) -> float:
     """Bytes of a micro-batch on one rank, in the precision of the run."""
-    size = kept.at(setup.micro / setup.layout.context, setup.layout.tensor, setup.stack.sequence_parallel)
-    return size * (2 if setup.precision in LOW else 4) / setup.profile.width
+    num_bytes = saved.bytes_on_rank(
+        scenario.micro_size / scenario.parallelism.context,
+        scenario.parallelism.tensor,
+        scenario.stack.sequence_parallel,
+    )
+    return num_bytes * (2 if scenario.precision in HALF_OR_LOWER_PRECISIONS else 4) / scenario.profile.element_bytes
 
 
-def _times(size: Size, factor: float) -> Size:
-    return Size(size.fixed * factor, size.each * factor)
+def _scale_size(size: Affine, factor: float) -> Affine:
+    return Affine(size.fixed * factor, size.per_sample * factor)

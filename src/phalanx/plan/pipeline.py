@@ -9,135 +9,156 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-Kind = Literal["F", "B", "W"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+PipelineOpKind = Literal["F", "B", "W"]
 """Forward; backward, or with zero bubble that of inputs alone; that of weights."""
 
 
 @dataclass(frozen=True)
-class Span:
+class ScheduledOp:
     """One piece of work as it was simulated, seconds from the start of the step."""
 
     rank: int
-    kind: Kind
-    chunk: int
-    micro: int
-    start: float
-    end: float
+    op: PipelineOpKind
+    virtual_stage: int
+    micro_batch: int
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageTime:
     """Seconds of one stage for one micro-batch."""
 
-    forward: float
-    backward: float
+    forward_s: float
+    backward_s: float
 
 
-def order(schedule: Schedule, rank: int, ranks: int, chunks: int, micros: int) -> list[tuple[Kind, int, int]]:
+def rank_schedule(
+    schedule: PipelineSchedule, rank: int, num_ranks: int, virtual_stages: int, num_micro_batches: int
+) -> list[tuple[PipelineOpKind, int, int]]:
     """What one rank does, as (kind, chunk, micro-batch), in order."""
     if schedule == "gpipe":
-        forward: list[tuple[Kind, int, int]] = [("F", 0, micro) for micro in range(micros)]
-        return forward + [("B", 0, micro) for micro in range(micros)]
-    if chunks > 1 and schedule == "interleaved":
-        return _interleaved(rank, ranks, chunks, micros)
-    early = min(ranks - rank - 1, micros)
-    found: list[tuple[Kind, int, int]] = [("F", 0, micro) for micro in range(early)]
-    for micro in range(early, micros):
-        found += [("F", 0, micro), ("B", 0, micro - early)]
-    found += [("B", 0, micro) for micro in range(micros - early, micros)]
-    return _with_weights_late(found, rank) if schedule == "zero-bubble" else found
+        forward: list[tuple[PipelineOpKind, int, int]] = [("F", 0, micro) for micro in range(num_micro_batches)]
+        return forward + [("B", 0, micro) for micro in range(num_micro_batches)]
+    if virtual_stages > 1 and schedule == "interleaved":
+        return _interleaved_schedule(rank, num_ranks, virtual_stages, num_micro_batches)
+    warmup = min(num_ranks - rank - 1, num_micro_batches)
+    ops: list[tuple[PipelineOpKind, int, int]] = [("F", 0, micro) for micro in range(warmup)]
+    for micro in range(warmup, num_micro_batches):
+        ops += [("F", 0, micro), ("B", 0, micro - warmup)]
+    ops += [("B", 0, micro) for micro in range(num_micro_batches - warmup, num_micro_batches)]
+    return _split_backward(ops, rank) if schedule == "zero-bubble" else ops
 
 
-def _interleaved(rank: int, ranks: int, chunks: int, micros: int) -> list[tuple[Kind, int, int]]:
+def _interleaved_schedule(
+    rank: int, num_ranks: int, virtual_stages: int, num_micro_batches: int
+) -> list[tuple[PipelineOpKind, int, int]]:
     """Micro-batches go in groups of as many as there are ranks, the last of what is left, each group through one chunk
     after the other."""
-    groups = [range(at, min(at + ranks, micros)) for at in range(0, micros, ranks)]
-    forward: list[tuple[Kind, int, int]] = []
-    backward: list[tuple[Kind, int, int]] = []
+    groups = [range(at, min(at + num_ranks, num_micro_batches)) for at in range(0, num_micro_batches, num_ranks)]
+    forward: list[tuple[PipelineOpKind, int, int]] = []
+    backward: list[tuple[PipelineOpKind, int, int]] = []
     for group in groups:
-        forward += [("F", chunk, micro) for chunk in range(chunks) for micro in group]
-        backward += [("B", chunk, micro) for chunk in reversed(range(chunks)) for micro in group]
-    total = micros * chunks
+        forward += [("F", chunk, micro) for chunk in range(virtual_stages) for micro in group]
+        backward += [("B", chunk, micro) for chunk in reversed(range(virtual_stages)) for micro in group]
+    total = num_micro_batches * virtual_stages
     # Where the last group is smaller, or the only one, all forwards come first: ranks would wait for each other.
-    early = total if micros % ranks or micros == ranks else min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
-    found = forward[:early]
-    for index in range(early, total):
-        found += [forward[index], backward[index - early]]
-    return found + backward[total - early :]
+    warmup = (
+        total
+        if num_micro_batches % num_ranks or num_micro_batches == num_ranks
+        else min(total, 2 * (num_ranks - rank - 1) + (virtual_stages - 1) * num_ranks)
+    )
+    ops = forward[:warmup]
+    for index in range(warmup, total):
+        ops += [forward[index], backward[index - warmup]]
+    return ops + backward[total - warmup :]
 
 
-def _with_weights_late(order: list[tuple[Kind, int, int]], rank: int) -> list[tuple[Kind, int, int]]:
+def _split_backward(
+    schedule: list[tuple[PipelineOpKind, int, int]], rank: int
+) -> list[tuple[PipelineOpKind, int, int]]:
     """Each backward split in two; a rank further down puts the second half off by as many micro-batches."""
-    found: list[tuple[Kind, int, int]] = []
-    waiting: list[tuple[Kind, int, int]] = []
-    for kind, chunk, micro in order:
-        found.append((kind, chunk, micro))
+    ops: list[tuple[PipelineOpKind, int, int]] = []
+    deferred: list[tuple[PipelineOpKind, int, int]] = []
+    for kind, chunk, micro in schedule:
+        ops.append((kind, chunk, micro))
         if kind == "B":
-            waiting.append(("W", chunk, micro))
-            if len(waiting) > rank:
-                found.append(waiting.pop(0))
-    return found + waiting
+            deferred.append(("W", chunk, micro))
+            if len(deferred) > rank:
+                ops.append(deferred.pop(0))
+    return ops + deferred
 
 
-def simulate(schedule: Schedule, stages: Sequence[Stage], ranks: int, micros: int, send: float) -> list[Span]:
-    """All work of a step. Stage s stands on rank s % ranks; `send` seconds lie between a stage and the next."""
-    chunks = len(stages) // ranks
-    queues = [order(schedule, rank, ranks, chunks, micros) for rank in range(ranks)]
-    ended: dict[tuple[Kind, int, int], float] = {}
-    free, at, spans = [0.0] * ranks, [0] * ranks, list[Span]()
+def simulate_schedule(
+    schedule: PipelineSchedule, stages: Sequence[StageTime], num_ranks: int, num_micro_batches: int, send_s: float
+) -> list[ScheduledOp]:
+    """All work of a step. Stage s stands on rank s % ranks; `send_s` seconds lie between a stage and the next."""
+    virtual_stages = len(stages) // num_ranks
+    queues = [rank_schedule(schedule, rank, num_ranks, virtual_stages, num_micro_batches) for rank in range(num_ranks)]
+    end_times: dict[tuple[PipelineOpKind, int, int], float] = {}
+    free_at, positions, spans = [0.0] * num_ranks, [0] * num_ranks, list[ScheduledOp]()
     split = schedule == "zero-bubble"
-    left = sum(len(queue) for queue in queues)
-    while left:
-        before = left
+    remaining = sum(len(queue) for queue in queues)
+    while remaining:
+        previous = remaining
         for rank, queue in enumerate(queues):
-            while at[rank] < len(queue):
-                kind, chunk, micro = queue[at[rank]]
-                stage = chunk * ranks + rank
-                ready = _ready(kind, stage, micro, len(stages), ended, send)
-                if ready is None:
+            while positions[rank] < len(queue):
+                kind, chunk, micro = queue[positions[rank]]
+                stage = chunk * num_ranks + rank
+                ready_s = _ready_time(kind, stage, micro, len(stages), end_times, send_s)
+                if ready_s is None:
                     break
-                seconds = stages[stage].forward if kind == "F" else stages[stage].backward / (2 if split else 1)
-                start = max(free[rank], ready)
-                free[rank] = start + seconds
-                ended[(kind, stage, micro)] = free[rank]
-                spans.append(Span(rank, kind, chunk, micro, start, free[rank]))
-                at[rank] += 1
-                left -= 1
-        if left == before:
-            raise ValueError(f"{schedule} with {ranks} ranks and {micros} micro-batches waits for itself")
+                seconds = stages[stage].forward_s if kind == "F" else stages[stage].backward_s / (2 if split else 1)
+                start = max(free_at[rank], ready_s)
+                free_at[rank] = start + seconds
+                end_times[(kind, stage, micro)] = free_at[rank]
+                spans.append(ScheduledOp(rank, kind, chunk, micro, start, free_at[rank]))
+                positions[rank] += 1
+                remaining -= 1
+        if remaining == previous:
+            raise ValueError(
+                f"{schedule} with {num_ranks} ranks and {num_micro_batches} micro-batches waits for itself"
+            )
     return spans
 
 
-def _ready(
-    kind: Kind, stage: int, micro: int, stages: int, ended: dict[tuple[Kind, int, int], float], send: float
+def _ready_time(
+    kind: PipelineOpKind,
+    stage: int,
+    micro_batch: int,
+    num_stages: int,
+    end_times: dict[tuple[PipelineOpKind, int, int], float],
+    send_s: float,
 ) -> float | None:
     """When what a piece of work needs is there; None while it is not known."""
     if kind == "W":
-        return ended.get(("B", stage, micro))
+        return end_times.get(("B", stage, micro_batch))
     if kind == "F":
         if stage == 0:
             return 0.0
-        end = ended.get(("F", stage - 1, micro))
-        return None if end is None else end + send
-    if stage == stages - 1:
-        return ended.get(("F", stage, micro))
-    end = ended.get(("B", stage + 1, micro))
-    return None if end is None else end + send
+        end = end_times.get(("F", stage - 1, micro_batch))
+        return None if end is None else end + send_s
+    if stage == num_stages - 1:
+        return end_times.get(("F", stage, micro_batch))
+    end = end_times.get(("B", stage + 1, micro_batch))
+    return None if end is None else end + send_s
 
 
-def seconds(schedule: Schedule, stages: Sequence[Stage], ranks: int, micros: int, send: float) -> float:
+def pipeline_seconds(
+    schedule: PipelineSchedule, stages: Sequence[StageTime], num_ranks: int, num_micro_batches: int, send_s: float
+) -> float:
     """Of a step's forwards and backwards. Once the pipeline is full further micro-batches take as long as those before,
     which is more than its slowest rank takes where ranks wait for what is sent; so only as many are simulated as fill
     it."""
-    if ranks == 1:
-        return micros * sum(each.forward + each.backward for each in stages)
+    if num_ranks == 1:
+        return num_micro_batches * sum(each.forward_s + each.backward_s for each in stages)
 
     def end(count: int) -> float:
-        return max(span.end for span in simulate(schedule, stages, ranks, count, send))
+        return max(span.end_s for span in simulate_schedule(schedule, stages, num_ranks, count, send_s))
 
-    few = 3 * ranks + micros % ranks
-    if micros <= few + ranks:
-        return end(micros)
-    full = end(few + ranks)
-    return full + (micros - few - ranks) / ranks * (full - end(few))
+    steady_state = 3 * num_ranks + num_micro_batches % num_ranks
+    if num_micro_batches <= steady_state + num_ranks:
+        return end(num_micro_batches)
+    steady_end = end(steady_state + num_ranks)
+    return steady_end + (num_micro_batches - steady_state - num_ranks) / num_ranks * (steady_end - end(steady_state))

@@ -1,7 +1,7 @@
 """What one step asks of a machine, as values: operations with their shapes, the communication that dividing a model
 adds, weights, and what backward needs kept. No torch here: `tracing.py` fills it in, costs and memory read it.
 
-A quantity that grows with the samples of a micro-batch is a `Size`: `fixed + each x samples`. Context parallelism cuts
+A quantity that grows with the samples of a micro-batch is a `Affine`: `fixed + each x samples`. Context parallelism cuts
 a sample into parts, so `samples` may be a fraction. What tensor parallelism divides is marked, not divided: one profile
 serves every layout, micro-batch and way of recomputing.
 """
@@ -10,273 +10,277 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-Phase = Literal["forward", "backward"]
-Divided = Literal["m", "n", "k", "count", ""]
+PassDirection = Literal["forward", "backward"]
+TpSplitDim = Literal["m", "n", "k", "count", ""]
 """Which dimension of a product tensor parallelism divides; "" for none."""
 
 
 @dataclass(frozen=True)
-class Size:
+class Affine:
     """`fixed + each x samples`."""
 
     fixed: float = 0.0
-    each: float = 0.0
+    per_sample: float = 0.0
 
-    def at(self, samples: float) -> float:
+    def evaluate(self, samples: float) -> float:
         """The quantity for a micro-batch of so many samples."""
-        return self.fixed + self.each * samples
+        return self.fixed + self.per_sample * samples
 
-    def __add__(self, other: "Size") -> "Size":
-        return Size(self.fixed + other.fixed, self.each + other.each)
+    def __add__(self, other: "Affine") -> "Affine":
+        return Affine(self.fixed + other.fixed, self.per_sample + other.per_sample)
 
 
 @dataclass(frozen=True)
-class Product:
-    """`count` products [m, k] x [k, n] of elements of `width` bytes, results included."""
+class Gemm:
+    """`count` products [m, k] x [k, n] of elements of `element_bytes` bytes, results included."""
 
-    phase: Phase
-    count: Size
-    m: Size
-    n: Size
-    k: Size
-    width: int
-    divided: Divided = ""
-    expert: bool = False
+    phase: PassDirection
+    count: Affine
+    m: Affine
+    n: Affine
+    k: Affine
+    element_bytes: int
+    tp_dim: TpSplitDim = ""
+    is_expert: bool = False
     """Whether it belongs to experts, of which each rank of expert parallelism has a part."""
-    grouped: bool = False
+    is_grouped: bool = False
     """Whether all `count` are one launch, as those of experts are."""
-    weight: bool = False
+    has_weight: bool = False
     """Whether one side is a weight: it may be computed in a lower precision than activations alone."""
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Softmax attention of `queries` on `keys` tokens, fused: the matrix of scores is never stored."""
+class AttentionOp:
+    """Softmax attention of `num_queries` on `num_keys` tokens, fused: the matrix of scores is never stored."""
 
-    phase: Phase
-    samples: Size
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
+    phase: PassDirection
+    samples: Affine
+    num_heads: int
+    num_kv_heads: int
+    num_queries: int
+    num_keys: int
     head_dim: int
     causal: bool
-    width: int
-    divided: bool = False
+    element_bytes: int
+    tp_sharded: bool = False
 
     @property
-    def flops_a_sample(self) -> float:
+    def flops_per_sample(self) -> float:
         """Of the phase: 4 q k d a head forward, 2.5 times that backward (one product is done again), half if causal
         (Dao 2023, FlashAttention-2, section 4.1)."""
-        whole = 4.0 * self.heads * self.queries * self.keys * self.head_dim
+        whole = 4.0 * self.num_heads * self.num_queries * self.num_keys * self.head_dim
         return whole * (0.5 if self.causal else 1.0) * (2.5 if self.phase == "backward" else 1.0)
 
 
 @dataclass(frozen=True)
-class Move:
-    """An operation bound by memory: bytes read and written when it runs alone (`moved`), and its part when a compiler
-    fuses it with its neighbours (`fused`), of which `leads` is the first."""
+class MemoryOp:
+    """An operation bound by memory: bytes read and written when it runs alone (`unfused_bytes`), and its part when a compiler
+    fuses it with its neighbours (`fused`), of which `launches` is the first."""
 
-    phase: Phase
+    phase: PassDirection
     name: str
-    moved: Size
-    fused: Size
-    leads: bool
-    divided: bool = False
+    unfused_bytes: Affine
+    fused_bytes: Affine
+    launches: bool
+    tp_sharded: bool = False
     shape: tuple[int, ...] = ()
     """Of its largest tensor, for one sample."""
-    width: int = 4
+    element_bytes: int = 4
     """Bytes of an element of that."""
 
 
 @dataclass(frozen=True)
-class Reduce:
+class TensorAllReduce:
     """Tensor-parallel ranks add their parts of an activation of so many bytes; where the sequence is divided, too, it
     is a reduce-scatter here and an all-gather before the next product, which moves as much as an all-reduce."""
 
-    phase: Phase
-    size: Size
+    phase: PassDirection
+    num_bytes: Affine
 
 
 @dataclass(frozen=True)
-class Dispatch:
+class ExpertAllToAll:
     """Tokens travel to the ranks that hold their experts, and back: bytes of what one rank sends each way, each token
-    in so many `copies`, one for each of its experts."""
+    in so many `copies_per_token`, one for each of its experts."""
 
-    phase: Phase
-    size: Size
-    copies: float
+    phase: PassDirection
+    num_bytes: Affine
+    copies_per_token: float
 
 
-Operation = Product | Attention | Move | Reduce | Dispatch
+ProfiledOp = Gemm | AttentionOp | MemoryOp | TensorAllReduce | ExpertAllToAll
 
 
 @dataclass(frozen=True)
-class Weights:
+class SegmentWeights:
     """Parameters of a segment, in elements: those that tensor parallelism divides, those that it copies, those of
-    experts; `frozen` are among them and have neither gradient nor optimizer state."""
+    experts; `frozen_count` are among them and have neither gradient nor optimizer state."""
 
-    divided: int = 0
-    whole: int = 0
+    tp_sharded: int = 0
+    replicated: int = 0
     expert: int = 0
-    frozen: int = 0
-    largest: int = 0
+    frozen_count: int = 0
+    largest_weight: int = 0
     """Elements of the largest one."""
 
     @property
     def count(self) -> int:
         """All of them."""
-        return self.divided + self.whole + self.expert
+        return self.tp_sharded + self.replicated + self.expert
 
     @property
-    def trained(self) -> float:
+    def trained_share(self) -> float:
         """Those that are not frozen, as a share."""
-        return 1.0 - self.frozen / self.count if self.count else 1.0
+        return 1.0 - self.frozen_count / self.count if self.count else 1.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivations:
     """Bytes that backward needs of a segment: `divided` by tensor parallelism or `whole` (which sequence parallelism
     divides, too)."""
 
-    divided: Size = Size()
-    whole: Size = Size()
+    tp_sharded: Affine = Affine()
+    replicated: Affine = Affine()
 
-    def at(self, samples: float, tensor: int, sequence_parallel: bool) -> float:
+    def bytes_on_rank(self, samples: float, tensor: int, sequence_parallel: bool) -> float:
         """Bytes on one of `tensor` ranks."""
-        whole = self.whole.at(samples) / (tensor if sequence_parallel else 1)
-        return whole + self.divided.at(samples) / tensor
+        replicated_bytes = self.replicated.evaluate(samples) / (tensor if sequence_parallel else 1)
+        return replicated_bytes + self.tp_sharded.evaluate(samples) / tensor
 
-    def __add__(self, other: "Kept") -> "Kept":
-        return Kept(self.divided + other.divided, self.whole + other.whole)
+    def __add__(self, other: "SavedActivations") -> "SavedActivations":
+        return SavedActivations(self.tp_sharded + other.tp_sharded, self.replicated + other.replicated)
 
 
 @dataclass(frozen=True)
-class Segment:
+class ModelSegment:
     """A part of a model that is computed as a whole: a block that is repeated, or what stands between blocks."""
 
     name: str
     repeats: int
-    operations: tuple[Operation, ...]
-    weights: Weights
-    kept: Kept
+    ops: tuple[ProfiledOp, ...]
+    weights: SegmentWeights
+    saved: SavedActivations
     """With no recomputation, operation by operation as autograd does it."""
-    fused: Kept
+    saved_when_fused: SavedActivations
     """With no recomputation, where a compiler or hand-written kernels fuse what is bound by memory."""
-    selective: Kept
+    saved_when_selective: SavedActivations
     """Where the results of products and attention are kept and the rest is computed again."""
-    boundary: Size
+    input_bytes: Affine
     """Bytes of what enters it: all that full recomputation keeps."""
-    fullest: tuple[Kept, ...] = ()
+    peaks: tuple[SavedActivations, ...] = ()
     """Bytes alive at its fullest moments, what forward kept among them, operation by operation; weights and their
     gradients apart. Several, since which of them is fullest depends on how many tensor ranks divide it."""
-    fullest_fused: tuple[Kept, ...] = ()
+    peaks_when_fused: tuple[SavedActivations, ...] = ()
     """The same where what is bound by memory is fused."""
     is_block: bool = True
-    experts: int = 0
+    num_experts: int = 0
     """How many it has, of which each token uses a few."""
 
-    def of(self, phase: Phase) -> tuple[Operation, ...]:
+    def ops_of(self, phase: PassDirection) -> tuple[ProfiledOp, ...]:
         """Its operations of one phase, in their order."""
         return self._forward if phase == "forward" else self._backward
 
     @cached_property
     def has_logits(self) -> bool:
         """Whether it makes scores of a vocabulary or of classes: it is no block and has a product with a weight."""
-        return not self.is_block and any(isinstance(op, Product) and op.weight for op in self._forward)
+        return not self.is_block and any(isinstance(op, Gemm) and op.has_weight for op in self._forward)
 
     # A search asks for these thousands of times.
     @cached_property
-    def _forward(self) -> tuple[Operation, ...]:
-        return tuple(each for each in self.operations if each.phase == "forward")
+    def _forward(self) -> tuple[ProfiledOp, ...]:
+        return tuple(each for each in self.ops if each.phase == "forward")
 
     @cached_property
-    def _backward(self) -> tuple[Operation, ...]:
-        return tuple(each for each in self.operations if each.phase == "backward")
+    def _backward(self) -> tuple[ProfiledOp, ...]:
+        return tuple(each for each in self.ops if each.phase == "backward")
 
 
 @dataclass(frozen=True)
-class Profile:
-    """A whole model with its loss. `tokens`: units that a sample has (1 for an image)."""
+class ModelProfile:
+    """A whole model with its loss. `units_per_sample`: units that a sample has (1 for an image)."""
 
-    segments: tuple[Segment, ...]
-    tokens: int
-    tied: int = 0
+    segments: tuple[ModelSegment, ...]
+    units_per_sample: int
+    tied_elements: int = 0
     """Elements of weights that are used in more than one segment; counted once, in the first."""
-    facts: dict[str, int] = field(default_factory=dict)
+    metadata: dict[str, int] = field(default_factory=dict)
 
     @cached_property
-    def width(self) -> int:
+    def element_bytes(self) -> int:
         """Bytes of a number in what it was followed in: those of its first product, 2 where it has none."""
-        return next((op.width for each in self.segments for op in each.operations if isinstance(op, Product)), 2)
+        return next((op.element_bytes for each in self.segments for op in each.ops if isinstance(op, Gemm)), 2)
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """All of them, tied ones once."""
         return sum(each.repeats * each.weights.count for each in self.segments)
 
     @property
-    def blocks(self) -> int:
+    def num_blocks(self) -> int:
         """Number of repeated blocks: what pipeline stages are made of."""
         return sum(each.repeats for each in self.segments if each.is_block)
 
-    def flops(self, phase: Phase | None = None) -> float:
+    def flops(self, phase: PassDirection | None = None) -> float:
         """Of the products and attention of one sample, without recomputation; attention causal-halved."""
-        return sum(each.repeats * flops_of(op) for each in self.segments for op in each.operations if _is(op, phase))
+        return sum(each.repeats * op_flops(op) for each in self.segments for op in each.ops if _in_pass(op, phase))
 
 
-KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Product, Attention, Move, Reduce, Dispatch)}
+OP_TYPES_BY_NAME: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Gemm, AttentionOp, MemoryOp, TensorAllReduce, ExpertAllToAll)
+}
 
 
-def to_plain(profile: Profile) -> dict[str, Any]:
+def profile_to_json(profile: ModelProfile) -> dict[str, Any]:
     """A profile as JSON values."""
     value = asdict(profile)
     for segment, plain in zip(profile.segments, value["segments"], strict=True):
-        for operation, fields in zip(segment.operations, plain["operations"], strict=True):
+        for operation, fields in zip(segment.ops, plain["ops"], strict=True):
             fields["is"] = type(operation).__name__
     return value
 
 
-def from_plain(value: dict[str, Any]) -> Profile:
-    """What `to_plain` made."""
+def profile_from_json(value: dict[str, Any]) -> ModelProfile:
+    """What `profile_to_json` made."""
     segments = [
-        Segment(
+        ModelSegment(
             **{
-                **{name: _value(each) for name, each in plain.items()},
-                "operations": tuple(_operation(each) for each in plain["operations"]),
-                "weights": Weights(**plain["weights"]),
+                **{name: _field_from_json(each) for name, each in plain.items()},
+                "ops": tuple(_op_from_json(each) for each in plain["ops"]),
+                "weights": SegmentWeights(**plain["weights"]),
             }
         )
         for plain in value["segments"]
     ]
-    return Profile(tuple(segments), value["tokens"], value["tied"], value["facts"])
+    return ModelProfile(tuple(segments), value["units_per_sample"], value["tied_elements"], value["metadata"])
 
 
-def _operation(value: dict[str, Any]) -> Operation:
-    found: Operation = KINDS[value["is"]](**{name: _value(each) for name, each in value.items() if name != "is"})
+def _op_from_json(value: dict[str, Any]) -> ProfiledOp:
+    found: ProfiledOp = OP_TYPES_BY_NAME[value["is"]](
+        **{name: _field_from_json(each) for name, each in value.items() if name != "is"}
+    )
     return found
 
 
-def _value(value: Any) -> Any:
+def _field_from_json(value: Any) -> Any:
     """A field: sizes, what is kept, tuples of either, and plain values."""
     if isinstance(value, list | tuple):
-        return tuple(_value(each) for each in value)
-    if isinstance(value, dict) and set(value) == {"fixed", "each"}:
-        return Size(**value)
-    if isinstance(value, dict) and set(value) == {"divided", "whole"} and isinstance(value["whole"], dict):
-        return Kept(Size(**value["divided"]), Size(**value["whole"]))
+        return tuple(_field_from_json(each) for each in value)
+    if isinstance(value, dict) and set(value) == {"fixed", "per_sample"}:
+        return Affine(**value)
+    if isinstance(value, dict) and set(value) == {"tp_sharded", "replicated"} and isinstance(value["replicated"], dict):
+        return SavedActivations(Affine(**value["tp_sharded"]), Affine(**value["replicated"]))
     return value
 
 
-def flops_of(operation: Operation, samples: float = 1.0) -> float:
+def op_flops(operation: ProfiledOp, samples: float = 1.0) -> float:
     """Of a product (2 m n k) or attention; others have none worth counting."""
-    if isinstance(operation, Product):
-        sides = operation.m.at(samples) * operation.n.at(samples) * operation.k.at(samples)
-        return 2.0 * operation.count.at(samples) * sides
-    if isinstance(operation, Attention):
-        return operation.flops_a_sample * operation.samples.at(samples)
+    if isinstance(operation, Gemm):
+        sides = operation.m.evaluate(samples) * operation.n.evaluate(samples) * operation.k.evaluate(samples)
+        return 2.0 * operation.count.evaluate(samples) * sides
+    if isinstance(operation, AttentionOp):
+        return operation.flops_per_sample * operation.samples.evaluate(samples)
     return 0.0
 
 
-def _is(operation: Operation, phase: Phase | None) -> bool:
+def _in_pass(operation: ProfiledOp, phase: PassDirection | None) -> bool:
     return phase is None or operation.phase == phase

@@ -11,66 +11,71 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from phalanx.cluster.description import Accelerator
-from phalanx.plan.rates import Rates, rates
-from phalanx.plan.setup import Stack
+from phalanx.cluster.description import AcceleratorSpec
+from phalanx.plan.rates import DeviceCosts, device_costs
+from phalanx.plan.setup import SoftwareStack
 
-OURS = "phalanx"
-OTHER = "other"
+PHALANX_STACK = "phalanx"
+UNKNOWN_GENERATION = "other"
 """Generation of hardware about which nothing is known."""
 
 
 @dataclass(frozen=True)
-class Generation:
+class AcceleratorGeneration:
     """What a generation of accelerators keeps up in training."""
 
-    products: float
-    flash: tuple[float, float] | None
+    gemm_efficiency: float
+    attention_efficiency: tuple[float, float] | None
 
 
 @cache
-def known() -> dict[str, Any]:
+def load_stack_data() -> dict[str, Any]:
     """The file: generations, precisions, stacks."""
     text = (files("phalanx.plan") / "data/stacks.yaml").read_text("utf-8")
     found: dict[str, Any] = YAML(typ="safe").load(text)
     return found
 
 
-def generation(device: Accelerator) -> Generation:
+def generation_of(device: AcceleratorSpec) -> AcceleratorGeneration:
     """Of an accelerator; what is typical where its own is not known."""
-    kinds = known()["generations"]
-    values = kinds.get(device.generation) or kinds[OTHER]
-    return Generation(values["products"], tuple(values["flash"]) if values["flash"] else None)
+    kinds = load_stack_data()["generations"]
+    values = kinds.get(device.generation) or kinds[UNKNOWN_GENERATION]
+    return AcceleratorGeneration(values["products"], tuple(values["flash"]) if values["flash"] else None)
 
 
-def stack(name: str) -> Stack:
+def stack_by_name(name: str) -> SoftwareStack:
     """The stack of that name. KeyError: there is none."""
-    values = known()["stacks"][name]
-    values = {**known()["stacks"].get(values.get("like"), {}), **values}
-    names = {each.name for each in fields(Stack)}
-    return Stack(name=name, **{key: value for key, value in values.items() if key in names})
+    values = load_stack_data()["stacks"][name]
+    values = {**load_stack_data()["stacks"].get(values.get("like"), {}), **values}
+    names = {each.name for each in fields(SoftwareStack)}
+    return SoftwareStack(name=name, **{key: value for key, value in values.items() if key in names})
 
 
-def own_stack(device: Accelerator, devices: int) -> Stack:
+def phalanx_stack(device: AcceleratorSpec, devices: int) -> SoftwareStack:
     """Phalanx itself. On one device as it was measured on this generation of accelerators; else, and on several, where
     it was not measured, with what is usual for torch: what shares power, memory and time with communication computes
     more slowly than the same device alone."""
-    name = f"{OURS}-{device.generation}" if devices == 1 else OURS
-    return replace(stack(name if name in known()["stacks"] else OURS), name=OURS)
+    name = f"{PHALANX_STACK}-{device.generation}" if devices == 1 else PHALANX_STACK
+    return replace(stack_by_name(name if name in load_stack_data()["stacks"] else PHALANX_STACK), name=PHALANX_STACK)
 
 
-def rates_of(device: Accelerator, precision: str, using: Stack) -> Rates:
+def device_costs_for_stack(accelerator: AcceleratorSpec, precision: str, stack_used: SoftwareStack) -> DeviceCosts:
     """What an accelerator does under a stack. KeyError naming the precision when it has no such arithmetic."""
-    plain, of = rates(device, precision), generation(device)
-    kept = of.products * known()["precisions"].get(precision, 1.0)
-    curve = plain.curve.model_copy(update={"efficiency": plain.curve.efficiency * kept})
+    plain, generation_costs = device_costs(accelerator, precision), generation_of(accelerator)
+    gemm_efficiency = generation_costs.gemm_efficiency * load_stack_data()["precisions"].get(precision, 1.0)
+    curve = plain.matmul_curve.model_copy(update={"efficiency": plain.matmul_curve.efficiency * gemm_efficiency})
     flash = None
-    if of.flash is not None and using.flash:
-        flash = (min(1.0, of.flash[0] * using.flash), min(1.0, of.flash[1] * using.flash))
-    return replace(plain, curve=curve, flash=flash, bandwidth=plain.bandwidth * using.memory)
+    if generation_costs.attention_efficiency is not None and stack_used.attention_speed:
+        flash = (
+            min(1.0, generation_costs.attention_efficiency[0] * stack_used.attention_speed),
+            min(1.0, generation_costs.attention_efficiency[1] * stack_used.attention_speed),
+        )
+    return replace(
+        plain, matmul_curve=curve, attention_efficiency=flash, bandwidth=plain.bandwidth * stack_used.memory_op_speed
+    )
 
 
-def constants() -> Mapping[str, float]:
+def list_constants() -> Mapping[str, float]:
     """Every number of data/stacks.yaml, by its path."""
     found: dict[str, float] = {}
 
@@ -84,5 +89,5 @@ def constants() -> Mapping[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             found[path] = value
 
-    walk("", known())
+    walk("", load_stack_data())
     return found

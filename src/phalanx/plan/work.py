@@ -8,144 +8,162 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.plan.profile import Attention, Dispatch, Move, Operation, Phase, Product, Reduce, Segment, Size
-from phalanx.plan.rates import Rates, attention_seconds, move_seconds, product_seconds
+from phalanx.plan.profile import (
+    Affine,
+    AttentionOp,
+    ExpertAllToAll,
+    Gemm,
+    MemoryOp,
+    ModelSegment,
+    PassDirection,
+    ProfiledOp,
+    TensorAllReduce,
+)
+from phalanx.plan.rates import DeviceCosts, attention_seconds, gemm_seconds, memory_op_seconds
 
-Array = Any
+ArrayLike = Any
 """A number, or an array of them."""
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardSpec:
     """How a segment is divided; each a number or an array. `samples` of the micro-batch: less than one where context
     parallelism cuts a sample."""
 
-    samples: Array
-    tensor: Array = 1
-    context: Array = 1
-    expert: Array = 1
-    fused: bool = True
+    samples: ArrayLike
+    tensor: ArrayLike = 1
+    context: ArrayLike = 1
+    expert: ArrayLike = 1
+    fuses_memory_ops: bool = True
     """Whether a compiler or hand-written kernels fuse what is bound by memory."""
     sequence_parallel: bool = True
     """Whether tensor ranks divide by sequence what they do not divide by width (Korthikanti et al. 2022)."""
 
 
 @dataclass(frozen=True)
-class Seconds:
+class ComputeTime:
     """Of computing, by what bounds it."""
 
-    products: Array = 0.0
-    attention: Array = 0.0
-    memory: Array = 0.0
+    gemm: ArrayLike = 0.0
+    attention: ArrayLike = 0.0
+    memory_bound: ArrayLike = 0.0
 
     @property
-    def total(self) -> Array:
+    def total(self) -> ArrayLike:
         """Of all."""
-        return self.products + self.attention + self.memory
+        return self.gemm + self.attention + self.memory_bound
 
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.products + other.products, self.attention + other.attention, self.memory + other.memory)
+    def __add__(self, other: "ComputeTime") -> "ComputeTime":
+        return ComputeTime(
+            self.gemm + other.gemm, self.attention + other.attention, self.memory_bound + other.memory_bound
+        )
 
-    def __mul__(self, factor: Array) -> "Seconds":
-        return Seconds(self.products * factor, self.attention * factor, self.memory * factor)
+    def __mul__(self, factor: ArrayLike) -> "ComputeTime":
+        return ComputeTime(self.gemm * factor, self.attention * factor, self.memory_bound * factor)
 
 
 @dataclass(frozen=True)
-class Work:
+class SegmentWork:
     """One phase of a segment: computing, and what is communicated in it, in bytes of whole buffers: sums over tensor
-    ranks (`reduces` of `reduced` bytes each), tokens that travel to experts (`dispatches` of `dispatched` bytes), keys
+    ranks (`num_reduces` of `reduce_bytes` bytes each), tokens that travel to experts (`num_dispatches` of `dispatch_bytes` bytes), keys
     and values that context ranks show each other."""
 
-    seconds: Seconds
-    reduces: int
-    reduced: Array
-    dispatches: int
-    dispatched: Array
-    copies: float
-    keys_and_values: Array
-    launches: float = 0.0
+    compute: ComputeTime
+    num_reduces: int
+    reduce_bytes: ArrayLike
+    num_dispatches: int
+    dispatch_bytes: ArrayLike
+    copies_per_token: float
+    kv_bytes: ArrayLike
+    num_launches: float = 0.0
     """Kernels that the host has to launch."""
-    of_experts: Array = 0.0
+    num_expert_gemms: ArrayLike = 0.0
     """Products of single experts among those that are grouped: launches of their own where software loops over them."""
 
 
-Price = Callable[[Operation, Division], Seconds]
+OpCost = Callable[[ProfiledOp, ShardSpec], ComputeTime]
 """What an operation costs, divided so."""
 
 
-def work(segment: Segment, phase: Phase, division: Division, price: Price) -> Work:
+def segment_work(
+    segment: ModelSegment, pass_direction: PassDirection, shard: ShardSpec, cost_of: OpCost
+) -> SegmentWork:
     """What a phase of a segment asks of one rank."""
-    total = Seconds()
-    reduced: list[Array] = []
-    dispatched: list[Array] = []
+    total = ComputeTime()
+    reduce_bytes: list[ArrayLike] = []
+    dispatch_bytes: list[ArrayLike] = []
     copies = 1.0
-    shown: Array = 0.0
-    launches = 0.0
-    of_experts: Array = 0.0
-    for op in segment.of(phase):
-        launches += float(op.leads) if isinstance(op, Move) and division.fused else 1.0
-        if isinstance(op, Reduce):
-            reduced.append(_at(op.size, division.samples))
-        elif isinstance(op, Dispatch):
+    kv_bytes: ArrayLike = 0.0
+    num_launches = 0.0
+    num_expert_gemms: ArrayLike = 0.0
+    for op in segment.ops_of(pass_direction):
+        num_launches += float(op.launches) if isinstance(op, MemoryOp) and shard.fuses_memory_ops else 1.0
+        if isinstance(op, TensorAllReduce):
+            reduce_bytes.append(_evaluate(op.num_bytes, shard.samples))
+        elif isinstance(op, ExpertAllToAll):
             # Each tensor rank sends its own part of the tokens.
-            dispatched.append(_at(op.size, division.samples) / division.tensor)
-            copies = op.copies
+            dispatch_bytes.append(_evaluate(op.num_bytes, shard.samples) / shard.tensor)
+            copies = op.copies_per_token
         else:
-            total = total + price(op, division)
-            if isinstance(op, Product) and op.grouped:
-                of_experts = of_experts + np.maximum(_at(op.count, division.samples) / division.expert, 1.0)
-            if isinstance(op, Attention):
-                heads = op.kv_heads / np.minimum(division.tensor, op.kv_heads)
-                tokens = _at(op.samples, division.samples) * division.context * op.keys
-                shown = shown + 2.0 * op.width * heads * op.head_dim * tokens * (2 if phase == "backward" else 1)
-    return Work(
+            total = total + cost_of(op, shard)
+            if isinstance(op, Gemm) and op.is_grouped:
+                num_expert_gemms = num_expert_gemms + np.maximum(_evaluate(op.count, shard.samples) / shard.expert, 1.0)
+            if isinstance(op, AttentionOp):
+                heads = op.num_kv_heads / np.minimum(shard.tensor, op.num_kv_heads)
+                tokens = _evaluate(op.samples, shard.samples) * shard.context * op.num_keys
+                kv_bytes = kv_bytes + 2.0 * op.element_bytes * heads * op.head_dim * tokens * (
+                    2 if pass_direction == "backward" else 1
+                )
+    return SegmentWork(
         total,
-        len(reduced),
-        sum(reduced) / len(reduced) if reduced else 0.0,
-        len(dispatched),
-        sum(dispatched) / len(dispatched) if dispatched else 0.0,
+        len(reduce_bytes),
+        sum(reduce_bytes) / len(reduce_bytes) if reduce_bytes else 0.0,
+        len(dispatch_bytes),
+        sum(dispatch_bytes) / len(dispatch_bytes) if dispatch_bytes else 0.0,
         copies,
-        shown,
-        launches,
-        of_experts,
+        kv_bytes,
+        num_launches,
+        num_expert_gemms,
     )
 
 
-def priced_by(rates: Rates) -> Price:
+def op_cost_from(device: DeviceCosts) -> OpCost:
     """Costs by data sheet or fitted curves."""
 
-    def price(op: Operation, division: Division) -> Seconds:
-        if isinstance(op, Product):
-            return Seconds(products=_product(rates, op, division))
-        if isinstance(op, Attention):
-            heads = op.heads / division.tensor if op.divided else op.heads
-            return Seconds(attention=attention_seconds(rates, op, division.samples, heads))
-        if isinstance(op, Move):
-            return Seconds(memory=_move(rates, op, division))
-        return Seconds()
+    def cost(op: ProfiledOp, division: ShardSpec) -> ComputeTime:
+        if isinstance(op, Gemm):
+            return ComputeTime(gemm=_gemm_time(device, op, division))
+        if isinstance(op, AttentionOp):
+            heads = op.num_heads / division.tensor if op.tp_sharded else op.num_heads
+            return ComputeTime(attention=attention_seconds(device, op, division.samples, heads))
+        if isinstance(op, MemoryOp):
+            return ComputeTime(memory_bound=_memory_op_time(device, op, division))
+        return ComputeTime()
 
-    return price
+    return cost
 
 
-def _product(rates: Rates, op: Product, division: Division) -> Array:
-    dims = {name: _at(getattr(op, name), division.samples) for name in ("count", "m", "n", "k")}
-    if op.expert:
+def _gemm_time(device: DeviceCosts, op: Gemm, shard: ShardSpec) -> ArrayLike:
+    dims = {name: _evaluate(getattr(op, name), shard.samples) for name in ("count", "m", "n", "k")}
+    if op.is_expert:
         # The tokens of all ranks of a group meet at the rank that has their expert; where tensor ranks have divided
         # the sequence, each brings its part.
-        rows = "m" if op.m.each else "k"
-        dims["count"] = np.maximum(dims["count"] / division.expert, 1.0)
-        dims[rows] = dims[rows] * division.expert / division.tensor
-    elif op.divided:
-        dims[op.divided] = np.maximum(dims[op.divided] / division.tensor, 1.0)
-    return product_seconds(rates, **dims, width=op.width, weight=op.weight, grouped=op.grouped)
+        rows = "m" if op.m.per_sample else "k"
+        dims["count"] = np.maximum(dims["count"] / shard.expert, 1.0)
+        dims[rows] = dims[rows] * shard.expert / shard.tensor
+    elif op.tp_dim:
+        dims[op.tp_dim] = np.maximum(dims[op.tp_dim] / shard.tensor, 1.0)
+    return gemm_seconds(
+        device, **dims, element_bytes=op.element_bytes, has_weight=op.has_weight, is_grouped=op.is_grouped
+    )
 
 
-def _move(rates: Rates, op: Move, division: Division) -> Array:
-    moved = _at(op.fused if division.fused else op.moved, division.samples)
-    launches = float(op.leads) if division.fused else 1.0
-    among = division.tensor if op.divided or division.sequence_parallel else 1
-    return move_seconds(rates, moved / among, launches)
+def _memory_op_time(device: DeviceCosts, op: MemoryOp, shard: ShardSpec) -> ArrayLike:
+    moved_bytes = _evaluate(op.fused_bytes if shard.fuses_memory_ops else op.unfused_bytes, shard.samples)
+    launches = float(op.launches) if shard.fuses_memory_ops else 1.0
+    num_ranks = shard.tensor if op.tp_sharded or shard.sequence_parallel else 1
+    return memory_op_seconds(device, moved_bytes / num_ranks, launches)
 
 
-def _at(size: Size, samples: Array) -> Array:
-    return size.fixed + size.each * samples
+def _evaluate(size: Affine, samples: ArrayLike) -> ArrayLike:
+    return size.fixed + size.per_sample * samples

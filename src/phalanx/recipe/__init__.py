@@ -4,37 +4,37 @@ A recipe is a value; this room turns a file into one, says in words what is wron
 runs or machines. Import paths in it are the only thing that executes somebody's code, in `import_object`.
 """
 
-from phalanx.recipe.changes import Difference, differences, is_free, refused
-from phalanx.recipe.checks import check, check_device, workers_for
+from phalanx.recipe.changes import RecipeDifference, diff_recipes, incompatible_changes, is_free_on_resume
+from phalanx.recipe.checks import check_device, check_recipe, num_workers_for
 from phalanx.recipe.dump import dump_recipe
-from phalanx.recipe.growing import grown, growth_told, stays_told
-from phalanx.recipe.imports import huggingface_directory, import_object, told
-from phalanx.recipe.load import Loaded, load_recipe
-from phalanx.recipe.reference import markdown
+from phalanx.recipe.growing import describe_batch_scaling, describe_kept_batch, scale_batch_with_workers
+from phalanx.recipe.imports import describe_exception, huggingface_directory, import_object
+from phalanx.recipe.load import LoadedRecipe, load_recipe
+from phalanx.recipe.reference import render_recipe_reference
 from phalanx.recipe.schema import Recipe
 from phalanx.recipe.shape import can_be_auto, json_schema
-from phalanx.recipe.variables import expanded
+from phalanx.recipe.variables import expand_recipe
 
 __all__ = [
-    "Difference",
-    "Loaded",
+    "LoadedRecipe",
     "Recipe",
+    "RecipeDifference",
     "can_be_auto",
-    "check",
     "check_device",
-    "differences",
+    "check_recipe",
+    "describe_batch_scaling",
+    "describe_exception",
+    "describe_kept_batch",
+    "diff_recipes",
     "dump_recipe",
-    "expanded",
-    "grown",
-    "growth_told",
+    "expand_recipe",
     "huggingface_directory",
     "import_object",
-    "is_free",
+    "incompatible_changes",
+    "is_free_on_resume",
     "json_schema",
     "load_recipe",
-    "markdown",
-    "refused",
-    "stays_told",
-    "told",
-    "workers_for",
+    "num_workers_for",
+    "render_recipe_reference",
+    "scale_batch_with_workers",
 ]

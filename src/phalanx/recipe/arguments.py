@@ -7,13 +7,13 @@ from typing import Any
 from phalanx.errors import RecipeError
 
 
-def arguments(builder: Callable[..., Any], given: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, plus what is `known` and not None (vocab_size, seq_len, num_classes) where the builder takes it and it
+def fill_arguments(builder: Callable[..., Any], args: dict[str, Any], data_args: Mapping[str, Any]) -> dict[str, Any]:
+    """`args`, plus what is `data_args` and not None (vocab_size, seq_len, num_classes) where the builder takes it and it
     is missing. RecipeError: arguments that the builder does not take, or that it needs and nobody tells."""
     parameters = inspect.signature(builder).parameters
-    filled = {k: v for k, v in known.items() if k in parameters and k not in given and v is not None}
+    filled = {k: v for k, v in data_args.items() if k in parameters and k not in args and v is not None}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    unknown = [key for key in given if key not in parameters and not takes_any]
+    unknown = [key for key in args if key not in parameters and not takes_any]
     if unknown:
         raise RecipeError(
             f"model.args.{unknown[0]}: the builder takes no such argument; it takes {', '.join(parameters)}"
@@ -21,8 +21,8 @@ def arguments(builder: Callable[..., Any], given: dict[str, Any], known: Mapping
     missing = [
         name
         for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in given | filled
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in args | filled
     ]
     if missing:
         raise RecipeError(f"model.args.{missing[0]}: the builder needs it and the data do not tell it")
-    return {**given, **filled}
+    return {**args, **filled}

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.recipe.explain import found
+from phalanx.recipe.explain import describe_value
 from phalanx.recipe.schema import Recipe
 from phalanx.recipe.shape import can_be_auto
 
-FREE = (
+KEYS_FREE_ON_RESUME = (
     "name",
     "steps",
     "checkpoint",
@@ -24,72 +24,76 @@ FREE = (
 `evaluation.holdout_fraction` and `evaluation.source` are not free: they say what training never sees. `parallelism` and
 `device` are: they change rounding only, and a note says so.
 """
-PLACES = ("data.source", "data.tokenizer", "evaluation.source", "batch.micro_size")
+KEYS_NOT_COMPARED = ("data.source", "data.tokenizer", "evaluation.source", "batch.micro_size")
 """Keys of a recipe that say where data lie, which a fingerprint stands for, and in which parts a batch is computed."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class RecipeDifference:
     """One key whose value differs. None stands for null and for a key that is not there."""
 
     key: str
-    old: Any
-    new: Any
+    old_value: Any
+    new_value: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {found(self.old)} -> {found(self.new)}"
+        return f"{self.key}: {describe_value(self.old_value)} -> {describe_value(self.new_value)}"
 
 
-def differences(old: Recipe, new: Recipe) -> list[Difference]:
+def diff_recipes(old: Recipe, new: Recipe) -> list[RecipeDifference]:
     """Keys whose values differ, the deepest that both recipes have, in the recipe's order."""
-    return list(_differences(_plain(old), _plain(new), ""))
+    return list(_diff_values(_to_dict(old), _to_dict(new), ""))
 
 
-def is_free(key: str) -> bool:
+def is_free_on_resume(key: str) -> bool:
     """Whether a run may go on with another value of `key`."""
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+    return any(key == free or key.startswith(f"{free}.") for free in KEYS_FREE_ON_RESUME)
 
 
 def is_mathematics(key: str, trained: Recipe) -> bool:
     """Whether a value of `key` in resolved.yaml must be that of the checkpoint's own recipe, `trained`."""
     # what is chosen while training
-    own = (*PLACES, "determinism", "grad_sync", "local_sgd") if trained.determinism == "off" else PLACES
-    return not is_free(key) and not any(f"{key}.".startswith(f"{place}.") for place in own)
+    own = (
+        (*KEYS_NOT_COMPARED, "determinism", "grad_sync", "local_sgd")
+        if trained.determinism == "off"
+        else KEYS_NOT_COMPARED
+    )
+    return not is_free_on_resume(key) and not any(f"{key}.".startswith(f"{place}.") for place in own)
 
 
-def refused(given_old: Recipe, resolved_old: Recipe, given_new: Recipe) -> list[Difference]:
+def incompatible_changes(given_old: Recipe, resolved_old: Recipe, given_new: Recipe) -> list[RecipeDifference]:
     """What keeps a run from going on under `given_new`: differences that change the mathematics.
 
     An `auto` stays what it was resolved to: only an explicit other value differs from it, and a new `auto` differs
     from nothing.
     """
-    resolved = _plain(resolved_old)
-    result: list[Difference] = []
-    for difference in differences(given_old, given_new):
-        automatic = can_be_auto(difference.key)
-        if automatic and difference.new == "auto":
+    resolved = _to_dict(resolved_old)
+    result: list[RecipeDifference] = []
+    for difference in diff_recipes(given_old, given_new):
+        can_be_auto_ = can_be_auto(difference.key)
+        if can_be_auto_ and difference.new_value == "auto":
             continue
-        if automatic and difference.old == "auto":
-            was = resolved
+        if can_be_auto_ and difference.old_value == "auto":
+            resolved_value = resolved
             for part in difference.key.split("."):
-                was = was[part]
-            result += _differences(was, difference.new, difference.key)
+                resolved_value = resolved_value[part]
+            result += _diff_values(resolved_value, difference.new_value, difference.key)
         else:
             result.append(difference)
-    return [difference for difference in result if not is_free(difference.key)]
+    return [difference for difference in result if not is_free_on_resume(difference.key)]
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
+def _to_dict(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump()
 
 
-def _differences(old: Any, new: Any, key: str) -> Iterator[Difference]:
+def _diff_values(old: Any, new: Any, key: str) -> Iterator[RecipeDifference]:
     start = f"{key}." if key else ""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
-            yield from _differences(old.get(name), new.get(name), f"{start}{name}")
+            yield from _diff_values(old.get(name), new.get(name), f"{start}{name}")
     elif isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         for index, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(before, after, f"{start}{index}")
+            yield from _diff_values(before, after, f"{start}{index}")
     elif old != new or type(old) is not type(new):
-        yield Difference(key, old, new)
+        yield RecipeDifference(key, old, new)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.devices import DeviceKind, kind_of
-from phalanx.recipe.exchanges import FIRST
-from phalanx.recipe.explain import nearest, several
-from phalanx.recipe.growing import grown
-from phalanx.recipe.imports import HUGGING_FACE
+from phalanx.recipe.devices import DeviceKind, device_kind_of
+from phalanx.recipe.exchanges import DEFAULT_WARMUP_STEPS
+from phalanx.recipe.explain import join_problems, suggest_nearest
+from phalanx.recipe.growing import scale_batch_with_workers
+from phalanx.recipe.imports import HF_PREFIX
 from phalanx.recipe.pipelines import fitting, stages_of, stages_problem
 from phalanx.recipe.schema import (
     MOST_SAMPLES,
@@ -26,9 +26,9 @@ from phalanx.recipe.schema import (
     Recipe,
 )
 
-WORLD = ("replicate", "shard", "tensor", "pipeline", "context")
+WORLD_DIMENSIONS = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of the parallelism whose product is the world."""
-TASKS = {"language-modeling": "tokens", "classification": "images"}
+BUILT_IN_TASKS = {"language-modeling": "tokens", "classification": "images"}
 """What is learned -> the kind of data that it is learned from."""
 """Tasks that ship; any other is an import path."""
 OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon", "lars")}
@@ -48,44 +48,48 @@ SOURCES_WITH = {
 """Key of a source -> kinds of sources that use it."""
 OF_TEXT = ("tokenizer", "seq_len", "document_masking")
 """Keys of `data` that pictures do not use."""
-FP8_SINCE = (8, 9)
+MIN_FP8_CAPABILITY = (8, 9)
 """CUDA compute capability (Ada, Hopper) from which tensor cores know fp8."""
 BF16_SINCE = (8, 0)
 """Likewise (Ampere) of bf16, which torch computes on older ones as well, slowly."""
-FP8 = "PHALANX_FLOAT8"
+FP8_VARIABLE = "PHALANX_FLOAT8"
 """Environment variable; "always" takes fp8 for every layer that fits, on any device, without measuring. For tests."""
-NO_FP8 = (
+NO_FP8_TEXT = (
     "fp8 needs tensor cores that know it (NVIDIA Ada, Hopper or later: compute capability 8.9), and {} has none; "
     "bf16, fp16 or fp32 would be valid here"
 )
 """What to say to that of a device by this name."""
 
 
-def workers_for(recipe: Recipe, otherwise: int) -> int:
-    """How many workers a run has when nobody says: as many as its layout takes, and `otherwise` where that is auto."""
-    return recipe.parallelism.world if isinstance(recipe.parallelism, Parallelism) else otherwise
+def num_workers_for(recipe: Recipe, default: int) -> int:
+    """How many workers a run has when nobody says: as many as its layout takes, and `default` where that is auto."""
+    return recipe.parallelism.world if isinstance(recipe.parallelism, Parallelism) else default
 
 
-def check(
-    recipe: Recipe, folder: Path, workers: int | None = 1, at: Callable[[str], str] = str, begins: bool = True
+def check_recipe(
+    recipe: Recipe,
+    folder: Path,
+    num_workers: int | None = 1,
+    location_of: Callable[[str], str] = str,
+    begins: bool = True,
 ) -> None:
     """RecipeError when `recipe` cannot run on so many workers; one line for each problem.
 
-    `folder` is the recipe's; without `workers` only what holds for any number of them is checked. `at` says in errors
-    where a key was written (`Loaded.at`). A run that no longer `begins` needs no `init_from`.
+    `folder` is the recipe's; without `num_workers` only what holds for any number of them is checked. `location_of` says in errors
+    where a key was written (`LoadedRecipe.location_of`). A run that no longer `begins` needs no `init_from`.
     """
     if not begins:
         recipe = recipe.model_copy(update={"init_from": None})
-    problems = [f"{at(key)}: {problem}" for key, problem in _problems(recipe, folder, workers)]
+    problems = [f"{location_of(key)}: {problem}" for key, problem in _find_problems(recipe, folder, num_workers)]
     if problems:
-        raise several(problems)
+        raise join_problems(problems)
 
 
 def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> None:
     """RecipeError where a task of ours cannot learn from data of this kind, or where pictures have keys of text."""
-    wanted = TASKS.get(recipe.task, kind)
+    wanted = BUILT_IN_TASKS.get(recipe.task, kind)
     if wanted != kind:
-        other = next(name for name, of in TASKS.items() if of == kind)
+        other = next(name for name, of in BUILT_IN_TASKS.items() if of == kind)
         raise RecipeError(
             f"{at('task')}: {recipe.task} is for {wanted}, and the data are {kind}; use {other}, a task of your own "
             f"(module:Class), or a data.source of {wanted}"
@@ -98,7 +102,7 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
 
 def has_fp8(capability: Sequence[int] | None) -> bool:
     """Whether a device of this CUDA compute capability (None: it is no such device) multiplies in fp8."""
-    return capability is not None and tuple(capability) >= FP8_SINCE
+    return capability is not None and tuple(capability) >= MIN_FP8_CAPABILITY
 
 
 def has_bf16(capability: Sequence[int] | None) -> bool:
@@ -112,54 +116,56 @@ def check_device(
     device: str,
     name: str,
     capability: Sequence[int] | None,
-    at: Callable[[str], str] = str,
+    location_of: Callable[[str], str] = str,
     fp8_anywhere: bool = False,
     rocm: bool = False,
 ) -> None:
     """RecipeError when what `recipe` asks for cannot be had on this device of torch ("cpu", "cuda", ...), `rocm` if it
     is AMD's."""
-    kind = kind_of(device, rocm)
-    fp8 = fp8_anywhere or ("fp8" in kind.precisions and has_fp8(capability))
-    if problems := [f"{at(key)}: {problem}" for key, problem in device_problems(recipe, kind, name, fp8)]:
-        raise several(problems)
+    device_kind = device_kind_of(device, rocm)
+    fp8 = fp8_anywhere or ("fp8" in device_kind.precisions and has_fp8(capability))
+    if problems := [
+        f"{location_of(key)}: {problem}" for key, problem in device_problems(recipe, device_kind, name, fp8)
+    ]:
+        raise join_problems(problems)
 
 
-def _problems(recipe: Recipe, folder: Path, workers: int | None) -> Iterator[tuple[str, str]]:
+def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Iterator[tuple[str, str]]:
     """Each key with what is wrong about it."""
-    if ":" not in recipe.task and recipe.task not in TASKS:
-        known = f"expected {', '.join(TASKS)} or module:Class"
-        yield "task", f"found {recipe.task!r}, {known}{nearest(recipe.task, tuple(TASKS))}"
-    if recipe.init_from is not None and workers is not None:
-        path = recipe.init_from.removeprefix(HUGGING_FACE)
+    if ":" not in recipe.task and recipe.task not in BUILT_IN_TASKS:
+        known = f"expected {', '.join(BUILT_IN_TASKS)} or module:Class"
+        yield "task", f"found {recipe.task!r}, {known}{suggest_nearest(recipe.task, tuple(BUILT_IN_TASKS))}"
+    if recipe.init_from is not None and num_workers is not None:
+        path = recipe.init_from.removeprefix(HF_PREFIX)
         if path == recipe.init_from and (folder / path / "config.json").is_file():
-            yield "init_from", f"{folder / path} is a Hugging Face directory, or an export; give {HUGGING_FACE}{path}"
+            yield "init_from", f"{folder / path} is a Hugging Face directory, or an export; give {HF_PREFIX}{path}"
         elif not (folder / path).exists():
-            kind = "checkpoint or run" if path == recipe.init_from else "directory"
-            yield "init_from", f"there is no {kind} at {folder / path}"
-    yield from _device(recipe, workers or 1)
+            noun = "checkpoint or run" if path == recipe.init_from else "directory"
+            yield "init_from", f"there is no {noun} at {folder / path}"
+    yield from _device(recipe, num_workers or 1)
     yield from _optimizer(recipe)
     yield from _grad_sync(recipe)
-    replicas = workers
+    num_groups = num_workers
     if isinstance(recipe.parallelism, Parallelism):
-        yield from _layout(recipe, recipe.parallelism, workers or recipe.parallelism.world)
-        replicas = recipe.parallelism.replicate * recipe.parallelism.shard
+        yield from _check_parallelism(recipe, recipe.parallelism, num_workers or recipe.parallelism.world)
+        num_groups = recipe.parallelism.replicate * recipe.parallelism.shard
     yield from _sources(recipe)
-    scaling = recipe.optimizer.lr_scaling
-    if scaling is not None and scaling.base_batch_size is None and not recipe.batch.scale_with_workers:
+    lr_scaling = recipe.optimizer.lr_scaling
+    if lr_scaling is not None and lr_scaling.base_batch_size is None and not recipe.batch.scale_with_workers:
         yield (
             "optimizer.lr_scaling",
             "base_batch_size is missing: for how many samples of a step is optimizer.lr right? "
             "(batch.scale_with_workers: true would say so)",
         )
-    if workers is not None and replicas is not None:
-        samples = grown(recipe, workers).batch.global_size
+    if num_workers is not None and num_groups is not None:
+        samples = scale_batch_with_workers(recipe, num_workers).batch.global_size
         if samples > MOST_SAMPLES:
             yield (
                 "batch.global_size",
-                f"{samples:,} samples of {workers:,} workers, expected at most {MOST_SAMPLES:,} in all",
+                f"{samples:,} samples of {num_workers:,} workers, expected at most {MOST_SAMPLES:,} in all",
             )
         else:
-            yield from _batch(samples, recipe.batch.micro_size, replicas)
+            yield from _check_batch(samples, recipe.batch.micro_size, num_groups)
 
 
 def _promised(recipe: Recipe) -> str:
@@ -178,7 +184,7 @@ def _grad_sync(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"{compression} goes with algorithm: auto or all-reduce, and the algorithm is {grad_sync.algorithm}: "
             "use one of these, or compression: none",
         )
-    for name, given in (("warmup_steps", (FIRST,)), ("powersgd_rank", ())):
+    for name, given in (("warmup_steps", (DEFAULT_WARMUP_STEPS,)), ("powersgd_rank", ())):
         if getattr(grad_sync, name) not in (getattr(usual, name), *given) and compression != "powersgd":
             what = f"is for compression: powersgd, and the compression is {compression}: leave it out"
             yield f"grad_sync.{name}", what
@@ -246,54 +252,58 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
         yield "optimizer.state_dtype", "int8 state has no mean over workers, which local_sgd may have to take: use bf16"
 
 
-def _layout(recipe: Recipe, layout: Parallelism, workers: int) -> Iterator[tuple[str, str]]:
-    if layout.world != workers:
-        product = " x ".join(f"{name} {getattr(layout, name)}" for name in WORLD if getattr(layout, name) > 1)
+def _check_parallelism(recipe: Recipe, parallelism: Parallelism, num_workers: int) -> Iterator[tuple[str, str]]:
+    if parallelism.world != num_workers:
+        factors = " x ".join(
+            f"{name} {getattr(parallelism, name)}" for name in WORLD_DIMENSIONS if getattr(parallelism, name) > 1
+        )
         yield (
             "parallelism",
-            f"takes {layout.world} workers ({product or 'one of each'}), but the run has {workers}: "
-            f"use --nproc-per-node {layout.world} or parallelism=auto",
+            f"takes {parallelism.world} workers ({factors or 'one of each'}), but the run has {num_workers}: "
+            f"use --nproc-per-node {parallelism.world} or parallelism=auto",
         )
-    sharded = layout.shard * layout.context
-    if sharded % layout.expert:
-        yield "parallelism.expert", f"found {layout.expert}, which must divide shard x context = {sharded}"
-    others = layout.replicate * layout.shard != layout.world or layout.expert > 1
-    if recipe.determinism == "elastic" and others:
+    shard_ranks = parallelism.shard * parallelism.context
+    if shard_ranks % parallelism.expert:
+        yield "parallelism.expert", f"found {parallelism.expert}, which must divide shard x context = {shard_ranks}"
+    other_dimensions = parallelism.replicate * parallelism.shard != parallelism.world or parallelism.expert > 1
+    if recipe.determinism == "elastic" and other_dimensions:
         yield (
             "parallelism",
             "determinism: elastic goes with replicate and shard only: give these, or determinism: fixed-world",
         )
-    if recipe.optimizer.name == "muon" and layout.tensor > 1:
+    if recipe.optimizer.name == "muon" and parallelism.tensor > 1:
         yield (
             "parallelism.tensor",
             "muon works on whole matrices, which tensor ranks do not have; use parallelism.shard or adamw",
         )
-    if recipe.compile == "cuda-graphs" and layout.replicate != layout.world:
+    if recipe.compile == "cuda-graphs" and parallelism.replicate != parallelism.world:
         yield (
             "compile",
             "cuda-graphs cannot hold the communication of a divided model: give parallelism.replicate only, or true",
         )
-    if recipe.compile is True and layout.splits_backward:
+    if recipe.compile is True and parallelism.splits_backward:
         yield (
             "compile",
-            f"blocks of a {layout.pipeline_schedule} pipeline cannot be compiled; use false, or "
+            f"blocks of a {parallelism.pipeline_schedule} pipeline cannot be compiled; use false, or "
             "parallelism.pipeline_schedule=1f1b",
         )
-    if recipe.memory.activation_checkpointing == "selective" and layout.splits_backward:
-        why = f"a {layout.pipeline_schedule} pipeline's backward comes in two parts, of which selective repeats one"
-        yield "memory.activation_checkpointing", f"{why}; use full or none, or parallelism.pipeline_schedule=1f1b"
-    yield from _pipeline(recipe, layout)
-    if layout.async_tp and layout.tensor == 1:
+    if recipe.memory.activation_checkpointing == "selective" and parallelism.splits_backward:
+        reason = (
+            f"a {parallelism.pipeline_schedule} pipeline's backward comes in two parts, of which selective repeats one"
+        )
+        yield "memory.activation_checkpointing", f"{reason}; use full or none, or parallelism.pipeline_schedule=1f1b"
+    yield from _pipeline(recipe, parallelism)
+    if parallelism.async_tp and parallelism.tensor == 1:
         yield "parallelism.async_tp", "is about what tensor ranks send each other; give parallelism.tensor, or false"
     for name in ("tensor", "expert"):
-        if recipe.optimizer.state_dtype == "int8" and getattr(layout, name) > 1:
+        if recipe.optimizer.state_dtype == "int8" and getattr(parallelism, name) > 1:
             what = "optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16"
             yield f"parallelism.{name}", what
     for name in ("tensor", "context"):
-        if getattr(layout, name) > 1 and recipe.task == "classification":
+        if getattr(parallelism, name) > 1 and recipe.task == "classification":
             yield f"parallelism.{name}", "is for models of sequences; classification of images has none"
-    if (length := recipe.data.seq_len) % layout.context:
-        yield "parallelism.context", f"found {layout.context}, which must divide data.seq_len = {length}"
+    if (seq_len := recipe.data.seq_len) % parallelism.context:
+        yield "parallelism.context", f"found {parallelism.context}, which must divide data.seq_len = {seq_len}"
 
 
 def _pipeline(recipe: Recipe, layout: Parallelism) -> Iterator[tuple[str, str]]:
@@ -313,7 +323,7 @@ def _pipeline(recipe: Recipe, layout: Parallelism) -> Iterator[tuple[str, str]]:
     share, micro = recipe.batch.global_size // parts, recipe.batch.micro_size
     if recipe.batch.global_size % parts or (isinstance(micro, int) and share % micro):
         return  # which is another problem
-    sizes = [size for size in divisors(share) if fitting(layout.pipeline_schedule, share // size, stages, ranks)]
+    sizes = [size for size in list_divisors(share) if fitting(layout.pipeline_schedule, share // size, stages, ranks)]
     what = f"{layout.pipeline_schedule} with {stages} stages on {ranks} ranks"
     if not sizes:
         yield "batch.global_size", f"{what} has no micro-batch that fits the {share} samples of a step; raise it"
@@ -326,10 +336,10 @@ def _device(recipe: Recipe, workers: int) -> Iterator[tuple[str, str]]:
     """What no device of a kind that the recipe names has, whichever machine it is on."""
     if recipe.device == "auto":
         return
-    kind = kind_of(recipe.device)
-    fp8_anywhere = os.environ.get(FP8) == "always"
-    yield from device_problems(recipe, kind, kind.what, "fp8" in kind.precisions or fp8_anywhere)
-    if workers > 1 and kind.backend is None:
+    kind = device_kind_of(recipe.device)
+    fp8_anywhere = os.environ.get(FP8_VARIABLE) == "always"
+    yield from device_problems(recipe, kind, kind.description, "fp8" in kind.precisions or fp8_anywhere)
+    if workers > 1 and kind.dist_backend is None:
         yield (
             "device",
             f"found {recipe.device}, on which torch has no way to exchange gradients; use one worker, or cpu",
@@ -339,11 +349,11 @@ def _device(recipe: Recipe, workers: int) -> Iterator[tuple[str, str]]:
 def device_problems(recipe: Recipe, kind: DeviceKind, name: str, fp8: bool) -> Iterator[tuple[str, str]]:
     """What a recipe asks for that a kind of device does not have; `name` is what the device is called."""
     if recipe.precision == "fp8" and not fp8:
-        yield "precision", NO_FP8.format(name + kind.about_fp8)
-    if recipe.compile == "cuda-graphs" and not kind.graphs:
+        yield "precision", NO_FP8_TEXT.format(name + kind.fp8_note)
+    if recipe.compile == "cuda-graphs" and not kind.has_cuda_graphs:
         what = "has none" if kind.is_gpu else "is no GPU"
         yield "compile", f"cuda-graphs need a GPU that has them, and {name} {what}; true or false would be valid"
-    if recipe.determinism in ("fixed-world", "elastic") and not kind.deterministic:
+    if recipe.determinism in ("fixed-world", "elastic") and not kind.names_nondeterministic_ops:
         yield (
             "determinism",
             f"found {recipe.determinism}, but torch does not say which kernels give the same bits twice on {name}; "
@@ -409,25 +419,28 @@ def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "memory.chunked_loss", "true is for language models, and the task is classification: use auto or false"
 
 
-def _batch(samples: int, micro: int | str, parts: int) -> Iterator[tuple[str, str]]:
-    """`parts`: workers, or groups of them, among which the batch is divided."""
-    if samples % parts:
-        below, above = samples // parts * parts, (samples // parts + 1) * parts
-        fits = " or ".join(str(size) for size in (below, above) if size)
-        yield "batch.global_size", f"{samples} samples cannot be divided among {parts} workers; {fits} can"
-    elif isinstance(micro, int) and samples % (micro * parts):
-        share = samples // parts
-        best = min(divisors(share), key=lambda size: (abs(size - micro), size))
+def _check_batch(global_size: int, micro_size: int | str, num_groups: int) -> Iterator[tuple[str, str]]:
+    """`num_groups`: workers, or groups of them, among which the batch is divided."""
+    if global_size % num_groups:
+        below, above = global_size // num_groups * num_groups, (global_size // num_groups + 1) * num_groups
+        valid_sizes = " or ".join(str(size) for size in (below, above) if size)
+        yield (
+            "batch.global_size",
+            f"{global_size} samples cannot be divided among {num_groups} workers; {valid_sizes} can",
+        )
+    elif isinstance(micro_size, int) and global_size % (micro_size * num_groups):
+        samples_per_group = global_size // num_groups
+        best = min(list_divisors(samples_per_group), key=lambda size: (abs(size - micro_size), size))
         yield (
             "batch.micro_size",
             (
-                f"{micro} x {parts} {'worker' if parts == 1 else 'workers'} = {micro * parts} does not divide "
-                f"batch.global_size = {samples}; the nearest micro-batch that does is {best}"
+                f"{micro_size} x {num_groups} {'worker' if num_groups == 1 else 'workers'} = {micro_size * num_groups} does not divide "
+                f"batch.global_size = {global_size}; the nearest micro-batch that does is {best}"
             ),
         )
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """All of them, the smallest first."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return small + [number // size for size in reversed(small) if size * size != number]

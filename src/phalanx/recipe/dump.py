@@ -10,18 +10,18 @@ from phalanx.recipe.text import to_yaml
 
 def dump_recipe(recipe: Recipe) -> str:
     """All keys in the order of the schema; only nulls that are the default are left out."""
-    return to_yaml(_plain(recipe))
+    return to_yaml(_to_dict(recipe))
 
 
-def _plain(value: Any) -> Any:
+def _to_dict(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return {
-            name: _plain(below)
+            name: _to_dict(below)
             for name, field in type(value).model_fields.items()
             if (below := getattr(value, name)) is not None or field.default is not None
         }
     if isinstance(value, dict):
-        return {name: _plain(below) for name, below in value.items()}
+        return {name: _to_dict(below) for name, below in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(below) for below in value]
+        return [_to_dict(below) for below in value]
     return value

@@ -5,37 +5,41 @@ import math
 
 from phalanx.recipe.schema import GradSyncConfig, Parallelism, Recipe
 
-BUCKET = 25.0
+DEFAULT_BUCKET_MIB = 25.0
 """MiB of a bucket where nobody planned another size: as DistributedDataParallel has it (Li et al. 2020)."""
-PARTS = 12
+MIN_BUCKETS_BETWEEN_NODES = 12
 """Between nodes a bucket holds at most such a part of the gradients: what travels beside backward costs nothing, and
 the last bucket never does."""
-LEAST, LEAST_OF_POWERSGD = 1.0, 2.0
+MIN_BUCKET_MIB, MIN_POWERSGD_BUCKET_MIB = 1.0, 2.0
 """MiB of which nothing is gained by sending less at a time; `powersgd` sends so little of them that what counts is how
 often."""
-DETERMINISM_LIMIT = 0.02
+MAX_DETERMINISM_SLOWDOWN = 0.02
 """`determinism: auto` promises bits where deterministic kernels cost less than this part of forward and backward."""
-DETERMINISTIC_COST, NONDETERMINISTIC = "deterministic_cost", "nondeterministic"
+DETERMINISTIC_SLOWDOWN_KEY, NONDETERMINISTIC_OP_KEY = "deterministic_cost", "nondeterministic"
 """Keys of what a trial finds: that part, and the operation without a deterministic kernel."""
-WRITES = "parameters_changed_by_forward"
+CHANGED_PARAMETERS_KEY = "parameters_changed_by_forward"
 """Key of the names of parameters to which its forwards write."""
-CHANGES, LOSES, ONLY_GPU = "state_changed_by_forward", "unsaved_state_changed_by_forward", "gpu_only_modules"
+CHANGED_STATE_KEY, UNSAVED_STATE_KEY, GPU_ONLY_MODULES_KEY = (
+    "state_changed_by_forward",
+    "unsaved_state_changed_by_forward",
+    "gpu_only_modules",
+)
 """Keys of what a trial says of a model: the state that its forwards change, what they change that no checkpoint holds,
 and the modules that several workers can run on GPUs only; each as a text, which is empty where there is none."""
-MIB = 2**20
+BYTES_PER_MIB = 2**20
 
-BY_ACCURACY = ("all-reduce", "bf16", "int8")
+AUTO_COMPRESSIONS = ("all-reduce", "bf16", "int8")
 """What `auto` knows: the most accurate first, each with fewer bytes than the one before."""
 
-FIRST = 100
+DEFAULT_WARMUP_STEPS = 100
 """Steps at the beginning of a run in which at least gradients travel whole."""
-THIRD = 3
+LOCAL_SGD_WARMUP_DIVISOR = 3
 """Of a run's steps workers take such a part together before local SGD: a GPT of 600 steps ends 1.3% above
 synchronous fp32 if they part after 100, 0.3% if after 200 (docs/benchmarks/grad-sync.md). DiLoCo's authors begin with
 the weights of 24,000 steps and go on for 64,000 (Douillard et al. 2023)."""
 
 
-def not_kept(state: str) -> str:
+def explain_not_elastic(state: str) -> str:
     """Why results would depend on the number of workers."""
     return (
         f"determinism: elastic cannot be kept, because forwards of the model change {state}, and each worker sees "
@@ -55,46 +59,55 @@ def given_start(recipe: Recipe) -> int | str:
     return recipe.grad_sync.warmup_steps if recipe.local_sgd is None else recipe.local_sgd.warmup_steps
 
 
-def first_steps(recipe: Recipe) -> int:
+def num_warmup_steps(recipe: Recipe) -> int:
     """How many steps of a run are of another kind."""
     start = given_start(recipe)
     if isinstance(start, int):
         return start
-    return FIRST if recipe.local_sgd is None else max(FIRST, math.ceil(recipe.steps / THIRD))
+    return (
+        DEFAULT_WARMUP_STEPS
+        if recipe.local_sgd is None
+        else max(DEFAULT_WARMUP_STEPS, math.ceil(recipe.steps / LOCAL_SGD_WARMUP_DIVISOR))
+    )
 
 
-def bucket_bytes(grad_sync: GradSyncConfig) -> float:
+def bucket_size_bytes(grad_sync: GradSyncConfig) -> float:
     """Bytes of gradients that travel together."""
-    return MIB * (BUCKET if grad_sync.bucket_mib == "auto" else grad_sync.bucket_mib)
+    return BYTES_PER_MIB * (DEFAULT_BUCKET_MIB if grad_sync.bucket_mib == "auto" else grad_sync.bucket_mib)
 
 
-def travels_beside(recipe: Recipe, layout: Parallelism, device: str) -> bool:
+def overlaps_with_backward(recipe: Recipe, parallelism: Parallelism, device: str) -> bool:
     """Whether replicas add up gradients beside backward, bucket by bucket, rather than after it or by FSDP."""
-    sharded = layout.shard * layout.context * layout.expert > 1
-    by_fsdp = sharded and (device != "cpu" or not sums_shards(recipe, layout, device))
-    return layout.replicate > 1 and not (layout.pipeline > 1 or by_fsdp or recipe.local_sgd is not None)
+    sharded = parallelism.shard * parallelism.context * parallelism.expert > 1
+    reduced_by_fsdp = sharded and (device != "cpu" or not reduces_hybrid_shards(recipe, parallelism, device))
+    return parallelism.replicate > 1 and not (
+        parallelism.pipeline > 1 or reduced_by_fsdp or recipe.local_sgd is not None
+    )
 
 
-def gradients_of_one(parameters: int, layout: Parallelism) -> float:
+def gradient_bytes_per_rank(num_parameters: int, parallelism: Parallelism) -> float:
     """Bytes of gradients that each worker exchanges, of a model of so many trained parameters."""
-    return 4.0 * parameters / (layout.tensor * layout.shard)
+    return 4.0 * num_parameters / (parallelism.tensor * parallelism.shard)
 
 
-def bucket_between_nodes(gradients: float, grad_sync: GradSyncConfig) -> float:
+def inter_node_bucket_mib(gradient_bytes: float, grad_sync: GradSyncConfig) -> float:
     """MiB of a bucket where nobody planned another size, for so many bytes of gradients."""
-    least = LEAST_OF_POWERSGD if grad_sync.compression == "powersgd" else LEAST
-    return min(BUCKET, max(least, round(gradients / MIB / PARTS, 1)))
+    min_mib = MIN_POWERSGD_BUCKET_MIB if grad_sync.compression == "powersgd" else MIN_BUCKET_MIB
+    return min(DEFAULT_BUCKET_MIB, max(min_mib, round(gradient_bytes / BYTES_PER_MIB / MIN_BUCKETS_BETWEEN_NODES, 1)))
 
 
-def sums_shards(recipe: Recipe, layout: Parallelism, device: str) -> bool:
+def reduces_hybrid_shards(recipe: Recipe, parallelism: Parallelism, device: str) -> bool:
     """Whether it is a reducer of ours that sums between replicas which FSDP shards, and not FSDP itself. A choice among
     methods needs one; on a GPU FSDP keeps it, whose sums travel beside backward there, as ours would not."""
     if recipe.local_sgd is not None:
         return False
     method = recipe.grad_sync.method
-    named = recipe.determinism == "elastic" or method not in ("auto", "all-reduce")
-    only = 1 < layout.replicate < layout.world == layout.replicate * layout.shard and layout.expert == 1
-    return named or (method == "auto" and recipe.determinism == "off" and only and device == "cpu")
+    is_named = recipe.determinism == "elastic" or method not in ("auto", "all-reduce")
+    is_hybrid_only = (
+        1 < parallelism.replicate < parallelism.world == parallelism.replicate * parallelism.shard
+        and parallelism.expert == 1
+    )
+    return is_named or (method == "auto" and recipe.determinism == "off" and is_hybrid_only and device == "cpu")
 
 
 def is_chosen_while_training(recipe: Recipe) -> bool:
@@ -102,20 +115,20 @@ def is_chosen_while_training(recipe: Recipe) -> bool:
     return recipe.determinism == "off" and recipe.grad_sync.method == "auto" and recipe.local_sgd is None
 
 
-def candidates(recipe: Recipe, device: str) -> tuple[str, ...]:
+def auto_algorithms(recipe: Recipe, device: str) -> tuple[str, ...]:
     """Methods that may take turns in a run, the most accurate first. One alone where nothing is to be chosen: it is
     given; `determinism` wants an order of addition that never depends on a clock; weights are sent and not gradients;
     FSDP sums between replicas itself; or there is nobody to send to. While the parallelism is `auto` it may turn out as
     any."""
-    method, layout = recipe.grad_sync.method, recipe.parallelism
+    method, parallelism = recipe.grad_sync.method, recipe.parallelism
     if method != "auto":
         return (method,)
     fixed = not is_chosen_while_training(recipe)
-    if isinstance(layout, Parallelism):
-        sharded = layout.shard * layout.context * layout.expert > 1
-        left_to_fsdp = sharded and not sums_shards(recipe, layout, device)
-        fixed |= layout.replicate == 1 or layout.pipeline > 1 or left_to_fsdp
+    if isinstance(parallelism, Parallelism):
+        sharded = parallelism.shard * parallelism.context * parallelism.expert > 1
+        reduced_by_fsdp = sharded and not reduces_hybrid_shards(recipe, parallelism, device)
+        fixed |= parallelism.replicate == 1 or parallelism.pipeline > 1 or reduced_by_fsdp
     if fixed:
-        return BY_ACCURACY[:1]
+        return AUTO_COMPRESSIONS[:1]
     # int8 keeps what it could not send, but the loss scale of fp16 changes
-    return BY_ACCURACY[:2] if recipe.precision == "fp16" else BY_ACCURACY
+    return AUTO_COMPRESSIONS[:2] if recipe.precision == "fp16" else AUTO_COMPRESSIONS

@@ -14,45 +14,49 @@ from pydantic_core import ErrorDetails
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Recipe
-from phalanx.recipe.shape import Model, expected, flat_keys, keys_at, schema_at
-from phalanx.recipe.text import Key, Places, dotted, place_of
+from phalanx.recipe.shape import ModelClass, child_keys, describe_expected, find_schema, iterate_keys
+from phalanx.recipe.text import KeyPath, SourceLocations, format_key, location_of_key
 
-MOST = 5
+MAX_SHOWN_PROBLEMS = 5
 """So many problems are told at once."""
 
 
-def explained(error: ValidationError, value: Any, places: Places, model: Model = Recipe) -> RecipeError:
+def describe_validation_error(
+    error: ValidationError, value: Any, locations: SourceLocations, model: ModelClass = Recipe
+) -> RecipeError:
     """The RecipeError that tells all problems of `value`, which is no `model`, in the order of the file."""
-    found = [(_key(details, value), details) for details in error.errors(include_url=False)]
+    key_errors = [(_key_of_error(details, value), details) for details in error.errors(include_url=False)]
     # of a union's branches, the one that got deepest is the one that was meant
-    keys = [key for key, _ in found]
-    found = [(key, details) for key, details in found if not any(_below(other, key) for other in keys)]
-    problems: dict[Key, str] = {}
-    for key, details in found:
+    keys = [key for key, _ in key_errors]
+    key_errors = [(key, details) for key, details in key_errors if not any(_is_below(other, key) for other in keys)]
+    problems: dict[KeyPath, str] = {}
+    for key, details in key_errors:
         if key not in problems or details["type"] == "value_error":
-            problems[key] = f"{place_of(places, key)}: {_problem(key, details, model)}"
-    order = {key: index for index, key in enumerate(places)}
-    return several([problems[key] for key in sorted(problems, key=lambda key: order.get(key, len(order)))])
+            problems[key] = f"{location_of_key(locations, key)}: {_describe_error(key, details, model)}"
+    order = {key: index for index, key in enumerate(locations)}
+    return join_problems([problems[key] for key in sorted(problems, key=lambda key: order.get(key, len(order)))])
 
 
-def several(problems: Sequence[str]) -> RecipeError:
+def join_problems(problems: Sequence[str]) -> RecipeError:
     """One error of several problems, one line each."""
-    rest = len(problems) - MOST
-    return RecipeError("\n".join([*problems[:MOST], *([f"... and {rest} more"] if rest > 0 else [])]))
+    num_hidden = len(problems) - MAX_SHOWN_PROBLEMS
+    return RecipeError(
+        "\n".join([*problems[:MAX_SHOWN_PROBLEMS], *([f"... and {num_hidden} more"] if num_hidden > 0 else [])])
+    )
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def suggest_nearest(name: str, known: Sequence[str]) -> str:
     """`; did you mean NAME?` for a slip of the pen, else nothing."""
     close = get_close_matches(name, known, 1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _key(details: ErrorDetails, value: Any) -> Key:
+def _key_of_error(error: ErrorDetails, value: Any) -> KeyPath:
     """The path of an error in the value itself: pydantic's own has the names of union branches in between."""
-    key: Key = ()
-    last = len(details["loc"]) - 1
-    for index, part in enumerate(details["loc"]):
-        if isinstance(value, dict) and (part in value or (index == last and details["type"] == "missing")):
+    key: KeyPath = ()
+    last = len(error["loc"]) - 1
+    for index, part in enumerate(error["loc"]):
+        if isinstance(value, dict) and (part in value or (index == last and error["type"] == "missing")):
             value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
@@ -62,39 +66,39 @@ def _key(details: ErrorDetails, value: Any) -> Key:
     return key
 
 
-def _below(key: Key, above: Key) -> bool:
+def _is_below(key: KeyPath, above: KeyPath) -> bool:
     return len(key) > len(above) and key[: len(above)] == above
 
 
-def _problem(key: Key, details: ErrorDetails, model: Model) -> str:
-    name = dotted(key)
-    if details["loc"][-1:] == ("[key]",):
-        return f"{name}: unknown key{_meant(key, model)}"
-    match details["type"]:
+def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str:
+    name = format_key(key)
+    if error["loc"][-1:] == ("[key]",):
+        return f"{name}: unknown key{_suggest_key(key, model)}"
+    match error["type"]:
         case "extra_forbidden":
-            return f"{name}: unknown key{_meant(key, model)}"
+            return f"{name}: unknown key{_suggest_key(key, model)}"
         case "missing":
-            return f"{name}: missing, expected {expected(schema_at(key, model) or {})}"
+            return f"{name}: missing, expected {describe_expected(find_schema(key, model) or {})}"
         case "value_error":
-            return f"{name}: {details['ctx']['error']}" if name else str(details["ctx"]["error"])
+            return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
     start = f"{name}: " if name else ""
-    finite = " that is finite" if details["type"] == "finite_number" else ""
-    return f"{start}found {found(details['input'])}, expected {expected(schema_at(key, model) or {})}{finite}"
+    finite_text = " that is finite" if error["type"] == "finite_number" else ""
+    return f"{start}found {describe_value(error['input'])}, expected {describe_expected(find_schema(key, model) or {})}{finite_text}"
 
 
-def _meant(key: Key, model: Model) -> str:
+def _suggest_key(key: KeyPath, model: ModelClass) -> str:
     """The key that was meant: the highest of its name elsewhere, else one of nearly its name here, else all that may
     stand here."""
-    name, here = str(key[-1]), keys_at(key[:-1], model)
-    alike = [other for other in flat_keys(model=model) if other[-1] == name]
-    least = min(map(len, alike), default=0)  # a key deep down is rarely meant by who leaves out where it stands
-    elsewhere = [dotted(other) for other in alike if len(other) == least]
-    if elsewhere:
-        return f"; did you mean {' or '.join(elsewhere[:3])}?"
-    return nearest(name, here) or f"; known are {', '.join(here)}"
+    name, here = str(key[-1]), child_keys(key[:-1], model)
+    same_name = [other for other in iterate_keys(model=model) if other[-1] == name]
+    min_depth = min(map(len, same_name), default=0)  # a key deep down is rarely meant by who leaves out where it stands
+    other_keys = [format_key(other) for other in same_name if len(other) == min_depth]
+    if other_keys:
+        return f"; did you mean {' or '.join(other_keys[:3])}?"
+    return suggest_nearest(name, here) or f"; known are {', '.join(here)}"
 
 
-def found(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value from a recipe in a few words."""
     if isinstance(value, dict):
         return "a mapping"

@@ -12,35 +12,37 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.explain import nearest
-from phalanx.recipe.travelled import code_of
+from phalanx.recipe.explain import suggest_nearest
+from phalanx.recipe.travelled import resolve_code_dir
 
-HUGGING_FACE = "hf:"
-CONFIG = "config.json"
-MESSAGE = 600
+HF_PREFIX = "hf:"
+HF_CONFIG_FILE = "config.json"
+MAX_MESSAGE_CHARS = 600
 """Characters of another's error message that are shown: some go on for pages."""
 
 
-def huggingface_directory(build: str, folder: Path | None, key: str = "model.build") -> Path | None:
-    """The directory that `hf:PATH` names, PATH relative to `folder` (the recipe's); None for an import path.
+def huggingface_directory(build: str, recipe_dir: Path | None, key: str = "model.build") -> Path | None:
+    """The directory that `hf:PATH` names, PATH relative to `recipe_dir` (the recipe's); None for an import path.
 
     RecipeError when it is no directory with a config.json.
     """
-    if not build.startswith(HUGGING_FACE):
+    if not build.startswith(HF_PREFIX):
         return None
-    name = build.removeprefix(HUGGING_FACE)
-    path = (folder or Path.cwd()) / Path(name).expanduser()
+    name = build.removeprefix(HF_PREFIX)
+    path = (recipe_dir or Path.cwd()) / Path(name).expanduser()
     if not name or not path.is_dir():
         raise RecipeError(
             f"{key}: found {build!r}, expected hf:PATH of a Hugging Face directory; there is none at {path}"
         )
-    if not (path / CONFIG).is_file():
-        raise RecipeError(f"{key}: {path} has no {CONFIG}, so it is no Hugging Face model; save_pretrained writes one")
+    if not (path / HF_CONFIG_FILE).is_file():
+        raise RecipeError(
+            f"{key}: {path} has no {HF_CONFIG_FILE}, so it is no Hugging Face model; save_pretrained writes one"
+        )
     return path
 
 
-def import_object(path: str, folder: Path | None = None, key: str = "import path") -> Any:
-    """The object that `module:name` names. The module is that of `folder` (the recipe's) if it has one, which comes
+def import_object(path: str, recipe_dir: Path | None = None, key: str = "import path") -> Any:
+    """The object that `module:name` names. The module is that of `recipe_dir` (the recipe's) if it has one, which comes
     last on the import path from now on: no file in it takes the place of a library's module.
 
     `key` says in errors which key of the recipe holds the path, such as `model.build`.
@@ -51,43 +53,47 @@ def import_object(path: str, folder: Path | None = None, key: str = "import path
         raise RecipeError(
             f"{key}: found {path!r}, expected an import path module:name, such as phalanx.models:transformer"
         )
-    if folder is not None:
-        folder = code_of(folder)
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    if recipe_dir is not None:
+        recipe_dir = resolve_code_dir(recipe_dir)
+        if str(recipe_dir) not in sys.path:
+            sys.path.append(str(recipe_dir))
     try:
-        if folder is not None:
-            _import_from(folder, module_name.partition(".")[0], key)
+        if recipe_dir is not None:
+            _import_from(recipe_dir, module_name.partition(".")[0], key)
         value: Any = importlib.import_module(module_name)
     except RecipeError:
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            where = f"; looked in {folder} and the installed packages" if folder is not None else ""
-            raise RecipeError(f"{key}: {path!r}: there is no module {error.name!r}{where}") from None
-        raise RecipeError(f"{key}: importing {module_name!r} failed: {told(error, folder)}") from error
+            searched = f"; looked in {recipe_dir} and the installed packages" if recipe_dir is not None else ""
+            raise RecipeError(f"{key}: {path!r}: there is no module {error.name!r}{searched}") from None
+        raise RecipeError(
+            f"{key}: importing {module_name!r} failed: {describe_exception(error, recipe_dir)}"
+        ) from error
     for part in name.split("."):
         try:
             value = getattr(value, part)
         except AttributeError:
-            known = [known for known in dir(value) if not known.startswith("_")]
+            public_names = [public_names for public_names in dir(value) if not public_names.startswith("_")]
             owner = getattr(value, "__name__", type(value).__name__)
-            raise RecipeError(f"{key}: {path!r}: {owner} has no {part!r}{nearest(part, known)}") from None
+            raise RecipeError(
+                f"{key}: {path!r}: {owner} has no {part!r}{suggest_nearest(part, public_names)}"
+            ) from None
     if not callable(value):
         raise RecipeError(f"{key}: {path!r} is {type(value).__name__}, expected a function or a class")
     return value
 
 
 def _import_from(folder: Path, name: str, key: str) -> None:
-    """Import the module or package `name` of `folder`, if there is one. RecipeError when the name is taken."""
+    """Import the module or package `name` of `recipe_dir`, if there is one. RecipeError when the name is taken."""
     spec = PathFinder.find_spec(name, [str(folder)])
     if spec is None or spec.loader is None or spec.origin is None:  # none, or only a folder of that name
         return
     loaded = sys.modules.get(name)
     origin = None if loaded is None else getattr(loaded.__spec__, "origin", None)
     if name in sys.stdlib_module_names or (loaded is not None and origin != spec.origin):
-        taken = f"that of {origin}" if name not in sys.stdlib_module_names else "that of a module of Python's own"
-        raise RecipeError(f"{key}: {spec.origin}: its name is {taken}, which would be hidden; rename the file")
+        owner = f"that of {origin}" if name not in sys.stdlib_module_names else "that of a module of Python's own"
+        raise RecipeError(f"{key}: {spec.origin}: its name is {owner}, which would be hidden; rename the file")
     if loaded is None:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
@@ -98,28 +104,28 @@ def _import_from(folder: Path, name: str, key: str) -> None:
             raise
 
 
-def told(error: BaseException, folder: Path | None = None) -> str:
+def describe_exception(error: BaseException, recipe_dir: Path | None = None) -> str:
     """`NameError: name 'x' is not defined (my_model.py:3)`: type, message and the user's line, in one line."""
-    said = str(error)
+    message = str(error)
     if type(error).__name__ == "AcceleratorError":  # what follows is torch's advice to who wrote the kernel
-        said = said.partition("\n")[0]
-    text = " ".join(said.split()) or "no message"
-    text = text if len(text) <= MESSAGE else f"{text[: MESSAGE - 4]} ..."
+        message = message.partition("\n")[0]
+    text = " ".join(message.split()) or "no message"
+    text = text if len(text) <= MAX_MESSAGE_CHARS else f"{text[: MAX_MESSAGE_CHARS - 4]} ..."
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-    return f"{type(error).__name__}: {text}{_line(error.__traceback__, folder)}"
+    return f"{type(error).__name__}: {text}{_user_line(error.__traceback__, recipe_dir)}"
 
 
-def _line(trace: TracebackType | None, folder: Path | None) -> str:
+def _user_line(trace: TracebackType | None, folder: Path | None) -> str:
     """The innermost line in the recipe's folder, else the innermost outside of the import machinery and this file."""
     frames = [frame for frame in traceback.extract_tb(trace) if "importlib" not in frame.filename]
     frames = [frame for frame in frames if frame.filename != __file__]
-    own = [frame for frame in frames if folder is not None and _is_own(Path(frame.filename), folder)]
-    for frame in reversed(own or frames):
+    user_frames = [frame for frame in frames if folder is not None and _is_user_code(Path(frame.filename), folder)]
+    for frame in reversed(user_frames or frames):
         return f" ({frame.filename}:{frame.lineno})"
     return ""
 
 
-def _is_own(file: Path, folder: Path) -> bool:
-    """Whether a file is code of the user's in `folder`, and not of a package that is installed below it."""
+def _is_user_code(file: Path, folder: Path) -> bool:
+    """Whether a file is code of the user's in `recipe_dir`, and not of a package that is installed below it."""
     return file.is_relative_to(folder) and not {"site-packages", "dist-packages"} & set(file.parts)

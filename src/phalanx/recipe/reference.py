@@ -5,11 +5,19 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from phalanx.recipe.schema import Part
-from phalanx.recipe.shape import Schema, alternatives, either, flat_keys, form_in_words, keys_at, schema_at
-from phalanx.recipe.text import Key, dotted, to_yaml
+from phalanx.recipe.schema import ConfigModel
+from phalanx.recipe.shape import (
+    JsonSchema,
+    child_keys,
+    describe_variant,
+    find_schema,
+    iterate_keys,
+    iterate_variants,
+    join_alternatives,
+)
+from phalanx.recipe.text import KeyPath, format_key, to_yaml
 
-_INTRODUCTION = """\
+_INTRODUCTION_TEXT = """\
 # The recipe
 
 What to train and how, in one YAML file. Unknown keys are refused. Every key has a default, but a recipe in a file names
@@ -26,55 +34,60 @@ steps=50 optimizer.lr=3e-4`.
 This page is made from the schema by `make docs`; `phalanx recipe schema --markdown` prints it.
 """
 
-_PARTS = {part.model_config.get("title", part.__name__): part for part in Part.__subclasses__()}
+_CONFIG_CLASSES = {part.model_config.get("title", part.__name__): part for part in ConfigModel.__subclasses__()}
 
 
-def markdown() -> str:
+def render_recipe_reference() -> str:
     """The page: a section for each part, a row for each key with what it may be, its default and its meaning."""
-    sections = [_INTRODUCTION]
-    shown: dict[str, str] = {}
-    repeated: list[Key] = []
-    for key in [(), *(key for key in flat_keys() if keys_at(key))]:
-        if any(key[: len(above)] == above for above in repeated):
+    sections = [_INTRODUCTION_TEXT]
+    shown_titles: dict[str, str] = {}
+    repeated_keys: list[KeyPath] = []
+    for key in [(), *(key for key in iterate_keys() if child_keys(key))]:
+        if any(key[: len(above)] == above for above in repeated_keys):
             continue
-        forms = [form for form in alternatives(schema_at(key) or {}) if "properties" in form]
-        title = dotted(key) if key else "Top level"
-        if (part := forms[0]["title"]) in shown:
-            sections.append(f"## {title}\n\nThe same keys as below `{shown[part]}`.\n")
-            repeated.append(key)
+        variants = [variant for variant in iterate_variants(find_schema(key) or {}) if "properties" in variant]
+        title = format_key(key) if key else "Top level"
+        if (config_name := variants[0]["title"]) in shown_titles:
+            sections.append(f"## {title}\n\nThe same keys as below `{shown_titles[config_name]}`.\n")
+            repeated_keys.append(key)
             continue
-        shown[part] = title
-        sections.append(f"## {title}\n\n" + "\n".join(_text(form) for form in forms) + "\n")
-        rows = [_row((*key, name), form) for form in forms for name in form["properties"]]
+        shown_titles[config_name] = title
+        sections.append(f"## {title}\n\n" + "\n".join(_description_of(variant) for variant in variants) + "\n")
+        rows = [_render_row((*key, name), variant) for variant in variants for name in variant["properties"]]
         sections.append("\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
     return "\n".join(sections)
 
 
-def _row(key: Key, holder: Schema) -> str:
-    schema = schema_at(key) or {}
-    forms = list(alternatives(schema))
-    values = ["a mapping, see below" if "properties" in form else form_in_words(form) for form in forms]
-    meaning = _text(schema) or next((text for form in forms if (text := _text(form))), "")
-    cells = [f"`{dotted(key)}`", either(list(dict.fromkeys(values))), _default(holder, key), meaning]
+def _render_row(key: KeyPath, parent_schema: JsonSchema) -> str:
+    schema = find_schema(key) or {}
+    variants = list(iterate_variants(schema))
+    values = ["a mapping, see below" if "properties" in variant else describe_variant(variant) for variant in variants]
+    meaning = _description_of(schema) or next((text for variant in variants if (text := _description_of(variant))), "")
+    cells = [
+        f"`{format_key(key)}`",
+        join_alternatives(list(dict.fromkeys(values))),
+        _render_default(parent_schema, key),
+        meaning,
+    ]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _default(holder: Schema, key: Key) -> str:
+def _render_default(parent_schema: JsonSchema, key: KeyPath) -> str:
     """The default as YAML; of a part its own rows tell."""
-    field = _field(_PARTS[holder["title"]], str(key[-1]))
+    field = _find_field(_CONFIG_CLASSES[parent_schema["title"]], str(key[-1]))
     if field.is_required():
         return "required"
     value: Any = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return "see below"
-    plain = list(value) if isinstance(value, tuple) else value
-    return f"`{to_yaml(plain).removesuffix('...' + chr(10)).strip()}`"
+    as_list = list(value) if isinstance(value, tuple) else value
+    return f"`{to_yaml(as_list).removesuffix('...' + chr(10)).strip()}`"
 
 
-def _field(part: type[Part], name: str) -> FieldInfo:
+def _find_field(config_class: type[ConfigModel], name: str) -> FieldInfo:
     """A part's field."""
-    return part.model_fields[name]
+    return config_class.model_fields[name]
 
 
-def _text(schema: Schema) -> str:
+def _description_of(schema: JsonSchema) -> str:
     return " ".join(str(schema.get("description", "")).split())

@@ -16,41 +16,43 @@ from typing import Any
 from ruamel.yaml.nodes import CollectionNode, MappingNode, Node
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.overrides import override
-from phalanx.recipe.text import Key, Places, compose, dotted, parse, to_yaml
+from phalanx.recipe.overrides import apply_overrides
+from phalanx.recipe.text import KeyPath, SourceLocations, compose, format_key, parse_yaml, to_yaml
 
 Edit = tuple[int, int, str]
 """A range of a text, and what stands there instead."""
 
 
-def rewritten(
+def rewrite_recipe(
     text: str,
     overrides: Sequence[str],
-    changes: Mapping[str, Any],
-    remarks: Mapping[str, str],
-    head: Sequence[str] = (),
+    new_values: Mapping[str, Any],
+    comments: Mapping[str, str],
+    header: Sequence[str] = (),
 ) -> str:
-    """`text` with `overrides` and `changes` (dotted keys) applied, lines of `head` above it as comments, and each
+    """`text` with `overrides` and `new_values` (dotted keys) applied, lines of `header` above it as comments, and each
     remark as a comment above its key. RecipeError as `load_recipe` raises it for overrides that do not fit."""
-    old = parse(text, "")[0] or {}
+    old = parse_yaml(text, "")[0] or {}
     new = copy.deepcopy(old)
-    override(new, Places(), [*overrides, *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
-    title = "".join(f"{f'# {line}'.rstrip()}\n" for line in head)
+    apply_overrides(
+        new, SourceLocations(), [*overrides, *(f"{key}={json.dumps(value)}" for key, value in new_values.items())]
+    )
+    title = "".join(f"{f'# {line}'.rstrip()}\n" for line in header)
     with contextlib.suppress(RecipeError, ValueError):  # of an edit that broke the text, or found no place
-        body = _edited(f"{text}\n" if text and text[-1] != "\n" else text, old, new, remarks)
-        if parse(body, "")[0] == new:
+        body = _edit_lines(f"{text}\n" if text and text[-1] != "\n" else text, old, new, comments)
+        if parse_yaml(body, "")[0] == new:
             return title + body
-    return title + "".join(f"# {key}: {remark}\n" for key, remark in remarks.items()) + to_yaml(new)
+    return title + "".join(f"# {key}: {remark}\n" for key, remark in comments.items()) + to_yaml(new)
 
 
-def _edited(text: str, old: dict[str, Any], new: dict[str, Any], remarks: Mapping[str, str]) -> str:
+def _edit_lines(text: str, old: dict[str, Any], new: dict[str, Any], comments: Mapping[str, str]) -> str:
     """The text, whose values are `old`, with those of `new`; something else where a value has no place of its own."""
     root, _ = compose(text, "")
     if not isinstance(root, MappingNode):  # nothing but comments
-        lines = [[f"# {one}" for one in _remarks(remarks, (key,), True)] + [_entry(key, new[key])] for key in new]
+        lines = [[f"# {one}" for one in _remarks(comments, (key,), True)] + [_entry(key, new[key])] for key in new]
         return text + "".join(f"{line}\n" for one in lines for line in one)
     result, done = "", 0
-    for start, end, instead in sorted(_edits(text, root, old, new, remarks, (), root), key=lambda edit: edit[0]):
+    for start, end, instead in sorted(_edits(text, root, old, new, comments, (), root), key=lambda edit: edit[0]):
         result += text[done:start] + instead
         done = end
     return result + text[done:]
@@ -62,7 +64,7 @@ def _edits(
     old: dict[str, Any],
     new: dict[str, Any],
     remarks: Mapping[str, str],
-    path: Key,
+    path: KeyPath,
     above: Node,
 ) -> Iterator[Edit]:
     """What makes `new` of a mapping that is `old`. Remarks on what is within braces go above the node `above`."""
@@ -116,7 +118,7 @@ def _entry(key: str, value: Any) -> str:
     return to_yaml({key: value}, flow=True, width=sys.maxsize).strip()[1:-1]
 
 
-def _remarks(remarks: Mapping[str, str], key: Key, below: bool) -> list[str]:
+def _remarks(remarks: Mapping[str, str], key: KeyPath, below: bool) -> list[str]:
     """The remarks on a key, and on those below it."""
-    own = dotted(key)
+    own = format_key(key)
     return [one for name, one in remarks.items() if name == own or (below and name.startswith(f"{own}."))]

@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 
-class Part(BaseModel):
+class ConfigModel(BaseModel):
     """Base of every part of a recipe: immutable, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -33,46 +33,48 @@ def _number(value: Any) -> Any:
     return value
 
 
-NUMBER = BeforeValidator(_number)
+NUMBER_NOT_BOOL = BeforeValidator(_number)
 """Last in the annotation of each number that people write."""
-LONGEST = 10**10
+MAX_STEPS = 10**10
 """Steps of a run: at a millisecond each, those of four months."""
 MOST_SAMPLES = 10**8
-"""Of a step. `LONGEST` times so many are below 2^63, in which positions are counted."""
+"""Of a step. `MAX_STEPS` times so many are below 2^63, in which positions are counted."""
 MOST_WORKERS = 10**6
 MOST_THREADS = 1024
 LONGEST_SEQUENCE = 1 << 24
 LARGEST_VOCABULARY = 10**7
 LARGEST_SIDE = 1 << 14
 """Pixels of a picture's height or width."""
-WIDEST = 1 << 16
+MAX_RANK_OR_MIB = 1 << 16
 """Rank of a matrix, and MiB of a bucket."""
-LARGEST = 1e6
+MAX_RATE = 1e6
 """Of rates and weights, which are of the order of 1."""
 
-Count = Annotated[int, Field(gt=0, le=10**6), NUMBER]
+Count = Annotated[int, Field(gt=0, le=10**6), NUMBER_NOT_BOOL]
 """How many there are of something."""
-Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES), NUMBER]
-Ranks = Annotated[int, Field(gt=0, le=MOST_WORKERS), NUMBER]
-Begin = Annotated[int, Field(ge=0, le=LONGEST), NUMBER]
+Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES), NUMBER_NOT_BOOL]
+Ranks = Annotated[int, Field(gt=0, le=MOST_WORKERS), NUMBER_NOT_BOOL]
+Begin = Annotated[int, Field(ge=0, le=MAX_STEPS), NUMBER_NOT_BOOL]
 """A number of first steps, or none."""
-Rate = Annotated[float, Field(gt=0, le=LARGEST), NUMBER]
-Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER]
+Rate = Annotated[float, Field(gt=0, le=MAX_RATE), NUMBER_NOT_BOOL]
+Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER_NOT_BOOL]
 
 
-def _steps(value: Any) -> Any:
+def _parse_steps(value: Any) -> Any:
     """Accept `100`, `"100 steps"` or `"1 step"`; anything else is left for pydantic to refuse."""
     if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,20})\s*(steps?)?\s*", value)):
         return int(match[1])
     return _number(value)
 
 
-STEPS_PATTERN = r"^\s*[0-9]+\s*(steps?)?\s*$"
-_Steps = Annotated[int, Field(gt=0, le=LONGEST)]
+STEPS_REGEX = r"^\s*[0-9]+\s*(steps?)?\s*$"
+_Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
 
-Steps = Annotated[
+StepCount = Annotated[
     _Steps,
-    BeforeValidator(_steps, json_schema_input_type=_Steps | Annotated[str, StringConstraints(pattern=STEPS_PATTERN)]),
+    BeforeValidator(
+        _parse_steps, json_schema_input_type=_Steps | Annotated[str, StringConstraints(pattern=STEPS_REGEX)]
+    ),
 ]
 """A number of optimizer steps, written `100` or `100 steps`."""
 
@@ -87,19 +89,19 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _percent(value: str) -> str:
+def _check_percent(value: str) -> str:
     if not 0 < float(value.strip().removesuffix("%")) <= 50:
         raise ValueError("expected a share above 0% and up to 50%")
     return value
 
 
-PERCENT_PATTERN = r"^\s*[0-9]+(\.[0-9]+)?\s*%\s*$"
+PERCENT_REGEX = r"^\s*[0-9]+(\.[0-9]+)?\s*%\s*$"
 
-Percent = Annotated[str, StringConstraints(pattern=PERCENT_PATTERN), AfterValidator(_percent)]
+PercentText = Annotated[str, StringConstraints(pattern=PERCENT_REGEX), AfterValidator(_check_percent)]
 """A share of the time, written `1%`."""
 
 
-class ModelConfig(Part):
+class ModelConfig(ConfigModel):
     """The network: `build` is `module:callable` returning an `nn.Module`, called with `args`; or `hf:PATH`, a Hugging
     Face directory; its architecture and weights are taken."""
 
@@ -115,13 +117,13 @@ class ModelConfig(Part):
     model."""
 
 
-class LoraConfig(Part):
+class LoraConfig(ConfigModel):
     """LoRA adapters for fine-tuning: the model's own weights stay as they are, and two small matrices for each chosen
     layer learn what is added: alpha / rank x (B A). An export has them folded in."""
 
     model_config = ConfigDict(title="LoRA")
 
-    rank: Annotated[int, Field(gt=0, le=WIDEST), NUMBER] = 8
+    rank: Annotated[int, Field(gt=0, le=MAX_RANK_OR_MIB), NUMBER_NOT_BOOL] = 8
     """Rows of A and columns of B, for each layer."""
     alpha: Rate = 16.0
     """Scale of what is added, divided by `rank`."""
@@ -131,10 +133,10 @@ class LoraConfig(Part):
     """Of the inputs of A, in training."""
 
 
-Side = Annotated[int, Field(gt=0, le=LARGEST_SIDE), NUMBER]
+Side = Annotated[int, Field(gt=0, le=LARGEST_SIDE), NUMBER_NOT_BOOL]
 
 
-class IdxFiles(Part):
+class IdxFiles(ConfigModel):
     """An image set in IDX files (as MNIST and Fashion-MNIST are published), plain or .gz."""
 
     model_config = ConfigDict(title="IDX files")
@@ -145,7 +147,7 @@ class IdxFiles(Part):
     """File of the labels, as many as there are images."""
 
 
-class DataSource(Part):
+class DataSource(ConfigModel):
     """One source of samples: exactly one of `text`, `jsonl`, `parquet`, `idx`, `images`, `prepared`."""
 
     model_config = ConfigDict(title="Source")
@@ -175,54 +177,56 @@ class DataSource(Part):
 SOURCE_KINDS = ("text", "jsonl", "parquet", "idx", "images", "prepared")
 
 
-STDLIB = "${python.stdlib}/**/*.py"
-PACKAGES = ["**/site-packages/**", "**/dist-packages/**"]
+PYTHON_STDLIB_GLOB = "${python.stdlib}/**/*.py"
+INSTALLED_PACKAGES_GLOBS = ["**/site-packages/**", "**/dist-packages/**"]
 """Installed packages lie below the standard library, but differ from machine to machine."""
 
 
-class BpeTokenizerConfig(Part):
+class BpeTokenizerConfig(ConfigModel):
     """A byte-pair tokenizer trained on the data itself, with this many tokens."""
 
     model_config = ConfigDict(title="BPE tokenizer")
 
-    bpe: Annotated[int, Field(ge=257, le=LARGEST_VOCABULARY), NUMBER]
+    bpe: Annotated[int, Field(ge=257, le=LARGEST_VOCABULARY), NUMBER_NOT_BOOL]
     """Number of tokens of the vocabulary."""
 
 
-class DataConfig(Part):
+class DataConfig(ConfigModel):
     """Where samples come from. `document_masking` keeps attention and targets within a document."""
 
     model_config = ConfigDict(title="Data")
 
-    source: DataSource | list[DataSource] = Field(default_factory=lambda: DataSource(text=STDLIB, exclude=PACKAGES))
+    source: DataSource | list[DataSource] = Field(
+        default_factory=lambda: DataSource(text=PYTHON_STDLIB_GLOB, exclude=INSTALLED_PACKAGES_GLOBS)
+    )
     """One source, or a list that is mixed by weight. The default is the source of Python's standard library."""
     tokenizer: str | BpeTokenizerConfig = Field(
         "bytes", description="`bytes`, {bpe: SIZE}, or a tokenizer.json: its path or directory."
     )
-    seq_len: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), NUMBER] = 256
+    seq_len: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), NUMBER_NOT_BOOL] = 256
     """Tokens of one training sample."""
     document_masking: bool = False
     """Whether attention and targets stay within a document; false: they continue over its end."""
 
 
-class EvaluationConfig(Part):
+class EvaluationConfig(ConfigModel):
     """Scores on a validation set: a `holdout_fraction` of the samples that training never sees, or a `source` of its
     own."""
 
     model_config = ConfigDict(title="Evaluation")
 
-    every: Steps | None = 100
+    every: StepCount | None = 100
     """Steps between two evaluations; null: never."""
     holdout_fraction: Fraction = 0.01
     """Share of the samples that training never sees."""
-    max_samples: Annotated[int, Field(gt=0, le=LONGEST), NUMBER] = Field(
+    max_samples: Annotated[int, Field(gt=0, le=MAX_STEPS), NUMBER_NOT_BOOL] = Field(
         512, description="At most this many samples of the validation set are scored."
     )
     source: DataSource | None = None
     """Validation data of its own, instead of a share of the training data."""
 
 
-class BatchConfig(Part):
+class BatchConfig(ConfigModel):
     """`global_size` samples make one optimizer step; `micro_size` samples are computed at once (it changes only
     rounding)."""
 
@@ -239,7 +243,7 @@ class BatchConfig(Part):
     so when the run resumes on another number; `optimizer.lr_scaling` lets the learning rate follow."""
 
 
-class LrScheduleConfig(Part):
+class LrScheduleConfig(ConfigModel):
     """Learning rate over the run: linear warm-up, then decay to `min_lr_ratio` x lr at the last step."""
 
     model_config = ConfigDict(title="Schedule")
@@ -249,18 +253,18 @@ class LrScheduleConfig(Part):
     decay: Literal["cosine", "linear", "poly", "step", "constant"] = "cosine"
     """Shape of the way down from `lr`. `poly` and `step` are Caffe's: a power of what is left of the run, and drops at
     given times."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.1
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL] = 0.1
     """Rate at the last step, as a share of `lr`; not of `step`, which ends where its milestones lead."""
-    power: Annotated[float, Field(gt=0, le=100), NUMBER] = 0.5
+    power: Annotated[float, Field(gt=0, le=100), NUMBER_NOT_BOOL] = 0.5
     """Of `poly`: lr x (what is left of the run)^power."""
-    milestones: list[Annotated[float, Field(gt=0, lt=1), NUMBER]] = Field(
+    milestones: list[Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL]] = Field(
         [0.5, 0.75], description="Of `step`: when the rate drops, as shares of the run after warm-up."
     )
-    gamma: Annotated[float, Field(gt=0, lt=1), NUMBER] = 0.1
+    gamma: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] = 0.1
     """Of `step`: what each drop multiplies the rate with."""
 
 
-class LrScalingConfig(Part):
+class LrScalingConfig(ConfigModel):
     """How the learning rate follows the batch. `lr` is then that of `base_batch_size` samples; with k times as many it
     becomes k x or sqrt(k) x lr, after a warm-up that begins at `lr` (Goyal et al. 2017)."""
 
@@ -274,7 +278,7 @@ class LrScalingConfig(Part):
     """Steps over which the rate rises from `lr` to that of the batch, in addition to the schedule's own warm-up."""
 
 
-class OptimizerConfig(Part):
+class OptimizerConfig(ConfigModel):
     """The optimizer. `max_grad_norm` limits the norm of the whole gradient; null: no limit."""
 
     model_config = ConfigDict(title="Optimizer")
@@ -283,12 +287,12 @@ class OptimizerConfig(Part):
     """Which optimizer. `lars` and `lamb` are for large batches, in place of `sgd` and `adamw`."""
     lr: Rate = 1e-3
     """Peak learning rate. That of `lars` is of the order of 1 to 30."""
-    weight_decay: Annotated[float, Field(ge=0, le=LARGEST), NUMBER] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=MAX_RATE), NUMBER_NOT_BOOL] = 0.1
     """Weight decay, independent of the gradient."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of adamw's and lamb's first and second moment."""
     momentum: Fraction = Field(0.9, description="Of sgd, muon and lars.")
-    max_grad_norm: Annotated[float, Field(gt=0, le=1e12), NUMBER] | None = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e12), NUMBER_NOT_BOOL] | None = 1.0
     """Gradient clipping: limit on the norm of the whole gradient; null: no limit."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """How adamw keeps its moments: 8, 4 or about 2 bytes for each parameter. `int8` quantizes blocks. The lower two
@@ -303,7 +307,7 @@ class OptimizerConfig(Part):
     )
 
 
-class Parallelism(Part):
+class Parallelism(ConfigModel):
     """world = replicate x shard x tensor x pipeline x context; `expert` reuses shard x context."""
 
     model_config = ConfigDict(title="Parallelism")
@@ -341,7 +345,7 @@ class Parallelism(Part):
         return self.replicate * self.shard * self.tensor * self.pipeline * self.context
 
 
-class MemoryConfig(Part):
+class MemoryConfig(ConfigModel):
     """What is traded for memory."""
 
     model_config = ConfigDict(title="Memory")
@@ -369,7 +373,7 @@ GradCompression = Literal["none", "bf16", "int8", "powersgd"]
 LocalSgdMethod = Literal["average", "diloco"]
 
 
-class GradSyncConfig(Part):
+class GradSyncConfig(ConfigModel):
     """How gradients are added over replicas: docs/explanation/gradient-synchronization.md."""
 
     model_config = ConfigDict(title="Gradient synchronization")
@@ -380,10 +384,10 @@ class GradSyncConfig(Part):
     compression: GradCompression = "none"
     """What gradients are sent as. `bf16`, `int8` and `powersgd` send fewer bytes, need `determinism: off`, and go with
     `algorithm: auto` or `all-reduce`."""
-    bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=WIDEST), NUMBER] = "auto"
+    bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=MAX_RANK_OR_MIB), NUMBER_NOT_BOOL] = "auto"
     """MiB of gradients that are sent together between replicas. `auto`: 25; between nodes at most a 12th of the
     gradients, but 1; `phalanx plan` writes the best for the cluster's network."""
-    powersgd_rank: Annotated[int, Field(gt=0, le=WIDEST), NUMBER] = 4
+    powersgd_rank: Annotated[int, Field(gt=0, le=MAX_RANK_OR_MIB), NUMBER_NOT_BOOL] = 4
     """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
     warmup_steps: Begin | Literal["auto"] = "auto"
     """`powersgd`: first steps of a run, in which gradients are sent uncompressed. `auto`: 100."""
@@ -394,7 +398,7 @@ class GradSyncConfig(Part):
         return self.algorithm if self.compression == "none" else self.compression
 
 
-class OuterOptimizerConfig(Part):
+class OuterOptimizerConfig(ConfigModel):
     """The outer optimizer of `diloco`: SGD with Nesterov momentum on how far workers moved on average."""
 
     model_config = ConfigDict(title="Outer optimizer")
@@ -405,7 +409,7 @@ class OuterOptimizerConfig(Part):
     """Nesterov momentum of outer steps; 0 for none."""
 
 
-class LocalSgdConfig(Part):
+class LocalSgdConfig(ConfigModel):
     """Local SGD: each worker takes optimizer steps of its own, and weights are synchronized every `sync_every` of them.
     Needs `determinism: off`."""
 
@@ -414,7 +418,7 @@ class LocalSgdConfig(Part):
     method: LocalSgdMethod = "diloco"
     """`average` takes the mean of the workers' weights (local SGD); `diloco` lets an outer optimizer take a step along
     their mean movement."""
-    sync_every: Steps = 25
+    sync_every: StepCount = 25
     """Steps that each worker takes before weights are synchronized."""
     warmup_steps: Begin | Literal["auto"] = "auto"
     """First steps of a run, after each of which weights are synchronized (post-local SGD). `auto`: 100, or a third of
@@ -429,34 +433,34 @@ class LocalSgdConfig(Part):
     outer_optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
 
 
-class CheckpointConfig(Part):
+class CheckpointConfig(ConfigModel):
     """Save every N steps; keep the newest `keep`, and the best by validation loss as well."""
 
     model_config = ConfigDict(title="Checkpoint")
 
-    every: Steps | Literal["auto"] | None = 50
+    every: StepCount | Literal["auto"] | None = 50
     """Save every N steps; null saves at the end only. `auto` measures, while training, what a save costs, and
     saves as often as is best at the rate of failures (Young 1974, Daly 2006)."""
     keep: Count = 3
     """Newest checkpoints that stay; the best by validation loss stays as well."""
-    in_memory_every: Steps | Percent | None = "1%"
+    in_memory_every: StepCount | PercentText | None = "1%"
     """Copy the state into the memory of the nodes every N steps, or as often as takes such a share of the time
     (`1%`); null: never. A worker or node that is lost then costs the steps since the last copy."""
 
 
-class FaultToleranceConfig(Part):
+class FaultToleranceConfig(ConfigModel):
     """When a run is restarted, and how often without progress before it is given up."""
 
     model_config = ConfigDict(title="Fault tolerance")
 
     max_restarts: Count = 3
     """Failed attempts in a row without progress before the run is given up."""
-    hang_timeout_s: Annotated[float, Field(gt=0, le=1e7), NUMBER] = 600.0
+    hang_timeout_s: Annotated[float, Field(gt=0, le=1e7), NUMBER_NOT_BOOL] = 600.0
     """Seconds without a heartbeat after which workers that seem to hang are restarted. It is reported long before; a
     worker that is stopped while others are not is restarted sooner."""
 
 
-class Recipe(Part):
+class Recipe(ConfigModel):
     """Everything that defines a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "gpt-python"
@@ -470,7 +474,7 @@ class Recipe(Part):
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     batch: BatchConfig = BatchConfig()
-    steps: Steps = 300
+    steps: StepCount = 300
     """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
@@ -498,8 +502,8 @@ class Recipe(Part):
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     callbacks: list[str] = Field(default_factory=list, description="`module:Class` of callbacks.")
-    num_threads: Annotated[int, Field(gt=0, le=MOST_THREADS), NUMBER] | Literal["auto"] = Field(
+    num_threads: Annotated[int, Field(gt=0, le=MOST_THREADS), NUMBER_NOT_BOOL] | Literal["auto"] = Field(
         "auto", description="CPU threads of each worker."
     )
-    seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1), NUMBER] = 0
+    seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1), NUMBER_NOT_BOOL] = 0
     """Of the initial weights, the order of data and all random numbers."""

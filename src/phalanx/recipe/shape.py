@@ -9,34 +9,36 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from phalanx.recipe.schema import PERCENT_PATTERN, STEPS_PATTERN, Recipe
-from phalanx.recipe.text import Key, dotted
+from phalanx.recipe.schema import PERCENT_REGEX, STEPS_REGEX, Recipe
+from phalanx.recipe.text import KeyPath, format_key
 
-Schema = dict[str, Any]
-Model = type[BaseModel]
-_NOUNS = {"integer": "whole number", "number": "number"}
+JsonSchema = dict[str, Any]
+ModelClass = type[BaseModel]
+_TYPE_NOUNS = {"integer": "whole number", "number": "number"}
 
 
 @cache
-def _schema(model: Model) -> Schema:
+def _inlined_schema(model: ModelClass) -> JsonSchema:
     """The model's JSON Schema, with every reference replaced by what it refers to."""
     schema = model.model_json_schema(mode="validation")
-    whole: Schema = _resolved(schema, schema.get("$defs", {}))
-    return whole
+    resolved: JsonSchema = _inline_refs(schema, schema.get("$defs", {}))
+    return resolved
 
 
-def _resolved(schema: Any, parts: dict[str, Schema]) -> Any:
+def _inline_refs(schema: Any, definitions: dict[str, JsonSchema]) -> Any:
     if isinstance(schema, list):
-        return [_resolved(one, parts) for one in schema]
+        return [_inline_refs(one, definitions) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    whole = {name: _resolved(below, parts) for name, below in schema.items() if name not in ("$defs", "$ref")}
+    resolved = {
+        name: _inline_refs(below, definitions) for name, below in schema.items() if name not in ("$defs", "$ref")
+    }
     if "$ref" in schema:
-        whole["anyOf"] = [_resolved(parts[schema["$ref"].rsplit("/", 1)[1]], parts)]
-    return whole
+        resolved["anyOf"] = [_inline_refs(definitions[schema["$ref"].rsplit("/", 1)[1]], definitions)]
+    return resolved
 
 
-def json_schema() -> Schema:
+def json_schema() -> JsonSchema:
     """JSON Schema (2020-12) of a recipe file; editors complete and check from it."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -52,97 +54,101 @@ def json_schema() -> Schema:
     }
 
 
-def alternatives(schema: Schema) -> Iterator[Schema]:
+def iterate_variants(schema: JsonSchema) -> Iterator[JsonSchema]:
     """The forms that a value may take."""
     if "anyOf" in schema:
         for one in schema["anyOf"]:
-            yield from alternatives(one)
+            yield from iterate_variants(one)
     else:
         yield schema
 
 
-def schema_at(key: Key, model: Model = Recipe) -> Schema | None:
+def find_schema(key: KeyPath, model: ModelClass = Recipe) -> JsonSchema | None:
     """The schema of one key; None when there is no such key, or it may hold anything."""
-    schema: Schema = _schema(model)
+    schema: JsonSchema = _inlined_schema(model)
     for part in key:
-        for form in alternatives(schema):
+        for variant in iterate_variants(schema):
             if isinstance(part, str):
-                others = form.get("additionalProperties")
-                below = form.get("properties", {}).get(part, others if isinstance(others, dict) else None)
+                others = variant.get("additionalProperties")
+                child = variant.get("properties", {}).get(part, others if isinstance(others, dict) else None)
             else:
-                below = dict(enumerate(form.get("prefixItems", []))).get(part, form.get("items"))
-            if below is not None:
-                schema = below
+                child = dict(enumerate(variant.get("prefixItems", []))).get(part, variant.get("items"))
+            if child is not None:
+                schema = child
                 break
         else:
             return None
     return schema
 
 
-def keys_at(key: Key, model: Model = Recipe) -> list[str]:
+def child_keys(key: KeyPath, model: ModelClass = Recipe) -> list[str]:
     """Names of the keys that may stand below `key`."""
-    forms = alternatives(schema_at(key, model) or {})
-    return [name for form in forms for name in form.get("properties", form.get("propertyNames", {}).get("enum", ()))]
+    variants = iterate_variants(find_schema(key, model) or {})
+    return [
+        name
+        for variant in variants
+        for name in variant.get("properties", variant.get("propertyNames", {}).get("enum", ()))
+    ]
 
 
-def flat_keys(key: Key = (), model: Model = Recipe) -> Iterator[Key]:
+def iterate_keys(key: KeyPath = (), model: ModelClass = Recipe) -> Iterator[KeyPath]:
     """Every key of a file, parts before what is in them."""
-    for name in keys_at(key, model):
-        below = (*key, name)
-        yield below
-        yield from flat_keys(below, model)
+    for name in child_keys(key, model):
+        child = (*key, name)
+        yield child
+        yield from iterate_keys(child, model)
 
 
 @cache
-def _automatic() -> frozenset[str]:
+def _auto_keys() -> frozenset[str]:
     return frozenset(
-        dotted(key)
-        for key in flat_keys()
-        for form in alternatives(schema_at(key) or {})
-        if "auto" in (form.get("const"), *form.get("enum", ()))
+        format_key(key)
+        for key in iterate_keys()
+        for variant in iterate_variants(find_schema(key) or {})
+        if "auto" in (variant.get("const"), *variant.get("enum", ()))
     )
 
 
 def can_be_auto(name: str) -> bool:
     """Whether `auto` is a word of the recipe at this key, and not just somebody's text."""
-    return name in _automatic()
+    return name in _auto_keys()
 
 
-def expected(schema: Schema) -> str:
+def describe_expected(schema: JsonSchema) -> str:
     """What a value must be, in words: `a whole number above 0 or auto`."""
-    words = list(dict.fromkeys(form_in_words(form) for form in alternatives(schema)))
+    words = list(dict.fromkeys(describe_variant(variant) for variant in iterate_variants(schema)))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def form_in_words(schema: Schema) -> str:
+def describe_variant(schema: JsonSchema) -> str:
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:
-        return either([str(value) for value in schema["enum"]])
+        return join_alternatives([str(value) for value in schema["enum"]])
     match schema.get("type"):
         case "integer":
-            return "a whole number" + _range(schema)
+            return "a whole number" + _describe_range(schema)
         case "number":
-            return "a number" + _range(schema)
+            return "a number" + _describe_range(schema)
         case "boolean":
             return "true or false"
         case "null":
             return "null"
         case "string":
-            if schema.get("pattern") == STEPS_PATTERN:
+            if schema.get("pattern") == STEPS_REGEX:
                 return "`N steps`"
-            if schema.get("pattern") == PERCENT_PATTERN:
+            if schema.get("pattern") == PERCENT_REGEX:
                 return "`N%`"
             return "text" + (f" matching {schema['pattern']}" if "pattern" in schema else "")
         case "array" if "prefixItems" in schema:
             items = schema["prefixItems"]
-            return f"a list of {len(items)}, each {expected(items[0])}"
+            return f"a list of {len(items)}, each {describe_expected(items[0])}"
         case "array":
-            inner = [
-                one.get("title", _NOUNS.get(one.get("type", ""), "text")).lower() + "s" + _range(one)
-                for one in alternatives(schema.get("items", {}))
+            item_texts = [
+                one.get("title", _TYPE_NOUNS.get(one.get("type", ""), "text")).lower() + "s" + _describe_range(one)
+                for one in iterate_variants(schema.get("items", {}))
             ]
-            return f"a list of {either(inner)}"
+            return f"a list of {join_alternatives(item_texts)}"
         case "object" if "properties" in schema:
             return f"a mapping ({', '.join(schema['properties'])})"
         case "object":
@@ -151,15 +157,27 @@ def form_in_words(schema: Schema) -> str:
             return "any value"
 
 
-def _range(schema: Schema) -> str:
-    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
-    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
-    if schema.get("type") == "integer" and above is not None and high is not None:
-        low, above = above + 1, None
-    if low is not None and high is not None:
-        return f" from {_figure(low)} to {_figure(high)}"
-    start = f"above {_figure(above)}" if above is not None else f"of at least {_figure(low)}" if low is not None else ""
-    end = f"below {_figure(below)}" if below is not None else f"of at most {_figure(high)}" if high is not None else ""
+def _describe_range(schema: JsonSchema) -> str:
+    minimum, exclusive_minimum = schema.get("minimum"), schema.get("exclusiveMinimum")
+    maximum, exclusive_maximum = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if schema.get("type") == "integer" and exclusive_minimum is not None and maximum is not None:
+        minimum, exclusive_minimum = exclusive_minimum + 1, None
+    if minimum is not None and maximum is not None:
+        return f" from {_figure(minimum)} to {_figure(maximum)}"
+    start = (
+        f"above {_figure(exclusive_minimum)}"
+        if exclusive_minimum is not None
+        else f"of at least {_figure(minimum)}"
+        if minimum is not None
+        else ""
+    )
+    end = (
+        f"below {_figure(exclusive_maximum)}"
+        if exclusive_maximum is not None
+        else f"of at most {_figure(maximum)}"
+        if maximum is not None
+        else ""
+    )
     both = " and ".join(text for text in (start, end) if text)
     return f" {both}" if both else ""
 
@@ -169,5 +187,5 @@ def _figure(value: float) -> str:
     return f"{int(value):,}" if value == int(value) and (value < 1e15 or isinstance(value, int)) else f"{value:g}"
 
 
-def either(words: list[str]) -> str:
+def join_alternatives(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

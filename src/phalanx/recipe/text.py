@@ -17,28 +17,28 @@ from ruamel.yaml.resolver import BaseResolver, implicit_resolvers
 
 from phalanx.errors import RecipeError
 
-Key = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """The path of a value: `("data", "source", 0, "weight")`."""
 
-Places = dict[Key, str]
+SourceLocations = dict[KeyPath, str]
 """Where each value was written: `recipe.yaml:12`, or the override that gave it."""
 
-_TAG = "tag:yaml.org,2002:"
-_SCALARS = [_TAG + name for name in ("null", "bool", "int", "float", "str")]
+_YAML_TAG_PREFIX = "tag:yaml.org,2002:"
+_SCALAR_TAGS = [_YAML_TAG_PREFIX + name for name in ("null", "bool", "int", "float", "str")]
 
-DIGITS = 3500
+MAX_INT_DIGITS = 3500
 """Of a whole number; Python writes none that has more than 4,300 (sys.set_int_max_str_digits), as 3,570 of base 16."""
-DEPTH = 64
+MAX_DEPTH = 64
 """So deep may values be nested."""
-_TOO_DEEP = f"nested too deeply, expected at most {DEPTH} levels"
+_TOO_DEEP_TEXT = f"nested too deeply, expected at most {MAX_DEPTH} levels"
 
-_CONTROL = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_CONTROL_CHARACTERS = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What YAML does not allow in a text; the parser would refuse it without naming the line."""
 
 
-MOST = 50_000
+MAX_VALUES = 50_000
 """Values of a text; recipes have some hundred."""
-TOO_MUCH = f"more than {MOST} values, which no recipe has"
+TOO_MANY_VALUES_TEXT = f"more than {MAX_VALUES} values, which no recipe has"
 
 
 class _Rules(BaseResolver):
@@ -50,14 +50,14 @@ class _Rules(BaseResolver):
         super().__init__(loader)
 
 
-_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_FLOAT_PATTERN = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 for _name, _pattern, _first in (
     ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    ("float", _FLOAT, list("-+.0123456789")),
+    ("float", _FLOAT_PATTERN, list("-+.0123456789")),
 ):
-    _Rules.add_implicit_resolver_base(_TAG + _name, re.compile(f"^(?:{_pattern})$"), _first)
+    _Rules.add_implicit_resolver_base(_YAML_TAG_PREFIX + _name, re.compile(f"^(?:{_pattern})$"), _first)
 
 
 class _Cautious(_Rules):
@@ -73,21 +73,21 @@ class _Refused(MarkedYAMLError):
 
 
 class _Composer(Composer):
-    """Refuses more than `MOST` values and more than `DEPTH` levels before it has composed them."""
+    """Refuses more than `MAX_VALUES` values and more than `MAX_DEPTH` levels before it has composed them."""
 
     _count = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose one more value, with what is within it."""
         self._count += 1
-        if self._count > MOST or self.depth == DEPTH:
-            why = TOO_MUCH if self._count > MOST else _TOO_DEEP
+        if self._count > MAX_VALUES or self.depth == MAX_DEPTH:
+            why = TOO_MANY_VALUES_TEXT if self._count > MAX_VALUES else _TOO_DEEP_TEXT
             raise _Refused(problem=why, problem_mark=self.parser.peek_event().start_mark)
         return super().compose_node(parent, index)
 
 
 def to_yaml(value: Any, flow: bool | None = None, width: int = 120) -> str:
-    """YAML of plain values, in their order, as YAML 1.1 has it where it differs; `parse` reads the same values back.
+    """YAML of plain values, in their order, as YAML 1.1 has it where it differs; `parse_yaml` reads the same values back.
 
     `flow`: whether mappings and lists stand in braces and brackets; None: those of nothing but scalars.
     """
@@ -103,7 +103,7 @@ def to_yaml(value: Any, flow: bool | None = None, width: int = 120) -> str:
 
 def compose(text: str, label: str, numbered: bool = True) -> tuple[Node | None, YAML]:
     """The root of a YAML text's nodes, and what makes values of scalars. RecipeError: the text is not YAML."""
-    if match := _CONTROL.search(text):
+    if match := _CONTROL_CHARACTERS.search(text):
         line = f":{text.count(chr(10), 0, match.start()) + 1}" if numbered else ""
         raise RecipeError(f"{label}{line}: not valid YAML: control character {match[0]!r}")
     yaml = YAML(typ="safe", pure=True)
@@ -120,68 +120,70 @@ def compose(text: str, label: str, numbered: bool = True) -> tuple[Node | None, 
         raise RecipeError(f"{label}: not valid YAML: {error}") from None
 
 
-def parse(text: str, label: str, numbered: bool = True) -> tuple[Any, Places]:
+def parse_yaml(text: str, label: str, with_lines: bool = True) -> tuple[Any, SourceLocations]:
     """The value of a YAML text and the place of each of its keys: `label:LINE`, or only `label`.
 
     RecipeError: the text is not YAML, a key stands twice, or a tag asks for something that is not plain data.
     """
-    node, yaml = compose(text, label, numbered)
-    places: Places = {}
+    node, yaml = compose(text, label, with_lines)
+    locations: SourceLocations = {}
 
-    def place(node: Node) -> str:
-        return _place(label, node.start_mark if numbered else None)
+    def location(node: Node) -> str:
+        return _place(label, node.start_mark if with_lines else None)
 
-    def value(node: Node, key: Key, above: tuple[Node, ...]) -> Any:
-        """The plain value of a node; fills in `places`."""
-        where = place(node)
-        places.setdefault(key, where)
+    def value(node: Node, key: KeyPath, above: tuple[Node, ...]) -> Any:
+        """The plain value of a node; fills in `locations`."""
+        where = location(node)
+        locations.setdefault(key, where)
         if any(node is other for other in above):
             raise RecipeError(f"{where}: an anchor that contains itself")
-        if len(above) == DEPTH:
-            raise RecipeError(f"{where}: {_TOO_DEEP}")
-        if len(places) > MOST:  # anchors within anchors: few words may say endlessly much
-            raise RecipeError(f"{where}: {TOO_MUCH}")
+        if len(above) == MAX_DEPTH:
+            raise RecipeError(f"{where}: {_TOO_DEEP_TEXT}")
+        if len(locations) > MAX_VALUES:  # anchors within anchors: few words may say endlessly much
+            raise RecipeError(f"{where}: {TOO_MANY_VALUES_TEXT}")
         above = (*above, node)
-        if isinstance(node, MappingNode) and node.tag == f"{_TAG}map":
+        if isinstance(node, MappingNode) and node.tag == f"{_YAML_TAG_PREFIX}map":
             mapping: dict[str, Any] = {}
             for name_node, value_node in node.value:
-                at = place(name_node)
+                at = location(name_node)
                 if not isinstance(name_node, ScalarNode):
                     raise RecipeError(f"{at}: found a {name_node.id} as a key, expected a name")
                 name = str(name_node.value)
-                if _CONTROL.search(name) or "\n" in name:
+                if _CONTROL_CHARACTERS.search(name) or "\n" in name:
                     raise RecipeError(f"{at}: found {name!r} as a key, expected a name")
                 if name in mapping:
                     raise RecipeError(
-                        f"{at}: {dotted((*key, name))}: stands here twice, first at {places[(*key, name)]}"
+                        f"{at}: {format_key((*key, name))}: stands here twice, first at {locations[(*key, name)]}"
                     )
-                places[(*key, name)] = at
+                locations[(*key, name)] = at
                 mapping[name] = value(value_node, (*key, name), above)
             return mapping
-        if isinstance(node, SequenceNode) and node.tag == f"{_TAG}seq":
+        if isinstance(node, SequenceNode) and node.tag == f"{_YAML_TAG_PREFIX}seq":
             return [value(item, (*key, index), above) for index, item in enumerate(node.value)]
-        if node.tag == f"{_TAG}int" and len(node.value) > DIGITS:
-            why = f"a number of {len(node.value):,} digits, expected at most {DIGITS:,}"
-            raise RecipeError(f"{where}: {f'{dotted(key)}: ' if key else ''}found {why}")
-        if isinstance(node, ScalarNode) and node.tag in _SCALARS:
+        if node.tag == f"{_YAML_TAG_PREFIX}int" and len(node.value) > MAX_INT_DIGITS:
+            reason = f"a number of {len(node.value):,} digits, expected at most {MAX_INT_DIGITS:,}"
+            raise RecipeError(f"{where}: {f'{format_key(key)}: ' if key else ''}found {reason}")
+        if isinstance(node, ScalarNode) and node.tag in _SCALAR_TAGS:
             with contextlib.suppress(ValueError, LookupError):
                 return yaml.constructor.construct_object(node)
-        raise RecipeError(f"{where}: the tag {str(node.tag).replace(_TAG, '!!')} cannot be used in a recipe")
+        raise RecipeError(
+            f"{where}: the tag {str(node.tag).replace(_YAML_TAG_PREFIX, '!!')} cannot be used in a recipe"
+        )
 
-    return (None, {(): label}) if node is None else (value(node, (), ()), places)
+    return (None, {(): label}) if node is None else (value(node, (), ()), locations)
 
 
 def _place(label: str, mark: StreamMark | None) -> str:
     return label if mark is None else f"{label}:{mark.line + 1}"
 
 
-def dotted(key: Key) -> str:
+def format_key(key: KeyPath) -> str:
     """`data.source.0.weight`: a key as people write it."""
     return ".".join(str(part) for part in key)
 
 
-def place_of(places: Places, key: Key) -> str:
+def location_of_key(locations: SourceLocations, key: KeyPath) -> str:
     """Where the value of `key`, or the nearest one above it, was written."""
-    while key and key not in places:
+    while key and key not in locations:
         key = key[:-1]
-    return places.get(key, "recipe")
+    return locations.get(key, "recipe")

@@ -9,27 +9,27 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-CODE = "PHALANX_SNAPSHOT_DIR"
+SNAPSHOT_DIR_VARIABLE = "PHALANX_SNAPSHOT_DIR"
 """Variable that names the unpacked copy."""
-CODE_OF = "PHALANX_SNAPSHOT_SOURCE"
+SNAPSHOT_SOURCE_VARIABLE = "PHALANX_SNAPSHOT_SOURCE"
 """Variable that names the folder that it is a copy of."""
 
 
-def home_of(folder: Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """What the relative paths of a recipe in `folder` are relative to: for one in the copy, the folder that it was
+def resolve_data_dir(recipe_dir: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """What the relative paths of a recipe in `recipe_dir` are relative to: for one in the copy, the folder that it was
     copied from, since data did not travel; where that cannot be seen from here, the copy."""
-    home = _moved(folder, environ.get(CODE), environ.get(CODE_OF))
-    return home if home is not None and home.is_dir() else folder
+    original = _rebase(recipe_dir, environ.get(SNAPSHOT_DIR_VARIABLE), environ.get(SNAPSHOT_SOURCE_VARIABLE))
+    return original if original is not None and original.is_dir() else recipe_dir
 
 
-def code_of(folder: Path, environ: Mapping[str, str] = os.environ) -> Path:
+def resolve_code_dir(recipe_dir: Path, environ: Mapping[str, str] = os.environ) -> Path:
     """Where the modules of a recipe whose folder this is are imported from: the copy, if there is one of it."""
-    return _moved(folder, environ.get(CODE_OF), environ.get(CODE)) or folder
+    return _rebase(recipe_dir, environ.get(SNAPSHOT_SOURCE_VARIABLE), environ.get(SNAPSHOT_DIR_VARIABLE)) or recipe_dir
 
 
-def _moved(folder: Path, old: str | None, new: str | None) -> Path | None:
+def _rebase(folder: Path, old: str | None, new: str | None) -> Path | None:
     """The place below `new` of what lies below `old`; None when it does not."""
     if old is None or new is None:
         return None
-    below = Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(old)))
-    return None if ".." in below.parts else Path(new) / below
+    relative = Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(old)))
+    return None if ".." in relative.parts else Path(new) / relative

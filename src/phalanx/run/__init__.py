@@ -5,6 +5,6 @@ Everything in it is plain JSON, YAML or safetensors, so it can be moved, copied 
 
 from phalanx.run.directory import Run
 from phalanx.run.event_types import Event
-from phalanx.run.events import EventLog, EventTail, read_events, steps_of, training_seconds
+from phalanx.run.events import EventLog, EventTail, read_events, select_final_steps, sum_training_seconds
 
-__all__ = ["Event", "EventLog", "EventTail", "Run", "read_events", "steps_of", "training_seconds"]
+__all__ = ["Event", "EventLog", "EventTail", "Run", "read_events", "select_final_steps", "sum_training_seconds"]

@@ -11,10 +11,10 @@ import xxhash
 
 from phalanx.bounded import read_json
 from phalanx.errors import DataError
-from phalanx.run.private import check_own
+from phalanx.run.private import check_owner
 
-LARGEST = 64 << 20
-FRESH = 86400.0
+MAX_ENTRY_BYTES = 64 << 20
+MAX_AGE_S = 86400.0
 """Seconds for which a measurement is taken as it is."""
 
 
@@ -27,11 +27,11 @@ def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
         root = Path(shared) / "phalanx"
     else:
         root = Path.home() / ".cache" / "phalanx"
-    check_own(root, "the cache")
+    check_owner(root, "the cache")
     return root
 
 
-def remembered(
+def load_or_measure(
     kind: str,
     key: dict[str, Any],
     measure: Callable[[], dict[str, Any]],
@@ -43,29 +43,29 @@ def remembered(
     that is torn or cannot be read is measured anew, one that cannot be written costs only the measuring."""
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     path = (cache_root() if folder is None else folder) / kind / f"{digest}.json"
-    old = _kept(path, key)
-    if old is not None and now() - path.stat().st_mtime < FRESH:
-        return old
+    cached = _read_entry(path, key)
+    if cached is not None and now() - path.stat().st_mtime < MAX_AGE_S:
+        return cached
     value = measure()
-    _keep(path, {"key": key, "value": value, "xxh3": _hash(value)})
+    _write_entry(path, {"key": key, "value": value, "xxh3": _hash_value(value)})
     return value
 
 
-def _kept(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+def _read_entry(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        found = read_json(path, LARGEST)
+        found = read_json(path, MAX_ENTRY_BYTES)
         value = found["value"]
-        known = isinstance(value, dict) and found["key"] == key and found["xxh3"] == _hash(value)
+        known = isinstance(value, dict) and found["key"] == key and found["xxh3"] == _hash_value(value)
     except (OSError, DataError, KeyError, TypeError):  # absent, torn or changed: measuring again is as good
         return None
     return value if known else None
 
 
-def _hash(value: dict[str, Any]) -> str:
+def _hash_value(value: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def _keep(path: Path, value: dict[str, Any]) -> None:
+def _write_entry(path: Path, value: dict[str, Any]) -> None:
     """Whole or not at all, also when several processes do it at once."""
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     try:

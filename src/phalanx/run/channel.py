@@ -12,54 +12,58 @@ from typing import Any
 
 from phalanx.run.messages import Message, ProtocolError, decode_list, encode, to_message, warning_of
 
-PACKET = 128 * 1024
+MAX_PACKET_BYTES = 128 * 1024
 """Largest packet, in bytes; well below the kernel's default send buffer of 208 KiB."""
-_TIME = struct.Struct("@ll")  # the kernel's struct timeval
+_TIMEVAL_STRUCT = struct.Struct("@ll")  # the kernel's struct timeval
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
+def make_socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected ends. Both are inheritable only where they are passed on by number."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-class TakesNothingError(ConnectionError):
+class SendTimeoutError(ConnectionError):
     """The other end is there, and does not read."""
 
 
-def bounded(sock: socket.socket, seconds: float) -> socket.socket:
+def set_send_timeout(sock: socket.socket, timeout_s: float) -> socket.socket:
     """The socket, over which nothing is sent for longer than that: who should read it may be held still."""
-    whole = int(seconds)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(whole, int((seconds - whole) * 1e6)))
+    whole_seconds = int(timeout_s)
+    sock.setsockopt(
+        socket.SOL_SOCKET,
+        socket.SO_SNDTIMEO,
+        _TIMEVAL_STRUCT.pack(whole_seconds, int((timeout_s - whole_seconds) * 1e6)),
+    )
     return sock
 
 
 def send(sock: socket.socket, *messages: Message) -> None:
     """Send messages in one packet, or in several when they are too large for one. TakesNothingError where the other
-    end takes nothing for as long as the socket waits (`bounded`)."""
+    end takes nothing for as long as the socket waits (`set_send_timeout`)."""
     packet = encode(messages)
-    if len(packet) <= PACKET:
+    if len(packet) <= MAX_PACKET_BYTES:
         try:
             sock.send(packet)
         except BlockingIOError:
-            raise TakesNothingError("the other end takes nothing") from None
+            raise SendTimeoutError("the other end takes nothing") from None
     elif len(messages) > 1:
         half = len(messages) // 2
         send(sock, *messages[:half])
         send(sock, *messages[half:])
     else:
-        raise ValueError(f"a message of {len(packet)} bytes does not fit a packet of {PACKET}")
+        raise ValueError(f"a message of {len(packet)} bytes does not fit a packet of {MAX_PACKET_BYTES}")
 
 
-def _packet(sock: socket.socket, flags: int = 0) -> bytes:
+def _receive_packet(sock: socket.socket, flags: int = 0) -> bytes:
     try:
-        return sock.recv(PACKET + 1, flags)
+        return sock.recv(MAX_PACKET_BYTES + 1, flags)
     except ConnectionResetError:  # a writer ended with something unread; said once, before what it had written
-        return sock.recv(PACKET + 1, flags)
+        return sock.recv(MAX_PACKET_BYTES + 1, flags)
 
 
 def receive(sock: socket.socket) -> list[Message] | None:
     """The messages of the next packet; None when every writer is gone. ProtocolError for a packet that is no list."""
-    packet = _packet(sock)
+    packet = _receive_packet(sock)
     return [_message(found) for found in decode_list(packet)] if packet else None
 
 
@@ -67,7 +71,7 @@ def drain(sock: socket.socket) -> Iterator[Message]:
     """Messages that lie in a socket right now, without waiting for more."""
     while True:
         try:
-            packet = _packet(sock, socket.MSG_DONTWAIT)
+            packet = _receive_packet(sock, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         if not packet:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.bounded import from_json, open_regular, read_json
+from phalanx.bounded import open_regular, parse_json, read_json
 from phalanx.errors import DataError, UsageError
 from phalanx.streams import word_of
 
 RESULT_FORMAT = 1
-_HEAD = 1 << 16
+_HEADER_BYTES = 1 << 16
 """Bytes of a file by which an earlier output is recognised."""
-_NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
-_NEW_DISK = "lost+found"
+_FSYNC_UNSUPPORTED_ERRNOS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+_LOST_AND_FOUND = "lost+found"
 """What a file system has in it before anyone has written there."""
 
 
@@ -30,7 +30,7 @@ class Run:
         object.__setattr__(self, "path", Path(self.path))
 
     @classmethod
-    def existing(cls, path: Path | str) -> "Run":
+    def open_existing(cls, path: Path | str) -> "Run":
         """The run at `path`; UsageError when there is none."""
         run = cls(Path(path))
         if not run.begun():
@@ -105,7 +105,7 @@ class Run:
         """Whether the run has its weights in a checkpoint of its own, good or not."""
         return any(self.checkpoints.glob("step-*/MANIFEST.json"))
 
-    def foreign_file(self) -> str | None:
+    def find_foreign_file(self) -> str | None:
         """A file of the user's in the directory; None when the directory is new, empty, or a run.
 
         A `recipe.yaml` alone makes no run: it is how users call their own recipes."""
@@ -116,17 +116,19 @@ class Run:
         if created or resumed or self.has_checkpoint():
             return None
         own = {folder for folder in (self.logs, self.checkpoints) if folder.is_dir() and not any(folder.iterdir())}
-        others = sorted(entry.name for entry in self.path.iterdir() if entry not in own and entry.name != _NEW_DISK)
+        others = sorted(
+            entry.name for entry in self.path.iterdir() if entry not in own and entry.name != _LOST_AND_FOUND
+        )
         return others[0] if others else None
 
     def read_json(self, path: Path) -> dict[str, Any] | None:
         """One of the run's JSON files, or None when it was not written yet. DataError when it is not JSON."""
         try:
-            return read_json(path, follow=False)
+            return read_json(path, follow_links=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def damaged(self) -> list[str]:
+    def describe_damage(self) -> list[str]:
         """In words, which of the small files that a run can do without are not what was written."""
         found = []
         for path in (self.plan, self.cluster, self.environment, self.result, self.checkpoints / "best.json"):
@@ -136,7 +138,7 @@ class Run:
                 found.append(f"{error}; the run goes on without it")
         return found
 
-    def read_lossy(self, path: Path) -> dict[str, Any]:
+    def read_json_or_empty(self, path: Path) -> dict[str, Any]:
         """The same for a file that a run can do without: empty where it is missing or damaged."""
         try:
             return self.read_json(path) or {}
@@ -144,35 +146,35 @@ class Run:
             return {}
 
 
-def not_done(run: Run) -> str | None:
+def describe_unfinished(run: Run) -> str | None:
     """A sentence when the result of a run does not say that it is done, whatever the command left with that trained
     it."""
     try:
         status = (run.read_json(run.result) or {}).get("status")
     except DataError as error:
         return str(error)
-    said = "there is no result" if status is None else f"its result says {status!r}"
-    return None if status == "done" else f"the command left with exit code 0, but {run.path} is not done: {said}"
+    status_text = "there is no result" if status is None else f"its result says {status!r}"
+    return None if status == "done" else f"the command left with exit code 0, but {run.path} is not done: {status_text}"
 
 
-def check_place(path: Path) -> None:
+def check_run_path(path: Path) -> None:
     """UsageError when a run cannot be kept at `path`, as far as that shows without writing: a run has a folder of its
     own, in which nothing else is overwritten."""
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise UsageError(f"{path}: a run cannot be kept here: {there} is a file; choose another --run")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{path}: a run cannot be kept here: {there} is not writable; choose another --run")
-    if (other := Run(path).foreign_file()) is not None:
+    nearest_parent = next(candidate for candidate in (path.absolute(), *path.absolute().parents) if candidate.exists())
+    if not nearest_parent.is_dir():
+        raise UsageError(f"{path}: a run cannot be kept here: {nearest_parent} is a file; choose another --run")
+    if not os.access(nearest_parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: a run cannot be kept here: {nearest_parent} is not writable; choose another --run")
+    if (foreign_file := Run(path).find_foreign_file()) is not None:
         raise UsageError(
-            f"{path}: a run cannot be kept here: the folder is no run and holds other files, such as {other}; choose "
+            f"{path}: a run cannot be kept here: the folder is no run and holds other files, such as {foreign_file}; choose "
             f"another --run, for instance {path / 'run'}"
         )
 
 
-def check_output(option: str, path: Path, marks: Sequence[str]) -> None:
+def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
     """UsageError when a file cannot be written to `path`: there is no such folder, or a file is there already that is
-    not an earlier output of this kind. One of `marks` stands near the beginning of each of those."""
+    not an earlier output of this kind. One of `markers` stands near the beginning of each of those."""
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
     if path.is_dir():
@@ -180,8 +182,8 @@ def check_output(option: str, path: Path, marks: Sequence[str]) -> None:
     if not path.is_file():  # new, or a device or pipe
         return
     with open(path, "rb") as file:
-        head = file.read(_HEAD)
-    if head and not any(mark.encode() in head for mark in marks):
+        head = file.read(_HEADER_BYTES)
+    if head and not any(mark.encode() in head for mark in markers):
         raise UsageError(
             f"{option} {path}: is there already and was not written by this command; remove it or choose another file"
         )
@@ -191,29 +193,29 @@ def _is_event_log(path: Path) -> bool:
     """Whether a file is empty or begins with an event."""
     try:
         with open(open_regular(path), "rb") as file:
-            line = file.readline(_HEAD)
-        return not line or from_json(line.decode()).keys() >= {"kind", "time"}
+            line = file.readline(_HEADER_BYTES)
+        return not line or parse_json(line.decode()).keys() >= {"kind", "time"}
     except (OSError, ValueError, AttributeError, DataError):
         return False
 
 
-def sync(fd: int) -> None:
+def fsync_if_supported(fd: int) -> None:
     """fsync, where the file system has it for such a file: some have it for none, or not for folders."""
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in _NO_SYNC:
+        if error.errno not in _FSYNC_UNSUPPORTED_ERRNOS:
             raise
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a small file so that readers see all of it or the old one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            sync(file.fileno())
+            fsync_if_supported(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -223,5 +225,5 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_whole` of indented JSON."""
-    write_whole(path, json.dumps(value, indent=2) + "\n")
+    """`write_atomic` of indented JSON."""
+    write_atomic(path, json.dumps(value, indent=2) + "\n")

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from phalanx.run.steady import unix_now
 
-FORMAT = 2
+FORMAT_VERSION = 2
 """Of events.jsonl: a reader refuses a file that names another."""
 
 RunStatus = Literal["done", "interrupted", "failed"]

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import phalanx
-from phalanx.bounded import from_json, open_to_append
-from phalanx.errors import DataError, storage_failed
-from phalanx.run.event_types import FORMAT, AttemptStarted, Event, LogOpened, RunWarning, StepDone, WorkerStarted
+from phalanx.bounded import open_for_append, parse_json
+from phalanx.errors import DataError, is_storage_error
+from phalanx.run.event_types import (
+    FORMAT_VERSION,
+    AttemptStarted,
+    Event,
+    LogOpened,
+    RunWarning,
+    StepDone,
+    WorkerStarted,
+)
 from phalanx.run.fields import read_fields, to_fields
 from phalanx.run.lines import LineTail
 
@@ -38,7 +46,7 @@ def from_fields(found: Any) -> Event | None:
 def parse_event(line: str) -> Event | None:
     """The event of a line; None for a line that is none."""
     try:
-        return from_fields(from_json(line))
+        return from_fields(parse_json(line))
     except ValueError:
         return None
 
@@ -62,38 +70,38 @@ class EventLog:
         except UnknownFormat:
             os.close(self._fd)
             raise
-        torn = size and os.pread(self._fd, 1, size - 1) != b"\n"
-        self._waiting = b"\n" if torn else b""
+        is_torn = size and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._pending = b"\n" if is_torn else b""
         if not size:
-            self._waiting = _line(LogOpened(format=FORMAT, phalanx_version=phalanx.__version__))
+            self._pending = _line(LogOpened(format=FORMAT_VERSION, phalanx_version=phalanx.__version__))
 
     def write(self, event: Event) -> None:
         """Append one event."""
-        self._waiting += _line(event)
+        self._pending += _line(event)
         try:
-            self._write()
+            self._flush()
         except OSError as error:
-            if not storage_failed(error):
+            if not is_storage_error(error):
                 raise
             self._failed = True
 
     def close(self) -> None:
         """Close the file. OSError when storage still does not take events that wait: they are lost."""
         try:
-            self._write()
+            self._flush()
         finally:
             os.close(self._fd)
 
     def _open(self) -> int:
-        return open_to_append(self._path)
+        return open_for_append(self._path)
 
-    def _write(self) -> None:
-        if self._failed and self._waiting:
-            anew = self._open()
+    def _flush(self) -> None:
+        if self._failed and self._pending:
+            reopened = self._open()
             os.close(self._fd)
-            self._fd, self._failed = anew, False
-        while self._waiting:
-            self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
+            self._fd, self._failed = reopened, False
+        while self._pending:
+            self._pending = self._pending[os.write(self._fd, self._pending) :]
 
 
 class EventTail:
@@ -131,22 +139,22 @@ def _line(event: Event) -> bytes:
 def _check_format(path: Path, first_line: bytes) -> None:
     """UnknownFormat where the first line names one, or is an event from before there were formats."""
     try:
-        found = from_json(first_line.decode(errors="replace"))
+        found = parse_json(first_line.decode(errors="replace"))
     except ValueError:
         return
     if not isinstance(found, dict):
         return
-    known = found.get("format") if found.get("kind") == LogOpened.kind else 1 if "t" in found else FORMAT
-    if known != FORMAT:
+    known = found.get("format") if found.get("kind") == LogOpened.kind else 1 if "t" in found else FORMAT_VERSION
+    if known != FORMAT_VERSION:
         version = found.get("phalanx_version")
         writer = "another Phalanx" if version is None else f"Phalanx {version}"
         raise UnknownFormat(
             f"{path}: format {known}, written by {writer}; this Phalanx ({phalanx.__version__}) reads format "
-            f"{FORMAT}: read the run with the Phalanx that wrote it, or train in another directory (--run)"
+            f"{FORMAT_VERSION}: read the run with the Phalanx that wrote it, or train in another directory (--run)"
         )
 
 
-def steps_of(events: Iterable[Event]) -> list[StepDone]:
+def select_final_steps(events: Iterable[Event]) -> list[StepDone]:
     """The steps that count, in order: of a step done in several attempts, the highest attempt's, and nothing that a
     later attempt rolled back beyond its end is kept twice."""
     attempt = 0
@@ -159,7 +167,7 @@ def steps_of(events: Iterable[Event]) -> list[StepDone]:
     return [latest[step][1] for step in sorted(latest)]
 
 
-def training_seconds(events: Iterable[Event]) -> float:
+def sum_training_seconds(events: Iterable[Event]) -> float:
     """The time of all attempts together, each from its start on, without what lies between them."""
     seconds, last = 0.0, None
     for event in events:

@@ -77,8 +77,8 @@ def _checks(value_type: Any) -> tuple[tuple[str, Check, bool], ...]:
 
 def _check_of(hint: Any) -> Check:
     """The check of a type: those that fields of events and messages have."""
-    if hint in _SIMPLE:
-        return _SIMPLE[hint]
+    if hint in _CHECK_BY_TYPE:
+        return _CHECK_BY_TYPE[hint]
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         (of,) = (each for each in arguments if each is not types.NoneType)
@@ -169,7 +169,7 @@ def _one_of(value: Any, known: tuple[Any, ...]) -> Any:
     raise ValueError(value)
 
 
-_SIMPLE: dict[Any, Check] = {
+_CHECK_BY_TYPE: dict[Any, Check] = {
     float: _float,
     int: _count,
     ExitStatus: _status,

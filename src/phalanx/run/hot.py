@@ -20,30 +20,30 @@ from pathlib import Path
 
 from phalanx.errors import DataError, UsageError
 from phalanx.run.directory import Run, write_json
-from phalanx.run.private import others_may_write
+from phalanx.run.private import is_writable_by_others
 
-VARIABLE = "PHALANX_IN_MEMORY_DIR"
+DIR_VARIABLE = "PHALANX_IN_MEMORY_DIR"
 """Names the folder below which hot copies lie."""
-MEMORY = Path("/dev/shm")
-PREFIX = "phalanx-hot"
-OWNER = "run"
+SHM_DIR = Path("/dev/shm")
+DIR_PREFIX = "phalanx-hot"
+OWNER_FILE = "run"
 """File in a node's folder that holds the run directory's path."""
-STALE, ABANDONED = 7200.0, 86_400.0
+STALE_AFTER_S, ABANDONED_AFTER_S = 7200.0, 86_400.0
 """Seconds without a change after which a folder belongs to no run: one whose run has no hot copies any more, and any.
 By the wall clock, since that is what files have: both are longer than what it may be set by."""
-REMEMBERED = 8
+MAX_EPOCHS = 8
 """Lines that are kept: only copies of the newest are ever there."""
 
-Lines = list[tuple[str, int | None]]
+Epochs = list[tuple[str, int | None]]
 """Tokens, the newest first, each with the last step that counts, None for all."""
 
 
-def base_of(environment: Mapping[str, str] = os.environ) -> Path | None:
+def find_base_dir(environment: Mapping[str, str] = os.environ) -> Path | None:
     """The folder below which hot copies lie on this node; None where there is no memory that looks like a folder."""
-    named = environment.get(VARIABLE)
+    named = environment.get(DIR_VARIABLE)
     if named:
         return Path(named)
-    return MEMORY if MEMORY.is_dir() else None
+    return SHM_DIR if SHM_DIR.is_dir() else None
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
@@ -51,24 +51,24 @@ def node_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("PHALANX_NODE_RANK") or environment.get("GROUP_RANK") or "0"
 
 
-def hot_folder(run: Run, environment: Mapping[str, str] = os.environ) -> Path | None:
+def find_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> Path | None:
     """This node's folder for hot copies of a run; it need not exist."""
-    base = base_of(environment)
+    base = find_base_dir(environment)
     if base is None:
         return None
     name = hashlib.sha256(os.fsencode(os.path.realpath(run.path))).hexdigest()[:16]
-    return base / f"{PREFIX}-{os.getuid()}-{name}-{node_name(environment)}"
+    return base / f"{DIR_PREFIX}-{os.getuid()}-{name}-{node_name(environment)}"
 
 
-def open_folder(run: Run, environment: Mapping[str, str] = os.environ) -> Path:
+def create_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> Path:
     """Make this node's folder, for nobody else to read, and clear away what dead runs left beside it. UsageError when
     there is no place for it, or another user has taken the name; OSError when the file system refuses."""
-    folder = hot_folder(run, environment)
+    folder = find_node_dir(run, environment)
     if folder is None:
-        raise UsageError(f"there is no {MEMORY} here; name a folder by {VARIABLE}")
+        raise UsageError(f"there is no {SHM_DIR} here; name a folder by {DIR_VARIABLE}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     base = folder.parent.stat()
-    if not base.st_mode & stat.S_ISVTX and (base.st_uid not in (os.getuid(), 0) or others_may_write(base)):
+    if not base.st_mode & stat.S_ISVTX and (base.st_uid not in (os.getuid(), 0) or is_writable_by_others(base)):
         raise UsageError(
             f"{folder.parent}: other users may put another folder in the place of one of this user's there"
         )
@@ -76,8 +76,8 @@ def open_folder(run: Run, environment: Mapping[str, str] = os.environ) -> Path:
         folder.mkdir(mode=0o700)
     if not is_private(folder):
         raise UsageError(f"{folder}: is not a folder that only this user can read; remove it")
-    (folder / OWNER).write_text(os.path.realpath(run.path))
-    sweep(folder)
+    (folder / OWNER_FILE).write_text(os.path.realpath(run.path))
+    remove_stale_dirs(folder)
     return folder
 
 
@@ -90,81 +90,83 @@ def is_private(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def sweep(own: Path, clock: float | None = None) -> None:
-    """Remove folders beside `own` that are nobody's: their agent was killed, and nobody started the run again."""
-    now = time.time() if clock is None else clock
-    for other in own.parent.glob(f"{PREFIX}-{os.getuid()}-*"):
-        if other == own or not is_private(other):
+def remove_stale_dirs(own_dir: Path, now_s: float | None = None) -> None:
+    """Remove folders beside `own_dir` that are nobody's: their agent was killed, and nobody started the run again."""
+    now = time.time() if now_s is None else now_s
+    for other in own_dir.parent.glob(f"{DIR_PREFIX}-{os.getuid()}-*"):
+        if other == own_dir or not is_private(other):
             continue
         with suppress(OSError):  # its own agent may be removing it
-            owner, age = Run(Path((other / OWNER).read_text())), now - other.stat().st_mtime
-            if age > (STALE if not hot_file(owner).exists() else ABANDONED):
+            owner, age = Run(Path((other / OWNER_FILE).read_text())), now - other.stat().st_mtime
+            if age > (STALE_AFTER_S if not history_path(owner).exists() else ABANDONED_AFTER_S):
                 shutil.rmtree(other)
 
 
-def remove_copies(run: Run, environment: Mapping[str, str] = os.environ) -> None:
+def remove_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> None:
     """Remove this node's hot copies of a run, if there are any."""
-    folder = hot_folder(run, environment)
+    folder = find_node_dir(run, environment)
     if folder is not None and is_private(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def hot_file(run: Run) -> Path:
+def history_path(run: Run) -> Path:
     """Where the lines of history stand."""
     return run.path / "hot.json"
 
 
-def forget(run: Run) -> None:
+def delete_history(run: Run) -> None:
     """No hot copy of a run counts from here on."""
-    hot_file(run).unlink(missing_ok=True)
+    history_path(run).unlink(missing_ok=True)
 
 
-def read_history(run: Run) -> tuple[Lines, int]:
+def read_epochs(run: Run) -> tuple[Epochs, int]:
     """The lines of a run's history, and its newest checkpoint's step, 0 for none. No lines when no hot copy was ever
     begun, or when the file is not what it should be: then no copy can be trusted."""
     try:
-        value = run.read_json(hot_file(run)) or {}
+        value = run.read_json(history_path(run)) or {}
     except DataError:
         return [], 0
-    lines, saved = value.get("lines"), value.get("saved")
-    if not isinstance(lines, list) or not isinstance(saved, int):
+    epochs, saved = value.get("lines"), value.get("saved")
+    if not isinstance(epochs, list) or not isinstance(saved, int):
         return [], 0
-    known = [line for line in lines if isinstance(line, list) and len(line) == 2]
-    if len(known) < len(lines) or not all(upto is None or isinstance(upto, int) for _, upto in known):
+    valid = [line for line in epochs if isinstance(line, list) and len(line) == 2]
+    if len(valid) < len(epochs) or not all(last_step is None or isinstance(last_step, int) for _, last_step in valid):
         return [], 0
-    return [(str(token), upto) for token, upto in known], saved
+    return [(str(token), last_step) for token, last_step in valid], saved
 
 
-def begin_line(run: Run, token: str) -> None:
+def begin_epoch(run: Run, token: str) -> None:
     """A new line goes on from where the last was cut. OSError when there is no room to say so."""
-    lines, saved = read_history(run)
-    _write(run, [(token, None), *lines], saved)
+    epochs, saved = read_epochs(run)
+    _write_history(run, [(token, None), *epochs], saved)
 
 
-def cut(run: Run, step: int) -> None:
+def truncate_history(run: Run, step: int) -> None:
     """The run goes on from this step: what was copied of later steps belongs to no history any more."""
-    lines, saved = read_history(run)
-    _tell(run, [(token, step if upto is None else min(upto, step)) for token, upto in lines], min(saved, step))
+    epochs, saved = read_epochs(run)
+    _write_or_delete(
+        run, [(token, step if upto is None else min(upto, step)) for token, upto in epochs], min(saved, step)
+    )
 
 
-def note_saved(run: Run, step: int) -> None:
+def record_checkpoint(run: Run, step: int) -> None:
     """There is a checkpoint of this step."""
-    _tell(run, read_history(run)[0], step)
+    _write_or_delete(run, read_epochs(run)[0], step)
 
 
-def counts(lines: Lines, token: str, step: int) -> bool:
+def is_valid_copy(epochs: Epochs, token: str, step: int) -> bool:
     """Whether a copy of this line and step belongs to the run's history."""
-    return any(token == known and (upto is None or step <= upto) for known, upto in lines)
+    return any(token == known and (last_step is None or step <= last_step) for known, last_step in epochs)
 
 
-def _tell(run: Run, lines: Lines, saved: int) -> None:
-    if not lines:
+def _write_or_delete(run: Run, epochs: Epochs, saved: int) -> None:
+    if not epochs:
         return
     try:
-        _write(run, lines, saved)
+        _write_history(run, epochs, saved)
     except OSError:  # no room to say which copies count: then none does
-        forget(run)
+        delete_history(run)
 
 
-def _write(run: Run, lines: Lines, saved: int) -> None:
-    write_json(hot_file(run), {"saved": saved, "lines": [list(line) for line in lines[:REMEMBERED]]})
+def _write_history(run: Run, epochs: Epochs, saved: int) -> None:
+    write_json(history_path(run), {"saved": saved, "lines": [list(line) for line in epochs[:MAX_EPOCHS]]})

@@ -8,17 +8,17 @@ from phalanx.errors import UsageError
 
 STORE_VARIABLE = "PHALANX_STORE_PATH"
 """Names the file where workers of one machine meet."""
-KEY_VARIABLE = "PHALANX_STORE_KEY"
+STORE_KEY_VARIABLE = "PHALANX_STORE_KEY"
 """Holds what workers of several nodes sign with what they say in the store where they meet."""
 
 
 @dataclass(frozen=True)
-class Membership:
+class NodeEnv:
     """Which node of how many this is, and where the leading one listens."""
 
-    node: int = 0
-    nodes: int = 1
-    leader: tuple[str, int] | None = None
+    node_rank: int = 0
+    num_nodes: int = 1
+    leader_address: tuple[str, int] | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:

@@ -398,7 +398,7 @@ Message = ToForkServer | MembershipUpdate | FromForkServer | FromWorker | Betwee
 """Any of them."""
 MESSAGE_TYPES: dict[str, type[Message]] = {each.kind: each for each in get_args(Message)}
 """By kind."""
-SHOWN = 200
+MAX_SHOWN_CHARS = 200
 """Characters of something that is no message, in an error."""
 
 
@@ -424,7 +424,7 @@ def decode_list(content: bytes) -> list[Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list):
-        raise ProtocolError(f"no list of messages: {content[:SHOWN]!r}")
+        raise ProtocolError(f"no list of messages: {content[:MAX_SHOWN_CHARS]!r}")
     return found
 
 
@@ -444,6 +444,6 @@ def warning_of(found: Any) -> RunWarning:
 
 def _shown(found: Any) -> str:
     try:
-        return str(found)[:SHOWN]
+        return str(found)[:MAX_SHOWN_CHARS]
     except RecursionError:
         return "nested too deeply"

@@ -19,7 +19,7 @@ def state_root(environment: Mapping[str, str] = os.environ) -> Path:
     return Path.home() / ".local" / "state" / "phalanx"
 
 
-def check_own(path: Path, what: str) -> None:
+def check_owner(path: Path, what: str) -> None:
     """UsageError where something is at `path` that another user owns, or may write: `what` it is for Phalanx. root's
     own is as good as this user's."""
     try:
@@ -29,19 +29,19 @@ def check_own(path: Path, what: str) -> None:
     except OSError as error:
         raise UsageError(f"{path}: {what} cannot be looked at: {error.strerror}") from None
     if found.st_uid not in (os.getuid(), 0):
-        raise UsageError(f"{path}: {what} belongs to another user ({_name(found.st_uid)}); name one of your own")
-    if others_may_write(found):
+        raise UsageError(f"{path}: {what} belongs to another user ({_user_name(found.st_uid)}); name one of your own")
+    if is_writable_by_others(found):
         raise UsageError(f"{path}: other users may write to {what}; `chmod go-w {path}`, or name another")
 
 
-def others_may_write(found: os.stat_result) -> bool:
+def is_writable_by_others(found: os.stat_result) -> bool:
     """Whether anybody but its owner may. A group that is its owner's alone is nobody else."""
     if found.st_mode & stat.S_IWOTH:
         return True
-    return bool(found.st_mode & stat.S_IWGRP) and not _own_group(found)
+    return bool(found.st_mode & stat.S_IWGRP) and not _is_private_group(found)
 
 
-def _own_group(found: os.stat_result) -> bool:
+def _is_private_group(found: os.stat_result) -> bool:
     try:
         owner, group = pwd.getpwuid(found.st_uid), grp.getgrgid(found.st_gid)
     except KeyError:
@@ -49,7 +49,7 @@ def _own_group(found: os.stat_result) -> bool:
     return owner.pw_gid == found.st_gid and group.gr_name == owner.pw_name and set(group.gr_mem) <= {owner.pw_name}
 
 
-def _name(uid: int) -> str:
+def _user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

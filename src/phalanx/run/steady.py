@@ -14,57 +14,57 @@ from pathlib import Path
 
 import psutil
 
-PROC = Path("/proc")
-START_TICKS = 19
+PROC_ROOT = Path("/proc")
+START_TIME_FIELD = 19
 """Where field 22 of /proc/PID/stat stands behind the command's name: clock ticks from boot to the process's start."""
 
 
-def ticks() -> float:
+def seconds_since_boot() -> float:
     """Seconds since this machine was started, time asleep included where the kernel counts it."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @functools.cache
-def boot() -> str:
+def boot_id() -> str:
     """What distinguishes this start of the machine from all others; nothing where the kernel has no name for it."""
     with contextlib.suppress(OSError):
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return (PROC_ROOT / "sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
-_OFFSET = time.time() - ticks()
+_UNIX_OFFSET_S = time.time() - seconds_since_boot()
 
 
 def unix_now() -> float:
     """Unix seconds by the wall clock as it stood when this process began, or the one that it was forked from: between
     two calls exactly so much passes as really did."""
-    return _OFFSET + ticks()
+    return _UNIX_OFFSET_S + seconds_since_boot()
 
 
 @dataclass(frozen=True)
-class Steady:
+class BootClock:
     """The clock of this boot; tests have their own."""
 
-    ticks: Callable[[], float] = ticks
-    boot: str = field(default_factory=boot)
+    now: Callable[[], float] = seconds_since_boot
+    boot_id: str = field(default_factory=boot_id)
 
-    def mark(self, later: float = 0.0) -> str:
+    def make_timestamp(self, offset_s: float = 0.0) -> str:
         """This moment, or one so many seconds later, to be kept in a file."""
-        return f"{self.boot} {self.ticks() + later:.6f}"
+        return f"{self.boot_id} {self.now() + offset_s:.6f}"
 
-    def since(self, mark: str | None) -> float | None:
+    def seconds_since(self, timestamp: str | None) -> float | None:
         """Seconds since a mark, negative before it; None for none, and for one of another boot."""
-        if mark is None:
+        if timestamp is None:
             return None
-        of, _, at = mark.rpartition(" ")
-        return self.ticks() - float(at) if of == self.boot else None
+        of, _, at = timestamp.rpartition(" ")
+        return self.now() - float(at) if of == self.boot_id else None
 
 
-def born(pid: int) -> str | None:
+def process_identity(pid: int) -> str | None:
     """What distinguishes a process from every other that has or had its number; None when there is none. Its number
     alone where the kernel has no /proc."""
     try:
-        behind_name = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        stat_fields = (PROC_ROOT / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return None if (PROC / "self").exists() or not psutil.pid_exists(pid) else str(pid)
-    return f"{boot()} {behind_name[START_TICKS]}"
+        return None if (PROC_ROOT / "self").exists() or not psutil.pid_exists(pid) else str(pid)
+    return f"{boot_id()} {stat_fields[START_TIME_FIELD]}"

@@ -15,36 +15,36 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
-from phalanx.run.private import check_own, state_root
+from phalanx.run.private import check_owner, state_root
 
-SHIPPED = "phalanx.models:"
-HUGGING_FACE = "hf:"
+SHIPPED_MODELS_PREFIX = "phalanx.models:"
+HUGGING_FACE_PREFIX = "hf:"
 
 
-def code_of(recipe: Recipe) -> list[str]:
+def list_user_code(recipe: Recipe) -> list[str]:
     """The import paths by which a trained model needs code that did not come with Phalanx."""
     build, task = recipe.model.build, recipe.task
-    shipped = build.startswith(SHIPPED) and "." not in build.removeprefix(SHIPPED)
-    own = [] if shipped or build.startswith(HUGGING_FACE) else [build]
+    shipped = build.startswith(SHIPPED_MODELS_PREFIX) and "." not in build.removeprefix(SHIPPED_MODELS_PREFIX)
+    own = [] if shipped or build.startswith(HUGGING_FACE_PREFIX) else [build]
     return own + ([task] if ":" in task else [])
 
 
-def remember(recipe: Recipe, folder: Path) -> None:
+def record_trust(recipe: Recipe, folder: Path) -> None:
     """This user trains with that code. Where the state folder cannot be written, who reads the run is asked."""
-    if code_of(recipe):
+    if list_user_code(recipe):
         with suppress(OSError, UsageError):
-            mark = _mark(recipe, folder)
-            mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            mark.touch()
+            marker = _trust_marker_path(recipe, folder)
+            marker.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            marker.touch()
 
 
 def check_trusted(path: Path, recipe: Recipe, folder: Path) -> None:
     """UsageError where the run at `path` needs code that this user has not trained with: it names the code."""
-    code = code_of(recipe)
+    code = list_user_code(recipe)
     if not code:
         return
-    mark = _mark(recipe, folder)
-    if mark.exists():
+    marker = _trust_marker_path(recipe, folder)
+    if marker.exists():
         return
     raise UsageError(
         f"{path}: its model would run code that you have not trained with here: {' and '.join(code)}, from {folder} or "
@@ -52,9 +52,9 @@ def check_trusted(path: Path, recipe: Recipe, folder: Path) -> None:
     )
 
 
-def _mark(recipe: Recipe, folder: Path) -> Path:
+def _trust_marker_path(recipe: Recipe, folder: Path) -> Path:
     root = state_root()
-    check_own(root, "the state folder")
+    check_owner(root, "the state folder")
     model = recipe.model.model_dump(mode="json")
     model["rules"] = model.pop("tp_plan")  # as it was first written: the hash stays what it was
     what: dict[str, Any] = {"model": model, "task": recipe.task}

@@ -22,45 +22,45 @@ from typing import Generic, Self, TypeVar
 from phalanx.bounded import read_text
 from phalanx.errors import DataError, UsageError
 from phalanx.run.messages import Introduction, Message, ProtocolError, decode, encode
-from phalanx.run.private import check_own
+from phalanx.run.private import check_owner
 
-HANDSHAKE = 5.0
+HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that an end may take to prove itself, all in all."""
-SENDING = 10.0
+SEND_TIMEOUT_S = 10.0
 """Seconds after which an end that takes nothing is given up."""
-LARGEST = 16 << 20
+MAX_FRAME_BYTES = 16 << 20
 """Bytes of a frame; stacks and errors are far smaller."""
-SHORTEST_TOKEN = 16
-FEWEST_CHARACTERS = 6
+MIN_TOKEN_CHARS = 16
+MIN_DISTINCT_TOKEN_CHARS = 6
 """Different ones in a token; among 16 random hexadecimal digits there are hardly ever fewer."""
-LARGEST_TOKEN = 4096
-AGENT = b"A"
+MAX_TOKEN_FILE_BYTES = 4096
+AGENT_PURPOSE = b"A"
 """The purpose of an agent's connection to its leader; other rooms have others."""
-WAITING = 64
+MAX_PENDING_HANDSHAKES = 64
 """How many may prove themselves at the same time."""
-AGAIN = 0.1
+ACCEPT_RETRY_INTERVAL_S = 0.1
 """Seconds after which a listener that could not take a connection, for want of descriptors, tries again."""
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+TCP_KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """When a machine that says nothing is asked whether it is there, and how often until it counts as gone: in seconds."""
-_NONCE = 32
-_MAC = 32
-_LENGTH = struct.Struct("!I")
-_NUMBER = struct.Struct("!Q")
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_LENGTH_STRUCT = struct.Struct("!I")
+_SEQUENCE_STRUCT = struct.Struct("!Q")
 
 
-class Refused(ConnectionError):
+class AuthenticationError(ConnectionError):
     """The other end does not know the token, or speaks something else."""
 
 
-class Wire:
+class AuthConnection:
     """One end of an authenticated connection. `receive` never blocks for more than what has arrived."""
 
-    def __init__(self, sock: socket.socket, key: bytes, leads: bool):
+    def __init__(self, sock: socket.socket, key: bytes, is_leader: bool):
         self.sock = sock
-        self._mine, self._theirs = (b"leader", b"member") if leads else (b"member", b"leader")
-        self._key, self._sent, self._taken, self._buffer = key, 0, 0, b""
+        self._own_role, self._peer_role = (b"leader", b"member") if is_leader else (b"member", b"leader")
+        self._key, self._num_sent, self._num_received, self._buffer = key, 0, 0, b""
         self._lock = threading.Lock()
-        sock.settimeout(SENDING)
+        sock.settimeout(SEND_TIMEOUT_S)
 
     def fileno(self) -> int:
         """For selectors."""
@@ -69,13 +69,13 @@ class Wire:
     def send(self, *messages: Message) -> None:
         """Send messages in one frame. ConnectionError when the other end is gone or takes nothing."""
         payload = encode(messages)
-        if len(payload) > LARGEST:
-            raise ValueError(f"messages of {len(payload)} bytes do not fit a frame of {LARGEST}")
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ValueError(f"messages of {len(payload)} bytes do not fit a frame of {MAX_FRAME_BYTES}")
         with self._lock:
-            mac = self._sign(self._mine, self._sent, payload)
-            self._sent += 1
+            mac = self._sign(self._own_role, self._num_sent, payload)
+            self._num_sent += 1
             try:
-                self.sock.sendall(_LENGTH.pack(len(payload)) + mac + payload)
+                self.sock.sendall(_LENGTH_STRUCT.pack(len(payload)) + mac + payload)
             except OSError as error:
                 raise ConnectionError(f"the connection is gone: {error}") from None
 
@@ -90,16 +90,16 @@ class Wire:
             return None
         self._buffer += chunk
         messages: list[Message] = []
-        while (frame := self._frame()) is not None:
+        while (frame := self._next_frame()) is not None:
             mac, payload = frame
-            if not hmac.compare_digest(mac, self._sign(self._theirs, self._taken, payload)):
+            if not hmac.compare_digest(mac, self._sign(self._peer_role, self._num_received, payload)):
                 return None
-            self._taken += 1
+            self._num_received += 1
             try:
                 messages += decode(payload)
             except ProtocolError:
                 return None
-        return None if self._too_large() else messages
+        return None if self._is_frame_too_large() else messages
 
     def close(self) -> None:
         """Close the connection; the other end sees it at once."""
@@ -107,160 +107,172 @@ class Wire:
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
-    def _frame(self) -> tuple[bytes, bytes] | None:
+    def _next_frame(self) -> tuple[bytes, bytes] | None:
         """The next whole frame of what has arrived."""
-        if len(self._buffer) < _LENGTH.size or self._too_large():
+        if len(self._buffer) < _LENGTH_STRUCT.size or self._is_frame_too_large():
             return None
-        end = _LENGTH.size + _MAC + _LENGTH.unpack_from(self._buffer)[0]
+        end = _LENGTH_STRUCT.size + _MAC_BYTES + _LENGTH_STRUCT.unpack_from(self._buffer)[0]
         if len(self._buffer) < end:
             return None
         frame, self._buffer = self._buffer[:end], self._buffer[end:]
-        return frame[_LENGTH.size : _LENGTH.size + _MAC], frame[_LENGTH.size + _MAC :]
+        return frame[_LENGTH_STRUCT.size : _LENGTH_STRUCT.size + _MAC_BYTES], frame[_LENGTH_STRUCT.size + _MAC_BYTES :]
 
-    def _too_large(self) -> bool:
-        return len(self._buffer) >= _LENGTH.size and _LENGTH.unpack_from(self._buffer)[0] > LARGEST
+    def _is_frame_too_large(self) -> bool:
+        return (
+            len(self._buffer) >= _LENGTH_STRUCT.size and _LENGTH_STRUCT.unpack_from(self._buffer)[0] > MAX_FRAME_BYTES
+        )
 
-    def _sign(self, who: bytes, number: int, payload: bytes) -> bytes:
-        return hmac.digest(self._key, who + _NUMBER.pack(number) + payload, "sha256")
+    def _sign(self, role: bytes, number: int, payload: bytes) -> bytes:
+        return hmac.digest(self._key, role + _SEQUENCE_STRUCT.pack(number) + payload, "sha256")
 
 
-def introduce(sock: socket.socket, token: bytes, purpose: bytes, seconds: float = HANDSHAKE) -> tuple[bytes, bytes]:
+def client_handshake(
+    sock: socket.socket, token: bytes, purpose: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S
+) -> tuple[bytes, bytes]:
     """The caller's half of the handshake, saying in one byte what the connection is for; both random numbers, the
-    listener's first. `Refused` by, or of, a listener that does not know the token; TimeoutError after so long."""
-    until = time.monotonic() + seconds
-    theirs, mine = exactly(sock, _NONCE, until), secrets.token_bytes(_NONCE)
-    sock.sendall(mine + purpose + hmac.digest(token, b"caller" + purpose + theirs + mine, "sha256"))
-    proof = exactly(sock, _MAC, until)
-    if not hmac.compare_digest(proof, hmac.digest(token, b"listener" + purpose + theirs + mine, "sha256")):
-        raise Refused("who listens there does not know the token")
-    return theirs, mine
+    listener's first. `AuthenticationError` by, or of, a listener that does not know the token; TimeoutError after so long."""
+    deadline = time.monotonic() + timeout_s
+    peer_nonce, own_nonce = receive_exactly(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
+    sock.sendall(own_nonce + purpose + hmac.digest(token, b"caller" + purpose + peer_nonce + own_nonce, "sha256"))
+    proof = receive_exactly(sock, _MAC_BYTES, deadline)
+    if not hmac.compare_digest(proof, hmac.digest(token, b"listener" + purpose + peer_nonce + own_nonce, "sha256")):
+        raise AuthenticationError("who listens there does not know the token")
+    return peer_nonce, own_nonce
 
 
-def welcome(sock: socket.socket, token: bytes, seconds: float = HANDSHAKE) -> tuple[bytes, bytes, bytes]:
-    """The listener's half of `introduce`: what the connection is for, and both random numbers, its own first."""
-    until = time.monotonic() + seconds
-    mine = secrets.token_bytes(_NONCE)
-    sock.sendall(mine)
-    theirs, purpose, proof = exactly(sock, _NONCE, until), exactly(sock, 1, until), exactly(sock, _MAC, until)
-    if not hmac.compare_digest(proof, hmac.digest(token, b"caller" + purpose + mine + theirs, "sha256")):
-        raise Refused("the caller does not know the token")
-    sock.sendall(hmac.digest(token, b"listener" + purpose + mine + theirs, "sha256"))
-    return purpose, mine, theirs
+def server_handshake(
+    sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S
+) -> tuple[bytes, bytes, bytes]:
+    """The listener's half of `client_handshake`: what the connection is for, and both random numbers, its own first."""
+    deadline = time.monotonic() + timeout_s
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    sock.sendall(own_nonce)
+    peer_nonce, purpose, proof = (
+        receive_exactly(sock, _NONCE_BYTES, deadline),
+        receive_exactly(sock, 1, deadline),
+        receive_exactly(sock, _MAC_BYTES, deadline),
+    )
+    if not hmac.compare_digest(proof, hmac.digest(token, b"caller" + purpose + own_nonce + peer_nonce, "sha256")):
+        raise AuthenticationError("the caller does not know the token")
+    sock.sendall(hmac.digest(token, b"listener" + purpose + own_nonce + peer_nonce, "sha256"))
+    return purpose, own_nonce, peer_nonce
 
 
-def dial(address: tuple[str, int], token: bytes, timeout: float = HANDSHAKE) -> Wire:
-    """Connect to the leader. ConnectionError when nobody is there, `Refused` when it does not know the token."""
-    sock = socket.create_connection(address, timeout)
+def connect_to_leader(address: tuple[str, int], token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
+    """Connect to the leader. ConnectionError when nobody is there, `AuthenticationError` when it does not know the token."""
+    sock = socket.create_connection(address, timeout_s)
     try:
-        return _wire(sock, token, *introduce(sock, token, AGENT, timeout), leads=False)
+        return _make_connection(sock, token, *client_handshake(sock, token, AGENT_PURPOSE, timeout_s), is_leader=False)
     except TimeoutError:
         sock.close()
-        raise Refused("who listens there does not answer as an agent does") from None
+        raise AuthenticationError("who listens there does not answer as an agent does") from None
     except BaseException:
         sock.close()
         raise
 
 
-def answer(sock: socket.socket, token: bytes, timeout: float = HANDSHAKE) -> Wire:
-    """The leader's half of `dial`. `Refused` for whoever does not prove that it knows the token in time."""
-    sock.settimeout(timeout)
+def accept_agent(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
+    """The leader's half of `connect_to_leader`. `AuthenticationError` for whoever does not prove that it knows the token in time."""
+    sock.settimeout(timeout_s)
     try:
-        purpose, mine, theirs = welcome(sock, token, timeout)
+        purpose, own_nonce, peer_nonce = server_handshake(sock, token, timeout_s)
     except TimeoutError:
-        raise Refused("it did not prove itself in time") from None
-    if purpose != AGENT:
-        raise Refused("it wants something else")
-    return _wire(sock, token, mine, theirs, leads=True)
+        raise AuthenticationError("it did not prove itself in time") from None
+    if purpose != AGENT_PURPOSE:
+        raise AuthenticationError("it wants something else")
+    return _make_connection(sock, token, own_nonce, peer_nonce, is_leader=True)
 
 
-Guest = TypeVar("Guest")
+PeerT = TypeVar("PeerT")
 
 
-class Greeter(Generic[Guest]):
-    """Takes the connections of a listener, which is its own, and has them prove themselves in parallel: `prove`
-    gets each, and the moment until which it has time (of the monotonic clock); `arrive` gets what that returns.
+class HandshakeServer(Generic[PeerT]):
+    """Takes the connections of a listener, which is its own, and has them prove themselves in parallel: `authenticate`
+    gets each, and the moment until which it has time (of the monotonic clock); `on_authenticated` gets what that returns.
 
-    A stranger costs one of WAITING places for so many `seconds`, and no other caller waits for it. Where all are taken,
+    A stranger costs one of WAITING places for so many `timeout_s`, and no other caller waits for it. Where all are taken,
     the oldest of the address that has most of them gives way to who comes: who knows the token is through in a moment.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        prove: Callable[[socket.socket, float], Guest],
-        arrive: Callable[[Guest], None],
-        seconds: float = HANDSHAKE,
+        authenticate: Callable[[socket.socket, float], PeerT],
+        on_authenticated: Callable[[PeerT], None],
+        timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ):
         self.listener = listener
-        self._prove, self._arrive, self._seconds = prove, arrive, seconds
-        self._proving: dict[socket.socket, str] = {}  # the oldest first, with their addresses
+        self._authenticate, self._on_authenticated, self._timeout_s = authenticate, on_authenticated, timeout_s
+        self._pending: dict[socket.socket, str] = {}  # the oldest first, with their addresses
         self._lock = threading.Lock()
-        self._over = False
-        threading.Thread(target=self._listen, name="door", daemon=True).start()
+        self._is_closed = False
+        threading.Thread(target=self._accept_connections, name="door", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over = True
-        for each in (self.listener, *self._waiting()):
+        self._is_closed = True
+        for each in (self.listener, *self._pending_sockets()):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
         self.listener.close()
 
-    def _waiting(self) -> list[socket.socket]:
+    def _pending_sockets(self) -> list[socket.socket]:
         with self._lock:
-            return list(self._proving)
+            return list(self._pending)
 
-    def _listen(self) -> None:
-        while not self._over:
+    def _accept_connections(self) -> None:
+        while not self._is_closed:
             try:
                 sock, address = self.listener.accept()
             except OSError:
-                if not self._over:  # a caller that has gone, or no descriptor is free
-                    time.sleep(AGAIN)
+                if not self._is_closed:  # a caller that has gone, or no descriptor is free
+                    time.sleep(ACCEPT_RETRY_INTERVAL_S)
                 continue
             with self._lock:
-                if len(self._proving) >= WAITING:
-                    self._give_way()
-                self._proving[sock] = str(address[0])
-            threading.Thread(target=self._greet, args=(sock,), name="handshake", daemon=True).start()
+                if len(self._pending) >= MAX_PENDING_HANDSHAKES:
+                    self._evict_oldest()
+                self._pending[sock] = str(address[0])
+            threading.Thread(target=self._run_handshake, args=(sock,), name="handshake", daemon=True).start()
 
-    def _give_way(self) -> None:
-        (most, _), *_ = Counter(self._proving.values()).most_common(1)
-        oldest = next(sock for sock, address in self._proving.items() if address == most)
-        del self._proving[oldest]
+    def _evict_oldest(self) -> None:
+        (busiest_address, _), *_ = Counter(self._pending.values()).most_common(1)
+        oldest = next(sock for sock, address in self._pending.items() if address == busiest_address)
+        del self._pending[oldest]
         with contextlib.suppress(OSError):
             oldest.shutdown(socket.SHUT_RDWR)
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _run_handshake(self, sock: socket.socket) -> None:
         try:
-            guest = self._prove(sock, time.monotonic() + self._seconds)
+            peer = self._authenticate(sock, time.monotonic() + self._timeout_s)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             # a stranger, or gone again, or it talks nonsense: none of ours
             sock.close()
             return
         finally:
             with self._lock:
-                self._proving.pop(sock, None)
-        self._arrive(guest)
+                self._pending.pop(sock, None)
+        self._on_authenticated(peer)
 
 
-class Door:
-    """Where the leader listens. Members that have proved themselves, and said what they are, stand in `arrived`;
+class ControlServer:
+    """Where the leader listens. Members that have proved themselves, and said what they are, stand in `joins`;
     `wake` is called for each."""
 
     def __init__(self, address: tuple[str, int], token: bytes):
         try:
-            listener = socket.create_server((listening_at(address[0]), address[1]), backlog=WAITING)
+            listener = socket.create_server(
+                (find_listen_address(address[0]), address[1]), backlog=MAX_PENDING_HANDSHAKES
+            )
         except OSError as error:
             # Python adds to the reason what it was about, which stands here already
-            why = str(error.strerror).partition(" (while")[0]
-            raise UsageError(f"cannot listen on {address[0]}:{address[1]}: {why}") from None
-        self.arrived: queue.SimpleQueue[tuple[Wire, Introduction]] = queue.SimpleQueue()
-        self.near, self._far = socket.socketpair()
+            reason = str(error.strerror).partition(" (while")[0]
+            raise UsageError(f"cannot listen on {address[0]}:{address[1]}: {reason}") from None
+        self.joins: queue.SimpleQueue[tuple[AuthConnection, Introduction]] = queue.SimpleQueue()
+        self.wake_socket, self._wake_writer = socket.socketpair()
         self._token, self._listener = token, listener
-        self._greeter = Greeter(listener, self._prove, self._arrive)
+        self._handshake_server = HandshakeServer(listener, self._authenticate, self._on_authenticated)
 
     @property
     def port(self) -> int:
@@ -278,49 +290,49 @@ class Door:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._greeter.__exit__()
-        for each in (self.near, self._far):
+        self._handshake_server.__exit__()
+        for each in (self.wake_socket, self._wake_writer):
             each.close()
-        while not self.arrived.empty():
-            self.arrived.get()[0].close()
+        while not self.joins.empty():
+            self.joins.get()[0].close()
 
-    def _prove(self, sock: socket.socket, until: float) -> tuple[Wire, Introduction]:
-        wire = answer(sock, self._token, until - time.monotonic())
-        said: list[Message] | None = []
-        while said == []:
-            sock.settimeout(max(0.001, until - time.monotonic()))
-            said = wire.receive()
-        if not said or not isinstance(said[0], Introduction):
-            raise Refused("it did not say what it is")
-        sock.settimeout(SENDING)
-        return wire, said[0]
+    def _authenticate(self, sock: socket.socket, deadline: float) -> tuple[AuthConnection, Introduction]:
+        connection = accept_agent(sock, self._token, deadline - time.monotonic())
+        messages: list[Message] | None = []
+        while messages == []:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            messages = connection.receive()
+        if not messages or not isinstance(messages[0], Introduction):
+            raise AuthenticationError("it did not say what it is")
+        sock.settimeout(SEND_TIMEOUT_S)
+        return connection, messages[0]
 
-    def _arrive(self, guest: tuple[Wire, Introduction]) -> None:
-        self.arrived.put(guest)
+    def _on_authenticated(self, peer: tuple[AuthConnection, Introduction]) -> None:
+        self.joins.put(peer)
         with contextlib.suppress(OSError):  # closing meanwhile
-            self._far.send(b"x")
+            self._wake_writer.send(b"x")
 
 
-def listening_at(host: str, resolve: Callable[[str], str] = socket.gethostbyname) -> str:
+def find_listen_address(host: str, resolve: Callable[[str], str] = socket.gethostbyname) -> str:
     """The address to listen on where others know this node as `host`: its own, or all of them where the name leads to
     the loopback here, as Debian has a machine call itself 127.0.1.1. OSError for a name that leads nowhere."""
     address = resolve(host)
-    misled = address.startswith("127.") and host != "localhost" and not host.startswith("127.")
-    return "" if misled else host
+    is_loopback_alias = address.startswith("127.") and host != "localhost" and not host.startswith("127.")
+    return "" if is_loopback_alias else host
 
 
-def token_from(environment: Mapping[str, str] = os.environ) -> bytes:
+def load_token(environment: Mapping[str, str] = os.environ) -> bytes:
     """The job's token, from PHALANX_TOKEN_FILE or PHALANX_TOKEN. UsageError without one, or with one that could be
     guessed."""
     path, token = environment.get("PHALANX_TOKEN_FILE"), environment.get("PHALANX_TOKEN", "")
     if path is not None:
         try:
-            check_own(Path(path), "the token")
-            token = read_text(path, LARGEST_TOKEN)
+            check_owner(Path(path), "the token")
+            token = read_text(path, MAX_TOKEN_FILE_BYTES)
             found = os.stat(path)
         except (OSError, DataError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
-            raise UsageError(f"PHALANX_TOKEN_FILE={path}: {why}") from None
+            reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
+            raise UsageError(f"PHALANX_TOKEN_FILE={path}: {reason}") from None
         if found.st_uid == os.getuid() and found.st_mode & 0o077:
             raise UsageError(f"PHALANX_TOKEN_FILE={path}: other users may read the token; `chmod 600 {path}`")
     if not _is_random(token.strip()):
@@ -334,37 +346,39 @@ def token_from(environment: Mapping[str, str] = os.environ) -> bytes:
 def _is_random(token: str) -> bool:
     """Whether it is long enough to be random, and neither a word said again and again nor of a few characters."""
     period = (token + token).find(token, 1) if token else 0
-    return period >= SHORTEST_TOKEN and len(set(token)) >= FEWEST_CHARACTERS
+    return period >= MIN_TOKEN_CHARS and len(set(token)) >= MIN_DISTINCT_TOKEN_CHARS
 
 
-def store_key(token: bytes, nonce: str) -> bytes:
+def derive_store_key(token: bytes, nonce: str) -> bytes:
     """What the workers of an attempt sign with where they meet."""
     return hmac.digest(token, b"store" + nonce.encode(), "sha256")
 
 
-def _wire(sock: socket.socket, token: bytes, leader: bytes, member: bytes, leads: bool) -> Wire:
+def _make_connection(
+    sock: socket.socket, token: bytes, leader_nonce: bytes, member_nonce: bytes, is_leader: bool
+) -> AuthConnection:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
+    for name, value in TCP_KEEPALIVE_OPTIONS.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return Wire(sock, hmac.digest(token, b"key" + leader + member, "sha256"), leads)
+    return AuthConnection(sock, hmac.digest(token, b"key" + leader_nonce + member_nonce, "sha256"), is_leader)
 
 
-def exactly(sock: socket.socket, count: int, until: float | None = None) -> bytes:
-    """So many bytes. `Refused` when the other end hangs up before; TimeoutError when they have not come `until` then
+def receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
+    """So many bytes. `AuthenticationError` when the other end hangs up before; TimeoutError when they have not come `deadline` then
     (of the monotonic clock), however slowly they come."""
-    found, patience = b"", sock.gettimeout()
+    found, previous_timeout_s = b"", sock.gettimeout()
     try:
-        while len(found) < count:
-            if until is not None:
-                sock.settimeout(max(0.001, until - time.monotonic()))
-            chunk = sock.recv(count - len(found))
+        while len(found) < num_bytes:
+            if deadline is not None:
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+            chunk = sock.recv(num_bytes - len(found))
             if not chunk:
-                raise Refused("the other end hung up")
+                raise AuthenticationError("the other end hung up")
             found += chunk
-            if until is not None and time.monotonic() > until:
+            if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError("timed out")
     finally:
-        sock.settimeout(patience)
+        sock.settimeout(previous_timeout_s)
     return found

@@ -13,130 +13,146 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.checkpoint import Manifest
-from phalanx.train.exchange.rounds import Rounds
-from phalanx.train.exchange.ways import WAYS
-from phalanx.train.optimizers import PREFIX as OPTIMIZER
-from phalanx.train.parallel.cuts import Block, Holding
-from phalanx.train.parallel.divided import Divided, Held, local
-from phalanx.train.state import Blocks, Wanted
+from phalanx.train.checkpoint import CheckpointManifest
+from phalanx.train.exchange.rounds import LocalSGD
+from phalanx.train.exchange.ways import GRAD_SYNC_ALGORITHMS
+from phalanx.train.optimizers import OPTIMIZER_PREFIX as OPTIMIZER
+from phalanx.train.parallel.cuts import GlobalBlocks, TensorBlock
+from phalanx.train.parallel.divided import LocalTensor, ParallelModel, to_local
+from phalanx.train.state import LoadPlan, TensorBlocks
 
-ROWS, MOMENTUM, FLYING = "exchange/worker/", "exchange/momentum/", "exchange/flying/"
-OTHERS = ("shard", "context", "tensor")
+PER_WORKER_PREFIX, OUTER_MOMENTUM_PREFIX, IN_FLIGHT_PREFIX = (
+    "exchange/worker/",
+    "exchange/momentum/",
+    "exchange/flying/",
+)
+NON_REPLICATE_AXES = ("shard", "context", "tensor")
 """Axes along which ranks would hold the same; here they have one."""
 
 
 @dataclass
-class Apart:
+class LocalSGDState:
     """That of one worker."""
 
-    divided: Divided
-    rounds: Rounds
+    parallel_model: ParallelModel
+    local_sgd: LocalSGD
 
-    def due(self, step: int) -> range:
+    def due_steps(self, step: int) -> range:
         """The steps whose evaluations and saves are done after this one: when workers hold the same weights again, if
         they ever do before the end."""
-        return self.rounds.schedule.since(step)
+        return self.local_sgd.schedule.steps_in_sync(step)
 
-    def held(self, state: Mapping[str, Held]) -> dict[str, Held]:
+    def add_per_worker_rows(self, state: Mapping[str, LocalTensor]) -> dict[str, LocalTensor]:
         """The state, with this worker's own of it as a row."""
-        found = {ROWS + key if key.startswith(OPTIMIZER) else key: held for key, held in state.items()}
-        names = {parameter: name for name, parameter in self.divided.parameters().items()}
-        if not self.rounds.together:
-            for parameter, start in self.rounds.starts().items():
+        found = {PER_WORKER_PREFIX + key if key.startswith(OPTIMIZER) else key: held for key, held in state.items()}
+        names = {parameter: name for name, parameter in self.parallel_model.parameters().items()}
+        if not self.local_sgd.in_sync:
+            for parameter, start in self.local_sgd.global_params().items():
                 name = names[parameter]
-                found |= {ROWS + name: state[name], name: self.divided.whole(start.to(parameter.dtype))}
-        for parameter, momentum in self.rounds.momenta().items():
-            found[MOMENTUM + names[parameter]] = self.divided.whole(momentum)
-        for parameter, moved in self.rounds.flying().items():
-            found[FLYING + names[parameter]] = self.divided.whole(moved)
-        return {key: self._row(held.tensor) if key.startswith(ROWS) else held for key, held in found.items()}
+                found |= {
+                    PER_WORKER_PREFIX + name: state[name],
+                    name: self.parallel_model.replicated_tensor(start.to(parameter.dtype)),
+                }
+        for parameter, momentum in self.local_sgd.outer_momenta().items():
+            found[OUTER_MOMENTUM_PREFIX + names[parameter]] = self.parallel_model.replicated_tensor(momentum)
+        for parameter, in_flight_sum in self.local_sgd.in_flight_pseudogradients().items():
+            found[IN_FLIGHT_PREFIX + names[parameter]] = self.parallel_model.replicated_tensor(in_flight_sum)
+        return {
+            key: self._make_row(held.tensor) if key.startswith(PER_WORKER_PREFIX) else held
+            for key, held in found.items()
+        }
 
-    def _row(self, tensor: Tensor) -> Held:
+    def _make_row(self, tensor: Tensor) -> LocalTensor:
         shape, zero = tuple(tensor.shape), (0,) * tensor.dim()
-        rank, world = self._number()
-        return Held(
-            tensor.unsqueeze(0), Holding((world, *shape), (Block((0, *zero), (rank, *zero), (1, *shape)),)), OTHERS
+        rank, num_workers = self._worker_index()
+        return LocalTensor(
+            tensor.unsqueeze(0),
+            GlobalBlocks((num_workers, *shape), (TensorBlock((0, *zero), (rank, *zero), (1, *shape)),)),
+            NON_REPLICATE_AXES,
         )
 
-    def _number(self) -> tuple[int, int]:
-        return self.divided.mesh.at["replicate"], self.divided.mesh.layout.replicate
+    def _worker_index(self) -> tuple[int, int]:
+        return self.parallel_model.mesh.coordinates["replicate"], self.parallel_model.mesh.parallelism.replicate
 
-    def wanted(self, wanted: Wanted, manifest: Manifest) -> Wanted:
+    def extend_load_plan(self, wanted: LoadPlan, manifest: CheckpointManifest) -> LoadPlan:
         """What to read besides."""
-        parameters, (rank, world) = self.divided.parameters(), self._number()
+        parameters, (rank, num_workers) = self.parallel_model.parameters(), self._worker_index()
         names = {parameter: name for name, parameter in parameters.items()}
         rows: dict[str, Tensor] = {}  # by the name that it would have without the others
         for key, record in manifest.tensors.items():
-            name = key.removeprefix(ROWS)
+            name = key.removeprefix(PER_WORKER_PREFIX)
             owner = name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else name
-            if key.startswith(ROWS) and owner in parameters:
+            if key.startswith(PER_WORKER_PREFIX) and owner in parameters:
                 rows[name] = torch.zeros(record.shape[1:], dtype=record.torch_dtype)
         moved = {parameters[name]: row for name, row in rows.items() if name in parameters}
-        momenta = self._read(MOMENTUM, manifest, self.rounds.momenta())
-        count = next((manifest.tensors[ROWS + name].shape[0] for name in rows), world)
-        fresh = [*wanted.fresh, *_blocks(MOMENTUM, momenta)]
-        turns: list[Blocks] = []
+        momenta = self._allocate_for(OUTER_MOMENTUM_PREFIX, manifest, self.local_sgd.outer_momenta())
+        count = next((manifest.tensors[PER_WORKER_PREFIX + name].shape[0] for name in rows), num_workers)
+        new_blocks = [*wanted.new_blocks, *_full_blocks(OUTER_MOMENTUM_PREFIX, momenta)]
+        sequential_blocks: list[TensorBlocks] = []
         read, sums = rows, rows
-        flying: dict[str, Tensor] = {}
-        if count == world:
-            under_way = self.rounds.under_way(manifest.meta["step"])
-            flying = self._read(FLYING, manifest, under_way)
-            if len(flying) < len(under_way):  # of a run with another schedule
-                flying = {}
-            fresh += [*_row_of(rows, rank), *_blocks(FLYING, flying)]
+        in_flight: dict[str, Tensor] = {}
+        if count == num_workers:
+            in_flight_params = self.local_sgd.in_flight_params(manifest.meta["step"])
+            in_flight = self._allocate_for(IN_FLIGHT_PREFIX, manifest, in_flight_params)
+            if len(in_flight) < len(in_flight_params):  # of a run with another schedule
+                in_flight = {}
+            new_blocks += [*_worker_rows(rows, rank), *_full_blocks(IN_FLIGHT_PREFIX, in_flight)]
         else:
             read = {name: torch.zeros_like(row) for name, row in rows.items()}
             sums = {name: torch.zeros_like(row, dtype=torch.float32) for name, row in rows.items()}
-            turns = [_row_of(read, number) for number in range(count)]
+            sequential_blocks = [_worker_rows(read, number) for number in range(count)]
 
         def add() -> None:
             for name, each in read.items():
                 sums[name].add_(each)
 
-        def settle() -> None:
+        def restore_state() -> None:
             with torch.no_grad():
-                for parameter, momentum in self.rounds.momenta().items():
+                for parameter, momentum in self.local_sgd.outer_momenta().items():
                     momentum.zero_()
                     if (name := names[parameter]) in momenta:
                         momentum.copy_(momenta[name])
-                self.rounds.drop()
-                if flying:
-                    for parameter, sum_ in self.rounds.take_up(manifest.meta["step"]).items():
-                        sum_.copy_(flying[names[parameter]])
-            wanted.settle()
-            self.rounds.begin()
+                self.local_sgd.discard_in_flight()
+                if in_flight:
+                    for parameter, sum_ in self.local_sgd.restore_in_flight(manifest.meta["step"]).items():
+                        sum_.copy_(in_flight[names[parameter]])
+            wanted.restore_state()
+            self.local_sgd.start_round()
             with torch.no_grad():
-                if turns:
+                if sequential_blocks:
                     for name, row in rows.items():
                         row.copy_(sums[name].div_(count))
                 for parameter, row in moved.items():
                     parameter.copy_(row)
-            if moved and turns:
-                self.rounds.end_agreed()
+            if moved and sequential_blocks:
+                self.local_sgd.step_outer_from_mean()
             elif moved:
-                self.rounds.together = False
+                self.local_sgd.in_sync = False
 
         states = {name: row for name, row in rows.items() if name.startswith(OPTIMIZER)}
-        return Wanted(wanted.blocks, fresh, wanted.states | states, settle, turns, add)
+        return LoadPlan(
+            wanted.live_blocks, new_blocks, wanted.optimizer_tensors | states, restore_state, sequential_blocks, add
+        )
 
-    def _read(self, prefix: str, manifest: Manifest, live: Iterable[nn.Parameter]) -> dict[str, Tensor]:
+    def _allocate_for(
+        self, prefix: str, manifest: CheckpointManifest, live: Iterable[nn.Parameter]
+    ) -> dict[str, Tensor]:
         """New fp32 tensors, by parameter name, for what the manifest has of these."""
-        names = {parameter: name for name, parameter in self.divided.parameters().items()}
-        shapes = {names[parameter]: local(parameter).shape for parameter in live}
+        names = {parameter: name for name, parameter in self.parallel_model.parameters().items()}
+        shapes = {names[parameter]: to_local(parameter).shape for parameter in live}
         return {name: torch.empty(shape) for name, shape in shapes.items() if prefix + name in manifest.tensors}
 
 
-def was_apart(manifest: Manifest) -> bool:
+def saved_during_local_sgd(manifest: CheckpointManifest) -> bool:
     """Whether workers trained apart when it was saved. Before that what they had not sent was of gradients, not of
     weights."""
-    strategy = manifest.meta.get("exchange", {}).get("strategy", "")
-    return strategy not in WAYS or any(key.startswith(ROWS) for key in manifest.tensors)
+    strategy = manifest.meta.get("grad_sync_selection", {}).get("algorithm", "")
+    return strategy not in GRAD_SYNC_ALGORITHMS or any(key.startswith(PER_WORKER_PREFIX) for key in manifest.tensors)
 
 
-def _blocks(prefix: str, into: Mapping[str, Tensor]) -> Blocks:
+def _full_blocks(prefix: str, into: Mapping[str, Tensor]) -> TensorBlocks:
     return [(prefix + name, (0,) * tensor.dim(), tensor) for name, tensor in into.items()]
 
 
-def _row_of(into: Mapping[str, Tensor], number: int) -> Blocks:
-    return [(ROWS + name, (number, *(0,) * row.dim()), row.unsqueeze(0)) for name, row in into.items()]
+def _worker_rows(into: Mapping[str, Tensor], number: int) -> TensorBlocks:
+    return [(PER_WORKER_PREFIX + name, (number, *(0,) * row.dim()), row.unsqueeze(0)) for name, row in into.items()]

@@ -12,7 +12,7 @@ A callback is any class that has some of these methods; nothing needs to be inhe
         def end(self, run, event): ...        # the last moment, also when the run stops early
 
 `event` is the event as it is also written to events.jsonl: `StepDone`, `EvaluationDone`, `CheckpointSaved`,
-`NonFiniteStep`, `CheckpointFailed` or `RunEnded` of `phalanx.run.event_types`. `run` is a `RunView`. Callbacks run on
+`NonFiniteStep`, `CheckpointFailed` or `RunEnded` of `phalanx.run.event_types`. `run` is a `RunContext`. Callbacks run on
 every worker, in the order of the recipe, between steps: what one does there counts as `other` in the time of the next
 step. A callback that raises ends the run, so that a mistake in it is not overlooked. Changing the weights in a callback
 is allowed as long as every worker does the same.
@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.errors import RecipeError
-from phalanx.recipe import import_object, told
+from phalanx.recipe import describe_exception, import_object
 from phalanx.run import Event
 from phalanx.run.event_types import (
     CheckpointFailed,
@@ -45,16 +45,16 @@ MOMENT_BY_EVENT: dict[type[Event], str] = {
     CheckpointFailed: "checkpoint_failed",
     RunEnded: "end",
 }
-MOMENTS = ("start", *MOMENT_BY_EVENT.values())
+CALLBACK_HOOKS = ("start", *MOMENT_BY_EVENT.values())
 
 
 @dataclass
-class RunView:
+class RunContext:
     """What a callback sees of the run. `step` is the last finished one."""
 
     path: Path
     rank: int
-    world: int
+    world_size: int
     model: nn.Module
     step: int = 0
 
@@ -62,27 +62,27 @@ class RunView:
 class Callbacks:
     """All callbacks of a run."""
 
-    def __init__(self, callbacks: Sequence[Any], view: RunView):
-        self.view = view
+    def __init__(self, callbacks: Sequence[Any], run_context: RunContext):
+        self.run_context = run_context
         self._started = False
-        self._by_moment = {
-            moment: [method for callback in callbacks if callable(method := getattr(callback, moment, None))]
-            for moment in MOMENTS
+        self._methods_by_hook = {
+            hook: [method for callback in callbacks if callable(method := getattr(callback, hook, None))]
+            for hook in CALLBACK_HOOKS
         }
 
-    def start(self) -> None:
+    def on_train_start(self) -> None:
         """The run begins; not once more where it goes on in another world."""
         if self._started:
             return
         self._started = True
-        for method in self._by_moment["start"]:
-            method(self.view)
+        for method in self._methods_by_hook["start"]:
+            method(self.run_context)
 
-    def call(self, event: Event) -> None:
+    def run_hook(self, event: Event) -> None:
         """Call the methods that wait for such an event."""
-        if (moment := MOMENT_BY_EVENT.get(type(event))) is not None:
-            for method in self._by_moment[moment]:
-                method(self.view, event)
+        if (hook := MOMENT_BY_EVENT.get(type(event))) is not None:
+            for method in self._methods_by_hook[hook]:
+                method(self.run_context, event)
 
 
 def load_callbacks(names: Sequence[str], folder: Path | None) -> list[Any]:
@@ -94,8 +94,8 @@ def load_callbacks(names: Sequence[str], folder: Path | None) -> list[Any]:
         try:
             callback = kind()
         except Exception as error:
-            raise RecipeError(f"{key}: {name}() failed: {told(error, folder)}") from error
-        if not any(callable(getattr(callback, moment, None)) for moment in MOMENTS):
-            raise RecipeError(f"{key}: {name} has none of the methods {', '.join(MOMENTS)}")
+            raise RecipeError(f"{key}: {name}() failed: {describe_exception(error, folder)}") from error
+        if not any(callable(getattr(callback, hook, None)) for hook in CALLBACK_HOOKS):
+            raise RecipeError(f"{key}: {name} has none of the methods {', '.join(CALLBACK_HOOKS)}")
         callbacks.append(callback)
     return callbacks

@@ -22,54 +22,65 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from phalanx.compat import foreach, has_hooks
-from phalanx.train.ops.add_product import add_product
+from phalanx.compat import call_foreach, has_hooks
+from phalanx.train.ops.add_product import accumulate_wgrad
 
 
-class CastLinear(nn.Linear):
+class CachedCastLinear(nn.Linear):
     """A linear layer that keeps its weight in autocast's dtype, which is no part of its state. Parameters, their names
     and dtypes are nn.Linear's, and outside autocast so is what it computes."""
 
-    cast: Tensor | None = None
+    cast_weight: Tensor | None = None
     """The weight [o, i] in autocast's dtype, as it was when the step began."""
-    total: Tensor | None = None
+    weight_grad_sum: Tensor | None = None
     """The weight's gradient [o, i] in its own dtype, over the micro-batches of a step; None: autograd adds it up."""
-    used: Tensor | None = None
-    """0-d, on the host: whether `total` holds anything of this step."""
-    stale = True
+    grad_sum_started: Tensor | None = None
+    """0-d, on the host: whether `weight_grad_sum` holds anything of this step."""
+    cast_is_stale = True
     """Whether the weight has to be cast again."""
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
-        cast = self.cast
-        if cast is None or not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != cast.dtype:
+        cast_weight = self.cast_weight
+        if (
+            cast_weight is None
+            or not torch.is_autocast_enabled(kind)
+            or torch.get_autocast_dtype(kind) != cast_weight.dtype
+        ):
             return F.linear(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.to(cast.dtype)
-        out: Tensor = _Product.apply(x.to(cast.dtype), self.weight, bias, cast, self.total, self.used)
+        bias = None if self.bias is None else self.bias.to(cast_weight.dtype)
+        out: Tensor = _CachedCastMatmul.apply(
+            x.to(cast_weight.dtype), self.weight, bias, cast_weight, self.weight_grad_sum, self.grad_sum_started
+        )
         return out
 
     def before_step(self) -> None:
         """Have the weight cast once in the step that begins, and its gradient begin with the first product."""
-        self.stale = True
-        if self.used is not None:
-            self.used.zero_()
+        self.cast_is_stale = True
+        if self.grad_sum_started is not None:
+            self.grad_sum_started.zero_()
 
-    def add_up(self, does: bool) -> None:
+    def set_accumulate_in_matmul(self, enabled: bool) -> None:
         """Whether products are to add up the weight's gradient from now on."""
-        self.total = torch.empty_like(self.weight) if does else None
-        self.used = torch.zeros((), dtype=torch.int64) if does else None
+        self.weight_grad_sum = torch.empty_like(self.weight) if enabled else None
+        self.grad_sum_started = torch.zeros((), dtype=torch.int64) if enabled else None
 
-    def collect(self) -> None:
+    def move_grad_sum_to_grad(self) -> None:
         """Have in `.grad` what products and autograd have found so far: a weight may be used by others, too."""
-        total, grad = self.total, self.weight.grad
-        if total is None or self.used is None or grad is total or not self.used:
+        weight_grad_sum, grad = self.weight_grad_sum, self.weight.grad
+        if (
+            weight_grad_sum is None
+            or self.grad_sum_started is None
+            or grad is weight_grad_sum
+            or not self.grad_sum_started
+        ):
             return
         if grad is not None:
-            total.add_(grad)
-        self.weight.grad = total
+            weight_grad_sum.add_(grad)
+        self.weight.grad = weight_grad_sum
 
 
-class _Product(torch.autograd.Function):
+class _CachedCastMatmul(torch.autograd.Function):
     """x [..., i], weight [o, i] -> x cast^T [..., o]; `weight` is there for its gradient."""
 
     @staticmethod
@@ -78,24 +89,24 @@ class _Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        cast: Tensor,
-        total: Tensor | None,
-        used: Tensor | None,
+        cast_weight: Tensor,
+        weight_grad_sum: Tensor | None,
+        grad_sum_started: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, cast, total, used)
+        ctx.save_for_backward(x, cast_weight, weight_grad_sum, grad_sum_started)
         ctx.dtype = weight.dtype
-        return F.linear(x, cast, bias)
+        return F.linear(x, cast_weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, cast, total, used = ctx.saved_tensors
+        x, cast_weight, weight_grad_sum, grad_sum_started = ctx.saved_tensors
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = (rows @ cast).view_as(x)
-        if ctx.needs_input_grad[1] and total is not None:
-            add_product(total, used, rows, inputs)
+            grad_x = (rows @ cast_weight).view_as(x)
+        if ctx.needs_input_grad[1] and weight_grad_sum is not None:
+            accumulate_wgrad(weight_grad_sum, grad_sum_started, rows, inputs)
         elif ctx.needs_input_grad[1]:
             grad_weight = (rows.t() @ inputs).to(ctx.dtype)
         if ctx.needs_input_grad[2]:
@@ -103,13 +114,13 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def linear_in(model: nn.Module, blocks: Iterable[str]) -> list[str]:
+def linear_names_in_blocks(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     """Names of the plain linear layers in blocks."""
     inside = tuple(f"{block}." for block in blocks)
     return [name for name, part in model.named_modules() if name.startswith(inside) and type(part) is nn.Linear]
 
 
-def cast_once(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> list[CastLinear]:
+def use_cached_casts(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> list[CachedCastLinear]:
     """Have the layers of these names that fit keep their weights in `dtype`, in place: they stay the same objects with
     the same parameters and names. Those fit that are plain, trained, whole on this worker, whose weights belong to no
     other linear layer and have no hook, which would see no gradient."""
@@ -121,20 +132,20 @@ def cast_once(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> lis
         if type(layer) is not nn.Linear or not layer.weight.requires_grad or isinstance(layer.weight, DTensor):
             continue
         if shared.count(id(layer.weight)) == 1 and not has_hooks(layer.weight) and layer.weight.dtype != dtype:
-            layer.__class__ = CastLinear
+            layer.__class__ = CachedCastLinear
             chosen.append(layer)
     if chosen:
-        model.register_forward_pre_hook(lambda *_: _refresh(chosen, dtype))
+        model.register_forward_pre_hook(lambda *_: _refresh_casts(chosen, dtype))
     return chosen  # type: ignore[return-value] # by their new class
 
 
 @torch.no_grad()
-def _refresh(layers: Sequence[Any], dtype: torch.dtype) -> None:
+def _refresh_casts(layers: Sequence[Any], dtype: torch.dtype) -> None:
     """Cast the weights for the next forward: the first of a step, and each of an evaluation."""
-    stale = [layer for layer in layers if layer.stale or not layer.training]
+    stale = [layer for layer in layers if layer.cast_is_stale or not layer.training]
     for layer in stale:
-        if layer.cast is None:
-            layer.cast = torch.empty_like(layer.weight, dtype=dtype)
-        layer.stale = not layer.training
+        if layer.cast_weight is None:
+            layer.cast_weight = torch.empty_like(layer.weight, dtype=dtype)
+        layer.cast_is_stale = not layer.training
     if stale:
-        foreach("copy_", [layer.cast for layer in stale], [layer.weight for layer in stale])
+        call_foreach("copy_", [layer.cast_weight for layer in stale], [layer.weight for layer in stale])

@@ -5,10 +5,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from phalanx.errors import ExitCode, PhalanxError, RecipeError, UnfitNodeError, storage_failed, words_of
-from phalanx.recipe import told
+from phalanx.errors import ExitCode, PhalanxError, RecipeError, UnfitNodeError, describe_os_error, is_storage_error
+from phalanx.recipe import describe_exception
 from phalanx.train.memory import is_out_of_memory
-from phalanx.train.place import broken_gpu, lost_peer
+from phalanx.train.place import is_gpu_failure, is_peer_failure
 
 
 class PassingError(PhalanxError):
@@ -22,15 +22,17 @@ def cause_of(error: BaseException) -> PhalanxError | None:
     if isinstance(error, PhalanxError):
         return error
     where = os.uname().nodename
-    if broken_gpu(error):  # NCCL tells of it as it does of lost peers
-        return UnfitNodeError(f"a GPU of {where} failed: {told(error)}; train on another machine, or reset the GPU")
-    if lost_peer(error):
-        return PassingError(f"the connection to another worker was lost ({told(error)}); start again")
-    if isinstance(error, OSError) and storage_failed(error):
-        return PassingError(f"storage fails: {words_of(error)}; start again when it is back")
+    if is_gpu_failure(error):  # NCCL tells of it as it does of lost peers
+        return UnfitNodeError(
+            f"a GPU of {where} failed: {describe_exception(error)}; train on another machine, or reset the GPU"
+        )
+    if is_peer_failure(error):
+        return PassingError(f"the connection to another worker was lost ({describe_exception(error)}); start again")
+    if isinstance(error, OSError) and is_storage_error(error):
+        return PassingError(f"storage fails: {describe_os_error(error)}; start again when it is back")
     if is_out_of_memory(error):
         return RecipeError(
-            f"out of memory on {where}, not in a micro-batch: {told(error)}; use a smaller model, a layout that cuts "
+            f"out of memory on {where}, not in a micro-batch: {describe_exception(error)}; use a smaller model, a layout that cuts "
             "it, or devices with more memory"
         )
     return None

@@ -13,157 +13,195 @@ from torch import Tensor
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
-from phalanx.recipe.changes import differences, is_mathematics
-from phalanx.recipe.exchanges import bucket_bytes, candidates, first_steps, is_chosen_while_training
+from phalanx.recipe.changes import diff_recipes, is_mathematics
+from phalanx.recipe.exchanges import auto_algorithms, bucket_size_bytes, is_chosen_while_training, num_warmup_steps
 from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
-from phalanx.train.cast_once import CastLinear
-from phalanx.train.checkpoint import Loaded, checkpoint_name, digest, digest_checkpoint, list_checkpoints
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.ways import WAYS
-from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients, ShardedReplicas
-from phalanx.train.local_step import make_local_stepper
-from phalanx.train.model import Seeds, has_batch_norm
-from phalanx.train.nodes import exchanged, nodes_of
-from phalanx.train.optimizers import NormOf, Optimizer, norms, squared_norms
-from phalanx.train.parallel.collectives import summed
-from phalanx.train.parallel.divided import Divided
+from phalanx.train.cast_once import CachedCastLinear
+from phalanx.train.checkpoint import (
+    LoadedCheckpoint,
+    compute_digest,
+    digest_checkpoint,
+    format_checkpoint_name,
+    list_checkpoints,
+)
+from phalanx.train.exchange import BucketedReducer
+from phalanx.train.exchange.ways import GRAD_SYNC_ALGORITHMS
+from phalanx.train.gradients import GradReducer, HSDPTreeReducer, LocalReducer, ParallelReducer
+from phalanx.train.local_step import make_local_sgd_step
+from phalanx.train.model import MicroBatchSeeds, has_batch_norm
+from phalanx.train.nodes import all_gather_json, gather_node_map
+from phalanx.train.optimizers import NormFn, OptimizerContainer, compute_norms, compute_squared_norms
+from phalanx.train.parallel.collectives import all_reduce_copy
+from phalanx.train.parallel.divided import ParallelModel
 from phalanx.train.parallel.mesh import Mesh
-from phalanx.train.parallel.shard import as_reduced
-from phalanx.train.parts import Parts, reject
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.recall import find_copies, go_on_from, recall
-from phalanx.train.residuals import Residuals
-from phalanx.train.restoring import restore
-from phalanx.train.state import Progress, state_tensors
-from phalanx.train.step import Stepper, slots_for
+from phalanx.train.parallel.shard import sort_in_reduction_order
+from phalanx.train.parts import TrainContext, report_rejected_checkpoint
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.recall import find_verified_copies, prune_stale, restore_in_memory
+from phalanx.train.residuals import ErrorFeedbackState
+from phalanx.train.restoring import restore_checkpoint
+from phalanx.train.state import TrainState, get_state_tensors
+from phalanx.train.step import TrainStep, num_metric_slots
 
-SAME_FILES = "restore the files that the recipe's data.source matched"
+RESTORE_FILES_HINT = "restore the files that the recipe's data.source matched"
 
 
-def make_stepper(
-    recipe: Recipe, place: Place, divided: Divided, optimizer: Optimizer, scale: LossScale, seeds: Seeds
-) -> Stepper:
+def make_train_step(
+    recipe: Recipe,
+    dist_env: DistEnv,
+    parallel_model: ParallelModel,
+    optimizer: OptimizerContainer,
+    scaler: GradScaler,
+    seeds: MicroBatchSeeds,
+) -> TrainStep:
     """The stepper, with gradients summed in the way that the layout asks for."""
     if recipe.local_sgd is not None:
-        return make_local_stepper(recipe, place, divided, optimizer, scale, seeds)
-    micro, mesh = recipe.batch.micro_size, divided.mesh
-    assert isinstance(micro, int)
-    micro_batches = recipe.batch.global_size // micro
-    replicas, strategy = recipe.determinism == "elastic", candidates(recipe, place.device.type)[0]
-    holds_back = WAYS[strategy].holds_back and not replicas
-    chosen = is_chosen_while_training(recipe)  # may hold back at times
-    parameters = list(divided.trainable().values())
-    if mesh.rounds:
-        parameters = as_reduced(divided.modules, parameters)
-    layers = [part for module in divided.modules for part in module.modules() if isinstance(part, CastLinear)]
-    gradients: Gradients = LocalGradients(parameters, layers)
+        return make_local_sgd_step(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
+    micro_size, mesh = recipe.batch.micro_size, parallel_model.mesh
+    assert isinstance(micro_size, int)
+    micro_batches = recipe.batch.global_size // micro_size
+    is_elastic, algorithm = recipe.determinism == "elastic", auto_algorithms(recipe, dist_env.device.type)[0]
+    uses_error_feedback = GRAD_SYNC_ALGORITHMS[algorithm].uses_error_feedback and not is_elastic
+    auto_selects = is_chosen_while_training(recipe)  # may hold back at times
+    parameters = list(parallel_model.trainable_parameters().values())
+    if mesh.is_tree_hsdp:
+        parameters = sort_in_reduction_order(parallel_model.modules, parameters)
+    layers = [
+        part for module in parallel_model.modules for part in module.modules() if isinstance(part, CachedCastLinear)
+    ]
+    reducer: GradReducer = LocalReducer(parameters, layers)
     # A pipeline runs many backwards at once, so its gradients are summed after the last.
-    several = mesh.replicate is not None or (replicas and micro_batches > 1) or holds_back
-    if mesh.pipeline is None and (mesh.rounds or (mesh.fsdp is None and several)):
-        gradients = GradientExchange(
+    needs_bucketed_reducer = (
+        mesh.replicate_group is not None or (is_elastic and micro_batches > 1) or uses_error_feedback
+    )
+    if mesh.pipeline_group is None and (mesh.is_tree_hsdp or (mesh.fsdp_mesh is None and needs_bucketed_reducer)):
+        reducer = BucketedReducer(
             parameters,
-            rank=mesh.at["replicate"],
-            world=mesh.layout.replicate,
-            micro_batches=micro_batches // mesh.turns,
-            replicas=replicas,
-            capacity=bucket_bytes(recipe.grad_sync),
-            group=mesh.replicate,
-            slots=slots_for(micro_batches) if mesh.only_replicates else 0,
-            strategy=strategy,
-            nodes=_nodes(mesh, place) if strategy == "hierarchical" else None,
-            low_rank=recipe.grad_sync.powersgd_rank,
-            start=first_steps(recipe),
+            rank=mesh.coordinates["replicate"],
+            world_size=mesh.parallelism.replicate,
+            micro_batches=micro_batches // mesh.micro_batch_stride,
+            is_elastic=is_elastic,
+            bucket_bytes=bucket_size_bytes(recipe.grad_sync),
+            group=mesh.replicate_group,
+            num_metric_slots=num_metric_slots(micro_batches) if mesh.is_pure_ddp else 0,
+            algorithm=algorithm,
+            node_of_rank=_replica_nodes(mesh, dist_env) if algorithm == "hierarchical" else None,
+            powersgd_rank=recipe.grad_sync.powersgd_rank,
+            warmup_steps=num_warmup_steps(recipe),
         )
-        divided.residuals = Residuals.of(divided, gradients.residuals(), gradients.bases()) if holds_back else None
-    between = isinstance(gradients, GradientExchange) or mesh.only_replicates
-    if chosen and between and isinstance(gradients, GradientExchange | LocalGradients):
-        divided.residuals = Residuals.held_by(divided, gradients)
-    if mesh.rounds:
-        assert mesh.fsdp is not None
-        gradients = ShardedReplicas(gradients, mesh.fsdp.get_group())
-    elif not mesh.only_replicates:
-        own, inner = mesh.own(micro_batches), gradients if isinstance(gradients, GradientExchange) else None
-        gradients = DividedGradients(divided, inner, last=own[-1] if mesh.pipeline is None and len(own) > 1 else None)
+        parallel_model.error_feedback = (
+            ErrorFeedbackState.from_residuals(parallel_model, reducer.residuals(), reducer.projection_bases())
+            if uses_error_feedback
+            else None
+        )
+    supports_auto_select = isinstance(reducer, BucketedReducer) or mesh.is_pure_ddp
+    if auto_selects and supports_auto_select and isinstance(reducer, BucketedReducer | LocalReducer):
+        parallel_model.error_feedback = ErrorFeedbackState.from_source(parallel_model, reducer)
+    if mesh.is_tree_hsdp:
+        assert mesh.fsdp_mesh is not None
+        reducer = HSDPTreeReducer(reducer, mesh.fsdp_mesh.get_group())
+    elif not mesh.is_pure_ddp:
+        own_indices, replica_reducer = (
+            mesh.own_micro_batches(micro_batches),
+            reducer if isinstance(reducer, BucketedReducer) else None,
+        )
+        reducer = ParallelReducer(
+            parallel_model,
+            replica_reducer,
+            last_micro_batch=own_indices[-1] if mesh.pipeline_group is None and len(own_indices) > 1 else None,
+        )
     # One micro-batch adds up nothing, and where the number of workers must not matter all sum alike.
-    adds = isinstance(gradients, LocalGradients) and micro_batches > 1 and not replicas
+    accumulates_in_matmul = isinstance(reducer, LocalReducer) and micro_batches > 1 and not is_elastic
     for layer in layers:
-        layer.add_up(adds)
-    return Stepper(
+        layer.set_accumulate_in_matmul(accumulates_in_matmul)
+    return TrainStep(
         optimizer,
-        scale,
-        gradients,
-        place=place,
+        scaler,
+        reducer,
+        dist_env=dist_env,
         mesh=mesh,
         micro_batches=micro_batches,
-        clip=recipe.optimizer.max_grad_norm,
+        max_grad_norm=recipe.optimizer.max_grad_norm,
         seeds=seeds,
-        modules=divided.modules,
-        own_gradients=recipe.compile == "cuda-graphs",
-        elastic=replicas,
+        modules=parallel_model.modules,
+        persistent_grads=recipe.compile == "cuda-graphs",
+        elastic=is_elastic,
     )
 
 
-def _nodes(mesh: Mesh, place: Place) -> list[int] | None:
+def _replica_nodes(mesh: Mesh, dist_env: DistEnv) -> list[int] | None:
     """The node of each replica with which this worker adds up gradients."""
-    if mesh.replicate is None:
+    if mesh.replicate_group is None:
         return None
-    nodes = nodes_of(place)
-    return [nodes.of[rank] for rank in dist.get_process_group_ranks(mesh.replicate)]
+    nodes = gather_node_map(dist_env)
+    return [nodes.node_of_rank[rank] for rank in dist.get_process_group_ranks(mesh.replicate_group)]
 
 
-def norms_of(divided: Divided) -> NormOf:
+def make_norm_fn(parallel_model: ParallelModel) -> NormFn:
     """Norms of whole parameters, also of those that tensor or expert parallel cuts: one more sum over their group."""
-    groups = {"tensor": divided.mesh.tensor, "expert": divided.mesh.expert}
-    names = {parameter: name for name, parameter in divided.parameters().items()}
+    groups = {"tensor": parallel_model.mesh.tensor_group, "expert": parallel_model.mesh.expert_group}
+    names = {parameter: name for name, parameter in parallel_model.parameters().items()}
 
-    def norm_of(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-        squares = squared_norms(parameters, tensors)
+    def compute_sharded_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        squares = compute_squared_norms(parameters, tensors)
         for axis, group in groups.items():
-            cut = [any(c.axis == axis for c in divided.cuts.get(names[p], ())) for p in parameters]  # type: ignore[index]
-            if group is not None and any(cut):
-                chosen = torch.tensor(cut, device=squares.device)
-                squares = torch.where(chosen, summed(squares.where(chosen, 0.0), group), squares)
+            is_sharded = [
+                any(c.mesh_axis == axis for c in parallel_model.dim_shards.get(names[p], ())) for p in parameters
+            ]  # type: ignore[index]
+            if group is not None and any(is_sharded):
+                chosen = torch.tensor(is_sharded, device=squares.device)
+                squares = torch.where(chosen, all_reduce_copy(squares.where(chosen, 0.0), group), squares)
         return list(squares.sqrt_().unbind())
 
-    return norm_of if divided.cuts else norms
+    return compute_sharded_norms if parallel_model.dim_shards else compute_norms
 
 
-def resume(parts: Parts, fingerprint: str, force: bool, cure: str = SAME_FILES, empty: bool = False) -> Progress:
+def resume_training(
+    context: TrainContext, fingerprint: str, force: bool, hint: str = RESTORE_FILES_HINT, needs_checkpoint: bool = False
+) -> TrainState:
     """Go on from the newest hot copy of the run, or from its newest good checkpoint, if it has one, as it must if the
-    model is `empty`. DataError, with the `cure`, when it was trained on data of another fingerprint."""
+    model is `needs_checkpoint`. DataError, with the `hint`, when it was trained on data of another fingerprint."""
     # If one has some, and another does not see them, they are not all at the beginning.
-    had = any(exchanged(parts.place, empty or bool(list_checkpoints(parts.run.checkpoints))))
-    loaded = _resume_hot(parts)
-    kept = None if loaded is None else loaded.path
+    checkpoints_seen = any(
+        all_gather_json(context.dist_env, needs_checkpoint or bool(list_checkpoints(context.run.checkpoints)))
+    )
+    loaded = _resume_from_memory(context)
+    kept_copy = None if loaded is None else loaded.path
     if loaded is None:
-        held = (parts.divided, parts.optimizer, parts.scale)
-        loaded = restore(parts.run, parts.place, *held, lambda *bad: reject(parts, *bad), in_place=empty)
+        components = (context.parallel_model, context.optimizer, context.scaler)
+        loaded = restore_checkpoint(
+            context.run,
+            context.dist_env,
+            *components,
+            lambda *bad: report_rejected_checkpoint(context, *bad),
+            in_place=needs_checkpoint,
+        )
     if loaded is None:
-        if had:
+        if checkpoints_seen:
             raise DataError(
-                f"{parts.run.checkpoints}: no checkpoint here is good; `phalanx checkpoint verify` tells why"
+                f"{context.run.checkpoints}: no checkpoint here is good; `phalanx checkpoint verify` tells why"
             )
-        go_on_from(parts.run, parts.place, 0, None)
-        return Progress()
+        prune_stale(context.run, context.dist_env, 0, None)
+        return TrainState()
     meta = loaded.manifest.meta
     if meta.get("fingerprint") != fingerprint:
         fingerprints = f"(fingerprint {meta.get('fingerprint')}, now {fingerprint})"
         if not force:
-            raise DataError(f"{loaded.path}: was trained on other data {fingerprints}; {cure}")
-        if parts.place.leads:
-            parts.reporter.event(RunWarning(text=f"forced: the run goes on with other data {fingerprints}"))
-    check_recipe(parts, loaded.path, meta, force)
-    progress = Progress.from_meta(meta)
-    if kept is None:  # older checkpoints do not say that they are one
-        progress.saved = progress.step
-    go_on_from(parts.run, parts.place, progress.step, kept)
-    return progress
+            raise DataError(f"{loaded.path}: was trained on other data {fingerprints}; {hint}")
+        if context.dist_env.is_rank_zero:
+            context.reporter.report_event(RunWarning(text=f"forced: the run goes on with other data {fingerprints}"))
+    check_resumed_recipe(context, loaded.path, meta, force)
+    train_state = TrainState.from_meta(meta)
+    if kept_copy is None:  # older checkpoints do not say that they are one
+        train_state.last_saved_step = train_state.step
+    prune_stale(context.run, context.dist_env, train_state.step, kept_copy)
+    return train_state
 
 
-def check_recipe(parts: Parts, path: Path, meta: Mapping[str, Any], force: bool) -> None:
+def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, Any], force: bool) -> None:
     """RecipeError where what decides the mathematics is not what the checkpoint at `path` was trained with: it stands
     there under a checksum, and in resolved.yaml it does not."""
     if "recipe" not in meta:
@@ -172,83 +210,97 @@ def check_recipe(parts: Parts, path: Path, meta: Mapping[str, Any], force: bool)
         trained = Recipe.model_validate(meta["recipe"])
     except ValidationError as error:
         raise DataError(f"{path}: its recipe is not one that this Phalanx knows ({error.errors()[0]['msg']})") from None
-    found = [each for each in differences(trained, parts.recipe) if is_mathematics(each.key, trained)]
+    found = [each for each in diff_recipes(trained, context.recipe) if is_mathematics(each.key, trained)]
     if not found:
         return
     if not force:
         listed = "; ".join(map(str, found))
         raise RecipeError(
-            f"{parts.run.resolved}: is not what {path} was trained with: {listed}; put the old values back there, or "
+            f"{context.run.resolved}: is not what {path} was trained with: {listed}; put the old values back there, or "
             "give --force to go on with the new ones"
         )
-    if parts.place.leads:
-        told = {event.text for event in read_events(parts.run.events) if isinstance(event, RunWarning)}
+    if context.dist_env.is_rank_zero:
+        earlier_warnings = {event.text for event in read_events(context.run.events) if isinstance(event, RunWarning)}
         for text in (f"forced: {each}" for each in found):
-            if text not in told:  # where the recipes were compared as they were given
-                parts.reporter.event(RunWarning(text=text))
+            if text not in earlier_warnings:  # where the recipes were compared as they were given
+                context.reporter.report_event(RunWarning(text=text))
 
 
-def _resume_hot(parts: Parts) -> Loaded | None:
+def _resume_from_memory(context: TrainContext) -> LoadedCheckpoint | None:
     """Go on from the newest hot copy that is whole and newer than every checkpoint; None when there is none."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
 
     def on_reject(*bad: Any) -> None:
-        reject(parts, *bad)
+        report_rejected_checkpoint(context, *bad)
 
-    found = find_copies(parts.run, parts.place, on_reject)
-    if found is None:
+    verified_copies = find_verified_copies(context.run, context.dist_env, on_reject)
+    if verified_copies is None:
         return None
-    recalled = recall(parts.run, found, parts.place, parts.divided, parts.optimizer, parts.scale, on_reject)
-    if recalled is None:
+    restored = restore_in_memory(
+        context.run,
+        verified_copies,
+        context.dist_env,
+        context.parallel_model,
+        context.optimizer,
+        context.scaler,
+        on_reject,
+    )
+    if restored is None:
         return None
-    meta = recalled.loaded.manifest.meta
-    if parts.place.leads:
-        parts.reporter.event(
+    meta = restored.checkpoint.manifest.meta
+    if context.dist_env.is_rank_zero:
+        context.reporter.report_event(
             InMemoryRestored(
                 step=meta["step"],
-                checkpoint_step=meta["saved"],
-                fetched_bytes=recalled.fetched,
-                duration_s=time.perf_counter() - begun,
+                checkpoint_step=meta["last_saved_step"],
+                fetched_bytes=restored.fetched_bytes,
+                duration_s=time.perf_counter() - start_time,
             )
         )
-    return recalled.loaded
+    return restored.checkpoint
 
 
-def tell_start(parts: Parts, samples: int, progress: Progress, grown: bool = False) -> None:
-    """Report that training begins on so many training samples, and what is doubtful about it. `grown`: no work was
+def report_start(context: TrainContext, samples: int, train_state: TrainState, scaled_up: bool = False) -> None:
+    """Report that training begins on so many training samples, and what is doubtful about it. `scaled_up`: no work was
     lost before, it only goes on with more workers."""
-    recipe, place = parts.recipe, parts.place
-    parts.reporter.event(
+    recipe, dist_env = context.recipe, context.dist_env
+    context.reporter.report_event(
         AttemptStarted(
-            world_size=place.world,
-            attempt=place.attempt,
-            start_step=progress.step,
+            world_size=dist_env.world_size,
+            attempt=dist_env.attempt,
+            start_step=train_state.step,
             total_steps=recipe.steps,
-            device=str(place.device),
-            num_micro_batches=parts.stepper.micro_batches,
-            scaled_up=grown,
+            device=str(dist_env.device),
+            num_micro_batches=context.train_step.micro_batches,
+            scaled_up=scaled_up,
         )
     )
-    if has_batch_norm(parts.model):
+    if has_batch_norm(context.model):
         text = (
             "the model has BatchNorm: results depend on the micro-batch, and running statistics are the first "
             "worker's; GroupNorm has none"
         )
-        parts.reporter.event(RunWarning(text=text))
+        context.reporter.report_event(RunWarning(text=text))
     if samples < recipe.batch.global_size:
         text = f"the data have only {samples} training samples, less than batch.global_size"
-        parts.reporter.event(RunWarning(text=text))
+        context.reporter.report_event(RunWarning(text=text))
 
 
-def result_of(parts: Parts, progress: Progress, status: str) -> dict[str, Any]:
+def make_result(context: TrainContext, train_state: TrainState, status: str) -> dict[str, Any]:
     """result.json, but for the seconds: how training ended, with the digest of the state that was saved last."""
-    result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": progress.step}
-    result |= {"final_loss": progress.last_loss, "units": progress.units, "restarts": parts.place.attempt}
-    return {**result, "digest": _digest(parts, progress)}
+    result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": train_state.step}
+    result |= {
+        "final_loss": train_state.last_loss,
+        "units": train_state.units_trained,
+        "restarts": context.dist_env.attempt,
+    }
+    return {**result, "digest": _final_digest(context, train_state)}
 
 
-def _digest(parts: Parts, progress: Progress) -> str:
+def _final_digest(context: TrainContext, train_state: TrainState) -> str:
     """The digest of the state with which the run ends. Where no worker holds it all, it is read from the checkpoint."""
-    if not parts.divided.alike:
-        return digest_checkpoint(parts.run.checkpoints / checkpoint_name(progress.step))
-    return digest(state_tensors(parts.model, parts.optimizer, parts.scale).items(), progress.samples)
+    if not context.parallel_model.fully_replicated:
+        return digest_checkpoint(context.run.checkpoints / format_checkpoint_name(train_state.step))
+    return compute_digest(
+        get_state_tensors(context.model, context.optimizer, context.scaler).items(), train_state.samples_consumed
+    )

@@ -10,118 +10,137 @@ import statistics
 from collections.abc import Mapping
 
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import candidates
+from phalanx.recipe.exchanges import auto_algorithms
 from phalanx.run.event_types import GradSyncSelected
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.choice import LIMIT, Choice, Seen, begun, decided, efficiencies, gain_of_no
-from phalanx.train.gradients import Gradients, exchange_of
-from phalanx.train.interval import Tell, largest
-from phalanx.train.place import Place
-from phalanx.train.state import Progress
+from phalanx.train.exchange import BucketedReducer
+from phalanx.train.exchange.choice import (
+    MAX_EXPOSED_FRACTION,
+    SelectionState,
+    StepTiming,
+    compute_efficiencies,
+    predict_lossy_gain,
+    resume_selection,
+    update_selection,
+)
+from phalanx.train.gradients import GradReducer, find_bucketed_reducer
+from phalanx.train.interval import ReportEventFn, all_reduce_max
+from phalanx.train.place import DistEnv
+from phalanx.train.state import TrainState
 
-UNUSUAL = 2
+WARMUP_STEPS = 2
 """First steps with a strategy, which make connections and take memory."""
-ENOUGH = 8
+MIN_MEASURED_STEPS = 8
 """Steps that tell what a strategy takes."""
-AGAIN = 50
+REMEASURE_EVERY_STEPS = 50
 """Steps from one look to the next when the choice is made."""
 
 
-class ExchangeWatch:
-    """One worker's. Every worker makes it and calls it at the same steps. `backwards` are this worker's micro-batches
+class GradSyncSelector:
+    """One worker's. Every worker makes it and calls it at the same steps. `num_backwards` are this worker's micro-batches
     of a step: gradients travel beside the last only."""
 
     def __init__(
         self,
         recipe: Recipe,
-        place: Place,
-        gradients: Gradients,
-        backwards: int,
-        progress: Progress,
-        tell: Tell,
+        dist_env: DistEnv,
+        reducer: GradReducer,
+        num_backwards: int,
+        train_state: TrainState,
+        report_event: ReportEventFn,
     ):
-        self._recipe, self._place, self._progress, self._tell = recipe, place, progress, tell
-        self._exchange = exchange_of(gradients)
-        self._backwards = backwards
-        self._candidates = candidates(recipe, place.device.type)
-        self._steps: list[Seen] = []
-        self._wait = UNUSUAL
-        if len(self._candidates) > 1 and self._exchange is not None:
-            self._take(begun(progress.exchange, self._candidates, self._exchange.world))
+        self._recipe, self._dist_env, self._train_state, self._report_event = (
+            recipe,
+            dist_env,
+            train_state,
+            report_event,
+        )
+        self._reducer = find_bucketed_reducer(reducer)
+        self._num_backwards = num_backwards
+        self._candidates = auto_algorithms(recipe, dist_env.device.type)
+        self._timings: list[StepTiming] = []
+        self._steps_to_skip = WARMUP_STEPS
+        if len(self._candidates) > 1 and self._reducer is not None:
+            self._apply_selection(
+                resume_selection(train_state.grad_sync_selection, self._candidates, self._reducer.world_size)
+            )
 
-    def note(self, seconds: float, parts: Mapping[str, float]) -> None:
+    def record_step(self, step_s: float, seconds_by_phase: Mapping[str, float]) -> None:
         """A step was done in so many seconds."""
-        if self._exchange is None or self._exchange.world == 1:
+        if self._reducer is None or self._reducer.world_size == 1:
             return
-        if self._wait:
-            self._wait -= 1
+        if self._steps_to_skip:
+            self._steps_to_skip -= 1
             return
-        backward = parts["backward"] / self._backwards
-        self._steps.append(Seen(seconds - parts["checkpoint"], parts["exchange"], backward))
+        backward = seconds_by_phase["backward"] / self._num_backwards
+        self._timings.append(
+            StepTiming(step_s - seconds_by_phase["checkpoint"], seconds_by_phase["exchange"], backward)
+        )
 
-    def look(self) -> None:
+    def select_if_due(self) -> None:
         """Between two steps: decide if it is time. All workers then sum by the same strategy from the next step on."""
-        exchange = self._exchange
-        if exchange is None or len(self._steps) < ENOUGH:
+        reducer = self._reducer
+        if reducer is None or len(self._timings) < MIN_MEASURED_STEPS:
             return
-        settled = self._progress.exchange.settled
-        if settled and len(self._steps) < AGAIN:
+        is_final = self._train_state.grad_sync_selection.is_final
+        if is_final and len(self._timings) < REMEASURE_EVERY_STEPS:
             return
-        if len(self._candidates) == 1 and settled:  # it was told
-            self._steps.clear()
+        if len(self._candidates) == 1 and is_final:  # it was told
+            self._timings.clear()
             return
-        seen = self._agreed()
+        timing = self._agree_on_timing()
         if len(self._candidates) == 1:
-            self._tell_fixed(exchange, seen)
+            self._report_fixed_algorithm(reducer, timing)
             return
-        before = self._progress.exchange
-        after, why = decided(before, self._candidates, seen)
-        self._take(after)
-        if why:
-            tried = {**before.seen, before.strategy: seen}
-            self._say(before.strategy, why, seen, tried, after.foretold)
+        old_state = self._train_state.grad_sync_selection
+        new_state, reason = update_selection(old_state, self._candidates, timing)
+        self._apply_selection(new_state)
+        if reason:
+            timings = {**old_state.timings, old_state.algorithm: timing}
+            self._report_selection(old_state.algorithm, reason, timing, timings, new_state.predicted_efficiency)
 
-    def _agreed(self) -> Seen:
+    def _agree_on_timing(self) -> StepTiming:
         """What the steps since the last look took, alike on all workers."""
         median = [
             statistics.median(values)
-            for values in zip(*((each.seconds, -each.exposed, each.backward) for each in self._steps), strict=True)
+            for values in zip(*((each.step_s, -each.exposed_s, each.backward_s) for each in self._timings), strict=True)
         ]
-        self._steps.clear()
-        seconds, exposed, backward = largest(self._place, median)
-        return Seen(seconds, -exposed, backward)
+        self._timings.clear()
+        seconds, exposed, backward = all_reduce_max(self._dist_env, median)
+        return StepTiming(seconds, -exposed, backward)
 
-    def _take(self, choice: Choice) -> None:
+    def _apply_selection(self, selection: SelectionState) -> None:
         """Go on with this choice."""
-        assert self._exchange is not None
-        if choice.strategy != self._progress.exchange.strategy:
-            self._wait, self._steps = UNUSUAL, []
-        self._progress.exchange = choice
-        self._exchange.switch(choice.strategy)
+        assert self._reducer is not None
+        if selection.algorithm != self._train_state.grad_sync_selection.algorithm:
+            self._steps_to_skip, self._timings = WARMUP_STEPS, []
+        self._train_state.grad_sync_selection = selection
+        self._reducer.switch_algorithm(selection.algorithm)
 
-    def _say(self, before: str, why: str, seen: Seen, tried: Mapping[str, Seen], foretold: float | None) -> None:
-        now = self._progress.exchange
-        self._tell(
+    def _report_selection(
+        self, before: str, reason: str, timing: StepTiming, timings: Mapping[str, StepTiming], predicted: float | None
+    ) -> None:
+        now = self._train_state.grad_sync_selection
+        self._report_event(
             GradSyncSelected(
-                step=self._progress.step,
-                selected=now.strategy,
+                step=self._train_state.step,
+                selected=now.algorithm,
                 previous=before,
-                reason=why,
-                exposed_fraction=seen.share,
-                efficiency_by_choice=efficiencies(tried),
-                predicted_efficiency=foretold,
-                is_final=now.settled,
+                reason=reason,
+                exposed_fraction=timing.exposed_fraction,
+                efficiency_by_choice=compute_efficiencies(timings),
+                predicted_efficiency=predicted,
+                is_final=now.is_final,
             )
         )
 
-    def _tell_fixed(self, exchange: GradientExchange, seen: Seen) -> None:
+    def _report_fixed_algorithm(self, reducer: BucketedReducer, timing: StepTiming) -> None:
         """Nothing is chosen: say once in a run what that costs."""
-        exact, strategy = self._recipe.determinism, self._candidates[0]
-        name = "fixed tree" if exact == "elastic" else strategy
-        self._progress.exchange = Choice(name, exchange.world, {name: seen}, settled=True)
-        why = f"{seen.share:.1%} of a step is exposed (efficiency {1 - seen.share:.2f})"
-        foretold = None
-        if exact != "off" and seen.share > LIMIT:
-            other, foretold = gain_of_no(seen)
-            why += f"; determinism: off would allow {other}, with an efficiency of {foretold:.2f} at best"
-        self._say(name, why, seen, {name: seen}, foretold)
+        determinism, algorithm = self._recipe.determinism, self._candidates[0]
+        name = "fixed tree" if determinism == "elastic" else algorithm
+        self._train_state.grad_sync_selection = SelectionState(name, reducer.world_size, {name: timing}, is_final=True)
+        reason = f"{timing.exposed_fraction:.1%} of a step is exposed (efficiency {1 - timing.exposed_fraction:.2f})"
+        predicted = None
+        if determinism != "off" and timing.exposed_fraction > MAX_EXPOSED_FRACTION:
+            other, predicted = predict_lossy_gain(timing)
+            reason += f"; determinism: off would allow {other}, with an efficiency of {predicted:.2f} at best"
+        self._report_selection(name, reason, timing, {name: timing}, predicted)

@@ -20,23 +20,23 @@ from torch.nn import functional as F
 
 from phalanx.cluster.matmul import median_seconds
 from phalanx.errors import RecipeError
-from phalanx.recipe.checks import FP8, NO_FP8, has_fp8
+from phalanx.recipe.checks import FP8_VARIABLE, NO_FP8_TEXT, has_fp8
 from phalanx.run import Run
-from phalanx.run.cache import remembered
+from phalanx.run.cache import load_or_measure
 from phalanx.run.directory import write_json
-from phalanx.train.fp8 import QuantisedWeight, compute_in_fp8, fits, linear, quantise_once
-from phalanx.train.nodes import exchanged, said_by
-from phalanx.train.place import Place
+from phalanx.train.fp8 import Float8Weight, can_use_float8, convert_to_float8, float8_linear, quantize_weights_once
+from phalanx.train.nodes import all_gather_json, broadcast_json
+from phalanx.train.place import DistEnv
 
-GAIN = 1.05
+MIN_SPEEDUP = 1.05
 """fp8 is chosen where it is at least so many times faster: less would be within the noise of the measurement."""
-ROWS = 8192
+DEFAULT_ROWS = 8192
 """Rows of a layer's input that are assumed where nothing tells: in a loop of the user's own."""
-SECONDS = 0.2  # for each way to compute a shape
+TIMING_DURATION_S = 0.2  # for each way to compute a shape
 
 
 @dataclass(frozen=True, order=True)
-class Shape:
+class MatmulShape:
     """Of a layer's product: [rows, inputs] x [inputs, outputs]."""
 
     rows: int
@@ -45,30 +45,33 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Times:
+class LayerTimes:
     """Seconds of a layer's forward and backward."""
 
     bf16: float
     fp8: float
 
 
-def worth(times: Mapping[Shape, Times]) -> frozenset[Shape]:
-    """The shapes for which fp8 is faster by at least `GAIN`."""
-    return frozenset(shape for shape, each in times.items() if each.bf16 >= GAIN * each.fp8)
+def select_shapes(times: Mapping[MatmulShape, LayerTimes]) -> frozenset[MatmulShape]:
+    """The shapes for which fp8 is faster by at least `MIN_SPEEDUP`."""
+    return frozenset(shape for shape, each in times.items() if each.bf16 >= MIN_SPEEDUP * each.fp8)
 
 
-def candidates(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Linear]:
+def find_candidates(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Linear]:
     """Linear layers in blocks that can be computed in fp8, by name."""
     inside = tuple(f"{block}." for block in blocks)
-    kept = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "keeps_precision", False))
+    excluded = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "keeps_precision", False))
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(inside) and not name.startswith(kept) and fits(module)
+        if isinstance(module, nn.Linear)
+        and name.startswith(inside)
+        and not name.startswith(excluded)
+        and can_use_float8(module)
     }
 
 
-def rows_of(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
+def measure_layer_rows(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
     """Rows of what enters each linear layer when `run()` calls the model; 0 for a layer that it does not use."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     rows = dict.fromkeys(layers, 0)
@@ -90,12 +93,12 @@ def rows_of(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Chooser:
+class Float8Selector:
     """Chooses for a model that tensor parallel has cut already: `rows` of a micro-batch for each layer by name, ROWS
     for those that it does not know."""
 
     run: Run
-    place: Place
+    dist_env: DistEnv
     rows: Mapping[str, int]
     compiled: bool
     always: bool = False
@@ -103,61 +106,63 @@ class Chooser:
     def __call__(self, model: nn.Module, blocks: Iterable[str]) -> list[str]:
         """Have the layers that are worth it computed in fp8; their names. RecipeError on a device without fp8. Every
         worker calls it."""
-        layers = candidates(model, blocks)
+        layers = find_candidates(model, blocks)
         if self.always:
-            chosen = set(layers)
+            selected = set(layers)
         else:
-            check_device(self.place.device)
-            shapes = {name: self._shape(name, layer) for name, layer in layers.items()}
-            good = worth(self._agreed(set(shapes.values())))
-            chosen = {name for name, shape in shapes.items() if shape in good}
-        for name in chosen:
-            compute_in_fp8(layers[name])
-        quantise_once(model)
-        return sorted(chosen)
+            check_float8_device(self.dist_env.device)
+            shapes = {name: self._layer_shape(name, layer) for name, layer in layers.items()}
+            good = select_shapes(self._gather_times(set(shapes.values())))
+            selected = {name for name, shape in shapes.items() if shape in good}
+        for name in selected:
+            convert_to_float8(layers[name])
+        quantize_weights_once(model)
+        return sorted(selected)
 
-    def _shape(self, name: str, layer: nn.Linear) -> Shape:
+    def _layer_shape(self, name: str, layer: nn.Linear) -> MatmulShape:
         outputs, inputs = layer.weight.shape
-        return Shape(self.rows.get(name, ROWS), inputs, outputs)
+        return MatmulShape(self.rows.get(name, DEFAULT_ROWS), inputs, outputs)
 
-    def _agreed(self, shapes: Collection[Shape]) -> dict[Shape, Times]:
+    def _gather_times(self, shapes: Collection[MatmulShape]) -> dict[MatmulShape, LayerTimes]:
         """The same times on all workers: of their shapes together, as the leading one measured them."""
-        if self.place.world > 1:
-            everybody = exchanged(self.place, [asdict(shape) for shape in shapes])
-            shapes = {Shape(**each) for said in everybody for each in said}
-        found: dict[Shape, Times] = {}
-        if self.place.leads:
+        if self.dist_env.world_size > 1:
+            gathered = all_gather_json(self.dist_env, [asdict(shape) for shape in shapes])
+            shapes = {MatmulShape(**each) for shapes_of_rank in gathered for each in shapes_of_rank}
+        found: dict[MatmulShape, LayerTimes] = {}
+        if self.dist_env.is_rank_zero:
             path = self.run.path / "fp8.json"
-            known = _read(self.run, path)
-            found = {shape: known.get(shape) or self._measured(shape) for shape in sorted(shapes)}
+            known = _read_times(self.run, path)
+            found = {shape: known.get(shape) or self._measure_cached(shape) for shape in sorted(shapes)}
             if found.keys() - known.keys():
-                _write(path, known | found)
-        if self.place.world > 1:
-            told = said_by(0, [[asdict(shape), asdict(times)] for shape, times in found.items()])
-            found = {Shape(**shape): Times(**times) for shape, times in told}
+                _write_times(path, known | found)
+        if self.dist_env.world_size > 1:
+            broadcast_times = broadcast_json(0, [[asdict(shape), asdict(times)] for shape, times in found.items()])
+            found = {MatmulShape(**shape): LayerTimes(**times) for shape, times in broadcast_times}
         return found
 
-    def _measured(self, shape: Shape) -> Times:
-        device = self.place.device
+    def _measure_cached(self, shape: MatmulShape) -> LayerTimes:
+        device = self.dist_env.device
         key: dict[str, Any] = {"shape": asdict(shape), "compiled": self.compiled, "torch": torch.__version__}
         key["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return Times(**remembered("fp8", key, lambda: asdict(measure(shape, device, self.compiled))))
+        return LayerTimes(**load_or_measure("fp8", key, lambda: asdict(time_layer(shape, device, self.compiled))))
 
 
-def chooser(run: Run, place: Place, rows: Mapping[str, int], compiled: bool) -> Chooser:
+def make_float8_selector(run: Run, dist_env: DistEnv, rows: Mapping[str, int], compiled: bool) -> Float8Selector:
     """The chooser of a run, as the environment wants it."""
-    return Chooser(run, place, rows, compiled, always=os.environ.get(FP8) == "always")
+    return Float8Selector(run, dist_env, rows, compiled, always=os.environ.get(FP8_VARIABLE) == "always")
 
 
-def check_device(device: torch.device) -> None:
+def check_float8_device(device: torch.device) -> None:
     """RecipeError unless the device has tensor cores for fp8."""
     is_nvidia = device.type == "cuda" and not torch.version.hip  # AMD's capabilities are other numbers
     if not has_fp8(torch.cuda.get_device_capability(device) if is_nvidia else None):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-        raise RecipeError(f"precision: {NO_FP8.format(name)}")
+        raise RecipeError(f"precision: {NO_FP8_TEXT.format(name)}")
 
 
-def measure(shape: Shape, device: torch.device, compiled: bool, seconds: float = SECONDS) -> Times:
+def time_layer(
+    shape: MatmulShape, device: torch.device, compiled: bool, duration_s: float = TIMING_DURATION_S
+) -> LayerTimes:
     """Time forward and backward of a layer of this shape both ways, with fp32 weights under bf16 autocast."""
     x = torch.randn(shape.rows, shape.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(shape.outputs, shape.inputs, device=device, requires_grad=True)
@@ -174,21 +179,21 @@ def measure(shape: Shape, device: torch.device, compiled: bool, seconds: float =
                 torch.cuda.synchronize(device)
 
         run()  # compiles
-        return median_seconds(run, seconds, time.perf_counter)
+        return median_seconds(run, duration_s, time.perf_counter)
 
-    known = QuantisedWeight.room_for(weight)  # as a run has it, where it is quantised once a step
-    known.fill(weight)
-    fp8 = seconds_of(lambda x, weight: linear(x, weight, quantised_weight=known))
-    return Times(bf16=seconds_of(lambda x, weight: F.linear(x, weight)), fp8=fp8)
-
-
-def _read(run: Run, path: Path) -> dict[Shape, Times]:
-    kept = (run.read_json(path) or {}).get("layers", [])
-    return {Shape(**each["shape"]): Times(**each["seconds"]) for each in kept}
+    float8_weight = Float8Weight.allocate_for(weight)  # as a run has it, where it is quantised once a step
+    float8_weight.quantize_from(weight)
+    fp8 = seconds_of(lambda x, weight: float8_linear(x, weight, float8_weight=float8_weight))
+    return LayerTimes(bf16=seconds_of(lambda x, weight: F.linear(x, weight)), fp8=fp8)
 
 
-def _write(path: Path, times: Mapping[Shape, Times]) -> None:
-    good = worth(times)
+def _read_times(run: Run, path: Path) -> dict[MatmulShape, LayerTimes]:
+    records = (run.read_json(path) or {}).get("layers", [])
+    return {MatmulShape(**each["shape"]): LayerTimes(**each["seconds"]) for each in records}
+
+
+def _write_times(path: Path, times: Mapping[MatmulShape, LayerTimes]) -> None:
+    good = select_shapes(times)
     layers = [
         {"shape": asdict(shape), "seconds": asdict(each), "chosen": shape in good}
         for shape, each in sorted(times.items())

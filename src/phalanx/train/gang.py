@@ -21,34 +21,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.data.feed import Feed
+from phalanx.data.feed import Prefetcher
 from phalanx.errors import GaveUpError, UsageError
 from phalanx.run import Event
 from phalanx.run.event_types import EvaluationDone, NonFiniteStep, RunEnded, RunStatus, RunWarning, StepDone, StepPhases
-from phalanx.train.exchange_watch import ExchangeWatch
-from phalanx.train.forward_state import listed
-from phalanx.train.guards import LIMIT, judge
-from phalanx.train.interval import Times
-from phalanx.train.keeping import Keeping
-from phalanx.train.parts import Parts, never, reject
-from phalanx.train.place import let_go
-from phalanx.train.restoring import restore
+from phalanx.train.exchange_watch import GradSyncSelector
+from phalanx.train.forward_state import format_names
+from phalanx.train.guards import MAX_NONFINITE_IN_A_ROW, choose_nonfinite_action
+from phalanx.train.interval import StepTimes
+from phalanx.train.keeping import CheckpointPolicy
+from phalanx.train.parts import TrainContext, report_rejected_checkpoint, return_false
+from phalanx.train.place import collect_in_background
+from phalanx.train.restoring import restore_checkpoint
 from phalanx.train.same_model import SameModel
-from phalanx.train.schedule import learning_rate
-from phalanx.train.state import Last, Progress, Standing
-from phalanx.train.step import Outcome
-from phalanx.train.timing import Beating, stopwatch
+from phalanx.train.schedule import compute_learning_rate
+from phalanx.train.state import LastStep, SurvivorState, TrainState
+from phalanx.train.step import StepResult
+from phalanx.train.timing import HeartbeatTimer, make_step_timer
 
-CURE = "lower optimizer.lr, lengthen optimizer.schedule.warmup_steps, or look at the data of these steps"
-BACKWARD_ONCE = "a training loop must call gang.backward(loss_sum, terms) once for every batch"
-STEP_ONCE = "a training loop must call gang.step() once after every gang.backward(loss_sum, terms)"
+DIVERGENCE_HINT = "lower optimizer.lr, lengthen optimizer.schedule.warmup_steps, or look at the data of these steps"
+BACKWARD_ONCE_ERROR = "a training loop must call gang.backward(loss_sum, terms) once for every batch"
+STEP_ONCE_ERROR = "a training loop must call gang.step() once after every gang.backward(loss_sum, terms)"
 
 
-Buffer = tuple[nn.Module, str, Tensor, Tensor]
+BufferSnapshot = tuple[nn.Module, str, Tensor, Tensor]
 """A module's buffer, its name there, and its value at some time."""
 
 
-def buffers_of(modules: Iterable[nn.Module]) -> list[Buffer]:
+def snapshot_buffers(modules: Iterable[nn.Module]) -> list[BufferSnapshot]:
     """All buffers of modules as they are now, also those that are in no checkpoint: they may count within a step."""
     found = [
         (part, name, each)
@@ -59,322 +59,356 @@ def buffers_of(modules: Iterable[nn.Module]) -> list[Buffer]:
     return [(part, name, buffer, buffer.clone()) for part, name, buffer in found]
 
 
-class Summoned(Exception):
+class MembershipChanged(Exception):
     """The agent wants the workers to meet anew (regroup.py), which all of them have seen at the end of a step; or one
     is gone."""
 
 
-class Gang:
-    """Trains from `progress` to the last step, or until a worker is asked to stop; or from how workers stood when they
+class Trainer:
+    """Trains from `train_state` to the last step, or until a worker is asked to stop; or from how workers stood when they
     left another world."""
 
-    def __init__(self, parts: Parts, begin: Progress | Standing, common_meta: dict[str, Any]):
-        standing = begin if isinstance(begin, Standing) else Standing(begin, begin.step, scored=begin.step)
-        self.parts = parts
-        self.progress = progress = standing.progress
-        self._goes_on = isinstance(begin, Standing)
-        self._rollbacks: Counter[int] = Counter()
-        recipe, place, mesh = parts.recipe, parts.place, parts.divided.mesh
-        self.times = Times()
-        self.keeping = Keeping(parts, standing, common_meta, self.times, self._tell)
-        self.saving = self.keeping.saving
-        self.watch = Beating(stopwatch(place.device), parts.pulse)
-        gradients, backwards = parts.stepper.summed, len(mesh.own(parts.stepper.micro_batches))
-        self.exchange = ExchangeWatch(recipe, place, gradients, backwards, progress, self._tell)
-        self._same = SameModel(parts.divided)
-        self._begun = progress.samples  # when the current step began
-        self._settled, self._scored = standing.settled, standing.scored
-        self._back_for = standing.back_for
-        self._before: list[Buffer] = []  # when the step began, where workers may be torn out of one
-        self._last: Last | None = None  # a step was done
-        self._changing = False  # state and progress do not belong together
-        self._handed_out = 0  # micro-batches of it that the loop has got
-        self._stopping = False
-        self._improved = standing.improved
+    def __init__(self, context: TrainContext, start_state: TrainState | SurvivorState, common_meta: dict[str, Any]):
+        survivor_state = (
+            start_state
+            if isinstance(start_state, SurvivorState)
+            else SurvivorState(start_state, start_state.step, evaluated_step=start_state.step)
+        )
+        self.context = context
+        self.train_state = train_state = survivor_state.train_state
+        self._continues_from_memory = isinstance(start_state, SurvivorState)
+        self._rollback_counts: Counter[int] = Counter()
+        recipe, dist_env, mesh = context.recipe, context.dist_env, context.parallel_model.mesh
+        self.step_times = StepTimes()
+        self.checkpoint_policy = CheckpointPolicy(
+            context, survivor_state, common_meta, self.step_times, self._report_event
+        )
+        self.checkpoints = self.checkpoint_policy.checkpoints
+        self.timer = HeartbeatTimer(make_step_timer(dist_env.device), context.heartbeat)
+        reducer, num_backwards = (
+            context.train_step.reducer,
+            len(mesh.own_micro_batches(context.train_step.micro_batches)),
+        )
+        self.grad_sync_selector = GradSyncSelector(
+            recipe, dist_env, reducer, num_backwards, train_state, self._report_event
+        )
+        self._same = SameModel(context.parallel_model)
+        self._samples_at_step_start = train_state.samples_consumed  # when the current step began
+        self._post_step_done, self._evaluated_step = survivor_state.post_step_done, survivor_state.evaluated_step
+        self._rollback_reason = survivor_state.rollback_reason
+        self._buffers_before: list[BufferSnapshot] = []  # when the step began, where workers may be torn out of one
+        self._last_step: LastStep | None = None  # a step was done
+        self._mutating = False  # state and progress do not belong together
+        self._num_yielded = 0  # micro-batches of it that the loop has got
+        self._stop_agreed = False
+        self._improved = survivor_state.improved
 
-    def batches(self) -> Iterator[Any]:
+    def micro_batches(self) -> Iterator[Any]:
         """This worker's micro-batches, one after the other, until the run is done or stops. Random numbers are seeded
         for each. UsageError when `backward` or `step` is left out or called once too often."""
         for micro_batches in self.steps():
             for number, arrays in enumerate(micro_batches):
-                batch = self.parts.convert(arrays)
-                self._handed_out = number + 1
-                self.parts.stepper.seed()
+                batch = self.context.prepare_batch(arrays)
+                self._num_yielded = number + 1
+                self.context.train_step.seed_micro_batch()
                 yield batch
-                if self.parts.stepper.backwards != number + 1:
-                    raise UsageError(BACKWARD_ONCE)
+                if self.context.train_step.num_backwards != number + 1:
+                    raise UsageError(BACKWARD_ONCE_ERROR)
 
     def steps(self) -> Iterator[list[Any]]:
         """The micro-batches of this worker for each step, as the data gave them."""
-        recipe, parts, progress = self.parts.recipe, self.parts, self.progress
-        parts.callbacks.view.step = progress.step
-        parts.callbacks.start()
-        stays = parts.summoned is never or parts.divided.mesh.only_replicates
-        if self._goes_on:
-            let_go(stays)  # of the group that lost a member
+        recipe, context, train_state = self.context.recipe, self.context, self.train_state
+        context.callbacks.run_context.step = train_state.step
+        context.callbacks.on_train_start()
+        is_static = context.membership_changed is return_false or context.parallel_model.mesh.is_pure_ddp
+        if self._continues_from_memory:
+            collect_in_background(is_static)  # of the group that lost a member
         else:
             gc.collect()
-            if stays:
+            if is_static:
                 gc.freeze()  # what exists now stays; later collections need not look at it again
-        with Feed(
-            parts.data,
+        with Prefetcher(
+            context.data,
             global_batch=recipe.batch.global_size,
-            micro=recipe.batch.global_size // parts.stepper.micro_batches,
-            rank=parts.divided.mesh.data,
-            world=parts.divided.mesh.data_size,
-            turns=parts.divided.mesh.turns,
-            consumed=progress.samples,
+            micro_size=recipe.batch.global_size // context.train_step.micro_batches,
+            rank=context.parallel_model.mesh.dp_rank,
+            num_groups=context.parallel_model.mesh.dp_size,
+            stride=context.parallel_model.mesh.micro_batch_stride,
+            samples_consumed=train_state.samples_consumed,
         ) as feed:
-            self.watch.start()
-            if self._back_for:
-                self._roll_back(self._back_for)
-            elif self._settled < progress.step:
-                self._settle()
-            while progress.step < recipe.steps and not self._stopping:
+            self.timer.start()
+            if self._rollback_reason:
+                self._roll_back(self._rollback_reason)
+            elif self._post_step_done < train_state.step:
+                self._run_post_step()
+            while train_state.step < recipe.steps and not self._stop_agreed:
                 micro_batches = next(feed)
-                self.watch.lap("data")
-                self._begun = progress.samples
-                self._before = [] if parts.summoned is never else buffers_of(parts.divided.modules)
-                self._handed_out = len(micro_batches)
-                parts.pulse.step = progress.step + 1
-                parts.stepper.begin(progress.step + 1)
+                self.timer.lap("data")
+                self._samples_at_step_start = train_state.samples_consumed
+                self._buffers_before = (
+                    []
+                    if context.membership_changed is return_false
+                    else snapshot_buffers(context.parallel_model.modules)
+                )
+                self._num_yielded = len(micro_batches)
+                context.heartbeat.step = train_state.step + 1
+                context.train_step.start_step(train_state.step + 1)
                 yield micro_batches
-                if progress.samples == self._begun:
-                    raise UsageError(STEP_ONCE)
+                if train_state.samples_consumed == self._samples_at_step_start:
+                    raise UsageError(STEP_ONCE_ERROR)
 
-    def backward(self, loss_sum: Tensor, terms: Tensor | int) -> None:
-        """Backward of a micro-batch: the sum of its losses (0-d) over `terms` terms. Do not divide: the gradient of a
+    def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
+        """Backward of a micro-batch: the sum of its losses (0-d) over `num_terms` terms. Do not divide: the gradient of a
         step is divided once, by the number of terms of the whole global batch. UsageError when there is no batch that
         waits for it."""
-        if self.parts.stepper.backwards >= self._handed_out:
-            raise UsageError(BACKWARD_ONCE)
-        self.parts.stepper.backward(loss_sum, terms, self._flags, self.watch)
+        if self.context.train_step.num_backwards >= self._num_yielded:
+            raise UsageError(BACKWARD_ONCE_ERROR)
+        self.context.train_step.backward(loss_sum, num_terms, self._local_flags, self.timer)
 
-    def note(self, sums: Sequence[tuple[Tensor, Tensor | int]] | None) -> None:
+    def record_pipeline_losses(self, losses: Sequence[tuple[Tensor, Tensor | int]] | None) -> None:
         """Instead of `backward`: what a pipeline computed for all micro-batches of a step, backward included."""
-        self.parts.stepper.note(sums, self._flags, self.watch)
+        self.context.train_step.record_pipeline_losses(losses, self._local_flags, self.timer)
 
     def step(self) -> bool:
         """After the last micro-batch of a step: change the weights, report, evaluate and save what is due. Whether it
         was the last. UsageError when the step was done already, or none has begun."""
-        stepper, recipe, progress = self.parts.stepper, self.parts.recipe, self.progress
-        if not self._handed_out:
-            raise UsageError(STEP_ONCE)
-        if not stepper.complete:
+        train_step, recipe, train_state = self.context.train_step, self.context.recipe, self.train_state
+        if not self._num_yielded:
+            raise UsageError(STEP_ONCE_ERROR)
+        if not train_step.is_complete:
             return False
-        if progress.samples != self._begun:
-            raise UsageError(STEP_ONCE)
-        self._same.check(progress.step + 1)
-        before = progress.step
-        outcome = self._finish_step()
+        if train_state.samples_consumed != self._samples_at_step_start:
+            raise UsageError(STEP_ONCE_ERROR)
+        self._same.check(train_state.step + 1)
+        before = train_state.step
+        result = self._complete_step()
         # Alone there is nobody to agree with, so a request that came late in the step is obeyed at once.
-        self._stopping = bool(outcome.flags["stop"]) or (self.parts.place.world == 1 and self.parts.stop.asked)
-        self.watch.lap("other")
+        self._stop_agreed = bool(result.flags["stop"]) or (
+            self.context.dist_env.world_size == 1 and self.context.stop_request.requested
+        )
+        self.timer.lap("other")
         self._improved = False
-        if progress.step > before:  # after a rollback nothing is due: it was done when it was new
-            if progress.step < recipe.steps and not self._stopping:
-                self.exchange.look()
-            self._settle()
+        if train_state.step > before:  # after a rollback nothing is due: it was done when it was new
+            if train_state.step < recipe.steps and not self._stop_agreed:
+                self.grad_sync_selector.select_if_due()
+            self._run_post_step()
         # Who comes has no part in a save in flight.
-        all_summoned = outcome.flags["summoned"] == self.parts.place.world and self.saving.in_flight is None
-        if all_summoned and progress.step < recipe.steps and not self._stopping:
-            raise Summoned
+        membership_changed = (
+            result.flags["summoned"] == self.context.dist_env.world_size and self.checkpoints.step_in_flight is None
+        )
+        if membership_changed and train_state.step < recipe.steps and not self._stop_agreed:
+            raise MembershipChanged
         return True
 
-    def _settle(self) -> None:
+    def _run_post_step(self) -> None:
         """Do what is due after a step."""
-        if self._scored < self.progress.step:  # else by those who were torn out of what follows
+        if self._evaluated_step < self.train_state.step:  # else by those who were torn out of what follows
             self._improved = self._evaluate_if_due()
-            self._scored = self.progress.step
-        self.watch.skip()
-        if self.progress.step < self.parts.recipe.steps and not self._stopping:
-            self.keeping.save_if_due(self._improved)
-            self.keeping.copy_if_due()
-            self.watch.lap("checkpoint")
-        self._settled = self.progress.step
+            self._evaluated_step = self.train_state.step
+        self.timer.skip()
+        if self.train_state.step < self.context.recipe.steps and not self._stop_agreed:
+            self.checkpoint_policy.save_if_due(self._improved)
+            self.checkpoint_policy.copy_to_memory_if_due()
+            self.timer.lap("checkpoint")
+        self._post_step_done = self.train_state.step
 
     @property
-    def whole(self) -> bool:
+    def state_is_consistent(self) -> bool:
         """Whether others could go on from what is in this worker's memory."""
-        return not self._changing
+        return not self._mutating
 
-    def abandon(self) -> Standing:
+    def detach(self) -> SurvivorState:
         """Leave everything as it was at the end of the last step that is done, without a word to the others."""
-        unfinished = self.saving.leave()  # before anything changes that it may be copying
-        self.parts.stepper.summed.close()
-        within = self.progress.samples == self._begun
-        if within:
+        pending_save = self.checkpoints.detach()  # before anything changes that it may be copying
+        self.context.train_step.reducer.close()
+        in_step = self.train_state.samples_consumed == self._samples_at_step_start
+        if in_step:
             with torch.no_grad():
-                for module, name, buffer, value in self._before:
+                for module, name, buffer, value in self._buffers_before:
                     setattr(module, name, buffer.copy_(value))
-        summed = within and self.parts.stepper.has_sums
-        due = (self._scored, self._improved, self._back_for)
-        return Standing(self.progress, self._settled, self._last, summed, *due, unfinished)
+        grads_reduced = in_step and self.context.train_step.grads_reduced
+        due = (self._evaluated_step, self._improved, self._rollback_reason)
+        return SurvivorState(self.train_state, self._post_step_done, self._last_step, grads_reduced, *due, pending_save)
 
     def finish(self) -> str:
         """Save the state with which the run ends; `done` or `interrupted`."""
-        self.parts.pulse.beat("ending")
-        self.keeping.save_last(self._improved)
-        status: RunStatus = "done" if self.progress.step >= self.parts.recipe.steps else "interrupted"
-        self._tell(RunEnded(status=status, step=self.progress.step))
+        self.context.heartbeat.record("ending")
+        self.checkpoint_policy.save_final(self._improved)
+        status: RunStatus = "done" if self.train_state.step >= self.context.recipe.steps else "interrupted"
+        self._report_event(RunEnded(status=status, step=self.train_state.step))
         return status
 
-    def _finish_step(self) -> Outcome:
+    def _complete_step(self) -> StepResult:
         """Agree, judge, update, count, report."""
-        parts, recipe, progress, watch = self.parts, self.parts.recipe, self.progress, self.watch
-        step = progress.step + 1
-        agreement, lr, early = parts.stepper.finish(watch), learning_rate(recipe, step), parts.stepper.early
-        if early:
-            self.saving.wait_copied()
-            watch.lap("checkpoint")
-            parts.stepper.update_early(agreement, lr)
-        outcome, scale = parts.stepper.settle(agreement)
-        watch.lap("optimizer")
-        if not early:
-            self.saving.wait_copied()
-            watch.lap("checkpoint")
-        self._changing = True
-        if outcome.skipped is None and not early:
-            parts.stepper.update(scale, lr)
-        new = parts.stepper.follow(outcome.flags)
-        watch.lap("optimizer")
-        if parts.divided.apart is not None and parts.divided.apart.rounds.follow(step):
-            watch.lap("exchange")
-        self.saving.settle(outcome.flags)
-        watch.lap("checkpoint")
-        units = recipe.batch.global_size * parts.units_per_sample
-        progress.step = parts.callbacks.view.step = step
-        progress.samples += recipe.batch.global_size
-        self._changing = False
-        if outcome.skipped is None:
-            progress.last_loss = outcome.loss
-            progress.units += units
-        seconds, times = watch.stop()
-        watch.start()
-        self.times.note(seconds)
-        self.exchange.note(seconds, times)
+        context, recipe, train_state, timer = self.context, self.context.recipe, self.train_state, self.timer
+        step = train_state.step + 1
+        step_metrics, lr, decides_on_device = (
+            context.train_step.reduce_gradients(timer),
+            compute_learning_rate(recipe, step),
+            context.train_step.decides_on_device,
+        )
+        if decides_on_device:
+            self.checkpoints.wait_snapshot_copied()
+            timer.lap("checkpoint")
+            context.train_step.step_on_device(step_metrics, lr)
+        result, grad_factor = context.train_step.finalize(step_metrics)
+        timer.lap("optimizer")
+        if not decides_on_device:
+            self.checkpoints.wait_snapshot_copied()
+            timer.lap("checkpoint")
+        self._mutating = True
+        if result.skip_reason is None and not decides_on_device:
+            context.train_step.optimizer_step(grad_factor, lr)
+        newly_changed = context.train_step.update_aux_state(result.flags)
+        timer.lap("optimizer")
+        if context.parallel_model.local_sgd is not None and context.parallel_model.local_sgd.local_sgd.after_step(step):
+            timer.lap("exchange")
+        self.checkpoints.handle_flags(result.flags)
+        timer.lap("checkpoint")
+        units = recipe.batch.global_size * context.units_per_sample
+        train_state.step = context.callbacks.run_context.step = step
+        train_state.samples_consumed += recipe.batch.global_size
+        self._mutating = False
+        if result.skip_reason is None:
+            train_state.last_loss = result.loss
+            train_state.units_trained += units
+        step_s, seconds_by_phase = timer.stop()
+        timer.start()
+        self.step_times.record_step(step_s)
+        self.grad_sync_selector.record_step(step_s, seconds_by_phase)
         event = StepDone(
             step=step,
-            loss=_finite(outcome.loss),
-            grad_norm=_finite(outcome.grad_norm),
+            loss=_finite_or_none(result.loss),
+            grad_norm=_finite_or_none(result.grad_norm),
             lr=lr,
             units=units,
-            duration_s=seconds,
-            breakdown_s=phases_of(times),
-            skip_reason=outcome.skipped,
-            noise_scale_samples=self._noise(outcome),
+            duration_s=step_s,
+            breakdown_s=phases_of(seconds_by_phase),
+            skip_reason=result.skip_reason,
+            noise_scale_samples=self._update_noise_scale(result),
         )
-        first, self._last = self._last is None, Last((scale, lr) if outcome.skipped is None else None, ())
-        self._remember(event)
-        self._tell(event)
-        if new:
-            text = f"forwards change {listed(new)}: after each step all workers have what the first one has"
-            self._tell(RunWarning(text=text))
+        first, self._last_step = (
+            self._last_step is None,
+            LastStep((grad_factor, lr) if result.skip_reason is None else None, ()),
+        )
+        self._remember_event(event)
+        self._report_event(event)
+        if newly_changed:
+            text = f"forwards change {format_names(newly_changed)}: after each step all workers have what the first one has"
+            self._report_event(RunWarning(text=text))
         if first:
-            parts.reporter.flush()  # the agent can do without a worker from now on
-        self._judge(step, outcome)
-        return outcome
+            context.reporter.flush()  # the agent can do without a worker from now on
+        self._handle_nonfinite(step, result)
+        return result
 
-    def _remember(self, event: StepDone | NonFiniteStep) -> None:
+    def _remember_event(self, event: StepDone | NonFiniteStep) -> None:
         """Keep what is told of a step for workers that may be torn out of it."""
-        assert self._last is not None
-        self._last = replace(self._last, told=(*self._last.told, event))
+        assert self._last_step is not None
+        self._last_step = replace(self._last_step, events=(*self._last_step.events, event))
 
-    def _noise(self, outcome: Outcome) -> float | None:
+    def _update_noise_scale(self, result: StepResult) -> float | None:
         """The gradient noise scale in samples, where this step added to the estimate."""
-        squares, scale = outcome.squares, self.progress.noise
-        if squares is None or squares.small_terms >= squares.big_terms:
+        sample, noise_scale = result.noise_sample, self.train_state.noise_scale
+        if sample is None or sample.small_terms >= sample.big_terms:
             return None
-        scale.update(squares.small, squares.small_terms, squares.big, squares.big_terms)
-        samples = self.parts.recipe.batch.global_size / squares.big_terms
-        return None if scale.value is None else _finite(scale.value * samples)
+        noise_scale.update(sample.small_squared_norm, sample.small_terms, sample.big_squared_norm, sample.big_terms)
+        samples = self.context.recipe.batch.global_size / sample.big_terms
+        return None if noise_scale.value is None else _finite_or_none(noise_scale.value * samples)
 
-    def _flags(self) -> tuple[bool, ...]:
-        """This worker's flags for the agreement, in the order of `step.FLAGS`."""
-        return (self.parts.stop.asked, self.parts.summoned(), *self.saving.flags())
+    def _local_flags(self) -> tuple[bool, ...]:
+        """This worker's flags for the agreement, in the order of `step.STEP_FLAGS`."""
+        return (self.context.stop_request.requested, self.context.membership_changed(), *self.checkpoints.local_flags())
 
-    def _judge(self, step: int, outcome: Outcome) -> None:
+    def _handle_nonfinite(self, step: int, result: StepResult) -> None:
         """The guard's turn: take note, and roll back when too many steps in a row were skipped."""
-        scale, progress = self.parts.scale, self.progress
-        if outcome.skipped is None:
-            scale.update(overflow=False)
-            progress.skipped_in_a_row = 0
+        scaler, train_state = self.context.scaler, self.train_state
+        if result.skip_reason is None:
+            scaler.update(overflow=False)
+            train_state.consecutive_skips = 0
             return
-        overflow = outcome.skipped == "non-finite gradient" and not scale.at_bottom
-        scale.update(overflow=True)
-        progress.guards += 1
-        action, progress.skipped_in_a_row = judge(progress.skipped_in_a_row, curable=overflow)
-        event = NonFiniteStep(step=step, reason=outcome.skipped, action=action, num_skipped=progress.guards)
-        self._remember(event)
-        self._tell(event)
+        overflow = result.skip_reason == "non-finite gradient" and not scaler.at_min_scale
+        scaler.update(overflow=True)
+        train_state.skipped_steps += 1
+        action, train_state.consecutive_skips = choose_nonfinite_action(
+            train_state.consecutive_skips, is_fp16_overflow=overflow
+        )
+        event = NonFiniteStep(
+            step=step, reason=result.skip_reason, action=action, num_skipped=train_state.skipped_steps
+        )
+        self._remember_event(event)
+        self._report_event(event)
         if action == "rollback":
-            self._roll_back(outcome.skipped)
+            self._roll_back(result.skip_reason)
 
-    def _roll_back(self, why: str) -> None:
+    def _roll_back(self, reason: str) -> None:
         """Go back to the last good checkpoint's weights. Samples are not repeated: they would poison it again."""
-        parts, progress = self.parts, self.progress
-        self._back_for = why  # also for who is torn out of waiting
-        self.saving.finish()
-        self._changing = True
-        if progress.missed:
+        context, train_state = self.context, self.train_state
+        self._rollback_reason = reason  # also for who is torn out of waiting
+        self.checkpoints.wait_until_saved()
+        self._mutating = True
+        if train_state.lost_checkpoint_step:
             # Another in its place would be another run; so all start again from before it, and come by it once more.
-            self.saving.undo(progress.missed)
+            self.checkpoints.delete_after(train_state.lost_checkpoint_step)
             raise RuntimeError(
-                f"step {progress.step}: {why} {LIMIT} times in a row, and the checkpoint to go back to, of step "
-                f"{progress.missed}, was lost together with a worker: restarting from the one before it"
+                f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and the checkpoint to go back to, of step "
+                f"{train_state.lost_checkpoint_step}, was lost together with a worker: restarting from the one before it"
             )
-        held = (parts.divided, parts.optimizer, parts.scale)
-        loaded = restore(parts.run, parts.place, *held, self._reject, in_place=True)
+        held = (context.parallel_model, context.optimizer, context.scaler)
+        loaded = restore_checkpoint(context.run, context.dist_env, *held, self._report_rejected, in_place=True)
         if loaded is None:
             raise GaveUpError(
-                f"step {progress.step}: {why} {LIMIT} times in a row, and no checkpoint to go back to; {CURE}"
+                f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and no checkpoint to go back to; {DIVERGENCE_HINT}"
             )
-        progress.step = parts.callbacks.view.step = loaded.manifest.meta["step"]
-        progress.units = loaded.manifest.meta["units"]
-        progress.saved = self._settled = self._scored = progress.step
-        self._back_for, self._changing = "", False
-        self.keeping.was_restored()
-        self.saving.roll_back(progress.step)
-        self._rollbacks[progress.step] += 1
-        if self._rollbacks[progress.step] > LIMIT:
-            raise GaveUpError(f"step {progress.step}: rolled back to it {LIMIT} times and {why} came again; {CURE}")
+        train_state.step = context.callbacks.run_context.step = loaded.manifest.meta["step"]
+        train_state.units_trained = loaded.manifest.meta["units_trained"]
+        train_state.last_saved_step = self._post_step_done = self._evaluated_step = train_state.step
+        self._rollback_reason, self._mutating = "", False
+        self.checkpoint_policy.was_restored()
+        self.checkpoints.roll_back(train_state.step)
+        self._rollback_counts[train_state.step] += 1
+        if self._rollback_counts[train_state.step] > MAX_NONFINITE_IN_A_ROW:
+            raise GaveUpError(
+                f"step {train_state.step}: rolled back to it {MAX_NONFINITE_IN_A_ROW} times and {reason} came again; {DIVERGENCE_HINT}"
+            )
 
     def _evaluate_if_due(self) -> bool:
         """Score held-out data if it is time; whether the score is the best so far."""
-        parts, recipe, progress = self.parts, self.parts.recipe, self.progress
+        context, recipe, train_state = self.context, self.context.recipe, self.train_state
         every = recipe.evaluation.every
-        due = every is not None and (self.keeping.due(lambda step: step % every == 0) or progress.step == recipe.steps)
-        if not due or progress.step == 0:
+        due = every is not None and (
+            self.checkpoint_policy.is_due(lambda step: step % every == 0) or train_state.step == recipe.steps
+        )
+        if not due or train_state.step == 0:
             return False
-        with parts.divided.agreed():
-            scores = parts.score()
-        if scores is None:  # nothing to score, or asked to stop
+        with context.parallel_model.use_global_params():
+            result = context.evaluate()
+        if result is None:  # nothing to score, or asked to stop
             return False
-        improved = math.isfinite(scores.loss) and (progress.best is None or scores.loss < progress.best)
+        improved = math.isfinite(result.loss) and (train_state.best_loss is None or result.loss < train_state.best_loss)
         if improved:
-            progress.best = scores.loss
-        self._tell(
+            train_state.best_loss = result.loss
+        self._report_event(
             EvaluationDone(
-                step=progress.step,
-                loss=_finite(scores.loss),
-                metrics={name: _finite(value) for name, value in scores.metrics.items()},
-                num_samples=scores.samples,
-                duration_s=scores.seconds,
+                step=train_state.step,
+                loss=_finite_or_none(result.loss),
+                metrics={name: _finite_or_none(value) for name, value in result.metrics.items()},
+                num_samples=result.num_samples,
+                duration_s=result.duration_s,
                 is_best=improved,
             )
         )
         return improved
 
-    def _reject(self, path: Path, file: str, reason: str) -> None:
-        reject(self.parts, path, file, reason)
+    def _report_rejected(self, path: Path, file: str, reason: str) -> None:
+        report_rejected_checkpoint(self.context, path, file, reason)
 
-    def _tell(self, event: Event) -> None:
+    def _report_event(self, event: Event) -> None:
         """Report an event, and call the callbacks that wait for it."""
-        if self.parts.place.leads:
-            self.parts.reporter.event(event)
+        if self.context.dist_env.is_rank_zero:
+            self.context.reporter.report_event(event)
         elif isinstance(event, StepDone):
-            self.parts.reporter.keep(event)
-        self.parts.callbacks.call(event)
+            self.context.reporter.remember_event(event)
+        self.context.callbacks.run_hook(event)
 
 
 def phases_of(times: Mapping[str, float]) -> StepPhases:
@@ -390,6 +424,6 @@ def phases_of(times: Mapping[str, float]) -> StepPhases:
     )
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     """JSON knows neither NaN nor infinity."""
     return value if math.isfinite(value) else None

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from phalanx.train.huggingface_calls import logits_of
+from phalanx.train.huggingface_calls import get_logits
 
-FLAT = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Below this temperature all but the likeliest token have a probability of 0, and logits divided by it overflow."""
 
 
-def generate(
+def generate_tokens(
     model: nn.Module,
     prompt: Sequence[int],
     *,
@@ -31,14 +31,14 @@ def generate(
     with torch.no_grad():
         for _ in range(tokens):
             inputs = torch.tensor([context[-window:]], device=device)
-            logits = logits_of(model(inputs))[0, -1].float().cpu()
-            token = _pick(logits, temperature, top_k, generator)
+            logits = get_logits(model(inputs))[0, -1].float().cpu()
+            token = _sample_token(logits, temperature, top_k, generator)
             context.append(token)
             yield token
 
 
-def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature < FLAT:
+def _sample_token(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if temperature < MIN_TEMPERATURE:
         return int(logits.argmax())
     logits = logits / temperature
     if top_k is not None and top_k < logits.numel():

@@ -1,9 +1,9 @@
 """Gradients of a step, summed over all micro-batches and workers, however the model is divided.
 
-Four ways with one face: `LocalGradients` of one worker alone; `exchange.GradientExchange` between replicas of the
-whole model; `ShardedReplicas` of replicas that are sharded each, under `determinism: elastic`; `DividedGradients` of
-any other model of which each worker holds a part. `begin` and `end` stand around each
-backward, `finish` after the last; then `norm`, and `tensors`: what to scale in place before the optimizer runs.
+Four ways with one face: `LocalReducer` of one worker alone; `exchange.GradientExchange` between replicas of the
+whole model; `HSDPTreeReducer` of replicas that are sharded each, under `determinism: elastic`; `ParallelReducer` of
+any other model of which each worker holds a part. `begin_backward` and `end_backward` stand around each
+backward, `reduce_gradients` after the last; then `grad_norm`, and `grad_tensors`: what to scale in place before the optimizer runs.
 """
 
 from collections.abc import Sequence
@@ -13,237 +13,249 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.train.cast_once import CastLinear
-from phalanx.train.exchange import GradientExchange
+from phalanx.train.cast_once import CachedCastLinear
+from phalanx.train.exchange import BucketedReducer
 from phalanx.train.norms import total_norm
-from phalanx.train.parallel.collectives import Group, summed
-from phalanx.train.parallel.divided import Divided, local
-from phalanx.train.parallel.shard import deferring, sum_replicas
+from phalanx.train.parallel.collectives import Group, all_reduce_copy
+from phalanx.train.parallel.divided import ParallelModel, to_local
+from phalanx.train.parallel.shard import enable_deferred_all_reduce, set_all_reduce_required
 
-TOGETHER = 1 << 23
+MAX_FUSED_ELEMENTS = 1 << 23
 """Elements that are summed in one operation."""
 
 
-class Gradients(Protocol):
-    """What a step asks for. What is written into `slots` before the last backward of a step is summed over all workers
+class GradReducer(Protocol):
+    """What a step asks for. What is written into `metric_slots` before the last backward of a step is summed over all workers
     together with the gradients, where there are such slots."""
 
     @property
-    def slots(self) -> Tensor | None:
+    def metric_slots(self) -> Tensor | None:
         """fp32 [as many as were asked for]; None where nothing can go along."""
 
-    def begin(self, leaf: int) -> None:
-        """The backward of micro-batch number `leaf` of the global batch comes next."""
+    def begin_backward(self, micro_batch_index: int) -> None:
+        """The backward of micro-batch number `micro_batch_index` of the global batch comes next."""
 
-    def end(self) -> None:
+    def end_backward(self) -> None:
         """That backward is done."""
 
-    def finish(self) -> None:
+    def reduce_gradients(self) -> None:
         """Make the parameters' gradients the sums over all workers."""
 
-    def norm(self) -> Tensor:
+    def grad_norm(self) -> Tensor:
         """Euclidean norm of the whole sum (0-d)."""
 
-    def tensors(self) -> list[Tensor]:
+    def grad_tensors(self) -> list[Tensor]:
         """The sum, or this worker's part of it, as live tensors."""
 
     def close(self) -> None:
         """Leave the model as it was: no step comes any more."""
 
-    def square(self) -> Tensor | None:
+    def local_squared_norm(self) -> Tensor | None:
         """Between two backwards: this worker's part (0-d) of the squared norm of the gradient so far. The parts of all
-        workers add up to `parts` squared norms. None where it cannot be told."""
+        workers add up to `num_norm_samples` squared norms. None where it cannot be told."""
 
     @property
-    def parts(self) -> int:
-        """Gradients of different samples whose squares all workers' `square` add up to."""
+    def num_norm_samples(self) -> int:
+        """Gradients of different samples whose squares all workers' `local_squared_norm` add up to."""
 
 
-class LocalGradients:
+class LocalReducer:
     """The gradients that autograd adds up in `.grad`; a parameter that was not used has zeros, as in an exchange."""
 
-    slots = None
+    metric_slots = None
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[CastLinear] = ()):
+    def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[CachedCastLinear] = ()):
         """`layers` add up their weights' gradients themselves, where they have a total."""
         self._parameters = parameters
         self._layers = layers
-        self._owed: dict[nn.Parameter, Tensor] = {}
+        self._residuals: dict[nn.Parameter, Tensor] = {}
 
-    def begin(self, leaf: int) -> None:
+    def begin_backward(self, micro_batch_index: int) -> None:
         pass
 
-    def end(self) -> None:
+    def end_backward(self) -> None:
         for layer in self._layers:
-            layer.collect()
+            layer.move_grad_sum_to_grad()
 
-    def finish(self) -> None:
+    def reduce_gradients(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for parameter, owed in self._owed.items():
-            _gradient(parameter).add_(owed)
-        self._owed = {}
+        for parameter, residual in self._residuals.items():
+            _local_grad(parameter).add_(residual)
+        self._residuals = {}
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
         """What a world that was larger held back, until the next step."""
-        return self._owed
+        return self._residuals
 
-    def hold_back(self) -> None:
+    def enable_error_feedback(self) -> None:
         """Have room for it."""
-        self._owed = {p: torch.zeros_like(local(p), dtype=torch.float32) for p in self._parameters}
+        self._residuals = {p: torch.zeros_like(to_local(p), dtype=torch.float32) for p in self._parameters}
 
-    def norm(self) -> Tensor:
-        return total_norm(self.tensors())
+    def grad_norm(self) -> Tensor:
+        return total_norm(self.grad_tensors())
 
-    def tensors(self) -> list[Tensor]:
+    def grad_tensors(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def close(self) -> None:
         pass
 
-    def square(self) -> Tensor | None:
-        return total_norm(self.tensors()).square()
+    def local_squared_norm(self) -> Tensor | None:
+        return total_norm(self.grad_tensors()).square()
 
-    parts = 1
+    num_norm_samples = 1
 
 
-class DividedGradients:
+class ParallelReducer:
     """Gradients of a model that is divided over workers. FSDP has summed what it shards, over replicas once, in the
-    backward of the `last` micro-batch here (those of a pipeline sum once anyway); `replicas`, an exchange, sums whole
+    backward of the `last_micro_batch` micro-batch here (those of a pipeline sum once anyway); `replica_reducer`, an exchange, sums whole
     parts between replicas; what is left is summed here: parameters whose gradient is partial on each tensor rank, those
     that two pipeline stages hold, and all over replicas where neither of the two others does."""
 
-    slots = None
+    metric_slots = None
 
-    def __init__(self, divided: Divided, replicas: Gradients | None, last: int | None = None):
-        self._divided = divided
-        self._replicas = replicas
-        self._last = last
-        replicates = last is not None and divided.mesh.fsdp is not None and divided.mesh.fsdp.ndim > 1
-        self._deferring = [] if divided.root is None or not replicates else deferring(divided.root)
-        self._parameters = divided.trainable()
-        self._partial = [p for name, p in self._parameters.items() if name in divided.partial]
-        ties = {name: tie for name, tie in divided.tied.items() if name in self._parameters}
-        self._tied = [(self._parameters[name], tie.group) for name, tie in ties.items()]
+    def __init__(
+        self, parallel_model: ParallelModel, replica_reducer: GradReducer | None, last_micro_batch: int | None = None
+    ):
+        self._parallel_model = parallel_model
+        self._replica_reducer = replica_reducer
+        self._last_micro_batch = last_micro_batch
+        replicates = (
+            last_micro_batch is not None
+            and parallel_model.mesh.fsdp_mesh is not None
+            and parallel_model.mesh.fsdp_mesh.ndim > 1
+        )
+        self._deferred_modules = (
+            []
+            if parallel_model.fsdp_root is None or not replicates
+            else enable_deferred_all_reduce(parallel_model.fsdp_root)
+        )
+        self._parameters = parallel_model.trainable_parameters()
+        self._partial_grad_params = [p for name, p in self._parameters.items() if name in parallel_model.partial_grads]
+        tied_params = {
+            name: tied_param for name, tied_param in parallel_model.tied_params.items() if name in self._parameters
+        }
+        self._tied_params = [(self._parameters[name], tied_param.group) for name, tied_param in tied_params.items()]
 
-    def begin(self, leaf: int) -> None:
-        if self._replicas is not None:
-            self._replicas.begin(leaf)
-        sum_replicas(self._deferring, leaf == self._last)
+    def begin_backward(self, micro_batch_index: int) -> None:
+        if self._replica_reducer is not None:
+            self._replica_reducer.begin_backward(micro_batch_index)
+        set_all_reduce_required(self._deferred_modules, micro_batch_index == self._last_micro_batch)
 
-    def end(self) -> None:
-        if self._replicas is not None:
-            self._replicas.end()
+    def end_backward(self) -> None:
+        if self._replica_reducer is not None:
+            self._replica_reducer.end_backward()
 
-    def finish(self) -> None:
-        if self._replicas is not None:
-            self._replicas.finish()
+    def reduce_gradients(self) -> None:
+        if self._replica_reducer is not None:
+            self._replica_reducer.reduce_gradients()
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        mesh = self._divided.mesh
-        if self._replicas is None and (mesh.fsdp is None or mesh.fsdp.ndim == 1):
-            _sum([_gradient(p) for p in self._parameters.values()], mesh.replicate)
-        _sum([_gradient(p) for p in self._partial], mesh.tensor)
-        for parameter, group in self._tied:
-            _sum([_gradient(parameter)], group)
+        mesh = self._parallel_model.mesh
+        if self._replica_reducer is None and (mesh.fsdp_mesh is None or mesh.fsdp_mesh.ndim == 1):
+            _all_reduce_fused([_local_grad(p) for p in self._parameters.values()], mesh.replicate_group)
+        _all_reduce_fused([_local_grad(p) for p in self._partial_grad_params], mesh.tensor_group)
+        for parameter, group in self._tied_params:
+            _all_reduce_fused([_local_grad(parameter)], group)
 
-    def norm(self) -> Tensor:
-        return self._divided.norm({name: _gradient(p) for name, p in self._parameters.items()})
+    def grad_norm(self) -> Tensor:
+        return self._parallel_model.grad_norm({name: _local_grad(p) for name, p in self._parameters.items()})
 
-    def tensors(self) -> list[Tensor]:
-        if self._replicas is not None:
-            return self._replicas.tensors()
-        return [_gradient(parameter) for parameter in self._parameters.values()]
+    def grad_tensors(self) -> list[Tensor]:
+        if self._replica_reducer is not None:
+            return self._replica_reducer.grad_tensors()
+        return [_local_grad(parameter) for parameter in self._parameters.values()]
 
     def close(self) -> None:
-        if self._replicas is not None:
-            self._replicas.close()
+        if self._replica_reducer is not None:
+            self._replica_reducer.close()
 
-    def square(self) -> Tensor | None:
+    def local_squared_norm(self) -> Tensor | None:
         # What is partial on tensor ranks, held by two stages or summed over replicas once is there at the end only.
-        mesh = self._divided.mesh
-        sums_later = bool(self._partial) or mesh.pipeline is not None
-        if sums_later or (self._replicas is None and mesh.replicate is not None):
+        mesh = self._parallel_model.mesh
+        sums_later = bool(self._partial_grad_params) or mesh.pipeline_group is not None
+        if sums_later or (self._replica_reducer is None and mesh.replicate_group is not None):
             return None
         present = {name: p for name, p in self._parameters.items() if p.grad is not None}
-        own = self._divided.square({name: _gradient(p) for name, p in present.items()})
-        return own if self._replicas is None else own * self._divided.mesh.layout.replicate
+        own = self._parallel_model.local_squared_norm({name: _local_grad(p) for name, p in present.items()})
+        return own if self._replica_reducer is None else own * self._parallel_model.mesh.parallelism.replicate
 
     @property
-    def parts(self) -> int:
-        return 1 if self._replicas is None else self._divided.mesh.layout.replicate
+    def num_norm_samples(self) -> int:
+        return 1 if self._replica_reducer is None else self._parallel_model.mesh.parallelism.replicate
 
     @property
-    def inner(self) -> Gradients | None:
+    def replica_reducer(self) -> GradReducer | None:
         """What sums between replicas."""
-        return self._replicas
+        return self._replica_reducer
 
 
-class ShardedReplicas:
+class HSDPTreeReducer:
     """Gradients of replicas each of which FSDP shards over the ranks of `group`, under `determinism: elastic`. In a
     round each of these has a micro-batch, and FSDP leaves each its part of the sum; rounds are the leaves of the tree
-    in which `exchange` adds them, with those who hold the same part in other replicas. All replicas then have the same
+    in which `replica_reducer` adds them, with those who hold the same part in other replicas. All replicas then have the same
     bits, so the norm is summed within one: its order of addition does not depend on how many there are."""
 
-    slots = None
+    metric_slots = None
 
-    def __init__(self, exchange: Gradients, group: dist.ProcessGroup):
-        self._exchange, self._group = exchange, group
+    def __init__(self, replica_reducer: GradReducer, group: dist.ProcessGroup):
+        self._replica_reducer, self._group = replica_reducer, group
 
-    def begin(self, leaf: int) -> None:
-        self._exchange.begin(leaf // self._group.size())
+    def begin_backward(self, micro_batch_index: int) -> None:
+        self._replica_reducer.begin_backward(micro_batch_index // self._group.size())
 
-    def end(self) -> None:
-        self._exchange.end()
+    def end_backward(self) -> None:
+        self._replica_reducer.end_backward()
 
-    def finish(self) -> None:
-        self._exchange.finish()
+    def reduce_gradients(self) -> None:
+        self._replica_reducer.reduce_gradients()
 
-    def norm(self) -> Tensor:
-        return summed(self._exchange.norm().square(), self._group).sqrt()
+    def grad_norm(self) -> Tensor:
+        return all_reduce_copy(self._replica_reducer.grad_norm().square(), self._group).sqrt()
 
-    def tensors(self) -> list[Tensor]:
-        return self._exchange.tensors()
+    def grad_tensors(self) -> list[Tensor]:
+        return self._replica_reducer.grad_tensors()
 
     def close(self) -> None:
-        self._exchange.close()
+        self._replica_reducer.close()
 
-    def square(self) -> Tensor | None:
+    def local_squared_norm(self) -> Tensor | None:
         return None  # rounds stay apart
 
     @property
-    def parts(self) -> int:
-        return self._exchange.parts
+    def num_norm_samples(self) -> int:
+        return self._replica_reducer.num_norm_samples
 
     @property
-    def inner(self) -> Gradients:
+    def replica_reducer(self) -> GradReducer:
         """What sums between replicas."""
-        return self._exchange
+        return self._replica_reducer
 
 
-def exchange_of(gradients: Gradients) -> GradientExchange | None:
+def find_bucketed_reducer(reducer: GradReducer) -> BucketedReducer | None:
     """The exchange between replicas that is ours, where there is one."""
-    inner = gradients.inner if isinstance(gradients, DividedGradients | ShardedReplicas) else gradients
-    return inner if isinstance(inner, GradientExchange) else None
+    inner = reducer.replica_reducer if isinstance(reducer, ParallelReducer | HSDPTreeReducer) else reducer
+    return inner if isinstance(inner, BucketedReducer) else None
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _local_grad(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
-    return local(parameter.grad)
+    return to_local(parameter.grad)
 
 
-def _sum(tensors: Sequence[Tensor], group: Group) -> None:
+def _all_reduce_fused(tensors: Sequence[Tensor], group: Group) -> None:
     """Replace each tensor by its sum over the group, many small ones in one operation."""
     if group is None:
         return
-    together: list[Tensor] = []
+    batch: list[Tensor] = []
     for i, tensor in enumerate(tensors):
-        together.append(tensor)
-        if i == len(tensors) - 1 or sum(t.numel() for t in together) >= TOGETHER:
-            flat = torch.cat([tensor.reshape(-1) for tensor in together])
+        batch.append(tensor)
+        if i == len(tensors) - 1 or sum(t.numel() for t in batch) >= MAX_FUSED_ELEMENTS:
+            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
             dist.all_reduce(flat, group=group)
-            for one, part in zip(together, flat.split([tensor.numel() for tensor in together]), strict=True):
+            for one, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
                 one.copy_(part.view_as(one))
-            together = []
+            batch = []

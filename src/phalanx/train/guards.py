@@ -2,19 +2,19 @@
 
 from typing import Literal
 
-LIMIT = 3
+MAX_NONFINITE_IN_A_ROW = 3
 """So many skipped steps in a row lead to a rollback; so many rollbacks to one checkpoint in vain, to giving up."""
 
-Action = Literal["skip", "rescale", "rollback"]
+NonfiniteAction = Literal["skip", "rescale", "rollback"]
 
 
-def judge(in_a_row: int, curable: bool) -> tuple[Action, int]:
+def choose_nonfinite_action(consecutive_skips: int, is_fp16_overflow: bool) -> tuple[NonfiniteAction, int]:
     """What to do about a skipped step, and the new number of skipped steps in a row.
 
-    `curable`: an fp16 overflow that a lower loss scale mends is part of the method and does not count.
+    `is_fp16_overflow`: an fp16 overflow that a lower loss scale mends is part of the method and does not count.
     """
-    if curable:
-        return "rescale", in_a_row
-    if in_a_row + 1 < LIMIT:
-        return "skip", in_a_row + 1
+    if is_fp16_overflow:
+        return "rescale", consecutive_skips
+    if consecutive_skips + 1 < MAX_NONFINITE_IN_A_ROW:
+        return "skip", consecutive_skips + 1
     return "rollback", 0

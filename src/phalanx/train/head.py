@@ -11,51 +11,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat import fake_tensors
+from phalanx.compat import fake_tensor_mode
 from phalanx.errors import RecipeError
-from phalanx.train.huggingface_calls import logits_in
+from phalanx.train.huggingface_calls import find_logits
 from phalanx.train.parallel.standins import map_tensors
 
 
-def find_head(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def find_lm_head(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Name of the `nn.Linear` whose output is what `model(*args, **kwargs)` gives, or gives as `logits`; None where
     there is no such layer: logits that are scaled, capped, sliced or converted afterwards are not the layer's output.
 
     The model runs once, without gradients and in evaluation mode, so that neither random numbers nor running statistics
     change; one on the meta device runs without data, and RecipeError says if it cannot.
     """
-    made: dict[str, list[Any]] = {}
+    outputs_by_name: dict[str, list[Any]] = {}
 
-    def noting(name: str) -> Any:
+    def make_hook(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            made.setdefault(name, []).append(output)
+            outputs_by_name.setdefault(name, []).append(output)
 
         return hook
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    hooks = [module.register_forward_hook(noting(name)) for name, module in layers.items()]
+    hooks = [module.register_forward_hook(make_hook(name)) for name, module in layers.items()]
     try:
-        with torch.no_grad(), evaluating(model):
-            logits = logits_in(_run(model, args, kwargs))
+        with torch.no_grad(), eval_mode(model):
+            logits = find_logits(_run_model(model, args, kwargs))
     finally:
         for hook in hooks:
             hook.remove()
     # A layer that is called several times is not only the last: bypassing it would change what the model computes.
-    heads = [name for name, outputs in made.items() if len(outputs) == 1 and outputs[0] is logits]
+    heads = [name for name, outputs in outputs_by_name.items() if len(outputs) == 1 and outputs[0] is logits]
     return heads[0] if heads and logits is not None else None
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model(*args, **kwargs)
 
-    def lent(x: Tensor) -> Tensor:
+    def to_fake(x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
-    with fake_tensors():
-        tensors = {name: lent(x) for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    with fake_tensor_mode():
+        tensors = {name: to_fake(x) for name, x in [*model.named_parameters(), *model.named_buffers()]}
         try:
-            return torch.func.functional_call(model, tensors, map_tensors(args, lent), map_tensors(kwargs, lent))
+            return torch.func.functional_call(model, tensors, map_tensors(args, to_fake), map_tensors(kwargs, to_fake))
         except Exception as error:
             raise RecipeError(
                 f"parallelism: {type(model).__name__} cannot run without data, so its output layer cannot be found "
@@ -64,12 +64,12 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def bypassed(head: nn.Module) -> Iterator[None]:
+def bypass_lm_head(head: nn.Module) -> Iterator[None]:
     """Within it, calling `head` gives its input back: a model whose output layer it is gives hidden states instead of
     logits. Hooks on the head run as ever, so that a sharded one is gathered."""
     # On the instance, not by a hook: a hook would come after the product that it is to spare.
     before = vars(head).get("forward")
-    vars(head)["forward"] = _itself
+    vars(head)["forward"] = _identity
     try:
         yield
     finally:
@@ -79,12 +79,12 @@ def bypassed(head: nn.Module) -> Iterator[None]:
             vars(head)["forward"] = before
 
 
-def _itself(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Within it the model is in evaluation mode; modules that were in training mode are again afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()

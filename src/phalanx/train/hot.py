@@ -17,374 +17,428 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError, storage_failed
+from phalanx.errors import UsageError, is_storage_error
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import InMemoryCheckpointSaved, InMemoryIntervalChosen, RunWarning
-from phalanx.run.hot import begin_line, cut, forget, note_saved, open_folder, remove_copies
-from phalanx.train.checkpoint import Phase, Piece, share_out
-from phalanx.train.checkpoint.parts import TENSORS, PartSaver, copy_name, list_copies
-from phalanx.train.interval import Tell, Times, largest
-from phalanx.train.nodes import Nodes, exchanged, nodes_of, said_by_leader
-from phalanx.train.parallel.divided import Held
-from phalanx.train.parallel.mesh import Mesh, coordinates
-from phalanx.train.peers import Keeper, Sender, local_address
-from phalanx.train.place import Place
-from phalanx.train.room import in_memory, no_room, room_in
-from phalanx.train.state import Progress
+from phalanx.run.hot import (
+    begin_epoch,
+    create_node_dir,
+    delete_history,
+    record_checkpoint,
+    remove_node_dir,
+    truncate_history,
+)
+from phalanx.train.checkpoint import SavePhase, TensorShard, assign_to_ranks
+from phalanx.train.checkpoint.parts import NUM_TENSORS_KEY, InMemorySaver, format_copy_name, list_copies
+from phalanx.train.interval import ReportEventFn, StepTimes, all_reduce_max
+from phalanx.train.nodes import NodeMap, all_gather_json, broadcast_json_from_rank_zero, gather_node_map
+from phalanx.train.parallel.divided import LocalTensor
+from phalanx.train.parallel.mesh import Mesh, rank_coordinates
+from phalanx.train.peers import ReplicaClient, ReplicaServer, find_local_address
+from phalanx.train.place import DistEnv
+from phalanx.train.room import explain_missing_space, find_available_bytes, is_memory_backed
+from phalanx.train.state import TrainState
 
-HOT_FLAGS = ("copied", "copy_failed")
-PAUSE = 1.0
+IN_MEMORY_FLAGS = ("copied", "copy_failed")
+MIN_INTERVAL_S = 1.0
 """Seconds of work that are not worth a copy: starting again takes as long."""
-WARM_UP = 4
+WARMUP_STEPS = 4
 """Steps of an attempt before anything is decided."""
-RETRY = 500
+MIN_RETRY_STEPS = 500
 """Steps after which copies that seemed too dear are tried again, or more: a trial must not take more than its share."""
-PREPARED = 1e9
+PIN_BYTES_PER_S = 1e9
 """Bytes a second of the buffer for copies from a GPU that are made ready in the background, or more."""
-TRIAL = 3
+TRIAL_COPIES = 3
 """Copies of a trial, and one for good measure."""
 
 
-class HotCopies:
-    """Hot copies of one worker. `wanted`: every so many steps, or at most such a share of the time ("1%"), or None.
-    Every worker calls the same at the same step. `tell` reports what became of them on every worker alike."""
+class InMemoryCheckpointer:
+    """Hot copies of one worker. `interval`: every so many steps, or at most such a share of the time ("1%"), or None.
+    Every worker calls the same at the same step. `report_event` reports what became of them on every worker alike."""
 
     def __init__(
         self,
         run: Run,
-        place: Place,
+        dist_env: DistEnv,
         mesh: Mesh,
-        wanted: int | str | None,
-        begun: int,
-        times: Times,
-        durable: Callable[[], int | None],
-        common: dict[str, Any],
-        tell: Tell,
+        interval: int | str | None,
+        start_step: int,
+        step_times: StepTimes,
+        checkpoint_interval: Callable[[], int | None],
+        common_meta: dict[str, Any],
+        report_event: ReportEventFn,
         flush: Callable[[], None],
         environment: Mapping[str, str] = os.environ,
     ):
-        self._run, self._place, self._mesh, self._environment = run, place, mesh, environment
-        self._times, self._durable, self._common = times, durable, common
-        self._tell, self._flush = tell, flush
-        self._share = share_of(wanted) if isinstance(wanted, str) else None
-        self.every: int | None = wanted if isinstance(wanted, int) else None
+        self._run, self._dist_env, self._mesh, self._environment = run, dist_env, mesh, environment
+        self._step_times, self._checkpoint_interval, self._common_meta = step_times, checkpoint_interval, common_meta
+        self._report_event, self._flush = report_event, flush
+        self._overhead_fraction = parse_percent(interval) if isinstance(interval, str) else None
+        self.interval_steps: int | None = interval if isinstance(interval, int) else None
         """Steps between two copies as things stand; None for none."""
-        self._over = wanted is None
-        self._start = self._last = self._decided = begun
-        self._revise = self._share is not None
-        self._retry = RETRY
-        self._begun = self._measured = False
-        self._nodes = Nodes((0,) * place.world)
-        self._folder: Path | None = None
-        self._saver: PartSaver | None = None
-        self._keeper: Keeper | None = None
-        self._sender: Sender | None = None
-        self._token = ""
-        self._whole: str | None = None  # the newest copy of this attempt that is whole
+        self._disabled = interval is None
+        self._epoch_start = self._last_copied_step = self._last_decision_step = start_step
+        self._must_decide = self._overhead_fraction is not None
+        self._retry_steps = MIN_RETRY_STEPS
+        self._is_set_up = self._first_copy_done = False
+        self._nodes = NodeMap((0,) * dist_env.world_size)
+        self._copy_dir: Path | None = None
+        self._saver: InMemorySaver | None = None
+        self._replica_server: ReplicaServer | None = None
+        self._replica_client: ReplicaClient | None = None
+        self._epoch_token = ""
+        self._newest_complete_copy: str | None = None  # the newest copy of this attempt that is whole
         self._sizes: dict[str, int] = {}
-        self._own: list[str] = []
-        self._tensors = 0  # of all workers together
+        self._owned_names: list[str] = []
+        self._num_tensors = 0  # of all workers together
         self._waiting_for_copy = False
-        self._stall = 0.0
-        self._bytes = self._largest = 0
-        self._usual = 1.0  # seconds of a step, as all workers know it
-        self.in_flight: int | None = None  # the step being copied, alike on all workers
-        self.reason = ""
+        self._stall_s = 0.0
+        self._total_bytes = self._max_rank_bytes = 0
+        self._usual_step_s = 1.0  # seconds of a step, as all workers know it
+        self.step_in_flight: int | None = None  # the step being copied, alike on all workers
+        self.failure_reason = ""
 
-    def due(self, step: int, last: int) -> bool:
+    def is_due(self, step: int, last_step: int) -> bool:
         """Whether to copy the state after this step of so many."""
-        if self._over or self.in_flight is not None:
+        if self._disabled or self.step_in_flight is not None:
             return False
-        if self._share is None:
-            return self.every is not None and step % self.every == 0
-        if self.every is None and step - self._decided >= self._retry:  # what it cost may have been an accident
-            self._times.copying.forget()
-            self._revise = True
-        if self._revise and self._times.steps >= WARM_UP:
-            self._revise, self._decided = False, step
-            self._decide(step, last)
-        return self.every is not None and step - self._last >= self.every
+        if self._overhead_fraction is None:
+            return self.interval_steps is not None and step % self.interval_steps == 0
+        if (
+            self.interval_steps is None and step - self._last_decision_step >= self._retry_steps
+        ):  # what it cost may have been an accident
+            self._step_times.copy_overhead.reset()
+            self._must_decide = True
+        if self._must_decide and self._step_times.num_steps >= WARMUP_STEPS:
+            self._must_decide, self._last_decision_step = False, step
+            self._choose_interval(step, last_step)
+        return self.interval_steps is not None and step - self._last_copied_step >= self.interval_steps
 
-    def start(self, progress: Progress, state: Mapping[str, Held], eager: list[str]) -> None:
-        """Begin to copy. Nothing may be in flight. The tensors must not change before `wait_copied`, except those named
-        in `eager`."""
-        step = self._last = progress.step
-        sizes = {name: held.tensor.numel() * held.tensor.element_size() for name, held in state.items()}
-        first = not self._begun
-        if first and not self._begin(state, sizes):
+    def start_copy(self, train_state: TrainState, state: Mapping[str, LocalTensor], copy_now: list[str]) -> None:
+        """Begin to copy. Nothing may be in flight. The tensors must not change before `wait_snapshot_copied`, except those named
+        in `copy_now`."""
+        step = self._last_copied_step = train_state.step
+        sizes = {
+            name: local_tensor.tensor.numel() * local_tensor.tensor.element_size()
+            for name, local_tensor in state.items()
+        }
+        first = not self._is_set_up
+        if first and not self._set_up(state, sizes):
             return
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         assert self._saver is not None
         if sizes != self._sizes:
-            self._sizes, self._own = sizes, owned(state, sizes, self._mesh, self._nodes, self._place.rank)[0]
-            self._count(state)
-        pieces = [
-            Piece(name, block.of(state[name].tensor), state[name].holding.shape, block.offset)
-            for name in self._own
-            for block in state[name].holding.blocks
+            self._sizes, self._owned_names = (
+                sizes,
+                assign_owned_tensors(state, sizes, self._mesh, self._nodes, self._dist_env.rank)[0],
+            )
+            self._count_tensors(state)
+        shards = [
+            TensorShard(
+                name, block.slice_local(state[name].tensor), state[name].global_blocks.global_shape, block.global_offset
+            )
+            for name in self._owned_names
+            for block in state[name].global_blocks.blocks
         ]
-        if first and self._share is not None and self.every and self._place.device.type != "cpu":
-            self._saver.prepare(pieces)  # the first copy comes when its memory is there
-            self._last = max(step, step - self.every + math.ceil(self._largest / PREPARED / self._usual))
+        if (
+            first
+            and self._overhead_fraction is not None
+            and self.interval_steps
+            and self._dist_env.device.type != "cpu"
+        ):
+            self._saver.allocate_buffer(shards)  # the first copy comes when its memory is there
+            self._last_copied_step = max(
+                step,
+                step - self.interval_steps + math.ceil(self._max_rank_bytes / PIN_BYTES_PER_S / self._usual_step_s),
+            )
             return
-        self.in_flight = step
-        self._times.copying.begins()
+        self.step_in_flight = step
+        self._step_times.copy_overhead.begin()
         self._flush()  # a run that goes on from this copy must find the steps before it in its events
         try:
-            mine = set(self._own)
+            owned_names = set(self._owned_names)
             self._saver.start(
                 step,
-                pieces,
-                {**self._common, **asdict(progress), TENSORS: self._tensors},
-                [n for n in eager if n in mine],
+                shards,
+                {**self._common_meta, **asdict(train_state), NUM_TENSORS_KEY: self._num_tensors},
+                [n for n in copy_now if n in owned_names],
             )
             self._waiting_for_copy = True
         except UsageError as error:  # a tensor that no checkpoint can hold: training goes on
-            self.reason = str(error)
-        self._stall = time.perf_counter() - begun
+            self.failure_reason = str(error)
+        self._stall_s = time.perf_counter() - start_time
 
-    def wait_copied(self) -> None:
+    def wait_snapshot_copied(self) -> None:
         """Call before tensors change."""
         if self._waiting_for_copy:
             assert self._saver is not None
-            self._stall += self._saver.wait_copied()
+            self._stall_s += self._saver.wait_snapshot_copied()
             self._waiting_for_copy = False
 
-    def flags(self) -> tuple[bool, bool]:
+    def local_flags(self) -> tuple[bool, bool]:
         """This worker's HOT_FLAGS now."""
-        if self.in_flight is None or self._saver is None:
+        if self.step_in_flight is None or self._saver is None:
             return (False, False)
         state = self._saver.poll()
-        if state.phase is Phase.FAILED:
-            self.reason = state.reason
-        return (state.phase is Phase.WRITTEN, bool(self.reason))
+        if state.phase is SavePhase.FAILED:
+            self.failure_reason = state.reason
+        return (state.phase is SavePhase.WRITTEN, bool(self.failure_reason))
 
-    def settle(self, flags: Mapping[str, int]) -> None:
+    def handle_flags(self, flags: Mapping[str, int]) -> None:
         """Take the next turn, given the flags of all workers."""
-        if self.in_flight is None:
+        if self.step_in_flight is None:
             return
         if flags["copy_failed"]:
-            self._give_up()
-        elif flags["copied"] == self._place.world:
-            self._complete(self.in_flight)
+            self._disable_after_failure()
+        elif flags["copied"] == self._dist_env.world_size:
+            self._complete_copy(self.step_in_flight)
 
-    def saved(self, step: int) -> None:
+    def note_checkpoint(self, step: int) -> None:
         """There is a checkpoint of this step."""
-        if self._begun and not self._over and self._place.leads:
-            note_saved(self._run, step)
+        if self._is_set_up and not self._disabled and self._dist_env.is_rank_zero:
+            record_checkpoint(self._run, step)
 
     def roll_back(self, step: int) -> None:
         """The run goes back to a checkpoint of this step: copies of later ones belong to no history."""
-        if self._place.leads:
-            cut(self._run, step)
-        if not self._begun or self._over:
+        if self._dist_env.is_rank_zero:
+            truncate_history(self._run, step)
+        if not self._is_set_up or self._disabled:
             return
         assert self._saver is not None
-        self._drop()
-        self._start = self._last = step
-        self._whole = None
-        if self._new_line():
-            self._saver.begin_line(self._token)
-        if self._nodes.leads(self._place.rank):
-            clear_copies(self._folder, ())
+        self._cancel_copy()
+        self._epoch_start = self._last_copied_step = step
+        self._newest_complete_copy = None
+        if self._begin_epoch():
+            self._saver.set_epoch_token(self._epoch_token)
+        if self._nodes.is_node_leader(self._dist_env.rank):
+            prune_copies(self._copy_dir, ())
 
     def close(self) -> None:
         """The run ends with a checkpoint: nothing of the copies stays."""
-        if self._begun and not self._over:
-            self.abandon()
-            exchanged(self._place, None)  # nobody writes any more
-        if self._place.local_rank == 0 or (self._begun and self._nodes.leads(self._place.rank)):
-            remove_copies(self._run, self._environment)
-        if self._place.leads:
+        if self._is_set_up and not self._disabled:
+            self.cancel()
+            all_gather_json(self._dist_env, None)  # nobody writes any more
+        if self._dist_env.local_rank == 0 or (self._is_set_up and self._nodes.is_node_leader(self._dist_env.rank)):
+            remove_node_dir(self._run, self._environment)
+        if self._dist_env.is_rank_zero:
             try:
-                forget(self._run)
+                delete_history(self._run)
             except OSError as error:  # the copies are gone, so what is written of them does no harm
-                if not storage_failed(error):
+                if not is_storage_error(error):
                     raise
-        self._over = True
+        self._disabled = True
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Leave what is in flight, waiting for nobody else: also when another worker is gone. Whole copies stay."""
-        for peer in (self._sender, self._keeper):
+        for peer in (self._replica_client, self._replica_server):
             if peer is not None:
                 peer.close()
-        self._drop()
-        if self._sender is not None:
-            self._sender.release()
-        self._sender = self._keeper = None
+        self._cancel_copy()
+        if self._replica_client is not None:
+            self._replica_client.close_socket()
+        self._replica_client = self._replica_server = None
 
-    def _drop(self) -> None:
+    def _cancel_copy(self) -> None:
         if self._saver is not None:
-            self._saver.abandon()
-            self._times.copying.failed()
-        self.in_flight, self._waiting_for_copy, self._stall, self.reason = None, False, 0.0, ""
+            self._saver.cancel()
+            self._step_times.copy_overhead.record_failed()
+        self.step_in_flight, self._waiting_for_copy, self._stall_s, self.failure_reason = None, False, 0.0, ""
 
-    def _complete(self, step: int) -> None:
+    def _complete_copy(self, step: int) -> None:
         assert self._saver is not None
-        seconds = self._saver.poll().seconds
-        self._saver.keep()
-        self._whole = copy_name(step, self._token)
-        known = self._stall
-        if self._place.device.type == "cpu":  # the thread that copies takes a core from those that train
-            known += self._saver.cpu + (self._keeper.cpu if self._keeper is not None else 0.0)
-        self._times.copying.done(known)
-        if not self._measured:
-            self._measured = True
-            self._times.copying.forget()
-        self._revise = self._share is not None and self._times.copying.count.bit_count() == 1
-        event = InMemoryCheckpointSaved(step=step, size_bytes=self._bytes, duration_s=seconds, stall_s=self._stall)
-        self.in_flight, self._stall = None, 0.0
-        self._tell(event)
+        write_s = self._saver.poll().duration_s
+        self._saver.keep_shard()
+        self._newest_complete_copy = format_copy_name(step, self._epoch_token)
+        stall_s = self._stall_s
+        if self._dist_env.device.type == "cpu":  # the thread that copies takes a core from those that train
+            stall_s += self._saver.cpu_s + (self._replica_server.cpu_s if self._replica_server is not None else 0.0)
+        self._step_times.copy_overhead.record_done(stall_s)
+        if not self._first_copy_done:
+            self._first_copy_done = True
+            self._step_times.copy_overhead.reset()
+        self._must_decide = (
+            self._overhead_fraction is not None and self._step_times.copy_overhead.num_done.bit_count() == 1
+        )
+        event = InMemoryCheckpointSaved(
+            step=step, size_bytes=self._total_bytes, duration_s=write_s, stall_s=self._stall_s
+        )
+        self.step_in_flight, self._stall_s = None, 0.0
+        self._report_event(event)
 
-    def _decide(self, step: int, last: int) -> None:
+    def _choose_interval(self, step: int, last_step: int) -> None:
         """How often to copy, from numbers of all workers."""
-        assert self._share is not None
-        usual = self._times.usual
-        cost, usual = largest(self._place, [self._times.copying.cost(usual), usual])
-        before, durable = self.every, self._durable()
-        if usual <= 0:
+        assert self._overhead_fraction is not None
+        usual_step_s = self._step_times.usual_step_s
+        copy_cost_s, usual_step_s = all_reduce_max(
+            self._dist_env, [self._step_times.copy_overhead.cost_s(usual_step_s), usual_step_s]
+        )
+        before, checkpoint_interval = self.interval_steps, self._checkpoint_interval()
+        if usual_step_s <= 0:
             return
-        self._usual = usual
-        allowed = cost / (self._share * usual)
-        self.every = math.ceil(max(allowed, PAUSE / usual, 1.0))
-        self._retry = max(RETRY, TRIAL * math.ceil(allowed))
+        self._usual_step_s = usual_step_s
+        affordable_interval = copy_cost_s / (self._overhead_fraction * usual_step_s)
+        self.interval_steps = math.ceil(max(affordable_interval, MIN_INTERVAL_S / usual_step_s, 1.0))
+        self._retry_steps = max(MIN_RETRY_STEPS, TRIAL_COPIES * math.ceil(affordable_interval))
         # A copy must come well before the next checkpoint, and before the end, to be worth anything.
-        if (durable is not None and 2 * self.every > durable) or step + self.every >= last:
-            self.every = None
-        if self.every != before:
-            self._tell(InMemoryIntervalChosen(step=step, interval_steps=self.every, cost_s=cost))
+        if (
+            checkpoint_interval is not None and 2 * self.interval_steps > checkpoint_interval
+        ) or step + self.interval_steps >= last_step:
+            self.interval_steps = None
+        if self.interval_steps != before:
+            self._report_event(
+                InMemoryIntervalChosen(step=step, interval_steps=self.interval_steps, cost_s=copy_cost_s)
+            )
 
-    def _begin(self, state: Mapping[str, Held], sizes: dict[str, int]) -> bool:
+    def _set_up(self, state: Mapping[str, LocalTensor], sizes: dict[str, int]) -> bool:
         """Find out with all workers who copies what, where to, and whether there is room; whether there is."""
-        place = self._place
-        self._nodes = nodes = nodes_of(place, self._environment)
-        self._own, exposed = owned(state, sizes, self._mesh, nodes, place.rank)
+        dist_env = self._dist_env
+        self._nodes = nodes = gather_node_map(dist_env, self._environment)
+        self._owned_names, single_node = assign_owned_tensors(state, sizes, self._mesh, nodes, dist_env.rank)
         self._sizes = sizes
-        self._count(state)
-        told: dict[str, Any] = {"bytes": sum(sizes[name] for name in self._own), "exposed": exposed, "wrong": ""}
+        self._count_tensors(state)
+        own_facts: dict[str, Any] = {
+            "bytes": sum(sizes[name] for name in self._owned_names),
+            "exposed": single_node,
+            "wrong": "",
+        }
         try:
-            self._folder = open_folder(self._run, self._environment)
-            told |= {"room": room_in(self._folder), "in_memory": in_memory(self._folder)}
+            self._copy_dir = create_node_dir(self._run, self._environment)
+            own_facts |= {"room": find_available_bytes(self._copy_dir), "in_memory": is_memory_backed(self._copy_dir)}
         except (OSError, UsageError) as error:
-            told["wrong"] = str(error)
-        said = exchanged(place, told)
-        wrong = next((each["wrong"] for each in said if each["wrong"]), "") or no_room(said, nodes)
-        if wrong:
-            self._turn_off(wrong)
+            own_facts["wrong"] = str(error)
+        gathered = all_gather_json(dist_env, own_facts)
+        problem = next((each["wrong"] for each in gathered if each["wrong"]), "") or explain_missing_space(
+            gathered, nodes
+        )
+        if problem:
+            self._disable(problem)
             return False
-        assert self._folder is not None
-        self._bytes = sum(each["bytes"] for each in said)
-        self._largest = max(each["bytes"] for each in said)
-        senders = [rank for rank, each in enumerate(said) if each["exposed"]]
+        assert self._copy_dir is not None
+        self._total_bytes = sum(each["bytes"] for each in gathered)
+        self._max_rank_bytes = max(each["bytes"] for each in gathered)
+        senders = [rank for rank, each in enumerate(gathered) if each["exposed"]]
         if senders:
-            self._connect(senders)
-        self._begun = True
-        if not self._new_line():
+            self._connect_replicas(senders)
+        self._is_set_up = True
+        if not self._begin_epoch():
             return False
-        deliver = None if self._sender is None else self._sender.deliver
-        self._saver = PartSaver(self._folder, place.rank, self._token, self._tidy, deliver)
+        send_to_replica = None if self._replica_client is None else self._replica_client.send_shard
+        self._saver = InMemorySaver(
+            self._copy_dir, dist_env.rank, self._epoch_token, self._prune_before_write, send_to_replica
+        )
         return True
 
-    def _count(self, state: Mapping[str, Held]) -> None:
-        at = self._mesh.at
-        own = [name for name, held in state.items() if held.begins and not any(at[axis] for axis in held.copies)]
-        self._tensors = len(set().union(*exchanged(self._place, sorted(own))))
+    def _count_tensors(self, state: Mapping[str, LocalTensor]) -> None:
+        own_coordinates = self._mesh.coordinates
+        own = [
+            name
+            for name, local_tensor in state.items()
+            if local_tensor.has_first_element
+            and not any(own_coordinates[axis] for axis in local_tensor.replicated_axes)
+        ]
+        self._num_tensors = len(set().union(*all_gather_json(self._dist_env, sorted(own))))
 
-    def _new_line(self) -> bool:
+    def _begin_epoch(self) -> bool:
         """A token that stands in the run's history before any copy bears it; whether there is room to say so."""
-        told = [secrets.token_hex(8), ""]
-        if self._place.leads:
+        token_and_error = [secrets.token_hex(8), ""]
+        if self._dist_env.is_rank_zero:
             try:
-                cut(self._run, self._start)
-                begin_line(self._run, told[0])
+                truncate_history(self._run, self._epoch_start)
+                begin_epoch(self._run, token_and_error[0])
             except OSError as error:
-                told[1] = str(error)
-        self._token, wrong = said_by_leader(self._place, told)
-        if wrong:
-            self._turn_off(wrong)
-        return not wrong
+                token_and_error[1] = str(error)
+        self._epoch_token, problem = broadcast_json_from_rank_zero(self._dist_env, token_and_error)
+        if problem:
+            self._disable(problem)
+        return not problem
 
-    def _connect(self, senders: list[int]) -> None:
+    def _connect_replicas(self, senders: list[int]) -> None:
         """Meet the workers of other nodes with whom parts are exchanged. Where that fails copies stay on their node."""
-        place, nodes = self._place, self._nodes
-        kept = [rank for rank in senders if nodes.keeper(rank) == place.rank]
-        assert self._folder is not None
-        address, wrong = None, ""
+        dist_env, nodes = self._dist_env, self._nodes
+        replicated_ranks = [rank for rank in senders if nodes.replica_rank(rank) == dist_env.rank]
+        assert self._copy_dir is not None
+        address, problem = None, ""
         try:
-            if kept:
-                self._keeper = Keeper(self._folder)
-                address = self._keeper.listen(local_address(self._environment))
+            if replicated_ranks:
+                self._replica_server = ReplicaServer(self._copy_dir)
+                address = self._replica_server.listen(find_local_address(self._environment))
         except OSError as error:
-            wrong = str(error)
-        addresses = exchanged(place, address)
+            problem = str(error)
+        addresses = all_gather_json(dist_env, address)
         try:
-            if place.rank in senders and addresses[nodes.keeper(place.rank)] is not None:
-                host, port, secret = addresses[nodes.keeper(place.rank)]
-                self._sender = Sender((host, port, secret))
-            if self._keeper is not None and not wrong:
-                self._keeper.accept(len(kept))
+            if dist_env.rank in senders and addresses[nodes.replica_rank(dist_env.rank)] is not None:
+                host, port, secret = addresses[nodes.replica_rank(dist_env.rank)]
+                self._replica_client = ReplicaClient((host, port, secret))
+            if self._replica_server is not None and not problem:
+                self._replica_server.accept(len(replicated_ranks))
         except OSError as error:
-            wrong = wrong or str(error)
-        found = next((each for each in exchanged(place, wrong) if each), "")
+            problem = problem or str(error)
+        found = next((each for each in all_gather_json(dist_env, problem) if each), "")
         if found:
-            self.abandon()
+            self.cancel()
             text = f"hot copies stay on their own node, whose loss costs a checkpoint's interval: {found}"
-            self._tell(RunWarning(text=text))
+            self._report_event(RunWarning(text=text))
 
-    def _tidy(self, step: int) -> None:
+    def _prune_before_write(self, step: int) -> None:
         """In the background, before a part is written: make room for it."""
-        if self._whole is not None and self._nodes.leads(self._place.rank):
-            clear_copies(self._folder, (self._whole, copy_name(step, self._token)))
+        if self._newest_complete_copy is not None and self._nodes.is_node_leader(self._dist_env.rank):
+            prune_copies(self._copy_dir, (self._newest_complete_copy, format_copy_name(step, self._epoch_token)))
 
-    def _give_up(self) -> None:
-        reason = self.reason
-        self.abandon()
-        found = next((each for each in exchanged(self._place, reason) if each), "")
-        if self._nodes.leads(self._place.rank):
-            remove_copies(self._run, self._environment)
-        self._turn_off(found)
+    def _disable_after_failure(self) -> None:
+        reason = self.failure_reason
+        self.cancel()
+        found = next((each for each in all_gather_json(self._dist_env, reason) if each), "")
+        if self._nodes.is_node_leader(self._dist_env.rank):
+            remove_node_dir(self._run, self._environment)
+        self._disable(found)
 
-    def _turn_off(self, why: str) -> None:
-        self._over = True
-        if self._place.leads:
-            forget(self._run)
-        self._tell(RunWarning(text=f"no hot copies: {why}; training goes on, and a loss costs more of it"))
+    def _disable(self, reason: str) -> None:
+        self._disabled = True
+        if self._dist_env.is_rank_zero:
+            delete_history(self._run)
+        self._report_event(RunWarning(text=f"no hot copies: {reason}; training goes on, and a loss costs more of it"))
 
 
-def share_of(text: str) -> float:
+def parse_percent(text: str) -> float:
     """0.01 of "1%"."""
     return float(text.strip().removesuffix("%")) / 100.0
 
 
-def holders(layout: Parallelism, rank: int, copies: tuple[str, ...]) -> list[int]:
+def find_holders(parallelism: Parallelism, rank: int, replicated_axes: tuple[str, ...]) -> list[int]:
     """The ranks that differ from this one along these axes only: they hold the same."""
-    own = coordinates(layout, rank)
-    fixed = [axis for axis in own if axis not in copies]
-    every = ((other, coordinates(layout, other)) for other in range(layout.world))
-    return [other for other, at in every if all(at[axis] == own[axis] for axis in fixed)]
+    own = rank_coordinates(parallelism, rank)
+    fixed = [axis for axis in own if axis not in replicated_axes]
+    all_coordinates = ((other, rank_coordinates(parallelism, other)) for other in range(parallelism.world))
+    return [
+        other
+        for other, coordinates_of_other in all_coordinates
+        if all(coordinates_of_other[axis] == own[axis] for axis in fixed)
+    ]
 
 
-def owned(
-    state: Mapping[str, Held], sizes: Mapping[str, int], mesh: Mesh, nodes: Nodes, rank: int
+def assign_owned_tensors(
+    state: Mapping[str, LocalTensor], sizes: Mapping[str, int], mesh: Mesh, nodes: NodeMap, rank: int
 ) -> tuple[list[str], bool]:
     """What this worker copies so that its node keeps all that its workers hold, sorted; and whether the node is the
     only one to hold some of it."""
     own: list[str] = []
-    exposed = False
-    for copies in {held.copies for held in state.values()}:
-        alike = {name: sizes[name] for name, held in state.items() if held.copies == copies}
-        all_of_them = holders(mesh.layout, rank, copies)
-        beside = [other for other in all_of_them if nodes.of[other] == nodes.of[rank]]
-        own += share_out(alike, len(beside))[beside.index(rank)]
-        exposed |= nodes.count > 1 and len(beside) == len(all_of_them)
-    return sorted(own), exposed
+    single_node = False
+    for replicated_axes in {local_tensor.replicated_axes for local_tensor in state.values()}:
+        sizes_with_axes = {
+            name: sizes[name] for name, local_tensor in state.items() if local_tensor.replicated_axes == replicated_axes
+        }
+        all_holders = find_holders(mesh.parallelism, rank, replicated_axes)
+        holders_on_node = [other for other in all_holders if nodes.node_of_rank[other] == nodes.node_of_rank[rank]]
+        own += assign_to_ranks(sizes_with_axes, len(holders_on_node))[holders_on_node.index(rank)]
+        single_node |= nodes.num_nodes > 1 and len(holders_on_node) == len(all_holders)
+    return sorted(own), single_node
 
 
-def clear_copies(folder: Path | None, keep: tuple[str, ...]) -> None:
+def prune_copies(folder: Path | None, keep: tuple[str, ...]) -> None:
     """Remove a node's copies but those of these names."""
     for step, token in list_copies(folder) if folder is not None else ():
-        name = copy_name(step, token)
+        name = format_copy_name(step, token)
         if name not in keep:
             assert folder is not None
             shutil.rmtree(folder / name, ignore_errors=True)  # a worker may be removing its part

@@ -15,107 +15,109 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.failures import USUAL_RATE, daly_interval, seen_between_failures
+from phalanx.cluster.failures import DEFAULT_DEVICE_FAILURES_PER_S, daly_interval, estimate_mtbf
 from phalanx.run import Event, Run, read_events
 from phalanx.run.event_types import AttemptStarted, CheckpointIntervalChosen, StepDone, WorkerFailure
-from phalanx.train.nodes import said_by_leader
-from phalanx.train.place import Place
+from phalanx.train.nodes import broadcast_json_from_rank_zero
+from phalanx.train.place import DistEnv
 
-UNUSUAL = 2
+WARMUP_STEPS = 2
 """First steps of an attempt, which take longer."""
-REMEMBERED = 32
+NUM_STEPS_REMEMBERED = 32
 """Steps without a save from which the usual time follows."""
-ENOUGH = 4
+MIN_RUNS_TO_MEASURE = 4
 """Times that something must have been done before the steps meanwhile are believed."""
-FIRST = 50
+FIRST_INTERVAL_STEPS = 50
 """Steps until the first save, whose cost nobody knows yet."""
-BUSY = 2.0
+MIN_INTERVAL_PER_WRITE_TIME = 2.0
 """The interval is at least so many times what a save takes to be written."""
-CHANGED = 1.2
+MIN_INTERVAL_CHANGE = 1.2
 """By how much an interval must differ to be taken."""
 
 
-def largest(place: Place, values: Sequence[float]) -> list[float]:
+def all_reduce_max(dist_env: DistEnv, values: Sequence[float]) -> list[float]:
     """The largest that any worker has of each number; every worker calls it."""
-    if place.world == 1:
+    if dist_env.world_size == 1:
         return list(values)
-    found = torch.tensor(list(values), dtype=torch.float64, device=place.device)
+    found = torch.tensor(list(values), dtype=torch.float64, device=dist_env.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return [float(value) for value in found.tolist()]
 
 
-class Burden:
+class Overhead:
     """What one kind of work in the background adds to the steps meanwhile."""
 
     def __init__(self) -> None:
-        self.forget()
-        self.running = self._ending = False
+        self.reset()
+        self.is_running = self._ends_this_step = False
 
-    def begins(self) -> None:
+    def begin(self) -> None:
         """It begins between two steps."""
-        self.running, self._ending = True, False
+        self.is_running, self._ends_this_step = True, False
 
-    def done(self, known: float) -> None:
+    def record_done(self, known_s: float) -> None:
         """It was done once more, within a step; so many seconds are certain."""
-        self.count += 1
-        self._known += known
-        self._ending = True
+        self.num_done += 1
+        self._known_s += known_s
+        self._ends_this_step = True
 
-    def failed(self) -> None:
+    def record_failed(self) -> None:
         """It was given up within a step."""
-        self._ending = True
+        self._ends_this_step = True
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin anew: the first time takes memory that later ones find."""
-        self.count, self._known, self._seconds, self._steps = 0, 0.0, 0.0, 0
+        self.num_done, self._known_s, self._concurrent_s, self._concurrent_steps = 0, 0.0, 0.0, 0
 
-    def meanwhile(self, seconds: float) -> None:
+    def record_concurrent_step(self, step_s: float) -> None:
         """A step took so long while it was done."""
-        self._seconds += seconds
-        self._steps += 1
+        self._concurrent_s += step_s
+        self._concurrent_steps += 1
 
-    def step_ends(self) -> None:
+    def end_step(self) -> None:
         """The step in which it ended, if it did, is over."""
-        self.running = self.running and not self._ending
+        self.is_running = self.is_running and not self._ends_this_step
 
-    def cost(self, usual: float) -> float:
+    def cost_s(self, usual_step_s: float) -> float:
         """Seconds that it costs each time, when a step usually takes so many. How long a few steps took says little."""
-        if not self.count:
+        if not self.num_done:
             return 0.0
-        longer = self._seconds - self._steps * usual if self.count >= ENOUGH else 0.0
-        return max(self._known, longer) / self.count
+        extra_s = (
+            self._concurrent_s - self._concurrent_steps * usual_step_s if self.num_done >= MIN_RUNS_TO_MEASURE else 0.0
+        )
+        return max(self._known_s, extra_s) / self.num_done
 
 
-class Times:
+class StepTimes:
     """How long steps take, usually and while something is saved or copied."""
 
     def __init__(self) -> None:
-        self.saving, self.copying = Burden(), Burden()
-        self.steps = 0
-        self._usual: deque[float] = deque(maxlen=REMEMBERED)
+        self.save_overhead, self.copy_overhead = Overhead(), Overhead()
+        self.num_steps = 0
+        self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_REMEMBERED)
 
     @property
-    def usual(self) -> float:
+    def usual_step_s(self) -> float:
         """Median seconds of the last steps during which nothing was saved; 0 before there was one."""
-        return statistics.median(self._usual) if self._usual else 0.0
+        return statistics.median(self._step_times_s) if self._step_times_s else 0.0
 
-    def note(self, seconds: float) -> None:
+    def record_step(self, step_s: float) -> None:
         """A step was done."""
-        self.steps += 1
-        both = (self.saving, self.copying)
-        running = [burden for burden in both if burden.running]
-        if self.steps > UNUSUAL and not running:
-            self._usual.append(seconds)
-        elif self.steps > UNUSUAL and len(running) == 1:  # of both at once nobody knows which it was
-            running[0].meanwhile(seconds)
-        for burden in both:
-            burden.step_ends()
+        self.num_steps += 1
+        both = (self.save_overhead, self.copy_overhead)
+        running = [overhead for overhead in both if overhead.is_running]
+        if self.num_steps > WARMUP_STEPS and not running:
+            self._step_times_s.append(step_s)
+        elif self.num_steps > WARMUP_STEPS and len(running) == 1:  # of both at once nobody knows which it was
+            running[0].record_concurrent_step(step_s)
+        for overhead in both:
+            overhead.end_step()
 
 
-Tell = Callable[[Event], None]
+ReportEventFn = Callable[[Event], None]
 
 
-class DurableInterval:
+class CheckpointInterval:
     """When a durable checkpoint is due: every so many steps, or for `auto` by Young and Daly. Then every worker makes
     and asks it at the same steps."""
 
@@ -123,77 +125,81 @@ class DurableInterval:
         self,
         every: int | Literal["auto"] | None,
         run: Run,
-        place: Place,
-        begun: int,
-        times: Times,
-        tell: Tell,
+        dist_env: DistEnv,
+        start_step: int,
+        step_times: StepTimes,
+        report_event: ReportEventFn,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.every: int | None = FIRST if every == "auto" else every
+        self.interval_steps: int | None = FIRST_INTERVAL_STEPS if every == "auto" else every
         """Steps between two checkpoints as things stand; None for none."""
-        self._auto, self._place, self._times, self._clock = every == "auto", place, times, clock
-        self._tell = tell
-        self._last = begun
-        self._begun = clock()
-        self._usual_failures, self._failures, self._seconds = math.inf, 0, 0.0
+        self._auto, self._dist_env, self._step_times, self._clock = every == "auto", dist_env, step_times, clock
+        self._report_event = report_event
+        self._last_save_step = start_step
+        self._start_time = clock()
+        self._usual_failure_interval_s, self._failures, self._earlier_run_s = math.inf, 0, 0.0
         if self._auto:
-            told = said_by_leader(place, history(run, place.world) if place.leads else None)
-            self._usual_failures, self._failures, self._seconds, before = told
-            self.every = before or FIRST
+            history_values = broadcast_json_from_rank_zero(
+                dist_env, read_failure_history(run, dist_env.world_size) if dist_env.is_rank_zero else None
+            )
+            self._usual_failure_interval_s, self._failures, self._earlier_run_s, last_interval = history_values
+            self.interval_steps = last_interval or FIRST_INTERVAL_STEPS
 
-    def now(self) -> int | None:
-        """`every`."""
-        return self.every
+    def current_interval(self) -> int | None:
+        """`interval_steps`."""
+        return self.interval_steps
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether it is time to save after this step."""
-        if self.every is None:
+        if self.interval_steps is None:
             return False
-        return step - self._last >= self.every if self._auto else step % self.every == 0
+        return step - self._last_save_step >= self.interval_steps if self._auto else step % self.interval_steps == 0
 
-    def begins(self, step: int) -> None:
+    def begin_save(self, step: int) -> None:
         """A checkpoint of this step is begun."""
-        self._last = step
-        self._times.saving.begins()
+        self._last_save_step = step
+        self._step_times.save_overhead.begin()
 
-    def failed(self) -> None:
+    def record_failed(self) -> None:
         """The checkpoint was given up."""
-        self._times.saving.failed()
+        self._step_times.save_overhead.record_failed()
 
-    def saved(self, step: int, stall: float, seconds: float) -> None:
+    def record_saved(self, step: int, stall_s: float, write_s: float) -> None:
         """A checkpoint took training so many seconds of standing still, and so many until it was written."""
-        self._times.saving.done(stall)
+        self._step_times.save_overhead.record_done(stall_s)
         if not self._auto:
             return
-        usual, lived = self._times.usual, self._seconds + self._clock() - self._begun
-        found = largest(self._place, [self._times.saving.cost(usual), seconds, usual, lived])
-        cost, seconds, usual, lived = found
-        if usual <= 0 or cost <= 0:
+        usual_step_s, run_s = self._step_times.usual_step_s, self._earlier_run_s + self._clock() - self._start_time
+        found = all_reduce_max(
+            self._dist_env, [self._step_times.save_overhead.cost_s(usual_step_s), write_s, usual_step_s, run_s]
+        )
+        save_cost_s, write_s, usual_step_s, run_s = found
+        if usual_step_s <= 0 or save_cost_s <= 0:
             return
-        between = seen_between_failures(self._usual_failures, self._failures, lived)
-        wanted = max(daly_interval(cost, between), BUSY * seconds)
-        every = max(1, round(wanted / usual))
-        assert self.every is not None
-        if max(every / self.every, self.every / every) < CHANGED:
+        failure_interval_s = estimate_mtbf(self._usual_failure_interval_s, self._failures, run_s)
+        target_interval_s = max(daly_interval(save_cost_s, failure_interval_s), MIN_INTERVAL_PER_WRITE_TIME * write_s)
+        every = max(1, round(target_interval_s / usual_step_s))
+        assert self.interval_steps is not None
+        if max(every / self.interval_steps, self.interval_steps / every) < MIN_INTERVAL_CHANGE:
             return
-        self.every = every
-        self._tell(
+        self.interval_steps = every
+        self._report_event(
             CheckpointIntervalChosen(
                 step=step,
                 interval_steps=every,
-                interval_s=every * usual,
-                cost_s=cost,
-                save_s=seconds,
-                mean_time_between_failures_s=between,
+                interval_s=every * usual_step_s,
+                cost_s=save_cost_s,
+                save_s=write_s,
+                mean_time_between_failures_s=failure_interval_s,
                 num_failures=self._failures,
             )
         )
 
 
-def history(run: Run, devices: int) -> tuple[float, int, float, int | None]:
+def read_failure_history(run: Run, devices: int) -> tuple[float, int, float, int | None]:
     """Seconds between failures that so many devices usually see, failures and seconds of this run so far, and the
     interval that it had last."""
-    failures, seconds, every = 0, 0.0, None
+    failures, run_s, every = 0, 0.0, None
     last: float | None = None
     for event in read_events(run.events):
         if isinstance(event, WorkerFailure):
@@ -203,7 +209,11 @@ def history(run: Run, devices: int) -> tuple[float, int, float, int | None]:
         elif isinstance(event, AttemptStarted):
             last = event.time
         elif isinstance(event, StepDone) and last is not None:
-            seconds, last = seconds + max(0.0, event.time - last), event.time
-    told = run.read_lossy(run.cluster).get("failures_per_device_s")
-    rate = float(told) if isinstance(told, int | float) and told > 0 else USUAL_RATE
-    return 1.0 / (rate * devices), failures, seconds, every
+            run_s, last = run_s + max(0.0, event.time - last), event.time
+    failure_rate = run.read_json_or_empty(run.cluster).get("failures_per_device_s")
+    rate = (
+        float(failure_rate)
+        if isinstance(failure_rate, int | float) and failure_rate > 0
+        else DEFAULT_DEVICE_FAILURES_PER_S
+    )
+    return 1.0 / (rate * devices), failures, run_s, every

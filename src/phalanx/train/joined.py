@@ -25,120 +25,133 @@ from torch.utils.data import default_collate
 
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
-from phalanx.recipe.exchanges import bucket_between_nodes, gradients_of_one, travels_beside
+from phalanx.recipe.exchanges import gradient_bytes_per_rank, inter_node_bucket_mib, overlaps_with_backward
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
-from phalanx.run.directory import write_json, write_whole
-from phalanx.run.pulse import Pulse, Silent
-from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
-from phalanx.train.checkpoint import clean
-from phalanx.train.collated import Collate, Collated, check_dataset, describe, mapped, moved
-from phalanx.train.ends import make_stepper, result_of, resume, tell_start
-from phalanx.train.fp8_choice import chooser
-from phalanx.train.gang import Gang
-from phalanx.train.memory import explain_memory
-from phalanx.train.model import Seeds, check_begins_alike, seed_everything, seed_for
-from phalanx.train.nodes import nodes_of
-from phalanx.train.optimizers.adopted import Adopted
-from phalanx.train.parallel.divided import Divided
+from phalanx.run.directory import write_atomic, write_json
+from phalanx.run.pulse import HeartbeatWriter, NullHeartbeat
+from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
+from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.collated import (
+    CollateFn,
+    MapDatasetSource,
+    batch_to_device,
+    check_map_dataset,
+    fingerprint_dataset,
+    map_tensors_in,
+)
+from phalanx.train.ends import make_result, make_train_step, report_start, resume_training
+from phalanx.train.fp8_choice import make_float8_selector
+from phalanx.train.gang import Trainer
+from phalanx.train.memory import explain_out_of_memory
+from phalanx.train.model import MicroBatchSeeds, check_begins_alike, derive_seed, seed_everything
+from phalanx.train.nodes import gather_node_map
+from phalanx.train.optimizers.adopted import UserOptimizer
+from phalanx.train.parallel.divided import ParallelModel
 from phalanx.train.parallel.mesh import build_mesh
-from phalanx.train.parallel.parallelize import Choices, divide
-from phalanx.train.parallel.shard import let_go
-from phalanx.train.parts import Parts
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale, computing
+from phalanx.train.parallel.parallelize import ParallelConfig, parallelize
+from phalanx.train.parallel.shard import reshard_parameters
+from phalanx.train.parts import TrainContext
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler, autocast_context
 from phalanx.train.reporter import Reporter
-from phalanx.train.savable import check_model, own_memory
+from phalanx.train.savable import check_model_can_be_saved, ensure_own_memory
 from phalanx.train.stop import StopRequest
 
-OTHER_DATA = (
+OTHER_DATA_HINT = (
     "give the data that it was trained on, or another run directory. Where a dataset gives other samples each time, "
     "name it by gang.batches(dataset, fingerprint=...)"
 )
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What `prepare` made. `facts` describe it for the run's plan."""
+class PreparedModel:
+    """What `prepare` made. `plan_facts` describe it for the run's plan."""
 
     model: nn.Module
-    divided: Divided
-    optimizer: Adopted
-    scale: LossScale
-    facts: dict[str, Any]
+    parallel_model: ParallelModel
+    optimizer: UserOptimizer
+    scaler: GradScaler
+    plan_facts: dict[str, Any]
 
 
-class Joined:
-    """What `phalanx.join` gives: this worker's place in the run. `rank`, `world` and `device` say where it is."""
+class Session:
+    """What `phalanx.session` gives: this worker's place in the run. `rank`, `world_size` and `device` say where it is."""
 
     def __init__(
         self,
         run: Run,
         recipe: Recipe,
         folder: Path,
-        place: Place,
-        report: Reporter,
+        dist_env: DistEnv,
+        reporter: Reporter,
         stop: StopRequest,
         force: bool,
-        pulse: Pulse | Silent,
+        heartbeat: HeartbeatWriter | NullHeartbeat,
     ):
         assert isinstance(recipe.parallelism, Parallelism)
-        self.rank, self.world, self.device = place.rank, place.world, place.device
-        self._run, self._recipe, self._folder, self._place = run, recipe, folder, place
-        self._report, self._stop, self._force, self._pulse = report, stop, force, pulse
-        if place.leads:
-            clean(run.checkpoints)
-        self._mesh = build_mesh(recipe.parallelism, place, recipe)
-        self._prepared: Prepared | None = None
-        self._gang: Gang | None = None
-        self._over = False
+        self.rank, self.world_size, self.device = dist_env.rank, dist_env.world_size, dist_env.device
+        self._run, self._recipe, self._folder, self._dist_env = run, recipe, folder, dist_env
+        self._reporter, self._stop, self._force, self._heartbeat = reporter, stop, force, heartbeat
+        if dist_env.is_rank_zero:
+            clean_checkpoint_dir(run.checkpoints)
+        self._mesh = build_mesh(recipe.parallelism, dist_env, recipe)
+        self._prepared: PreparedModel | None = None
+        self._trainer: Trainer | None = None
+        self._finished = False
         self._stepped = False
 
     def prepare(
         self,
         build: Callable[[], nn.Module],
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        rules: dict[str, str] | None = None,
+        tp_plan: dict[str, str] | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model that `build()` returns, divided and in the recipe's precision, and the optimizer that
-        `make_optimizer(model)` makes of it afterwards. Initial weights depend on the recipe's seed. `rules` tell how
+        `make_optimizer(model)` makes of it afterwards. Initial weights depend on the recipe's seed. `tp_plan` tell how
         tensor ranks cut it, as model.tp_plan in the recipe does. RecipeError when it does not fit the layout,
         UsageError when the optimizer does not train just this model."""
-        recipe, place = self._recipe, self._place
-        seed_everything(seed_for(recipe.seed, "init"), torch.device("cpu"))
+        recipe, dist_env = self._recipe, self._dist_env
+        seed_everything(derive_seed(recipe.seed, "init"), torch.device("cpu"))
         model = build()
         if not isinstance(model, nn.Module):
             raise UsageError(f"gang.prepare: build() returned {type(model).__name__}, expected an nn.Module")
-        own_memory(model)
-        check_model(model)
-        check_begins_alike(place, model)
-        model.to(place.device).train()
+        ensure_own_memory(model)
+        check_model_can_be_saved(model)
+        check_begins_alike(dist_env, model)
+        model.to(dist_env.device).train()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self._recipe = recipe = with_buckets(self._run, recipe, place, size)
+        self._recipe = recipe = resolve_bucket_size(self._run, recipe, dist_env, size)
         assert recipe.memory.activation_checkpointing != "auto"
-        choices = Choices(
+        parallel_config = ParallelConfig(
             recipe.precision,
-            recompute=recipe.memory.activation_checkpointing,
+            activation_checkpointing=recipe.memory.activation_checkpointing,
             compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
-            rules=rules or recipe.model.tp_plan,
-            fp8=chooser(self._run, place, {}, bool(recipe.compile)) if recipe.precision == "fp8" else None,
+            tp_plan=tp_plan or recipe.model.tp_plan,
+            float8_selector=make_float8_selector(self._run, dist_env, {}, bool(recipe.compile))
+            if recipe.precision == "fp8"
+            else None,
         )
-        divided, _ = divide(model, model, self._mesh, choices)
-        compute_in(model, recipe.precision, place.device)
+        parallel_model, _ = parallelize(model, model, self._mesh, parallel_config)
+        apply_autocast(model, recipe.precision, dist_env.device)
         optimizer = make_optimizer(model)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(
                 f"gang.prepare: make_optimizer(model) returned {type(optimizer).__name__}, expected an optimizer"
             )
-        adopted = Adopted(model, optimizer, divided=not self._mesh.only_replicates)
-        scale = LossScale.for_precision(recipe.precision, recipe.batch.global_size)
+        user_optimizer = UserOptimizer(model, optimizer, is_sharded=not self._mesh.is_pure_ddp)
+        scaler = GradScaler.for_precision(recipe.precision, recipe.batch.global_size)
         kind = type(optimizer).__name__
-        facts = {"model": type(model).__name__, "parameters": size, "optimizer": f"{kind}, lr {adopted.rate:g}"}
-        self._prepared = Prepared(model, divided, adopted, scale, facts)
+        plan_facts = {
+            "model": type(model).__name__,
+            "parameters": size,
+            "optimizer": f"{kind}, lr {user_optimizer.base_lr:g}",
+        }
+        self._prepared = PreparedModel(model, parallel_model, user_optimizer, scaler, plan_facts)
         return model, optimizer
 
-    def batches(
-        self, dataset: Any, fingerprint: str | None = None, tokens: int = 1, collate: Collate = default_collate
+    def micro_batches(
+        self, dataset: Any, fingerprint: str | None = None, tokens: int = 1, collate: CollateFn = default_collate
     ) -> Iterator[Any]:
         """This worker's micro-batches of a map-style dataset (`len` and `[i]`), collated, on the device, in the run's
         order, from where the run stands to its last step, over as many epochs as that takes.
@@ -150,81 +163,93 @@ class Joined:
         """
         if self._prepared is None:
             raise UsageError("gang.batches: call gang.prepare(build, make_optimizer) first")
-        if self._gang is not None:
-            if not self._over:
+        if self._trainer is not None:
+            if not self._finished:
                 raise UsageError("gang.batches: take the batches of a run once, in one loop up to its last step")
             return iter(())  # a loop over epochs comes back for more: the first one had them all
-        check_dataset(dataset)
-        fingerprint = fingerprint or describe(dataset)
-        prepared, place = self._prepared, self._place
-        parts = self._parts(prepared, Collated(dataset, fingerprint, self._recipe.seed, collate), tokens)
+        check_map_dataset(dataset)
+        fingerprint = fingerprint or fingerprint_dataset(dataset)
+        prepared, dist_env = self._prepared, self._dist_env
+        context = self._make_context(
+            prepared, MapDatasetSource(dataset, fingerprint, self._recipe.seed, collate), tokens
+        )
         self._write_plan(prepared, dataset, tokens)
-        progress = resume(parts, fingerprint, self._force, OTHER_DATA)
-        self._pulse.beat("restoring")
-        if place.leads:
-            tell_start(parts, len(dataset), progress)
-        meta = {"fingerprint": fingerprint, "recipe": parts.recipe.model_dump(mode="json")}
-        self._gang = Gang(parts, progress, meta)
-        return self._each(self._gang)
+        train_state = resume_training(context, fingerprint, self._force, OTHER_DATA_HINT)
+        self._heartbeat.record("restoring")
+        if dist_env.is_rank_zero:
+            report_start(context, len(dataset), train_state)
+        meta = {"fingerprint": fingerprint, "recipe": context.recipe.model_dump(mode="json")}
+        self._trainer = Trainer(context, train_state, meta)
+        return self._iterate(self._trainer)
 
-    def _each(self, gang: Gang) -> Iterator[Any]:
-        for batch in gang.batches():
+    def _iterate(self, trainer: Trainer) -> Iterator[Any]:
+        for batch in trainer.micro_batches():
             yield batch
             if self._stepped:
-                self._let_go()
-        self._over = True
-        self._pulse.beat("ending")  # what the loop does now may take as long as it likes
+                self._reshard()
+        self._finished = True
+        self._heartbeat.record("ending")  # what the loop does now may take as long as it likes
 
-    def _let_go(self) -> None:
+    def _reshard(self) -> None:
         """Take back what an evaluation in the loop has gathered of a sharded model: no backward did."""
         assert self._prepared is not None
-        let_go(self._prepared.model.modules())
+        reshard_parameters(self._prepared.model.modules())
         self._stepped = False
 
-    def _parts(self, prepared: Prepared, data: Collated, tokens: int) -> Parts:
-        place, divided, optimizer, scale = self._place, prepared.divided, prepared.optimizer, prepared.scale
+    def _make_context(self, prepared: PreparedModel, data: MapDatasetSource, tokens: int) -> TrainContext:
+        dist_env, parallel_model, optimizer, scaler = (
+            self._dist_env,
+            prepared.parallel_model,
+            prepared.optimizer,
+            prepared.scaler,
+        )
         # The schedule's factor is applied to the rate that the loop gave its optimizer, and events tell that.
-        optim = self._recipe.optimizer.model_copy(update={"lr": optimizer.rate})
+        optim = self._recipe.optimizer.model_copy(update={"lr": optimizer.base_lr})
         recipe = self._recipe.model_copy(update={"optimizer": optim})
-        view = RunView(self._run.path, place.rank, place.world, prepared.model)
-        return Parts(
+        view = RunContext(self._run.path, dist_env.rank, dist_env.world_size, prepared.model)
+        return TrainContext(
             run=self._run,
             recipe=recipe,
-            place=place,
+            dist_env=dist_env,
             data=data,
             model=prepared.model,
-            divided=divided,
+            parallel_model=parallel_model,
             optimizer=optimizer,
-            scale=scale,
-            stepper=make_stepper(recipe, place, divided, optimizer, scale, Seeds(recipe.seed, place.device)),
+            scaler=scaler,
+            train_step=make_train_step(
+                recipe, dist_env, parallel_model, optimizer, scaler, MicroBatchSeeds(recipe.seed, dist_env.device)
+            ),
             callbacks=Callbacks(load_callbacks(recipe.callbacks, self._folder), view),
-            reporter=self._report,
-            stop=self._stop,
+            reporter=self._reporter,
+            stop_request=self._stop,
             units_per_sample=tokens,
-            score=lambda: None,
-            convert=lambda batch: moved(batch, place.device),
-            pulse=self._pulse,
+            evaluate=lambda: None,
+            prepare_batch=lambda batch: batch_to_device(batch, dist_env.device),
+            heartbeat=self._heartbeat,
         )
 
-    def _write_plan(self, prepared: Prepared, dataset: Any, tokens: int) -> None:
+    def _write_plan(self, prepared: PreparedModel, dataset: Any, tokens: int) -> None:
         """Complete plan.json by what only the loop knew. UsageError when the run was begun with another optimizer."""
-        plan = self._run.read_lossy(self._run.plan)
-        now = prepared.facts["optimizer"].partition(",")[0]
+        plan = self._run.read_json_or_empty(self._run.plan)
+        now = prepared.plan_facts["optimizer"].partition(",")[0]
         if "session" in plan and (before := plan["session"]["optimizer"].partition(",")[0]) != now:
             raise UsageError(
                 f"{self._run.path}: was trained with {before}, and the loop now makes {now}, which cannot go on with "
                 "that state; make the same, or give another run directory"
             )
-        if self._place.leads:
+        if self._dist_env.is_rank_zero:
             data = f"{type(dataset).__name__}, {len(dataset)} samples"
-            plan |= {"session": {**prepared.facts, "data": data}, "trainable_parameters": prepared.facts["parameters"]}
+            plan |= {
+                "session": {**prepared.plan_facts, "data": data},
+                "trainable_parameters": prepared.plan_facts["parameters"],
+            }
             plan |= {"unit": "tokens" if tokens > 1 else "samples", "units_per_sample": tokens}
             write_json(self._run.plan, plan)
 
-    def backward(self, loss_sum: Tensor, terms: Tensor | int) -> None:
-        """Backward of a micro-batch: the sum (0-d) of its losses over `terms` terms, not their mean. UsageError when
+    def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
+        """Backward of a micro-batch: the sum (0-d) of its losses over `num_terms` terms, not their mean. UsageError when
         there is no such sum, or no batch that waits for it."""
-        gang = self._started()
+        trainer = self._require_trainer()
         if not isinstance(loss_sum, Tensor) or loss_sum.dim() or not loss_sum.requires_grad:
             found = f"shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else type(loss_sum).__name__
             found = "one without a gradient" if isinstance(loss_sum, Tensor) and not loss_sum.dim() else found
@@ -232,79 +257,81 @@ class Joined:
                 "gang.backward: expected the sum of the losses as a 0-d tensor that depends on the model, "
                 f"found {found}"
             )
-        gang.backward(loss_sum, terms)
+        trainer.backward(loss_sum, num_terms)
 
-    def learn(self, loss_sum: Tensor, terms: Tensor | int) -> bool:
+    def backward_and_step(self, loss_sum: Tensor, num_terms: Tensor | int) -> bool:
         """`backward` and `step` in one."""
-        self.backward(loss_sum, terms)
+        self.backward(loss_sum, num_terms)
         return self.step()
 
     def step(self) -> bool:
         """After each backward; acts when a step's micro-batches are done, and says whether it did."""
-        self._stepped = self._started().step()
+        self._stepped = self._require_trainer().step()
         return self._stepped
 
-    def alive(self) -> None:
+    def send_heartbeat(self) -> None:
         """A sign of life in long work of the loop's own between two steps, such as after each batch of an evaluation:
         a worker that gives none for `fault_tolerance.hang_timeout_s` seconds is taken for stuck. Costs a
         microsecond."""
-        self._pulse.beat("evaluation")
+        self._heartbeat.record("evaluation")
 
-    def explaining_memory(self) -> contextlib.AbstractContextManager[None]:
+    def explain_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
         """Around the loop: turns an allocation failure into an error that names a micro-batch that would fit."""
-        micro = self._recipe.batch.micro_size
-        assert isinstance(micro, int)
-        return explain_memory(micro, None)
+        micro_size = self._recipe.batch.micro_size
+        assert isinstance(micro_size, int)
+        return explain_out_of_memory(micro_size, None)
 
-    def _started(self) -> Gang:
-        if self._gang is None:
+    def _require_trainer(self) -> Trainer:
+        if self._trainer is None:
             raise UsageError("a training loop must take its batches from gang.batches(dataset)")
-        return self._gang
+        return self._trainer
 
-    def release(self) -> None:
+    def release_process_group(self) -> None:
         """Let go of everything that holds the process group, which is left next. The model stays the loop's."""
-        if self._gang is not None:
-            self._gang.parts.stepper.summed.close()
-        self._gang = self._prepared = None
+        if self._trainer is not None:
+            self._trainer.context.train_step.reducer.close()
+        self._trainer = self._prepared = None
         del self._mesh
 
-    def end(self) -> str:
+    def finish(self) -> str:
         """Save the last state and report the result; `done` or `interrupted`."""
-        gang = self._started()
-        self._let_go()
-        status = gang.finish()
-        if self._place.leads:
-            self._report.result(result_of(gang.parts, gang.progress, status))
+        trainer = self._require_trainer()
+        self._reshard()
+        status = trainer.finish()
+        if self._dist_env.is_rank_zero:
+            self._reporter.report_result(make_result(trainer.context, trainer.train_state, status))
         return status
 
 
-def with_buckets(run: Run, recipe: Recipe, place: Place, trained: int) -> Recipe:
+def resolve_bucket_size(run: Run, recipe: Recipe, dist_env: DistEnv, num_trainable: int) -> Recipe:
     """The recipe of a new run with the size of buckets that suits a model of so many trained parameters, where that was
     left open and workers are on several nodes: nobody knew the model when the recipe was resolved. Bits may depend on
     it, so resolved.yaml says it from then on. All workers call it."""
-    layout, begun = recipe.parallelism, "session" in run.read_lossy(run.plan)
+    parallelism, has_started = recipe.parallelism, "session" in run.read_json_or_empty(run.plan)
     left_open = load_recipe(run.recipe).recipe.grad_sync.bucket_mib == "auto"
-    assert isinstance(layout, Parallelism)
-    beside = travels_beside(recipe, layout, place.device.type)
-    if begun or not left_open or not beside or nodes_of(place).count == 1:
+    assert isinstance(parallelism, Parallelism)
+    overlaps_backward = overlaps_with_backward(recipe, parallelism, dist_env.device.type)
+    if has_started or not left_open or not overlaps_backward or gather_node_map(dist_env).num_nodes == 1:
         return recipe
-    bucket = bucket_between_nodes(gradients_of_one(trained, layout), recipe.grad_sync)
+    bucket = inter_node_bucket_mib(gradient_bytes_per_rank(num_trainable, parallelism), recipe.grad_sync)
     grad_sync = recipe.grad_sync.model_copy(update={"bucket_mib": bucket})
-    if place.leads:
+    if dist_env.is_rank_zero:
         resolved = load_recipe(run.resolved).recipe
-        write_whole(run.resolved, dump_recipe(resolved.model_copy(update={"grad_sync": grad_sync})))
+        write_atomic(run.resolved, dump_recipe(resolved.model_copy(update={"grad_sync": grad_sync})))
     return recipe.model_copy(update={"grad_sync": grad_sync})
 
 
-def compute_in(model: nn.Module, precision: str, device: torch.device) -> None:
+def apply_autocast(model: nn.Module, precision: str, device: torch.device) -> None:
     """Have the model's forward run in autocast if `precision` asks for it, and give its floating-point results in
     fp32, so that the loss is computed in that."""
     if precision in ("fp32", "tf32"):
         return
     forward = model.forward
 
-    def cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with computing(precision, device):
-            return mapped(forward(*args, **kwargs), lambda part: part.float() if part.is_floating_point() else part)
+    def autocast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with autocast_context(precision, device):
+            return map_tensors_in(
+                forward(*args, **kwargs), lambda part: part.float() if part.is_floating_point() else part
+            )
 
-    vars(model)["forward"] = MethodType(cast, model)
+    vars(model)["forward"] = MethodType(autocast_forward, model)

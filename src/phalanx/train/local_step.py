@@ -16,109 +16,123 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import bucket_bytes, first_steps
+from phalanx.recipe.exchanges import bucket_size_bytes, num_warmup_steps
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.apart import Apart, was_apart
-from phalanx.train.exchange.rounds import PLAIN, Rounds
-from phalanx.train.exchange.schedule import Schedule
-from phalanx.train.gradients import LocalGradients
-from phalanx.train.model import Seeds
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.residuals import Residuals
-from phalanx.train.step import Outcome, Stepper, doubtful, told
-from phalanx.train.timing import Stopwatch
+from phalanx.train.apart import LocalSGDState, saved_during_local_sgd
+from phalanx.train.exchange.rounds import AVERAGING_OUTER_OPTIMIZER, LocalSGD
+from phalanx.train.exchange.schedule import SyncSchedule
+from phalanx.train.gradients import LocalReducer
+from phalanx.train.model import MicroBatchSeeds
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.parallel.divided import ParallelModel
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.residuals import ErrorFeedbackState
+from phalanx.train.step import StepResult, TrainStep, nonfinite_reason, unpack_step_metrics
+from phalanx.train.timing import StepTimer
 
 
-class OwnGradients(LocalGradients):
+class LocalSGDReducer(LocalReducer):
     """Those of a worker's own samples. The rounds are closed with them, since they hold the group."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], rounds: Rounds):
+    def __init__(self, parameters: Sequence[nn.Parameter], local_sgd: LocalSGD):
         super().__init__(parameters)
-        self._rounds = rounds
+        self._local_sgd = local_sgd
 
     def close(self) -> None:
-        self._rounds.close()
+        self._local_sgd.close()
 
 
-class LocalStepper(Stepper):
+class LocalSGDStep(TrainStep):
     """The norm that it tells is the root of the mean square of all workers'. The gradient noise scale cannot be told:
     it takes the gradient of the whole batch."""
 
-    def __init__(self, rounds: Rounds, *arguments: Any, **options: Any):
+    def __init__(self, local_sgd: LocalSGD, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._rounds = rounds
+        self._local_sgd = local_sgd
 
-    def begin(self, step: int) -> None:
-        super().begin(step)
-        self._squared = False
+    def start_step(self, step: int) -> None:
+        super().start_step(step)
+        self._measures_noise = False
 
-    def finish(self, watch: Stopwatch) -> Tensor:
+    def reduce_gradients(self, timer: StepTimer) -> Tensor:
         """Leave this worker's gradients in the parameters; the agreement of all, on the device."""
-        self.summed.finish()
-        norm = self.summed.norm().double()
-        terms = self._agreement[self.micro_batches : 2 * self.micro_batches].sum()  # others' are not there yet
-        self._own_part = torch.stack([norm, terms])
-        self._agreement[-1] = (norm / terms.clamp(min=1.0) / self.scale.scale).square()
-        if self.place.world > 1:
-            dist.all_reduce(self._agreement)
-        watch.lap("exchange")
-        return self._agreement
+        self.reducer.reduce_gradients()
+        norm = self.reducer.grad_norm().double()
+        num_terms = self._step_metrics[self.micro_batches : 2 * self.micro_batches].sum()  # others' are not there yet
+        self._own_metrics = torch.stack([norm, num_terms])
+        self._step_metrics[-1] = (norm / num_terms.clamp(min=1.0) / self.scaler.scale).square()
+        if self.dist_env.world_size > 1:
+            dist.all_reduce(self._step_metrics)
+        timer.lap("exchange")
+        return self._step_metrics
 
-    def settle(self, agreement: Tensor) -> tuple[Outcome, float]:
+    def finalize(self, step_metrics: Tensor) -> tuple[StepResult, float]:
         """Judge the step: its outcome, and the factor that turns this worker's gradients into its clipped mean's."""
-        *values, square, norm, terms = torch.cat([agreement, self._own_part]).tolist()
-        loss, _, flags = told(values, self.micro_batches, self.place.world)
-        grad_norm = math.sqrt(square / self.place.world)
-        factor = 1.0 / (max(terms, 1.0) * self.scale.scale)
-        skipped = doubtful(loss, grad_norm)
-        if skipped is None and self.clip is not None and norm * factor > self.clip:
-            factor *= self.clip / (norm * factor)
-        return Outcome(loss, grad_norm, skipped, flags), factor
+        *values, square, norm, num_terms = torch.cat([step_metrics, self._own_metrics]).tolist()
+        loss, _, flags = unpack_step_metrics(values, self.micro_batches, self.dist_env.world_size)
+        grad_norm = math.sqrt(square / self.dist_env.world_size)
+        factor = 1.0 / (max(num_terms, 1.0) * self.scaler.scale)
+        skip_reason = nonfinite_reason(loss, grad_norm)
+        if skip_reason is None and self.max_grad_norm is not None and norm * factor > self.max_grad_norm:
+            factor *= self.max_grad_norm / (norm * factor)
+        return StepResult(loss, grad_norm, skip_reason, flags), factor
 
-    def update(self, factor: float, lr: float) -> None:
+    def optimizer_step(self, factor: float, lr: float) -> None:
         """Scale the gradients and change the parameters, which from now on are this worker's own."""
-        super().update(factor, lr)
-        self._rounds.together = False
+        super().optimizer_step(factor, lr)
+        self._local_sgd.in_sync = False
 
 
-def make_local_stepper(
-    recipe: Recipe, place: Place, divided: Divided, optimizer: Optimizer, scale: LossScale, seeds: Seeds
-) -> LocalStepper:
+def make_local_sgd_step(
+    recipe: Recipe,
+    dist_env: DistEnv,
+    parallel_model: ParallelModel,
+    optimizer: OptimizerContainer,
+    scaler: GradScaler,
+    seeds: MicroBatchSeeds,
+) -> LocalSGDStep:
     """The stepper for a model that is whole on every worker, whose state is from now on each worker's own."""
-    micro, layout, local_sgd = recipe.batch.micro_size, recipe.parallelism, recipe.local_sgd
-    assert local_sgd is not None
-    assert isinstance(micro, int)
-    assert isinstance(layout, Parallelism)
-    parameters = list(divided.trainable().values())
-    rounds = Rounds(
+    micro_size, parallelism, local_sgd_config = recipe.batch.micro_size, recipe.parallelism, recipe.local_sgd
+    assert local_sgd_config is not None
+    assert isinstance(micro_size, int)
+    assert isinstance(parallelism, Parallelism)
+    parameters = list(parallel_model.trainable_parameters().values())
+    local_sgd = LocalSGD(
         parameters,
-        rank=place.rank,
-        world=place.world,
-        schedule=Schedule(
-            local_sgd.sync_every, recipe.steps, local_sgd.num_fragments, local_sgd.sync_delay, first_steps(recipe)
+        rank=dist_env.rank,
+        world_size=dist_env.world_size,
+        schedule=SyncSchedule(
+            local_sgd_config.sync_every,
+            recipe.steps,
+            local_sgd_config.num_fragments,
+            local_sgd_config.sync_delay,
+            num_warmup_steps(recipe),
         ),
-        outer=local_sgd.outer_optimizer if local_sgd.method == "diloco" else PLAIN,
-        wire=local_sgd.sync_dtype,
-        capacity=bucket_bytes(recipe.grad_sync),
-        group=divided.mesh.replicate,
+        outer_optimizer=local_sgd_config.outer_optimizer
+        if local_sgd_config.method == "diloco"
+        else AVERAGING_OUTER_OPTIMIZER,
+        sync_dtype=local_sgd_config.sync_dtype,
+        bucket_bytes=bucket_size_bytes(recipe.grad_sync),
+        group=parallel_model.mesh.replicate_group,
     )
-    divided.apart = Apart(divided, rounds)
-    divided.residuals = None
-    if local_sgd.sync_dtype == "int8":
-        divided.residuals = replace(Residuals.of(divided, rounds.residuals()), fits=was_apart)
-    return LocalStepper(
-        rounds,
+    parallel_model.local_sgd = LocalSGDState(parallel_model, local_sgd)
+    parallel_model.error_feedback = None
+    if local_sgd_config.sync_dtype == "int8":
+        parallel_model.error_feedback = replace(
+            ErrorFeedbackState.from_residuals(parallel_model, local_sgd.residuals()),
+            accepts_manifest=saved_during_local_sgd,
+        )
+    return LocalSGDStep(
+        local_sgd,
         optimizer,
-        scale,
-        OwnGradients(parameters, rounds),
-        place=place,
-        mesh=divided.mesh,
-        micro_batches=recipe.batch.global_size // micro,
-        clip=recipe.optimizer.max_grad_norm,
+        scaler,
+        LocalSGDReducer(parameters, local_sgd),
+        dist_env=dist_env,
+        mesh=parallel_model.mesh,
+        micro_batches=recipe.batch.global_size // micro_size,
+        max_grad_norm=recipe.optimizer.max_grad_norm,
         seeds=seeds,
-        modules=divided.modules,
-        own_gradients=recipe.compile == "cuda-graphs",
+        modules=parallel_model.modules,
+        persistent_grads=recipe.compile == "cuda-graphs",
     )

@@ -1,19 +1,21 @@
 """The trainer: a recipe's model and task, trained by a gang."""
 
-from phalanx.train.gang import Gang
-from phalanx.train.objective import Objective
-from phalanx.train.parallel.staging import Staged
+from phalanx.train.gang import Trainer
+from phalanx.train.objective import LossModule
+from phalanx.train.parallel.staging import PipelineRunner
 
 
-def train(gang: Gang, objective: Objective | Staged) -> str:
+def fit(trainer: Trainer, loss_module: LossModule | PipelineRunner) -> str:
     """Train to the end; returns `done` or `interrupted`. The last state is saved either way."""
-    if isinstance(objective, Staged):
-        for batches in gang.steps():
-            gang.note(objective.step([gang.parts.convert(batch) for batch in batches]))
-            gang.step()
-        return gang.finish()
-    for batch in gang.batches():
-        ((_, loss, terms),) = objective(batch)
-        gang.backward(loss, terms)
-        gang.step()
-    return gang.finish()
+    if isinstance(loss_module, PipelineRunner):
+        for batches in trainer.steps():
+            trainer.record_pipeline_losses(
+                loss_module.step([trainer.context.prepare_batch(batch) for batch in batches])
+            )
+            trainer.step()
+        return trainer.finish()
+    for batch in trainer.micro_batches():
+        ((_, loss, num_terms),) = loss_module(batch)
+        trainer.backward(loss, num_terms)
+        trainer.step()
+    return trainer.finish()

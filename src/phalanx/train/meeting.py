@@ -15,27 +15,27 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from phalanx.errors import ExitCode, PhalanxError, TrialError, UsageError
-from phalanx.recipe import told
+from phalanx.errors import ExitCode, PhalanxError, SubprocessError, UsageError
+from phalanx.recipe import describe_exception
 from phalanx.run.fields import read_as
 from phalanx.train.causes import PassingError, cause_of
-from phalanx.train.place import PATIENCE as COMING
-from phalanx.train.place import Place, from_environment, store_of
-from phalanx.waits import Wait, say
+from phalanx.train.place import MIN_COLLECTIVE_TIMEOUT as COMING
+from phalanx.train.place import DistEnv, dist_env_from_environment, open_attempt_store
+from phalanx.waits import Deadline, print_status
 
-PATIENCE = 12 * 3600.0
+ANNOUNCEMENT_TIMEOUT_S = 12 * 3600.0
 """Seconds to wait for it: preparing data on the leading worker may take long."""
-SAYING = 60.0
+WAIT_MESSAGE_INTERVAL_S = 60.0
 """Seconds after which it is said, again and again, that this one waits."""
-SOON, SELDOM = 0.001, 0.2
+MIN_POLL_INTERVAL_S, MAX_POLL_INTERVAL_S = 0.001, 0.2
 """Seconds between two looks: at first, and at most."""
-LARGEST = 1 << 16
+MAX_ANNOUNCEMENT_BYTES = 1 << 16
 """Bytes of an announcement."""
-LONGEST = 4000
+MAX_ERROR_CHARS = 4000
 """Characters of an error that are told."""
-LISTENING = 30.0
+HEAR_TIMEOUT_S = 30.0
 """Seconds for which who leads, and may host the store, waits for the others to hear why there is nothing to train."""
-_KEY, _ALL, _COME, _HEARD = "run", "all", "come", "heard"
+_ANNOUNCEMENT_KEY, _ALL_KEY, _COME_KEY, _HEARD_KEY = "run", "all", "come", "heard"
 
 
 class RelayedError(PhalanxError):
@@ -56,24 +56,24 @@ class RunAnnouncement:
 
     def text(self) -> str:
         """As it stands in the store."""
-        return json.dumps(asdict(replace(self, error=self.error[:LONGEST])))
+        return json.dumps(asdict(replace(self, error=self.error[:MAX_ERROR_CHARS])))
 
 
-def announce(place: Place, what: RunAnnouncement) -> None:
+def announce_run(dist_env: DistEnv, announcement: RunAnnouncement) -> None:
     """Tell all workers of this attempt what to train. Where that is nothing, wait until they have heard it, or a while:
     when this process ends, the store may be gone."""
-    if place.world == 1:
+    if dist_env.world_size == 1:
         return
-    store = store_of(place)
-    store.set(_KEY, what.text())
-    if (what.error or what.is_finished) and not _supervised():
-        wait = Wait("the other workers to hear why there is nothing to train", LISTENING)
-        while store.add(_HEARD, 0) < place.world - 1 and not wait.over():
-            time.sleep(SOON)
+    store = open_attempt_store(dist_env)
+    store.set(_ANNOUNCEMENT_KEY, announcement.text())
+    if (announcement.error or announcement.is_finished) and not _supervised():
+        wait = Deadline("the other workers to hear why there is nothing to train", HEAR_TIMEOUT_S)
+        while store.add(_HEARD_KEY, 0) < dist_env.world_size - 1 and not wait.check_expired():
+            time.sleep(MIN_POLL_INTERVAL_S)
 
 
 @contextlib.contextmanager
-def telling_others(place: Place) -> Iterator[None]:
+def telling_others(place: DistEnv) -> Iterator[None]:
     """Around what a worker does before it enters the group: where it fails, the others learn why."""
     try:
         yield
@@ -85,49 +85,51 @@ def telling_others(place: Place) -> Iterator[None]:
         raise
 
 
-def _say_why(place: Place, error: Exception) -> None:
+def _say_why(place: DistEnv, error: Exception) -> None:
     """A mistake in somebody's code ends the others as it would end a run of ours before its first step."""
-    if place.world == 1 or (_supervised() and not isinstance(error, PhalanxError)):
+    if place.world_size == 1 or (_supervised() and not isinstance(error, PhalanxError)):
         return  # an agent knows the rest by the worker's status
-    known = error if isinstance(error, TrialError) else cause_of(error)
-    text, code = (told(error), ExitCode.GAVE_UP) if known is None else (str(known), known.code)
+    known = error if isinstance(error, SubprocessError) else cause_of(error)
+    text, code = (describe_exception(error), ExitCode.GAVE_UP) if known is None else (str(known), known.code)
     what = RunAnnouncement(error=text, exit_code=int(code), rank=place.rank)
     if not _supervised():
-        store_of(_launched(place)).set(_ALL, what.text())
-    if place.leads:
-        announce(_launched(place), what)
+        open_attempt_store(_launched(place)).set(_ALL_KEY, what.text())
+    if place.is_rank_zero:
+        announce_run(_launched(place), what)
     else:
-        store_of(_launched(place)).add(_HEARD, 1)  # there is nothing that it has to hear
+        open_attempt_store(_launched(place)).add(_HEARD_KEY, 1)  # there is nothing that it has to hear
 
 
-def come_together(place: Place) -> None:
+def come_together(place: DistEnv) -> None:
     """Wait until all workers are about to enter the group; the RelayedError of who cannot. Under our agent none needs
     to: it ends all when one fails."""
-    if place.world == 1 or _supervised():
+    if place.world_size == 1 or _supervised():
         return
     launched = _launched(place)
-    store = store_of(launched)
-    if store.add(_COME, 1) == place.world:
-        store.set(_ALL, RunAnnouncement().text())
-    what, patience = f"all {place.world} workers to come", COMING.total_seconds()
-    _end_if_failed(_read(_awaited(launched, _ALL, what, patience, _too_few)), launched)
+    store = open_attempt_store(launched)
+    if store.add(_COME_KEY, 1) == place.world_size:
+        store.set(_ALL_KEY, RunAnnouncement().text())
+    what, patience = f"all {place.world_size} workers to come", COMING.total_seconds()
+    _end_if_failed(
+        _parse_announcement(_read_announcement_bytes(launched, _ALL_KEY, what, patience, _too_few)), launched
+    )
 
 
-def _too_few(place: Place, limit: float) -> str:
-    come = store_of(place).add(_COME, 0)
-    return f"only {come} of {place.world} workers came within {limit:.0f} s; start again"
+def _too_few(place: DistEnv, limit: float) -> str:
+    come = open_attempt_store(place).add(_COME_KEY, 0)
+    return f"only {come} of {place.world_size} workers came within {limit:.0f} s; start again"
 
 
-def _launched(place: Place) -> Place:
+def _launched(place: DistEnv) -> DistEnv:
     """With the launcher's own count of attempts, which all workers know before they know the run's."""
-    return replace(place, attempt=from_environment(device="cpu").attempt)
+    return replace(place, attempt=dist_env_from_environment(device="cpu").attempt)
 
 
 def _supervised() -> bool:
     return "PHALANX_EVENTS_FD" in os.environ
 
 
-def _end_if_failed(found: RunAnnouncement, place: Place) -> None:
+def _end_if_failed(found: RunAnnouncement, place: DistEnv) -> None:
     """End this worker where another says so."""
     if not found.error:
         return
@@ -136,17 +138,19 @@ def _end_if_failed(found: RunAnnouncement, place: Place) -> None:
     )
     error = RelayedError(f"{who}: {found.error}")
     error.code = ExitCode(found.exit_code)
-    store_of(place).add(_HEARD, 1)
+    open_attempt_store(place).add(_HEARD_KEY, 1)
     raise error
 
 
-def await_announcement(place: Place, run: Path) -> RunAnnouncement:
+def wait_for_announcement(dist_env: DistEnv, run: Path) -> RunAnnouncement:
     """What the leading worker told. PhalanxError when it failed, and where no agent looks after this worker also when
     it is gone; UsageError when its run is another than this worker's."""
     try:
-        content = _awaited(place, _KEY, "the leading worker to make the run ready", PATIENCE, _silent)
-        found = _read(content)
-        _end_if_failed(found, place)
+        content = _read_announcement_bytes(
+            dist_env, _ANNOUNCEMENT_KEY, "the leading worker to make the run ready", ANNOUNCEMENT_TIMEOUT_S, _silent
+        )
+        found = _parse_announcement(content)
+        _end_if_failed(found, dist_env)
     except (dist.DistNetworkError, dist.DistStoreError) as lost:  # the latter where it does not answer any more
         if _supervised():
             raise
@@ -155,7 +159,7 @@ def await_announcement(place: Place, run: Path) -> RunAnnouncement:
             f"the leading worker was lost before it said what to train (at {where}); start again"
         ) from lost
     if found.is_finished:
-        store_of(place).add(_HEARD, 1)
+        open_attempt_store(dist_env).add(_HEARD_KEY, 1)
     elif os.path.realpath(found.run_dir) != os.path.realpath(run):
         raise UsageError(
             f"this worker's run is {os.path.realpath(run)}, and that of worker 0 {found.run_dir}: start all workers in "
@@ -164,39 +168,41 @@ def await_announcement(place: Place, run: Path) -> RunAnnouncement:
     return found
 
 
-def _silent(_: Place, limit: float) -> str:
+def _silent(_: DistEnv, limit: float) -> str:
     return f"the leading worker has said nothing for {limit / 3600:.0f} h; start again"
 
 
-def _awaited(place: Place, key: str, what: str, limit: float, over: Callable[[Place, float], str]) -> bytes:
+def _read_announcement_bytes(
+    dist_env: DistEnv, key: str, what: str, limit: float, over: Callable[[DistEnv, float], str]
+) -> bytes:
     """What is said under a key. PassingError, with the words of `over`, when it is not in time."""
-    store, pause = store_of(place), SOON
-    tell = say if place.local_rank == 0 else _leave_unsaid
-    wait = Wait(what, limit, tell, saying=SAYING)
+    store, pause = open_attempt_store(dist_env), MIN_POLL_INTERVAL_S
+    print_wait = print_status if dist_env.local_rank == 0 else _ignore_message
+    wait = Deadline(what, limit, print_wait, report_interval_s=WAIT_MESSAGE_INTERVAL_S)
     while not store.check([key]):
-        if wait.over():
-            raise PassingError(over(place, limit))
+        if wait.check_expired():
+            raise PassingError(over(dist_env, limit))
         time.sleep(pause)
-        pause = min(2 * pause, SELDOM)
+        pause = min(2 * pause, MAX_POLL_INTERVAL_S)
     content: bytes = store.get(key)
     return content
 
 
-def _leave_unsaid(_: str) -> None:
+def _ignore_message(_: str) -> None:
     """One worker of a machine says it for all."""
 
 
-def _read(content: bytes) -> RunAnnouncement:
-    wrong = UsageError("what was announced where the workers meet is not an announcement of Phalanx")
-    if len(content) > LARGEST:
-        raise wrong
+def _parse_announcement(content: bytes) -> RunAnnouncement:
+    invalid = UsageError("what was announced where the workers meet is not an announcement of Phalanx")
+    if len(content) > MAX_ANNOUNCEMENT_BYTES:
+        raise invalid
     try:
         said = json.loads(content)
         found: RunAnnouncement = read_as(RunAnnouncement, said)
         if found.exit_code:
             ExitCode(found.exit_code)
     except (ValueError, RecursionError):
-        raise wrong from None
+        raise invalid from None
     if said.keys() - vars(found).keys() or (found.error and not found.exit_code):
-        raise wrong
+        raise invalid
     return found

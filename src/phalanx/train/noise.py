@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 
-def estimate(small: float, small_batch: float, big: float, big_batch: float) -> tuple[float, float]:
+def estimate_noise(small: float, small_batch: float, big: float, big_batch: float) -> tuple[float, float]:
     """Unbiased estimates of (|G|^2, tr(S)): the squared norm of the true gradient, and the trace of the covariance of
     one sample's gradient.
 
@@ -25,7 +25,7 @@ def estimate(small: float, small_batch: float, big: float, big_batch: float) -> 
 
 
 @dataclass
-class NoiseScale:
+class GradientNoiseScale:
     """A running estimate of tr(S) / |G|^2, the simple noise scale. The ratio of two noisy estimates is biased, so
     numerator and denominator are smoothed each by itself, with weight `decay` on the past."""
 
@@ -35,11 +35,11 @@ class NoiseScale:
     updates: int = 0
 
     def update(self, small: float, small_batch: float, big: float, big_batch: float) -> None:
-        """Take in one step; the arguments are those of `estimate`. Norms that are not finite (a step that a guard
+        """Take in one step; the arguments are those of `estimate_noise`. Norms that are not finite (a step that a guard
         skips) are left out, as one of them would spoil the average for good."""
         if not (math.isfinite(small) and math.isfinite(big)):
             return
-        signal, noise = estimate(small, small_batch, big, big_batch)
+        signal, noise = estimate_noise(small, small_batch, big, big_batch)
         self.updates += 1
         # The plain mean until it is longer than the average: the first steps count no more than others.
         weight = max(1 - self.decay, 1 / self.updates)

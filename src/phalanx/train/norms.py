@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat import foreach
+from phalanx.compat import call_foreach
 
-ROW = 4096
+FP32_ROW_ELEMENTS = 4096
 """Elements that are added up in fp32: off by about 1e-7, and long enough to cost no time."""
 
 
@@ -24,15 +24,15 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     short: list[Tensor] = []
     long: list[Tensor] = []
     for tensor in tensors:
-        if tensor.numel() <= ROW:
+        if tensor.numel() <= FP32_ROW_ELEMENTS:
             short.append(tensor)
             continue
         flat = tensor.reshape(-1)
-        whole = flat.numel() // ROW * ROW
-        long.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
+        whole = flat.numel() // FP32_ROW_ELEMENTS * FP32_ROW_ELEMENTS
+        long.append(torch.linalg.vector_norm(flat[:whole].view(-1, FP32_ROW_ELEMENTS), dim=1))
         if whole < flat.numel():
             short.append(flat[whole:])
     if short:
-        long.append(torch.stack(foreach("norm", short, 2)))
+        long.append(torch.stack(call_foreach("norm", short, 2)))
     total: Tensor = torch.linalg.vector_norm(torch.cat(long), dtype=torch.float64)
     return total

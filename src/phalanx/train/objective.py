@@ -1,6 +1,6 @@
 """What is computed of a model and a batch: the sum of its losses and the number of terms, and a task's metrics.
 
-`Objective` holds both model and scoring: it is what runs in a step and in an evaluation, and the root of what FSDP
+`LossModule` holds both model and scoring: it is what runs in a step and in an evaluation, and the root of what FSDP
 shards, so that the loss may use a weight of the model (the output layer's) while it is gathered.
 """
 
@@ -13,39 +13,39 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
-from phalanx.train.head import bypassed
-from phalanx.train.huggingface_calls import adapt, logits_of
-from phalanx.train.parallel.attention import Way, choose
-from phalanx.train.parallel.collectives import Group, size_of
-from phalanx.train.parallel.context import ContextParallel, check_model, slice_batch
-from phalanx.train.precision import computing
+from phalanx.train.head import bypass_lm_head
+from phalanx.train.huggingface_calls import adapt_inputs, get_logits
+from phalanx.train.parallel.attention import ContextMethod, choose_context_method
+from phalanx.train.parallel.collectives import Group, group_size
+from phalanx.train.parallel.context import ContextParallel, check_context_parallel, shard_batch
+from phalanx.train.precision import autocast_context
 from phalanx.train.tasks import Task, TensorBatch
-from phalanx.train.vocab import vocabulary_group
+from phalanx.train.vocab import vocab_parallel
 
-Sums = list[tuple[str, Tensor, Tensor | int]]
+LossSums = list[tuple[str, Tensor, Tensor | int]]
 """Name, sum, number of terms; the loss first."""
 
 
 @dataclass(frozen=True)
-class Sequences:
-    """How sequences are split over a context group: `way` of attention, and the model's argument for positions."""
+class ContextSplit:
+    """How sequences are split over a context group: `method` of attention, and the model's argument for positions."""
 
     group: Group
-    way: Way
-    positions: str
+    method: ContextMethod
+    positions_argument: str
 
 
-def sequences_of(model: nn.Module, group: Group, length: int) -> Sequences:
+def plan_context_split(model: nn.Module, group: Group, length: int) -> ContextSplit:
     """How the model's sequences of `length` are split. RecipeError when it cannot be told its positions, or attends in
     a way that cannot be split."""
-    argument = check_model(model, length)
-    heads, kv_heads = attention_heads(model)
-    if any(hook is adapt for hook in model._forward_pre_hooks.values()):
+    argument = check_context_parallel(model, length)
+    heads, kv_heads = count_attention_heads(model)
+    if any(hook is adapt_inputs for hook in model._forward_pre_hooks.values()):
         argument = "positions"  # which it turns into its own, together with documents
-    return Sequences(group, choose(heads, kv_heads, size_of(group)), argument)
+    return ContextSplit(group, choose_context_method(heads, kv_heads, group_size(group)), argument)
 
 
-def attention_heads(model: nn.Module) -> tuple[int, int]:
+def count_attention_heads(model: nn.Module) -> tuple[int, int]:
     """Heads of queries and of keys and values; (1, 1) where the model does not tell."""
     config = getattr(model, "config", None)
     for owner, names in ((config, ("num_attention_heads", "num_key_value_heads")), (model, ("heads", "kv_heads"))):
@@ -56,21 +56,21 @@ def attention_heads(model: nn.Module) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """The output layer `name`, left out of the forward because the task takes the loss from what enters it
     (`head_loss`), and the group over which its vocabulary of so many rows is cut."""
 
     name: str
-    loss: Callable[[Tensor, Tensor, TensorBatch], tuple[Tensor, Tensor | int]]
-    vocabulary: int
+    head_loss: Callable[[Tensor, Tensor, TensorBatch], tuple[Tensor, Tensor | int]]
+    vocab_size: int
     group: Group = None
 
-    def over(self, group: Group) -> "Head":
+    def with_group(self, group: Group) -> "LMHead":
         """The same with its vocabulary cut over a group."""
         return replace(self, group=group)
 
 
-class Scoring:
+class LossFn:
     """What is computed of a model and a batch, in `precision`: a function of both, so that each pipeline stage can
     have it with its own part of the model."""
 
@@ -78,36 +78,38 @@ class Scoring:
         self.task = task
         self.precision = precision
         self.device = device
-        self.sequences: Sequences | None = None
-        self.head: Head | None = None
+        self.context_split: ContextSplit | None = None
+        self.lm_head: LMHead | None = None
 
-    def __call__(self, model: nn.Module, batch: TensorBatch, metrics: bool = False) -> Sums:
+    def __call__(self, model: nn.Module, batch: TensorBatch, metrics: bool = False) -> LossSums:
         """Sums over a micro-batch, or this rank's part of its sequences: the loss, and if asked the task's metrics."""
-        with computing(self.precision, self.device), self._splitting(batch) as mine:
+        with autocast_context(self.precision, self.device), self._split_sequences(batch) as mine:
             args, kwargs = self.task.inputs(mine)
-            if self.sequences is not None:
-                kwargs = {**kwargs, self.sequences.positions: mine["positions"]}
+            if self.context_split is not None:
+                kwargs = {**kwargs, self.context_split.positions_argument: mine["positions"]}
             score = getattr(self.task, "metrics", None) if metrics else None
-            if self.head is not None and score is None:
-                total, terms = _head_loss(self.head, model, args, kwargs, mine)
-                return [("loss", total, terms)]
+            if self.lm_head is not None and score is None:
+                total, num_terms = _compute_head_loss(self.lm_head, model, args, kwargs, mine)
+                return [("loss", total, num_terms)]
             output = model(*args, **kwargs)
-            total, terms = self.task.loss(output, mine)
-            sums: Sums = [("loss", total, terms)]
+            total, num_terms = self.task.loss(output, mine)
+            sums: LossSums = [("loss", total, num_terms)]
             if score is not None:
                 sums += [(name, value, count) for name, (value, count) in score(output, mine).items()]
         return sums
 
     @contextlib.contextmanager
-    def _splitting(self, batch: TensorBatch) -> Iterator[TensorBatch]:
-        if self.sequences is None:
+    def _split_sequences(self, batch: TensorBatch) -> Iterator[TensorBatch]:
+        if self.context_split is None:
             yield batch
             return
-        mine = slice_batch(batch, self.sequences.group, self.sequences.way)
+        mine = shard_batch(batch, self.context_split.group, self.context_split.method)
         documents = batch.get("documents")
-        with ContextParallel(self.sequences.group, self.sequences.way, documents, replace_masks=True) as context:
+        with ContextParallel(
+            self.context_split.group, self.context_split.method, documents, replace_masks=True
+        ) as context:
             yield mine
-            if not context.attended:  # a trial looks closer (causality.py), where one process can hold the model
+            if not context.attention_seen:  # a trial looks closer (causality.py), where one process can hold the model
                 raise RecipeError(
                     "parallelism.context: the model's forward never calls "
                     "torch.nn.functional.scaled_dot_product_attention, so each part of a sequence would be trained "
@@ -116,27 +118,27 @@ class Scoring:
                 )
 
 
-def _head_loss(
-    head: Head, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: TensorBatch
+def _compute_head_loss(
+    head: LMHead, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: TensorBatch
 ) -> tuple[Tensor, Tensor | int]:
     layer = model.get_submodule(head.name)
-    with bypassed(layer):
+    with bypass_lm_head(layer):
         output = model(*args, **kwargs)
-    hidden = logits_of(output)
+    hidden = get_logits(output)
     weight = layer.weight  # as it is now: gathered while the forward runs, where it is sharded
     assert isinstance(weight, Tensor)
-    with vocabulary_group(head.group, head.vocabulary):
-        return head.loss(hidden, weight, batch)
+    with vocab_parallel(head.group, head.vocab_size):
+        return head.head_loss(hidden, weight, batch)
 
 
-class Objective(nn.Module):
+class LossModule(nn.Module):
     """A model with its scoring: the root of what is sharded."""
 
-    def __init__(self, model: nn.Module, scoring: Scoring):
+    def __init__(self, model: nn.Module, loss_fn: LossFn):
         super().__init__()
         self.model = model
-        self.scoring = scoring
+        self.loss_fn = loss_fn
 
-    def forward(self, batch: TensorBatch, metrics: bool = False) -> Sums:
+    def forward(self, batch: TensorBatch, metrics: bool = False) -> LossSums:
         """Sums over a micro-batch: the loss, and if asked the task's metrics."""
-        return self.scoring(self.model, batch, metrics)
+        return self.loss_fn(self.model, batch, metrics)

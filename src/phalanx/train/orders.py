@@ -14,93 +14,95 @@ from collections.abc import Callable, Mapping
 from phalanx.run.channel import receive
 from phalanx.run.messages import MembershipUpdate
 
-VARIABLE = "PHALANX_CONTROL_FD"
+CONTROL_FD_VARIABLE = "PHALANX_CONTROL_FD"
 """Names the descriptor over which a worker gets its orders."""
 
 
-class Orders:
+class MembershipUpdates:
     """A worker's end, read by a thread of its own. `cut` closes the connections of its process group."""
 
-    def __init__(self, sock: socket.socket, cut: Callable[[], None]):
-        self._sock, self._cut = sock, cut
-        self._latest: MembershipUpdate | None = None
+    def __init__(self, sock: socket.socket, shut_down_sockets: Callable[[], None]):
+        self._sock, self._shut_down_sockets = sock, shut_down_sockets
+        self._latest_update: MembershipUpdate | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
     @property
-    def waiting(self) -> bool:
+    def has_update(self) -> bool:
         """Whether there is an order that nobody has obeyed yet."""
-        return self._latest is not None
+        return self._latest_update is not None
 
     @property
-    def urgent(self) -> bool:
+    def worker_lost(self) -> bool:
         """Whether that order says that somebody is gone, so that the step of now cannot end."""
-        latest = self._latest
+        latest = self._latest_update
         return latest is not None and latest.worker_lost
 
-    def wait(self, seconds: float) -> None:
+    def wait_for_update(self, timeout_s: float) -> None:
         """Wait for an order, but no longer than that."""
         with self._changed:
-            self._changed.wait_for(lambda: self._latest is not None, seconds)
+            self._changed.wait_for(lambda: self._latest_update is not None, timeout_s)
 
-    def take(self) -> MembershipUpdate:
+    def take_update(self) -> MembershipUpdate:
         """The newest order, waiting for it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._latest is not None)
-            order, self._latest = self._latest, None
-        assert order is not None
-        return order
+            self._changed.wait_for(lambda: self._latest_update is not None)
+            update, self._latest_update = self._latest_update, None
+        assert update is not None
+        return update
 
     def _listen(self) -> None:
         while (messages := receive(self._sock)) is not None:
-            for order in messages:
-                assert isinstance(order, MembershipUpdate)
-                if order.worker_lost:  # before it can be obeyed, or it might be the connections of the next group
-                    self._cut()
+            for update in messages:
+                assert isinstance(update, MembershipUpdate)
+                if update.worker_lost:  # before it can be obeyed, or it might be the connections of the next group
+                    self._shut_down_sockets()
                 with self._changed:
-                    self._latest = order
+                    self._latest_update = update
                     self._changed.notify_all()
 
 
-def orders_of(cut: Callable[[], None], environment: Mapping[str, str] = os.environ) -> Orders | None:
+def open_membership_updates(
+    shut_down_sockets: Callable[[], None], environment: Mapping[str, str] = os.environ
+) -> MembershipUpdates | None:
     """A worker's orders; None where it has no agent that would give any."""
-    fd = environment.get(VARIABLE)
-    return Orders(socket.socket(fileno=int(fd)), cut) if fd else None
+    fd = environment.get(CONTROL_FD_VARIABLE)
+    return MembershipUpdates(socket.socket(fileno=int(fd)), shut_down_sockets) if fd else None
 
 
-class Connections:
+class SocketRegistry:
     """The TCP connections that process groups opened while this was entered, so that they can be closed under them.
     Only where the kernel lists a process's descriptors (Linux); elsewhere there are none, and who waits for a lost
     worker is killed."""
 
     def __init__(self) -> None:
-        self._before: frozenset[int] = frozenset()
-        self._own: frozenset[int] = frozenset()
-        self._cutting = threading.Lock()
+        self._inodes_before: frozenset[int] = frozenset()
+        self._own_inodes: frozenset[int] = frozenset()
+        self._shutdown_lock = threading.Lock()
 
-    def __enter__(self) -> "Connections":
+    def __enter__(self) -> "SocketRegistry":
         """Before a group is made."""
-        self._before = frozenset(_sockets())
+        self._inodes_before = frozenset(_list_own_sockets())
         return self
 
     def __exit__(self, *_: object) -> None:
         """After it was made."""
-        self._own |= frozenset(_sockets()) - self._before
+        self._own_inodes |= frozenset(_list_own_sockets()) - self._inodes_before
 
-    def cut(self) -> None:
+    def shut_down(self) -> None:
         """End them in both directions, and forget them; harmless when they are closed already."""
-        with self._cutting:  # who comes second must find them cut, not about to be
-            found = _sockets()
-            for inode in self._own & found.keys():
+        with self._shutdown_lock:  # who comes second must find them cut, not about to be
+            found = _list_own_sockets()
+            for inode in self._own_inodes & found.keys():
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found[inode])) as sock:
                     # A listener that is shut down ends the process in gloo's thread that accepts.
                     tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
                     if tcp and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         sock.shutdown(socket.SHUT_RDWR)
-            self._own = frozenset()
+            self._own_inodes = frozenset()
 
 
-def _sockets() -> dict[int, int]:
+def _list_own_sockets() -> dict[int, int]:
     """Descriptors of this process's sockets by inode: a descriptor alone may be another socket's by now."""
     found = {}
     with contextlib.suppress(FileNotFoundError):

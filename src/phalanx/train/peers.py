@@ -20,20 +20,26 @@ from pathlib import Path
 import psutil
 import xxhash
 
-from phalanx.run.wire import Greeter, Refused, exactly
+from phalanx.run.wire import AuthenticationError, HandshakeServer, receive_exactly
 from phalanx.train.checkpoint.buffer import Bytes
-from phalanx.train.checkpoint.format import CHUNK, CorruptError
-from phalanx.train.checkpoint.parts import Part, copy_name, decode_part, encode_part, put_part
+from phalanx.train.checkpoint.format import CHUNK_BYTES, CorruptCheckpointError
+from phalanx.train.checkpoint.parts import (
+    InMemoryShard,
+    decode_shard,
+    encode_shard,
+    format_copy_name,
+    write_shard_record,
+)
 
-PATIENCE = 20.0
+CONNECT_TIMEOUT_S = 20.0
 """Seconds within which a connection must be there and its secret told."""
-_HEAD = struct.Struct("!I")
-_RECORD = 1 << 30  # bytes beyond which a record is none
-Address = tuple[str, int, str]
+_LENGTH_PREFIX = struct.Struct("!I")
+_MAX_RECORD_BYTES = 1 << 30  # bytes beyond which a record is none
+ListenerAddress = tuple[str, int, str]
 """Host, port and secret (hexadecimal) of a listener."""
 
 
-def local_address(environment: Mapping[str, str] = os.environ) -> str:
+def find_local_address(environment: Mapping[str, str] = os.environ) -> str:
     """This machine's address on the network over which workers talk: gloo's interface where one is named, else the one
     that leads to where they meet."""
     named = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
@@ -46,7 +52,7 @@ def local_address(environment: Mapping[str, str] = os.environ) -> str:
         return address
 
 
-class Keeper:
+class ReplicaServer:
     """Keeps parts of workers on other nodes in `folder`. `listen`, then `accept` each of them."""
 
     def __init__(self, folder: Path):
@@ -55,14 +61,14 @@ class Keeper:
         self._listener: socket.socket | None = None
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        self._cpu: dict[int, float] = {}
+        self._cpu_s: dict[int, float] = {}
 
     @property
-    def cpu(self) -> float:
+    def cpu_s(self) -> float:
         """Seconds of a core that keeping the last parts took."""
-        return sum(self._cpu.values())
+        return sum(self._cpu_s.values())
 
-    def listen(self, address: str) -> Address:
+    def listen(self, address: str) -> ListenerAddress:
         """Be ready for connections; where, and the secret."""
         self._listener = socket.create_server((address, 0))
         host, port = self._listener.getsockname()[:2]
@@ -71,9 +77,9 @@ class Keeper:
     def accept(self, count: int) -> None:
         """Take so many connections, and serve each from now on. OSError when they do not come in time."""
         assert self._listener is not None
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + CONNECT_TIMEOUT_S
         arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        with Greeter(self._listener, self._prove, arrived.put):
+        with HandshakeServer(self._listener, self._authenticate, arrived.put):
             while len(self._connections) < count:
                 try:
                     connection = arrived.get(timeout=max(0.0, until - time.monotonic()))
@@ -85,16 +91,16 @@ class Keeper:
                 thread.start()
                 self._threads.append(thread)
 
-    def _prove(self, connection: socket.socket, until: float) -> socket.socket:
-        if not hmac.compare_digest(exactly(connection, len(self._secret), until), self._secret.encode()):
-            raise Refused("it does not know the secret")
+    def _authenticate(self, connection: socket.socket, until: float) -> socket.socket:
+        if not hmac.compare_digest(receive_exactly(connection, len(self._secret), until), self._secret.encode()):
+            raise AuthenticationError("it does not know the secret")
         connection.settimeout(None)
         return connection
 
     def close(self) -> None:
         """Stop keeping, at once: whoever sends notices."""
         for connection in self._connections:
-            with _shut(connection):
+            with _shutting_down(connection):
                 pass
         for thread in self._threads:
             thread.join()
@@ -104,25 +110,25 @@ class Keeper:
             self._listener.close()
 
     def _serve(self, connection: socket.socket, number: int) -> None:
-        block = bytearray(CHUNK)
+        block = bytearray(CHUNK_BYTES)
         # The other end closed, or died, or sent what is no record: it finds the connection closed, and tells.
-        with contextlib.suppress(ConnectionError, CorruptError), _shut(connection):
+        with contextlib.suppress(ConnectionError, CorruptCheckpointError), _shutting_down(connection):
             while True:
-                (size,) = _HEAD.unpack(_receive_exactly(connection, _HEAD.size))
-                if not 0 < size < _RECORD:
+                (size,) = _LENGTH_PREFIX.unpack(_recv_exactly(connection, _LENGTH_PREFIX.size))
+                if not 0 < size < _MAX_RECORD_BYTES:
                     return
-                begun = time.thread_time()
-                content = bytes(_receive_exactly(connection, size))
-                answer = self._keep(connection, content, memoryview(block))
-                self._cpu[number] = time.thread_time() - begun
-                connection.sendall(_HEAD.pack(len(answer)) + answer)
+                start_time = time.thread_time()
+                content = bytes(_recv_exactly(connection, size))
+                reply = self._store_shard(connection, content, memoryview(block))
+                self._cpu_s[number] = time.thread_time() - start_time
+                connection.sendall(_LENGTH_PREFIX.pack(len(reply)) + reply)
 
-    def _keep(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes:
+    def _store_shard(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes:
         """Take a part's file and keep it; what was wrong, or nothing. All of it is read either way."""
-        part = decode_part(content, Path("record"))
-        file, record = part.file, part.files[part.file]
-        copy = self._folder / copy_name(part.step, part.token)
-        wrong = ""
+        shard = decode_shard(content, Path("record"))
+        file, record = shard.file_name, shard.files[shard.file_name]
+        copy = self._folder / format_copy_name(shard.step, shard.token)
+        problem = ""
         with contextlib.ExitStack() as stack:
             descriptor = -1
             try:
@@ -130,58 +136,58 @@ class Keeper:
                 descriptor = os.open(copy / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
                 stack.callback(os.close, descriptor)
             except OSError as error:
-                wrong = str(error)
+                problem = str(error)
             for number, chunk in enumerate(record.chunks):
-                piece = block[: min(CHUNK, record.bytes - number * CHUNK)]
-                _receive_into(connection, piece)
-                if wrong:
+                view = block[: min(CHUNK_BYTES, record.bytes - number * CHUNK_BYTES)]
+                _recv_into(connection, view)
+                if problem:
                     continue
-                if xxhash.xxh3_64_hexdigest(piece) != chunk:
-                    wrong = f"{file} was damaged on its way"
+                if xxhash.xxh3_64_hexdigest(view) != chunk:
+                    problem = f"{file} was damaged on its way"
                     continue
                 try:
-                    _write_all(descriptor, piece)
+                    _write_all(descriptor, view)
                 except OSError as error:
-                    wrong = f"{copy / file}: {error.strerror}"
-        if not wrong:
+                    problem = f"{copy / file}: {error.strerror}"
+        if not problem:
             try:
-                put_part(copy, part)
+                write_shard_record(copy, shard)
             except OSError as error:
-                wrong = str(error)
-        return wrong.encode()
+                problem = str(error)
+        return problem.encode()
 
 
-class Sender:
+class ReplicaClient:
     """Brings this worker's parts to its keeper."""
 
-    def __init__(self, address: Address):
+    def __init__(self, address: ListenerAddress):
         host, port, secret = address
-        self._socket = socket.create_connection((host, port), PATIENCE)
+        self._socket = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
         self._socket.sendall(secret.encode())
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def deliver(self, part: Part, image: Bytes) -> None:
+    def send_shard(self, shard: InMemoryShard, image: Bytes) -> None:
         """Send a part and its file's bytes; returns when they are kept. OSError when that fails."""
-        record = encode_part(part)
-        self._socket.sendall(_HEAD.pack(len(record)) + record)
+        record = encode_shard(shard)
+        self._socket.sendall(_LENGTH_PREFIX.pack(len(record)) + record)
         self._socket.sendall(image.data)
-        (size,) = _HEAD.unpack(_receive_exactly(self._socket, _HEAD.size))
-        if wrong := bytes(_receive_exactly(self._socket, size)).decode():
-            raise OSError(f"the second copy could not be kept: {wrong}")
+        (size,) = _LENGTH_PREFIX.unpack(_recv_exactly(self._socket, _LENGTH_PREFIX.size))
+        if problem := bytes(_recv_exactly(self._socket, size)).decode():
+            raise OSError(f"the second copy could not be kept: {problem}")
 
     def close(self) -> None:
         """Break off, at once, also what another thread delivers."""
-        with _shut(self._socket):
+        with _shutting_down(self._socket):
             pass
 
-    def release(self) -> None:
+    def close_socket(self) -> None:
         """After `close`, when no thread delivers any more."""
         self._socket.close()
 
 
 @contextlib.contextmanager
-def _shut(connection: socket.socket) -> Iterator[None]:
+def _shutting_down(connection: socket.socket) -> Iterator[None]:
     try:
         yield
     finally:
@@ -189,13 +195,13 @@ def _shut(connection: socket.socket) -> Iterator[None]:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _receive_exactly(connection: socket.socket, count: int) -> bytearray:
+def _recv_exactly(connection: socket.socket, count: int) -> bytearray:
     found = bytearray(count)
-    _receive_into(connection, memoryview(found))
+    _recv_into(connection, memoryview(found))
     return found
 
 
-def _receive_into(connection: socket.socket, target: memoryview) -> None:
+def _recv_into(connection: socket.socket, target: memoryview) -> None:
     done = 0
     while done < len(target):
         count = connection.recv_into(target[done:])

@@ -17,208 +17,227 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 from phalanx.run import Run
-from phalanx.run.hot import base_of, counts, cut, hot_folder, is_private, open_folder, read_history
-from phalanx.train.checkpoint import CorruptError, Loaded, list_checkpoints, step_of
-from phalanx.train.checkpoint.load import files_of
+from phalanx.run.hot import (
+    create_node_dir,
+    find_base_dir,
+    find_node_dir,
+    is_private,
+    is_valid_copy,
+    read_epochs,
+    truncate_history,
+)
+from phalanx.train.checkpoint import CorruptCheckpointError, LoadedCheckpoint, list_checkpoints, parse_step
+from phalanx.train.checkpoint.load import find_needed_files
 from phalanx.train.checkpoint.parts import (
-    Part,
-    copy_name,
+    InMemoryShard,
+    format_copy_name,
     list_copies,
-    list_parts,
-    merge_parts,
-    put_part,
-    rank_of,
-    read_part,
+    list_shard_records,
+    merge_shards,
+    parse_rank,
+    read_shard,
+    write_shard_record,
 )
 from phalanx.train.checkpoint.staging import as_bytes
-from phalanx.train.hot import clear_copies
-from phalanx.train.nodes import Nodes, exchanged, nodes_of, said_by_leader
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.restoring import OnReject, Rejected, TakeOver, report_rejected
-from phalanx.train.state import load_wanted, wanted_of
+from phalanx.train.hot import prune_copies
+from phalanx.train.nodes import NodeMap, all_gather_json, broadcast_json_from_rank_zero, gather_node_map
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.parallel.divided import ParallelModel
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.restoring import ApplyFn, OnRejectFn, RejectedFile, report_rejected_files
+from phalanx.train.state import execute_load_plan, make_load_plan
 
-MESSAGE = 16 << 20
+MESSAGE_BYTES = 16 << 20
 """Bytes that are sent at once."""
-Copy = tuple[int, str]
+CopyId = tuple[int, str]
 """Step and token."""
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedCopies:
     """What all workers found good: for each copy the ranks whose parts there are, and the workers that have read each.
-    `mine` are those that this one has read."""
+    `own_shards` are those that this one has read."""
 
-    nodes: Nodes
-    parts: Mapping[Copy, Mapping[int, Sequence[int]]]
-    mine: Mapping[Copy, Mapping[int, Part]]
+    node_map: NodeMap
+    readers_by_copy: Mapping[CopyId, Mapping[int, Sequence[int]]]
+    own_shards: Mapping[CopyId, Mapping[int, InMemoryShard]]
 
 
 @dataclass(frozen=True)
-class Recalled:
-    """A copy that was read. `fetched` bytes came from other nodes, over all workers."""
+class RestoredCopy:
+    """A copy that was read. `fetched_bytes` bytes came from other nodes, over all workers."""
 
-    loaded: Loaded
-    fetched: int
+    checkpoint: LoadedCheckpoint
+    fetched_bytes: int
 
 
-def find_copies(
-    run: Run, place: Place, on_reject: OnReject, environment: Mapping[str, str] = os.environ
-) -> Found | None:
+def find_verified_copies(
+    run: Run, dist_env: DistEnv, on_reject: OnRejectFn, environment: Mapping[str, str] = os.environ
+) -> VerifiedCopies | None:
     """The parts that may be gone on from, verified; None when no hot copy was ever begun. Every worker calls it. A bad
     one is removed and told to `on_reject`, on every worker alike."""
-    said = None
-    if place.leads:
-        newest = max((step_of(path) for path in list_checkpoints(run.checkpoints)), default=0)
-        lines, saved = read_history(run)
-        said = {"lines": lines if saved <= newest else [], "newest": newest}
-    said = said_by_leader(place, said)
-    if not said["lines"]:
+    history = None
+    if dist_env.is_rank_zero:
+        newest = max((parse_step(path) for path in list_checkpoints(run.checkpoints)), default=0)
+        epochs, saved = read_epochs(run)
+        history = {"lines": epochs if saved <= newest else [], "newest": newest}
+    history = broadcast_json_from_rank_zero(dist_env, history)
+    if not history["lines"]:
         return None
-    nodes, folder = nodes_of(place, environment), hot_folder(run, environment)
-    copies = [(folder / copy_name(*copy), copy) for copy in list_copies(folder)] if _ours(folder) else []
-    mine: dict[Copy, dict[int, Part]] = {}
+    node_map, folder = gather_node_map(dist_env, environment), find_node_dir(run, environment)
+    copies = (
+        [(folder / format_copy_name(*copy), copy) for copy in list_copies(folder)]
+        if _is_own_private_dir(folder)
+        else []
+    )
+    own_shards: dict[CopyId, dict[int, InMemoryShard]] = {}
     bad: list[tuple[str, str, str]] = []
-    beside = nodes.beside(place.rank)
+    ranks_on_node = node_map.ranks_on_same_node(dist_env.rank)
     records = [
         (step, token, record)
         for path, (step, token) in copies
-        if step > said["newest"] and counts(said["lines"], token, step)
-        for record in list_parts(path)
+        if step > history["newest"] and is_valid_copy(history["lines"], token, step)
+        for record in list_shard_records(path)
         # By name and not by number in the list: another worker may be removing a bad one.
-        if rank_of(record) % len(beside) == beside.index(place.rank)
+        if parse_rank(record) % len(ranks_on_node) == ranks_on_node.index(dist_env.rank)
     ]
     for step, token, path in records:
         try:
-            part = read_part(path)
-        except CorruptError as error:
+            shard = read_shard(path)
+        except CorruptCheckpointError as error:
             bad.append((str(path.parent), error.file.name, error.reason))
             path.unlink(missing_ok=True)
             continue
-        mine.setdefault((step, token), {})[part.rank] = part
-    good = [[step, token, sorted(parts)] for (step, token), parts in mine.items()]
-    parts: dict[Copy, dict[int, list[int]]] = {}
-    for rank, theirs in enumerate(exchanged(place, {"good": good, "bad": bad})):
+        own_shards.setdefault((step, token), {})[shard.rank] = shard
+    good = [[step, token, sorted(readers_by_copy)] for (step, token), readers_by_copy in own_shards.items()]
+    readers_by_copy: dict[CopyId, dict[int, list[int]]] = {}
+    for rank, theirs in enumerate(all_gather_json(dist_env, {"good": good, "bad": bad})):
         for directory, file, reason in theirs["bad"]:
             on_reject(Path(directory), file, reason)
         for step, token, ranks in theirs["good"]:
             for owner in ranks:
-                parts.setdefault((step, token), {}).setdefault(owner, []).append(rank)
-    return Found(nodes, parts, mine)
+                readers_by_copy.setdefault((step, token), {}).setdefault(owner, []).append(rank)
+    return VerifiedCopies(node_map, readers_by_copy, own_shards)
 
 
-def recall(
+def restore_in_memory(
     run: Run,
-    found: Found,
-    place: Place,
-    divided: Divided,
-    optimizer: Optimizer,
-    scale: LossScale,
-    on_reject: OnReject,
+    verified: VerifiedCopies,
+    dist_env: DistEnv,
+    parallel_model: ParallelModel,
+    optimizer: OptimizerContainer,
+    scaler: GradScaler,
+    on_reject: OnRejectFn,
     environment: Mapping[str, str] = os.environ,
-) -> Recalled | None:
+) -> RestoredCopy | None:
     """Load the newest of the copies that is whole into the model, optimizer and scale; None when there is none. Every
     worker calls it. Nothing changes before every worker has read its part."""
-    if not found.parts:
+    if not verified.readers_by_copy:
         return None
-    folder, bad = Path(), list[Rejected]()
+    folder, bad = Path(), list[RejectedFile]()
     try:
-        folder = open_folder(run, environment)
+        folder = create_node_dir(run, environment)
     except (OSError, UsageError) as error:
-        bad = [(str(base_of(environment)), "", f"no place on a node for what it lacks: {error}")]
-    if _rejected(place, bad, on_reject):
+        bad = [(str(find_base_dir(environment)), "", f"no place on a node for what it lacks: {error}")]
+    if _report_bad_copies(dist_env, bad, on_reject):
         return None
-    for copy in sorted(found.parts, reverse=True):
-        parts = _told(found, place, copy)
-        beside = set(found.nodes.beside(place.rank))
-        here = {owner for owner, readers in found.parts[copy].items() if beside & set(readers)}
+    for copy in sorted(verified.readers_by_copy, reverse=True):
+        shards = _gather_shard_records(verified, dist_env, copy)
+        ranks_on_node = set(verified.node_map.ranks_on_same_node(dist_env.rank))
+        ranks_present = {
+            owner for owner, readers in verified.readers_by_copy[copy].items() if ranks_on_node & set(readers)
+        }
         try:
-            manifest = merge_parts(list(parts.values()), here)
+            manifest = merge_shards(list(shards.values()), ranks_present)
         except ValueError:  # some of it was on nodes that are gone; all workers have the same parts before them
             continue
-        path = folder / copy_name(*copy)
-        wanted = wanted_of(divided, path, manifest)
-        files = files_of(manifest, wanted.everything)
-        lacking = [owner for owner, part in parts.items() if owner not in here and part.file in files]
-        fetched = _fetch(found, place, copy, path, parts, lacking)
-        take_over: TakeOver | None = None
+        path = folder / format_copy_name(*copy)
+        load_plan = make_load_plan(parallel_model, path, manifest)
+        files = find_needed_files(manifest, load_plan.all_blocks)
+        lacking = [owner for owner, shard in shards.items() if owner not in ranks_present and shard.file_name in files]
+        fetched = _fetch_missing_shards(verified, dist_env, copy, path, shards, lacking)
+        apply: ApplyFn | None = None
         bad = []
         try:
-            take_over = load_wanted(wanted, divided, optimizer, scale, path, manifest)
-        except CorruptError as error:
+            apply = execute_load_plan(load_plan, parallel_model, optimizer, scaler, path, manifest)
+        except CorruptCheckpointError as error:
             bad = [(str(path), error.file.name, error.reason)]
-        if not _rejected(place, bad, on_reject):
-            assert take_over is not None
-            take_over()
-            return Recalled(Loaded(path, manifest, {}), fetched)
+        if not _report_bad_copies(dist_env, bad, on_reject):
+            assert apply is not None
+            apply()
+            return RestoredCopy(LoadedCheckpoint(path, manifest, {}), fetched)
     return None
 
 
-def go_on_from(
-    run: Run, place: Place, step: int, kept: Path | None, environment: Mapping[str, str] = os.environ
+def prune_stale(
+    run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """The run goes on from this step, by a hot copy where one is `kept`: later ones belong to no history any more, and
+    """The run goes on from this step, by a hot copy where one is `kept_copy`: later ones belong to no history any more, and
     all others here are removed. Every worker calls it."""
-    if place.leads:
-        cut(run, step)
-    folder = hot_folder(run, environment)
-    if place.local_rank == 0 and _ours(folder):
-        clear_copies(folder, () if kept is None else (kept.name,))
+    if dist_env.is_rank_zero:
+        truncate_history(run, step)
+    folder = find_node_dir(run, environment)
+    if dist_env.local_rank == 0 and _is_own_private_dir(folder):
+        prune_copies(folder, () if kept_copy is None else (kept_copy.name,))
 
 
-def _rejected(place: Place, bad: list[Rejected], on_reject: OnReject) -> bool:
+def _report_bad_copies(dist_env: DistEnv, bad: list[RejectedFile], on_reject: OnRejectFn) -> bool:
     """Whether any worker found something bad, which is reported on all of them."""
-    said = [{"bad": each} for each in exchanged(place, bad)]
-    report_rejected(said, on_reject)
-    return any(each["bad"] for each in said)
+    gathered = [{"bad": each} for each in all_gather_json(dist_env, bad)]
+    report_rejected_files(gathered, on_reject)
+    return any(each["bad"] for each in gathered)
 
 
-def _ours(folder: Path | None) -> TypeGuard[Path]:
+def _is_own_private_dir(folder: Path | None) -> TypeGuard[Path]:
     """Whether there is a folder for hot copies that nobody else can have written to."""
     return folder is not None and is_private(folder)
 
 
-def _told(found: Found, place: Place, copy: Copy) -> dict[int, Part]:
+def _gather_shard_records(verified: VerifiedCopies, dist_env: DistEnv, copy: CopyId) -> dict[int, InMemoryShard]:
     """All parts of a copy by rank; each is told by the first worker that has read it."""
-    mine = found.mine.get(copy, {})
-    first = [owner for owner, readers in found.parts[copy].items() if readers[0] == place.rank]
-    said = exchanged(place, [mine[owner].model_dump(mode="json") for owner in first])
-    parts = [Part.model_validate(part) for theirs in said for part in theirs]
-    return {part.rank: part for part in sorted(parts, key=lambda part: part.rank)}
+    own_shards = verified.own_shards.get(copy, {})
+    first = [owner for owner, readers in verified.readers_by_copy[copy].items() if readers[0] == dist_env.rank]
+    gathered = all_gather_json(dist_env, [own_shards[owner].model_dump(mode="json") for owner in first])
+    shards = [InMemoryShard.model_validate(shard) for theirs in gathered for shard in theirs]
+    return {shard.rank: shard for shard in sorted(shards, key=lambda shard: shard.rank)}
 
 
-def _fetch(
-    found: Found, place: Place, copy: Copy, path: Path, parts: Mapping[int, Part], lacking: Sequence[int]
+def _fetch_missing_shards(
+    verified: VerifiedCopies,
+    dist_env: DistEnv,
+    copy: CopyId,
+    path: Path,
+    shards: Mapping[int, InMemoryShard],
+    lacking: Sequence[int],
 ) -> int:
     """Bring to each node the parts that its workers need and lack; their bytes, on all nodes together. All workers go
     through the transfers in one order, so none waits for one that waits for it."""
-    needs = exchanged(place, list(lacking))
+    missing_by_rank = all_gather_json(dist_env, list(lacking))
     fetched = 0
-    for node in range(found.nodes.count):
-        ranks = found.nodes.ranks(node)
-        for owner in sorted({owner for rank in ranks for owner in needs[rank]}):
-            readers, part = found.parts[copy][owner], parts[owner]
+    for node in range(verified.node_map.num_nodes):
+        ranks = verified.node_map.ranks_on(node)
+        for owner in sorted({owner for rank in ranks for owner in missing_by_rank[rank]}):
+            readers, shard = verified.readers_by_copy[copy][owner], shards[owner]
             source = readers[node % len(readers)]
-            fetched += part.files[part.file].bytes
-            if place.rank == source:
-                _send(path / part.file, part, ranks[0])
-            elif place.rank == ranks[0]:
-                _receive(path, part, source)
+            fetched += shard.files[shard.file_name].bytes
+            if dist_env.rank == source:
+                _send_shard_file(path / shard.file_name, shard, ranks[0])
+            elif dist_env.rank == ranks[0]:
+                _receive_shard_file(path, shard, source)
     if fetched:
-        exchanged(place, None)  # what the first worker of a node received is there for the others
+        all_gather_json(dist_env, None)  # what the first worker of a node received is there for the others
     return fetched
 
 
-def _send(file: Path, part: Part, target: int) -> None:
+def _send_shard_file(file: Path, shard: InMemoryShard, target: int) -> None:
     """Who waits for it gets as many bytes in any case: what can no longer be read here is zeros, which the receiver
     finds damaged."""
     with contextlib.ExitStack() as stack:
         content = None
         with contextlib.suppress(OSError):
             content = stack.enter_context(open(file, "rb"))
-        for size in _messages(part):
+        for size in _message_sizes(shard):
             read = b""
             if content is not None:
                 try:
@@ -228,14 +247,14 @@ def _send(file: Path, part: Part, target: int) -> None:
             dist.send(torch.frombuffer(bytearray(read.ljust(size, b"\0")), dtype=torch.uint8), target)
 
 
-def _receive(copy: Path, part: Part, source: int) -> None:
+def _receive_shard_file(copy: Path, shard: InMemoryShard, source: int) -> None:
     """What the disk has no room for is found missing when it is read."""
     with contextlib.ExitStack() as stack:
         content = None
         with contextlib.suppress(OSError):
             copy.mkdir(mode=0o700, exist_ok=True)
-            content = stack.enter_context(open(copy / part.file, "wb"))
-        for size in _messages(part):
+            content = stack.enter_context(open(copy / shard.file_name, "wb"))
+        for size in _message_sizes(shard):
             message = torch.empty(size, dtype=torch.uint8)
             dist.recv(message, source)
             if content is not None:
@@ -244,12 +263,12 @@ def _receive(copy: Path, part: Part, source: int) -> None:
                 except OSError:
                     content = None
     with contextlib.suppress(OSError):
-        put_part(copy, part)
+        write_shard_record(copy, shard)
 
 
-def _messages(part: Part) -> Iterator[int]:
+def _message_sizes(shard: InMemoryShard) -> Iterator[int]:
     """The sizes of the messages by which its file travels."""
-    left = part.files[part.file].bytes
+    left = shard.files[shard.file_name].bytes
     while left:
-        yield min(left, MESSAGE)
-        left -= min(left, MESSAGE)
+        yield min(left, MESSAGE_BYTES)
+        left -= min(left, MESSAGE_BYTES)

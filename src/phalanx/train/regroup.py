@@ -20,270 +20,313 @@ from phalanx.errors import DataError
 from phalanx.recipe.schema import Parallelism
 from phalanx.run.event_types import CheckpointFailed
 from phalanx.run.messages import JoinedGroup, LeftGroup, MembershipUpdate
-from phalanx.run.pulse import Pulse, Silent
-from phalanx.train.checkpoint import clean
-from phalanx.train.ends import make_stepper, tell_start
-from phalanx.train.evaluation import Scores
-from phalanx.train.gang import Gang, Summoned
-from phalanx.train.model import Seeds
-from phalanx.train.nodes import dtype_name, dtype_named, exchanged, said_by
-from phalanx.train.objective import Objective
-from phalanx.train.orders import Connections, Orders
+from phalanx.run.pulse import HeartbeatWriter, NullHeartbeat
+from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.ends import make_train_step, report_start
+from phalanx.train.evaluation import EvaluationResult
+from phalanx.train.gang import MembershipChanged, Trainer
+from phalanx.train.model import MicroBatchSeeds
+from phalanx.train.nodes import all_gather_json, broadcast_json, format_dtype, parse_dtype
+from phalanx.train.objective import LossModule
+from phalanx.train.orders import MembershipUpdates, SocketRegistry
 from phalanx.train.parallel.mesh import Mesh, build_mesh
-from phalanx.train.parallel.staging import Staged
-from phalanx.train.parts import Parts
-from phalanx.train.place import Place, join, lost_peer, part, store_of
+from phalanx.train.parallel.staging import PipelineRunner
+from phalanx.train.parts import TrainContext
+from phalanx.train.place import DistEnv, abort_process_group, init_process_group, is_peer_failure, open_attempt_store
 from phalanx.train.reporter import Reporter
-from phalanx.train.state import Progress, Standing, Unfinished, load_state, state_tensors
+from phalanx.train.state import PendingSave, SurvivorState, TrainState, get_state_tensors, load_full_state
 
-Scorer = Callable[[Place, Mesh], Callable[[], Scores | None]]
+EvaluatorFactory = Callable[[DistEnv, Mesh], Callable[[], EvaluationResult | None]]
 """Makes what evaluates in a world of another size."""
-SOON, LONGER, SELDOM = 0.001, 1.2, 0.05
+MIN_POLL_INTERVAL_S, POLL_BACKOFF_FACTOR, MAX_POLL_INTERVAL_S = 0.001, 1.2, 0.05
 """Seconds between two looks whether all have come: at first, by how much longer each time, and at most, since many may
 wait long for a few."""
-NOTHING = -1
+NO_STEP = -1
 """Instead of a step: a worker that has no state yet."""
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltTrainer:
     """What a worker trains, and with what."""
 
-    parts: Parts
-    objective: Objective | Staged
+    context: TrainContext
+    loss_module: LossModule | PipelineRunner
 
 
 @dataclass(frozen=True)
-class Found:
-    """What those who met have: the step that each rank has `reached`, and which of them have `summed` the gradients of
-    the one after, and are `saving` the state after which; the `standing` of the first that is farthest, `source`, and
-    its loss `scale`. `own`: this worker's standing before."""
+class PeerStates:
+    """What those who met have: the step that each rank has `reached`, and which of them have `grads_reduced` the gradients of
+    the one after, and are `saving` the state after which; the `survivor_state` of the first that is farthest, `source_rank`, and
+    its loss `scaler_state`. `own`: this worker's standing before."""
 
-    reached: list[int]
-    summed: list[bool]
-    saving: list[int]
-    source: int
-    standing: Standing
-    scale: dict[str, Tensor]
-    own: Standing | None
+    step_of_rank: list[int]
+    grads_reduced: list[bool]
+    saving_step_of_rank: list[int]
+    source_rank: int
+    survivor_state: SurvivorState
+    scaler_state: dict[str, Tensor]
+    own_state: SurvivorState | None
 
     @property
-    def alike(self) -> bool:
+    def all_at_same_step(self) -> bool:
         """Whether all are at the same step."""
-        return min(self.reached) == max(self.reached)
+        return min(self.step_of_rank) == max(self.step_of_rank)
 
     @property
-    def at_odds(self) -> bool:
+    def saves_diverged(self) -> bool:
         """Whether a save ended or began for some of them only: they were torn out of the step that it happened in."""
-        saving = zip(self.reached, self.saving, strict=True)
-        return len({step for reached, step in saving if reached != NOTHING}) > 1
+        saving = zip(self.step_of_rank, self.saving_step_of_rank, strict=True)
+        return len({step for reached, step in saving if reached != NO_STEP}) > 1
 
 
-class Way(Protocol):
+class RecoveryMode(Protocol):
     """How a worker comes by what it needs in another world."""
 
-    def renew(self, before: Built | None, place: Place) -> Built:
+    def rebuild(self, before: BuiltTrainer | None, dist_env: DistEnv) -> BuiltTrainer:
         """What it trains there, from what it trained before; None for one that has just come."""
 
-    def share(self, before: Built | None, now: Built, found: Found) -> None:
+    def sync_state(self, before: BuiltTrainer | None, now: BuiltTrainer, peers: PeerStates) -> None:
         """Bring all to the state of those who are farthest."""
 
-    def warm_up(self, now: Built, progress: Progress) -> None:
+    def warm_up(self, now: BuiltTrainer, train_state: TrainState) -> None:
         """What is left to do before the next step."""
 
 
-class Regrouping:
-    """One worker's part in it, for as long as it lives. `number` is the worker's own, whatever its rank; `between` and
-    `within` are its connections to other replicas and to the workers of its own."""
+class Reconfiguration:
+    """One worker's part in it, for as long as it lives. `worker_id` is the worker's own, whatever its rank; `inter_replica_sockets` and
+    `intra_replica_sockets` are its connections to other replicas and to the workers of its own."""
 
     def __init__(
         self,
-        orders: Orders,
-        between: Connections,
-        within: Connections,
-        number: int,
-        place: Place,
+        membership_updates: MembershipUpdates,
+        inter_replica_sockets: SocketRegistry,
+        intra_replica_sockets: SocketRegistry,
+        worker_id: int,
+        dist_env: DistEnv,
         reporter: Reporter,
-        pulse: Pulse | Silent,
-        way: Way,
+        heartbeat: HeartbeatWriter | NullHeartbeat,
+        recovery_mode: RecoveryMode,
         fingerprint: str,
     ):
-        self.orders, self._between, self._within = orders, between, within
-        self._number, self._place = number, place
-        self._reporter, self._pulse, self._way, self._fingerprint = reporter, pulse, way, fingerprint
+        self.membership_updates, self._inter_replica_sockets, self._intra_replica_sockets = (
+            membership_updates,
+            inter_replica_sockets,
+            intra_replica_sockets,
+        )
+        self._worker_id, self._dist_env = worker_id, dist_env
+        self._reporter, self._heartbeat, self._recovery_mode, self._fingerprint = (
+            reporter,
+            heartbeat,
+            recovery_mode,
+            fingerprint,
+        )
         self._hooks: list[RemovableHandle] = []
 
-    def listen(self, modules: Iterable[nn.Module], compiled: bool) -> None:
+    def install_membership_hooks(self, modules: Iterable[nn.Module], compiled: bool) -> None:
         """Look for orders whenever a forward comes to parameters of these, unless they are compiled, and whenever
         backward has made a gradient: who has a long step would else learn only in the exchange that it is in vain."""
         for hook in self._hooks:
             hook.remove()
-        parts = {part: list(part.parameters(recurse=False)) for module in modules for part in module.modules()}
-        trained = {parameter for own in parts.values() for parameter in own if parameter.requires_grad}
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._heed) for parameter in trained]
+        parameters_by_module = {
+            module_: list(module_.parameters(recurse=False)) for module in modules for module_ in module.modules()
+        }
+        trained = {parameter for own in parameters_by_module.values() for parameter in own if parameter.requires_grad}
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._check_on_grad) for parameter in trained]
         if not compiled:
-            self._hooks += [part.register_forward_pre_hook(self._heed_forward) for part, own in parts.items() if own]
+            self._hooks += [
+                module_.register_forward_pre_hook(self._check_on_forward)
+                for module_, own in parameters_by_module.items()
+                if own
+            ]
 
-    def heed(self) -> None:
+    def check_membership(self) -> None:
         """Summoned where somebody is gone, so that what is going on now cannot end."""
-        if self.orders.urgent:
-            raise Summoned
+        if self.membership_updates.worker_lost:
+            raise MembershipChanged
 
-    def _heed(self, parameter: Tensor) -> None:
-        self.heed()
+    def _check_on_grad(self, parameter: Tensor) -> None:
+        self.check_membership()
 
-    def _heed_forward(self, module: nn.Module, arguments: Any) -> None:
+    def _check_on_forward(self, module: nn.Module, arguments: Any) -> None:
         if module.training:
-            self.heed()
+            self.check_membership()
 
-    def leave(self, gang: Gang) -> Standing:
+    def detach(self, trainer: Trainer) -> SurvivorState:
         """Leave a group of which somebody may be gone, and undo what was begun."""
-        self._reporter.say(LeftGroup(rank=self._number))
-        standing = gang.abandon()
-        for connections in (self._between, self._within):
-            connections.cut()  # or those who have not noticed yet would wait for us
-        part()
-        return standing
+        self._reporter.send_control(LeftGroup(rank=self._worker_id))
+        survivor_state = trainer.detach()
+        for sockets in (self._inter_replica_sockets, self._intra_replica_sockets):
+            sockets.shut_down()  # or those who have not noticed yet would wait for us
+        abort_process_group()
+        return survivor_state
 
-    def meet(self, before: Built | None, standing: Standing | None, samples: int) -> tuple[Built, Standing]:
+    def rejoin(
+        self, before: BuiltTrainer | None, survivor_state: SurvivorState | None, samples: int
+    ) -> tuple[BuiltTrainer, SurvivorState]:
         """Wait for the agent's word, meet, and share the state; None as standing for one that has none yet. Returns how
         all stand now. DataError when this worker has other data than the others."""
-        led = self._place.leads and standing is not None
-        order = self._gather()
-        place, rank, world = self._place, self._place.rank, self._place.world
-        join(place, connections=self._between)
-        found = self._find(before, standing)
-        built = self._way.renew(before, place)
+        was_rank_zero = self._dist_env.is_rank_zero and survivor_state is not None
+        update = self._wait_for_rendezvous()
+        dist_env, rank, world_size = self._dist_env, self._dist_env.rank, self._dist_env.world_size
+        init_process_group(dist_env, connection_scope=self._inter_replica_sockets)
+        peers = self._gather_peer_states(before, survivor_state)
+        built = self._recovery_mode.rebuild(before, dist_env)
         if before is not None:
-            before.parts.callbacks.view.rank, before.parts.callbacks.view.world = rank, world
-        self._way.share(before, built, found)
-        self._pulse.restart()
-        unfinished = None if standing is None else standing.unfinished
-        if found.at_odds:
-            self._give_up(unfinished, found)
-            unfinished = None
-        reached, last = found.reached[rank], found.standing.last
-        if NOTHING < reached < max(found.reached) and last is not None:
-            for event in last.told:
-                self._reporter.keep(event)
-        if place.leads:
+            before.context.callbacks.run_context.rank, before.context.callbacks.run_context.world_size = (
+                rank,
+                world_size,
+            )
+        self._recovery_mode.sync_state(before, built, peers)
+        self._heartbeat.reset_count()
+        pending_save = None if survivor_state is None else survivor_state.pending_save
+        if peers.saves_diverged:
+            self._cancel_pending_save(pending_save, peers)
+            pending_save = None
+        own_step, last = peers.step_of_rank[rank], peers.survivor_state.last_step
+        if NO_STEP < own_step < max(peers.step_of_rank) and last is not None:
+            for event in last.events:
+                self._reporter.remember_event(event)
+        if dist_env.is_rank_zero:
             # Also what the lost ones left of a save that was given up; but others still write what goes along.
-            clean(built.parts.run.checkpoints, spare=None if unfinished is None else unfinished.step)
-            tell_start(built.parts, samples, found.standing.progress, grown=not order.worker_lost)
-            self._reporter.recall(reached if led else order.last_reported_step)
-        exchanged(place, None)  # before that nobody may begin a save, which may be the first that is due
-        self._way.warm_up(built, found.standing.progress)
-        return built, replace(found.standing, unfinished=unfinished)
+            clean_checkpoint_dir(
+                built.context.run.checkpoints, keep_step=None if pending_save is None else pending_save.step
+            )
+            report_start(built.context, samples, peers.survivor_state.train_state, scaled_up=not update.worker_lost)
+            self._reporter.resend_events(own_step if was_rank_zero else update.last_reported_step)
+        all_gather_json(dist_env, None)  # before that nobody may begin a save, which may be the first that is due
+        self._recovery_mode.warm_up(built, peers.survivor_state.train_state)
+        return built, replace(peers.survivor_state, pending_save=pending_save)
 
-    def _gather(self) -> MembershipUpdate:
+    def _wait_for_rendezvous(self) -> MembershipUpdate:
         """Wait for the agent's word, and until all have come whom it names: a process group that begins to meet waits
         for ever for one who does not. If one is lost before, the agent says who meets instead."""
         while True:
-            order = self.orders.take()
-            rank, world = order.active_ranks.index(self._number), len(order.active_ranks)
-            self._place = replace(self._place, rank=rank, world=world, attempt=order.attempt)
-            if world == 1 or self._all_come(order):
-                self._reporter.say(JoinedGroup(rank=self._number, attempt=order.attempt))
-                return order
+            update = self.membership_updates.take_update()
+            rank, world_size = update.active_ranks.index(self._worker_id), len(update.active_ranks)
+            self._dist_env = replace(self._dist_env, rank=rank, world_size=world_size, attempt=update.attempt)
+            if world_size == 1 or self._all_arrived(update):
+                self._reporter.send_control(JoinedGroup(rank=self._worker_id, attempt=update.attempt))
+                return update
 
-    def _all_come(self, order: MembershipUpdate) -> bool:
+    def _all_arrived(self, update: MembershipUpdate) -> bool:
         """False when another order comes first."""
-        store, patience = store_of(self._place), SOON
-        if store.add("come", 1) == len(order.active_ranks):
+        store, poll_interval_s = open_attempt_store(self._dist_env), MIN_POLL_INTERVAL_S
+        if store.add("come", 1) == len(update.active_ranks):
             store.set("all", "1")
         while not store.check(["all"]):
-            self.orders.wait(patience)
-            if self.orders.waiting:
+            self.membership_updates.wait_for_update(poll_interval_s)
+            if self.membership_updates.has_update:
                 return False
-            patience = min(LONGER * patience, SELDOM)
+            poll_interval_s = min(POLL_BACKOFF_FACTOR * poll_interval_s, MAX_POLL_INTERVAL_S)
         return True
 
-    def _give_up(self, unfinished: Unfinished | None, found: Found) -> None:
+    def _cancel_pending_save(self, pending_save: PendingSave | None, peers: PeerStates) -> None:
         """Drop the save that only some have in flight. If it was to come, it is missing; one that had ended at those
         who are farthest is a checkpoint, or had failed."""
-        if unfinished is not None:
-            unfinished.saver.abandon()
-        exchanged(self._place, None)  # nobody writes any more
-        progress, step = found.standing.progress, found.saving[found.source]
-        if step != NOTHING:
-            progress.missed = progress.missed or step
-            if self._place.leads:
+        if pending_save is not None:
+            pending_save.saver.cancel()
+        all_gather_json(self._dist_env, None)  # nobody writes any more
+        train_state, step = peers.survivor_state.train_state, peers.saving_step_of_rank[peers.source_rank]
+        if step != NO_STEP:
+            train_state.lost_checkpoint_step = train_state.lost_checkpoint_step or step
+            if self._dist_env.is_rank_zero:
                 reason = "workers were lost when only some had begun with it"
-                self._reporter.event(CheckpointFailed(step=step, reason=reason))
+                self._reporter.report_event(CheckpointFailed(step=step, reason=reason))
 
-    def _find(self, before: Built | None, standing: Standing | None) -> Found:
+    def _gather_peer_states(self, before: BuiltTrainer | None, survivor_state: SurvivorState | None) -> PeerStates:
         """Learn what the others have."""
-        place = self._place
-        step, summed = (NOTHING, False) if standing is None else (standing.progress.step, standing.summed)
-        saving = NOTHING if standing is None or standing.unfinished is None else standing.unfinished.step
-        scale = {} if before is None else before.parts.scale.state()
-        if place.world == 1:
-            assert standing is not None
-            return Found([step], [summed], [saving], 0, standing, scale, standing)
-        mine = torch.tensor([step, int(summed), saving])
-        all_of_them = [torch.empty_like(mine) for _ in range(place.world)]
+        dist_env = self._dist_env
+        step, grads_reduced = (
+            (NO_STEP, False)
+            if survivor_state is None
+            else (survivor_state.train_state.step, survivor_state.grads_reduced)
+        )
+        saving_step = (
+            NO_STEP
+            if survivor_state is None or survivor_state.pending_save is None
+            else survivor_state.pending_save.step
+        )
+        scaler_state = {} if before is None else before.context.scaler.state()
+        if dist_env.world_size == 1:
+            assert survivor_state is not None
+            return PeerStates([step], [grads_reduced], [saving_step], 0, survivor_state, scaler_state, survivor_state)
+        mine = torch.tensor([step, int(grads_reduced), saving_step])
+        all_of_them = [torch.empty_like(mine) for _ in range(dist_env.world_size)]
         dist.all_gather(all_of_them, mine)
-        reached = [int(each[0]) for each in all_of_them]
-        source = reached.index(max(reached))
-        own: list[Any] = []
-        if place.rank == source:
-            assert standing is not None
-            own = [standing.words(), self._fingerprint, {name: float(value) for name, value in scale.items()}]
-        words, fingerprint, scales = said_by(source, own)
-        farthest = Standing.from_words(words)
-        scale = {name: torch.tensor(value, dtype=torch.float64) for name, value in scales.items()}
+        step_of_rank = [int(each[0]) for each in all_of_them]
+        source = step_of_rank.index(max(step_of_rank))
+        payload: list[Any] = []
+        if dist_env.rank == source:
+            assert survivor_state is not None
+            payload = [
+                survivor_state.to_json(),
+                self._fingerprint,
+                {name: float(value) for name, value in scaler_state.items()},
+            ]
+        state_json, fingerprint, scaler_values = broadcast_json(source, payload)
+        farthest = SurvivorState.from_json(state_json)
+        scaler_state = {name: torch.tensor(value, dtype=torch.float64) for name, value in scaler_values.items()}
         if fingerprint != self._fingerprint:
             raise DataError(
-                f"the data of worker {self._number} are not those of the others: all nodes must read the same"
+                f"the data of worker {self._worker_id} are not those of the others: all nodes must read the same"
             )
         of_sums, of_saves = [bool(each[1]) for each in all_of_them], [int(each[2]) for each in all_of_them]
-        return Found(reached, of_sums, of_saves, source, farthest, scale, standing)
+        return PeerStates(step_of_rank, of_sums, of_saves, source, farthest, scaler_state, survivor_state)
 
 
-class Whole:
+class ReplicatedRecovery:
     """Workers each of which holds the whole state: the model stays, and who is behind gets all of it."""
 
-    def __init__(self, scorer: Scorer):
-        self._scorer = scorer
+    def __init__(self, evaluator_factory: EvaluatorFactory):
+        self._evaluator_factory = evaluator_factory
 
-    def renew(self, before: Built | None, place: Place) -> Built:
+    def rebuild(self, before: BuiltTrainer | None, dist_env: DistEnv) -> BuiltTrainer:
         """The same model and optimizer in another world."""
         assert before is not None
-        parts = before.parts
-        parts.stepper.summed.close()
-        mesh = build_mesh(Parallelism(replicate=place.world), place)
-        divided = replace(parts.divided, mesh=mesh)
-        seeds = Seeds(parts.recipe.seed, place.device)
-        stepper = make_stepper(parts.recipe, place, divided, parts.optimizer, parts.scale, seeds)
-        score = self._scorer(place, mesh)
-        return replace(before, parts=replace(parts, place=place, divided=divided, stepper=stepper, score=score))
+        context = before.context
+        context.train_step.reducer.close()
+        mesh = build_mesh(Parallelism(replicate=dist_env.world_size), dist_env)
+        parallel_model = replace(context.parallel_model, mesh=mesh)
+        seeds = MicroBatchSeeds(context.recipe.seed, dist_env.device)
+        train_step = make_train_step(context.recipe, dist_env, parallel_model, context.optimizer, context.scaler, seeds)
+        evaluate = self._evaluator_factory(dist_env, mesh)
+        return replace(
+            before,
+            context=replace(
+                context, dist_env=dist_env, parallel_model=parallel_model, train_step=train_step, evaluate=evaluate
+            ),
+        )
 
-    def share(self, before: Built | None, now: Built, found: Found) -> None:
-        if found.alike:
+    def sync_state(self, before: BuiltTrainer | None, now: BuiltTrainer, peers: PeerStates) -> None:
+        if peers.all_at_same_step:
             return
-        parts = now.parts
-        behind = found.reached[parts.place.rank] < max(found.reached)
-        own = None if behind else state_tensors(parts.model, parts.optimizer, parts.scale)
-        received = broadcast(own if parts.place.rank == found.source else None, found.source)
+        context = now.context
+        behind = peers.step_of_rank[context.dist_env.rank] < max(peers.step_of_rank)
+        own = None if behind else get_state_tensors(context.model, context.optimizer, context.scaler)
+        received = broadcast_tensors(own if context.dist_env.rank == peers.source_rank else None, peers.source_rank)
         if behind:
-            load_state(parts.divided.modules[0], parts.optimizer, parts.scale, received, "the other workers")
+            load_full_state(
+                context.parallel_model.modules[0], context.optimizer, context.scaler, received, "the other workers"
+            )
 
-    def warm_up(self, now: Built, progress: Progress) -> None:
+    def warm_up(self, now: BuiltTrainer, train_state: TrainState) -> None:
         """Nothing: the model is the one that was there."""
 
 
-def broadcast(own: dict[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """The tensors of the worker `source` of this group, which gives its `own`, on all of it."""
-    words = [[name, list(tensor.shape), dtype_name(tensor.dtype)] for name, tensor in (own or {}).items()]
+def broadcast_tensors(
+    own: dict[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """The tensors of the worker `source_rank` of this group, which gives its `own`, on all of it."""
+    specs = [[name, list(tensor.shape), format_dtype(tensor.dtype)] for name, tensor in (own or {}).items()]
     found = {}
-    for name, shape, dtype in said_by(source, words, group):
-        tensor = torch.empty(shape, dtype=dtype_named(dtype)) if own is None else own[name].contiguous()
+    for name, shape, dtype in broadcast_json(source, specs, group):
+        tensor = torch.empty(shape, dtype=parse_dtype(dtype)) if own is None else own[name].contiguous()
         if tensor.numel():  # a shard may have no row of it
             dist.broadcast(tensor, src=source, group=group)
         found[name] = tensor
     return found
 
 
-def calls_for(error: BaseException) -> bool:
+def requires_reconfiguration(error: BaseException) -> bool:
     """Whether this ends a group, and not the run."""
-    return isinstance(error, Summoned) or lost_peer(error)
+    return isinstance(error, MembershipChanged) or is_peer_failure(error)

@@ -8,42 +8,42 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from phalanx.errors import storage_failed
+from phalanx.errors import is_storage_error
 from phalanx.run import Run
 from phalanx.train.checkpoint import (
-    CorruptError,
-    Loaded,
-    Manifest,
+    CheckpointManifest,
+    CorruptCheckpointError,
+    LoadedCheckpoint,
     list_checkpoints,
     load_tensors,
+    parse_step,
     read_manifest,
-    step_of,
 )
-from phalanx.train.nodes import exchanged
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.state import load_held, load_state, model_tensors
+from phalanx.train.nodes import all_gather_json
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.parallel.divided import ParallelModel
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.state import get_model_tensors, load_full_state, read_local_state
 
-OnReject = Callable[[Path, str, str], None]
-TakeOver = Callable[[], None]
-Rejected = tuple[str, str, str]
+OnRejectFn = Callable[[Path, str, str], None]
+ApplyFn = Callable[[], None]
+RejectedFile = tuple[str, str, str]
 """A checkpoint's path, the file's name, the reason."""
-T = TypeVar("T")
-NONE = -1
+ResultT = TypeVar("ResultT")
+NO_CHECKPOINT = -1
 """Instead of a checkpoint's step: none is good."""
 
 
-def restore(
+def restore_checkpoint(
     run: Run,
-    place: Place,
-    divided: Divided,
-    optimizer: Optimizer,
-    scale: LossScale,
-    on_reject: OnReject,
+    dist_env: DistEnv,
+    parallel_model: ParallelModel,
+    optimizer: OptimizerContainer,
+    scaler: GradScaler,
+    on_reject: OnRejectFn,
     in_place: bool = False,
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """Load the newest checkpoint that is good for every worker into the model, optimizer and scale; None when there is
     none. Nothing changes before every worker has read its part of the same one, so all of them fall back to the one
     before, or none. A bad one is reported on every worker. OSError on every worker when one's storage failed and there
@@ -54,37 +54,44 @@ def restore(
     if in_place:
         optimizer.forget()
 
-    def read(path: Path) -> tuple[Manifest, TakeOver]:
+    def read(path: Path) -> tuple[CheckpointManifest, ApplyFn]:
         manifest = read_manifest(path)
-        if not divided.alike:
-            return manifest, load_held(divided, optimizer, scale, path, manifest, in_place=in_place)
-        into = _fitting(model_tensors(divided.modules[0]), manifest) if in_place else {}
+        if not parallel_model.fully_replicated:
+            return manifest, read_local_state(parallel_model, optimizer, scaler, path, manifest, in_place=in_place)
+        into = _fitting(get_model_tensors(parallel_model.modules[0]), manifest) if in_place else {}
         tensors = load_tensors(path, manifest.tensors, into, manifest=manifest)
-        return manifest, lambda: load_state(divided.modules[0], optimizer, scale, tensors, str(path))
+        return manifest, lambda: load_full_state(parallel_model.modules[0], optimizer, scaler, tensors, str(path))
 
-    mine, newest, unknown = None, None, False
+    candidate, newest, storage_error_seen = None, None, False
     while True:
-        bad: list[Rejected] = []
-        if mine is None:
-            mine, missed = _newest(run.checkpoints, newest, read, bad)
-            unknown = unknown or missed
-        said = exchanged(place, {"step": NONE if mine is None else step_of(mine[0]), "unknown": unknown, "bad": bad})
-        report_rejected(said, on_reject)
-        steps = [each["step"] for each in said]
+        rejected: list[RejectedFile] = []
+        if candidate is None:
+            candidate, storage_failed_now = _read_newest(run.checkpoints, newest, read, rejected)
+            storage_error_seen = storage_error_seen or storage_failed_now
+        gathered = all_gather_json(
+            dist_env,
+            {
+                "step": NO_CHECKPOINT if candidate is None else parse_step(candidate[0]),
+                "unknown": storage_error_seen,
+                "bad": rejected,
+            },
+        )
+        report_rejected_files(gathered, on_reject)
+        steps = [each["step"] for each in gathered]
         newest = min(steps)
-        if newest == NONE or mine is None:
-            if any(each["unknown"] for each in said):
+        if newest == NO_CHECKPOINT or candidate is None:
+            if any(each["unknown"] for each in gathered):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(run.checkpoints))
             return None
-        path, (manifest, take_over) = mine
+        path, (manifest, apply) = candidate
         if max(steps) == newest:
-            take_over()
-            return Loaded(path, manifest, {})
-        if step_of(path) > newest:  # another worker could not read this one
-            mine = None
+            apply()
+            return LoadedCheckpoint(path, manifest, {})
+        if parse_step(path) > newest:  # another worker could not read this one
+            candidate = None
 
 
-def _fitting(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+def _fitting(tensors: Mapping[str, Tensor], manifest: CheckpointManifest) -> dict[str, Tensor]:
     """Those that a checkpoint has just so."""
     records = {name: manifest.tensors[name] for name in tensors.keys() & manifest.tensors.keys()}
     return {
@@ -94,29 +101,29 @@ def _fitting(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Ten
     }
 
 
-def _newest(
-    directory: Path, newest: int | None, read: Callable[[Path], T], bad: list[Rejected]
-) -> tuple[tuple[Path, T] | None, bool]:
+def _read_newest(
+    directory: Path, max_step: int | None, read: Callable[[Path], ResultT], rejected: list[RejectedFile]
+) -> tuple[tuple[Path, ResultT] | None, bool]:
     """The newest checkpoint that can be read here and is not newer than that step, and whether storage failed before.
-    `bad` gets those that cannot be read."""
-    unknown = False
+    `rejected` gets those that cannot be read."""
+    storage_error_seen = False
     try:
         for path in list_checkpoints(directory):
-            if newest is not None and step_of(path) > newest:
+            if max_step is not None and parse_step(path) > max_step:
                 continue
             try:
-                return (path, read(path)), unknown
-            except CorruptError as error:
-                bad.append((str(path), error.file.name, error.reason))
-                unknown = unknown or error.storage is not None
+                return (path, read(path)), storage_error_seen
+            except CorruptCheckpointError as error:
+                rejected.append((str(path), error.file.name, error.reason))
+                storage_error_seen = storage_error_seen or error.storage_error is not None
     except OSError as error:
-        if not storage_failed(error):
+        if not is_storage_error(error):
             raise
-        unknown = True
-    return None, unknown
+        storage_error_seen = True
+    return None, storage_error_seen
 
 
-def report_rejected(said: Sequence[Mapping[str, Any]], on_reject: OnReject) -> None:
-    """Report on every worker what any of them found `bad`, once."""
-    for path, file, reason in dict.fromkeys(tuple(each) for theirs in said for each in theirs["bad"]):
+def report_rejected_files(gathered: Sequence[Mapping[str, Any]], on_reject: OnRejectFn) -> None:
+    """Report on every worker what any of them found `rejected`, once."""
+    for path, file, reason in dict.fromkeys(tuple(each) for theirs in gathered for each in theirs["bad"]):
         on_reject(Path(path), file, reason)

@@ -7,46 +7,52 @@ from typing import Any
 
 import psutil
 
-from phalanx.cluster.discover import cgroup_memory
-from phalanx.cluster.disks import IN_MEMORY, mount_of
-from phalanx.train.nodes import Nodes
+from phalanx.cluster.discover import read_cgroup_memory
+from phalanx.cluster.disks import MEMORY_FILE_SYSTEMS, find_mount
+from phalanx.train.nodes import NodeMap
 
-COPIES = 2
+COPIES_PER_NODE = 2
 """That a node keeps."""
-MEMORY_SHARE = 0.5
+MAX_FREE_MEMORY_FRACTION = 0.5
 """Of the memory that is free, at most so much is taken."""
 
 
-def in_memory(folder: Path) -> bool:
+def is_memory_backed(folder: Path) -> bool:
     """Whether what lies there takes memory."""
-    mount = mount_of(folder)
-    return mount is not None and mount.kind in IN_MEMORY
+    mount = find_mount(folder)
+    return mount is not None and mount.file_system in MEMORY_FILE_SYSTEMS
 
 
-def room_in(folder: Path) -> int:
+def find_available_bytes(folder: Path) -> int:
     """Bytes that copies may take there, those that are there counted in."""
-    room = shutil.disk_usage(folder).free
-    if in_memory(folder):
-        limit = cgroup_memory(Path("/"))
+    available_bytes = shutil.disk_usage(folder).free
+    if is_memory_backed(folder):
+        limit = read_cgroup_memory(Path("/"))
         available = psutil.virtual_memory().available
-        room = min(room, int(MEMORY_SHARE * min(available, available if limit is None else limit)))
+        available_bytes = min(
+            available_bytes, int(MAX_FREE_MEMORY_FRACTION * min(available, available if limit is None else limit))
+        )
     present = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             present += path.stat().st_size
-    return room + present
+    return available_bytes + present
 
 
-def no_room(said: list[dict[str, Any]], nodes: Nodes) -> str:
+def explain_missing_space(gathered: list[dict[str, Any]], node_map: NodeMap) -> str:
     """Why copies have no room on one of the nodes, as their workers tell; nothing when they have."""
-    for node in range(nodes.count):
-        ranks = nodes.ranks(node)
-        own = sum(said[rank]["bytes"] for rank in ranks)
-        kept = sum(each["bytes"] for rank, each in enumerate(said) if each["exposed"] and nodes.keeper(rank) in ranks)
-        room = min(said[rank]["room"] for rank in ranks)
-        buffers = own if said[ranks[0]]["in_memory"] else 0
-        needed = COPIES * (own + kept) + buffers
-        if needed > room:
-            where = f"on node {node} " if nodes.count > 1 else ""
-            return f"they need {needed / 1e6:,.1f} MB {where}and may take {room / 1e6:,.1f} MB"
+    for node in range(node_map.num_nodes):
+        ranks = node_map.ranks_on(node)
+        own = sum(gathered[rank]["bytes"] for rank in ranks)
+        replica_bytes = sum(
+            each["bytes"]
+            for rank, each in enumerate(gathered)
+            if each["exposed"] and node_map.replica_rank(rank) in ranks
+        )
+        available_bytes = min(gathered[rank]["room"] for rank in ranks)
+        buffers = own if gathered[ranks[0]]["in_memory"] else 0
+        needed = COPIES_PER_NODE * (own + replica_bytes) + buffers
+        if needed > available_bytes:
+            where = f"on node {node} " if node_map.num_nodes > 1 else ""
+            return f"they need {needed / 1e6:,.1f} MB {where}and may take {available_bytes / 1e6:,.1f} MB"
     return ""

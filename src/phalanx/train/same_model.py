@@ -8,19 +8,19 @@ from collections.abc import Container, Iterable, Mapping
 from torch import Tensor
 
 from phalanx.errors import UsageError
-from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.divided import ParallelModel
 
-LOOKS = 32
+COMPARE_EVERY_STEPS = 32
 """In how many first steps, and in every how many later ones, names and shapes are compared."""
 
 
 class SameModel:
     """One worker's part of it, as it is now."""
 
-    def __init__(self, divided: Divided):
+    def __init__(self, divided: ParallelModel):
         self._divided = divided
         self._parameters = {name: (p, p.requires_grad) for name, p in divided.parameters().items()}
-        self._buffers = {name: (each.shape, each.dtype) for name, each in divided.buffers().items()}
+        self._buffers = {name: (each.shape, each.dtype) for name, each in divided.owned_buffers().items()}
         self._checks = 0
 
     def check(self, step: int) -> None:
@@ -33,19 +33,19 @@ class SameModel:
                     "the model is built, and begin another run from the weights (init) to change it"
                 )
         self._checks += 1
-        if self._checks <= LOOKS or self._checks % LOOKS == 0:
+        if self._checks <= COMPARE_EVERY_STEPS or self._checks % COMPARE_EVERY_STEPS == 0:
             self._check_parameters(step)
             self._check_buffers(step)
 
     def _check_parameters(self, step: int) -> None:
-        if self._divided.mesh.fsdp is not None:  # it puts others in their places while it gathers them
+        if self._divided.mesh.fsdp_mesh is not None:  # it puts others in their places while it gathers them
             return
         before = {name: parameter for name, (parameter, _) in self._parameters.items()}
         if what := other_parameter(before, self._divided.parameters()):
             raise UsageError(f"step {step}: {what}")
 
     def _check_buffers(self, step: int) -> None:
-        now = self._divided.buffers()
+        now = self._divided.owned_buffers()
         if what := new_buffer(self._buffers, now):
             raise UsageError(f"step {step}: {what}")
         for name, before in self._buffers.items():

@@ -5,22 +5,24 @@ import math
 from phalanx.recipe.schema import LrScalingConfig, LrScheduleConfig, Recipe
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
+def compute_learning_rate(recipe: Recipe, step: int) -> float:
     """The highest learning rate among parameters at `step` (1 is the first), of a recipe whose `auto` are resolved."""
     optim = recipe.optimizer
-    rate = optim.lr * factor(optim.schedule, step, recipe.steps)
-    return rate if optim.lr_scaling is None else rate * growth(optim.lr_scaling, recipe.batch.global_size, step)
+    rate = optim.lr * lr_factor(optim.schedule, step, recipe.steps)
+    return (
+        rate if optim.lr_scaling is None else rate * lr_batch_factor(optim.lr_scaling, recipe.batch.global_size, step)
+    )
 
 
-def peak(recipe: Recipe) -> float:
+def peak_learning_rate(recipe: Recipe) -> float:
     """The highest learning rate that the recipe's scaling allows, however its schedule goes."""
     optim = recipe.optimizer
     if optim.lr_scaling is None:
         return optim.lr
-    return optim.lr * growth(optim.lr_scaling, recipe.batch.global_size, optim.lr_scaling.warmup_steps)
+    return optim.lr * lr_batch_factor(optim.lr_scaling, recipe.batch.global_size, optim.lr_scaling.warmup_steps)
 
 
-def factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
+def lr_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
     """What the learning rate is multiplied with at `step` (1 is the first) of `steps`.
 
     Linear warm-up over `schedule.warmup_steps` steps, reaching 1 at the last of them, then decay that reaches
@@ -30,16 +32,16 @@ def factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
         return step / schedule.warmup_steps
     if schedule.decay == "constant":
         return 1.0
-    progress = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
+    decay_progress = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
     if schedule.decay == "step":
-        return float(schedule.gamma ** sum(progress > drop for drop in schedule.milestones))
-    left = 1 - progress
+        return float(schedule.gamma ** sum(decay_progress > drop for drop in schedule.milestones))
+    remaining = 1 - decay_progress
     power = schedule.power if schedule.decay == "poly" else 1.0
-    shape = (1 + math.cos(math.pi * progress)) / 2 if schedule.decay == "cosine" else math.pow(left, power)
+    shape = (1 + math.cos(math.pi * decay_progress)) / 2 if schedule.decay == "cosine" else math.pow(remaining, power)
     return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * shape
 
 
-def growth(scaling: LrScalingConfig, batch: int, step: int) -> float:
+def lr_batch_factor(scaling: LrScalingConfig, batch: int, step: int) -> float:
     """What the learning rate of `scaling.base_batch_size` samples is multiplied with for `batch` samples.
 
     `linear`: k = batch / base_batch_size (Krizhevsky 2014; Goyal et al. 2017); `sqrt`: its root (Hoffer et al. 2017
@@ -48,7 +50,7 @@ def growth(scaling: LrScalingConfig, batch: int, step: int) -> float:
     """
     assert scaling.base_batch_size is not None
     ratio = batch / scaling.base_batch_size
-    goal = ratio if scaling.rule == "linear" else math.sqrt(ratio)
-    if goal <= 1 or step >= scaling.warmup_steps:
-        return goal
-    return 1 + (goal - 1) * step / scaling.warmup_steps
+    target = ratio if scaling.rule == "linear" else math.sqrt(ratio)
+    if target <= 1 or step >= scaling.warmup_steps:
+        return target
+    return 1 + (target - 1) * step / scaling.warmup_steps

@@ -1,4 +1,4 @@
-"""A worker that runs the user's own script, in which `phalanx.join` takes over."""
+"""A worker that runs the user's own script, in which `phalanx.session` takes over."""
 
 import os
 import runpy
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def work(payload: dict[str, Any]) -> None:
+def run_script_worker(payload: dict[str, Any]) -> None:
     """Run the script as `python SCRIPT ARGUMENTS` would, as one worker of the run."""
     script = payload["script"]
     os.environ["PHALANX_RUN_DIR"] = payload["run"]

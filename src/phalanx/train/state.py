@@ -21,40 +21,40 @@ from phalanx.errors import DataError
 from phalanx.run.event_types import NonFiniteStep, StepDone
 from phalanx.run.events import from_fields
 from phalanx.run.fields import to_fields
-from phalanx.train.checkpoint import Manifest, Saver, load_blocks
-from phalanx.train.checkpoint.format import EXTRA
-from phalanx.train.exchange.choice import Choice
-from phalanx.train.noise import NoiseScale
-from phalanx.train.optimizers import PREFIX, SETTINGS, Optimizer, entry_shape
-from phalanx.train.parallel.divided import Divided, Held, local
-from phalanx.train.precision import LossScale
-from phalanx.train.savable import extra_state, load_extra_state, persistent_buffers
+from phalanx.train.checkpoint import CheckpointManifest, CheckpointSaver, load_blocks
+from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
+from phalanx.train.exchange.choice import SelectionState
+from phalanx.train.noise import GradientNoiseScale
+from phalanx.train.optimizers import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, state_entry_shape
+from phalanx.train.parallel.divided import LocalTensor, ParallelModel, to_local
+from phalanx.train.precision import GradScaler
+from phalanx.train.savable import get_extra_state, get_persistent_buffers, load_extra_state
 
 
 @dataclass
-class Progress:
+class TrainState:
     """How far a run is. Skipped steps count as steps; after a rollback samples run ahead of step x global batch.
 
-    `guards` counts skipped steps, `best` is the lowest held-out loss that was saved, `saved` the step of the newest
-    checkpoint, 0 before there was one. `missed` is the step of the checkpoint that a guard would go back to, where that
-    was lost together with a worker who wrote it, else 0; one that is saved instead is of another step. `exchange` tells
+    `skipped_steps` counts skipped steps, `best_loss` is the lowest held-out loss that was saved, `last_saved_step` the step of the newest
+    checkpoint, 0 before there was one. `lost_checkpoint_step` is the step of the checkpoint that a guard would go back to, where that
+    was lost together with a worker who wrote it, else 0; one that is saved instead is of another step. `grad_sync_selection` tells
     by which strategy gradients are summed.
     """
 
     step: int = 0
-    samples: int = 0
-    units: int = 0  # tokens or samples trained on
-    guards: int = 0
-    skipped_in_a_row: int = 0
+    samples_consumed: int = 0
+    units_trained: int = 0  # tokens or samples trained on
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
     last_loss: float | None = None
-    best: float | None = None
-    saved: int = 0
-    missed: int = 0
-    noise: NoiseScale = field(default_factory=NoiseScale)
-    exchange: Choice = field(default_factory=Choice)
+    best_loss: float | None = None
+    last_saved_step: int = 0
+    lost_checkpoint_step: int = 0
+    noise_scale: GradientNoiseScale = field(default_factory=GradientNoiseScale)
+    grad_sync_selection: SelectionState = field(default_factory=SelectionState)
 
     @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> "Progress":
+    def from_meta(cls, meta: Mapping[str, Any]) -> "TrainState":
         """As a checkpoint's meta has it (`asdict`). DataError where that is not what a run can be at."""
         values = {each.name: meta[each.name] for each in fields(cls) if each.name in meta}
         try:
@@ -63,186 +63,226 @@ class Progress:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise DataError(f"a checkpoint's meta.{key}: {first['msg']}, found {first['input']!r}") from None
-        if min(found.step, found.samples, found.units) < 0:
-            raise DataError(f"a checkpoint of step {found.step} after {found.samples} samples and {found.units} units")
+        if min(found.step, found.samples_consumed, found.units_trained) < 0:
+            raise DataError(
+                f"a checkpoint of step {found.step} after {found.samples_consumed} samples and {found.units_trained} units"
+            )
         return found
 
 
 @dataclass(frozen=True)
-class Last:
+class LastStep:
     """The last step that was done, for who was torn out of it: by what its summed gradients were scaled, and with which
     learning rate they changed the weights (None: it was skipped); and the events of it."""
 
-    change: tuple[float, float] | None
-    told: tuple[StepDone | NonFiniteStep, ...]
+    applied_update: tuple[float, float] | None
+    events: tuple[StepDone | NonFiniteStep, ...]
 
 
 @dataclass(frozen=True)
-class Unfinished:
-    """A worker's part in a checkpoint that is being written, to be taken along into another world (`saving.Saving`)."""
+class PendingSave:
+    """A worker's part in a checkpoint that is being written, to be taken along into another world (`saving.CheckpointManager`)."""
 
-    saver: Saver
+    saver: CheckpointSaver
     step: int
-    best: float | None
-    stall: float
+    best_loss: float | None
+    stall_s: float
     reason: str
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How far a worker is that holds the state in memory. `settled` is the last step after which everything that was
-    due was done, `scored` the last that was evaluated if that was due, `improved` whether it had the best score so far,
-    `back_for` why the guard goes back from here, "" if it does not. `last` is None where it has done none in its
-    present world. `summed`: it holds the gradients of the step after, summed over all workers. `unfinished` is its own.
+class SurvivorState:
+    """How far a worker is that holds the state in memory. `post_step_done` is the last step after which everything that was
+    due was done, `evaluated_step` the last that was evaluated if that was due, `improved` whether it had the best score so far,
+    `rollback_reason` why the guard goes back from here, "" if it does not. `last_step` is None where it has done none in its
+    present world. `grads_reduced`: it holds the gradients of the step after, summed over all workers. `pending_save` is its own.
     """
 
-    progress: Progress
-    settled: int
-    last: Last | None = None
-    summed: bool = False
-    scored: int = 0
+    train_state: TrainState
+    post_step_done: int
+    last_step: LastStep | None = None
+    grads_reduced: bool = False
+    evaluated_step: int = 0
     improved: bool = False
-    back_for: str = ""
-    unfinished: Unfinished | None = None
+    rollback_reason: str = ""
+    pending_save: PendingSave | None = None
 
-    def words(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON values, for others: without what is this worker's own."""
-        words = asdict(replace(self, summed=False, unfinished=None))
-        if self.last is not None:
-            words["last"]["told"] = [to_fields(event) for event in self.last.told]
+        words = asdict(replace(self, grads_reduced=False, pending_save=None))
+        if self.last_step is not None:
+            words["last_step"]["events"] = [to_fields(event) for event in self.last_step.events]
         return words
 
     @classmethod
-    def from_words(cls, words: Mapping[str, Any]) -> "Standing":
+    def from_json(cls, values: Mapping[str, Any]) -> "SurvivorState":
         """What `words` made."""
-        last = words["last"]
-        if last is not None:
-            change = None if last["change"] is None else (last["change"][0], last["change"][1])
-            events = map(from_fields, last["told"])
-            last = Last(change, tuple(event for event in events if isinstance(event, StepDone | NonFiniteStep)))
-        return cls(**{**words, "progress": Progress.from_meta(words["progress"]), "last": last})
+        last_step = values["last_step"]
+        if last_step is not None:
+            change = (
+                None
+                if last_step["applied_update"] is None
+                else (last_step["applied_update"][0], last_step["applied_update"][1])
+            )
+            events = map(from_fields, last_step["events"])
+            last_step = LastStep(
+                change, tuple(event for event in events if isinstance(event, StepDone | NonFiniteStep))
+            )
+        return cls(**{**values, "train_state": TrainState.from_meta(values["train_state"]), "last_step": last_step})
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def get_model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, tied ones once; the live tensors."""
-    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **get_persistent_buffers(model)}
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def state_tensors(model: nn.Module, optimizer: Optimizer, scale: LossScale) -> dict[str, Tensor]:
+def get_state_tensors(model: nn.Module, optimizer: OptimizerContainer, scaler: GradScaler) -> dict[str, Tensor]:
     """Everything that the next step depends on."""
-    return {**model_tensors(model), **extra_state(model), **optimizer.state(), **optimizer.settings(), **scale.state()}
+    return {
+        **get_model_tensors(model),
+        **get_extra_state(model),
+        **optimizer.state(),
+        **optimizer.group_settings(),
+        **scaler.state(),
+    }
 
 
-def held_state(divided: Divided, optimizer: Optimizer, scale: LossScale) -> dict[str, Held]:
+def get_local_state(
+    parallel_model: ParallelModel, optimizer: OptimizerContainer, scaler: GradScaler
+) -> dict[str, LocalTensor]:
     """Everything that the next step depends on, as far as this worker holds it and no other pipeline stage saves it."""
-    parameters = divided.parameters()
-    held = {name: divided.held(name, p) for name, p in parameters.items() if divided.counts(name)}
-    for name, buffer in divided.buffers().items():
-        held[name] = divided.whole(buffer.detach())
+    parameters = parallel_model.parameters()
+    local_tensors = {
+        name: parallel_model.local_tensor(name, p) for name, p in parameters.items() if parallel_model.is_owner(name)
+    }
+    for name, buffer in parallel_model.owned_buffers().items():
+        local_tensors[name] = parallel_model.replicated_tensor(buffer.detach())
     for key, value in optimizer.state().items():
-        name, _, entry = key.removeprefix(PREFIX).rpartition("/")
-        if divided.counts(name):
+        name, _, entry = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+        if parallel_model.is_owner(name):
             parameter = parameters[name]
-            shape = entry_shape(entry, parameter.shape)
-            if value.dim() and not divided.is_cut(name, parameter):  # an optimizer of a loop's own has its own shapes
+            shape = state_entry_shape(entry, parameter.shape)
+            if value.dim() and not parallel_model.is_sharded(
+                name, parameter
+            ):  # an optimizer of a loop's own has its own shapes
                 shape = value.shape
-            held[key] = divided.held(name, parameter, value, shape) if value.dim() else divided.whole(value)
-    for module in divided.modules:
-        extra = extra_state(module).items()
-        held |= {name: divided.whole(value) for name, value in extra if name not in divided.foreign}
-    held |= {name: divided.whole(value) for name, value in optimizer.settings().items()}
-    if divided.residuals is not None:
-        held |= divided.residuals.held()
-    if divided.mesh.at["pipeline"] == 0:  # equal in all stages
-        held |= {name: divided.whole(value) for name, value in scale.state().items()}
-    return held if divided.apart is None else divided.apart.held(held)
+            local_tensors[key] = (
+                parallel_model.local_tensor(name, parameter, value, shape)
+                if value.dim()
+                else parallel_model.replicated_tensor(value)
+            )
+    for module in parallel_model.modules:
+        extra = get_extra_state(module).items()
+        local_tensors |= {
+            name: parallel_model.replicated_tensor(value)
+            for name, value in extra
+            if name not in parallel_model.buffers_owned_elsewhere
+        }
+    local_tensors |= {
+        name: parallel_model.replicated_tensor(value) for name, value in optimizer.group_settings().items()
+    }
+    if parallel_model.error_feedback is not None:
+        local_tensors |= parallel_model.error_feedback.local_tensors()
+    if parallel_model.mesh.coordinates["pipeline"] == 0:  # equal in all stages
+        local_tensors |= {name: parallel_model.replicated_tensor(value) for name, value in scaler.state().items()}
+    return (
+        local_tensors
+        if parallel_model.local_sgd is None
+        else parallel_model.local_sgd.add_per_worker_rows(local_tensors)
+    )
 
 
-Blocks = list[tuple[str, tuple[int, ...], Tensor]]
+TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
 """Blocks of logical tensors to be read: name, offset, and the tensor to fill."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A worker's part of the state. `blocks` are of tensors in use, which must not change before all workers have read
-    theirs; `fresh` of new ones. `states` are those of the optimizer and the scale among these."""
+class LoadPlan:
+    """A worker's part of the state. `live_blocks` are of tensors in use, which must not change before all workers have read
+    theirs; `new_blocks` of new ones. `optimizer_tensors` are those of the optimizer and the scale among these."""
 
-    blocks: Blocks
-    fresh: Blocks
-    states: dict[str, Tensor]
-    settle: Callable[[], None] = lambda: None
+    live_blocks: TensorBlocks
+    new_blocks: TensorBlocks
+    optimizer_tensors: dict[str, Tensor]
+    restore_state: Callable[[], None] = lambda: None
     """To be called when all is read: the first that may change anything in use."""
-    turns: list[Blocks] = field(default_factory=list)
+    sequential_blocks: list[TensorBlocks] = field(default_factory=list)
     """What is read one after the other into the same memory, which is new."""
-    add: Callable[[], None] = lambda: None
+    add_sequential: Callable[[], None] = lambda: None
     """To be called after each of these."""
 
     @property
-    def everything(self) -> Blocks:
+    def all_blocks(self) -> TensorBlocks:
         """All that is read."""
-        return [*self.blocks, *self.fresh, *(block for turn in self.turns for block in turn)]
+        return [*self.live_blocks, *self.new_blocks, *(block for blocks in self.sequential_blocks for block in blocks)]
 
 
-def load_held(
-    divided: Divided,
-    optimizer: Optimizer,
-    scale: LossScale,
+def read_local_state(
+    parallel_model: ParallelModel,
+    optimizer: OptimizerContainer,
+    scaler: GradScaler,
     path: Path,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     threads: int = 2,
     in_place: bool = False,
 ) -> Callable[[], None]:
     """Read this worker's part of the state from a checkpoint that was written under any layout, and return what takes
     it over: nothing in use changes before that is called, unless weights are read `in_place`. CorruptError names a bad
     file, DataError what does not fit."""
-    wanted = wanted_of(divided, path, manifest)
-    return load_wanted(wanted, divided, optimizer, scale, path, manifest, threads, in_place)
+    wanted = make_load_plan(parallel_model, path, manifest)
+    return execute_load_plan(wanted, parallel_model, optimizer, scaler, path, manifest, threads, in_place)
 
 
-def wanted_of(divided: Divided, path: Path, manifest: Manifest) -> Wanted:
-    """What `load_held` reads. DataError when the model does not fit the checkpoint."""
-    parameters = divided.parameters()
-    wanted: Blocks = []
-    fresh: Blocks = []
+def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: CheckpointManifest) -> LoadPlan:
+    """What `read_local_state` reads. DataError when the model does not fit the checkpoint."""
+    parameters = parallel_model.parameters()
+    live_blocks: TensorBlocks = []
+    new_blocks: TensorBlocks = []
 
-    def want(name: str, held: Held, into: Blocks = wanted) -> None:
+    def add_tensor(name: str, local_tensor: LocalTensor, into: TensorBlocks = live_blocks) -> None:
         record = manifest.tensors.get(name)
-        if record is not None and record.shape != held.holding.shape:
-            shapes = f"has shape {list(record.shape)}, the model's has {list(held.holding.shape)}"
+        if record is not None and record.shape != local_tensor.global_blocks.global_shape:
+            shapes = f"has shape {list(record.shape)}, the model's has {list(local_tensor.global_blocks.global_shape)}"
             raise DataError(f"{path}: {name} {shapes}")
-        for block in held.holding.blocks:
-            into.append((name, block.offset, block.of(held.tensor)))
+        for block in local_tensor.global_blocks.blocks:
+            into.append((name, block.global_offset, block.slice_local(local_tensor.tensor)))
 
     for name, parameter in parameters.items():
         if name not in manifest.tensors:
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
-        want(name, divided.held(name, parameter))
-    for name, buffer in divided.buffer_copies():
-        want(name, divided.whole(buffer.detach()))
-    if divided.mesh.layout.pipeline == 1:  # else the rest of the model is in other stages
-        check_nothing_left(manifest.tensors, {*parameters, *dict(divided.buffer_copies())}, str(path))
+        add_tensor(name, parallel_model.local_tensor(name, parameter))
+    for name, buffer in parallel_model.all_buffers():
+        add_tensor(name, parallel_model.replicated_tensor(buffer.detach()))
+    if parallel_model.mesh.parallelism.pipeline == 1:  # else the rest of the model is in other stages
+        check_nothing_left(manifest.tensors, {*parameters, *dict(parallel_model.all_buffers())}, str(path))
     states: dict[str, Tensor] = {}
     for key, record in manifest.tensors.items():
-        name, _, entry = key.removeprefix(PREFIX).rpartition("/")
-        if key.startswith(("scaler/", EXTRA, SETTINGS)):
+        name, _, entry = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+        if key.startswith(("scaler/", EXTRA_STATE_PREFIX, SETTINGS_PREFIX)):
             states[key] = torch.empty(record.shape, dtype=record.torch_dtype)
-            fresh.append((key, (0,) * len(record.shape), states[key]))
-        elif key.startswith(PREFIX) and name in parameters:
+            new_blocks.append((key, (0,) * len(record.shape), states[key]))
+        elif key.startswith(OPTIMIZER_PREFIX) and name in parameters:
             parameter = parameters[name]
-            here, whole = (entry_shape(entry, each.shape) for each in (local(parameter), parameter))
-            if not record.shape or not divided.is_cut(name, parameter):
-                here = whole = torch.Size(record.shape)
-            states[key] = torch.zeros(here, dtype=record.torch_dtype)
+            local_shape, full_shape = (
+                state_entry_shape(entry, each.shape) for each in (to_local(parameter), parameter)
+            )
+            if not record.shape or not parallel_model.is_sharded(name, parameter):
+                local_shape = full_shape = torch.Size(record.shape)
+            states[key] = torch.zeros(local_shape, dtype=record.torch_dtype)
             if record.shape:
-                want(key, divided.held(name, parameter, states[key], whole), fresh)
+                add_tensor(key, parallel_model.local_tensor(name, parameter, states[key], full_shape), new_blocks)
             else:
-                fresh.append((key, (), states[key]))
-    found = Wanted(wanted, fresh, states)
-    if divided.residuals is not None:
-        read, settle = divided.residuals.wanted(manifest)
-        found = Wanted(wanted, fresh + read, states, settle)
-    return found if divided.apart is None else divided.apart.wanted(found, manifest)
+                new_blocks.append((key, (), states[key]))
+    load_plan = LoadPlan(live_blocks, new_blocks, states)
+    if parallel_model.error_feedback is not None:
+        read, restore_state = parallel_model.error_feedback.make_load_plan(manifest)
+        load_plan = LoadPlan(live_blocks, new_blocks + read, states, restore_state)
+    return (
+        load_plan
+        if parallel_model.local_sgd is None
+        else parallel_model.local_sgd.extend_load_plan(load_plan, manifest)
+    )
 
 
 def check_nothing_left(saved: Iterable[str], known: Container[str], where: str) -> None:
@@ -252,42 +292,44 @@ def check_nothing_left(saved: Iterable[str], known: Container[str], where: str) 
         raise DataError(f"{where}: holds {left!r}, which the model does not have: was its code changed since?")
 
 
-def load_wanted(
-    wanted: Wanted,
-    divided: Divided,
-    optimizer: Optimizer,
-    scale: LossScale,
+def execute_load_plan(
+    load_plan: LoadPlan,
+    parallel_model: ParallelModel,
+    optimizer: OptimizerContainer,
+    scaler: GradScaler,
     path: Path,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     threads: int = 2,
     in_place: bool = False,
 ) -> Callable[[], None]:
     """Read it into memory of its own, but for weights that are read `in_place`, and return what takes it over.
     CorruptError names a bad file."""
-    staged = wanted.blocks
+    staged = load_plan.live_blocks
     if not in_place:
-        staged = [(name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in wanted.blocks]
-    load_blocks(path, [*staged, *wanted.fresh], threads, manifest)
-    for turn in wanted.turns:
-        load_blocks(path, turn, threads, manifest)
-        wanted.add()
+        staged = [
+            (name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in load_plan.live_blocks
+        ]
+    load_blocks(path, [*staged, *load_plan.new_blocks], threads, manifest)
+    for blocks in load_plan.sequential_blocks:
+        load_blocks(path, blocks, threads, manifest)
+        load_plan.add_sequential()
 
-    def take_over() -> None:
+    def apply() -> None:
         with torch.no_grad():
-            for (_, _, live), (_, _, read) in zip(wanted.blocks, staged, strict=True):
+            for (_, _, live), (_, _, read) in zip(load_plan.live_blocks, staged, strict=True):
                 if read is not live:
                     live.copy_(read)
-        wanted.settle()
-        for module in divided.modules:
-            load_extra_state(module, wanted.states, str(path))
-        _load_rest(optimizer, scale, wanted.states, str(path))
+        load_plan.restore_state()
+        for module in parallel_model.modules:
+            load_extra_state(module, load_plan.optimizer_tensors, str(path))
+        _load_optimizer_and_scaler(optimizer, scaler, load_plan.optimizer_tensors, str(path))
 
-    return take_over
+    return apply
 
 
-def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     """Copy weights into the model. DataError naming what is missing, of another shape, or not the model's."""
-    targets = model_tensors(model)
+    targets = get_model_tensors(model)
     check_nothing_left(tensors, targets, where)
     for name, target in targets.items():
         source = tensors.get(name)
@@ -300,16 +342,18 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
     load_extra_state(model, tensors, where)
 
 
-def load_state(
-    model: nn.Module, optimizer: Optimizer, scale: LossScale, tensors: Mapping[str, Tensor], where: str
+def load_full_state(
+    model: nn.Module, optimizer: OptimizerContainer, scaler: GradScaler, tensors: Mapping[str, Tensor], where: str
 ) -> None:
     """Take over a whole state, read from `where`. DataError naming the tensor that does not fit."""
     with torch.no_grad():
-        load_model(model, tensors, where)
-    _load_rest(optimizer, scale, tensors, where)
+        load_model_tensors(model, tensors, where)
+    _load_optimizer_and_scaler(optimizer, scaler, tensors, where)
 
 
-def _load_rest(optimizer: Optimizer, scale: LossScale, tensors: Mapping[str, Tensor], where: str) -> None:
-    optimizer.load({name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}, where)
-    optimizer.load_settings(tensors, where)
-    scale.load({name: tensor for name, tensor in tensors.items() if name.startswith("scaler/")})
+def _load_optimizer_and_scaler(
+    optimizer: OptimizerContainer, scaler: GradScaler, tensors: Mapping[str, Tensor], where: str
+) -> None:
+    optimizer.load({name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}, where)
+    optimizer.load_group_settings(tensors, where)
+    scaler.load({name: tensor for name, tensor in tensors.items() if name.startswith("scaler/")})

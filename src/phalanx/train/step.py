@@ -18,45 +18,45 @@ from torch import Tensor, nn
 from phalanx.compat import scale_in_place
 from phalanx.data import Batch
 from phalanx.run.event_types import SkipReason
-from phalanx.train.forward_state import ForwardState
-from phalanx.train.gradients import Gradients, ShardedReplicas, exchange_of
-from phalanx.train.model import Seeds
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.collectives import summed
+from phalanx.train.forward_state import BufferSync
+from phalanx.train.gradients import GradReducer, HSDPTreeReducer, find_bucketed_reducer
+from phalanx.train.model import MicroBatchSeeds
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.parallel.collectives import all_reduce_copy
 from phalanx.train.parallel.mesh import Mesh
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.saving import SAVE_FLAGS
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.saving import SAVE_FLAG_NAMES
 from phalanx.train.tasks import TensorBatch
-from phalanx.train.timing import Stopwatch
+from phalanx.train.timing import StepTimer
 
-FLAGS = ("stop", "summoned", *SAVE_FLAGS)
-CHANGED = "changed"
+STEP_FLAGS = ("stop", "summoned", *SAVE_FLAG_NAMES)
+BUFFERS_CHANGED_FLAG = "changed"
 """The flag that forwards changed what is not sent yet (forward_state.py)."""
-PARTS = 3
+FP32_PARTS_PER_FP64 = 3
 """fp32 numbers that hold one of fp64: 24 bits of its 53 each."""
-NOISE_EVERY = 8
+NOISE_SCALE_EVERY_STEPS = 8
 """Steps from one estimate of the gradient noise to the next: each costs a pass over the gradients."""
 
 
-class Squares(NamedTuple):
+class NoiseSample(NamedTuple):
     """Squared norms of mean gradients over few and over all terms of a step, for `noise.NoiseScale.update`."""
 
-    small: float
+    small_squared_norm: float
     small_terms: float
-    big: float
+    big_squared_norm: float
     big_terms: float
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """What a step did, alike on all workers. `flags` counts the workers that raised each."""
 
     loss: float
     grad_norm: float
-    skipped: SkipReason | None
+    skip_reason: SkipReason | None
     flags: dict[str, int]
-    squares: Squares | None = None
+    noise_sample: NoiseSample | None = None
 
 
 def to_device(batch: Batch, device: torch.device) -> TensorBatch:
@@ -65,267 +65,295 @@ def to_device(batch: Batch, device: torch.device) -> TensorBatch:
     return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
 
 
-def slots_for(micro_batches: int) -> int:
+def num_metric_slots(micro_batches: int) -> int:
     """fp32 elements that the agreement of a step of so many micro-batches takes among the gradients."""
-    return PARTS * (2 * micro_batches + len(FLAGS) + 1)
+    return FP32_PARTS_PER_FP64 * (2 * micro_batches + len(STEP_FLAGS) + 1)
 
 
-def split(values: Tensor) -> Tensor:
+def split_fp64(values: Tensor) -> Tensor:
     """fp64 [n] -> fp32 [PARTS x n], whose sum over the parts it is, bit for bit within the range of fp32."""
     parts, rest = [], values
-    for _ in range(PARTS):
+    for _ in range(FP32_PARTS_PER_FP64):
         part = rest.float()
         parts.append(part)
         rest = rest - part
     return torch.cat(parts)
 
 
-def joined(parts: Tensor) -> Tensor:
-    """What was `split`."""
-    return parts.view(PARTS, -1).double().sum(0)
+def merge_fp64(parts: Tensor) -> Tensor:
+    """What was `split_fp64`."""
+    return parts.view(FP32_PARTS_PER_FP64, -1).double().sum(0)
 
 
-def many(world: int) -> int:
+def changed_flag_unit(world_size: int) -> int:
     """More than one flag can count to in a world: one that goes along with another is worth so much of it."""
-    return 1 << world.bit_length()
+    return 1 << world_size.bit_length()
 
 
-def told(values: Sequence[float], micro_batches: int, world: int) -> tuple[float, float, dict[str, int]]:
+def unpack_step_metrics(
+    values: Sequence[float], micro_batches: int, world_size: int
+) -> tuple[float, float, dict[str, int]]:
     """What an agreement says: the mean loss, over how many terms, and how many workers raised each flag. CHANGED goes
     along with the first: a flag of its own would move what else travels with the gradients."""
-    loss_sum, terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
-    raised = {name: round(n) for name, n in zip(FLAGS, values[2 * micro_batches :], strict=True)}
-    raised[CHANGED], raised[FLAGS[0]] = divmod(raised[FLAGS[0]], many(world))
+    loss_sum, num_terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
+    flag_counts = {name: round(n) for name, n in zip(STEP_FLAGS, values[2 * micro_batches :], strict=True)}
+    flag_counts[BUFFERS_CHANGED_FLAG], flag_counts[STEP_FLAGS[0]] = divmod(
+        flag_counts[STEP_FLAGS[0]], changed_flag_unit(world_size)
+    )
     # A batch without a single term teaches nothing: gradient and loss are zero.
-    return loss_sum / max(terms, 1.0), terms, raised
+    return loss_sum / max(num_terms, 1.0), num_terms, flag_counts
 
 
-class EarlyCopy:
+class AsyncHostRead:
     """Host memory for a few numbers of a GPU, fp64 [n], which can be read while the GPU is at what came after them."""
 
     def __init__(self, count: int):
         self._numbers = torch.empty(count, dtype=torch.float64, pin_memory=True)
         self._copied = torch.cuda.Event()
 
-    def take(self, numbers: Tensor) -> None:
+    def start_copy(self, numbers: Tensor) -> None:
         """Copy them once the GPU has them."""
         self._numbers.copy_(numbers, non_blocking=True)
         self._copied.record()
 
-    def read(self) -> list[float]:
+    def wait_values(self) -> list[float]:
         """Wait until they are there."""
         self._copied.synchronize()
         found: list[float] = self._numbers.tolist()
         return found
 
 
-def judged(numbers: Tensor, micro_batches: int, scale: float, clip: float | None) -> tuple[Tensor, Tensor]:
+def compute_divisor_and_skip(
+    numbers: Tensor, micro_batches: int, loss_scale: float, max_grad_norm: float | None
+) -> tuple[Tensor, Tensor]:
     """By what to divide summed gradients, so that they are the clipped mean's, and whether (1) not to use them, as
-    `Stepper.settle` finds it; both fp32 0-d where `numbers` are, the agreement and the norm of the sum."""
-    losses, terms = numbers[:micro_batches], numbers[micro_batches : 2 * micro_batches]
-    count = terms.sum().clamp(min=1.0)
-    divisor = count * scale
+    `TrainStep.finalize` finds it; both fp32 0-d where `numbers` are, the agreement and the norm of the sum."""
+    losses, num_terms = numbers[:micro_batches], numbers[micro_batches : 2 * micro_batches]
+    count = num_terms.sum().clamp(min=1.0)
+    divisor = count * loss_scale
     grad_norm = numbers[-1] / divisor
     skip = ~(losses.sum() / count).isfinite() | ~grad_norm.isfinite()
-    if clip is not None:
-        divisor = divisor * (grad_norm / clip).clamp(min=1.0)
+    if max_grad_norm is not None:
+        divisor = divisor * (grad_norm / max_grad_norm).clamp(min=1.0)
     return divisor.float(), skip.float()
 
 
-def doubtful(loss: float, grad_norm: float) -> SkipReason | None:
+def nonfinite_reason(loss: float, grad_norm: float) -> SkipReason | None:
     """Why a step must not change the weights."""
     if not math.isfinite(loss):
         return "non-finite loss"
     return None if math.isfinite(grad_norm) else "non-finite gradient"
 
 
-class Stepper:
-    """Performs steps: `begin`; for each of this worker's micro-batches `seed`, a forward, `backward`; then `finish`,
-    `settle`, `update`, `follow`; where it is `early`, `finish`, `update_early`, `settle`, `follow`. `micro_batches` is
-    their number in a global batch, over all workers. `own_gradients`: gradients are added up in memory of their own
+class TrainStep:
+    """Performs steps: `start_step`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`; then `reduce_gradients`,
+    `finalize`, `optimizer_step`, `update_aux_state`; where it is `decides_on_device`, `reduce_gradients`, `step_on_device`, `finalize`, `update_aux_state`. `micro_batches` is
+    their number in a global batch, over all workers. `persistent_grads`: gradients are added up in memory of their own
     from the beginning. `elastic`: the number of replicas must not matter.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        scale: LossScale,
-        gradients: Gradients,
+        optimizer: OptimizerContainer,
+        scaler: GradScaler,
+        reducer: GradReducer,
         *,
-        place: Place,
+        dist_env: DistEnv,
         mesh: Mesh,
         micro_batches: int,
-        clip: float | None,
-        seeds: Seeds,
+        max_grad_norm: float | None,
+        seeds: MicroBatchSeeds,
         modules: Sequence[nn.Module] = (),
-        own_gradients: bool = False,
+        persistent_grads: bool = False,
         elastic: bool = False,
     ):
         self.optimizer = optimizer
-        self.scale = scale
-        self.summed = gradients
-        self.place = place
+        self.scaler = scaler
+        self.reducer = reducer
+        self.dist_env = dist_env
         self.mesh = mesh
         self.micro_batches = micro_batches
-        self.clip = clip
+        self.max_grad_norm = max_grad_norm
         self._seeds = seeds
-        self._own_gradients = own_gradients
-        self._leaves = mesh.own(micro_batches)
-        self._own = len(self._leaves)
-        self._equal = micro_batches == self._own * mesh.data_size  # else the squares are not of as many terms each
-        self._parameters = list(optimizer.names)
-        self.backwards = 0
+        self._persistent_grads = persistent_grads
+        self._micro_batch_indices = mesh.own_micro_batches(micro_batches)
+        self._num_own = len(self._micro_batch_indices)
+        self._evenly_divided = (
+            micro_batches == self._num_own * mesh.dp_size
+        )  # else the squares are not of as many terms each
+        self._parameters = list(optimizer.parameter_names)
+        self.num_backwards = 0
         """Micro-batches of this step that are done."""
-        self.has_sums = False
+        self.grads_reduced = False
         """Whether the gradients of this step are summed over all workers."""
         # Nobody else has a part of the state that sharded replicas have: who knows that a step is agreed knows that
         # each worker has what it takes to do it (regroup.py).
-        self._sums_first = isinstance(gradients, ShardedReplicas)
-        parts: list[Any] = [part for module in modules for part in module.modules()]
-        self._followers: list[Callable[[Callable[[Tensor], Tensor]], None]] = [
-            part.after_step for part in parts if callable(getattr(part, "after_step", None))
+        self._reduce_grads_first = isinstance(reducer, HSDPTreeReducer)
+        modules_: list[Any] = [module_ for module in modules for module_ in module.modules()]
+        self._after_step_hooks: list[Callable[[Callable[[Tensor], Tensor]], None]] = [
+            module_.after_step for module_ in modules_ if callable(getattr(module_, "after_step", None))
         ]
-        self._starters: list[Callable[[], None]] = [
-            part.before_step for part in parts if callable(getattr(part, "before_step", None))
+        self._before_step_hooks: list[Callable[[], None]] = [
+            module_.before_step for module_ in modules_ if callable(getattr(module_, "before_step", None))
         ]
-        self.forward_state = ForwardState(modules, place, mesh.stage, elastic, mesh.only_replicates)
-        self._scaled = [part for part in parts if scale.dynamic and hasattr(part, "loss_scale")]
+        self.buffer_sync = BufferSync(modules, dist_env, mesh.stage_group, elastic, mesh.is_pure_ddp)
+        self._loss_scaled_modules = [
+            module_ for module_ in modules_ if scaler.dynamic and hasattr(module_, "loss_scale")
+        ]
         # Several workers must agree before any of them changes its state (regroup.py).
-        self.early = place.world == 1 and place.device.type == "cuda" and optimizer.scales and not elastic
+        self.decides_on_device = (
+            dist_env.world_size == 1
+            and dist_env.device.type == "cuda"
+            and optimizer.supports_scaled_step
+            and not elastic
+        )
         """Whether the device judges a step, so that it computes on while the host waits for the outcome."""
-        self._early_copy = EarlyCopy(2 * micro_batches + len(FLAGS) + 2) if self.early else None
+        self._async_read = AsyncHostRead(2 * micro_batches + len(STEP_FLAGS) + 2) if self.decides_on_device else None
 
-    def begin(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """A step with this number begins."""
-        self._seeds.begin(step, self._leaves)
-        if (exchange := exchange_of(self.summed)) is not None:
-            exchange.begin_step(step)
-        self.backwards, self.has_sums = 0, False
-        self.forward_state.begin()
-        for before_step in self._starters:
+        self._seeds.start_step(step, self._micro_batch_indices)
+        if (bucketed_reducer := find_bucketed_reducer(self.reducer)) is not None:
+            bucketed_reducer.start_step(step)
+        self.num_backwards, self.grads_reduced = 0, False
+        self.buffer_sync.record_versions()
+        for before_step in self._before_step_hooks:
             before_step()
         # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
         # [2 x micro_batches + len(FLAGS) + 1].
-        self._squared = step % NOISE_EVERY == 0 and self._own > 1 and self._equal
-        size = 2 * self.micro_batches + len(FLAGS) + 1
-        self._agreement = torch.zeros(size, dtype=torch.float64, device=self.place.device)
+        self._measures_noise = step % NOISE_SCALE_EVERY_STEPS == 0 and self._num_own > 1 and self._evenly_divided
+        size = 2 * self.micro_batches + len(STEP_FLAGS) + 1
+        self._step_metrics = torch.zeros(size, dtype=torch.float64, device=self.dist_env.device)
         for parameter in self._parameters:
             # Otherwise autograd keeps the tensor that it is given, which a CUDA graph writes over when it runs again.
-            parameter.grad = torch.zeros_like(parameter) if self._own_gradients else None
-        for part in self._scaled:
-            part.loss_scale = self.scale.scale
+            parameter.grad = torch.zeros_like(parameter) if self._persistent_grads else None
+        for part in self._loss_scaled_modules:
+            part.loss_scale = self.scaler.scale
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all of this worker's micro-batches are done."""
-        return self.backwards == self._own
+        return self.num_backwards == self._num_own
 
-    def seed(self) -> None:
+    def seed_micro_batch(self) -> None:
         """Seed random numbers for the forward of the next micro-batch: they do not depend on who computes it."""
-        self._seeds.of(self.backwards)
+        self._seeds.seed_micro_batch(self.num_backwards)
 
     def backward(
-        self, loss: Tensor, terms: Tensor | int, flags: Callable[[], Sequence[bool]], watch: Stopwatch
+        self, loss: Tensor, num_terms: Tensor | int, flags: Callable[[], Sequence[bool]], timer: StepTimer
     ) -> None:
         """Note loss and terms of the next micro-batch, and run its backward. `flags` are asked as late as the agreement
         allows."""
-        leaf = self._leaves[self.backwards]
-        self.backwards += 1
-        if self.mesh.speaks:
-            self._agreement[leaf] = loss.detach()
-            self._write_terms(leaf, terms)
-        if self.complete:
-            self._raise(flags)
-            if self.summed.slots is not None:
-                self.summed.slots.copy_(split(self._agreement))
-        watch.lap("forward")
-        self.summed.begin(leaf)
-        (loss * self.scale.scale if self.scale.dynamic else loss).backward()
-        self.summed.end()
-        if self._squared and self.backwards == 1 and (square := self.summed.square()) is not None:
-            self._agreement[-1] = square
-        watch.lap("backward")
+        micro_batch_index = self._micro_batch_indices[self.num_backwards]
+        self.num_backwards += 1
+        if self.mesh.owns_loss:
+            self._step_metrics[micro_batch_index] = loss.detach()
+            self._write_num_terms(micro_batch_index, num_terms)
+        if self.is_complete:
+            self._write_flags(flags)
+            if self.reducer.metric_slots is not None:
+                self.reducer.metric_slots.copy_(split_fp64(self._step_metrics))
+        timer.lap("forward")
+        self.reducer.begin_backward(micro_batch_index)
+        (loss * self.scaler.scale if self.scaler.dynamic else loss).backward()
+        self.reducer.end_backward()
+        if (
+            self._measures_noise
+            and self.num_backwards == 1
+            and (square := self.reducer.local_squared_norm()) is not None
+        ):
+            self._step_metrics[-1] = square
+        timer.lap("backward")
 
-    def note(
-        self, sums: Sequence[tuple[Tensor, Tensor | int]] | None, flags: Callable[[], Sequence[bool]], watch: Stopwatch
+    def record_pipeline_losses(
+        self,
+        losses: Sequence[tuple[Tensor, Tensor | int]] | None,
+        flags: Callable[[], Sequence[bool]],
+        timer: StepTimer,
     ) -> None:
         """Note losses and terms of all micro-batches, whose backward a pipeline has done already; None where this
         worker has not the last stage."""
-        watch.lap("backward")
-        for leaf, (loss, terms) in zip(self._leaves, sums, strict=True) if sums else ():
-            if self.mesh.speaks:
-                self._agreement[leaf] = loss
-                self._write_terms(leaf, terms)
-        self.backwards = self._own
-        self._raise(flags)
+        timer.lap("backward")
+        for micro_batch_index, (loss, num_terms) in (
+            zip(self._micro_batch_indices, losses, strict=True) if losses else ()
+        ):
+            if self.mesh.owns_loss:
+                self._step_metrics[micro_batch_index] = loss
+                self._write_num_terms(micro_batch_index, num_terms)
+        self.num_backwards = self._num_own
+        self._write_flags(flags)
 
-    def _write_terms(self, leaf: int, terms: Tensor | int) -> None:
-        if isinstance(terms, Tensor):
-            self._agreement[self.micro_batches + leaf] = terms
+    def _write_num_terms(self, micro_batch_index: int, num_terms: Tensor | int) -> None:
+        if isinstance(num_terms, Tensor):
+            self._step_metrics[self.micro_batches + micro_batch_index] = num_terms
         else:  # an assigned number is copied from the host, which waits for the GPU
-            self._agreement[self.micro_batches + leaf].fill_(terms)
+            self._step_metrics[self.micro_batches + micro_batch_index].fill_(num_terms)
 
-    def _raise(self, flags: Callable[[], Sequence[bool]]) -> None:
+    def _write_flags(self, flags: Callable[[], Sequence[bool]]) -> None:
         for index, raised in enumerate(flags()):
             if raised:
-                self._agreement[2 * self.micro_batches + index].fill_(1)
-        if self.forward_state.found():
-            self._agreement[2 * self.micro_batches] += many(self.place.world)
+                self._step_metrics[2 * self.micro_batches + index].fill_(1)
+        if self.buffer_sync.detect_changes():
+            self._step_metrics[2 * self.micro_batches] += changed_flag_unit(self.dist_env.world_size)
 
-    def finish(self, watch: Stopwatch) -> Tensor:
+    def reduce_gradients(self, timer: StepTimer) -> Tensor:
         """Leave summed gradients in the parameters; the agreement of all workers, on the device."""
-        agreed, apart = None, self.place.world > 1 and self.summed.slots is None
-        if apart and not self._sums_first:
-            agreed = dist.all_reduce(self._agreement, async_op=True)
-        self.summed.finish()
-        self.has_sums = True
-        if agreed is not None:
-            agreed.wait()
-        elif apart:
-            dist.all_reduce(self._agreement)
-        if self.summed.slots is not None:
-            self._agreement = joined(self.summed.slots)
-        watch.lap("exchange")
-        return self._agreement
+        pending, needs_all_reduce = None, self.dist_env.world_size > 1 and self.reducer.metric_slots is None
+        if needs_all_reduce and not self._reduce_grads_first:
+            pending = dist.all_reduce(self._step_metrics, async_op=True)
+        self.reducer.reduce_gradients()
+        self.grads_reduced = True
+        if pending is not None:
+            pending.wait()
+        elif needs_all_reduce:
+            dist.all_reduce(self._step_metrics)
+        if self.reducer.metric_slots is not None:
+            self._step_metrics = merge_fp64(self.reducer.metric_slots)
+        timer.lap("exchange")
+        return self._step_metrics
 
-    def update_early(self, agreement: Tensor, lr: float) -> None:
-        """Judge the step on the device and change the parameters, or not; `settle` comes to the same."""
-        assert self._early_copy is not None
-        numbers = torch.cat([agreement, self.summed.norm().view(1)])
-        self._early_copy.take(numbers)
-        self.optimizer.step_scaled(lr, *judged(numbers, self.micro_batches, self.scale.scale, self.clip))
+    def step_on_device(self, step_metrics: Tensor, lr: float) -> None:
+        """Judge the step on the device and change the parameters, or not; `finalize` comes to the same."""
+        assert self._async_read is not None
+        numbers = torch.cat([step_metrics, self.reducer.grad_norm().view(1)])
+        self._async_read.start_copy(numbers)
+        self.optimizer.step_scaled(
+            lr, *compute_divisor_and_skip(numbers, self.micro_batches, self.scaler.scale, self.max_grad_norm)
+        )
 
-    def settle(self, agreement: Tensor) -> tuple[Outcome, float]:
+    def finalize(self, step_metrics: Tensor) -> tuple[StepResult, float]:
         """Judge the step: its outcome and the factor that turns summed gradients into the clipped mean's."""
         count = self.micro_batches
-        if self._early_copy is not None:
-            *values, square, raw_norm = self._early_copy.read()
+        if self._async_read is not None:
+            *values, square, raw_norm = self._async_read.wait_values()
         else:
-            *values, square, raw_norm = torch.cat([agreement, self.summed.norm().view(1)]).tolist()
-        loss, terms, flags = told(values, count, self.place.world)
-        factor = 1.0 / (max(terms, 1.0) * self.scale.scale)
+            *values, square, raw_norm = torch.cat([step_metrics, self.reducer.grad_norm().view(1)]).tolist()
+        loss, num_terms, flags = unpack_step_metrics(values, count, self.dist_env.world_size)
+        factor = 1.0 / (max(num_terms, 1.0) * self.scaler.scale)
         grad_norm = raw_norm * factor
-        skipped = doubtful(loss, grad_norm)
-        if skipped is None and self.clip is not None and grad_norm > self.clip:
-            factor *= self.clip / grad_norm
-        squares = self._squares(square, values[count : 2 * count], grad_norm) if square else None
-        return Outcome(loss, grad_norm, skipped, flags, squares), factor
+        skip_reason = nonfinite_reason(loss, grad_norm)
+        if skip_reason is None and self.max_grad_norm is not None and grad_norm > self.max_grad_norm:
+            factor *= self.max_grad_norm / grad_norm
+        noise_sample = self._make_noise_sample(square, values[count : 2 * count], grad_norm) if square else None
+        return StepResult(loss, grad_norm, skip_reason, flags, noise_sample), factor
 
-    def _squares(self, sum_of_squares: float, terms: Sequence[float], grad_norm: float) -> Squares:
+    def _make_noise_sample(self, sum_of_squares: float, num_terms: Sequence[float], grad_norm: float) -> NoiseSample:
         """From the squares of each worker's first gradient (a sum over its terms), the agreed terms and the norm."""
-        first = sum(terms[:: self._own])
-        small_terms = max(first / self.summed.parts, 1.0)
-        small = sum_of_squares / self.summed.parts / (small_terms * self.scale.scale) ** 2
-        return Squares(small, small_terms, grad_norm**2, max(sum(terms), 1.0))
+        first = sum(num_terms[:: self._num_own])
+        small_terms = max(first / self.reducer.num_norm_samples, 1.0)
+        small = sum_of_squares / self.reducer.num_norm_samples / (small_terms * self.scaler.scale) ** 2
+        return NoiseSample(small, small_terms, grad_norm**2, max(sum(num_terms), 1.0))
 
-    def update(self, factor: float, lr: float) -> None:
+    def optimizer_step(self, factor: float, lr: float) -> None:
         """Scale the gradients and change the parameters."""
-        scale_in_place(self.summed.tensors(), factor)
+        scale_in_place(self.reducer.grad_tensors(), factor)
         self.optimizer.step(lr)
 
-    def follow(self, flags: Mapping[str, int]) -> list[str]:
+    def update_aux_state(self, flags: Mapping[str, int]) -> list[str]:
         """Let parts of the model that keep statistics of the global batch (`after_step`) have those of all workers, and
         all workers the same of what forwards changed; the names of what changed for the first time."""
-        for after_step in self._followers:
-            after_step(lambda value: value if self.mesh.stage is None else summed(value, self.mesh.stage))
-        return self.forward_state.settle(flags[CHANGED] > 0)
+        for after_step in self._after_step_hooks:
+            after_step(
+                lambda value: value if self.mesh.stage_group is None else all_reduce_copy(value, self.mesh.stage_group)
+            )
+        return self.buffer_sync.sync_buffers(flags[BUFFERS_CHANGED_FLAG] > 0)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.errors import RecipeError
-from phalanx.recipe import import_object, told
-from phalanx.train.huggingface_calls import logits_of
-from phalanx.train.vocab import cross_entropy, current_vocabulary, linear_cross_entropy
+from phalanx.recipe import describe_exception, import_object
+from phalanx.train.huggingface_calls import get_logits
+from phalanx.train.vocab import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
 TensorBatch = dict[str, Tensor]
 
@@ -42,19 +42,19 @@ class LanguageModeling:
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
-        losses = cross_entropy(logits_of(output).flatten(0, 1), targets.flatten())
+        losses = cross_entropy(get_logits(output).flatten(0, 1), targets.flatten())
         return losses, (targets != -100).sum()
 
     def head_loss(self, hidden: Tensor, weight: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         """The same from what enters an output layer without bias, hidden [b, s, w] and its weight [v, w], without ever
-        holding all logits. Within `vocabulary_group`, weight is this rank's rows of the vocabulary."""
-        targets, vocabulary = batch["targets"], current_vocabulary()
+        holding all logits. Within `vocab_parallel`, weight is this rank's rows of the vocabulary."""
+        targets, vocabulary = batch["targets"], get_current_vocab_shard()
         losses = linear_cross_entropy(
             hidden.flatten(0, 1),
             weight,
             targets.flatten(),
             group=vocabulary.group,
-            vocab=vocabulary.size,
+            vocab_size=vocabulary.size,
         )
         return losses, (targets != -100).sum()
 
@@ -67,28 +67,28 @@ class Classification:
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, int]:
         labels = batch["labels"]
-        return F.cross_entropy(logits_of(output).float(), labels, reduction="sum"), labels.numel()
+        return F.cross_entropy(get_logits(output).float(), labels, reduction="sum"), labels.numel()
 
     def metrics(self, output: Tensor, batch: TensorBatch) -> Mapping[str, tuple[Tensor, int]]:
         labels = batch["labels"]
-        return {"accuracy": ((logits_of(output).argmax(-1) == labels).sum(), labels.numel())}
+        return {"accuracy": ((get_logits(output).argmax(-1) == labels).sum(), labels.numel())}
 
 
-BUILT_IN: dict[str, type] = {"language-modeling": LanguageModeling, "classification": Classification}
+BUILT_IN_TASKS: dict[str, type] = {"language-modeling": LanguageModeling, "classification": Classification}
 
 
 def load_task(name: str, folder: Path | None) -> Task:
     """The task that a recipe names. RecipeError when it does not exist or lacks a method."""
-    if name in BUILT_IN:
-        task: Task = BUILT_IN[name]()
+    if name in BUILT_IN_TASKS:
+        task: Task = BUILT_IN_TASKS[name]()
         return task
     if ":" not in name:
-        raise RecipeError(f"task: no task {name!r}; expected {', '.join(BUILT_IN)} or module:Class")
+        raise RecipeError(f"task: no task {name!r}; expected {', '.join(BUILT_IN_TASKS)} or module:Class")
     kind = import_object(name, folder, key="task")
     try:
         task = kind()
     except Exception as error:
-        raise RecipeError(f"task: {name}() failed: {told(error, folder)}") from error
+        raise RecipeError(f"task: {name}() failed: {describe_exception(error, folder)}") from error
     missing = [method for method in ("inputs", "loss") if not callable(getattr(task, method, None))]
     if missing:
         raise RecipeError(f"task: {name} has no method {' and no method '.join(missing)}; a task needs inputs and loss")

@@ -8,49 +8,51 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from phalanx.data import Facts, open_data
+from phalanx.data import DataInfo, open_data
 from phalanx.data.manifest import is_dataset
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
-from phalanx.recipe import Recipe, differences, load_recipe
+from phalanx.recipe import Recipe, diff_recipes, load_recipe
 from phalanx.recipe.changes import is_mathematics
 from phalanx.recipe.schema import DataSource
 from phalanx.run import Run
-from phalanx.run.trust import HUGGING_FACE, check_trusted, code_of
+from phalanx.run.trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
 from phalanx.streams import word_of
 from phalanx.train.checkpoint import (
-    Manifest,
-    checkpoint_name,
+    CheckpointManifest,
+    find_newest_good,
+    format_checkpoint_name,
     list_checkpoints,
     load_tensors,
-    newest_good,
     read_manifest,
 )
-from phalanx.train.checkpoint.format import EXTRA
+from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
 from phalanx.train.checkpoint.recipe import recipe_in
 from phalanx.train.model import build_model
-from phalanx.train.savable import extra_modules
-from phalanx.train.saving import best_file
-from phalanx.train.state import check_nothing_left, load_model, model_tensors
-from phalanx.train.weights import allocate
+from phalanx.train.savable import find_extra_state_modules
+from phalanx.train.saving import best_checkpoint_file
+from phalanx.train.state import check_nothing_left, get_model_tensors, load_model_tensors
+from phalanx.train.weights import allocate_meta_parameters
 
-LARGEST = 1 << 31
+MAX_DATA_SIZE = 1 << 31
 """Beyond every vocabulary, number of classes, length of a sequence and side of a picture."""
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """The model in evaluation mode, with what it was trained by."""
 
     model: nn.Module
     recipe: Recipe
-    facts: Facts
+    facts: DataInfo
     folder: Path | None
     checkpoint: Path
     notes: tuple[str, ...] = ()
     """What of the run is lost or damaged, and what was taken instead."""
 
 
-def load_trained(run: Run, step: int | None, best: bool, device: torch.device, trusted: bool = False) -> Trained:
+def load_trained_model(
+    run: Run, step: int | None, best: bool, device: torch.device, trusted: bool = False
+) -> TrainedModel:
     """The model of the run's checkpoint of `step`, of its best one, or of its newest good one.
 
     UsageError when there is no such checkpoint, and where the run needs code that this user has not trained with unless
@@ -58,26 +60,28 @@ def load_trained(run: Run, step: int | None, best: bool, device: torch.device, t
     """
     if step is not None and best:
         raise UsageError(f"--step {step} and --best: give one of them")
-    checkpoint, notes = _choose(run, step, best)
+    checkpoint, notes = _choose_checkpoint(run, step, best)
     manifest = read_manifest(checkpoint)
-    if "model" not in manifest.meta and "data_info" not in run.read_lossy(run.plan):
+    if "model" not in manifest.meta and "data_info" not in run.read_json_or_empty(run.plan):
         raise UsageError(
             f"{run.path}: was trained by a loop of its own, and only that script can build the model; "
             f"`phalanx checkpoint export {word_of(run.path)} OUT` writes its weights"
         )
     recipe = _recipe(run, checkpoint, manifest, notes)
-    facts = _facts(run, recipe, notes)
+    facts = _parse_facts(run, recipe, notes)
     # Without code of the user's own no module is looked for in a folder that a stranger may have named.
-    modules = _folder(run) if code_of(recipe) or recipe.model.build.startswith(HUGGING_FACE) else None
+    modules = _folder(run) if list_user_code(recipe) or recipe.model.build.startswith(HUGGING_FACE_PREFIX) else None
     if modules is not None and not trusted:
         check_trusted(run.path, recipe, modules)
     model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.lora, load=False)
-    allocate([model], device)
-    names = [*model_tensors(model), *(EXTRA + name for name in extra_modules(model))]
+    allocate_meta_parameters([model], device)
+    names = [*get_model_tensors(model), *(EXTRA_STATE_PREFIX + name for name in find_extra_state_modules(model))]
     check_nothing_left(manifest.tensors, names, str(checkpoint))
     with torch.no_grad():
-        load_model(model, load_tensors(checkpoint, names), str(checkpoint))
-    return Trained(model.eval(), recipe, facts, modules if code_of(recipe) else None, checkpoint, tuple(notes))
+        load_model_tensors(model, load_tensors(checkpoint, names), str(checkpoint))
+    return TrainedModel(
+        model.eval(), recipe, facts, modules if list_user_code(recipe) else None, checkpoint, tuple(notes)
+    )
 
 
 def given_device(run: Run) -> str:
@@ -102,7 +106,7 @@ def check_data(recipe: Recipe) -> None:
             )
 
 
-def _recipe(run: Run, checkpoint: Path, manifest: Manifest, notes: list[str]) -> Recipe:
+def _recipe(run: Run, checkpoint: Path, manifest: CheckpointManifest, notes: list[str]) -> Recipe:
     """What the checkpoint was trained with: resolved.yaml where it says so, too, else what the checkpoint itself holds,
     under its checksum."""
     if "recipe" not in manifest.meta:  # a checkpoint of before recipes were in them
@@ -114,7 +118,7 @@ def _recipe(run: Run, checkpoint: Path, manifest: Manifest, notes: list[str]) ->
         why = str(error).splitlines()[0] if run.resolved.exists() else f"{run.resolved}: is missing"
         notes.append(f"{why}; the recipe is taken from {checkpoint.name}")
         return trained
-    differing = [each for each in differences(trained, now) if is_mathematics(each.key, trained)]
+    differing = [each for each in diff_recipes(trained, now) if is_mathematics(each.key, trained)]
     if differing:
         notes.append(f"{run.resolved}: is not what {checkpoint.name} was trained with, which is taken: {differing[0]}")
         return trained
@@ -141,26 +145,26 @@ def _folder(run: Run) -> Path:
     return Path(named)
 
 
-def _facts(run: Run, recipe: Recipe, notes: list[str]) -> Facts:
+def _parse_facts(run: Run, recipe: Recipe, notes: list[str]) -> DataInfo:
     """What plan.json says of the data, or else what they say themselves. DataError where neither does."""
-    plan = run.read_lossy(run.plan)
+    plan = run.read_json_or_empty(run.plan)
     if "data_info" in plan:
         return _checked(run, plan["data_info"])
     lost = f"{run.plan}: is {'damaged' if run.plan.exists() else 'missing'}"
     try:
-        facts = open_data(recipe.data, recipe.evaluation, recipe.seed).facts
+        facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
     except (PhalanxError, OSError) as error:
         raise DataError(f"{lost}, and the data do not tell what the model was built for: {error}") from None
     notes.append(f"{lost}; what the model was built for is taken from the data")
     return facts
 
 
-def _checked(run: Run, told: Any) -> Facts:
+def _checked(run: Run, told: Any) -> DataInfo:
     """Facts as plan.json holds them. DataError where they are not of their kind."""
     try:
-        facts = TypeAdapter(Facts).validate_python(told)
-        sizes = (facts.vocab, facts.classes, facts.sequence, *(facts.shape or ()))
-        if not all(size is None or 0 < size < LARGEST for size in sizes):
+        facts = TypeAdapter(DataInfo).validate_python(told)
+        sizes = (facts.vocab_size, facts.num_classes, facts.seq_len, *(facts.image_shape or ()))
+        if not all(size is None or 0 < size < MAX_DATA_SIZE for size in sizes):
             raise ValueError(f"sizes {sizes}")
     except ValueError as error:  # pydantic's, too
         why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
@@ -168,24 +172,24 @@ def _checked(run: Run, told: Any) -> Facts:
     return facts
 
 
-def _choose(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
+def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
     """The checkpoint that is meant, and which newer ones are damaged."""
     if best:
-        chosen = run.read_json(best_file(run))
+        chosen = run.read_json(best_checkpoint_file(run))
         if chosen is None:
             raise UsageError(f"{run.path}: no best checkpoint is recorded; the run has not evaluated and saved yet")
         step = chosen.get("step")
         if type(step) is not int:
-            raise DataError(f"{best_file(run)}: step is {step!r}, expected a number")
+            raise DataError(f"{best_checkpoint_file(run)}: step is {step!r}, expected a number")
     if step is not None:
-        path = run.checkpoints / checkpoint_name(step)
+        path = run.checkpoints / format_checkpoint_name(step)
         if not path.is_dir():
             known = ", ".join(path.name for path in list_checkpoints(run.checkpoints)) or "none"
             asked = f"the best checkpoint was that of step {step}, which is gone" if best else ""
             raise UsageError(f"{run.path}: {asked or f'no checkpoint of step {step}'}; there are: {known}")
         return path, []
     rejected: list[str] = []
-    found = newest_good(run.checkpoints, lambda path, file, reason: rejected.append(f"{path / file}: {reason}"))
+    found = find_newest_good(run.checkpoints, lambda path, file, reason: rejected.append(f"{path / file}: {reason}"))
     if found is None:
         raise DataError("\n".join(rejected)) if rejected else UsageError(f"{run.path}: no checkpoint yet")
     return found, [f"{each}; {found.name} is taken" for each in rejected]

@@ -7,53 +7,58 @@ only on the number of micro-batches, never on who computed which, so the sum has
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-Node = tuple[int, int]
+TreeNode = tuple[int, int]
 """Leaves [first, last)."""
 
-Value = TypeVar("Value")
+NodeValue = TypeVar("NodeValue")
 
 
-def split(node: Node) -> int:
+def split_point(node: TreeNode) -> int:
     """Where an inner node parts into its two children."""
     first, last = node
     return first + (1 << ((last - first - 1).bit_length() - 1))
 
 
-def cover(leaves: int, first: int, last: int) -> list[Node]:
-    """The fewest nodes of the tree over `leaves` that together hold exactly leaves [first, last), in order."""
+def cover_range(num_micro_batches: int, first: int, last: int) -> list[TreeNode]:
+    """The fewest nodes of the tree over `num_micro_batches` that together hold exactly leaves [first, last), in order."""
 
-    def visit(node: Node) -> list[Node]:
+    def visit(node: TreeNode) -> list[TreeNode]:
         if node[1] <= first or last <= node[0]:
             return []
         if first <= node[0] and node[1] <= last:
             return [node]
-        middle = split(node)
+        middle = split_point(node)
         return visit((node[0], middle)) + visit((middle, node[1]))
 
-    return visit((0, leaves)) if first < last else []
+    return visit((0, num_micro_batches)) if first < last else []
 
 
-def merges_after(leaves: int, first: int, leaf: int) -> int:
-    """How many pairs are complete once `leaf` is there, for a worker that owns leaves from `first` on: the number of
+def count_merges_after(num_micro_batches: int, first: int, micro_batch_index: int) -> int:
+    """How many pairs are complete once `micro_batch_index` is there, for a worker that owns leaves from `first` on: the number of
     additions to do on a stack of finished nodes, each of its two uppermost."""
 
-    def path(node: Node, above: list[Node]) -> list[Node]:
+    def path(node: TreeNode, above: list[TreeNode]) -> list[TreeNode]:
         if node[1] - node[0] == 1:
             return above
-        middle = split(node)
-        return path((node[0], middle) if leaf < middle else (middle, node[1]), [*above, node])
+        middle = split_point(node)
+        return path((node[0], middle) if micro_batch_index < middle else (middle, node[1]), [*above, node])
 
-    return sum(1 for node in path((0, leaves), []) if node[0] >= first and node[1] == leaf + 1)
+    return sum(1 for node in path((0, num_micro_batches), []) if node[0] >= first and node[1] == micro_batch_index + 1)
 
 
-def total(leaves: int, nodes: Sequence[Node], values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Value:
+def sum_tree(
+    num_micro_batches: int,
+    nodes: Sequence[TreeNode],
+    values: Sequence[NodeValue],
+    add: Callable[[NodeValue, NodeValue], NodeValue],
+) -> NodeValue:
     """Evaluate the tree from the values of nodes that cover it."""
     known = dict(zip(nodes, values, strict=True))
 
-    def visit(node: Node) -> Value:
+    def visit(node: TreeNode) -> NodeValue:
         if node in known:
             return known[node]
-        middle = split(node)
+        middle = split_point(node)
         return add(visit((node[0], middle)), visit((middle, node[1])))
 
-    return visit((0, leaves))
+    return visit((0, num_micro_batches))

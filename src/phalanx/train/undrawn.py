@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-DRAWING: frozenset[Callable[..., Any]] = frozenset(
+INIT_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     (
         Tensor.normal_,
         Tensor.uniform_,
@@ -29,7 +29,7 @@ DRAWING: frozenset[Callable[..., Any]] = frozenset(
     )
 )
 """What only fills a tensor with random numbers, and returns it."""
-RANDOM = DRAWING | {
+RANDOM_FUNCTIONS = INIT_FUNCTIONS | {
     torch.randn,
     torch.rand,
     torch.normal,
@@ -39,7 +39,7 @@ RANDOM = DRAWING | {
     torch.rand_like,
 }
 """The usual ones of all that draws; what else does shows in the generator in the end."""
-OUTSIDE = frozenset(
+METADATA_ATTRIBUTES = frozenset(
     [
         "shape",
         "dtype",
@@ -59,70 +59,72 @@ OUTSIDE = frozenset(
 """Methods and attributes that tell nothing of a tensor's values."""
 
 
-class NeededError(BaseException):
+class InitValueNeeded(BaseException):
     """A builder reads what was not drawn, or draws what may be needed. Not an Exception: it must come through."""
 
 
-class Undrawn(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """While it is entered no random numbers are drawn into parameters, which stay as their memory is. NeededError as
     soon as it is known that this will not do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._before = torch.default_generator.get_state()
-        self._undrawn: dict[int, nn.Parameter] = {}  # by address; held, so that nothing else can be there
-        self._needed = False
+        self._rng_state_before = torch.default_generator.get_state()
+        self._uninitialized: dict[int, nn.Parameter] = {}  # by address; held, so that nothing else can be there
+        self._value_needed = False
 
     @property
-    def alike(self) -> bool:
+    def only_parameters_differ(self) -> bool:
         """Whether all but parameters is as it would be if these had been drawn."""
-        return not self._needed and torch.default_generator.get_state().equal(self._before)
+        return not self._value_needed and torch.default_generator.get_state().equal(self._rng_state_before)
 
     def only_of(self, model: nn.Module) -> bool:
         """Whether all that was not drawn and is still there are parameters of the model. No state holds the others,
         such as those of a frozen model in a list."""
-        undrawn = [weakref.ref(parameter) for parameter in self._undrawn.values()]
-        self._undrawn.clear()
-        held = {_address(parameter) for parameter in model.parameters()}
+        undrawn = [weakref.ref(parameter) for parameter in self._uninitialized.values()]
+        self._uninitialized.clear()
+        held = {_storage_address(parameter) for parameter in model.parameters()}
         there = [parameter for reference in undrawn if (parameter := reference()) is not None]
-        return all(_address(parameter) in held for parameter in there)
+        return all(_storage_address(parameter) in held for parameter in there)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("tensor")
-        if function in DRAWING and isinstance(first, nn.Parameter):
-            self._undrawn[_address(first)] = first
+        if function in INIT_FUNCTIONS and isinstance(first, nn.Parameter):
+            self._uninitialized[_storage_address(first)] = first
             return first
-        if function in RANDOM:
-            self._give_up()
-        touched = [tensor for tensor in _tensors((args, kwargs)) if _address(tensor) in self._undrawn]
+        if function in RANDOM_FUNCTIONS:
+            self._fail()
+        touched = [
+            tensor for tensor in _iterate_tensors((args, kwargs)) if _storage_address(tensor) in self._uninitialized
+        ]
         result = function(*args, **kwargs)
-        in_place = result is first and all(tensor is first for tensor in touched)
-        if touched and not in_place and _name(function) not in OUTSIDE:
-            self._give_up()
+        is_in_place = result is first and all(tensor is first for tensor in touched)
+        if touched and not is_in_place and _attribute_name(function) not in METADATA_ATTRIBUTES:
+            self._fail()
         return result
 
-    def _give_up(self) -> NoReturn:
-        self._needed = True
-        raise NeededError
+    def _fail(self) -> NoReturn:
+        self._value_needed = True
+        raise InitValueNeeded
 
 
-def _name(function: Any) -> str:
+def _attribute_name(function: Any) -> str:
     """Of a method; or of the attribute whose getter or setter it is."""
     name: str = getattr(function, "__name__", "")
     return getattr(function.__self__, "__name__", "") if name in ("__get__", "__set__") else name
 
 
-def _address(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     """Where its memory begins; of what has none on this host, where nothing does."""
     return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu else -1
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _iterate_tensors(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+        yield from _iterate_tensors(list(values.values()))
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)

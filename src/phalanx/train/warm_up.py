@@ -13,75 +13,81 @@ from typing import Any
 
 import torch
 
-from phalanx.compat import graph_breaks, is_compiled
-from phalanx.recipe.devices import kind_of
+from phalanx.compat import count_graph_breaks, is_compiled
+from phalanx.recipe.devices import device_kind_of
 from phalanx.run.event_types import Compiled
-from phalanx.train.objective import Objective
-from phalanx.train.parallel.divided import Divided
-from phalanx.train.parallel.staging import Staged
-from phalanx.train.parts import Parts
-from phalanx.train.savable import extra_state, load_extra_state
-from phalanx.train.state import Progress
+from phalanx.train.objective import LossModule
+from phalanx.train.parallel.divided import ParallelModel
+from phalanx.train.parallel.staging import PipelineRunner
+from phalanx.train.parts import TrainContext
+from phalanx.train.savable import get_extra_state, load_extra_state
+from phalanx.train.state import TrainState
 
-RUNS = {"cuda-graphs": 3}
+RUNS_BY_COMPILE_MODE = {"cuda-graphs": 3}
 """By `compile`: runs until nothing is left to do. The first compiles, a CUDA graph is recorded by the second."""
 
 
-def warm_up(
-    parts: Parts, objective: Objective | Staged, progress: Progress, clock: Callable[[], float] = time.perf_counter
+def warm_up_compile(
+    context: TrainContext,
+    loss_module: LossModule | PipelineRunner,
+    train_state: TrainState,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Compile what training needs, and report how long it took. Every worker calls it, since divided models talk."""
-    begun, breaks = clock(), graph_breaks()
-    batches = _first_batches(parts, progress)
-    with _leaving_no_trace(parts.divided, parts.place.device):
-        for _ in range(RUNS.get(str(parts.recipe.compile), 1)):
-            parts.stepper.begin(progress.step + 1)
-            if isinstance(objective, Staged):
-                objective.step(batches)
+    start_time, breaks = clock(), count_graph_breaks()
+    batches = _next_step_batches(context, train_state)
+    with _restoring_state(context.parallel_model, context.dist_env.device):
+        for _ in range(RUNS_BY_COMPILE_MODE.get(str(context.recipe.compile), 1)):
+            context.train_step.start_step(train_state.step + 1)
+            if isinstance(loss_module, PipelineRunner):
+                loss_module.step(batches)
             else:
-                parts.stepper.seed()
-                _forward_and_backward(objective, batches[0], parts.divided)
-        if kind_of(parts.place.device.type).is_gpu:
-            torch.accelerator.synchronize(parts.place.device)
-    parts.stepper.begin(progress.step + 1)  # drops what gradients there are
-    if parts.place.leads:
-        compiled = sum(is_compiled(part) for module in parts.divided.modules for part in module.modules())
-        seconds, breaks = clock() - begun, graph_breaks() - breaks
-        parts.reporter.event(Compiled(duration_s=seconds, num_blocks=compiled, num_graph_breaks=breaks))
+                context.train_step.seed_micro_batch()
+                _run_forward_backward(loss_module, batches[0], context.parallel_model)
+        if device_kind_of(context.dist_env.device.type).is_gpu:
+            torch.accelerator.synchronize(context.dist_env.device)
+    context.train_step.start_step(train_state.step + 1)  # drops what gradients there are
+    if context.dist_env.is_rank_zero:
+        compiled = sum(is_compiled(part) for module in context.parallel_model.modules for part in module.modules())
+        seconds, breaks = clock() - start_time, count_graph_breaks() - breaks
+        context.reporter.report_event(Compiled(duration_s=seconds, num_blocks=compiled, num_graph_breaks=breaks))
 
 
-def _first_batches(parts: Parts, progress: Progress) -> list[Any]:
+def _next_step_batches(context: TrainContext, train_state: TrainState) -> list[Any]:
     """This worker's micro-batches of the next step."""
-    recipe, mesh = parts.recipe, parts.divided.mesh
-    micro = recipe.batch.micro_size
-    assert isinstance(micro, int)
-    own = mesh.own(recipe.batch.global_size // micro)
-    return [parts.convert(parts.data.train(progress.samples + index * micro, micro)) for index in own]
+    recipe, mesh = context.recipe, context.parallel_model.mesh
+    micro_size = recipe.batch.micro_size
+    assert isinstance(micro_size, int)
+    own = mesh.own_micro_batches(recipe.batch.global_size // micro_size)
+    return [
+        context.prepare_batch(context.data.read_training(train_state.samples_consumed + index * micro_size, micro_size))
+        for index in own
+    ]
 
 
-def _forward_and_backward(objective: Objective, batch: Any, divided: Divided) -> None:
-    ((_, loss, _),) = objective(batch)
-    if divided.mesh.fsdp is not None:  # it works through the hooks of an ordinary backward
+def _run_forward_backward(loss_module: LossModule, batch: Any, parallel_model: ParallelModel) -> None:
+    ((_, loss, _),) = loss_module(batch)
+    if parallel_model.mesh.fsdp_mesh is not None:  # it works through the hooks of an ordinary backward
         loss.backward()
     else:  # past the hooks of an exchange, which expects a whole step
-        torch.autograd.grad(loss, list(divided.trainable().values()), allow_unused=True)
+        torch.autograd.grad(loss, list(parallel_model.trainable_parameters().values()), allow_unused=True)
 
 
 @contextmanager
-def _leaving_no_trace(divided: Divided, device: torch.device) -> Iterator[None]:
+def _restoring_state(parallel_model: ParallelModel, device: torch.device) -> Iterator[None]:
     """Put buffers, extra state and random numbers back."""
     before = [
         (part, name, buffer, buffer.clone())
-        for module in divided.modules
+        for module in parallel_model.modules
         for part in module.modules()
         for name, buffer in part.named_buffers(recurse=False)
     ]
-    extra = [(module, extra_state(module)) for module in divided.modules]
-    with torch.random.fork_rng([device] if kind_of(device.type).is_gpu else [], device_type=device.type):
+    extra = [(module, get_extra_state(module)) for module in parallel_model.modules]
+    with torch.random.fork_rng([device] if device_kind_of(device.type).is_gpu else [], device_type=device.type):
         yield
     with torch.no_grad():
         for part, name, buffer, value in before:
             buffer.copy_(value)
             setattr(part, name, buffer)  # the forward may have replaced it
-    for module, said in extra:
-        load_extra_state(module, said, "memory")
+    for module, saved_extra_state in extra:
+        load_extra_state(module, saved_extra_state, "memory")

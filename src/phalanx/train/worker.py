@@ -1,7 +1,7 @@
 """A worker: one process of a run, from its environment to an exit code.
 
-The agent forks it with `work({"run": DIR, "folder": DIR})`; where torchrun or srun started `phalanx train`, that calls
-`take_part`. Everything a worker trains with stands in the run's `resolved.yaml`.
+The agent forks it with `run_worker({"run": DIR, "folder": DIR})`; where torchrun or srun started `phalanx train`, that calls
+`run_training`. Everything a worker trains with stands in the run's `resolved.yaml`.
 """
 
 import contextlib
@@ -19,448 +19,514 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.compat import set_determinism
-from phalanx.data import Data, Facts, is_dataset, open_data, prepare_all
-from phalanx.errors import ExitCode, PhalanxError, storage_failed, words_of
+from phalanx.compat import set_deterministic
+from phalanx.data import DataInfo, RunData, is_dataset, open_data, prepare_all_sources
+from phalanx.errors import ExitCode, PhalanxError, describe_os_error, is_storage_error
 from phalanx.recipe import Recipe, huggingface_directory, load_recipe
-from phalanx.recipe.devices import kind_of
+from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import WorkerStarted
 from phalanx.run.messages import StandbyReady, WorkerFinishing
-from phalanx.run.pulse import Pulse, Silent, pulse_of
-from phalanx.train.adapter import has_adapter
-from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
+from phalanx.run.pulse import HeartbeatWriter, NullHeartbeat, open_heartbeat
+from phalanx.train.adapter import has_lora
+from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.causes import naming_causes
-from phalanx.train.checkpoint import clean, list_checkpoints
-from phalanx.train.ends import make_stepper, norms_of, result_of, resume, tell_start
-from phalanx.train.evaluation import Scores, evaluate
-from phalanx.train.fp8_choice import Chooser, chooser, rows_of
-from phalanx.train.gang import Gang
-from phalanx.train.head import evaluating, find_head
-from phalanx.train.loop import train
+from phalanx.train.checkpoint import clean_checkpoint_dir, list_checkpoints
+from phalanx.train.ends import make_norm_fn, make_result, make_train_step, report_start, resume_training
+from phalanx.train.evaluation import EvaluationResult, evaluate
+from phalanx.train.fp8_choice import Float8Selector, make_float8_selector, measure_layer_rows
+from phalanx.train.gang import Trainer
+from phalanx.train.head import eval_mode, find_lm_head
+from phalanx.train.loop import fit
 from phalanx.train.meeting import come_together, telling_others
-from phalanx.train.memory import OutOfMemory, explain_memory
-from phalanx.train.model import Seeds, build_model, check_begins_alike, described
-from phalanx.train.nodes import exchanged
-from phalanx.train.objective import Head, Objective, Scoring, sequences_of
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.orders import Connections, orders_of
-from phalanx.train.parallel.divided import Divided
+from phalanx.train.memory import OutOfMemory, explain_out_of_memory
+from phalanx.train.model import MicroBatchSeeds, build_model, check_begins_alike, describe_model
+from phalanx.train.nodes import all_gather_json
+from phalanx.train.objective import LMHead, LossFn, LossModule, plan_context_split
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.orders import SocketRegistry, open_membership_updates
+from phalanx.train.parallel.divided import ParallelModel
 from phalanx.train.parallel.mesh import Mesh, build_mesh
-from phalanx.train.parallel.parallelize import Choices, divide
-from phalanx.train.parallel.staging import Staged, divide_stages
-from phalanx.train.parts import Parts
-from phalanx.train.place import Place, agree, device_of, from_environment, join, leave, outwait
-from phalanx.train.precision import AUTOCAST, LossScale, computing, set_products
-from phalanx.train.rebuild import Sharded
-from phalanx.train.regroup import Built, Regrouping, Way, Whole, calls_for
-from phalanx.train.reporter import Reporter, reporter
-from phalanx.train.state import Progress, Standing
+from phalanx.train.parallel.parallelize import ParallelConfig, parallelize
+from phalanx.train.parallel.staging import PipelineRunner, build_pipeline
+from phalanx.train.parts import TrainContext
+from phalanx.train.place import (
+    DistEnv,
+    assert_same_on_all_ranks,
+    dist_env_from_environment,
+    init_process_group,
+    select_device,
+    set_collective_timeout,
+    shut_down_process_group,
+)
+from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context, set_matmul_precision
+from phalanx.train.rebuild import ShardedRecovery
+from phalanx.train.regroup import (
+    BuiltTrainer,
+    Reconfiguration,
+    RecoveryMode,
+    ReplicatedRecovery,
+    requires_reconfiguration,
+)
+from phalanx.train.reporter import Reporter, make_reporter
+from phalanx.train.state import SurvivorState, TrainState
 from phalanx.train.step import to_device
 from phalanx.train.stop import StopRequest
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
-from phalanx.train.warm_up import warm_up
-from phalanx.train.weights import Origin, allocate, files, origin
+from phalanx.train.warm_up import warm_up_compile
+from phalanx.train.weights import InitialWeights, allocate_meta_parameters, open_hf_weights, open_initial_weights
 
-SAME_DATA = "all nodes must read the same; give the recipe a source that is the same on each, or share the file system"
-COMES_LATER = "PHALANX_STANDBY"
+SAME_DATA_HINT = (
+    "all nodes must read the same; give the recipe a source that is the same on each, or share the file system"
+)
+STANDBY_VARIABLE = "PHALANX_STANDBY"
 """Set to 1 for a worker that takes the place of one that was lost while the others train on."""
 
 
-def work(payload: dict[str, Any]) -> None:
+def run_worker(payload: dict[str, Any]) -> None:
     """Train as one worker of the run and leave the process with its exit code."""
-    raise SystemExit(int(take_part(payload, from_environment(device="cpu"))))  # until the recipe is read
+    raise SystemExit(int(run_training(payload, dist_env_from_environment(device="cpu"))))  # until the recipe is read
 
 
-def take_part(payload: dict[str, Any], place: Place, show: Callable[[Event], None] | None = None) -> ExitCode:
-    """Train as one worker of the run. Without an agent the leading worker gives `show` every event that it writes."""
+def run_training(
+    payload: dict[str, Any], dist_env: DistEnv, on_event: Callable[[Event], None] | None = None
+) -> ExitCode:
+    """Train as one worker of the run. Without an agent the leading worker gives `on_event` every event that it writes."""
     run, folder = Run(Path(payload["run"])), Path(payload["folder"])
     stop = StopRequest()
-    stop.install()
-    report = reporter(run, place.leads, os.environ.get("PHALANX_EVENTS_FD"), show)
+    stop.install_handlers()
+    reporter = make_reporter(run, dist_env.is_rank_zero, os.environ.get("PHALANX_EVENTS_FD"), on_event)
     faulthandler.register(signal.SIGUSR2)  # the agent asks where we are; the answer goes to our log
-    pulse = pulse_of(place.local_rank)
-    pulse.beat("starting")
-    report.event(worker_started(place, joins_late=os.environ.get(COMES_LATER) == "1"))
+    heartbeat = open_heartbeat(dist_env.local_rank)
+    heartbeat.record("starting")
+    reporter.report_event(worker_started(dist_env, joins_late=os.environ.get(STANDBY_VARIABLE) == "1"))
     by_agent, orderly = bool(os.environ.get("PHALANX_EVENTS_FD")), True
     try:
         with naming_causes():
-            code = _train(run, folder, place, stop, report, pulse, force=bool(payload.get("force")))
+            code = _train_until_done(run, folder, dist_env, stop, reporter, heartbeat, force=bool(payload.get("force")))
     except PhalanxError as error:
-        report.error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
+        reporter.report_error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
         code = error.code
         orderly = by_agent or error.__cause__ is None  # else who knows what still waits for the group
     except SystemExit as error:
-        early = left_early(error, f"worker {place.rank}, in step {pulse.step}")
+        exit_message = describe_early_exit(error, f"worker {dist_env.rank}, in step {heartbeat.step}")
         if by_agent:  # to which it is an exception like others
-            raise RuntimeError(early) from error
-        report.error(early, int(ExitCode.GAVE_UP))
+            raise RuntimeError(exit_message) from error
+        reporter.report_error(exit_message, int(ExitCode.GAVE_UP))
         code = ExitCode.GAVE_UP
     except OSError as error:
-        if storage_failed(error):
-            report.error(words_of(error), int(ExitCode.UNFINISHED))
+        if is_storage_error(error):
+            reporter.report_error(describe_os_error(error), int(ExitCode.UNFINISHED))
         raise
     finally:
-        report.close()
+        reporter.close()
     if orderly:
-        leave()
-    report.say(WorkerFinishing(rank=place.rank, exit_code=int(code)))
+        shut_down_process_group()
+    reporter.send_control(WorkerFinishing(rank=dist_env.rank, exit_code=int(code)))
     return code
 
 
-def worker_started(place: Place, joins_late: bool = False) -> WorkerStarted:
+def worker_started(place: DistEnv, joins_late: bool = False) -> WorkerStarted:
     """The event of this process."""
     host = os.uname().nodename
     return WorkerStarted(pid=os.getpid(), rank=place.rank, host=host, attempt=place.attempt, joins_late=joins_late)
 
 
-def left_early(error: SystemExit, who: str) -> str:
+def describe_early_exit(error: SystemExit, worker_name: str) -> str:
     """The message for `sys.exit` in the middle of a run, and where it was called."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     called = f"sys.exit({'' if error.code is None else repr(error.code)})"
-    return f"{who}: {called} was called before the run was done ({frame.filename}:{frame.lineno}, in {frame.name})"
+    return (
+        f"{worker_name}: {called} was called before the run was done ({frame.filename}:{frame.lineno}, in {frame.name})"
+    )
 
 
-def _train(
-    run: Run, folder: Path, place: Place, stop: StopRequest, report: Reporter, pulse: Pulse | Silent, force: bool
+def _train_until_done(
+    run: Run,
+    folder: Path,
+    dist_env: DistEnv,
+    stop: StopRequest,
+    reporter: Reporter,
+    heartbeat: HeartbeatWriter | NullHeartbeat,
+    force: bool,
 ) -> ExitCode:
-    with telling_others(place):
+    with telling_others(dist_env):
         recipe = load_recipe(run.resolved).recipe
-        place = replace(place, device=device_of(place.local_rank, os.environ, recipe.device))
-        prepare_torch(recipe, place)
-    between, within, comes_later = Connections(), Connections(), os.environ.get(COMES_LATER) == "1"
+        dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, recipe.device))
+        configure_torch(recipe, dist_env)
+    inter_replica_sockets, intra_replica_sockets, is_standby = (
+        SocketRegistry(),
+        SocketRegistry(),
+        os.environ.get(STANDBY_VARIABLE) == "1",
+    )
     # Not those within a replica: all its workers are there, and gloo may wait for ever when a message is cut short. Who
     # of them is torn out of a collective with other replicas cuts these, too.
-    orders = orders_of(between.cut)
-    layout = recipe.parallelism
-    assert isinstance(layout, Parallelism)
-    size = layout.world // layout.replicate  # workers that hold a replica together
-    if comes_later:  # the others train meanwhile
-        assert orders is not None
-        number, place = place.rank, replace(place, rank=0, world=1)
+    membership_updates = open_membership_updates(inter_replica_sockets.shut_down)
+    parallelism = recipe.parallelism
+    assert isinstance(parallelism, Parallelism)
+    replica_size = parallelism.world // parallelism.replicate  # workers that hold a replica together
+    if is_standby:  # the others train meanwhile
+        assert membership_updates is not None
+        worker_id, dist_env = dist_env.rank, replace(dist_env, rank=0, world_size=1)
     else:
-        number = place.rank
-        with telling_others(place):
-            join(place, connections=between, before=come_together)
-        if place.leads:
-            clean(run.checkpoints)
-    recipe = with_data_here(recipe, run, folder)
+        worker_id = dist_env.rank
+        with telling_others(dist_env):
+            init_process_group(dist_env, connection_scope=inter_replica_sockets, before=come_together)
+        if dist_env.is_rank_zero:
+            clean_checkpoint_dir(run.checkpoints)
+    recipe = ensure_data_prepared(recipe, run, folder)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
-    agree(place, data.fingerprint, "data", SAME_DATA)
+    assert_same_on_all_ranks(dist_env, data.fingerprint, "data", SAME_DATA_HINT)
     meta = {"fingerprint": data.fingerprint, "recipe": recipe.model_dump(mode="json")}
-    meta["model"] = described(recipe.model, data.facts, folder)
+    meta["model"] = describe_model(recipe.model, data.info, folder)
 
     # All or none draw weights: one that does not see the checkpoints yet would else begin with its own.
-    fresh = not comes_later and not any(exchanged(place, bool(list_checkpoints(run.checkpoints))))
+    init_weights = not is_standby and not any(all_gather_json(dist_env, bool(list_checkpoints(run.checkpoints))))
 
-    def build(place: Place, callbacks: Callbacks | None = None, fresh: bool = False) -> Built:
-        here = recipe
-        if orders is not None:
-            now = layout.model_copy(update={"replicate": place.world // size})
-            here = recipe.model_copy(update={"parallelism": now})
-        made = (run, here, folder, place, data, report, stop, pulse, fresh, callbacks)
-        return Built(*assemble(*made, lambda dimension: between if dimension == "replicate" else within))
+    def build(build_env: DistEnv, callbacks: Callbacks | None = None, with_weights: bool = False) -> BuiltTrainer:
+        attempt_recipe = recipe
+        if membership_updates is not None:
+            attempt_parallelism = parallelism.model_copy(update={"replicate": build_env.world_size // replica_size})
+            attempt_recipe = recipe.model_copy(update={"parallelism": attempt_parallelism})
+        arguments = (run, attempt_recipe, folder, build_env, data, reporter, stop, heartbeat, with_weights, callbacks)
+        return BuiltTrainer(
+            *build_context(
+                *arguments,
+                lambda dimension: inter_replica_sockets if dimension == "replicate" else intra_replica_sockets,
+            )
+        )
 
     # Without the other workers of its replica none can divide a model.
-    built = None if comes_later and size > 1 else build(place, fresh=fresh)
-    regrouping = None
-    if orders is not None:
-        way: Way
-        if size > 1:
-            way = Sharded(size, build, built)
+    built = None if is_standby and replica_size > 1 else build(dist_env, with_weights=init_weights)
+    reconfiguration = None
+    if membership_updates is not None:
+        recovery_mode: RecoveryMode
+        if replica_size > 1:
+            recovery_mode = ShardedRecovery(replica_size, build, built)
         else:
             assert built is not None
-            way = Whole(partial(_scorer, recipe, built.objective, data, stop, pulse))
-        regrouping = Regrouping(orders, between, within, number, place, report, pulse, way, data.fingerprint)
-    progress, samples = Progress(), data.train_samples
-    if not comes_later:
+            recovery_mode = ReplicatedRecovery(
+                partial(_make_evaluator, recipe, built.loss_module, data, stop, heartbeat)
+            )
+        reconfiguration = Reconfiguration(
+            membership_updates,
+            inter_replica_sockets,
+            intra_replica_sockets,
+            worker_id,
+            dist_env,
+            reporter,
+            heartbeat,
+            recovery_mode,
+            data.fingerprint,
+        )
+    train_state, samples = TrainState(), data.num_train_samples
+    if not is_standby:
         assert built is not None
-        progress = resume(built.parts, data.fingerprint, force, empty=not fresh)
-        if place.leads:
-            tell_start(built.parts, samples, progress)
-    pulse.beat("restoring")
-    micro = recipe.batch.micro_size
-    assert isinstance(micro, int)
-    with explain_memory(micro, run.read_lossy(run.plan)):
+        train_state = resume_training(built.context, data.fingerprint, force, needs_checkpoint=not init_weights)
+        if dist_env.is_rank_zero:
+            report_start(built.context, samples, train_state)
+    heartbeat.record("restoring")
+    micro_size = recipe.batch.micro_size
+    assert isinstance(micro_size, int)
+    with explain_out_of_memory(micro_size, run.read_json_or_empty(run.plan)):
         if recipe.compile and built is not None:
-            warm_up(built.parts, built.objective, progress)
-            pulse.beat("compiling")
-        begin: Progress | Standing = progress
-        if comes_later:
-            assert regrouping is not None
-            report.say(StandbyReady(rank=number))
-            built, begin = regrouping.meet(built, None, samples)
+            warm_up_compile(built.context, built.loss_module, train_state)
+            heartbeat.record("compiling")
+        start_state: TrainState | SurvivorState = train_state
+        if is_standby:
+            assert reconfiguration is not None
+            reporter.send_control(StandbyReady(rank=worker_id))
+            built, start_state = reconfiguration.rejoin(built, None, samples)
         assert built is not None
         while True:
-            if orders is not None and regrouping is not None:
-                built.parts.summoned, built.parts.heed = lambda: orders.waiting, regrouping.heed
-                regrouping.listen(built.parts.divided.modules, bool(recipe.compile))
-            gang = Gang(built.parts, begin, meta)
+            if membership_updates is not None and reconfiguration is not None:
+                built.context.membership_changed, built.context.check_membership = (
+                    lambda: membership_updates.has_update,
+                    reconfiguration.check_membership,
+                )
+                reconfiguration.install_membership_hooks(built.context.parallel_model.modules, bool(recipe.compile))
+            trainer = Trainer(built.context, start_state, meta)
             try:
-                status = train(gang, built.objective)
+                status = fit(trainer, built.loss_module)
                 break
             except Exception as error:
-                if regrouping is None or not calls_for(error) or not gang.whole:
+                if reconfiguration is None or not requires_reconfiguration(error) or not trainer.state_is_consistent:
                     raise
-            pulse.beat("restoring")
-            standing = regrouping.leave(gang)
-            del gang
-            built, begin = regrouping.meet(built, standing, samples)
-    if built.parts.place.leads:
-        report.result(result_of(built.parts, gang.progress, status))
+            heartbeat.record("restoring")
+            survivor_state = reconfiguration.detach(trainer)
+            del trainer
+            built, start_state = reconfiguration.rejoin(built, survivor_state, samples)
+    if built.context.dist_env.is_rank_zero:
+        reporter.report_result(make_result(built.context, trainer.train_state, status))
     return ExitCode.DONE if status == "done" else ExitCode.UNFINISHED
 
 
-def with_data_here(recipe: Recipe, run: Run, folder: Path) -> Recipe:
+def ensure_data_prepared(recipe: Recipe, run: Run, folder: Path) -> Recipe:
     """The recipe with data that this node has: what the leading node prepared into its cache is prepared here as well
     where the nodes do not share it."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    places = [*sources, *([recipe.evaluation.source] if recipe.evaluation.source else [])]
-    if all(is_dataset(folder / source.prepared) for source in places if source.prepared is not None):
+    all_sources = [*sources, *([recipe.evaluation.source] if recipe.evaluation.source else [])]
+    if all(is_dataset(folder / source.prepared) for source in all_sources if source.prepared is not None):
         return recipe
-    given = load_recipe(run.recipe).recipe
-    data, evaluate = prepare_all(given.data, given.evaluation, folder)
+    given_recipe = load_recipe(run.recipe).recipe
+    data, evaluate = prepare_all_sources(given_recipe.data, given_recipe.evaluation, folder)
     return recipe.model_copy(update={"data": data, "evaluation": evaluate})
 
 
-def prepare_torch(recipe: Recipe, place: Place) -> None:
+def configure_torch(recipe: Recipe, dist_env: DistEnv) -> None:
     """Settings of this process on which speed and bits depend, and how long it waits for others."""
-    outwait(recipe.fault_tolerance.hang_timeout_s)
+    set_collective_timeout(recipe.fault_tolerance.hang_timeout_s)
     assert isinstance(recipe.num_threads, int)
     torch.set_num_threads(recipe.num_threads)
-    set_kernels(place.device, recipe.precision, recipe.determinism != "off")
+    configure_kernels(dist_env.device, recipe.precision, recipe.determinism != "off")
 
 
-def set_kernels(device: torch.device, precision: str, deterministic: bool) -> None:
+def configure_kernels(device: torch.device, precision: str, deterministic: bool) -> None:
     """Which kernels of a GPU this process may use: the rounding of fp32 products, and deterministic ones only. On a CPU
     all are deterministic."""
-    set_products(precision, device)
-    if kind_of(device.type).is_gpu and deterministic:
+    set_matmul_precision(precision, device)
+    if device_kind_of(device.type).is_gpu and deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        set_determinism(True)
+        set_deterministic(True)
 
 
-def units_per_sample(facts: Facts) -> int:
+def count_units_per_sample(facts: DataInfo) -> int:
     """Tokens in a sample, or 1 where samples are counted."""
-    return facts.sequence if facts.kind == "tokens" and facts.sequence else 1
+    return facts.seq_len if facts.kind == "tokens" and facts.seq_len else 1
 
 
-def assemble(
+def build_context(
     run: Run,
     recipe: Recipe,
     folder: Path,
-    place: Place,
-    data: Data,
-    report: Reporter,
+    dist_env: DistEnv,
+    data: RunData,
+    reporter: Reporter,
     stop: StopRequest,
-    pulse: Pulse | Silent | None = None,
-    fresh: bool = True,
+    heartbeat: HeartbeatWriter | NullHeartbeat | None = None,
+    init_weights: bool = True,
     callbacks: Callbacks | None = None,
-    opening: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
-) -> tuple[Parts, Objective | Staged]:
+    connection_scope: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
+) -> tuple[TrainContext, LossModule | PipelineRunner]:
     """Build everything that training works with, from the recipe; without the weights of a new run unless `fresh`, and
-    with the `callbacks` that there are already. `opening` as for `build_mesh`."""
+    with the `callbacks` that there are already. `connection_scope` as for `build_mesh`."""
     assert isinstance(recipe.parallelism, Parallelism)
-    mesh = build_mesh(recipe.parallelism, place, recipe, opening)
+    mesh = build_mesh(recipe.parallelism, dist_env, recipe, connection_scope)
     task = load_task(recipe.task, folder)
     # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
-    device = place.device if mesh.only_replicates or mesh.pipeline is not None else torch.device("cpu")
-    model = build_model(recipe.model, data.facts, folder, recipe.seed, device, recipe.lora, load=False, draw=fresh)
-    weights = _origin(recipe, folder, model) if fresh else None
-    if fresh and weights is None:
-        check_begins_alike(place, model)
-    if mesh.only_replicates:
-        allocate([model], place.device)
+    device = dist_env.device if mesh.is_pure_ddp or mesh.pipeline_group is not None else torch.device("cpu")
+    model = build_model(
+        recipe.model, data.info, folder, recipe.seed, device, recipe.lora, load=False, init_weights=init_weights
+    )
+    initial_weights = _find_initial_weights(recipe, folder, model) if init_weights else None
+    if init_weights and initial_weights is None:
+        check_begins_alike(dist_env, model)
+    if mesh.is_pure_ddp:
+        allocate_meta_parameters([model], dist_env.device)
     model.train()
-    scoring = scoring_of(recipe, task, model, mesh, place, data)
-    scale = LossScale.for_precision(recipe.precision, recipe.batch.global_size * units_per_sample(data.facts))
-    seeds = Seeds(recipe.seed, place.device)
-    fp8 = _fp8(recipe, run, model, task, mesh, place, data) if recipe.precision == "fp8" else None
-    divided, objective = divided_model(recipe, model, scoring, mesh, place, data, seeds, scale, fp8)
-    allocate(divided.modules, place.device)
-    if weights is not None:
-        weights.fill(divided)
-    optimizer = Optimizer(
-        divided.whole_module,
+    loss_fn = make_loss_fn(recipe, task, model, mesh, dist_env, data)
+    scaler = GradScaler.for_precision(recipe.precision, recipe.batch.global_size * count_units_per_sample(data.info))
+    seeds = MicroBatchSeeds(recipe.seed, dist_env.device)
+    fp8 = (
+        _make_float8_layer_selector(recipe, run, model, task, mesh, dist_env, data)
+        if recipe.precision == "fp8"
+        else None
+    )
+    parallel_model, loss_module = build_parallel_model(recipe, model, loss_fn, mesh, dist_env, data, seeds, scaler, fp8)
+    allocate_meta_parameters(parallel_model.modules, dist_env.device)
+    if initial_weights is not None:
+        initial_weights.fill_parameters(parallel_model)
+    optimizer = OptimizerContainer(
+        parallel_model.merged_module,
         recipe.optimizer,
         seed=recipe.seed,
         offload=recipe.optimizer.offload,
-        norm_of=norms_of(divided),
-        stage=mesh.pipeline is not None,
+        norm_fn=make_norm_fn(parallel_model),
+        is_pipeline_stage=mesh.pipeline_group is not None,
     )
-    units = units_per_sample(data.facts)
-    stepper = make_stepper(recipe, place, divided, optimizer, scale, seeds)
+    units = count_units_per_sample(data.info)
+    train_step = make_train_step(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
     if callbacks is None:
-        view = RunView(run.path, place.rank, place.world, model)
+        view = RunContext(run.path, dist_env.rank, dist_env.world_size, model)
         callbacks = Callbacks(load_callbacks(recipe.callbacks, folder), view)
-    pulse = pulse or Silent()
-    parts = Parts(
+    heartbeat = heartbeat or NullHeartbeat()
+    context = TrainContext(
         run=run,
         recipe=recipe,
-        place=place,
+        dist_env=dist_env,
         data=data,
         model=model,
-        divided=divided,
+        parallel_model=parallel_model,
         optimizer=optimizer,
-        scale=scale,
-        stepper=stepper,
+        scaler=scaler,
+        train_step=train_step,
         callbacks=callbacks,
-        reporter=report,
-        stop=stop,
+        reporter=reporter,
+        stop_request=stop,
         units_per_sample=units,
-        score=_scorer(recipe, objective, data, stop, pulse, place, mesh),
-        convert=lambda arrays: to_device(arrays, place.device),
-        pulse=pulse,
+        evaluate=_make_evaluator(recipe, loss_module, data, stop, heartbeat, dist_env, mesh),
+        prepare_batch=lambda arrays: to_device(arrays, dist_env.device),
+        heartbeat=heartbeat,
     )
-    return parts, objective
+    return context, loss_module
 
 
-def _scorer(
+def _make_evaluator(
     recipe: Recipe,
-    objective: Objective | Staged,
-    data: Data,
+    loss_module: LossModule | PipelineRunner,
+    data: RunData,
     stop: StopRequest,
-    pulse: Pulse | Silent,
-    place: Place,
+    heartbeat: HeartbeatWriter | NullHeartbeat,
+    dist_env: DistEnv,
     mesh: Mesh,
-) -> Callable[[], Scores | None]:
+) -> Callable[[], EvaluationResult | None]:
     """What evaluates on held-out data, if there are any."""
-    micro = recipe.batch.micro_size
-    assert isinstance(micro, int)
+    micro_size = recipe.batch.micro_size
+    assert isinstance(micro_size, int)
 
     # Without gradients, and for a shorter last batch, the model is compiled again: for minutes, in silence.
-    doing = ["evaluation"] if recipe.compile is False else ["compiling", "evaluation"]
+    phases = ["evaluation"] if recipe.compile is False else ["compiling", "evaluation"]
 
-    def asked() -> bool:
-        pulse.beat(doing[0])  # it is asked between two batches
-        return stop.asked
+    def stop_requested() -> bool:
+        heartbeat.record(phases[0])  # it is asked between two batches
+        return stop.requested
 
-    def score() -> Scores | None:
-        if data.held_out_samples == 0:
+    def evaluate_validation() -> EvaluationResult | None:
+        if data.num_validation_samples == 0:
             return None
-        pulse.beat(doing[0])
+        heartbeat.record(phases[0])
         samples = recipe.evaluation.max_samples
-        found = evaluate(objective, data, place=place, mesh=mesh, samples=samples, micro=micro, stop=asked)
-        del doing[:-1]
+        found = evaluate(
+            loss_module,
+            data,
+            dist_env=dist_env,
+            mesh=mesh,
+            max_samples=samples,
+            micro_size=micro_size,
+            stop_requested=stop_requested,
+        )
+        del phases[:-1]
         return found
 
-    return score
+    return evaluate_validation
 
 
-def scoring_of(recipe: Recipe, task: Task, model: nn.Module, mesh: Mesh, place: Place, data: Data) -> Scoring:
+def make_loss_fn(recipe: Recipe, task: Task, model: nn.Module, mesh: Mesh, dist_env: DistEnv, data: RunData) -> LossFn:
     """How the model is scored under this layout: its sequences split, its vocabulary's logits never whole."""
-    scoring = Scoring(task, recipe.precision, place.device)
-    length = data.facts.sequence
-    if mesh.context is not None and length is not None:
-        scoring.sequences = sequences_of(model, mesh.context, length)
-    if recipe.memory.chunked_loss is True or mesh.tensor is not None:
-        scoring.head = head_of(model, task, data)
-    return scoring
+    loss_fn = LossFn(task, recipe.precision, dist_env.device)
+    length = data.info.seq_len
+    if mesh.context_group is not None and length is not None:
+        loss_fn.context_split = plan_context_split(model, mesh.context_group, length)
+    if recipe.memory.chunked_loss is True or mesh.tensor_group is not None:
+        loss_fn.lm_head = make_lm_head(model, task, data)
+    return loss_fn
 
 
-def head_of(model: nn.Module, task: Task, data: Data) -> Head | None:
+def make_lm_head(model: nn.Module, task: Task, data: RunData) -> LMHead | None:
     """The output layer that can be left out of the forward, because the task takes the loss from what enters it."""
     head_loss = getattr(task, "head_loss", None)
-    if head_loss is None or not _same_loss(task):
+    if head_loss is None or not _head_loss_matches_loss(task):
         return None
-    sample = _one_sample(model, data)
+    sample = _load_one_sample(model, data)
     # In fp32 a GPU has no kernel for grouped heads that keeps no scores, [heads, s, s] of them.
     device = next(iter(sample.values())).device
-    with computing("bf16", device) if kind_of(device.type).is_gpu else contextlib.nullcontext():
-        name = find_head(model, *task.inputs(sample))
+    with autocast_context("bf16", device) if device_kind_of(device.type).is_gpu else contextlib.nullcontext():
+        name = find_lm_head(model, *task.inputs(sample))
     layer = None if name is None else model.get_submodule(name)
     # Logits of a layer with a bias, or with an adapter, are not a product with its weight alone.
-    bare = getattr(layer, "bias", None) is None and layer is not None and not has_adapter(layer)
+    bare = getattr(layer, "bias", None) is None and layer is not None and not has_lora(layer)
     if name is None or not isinstance(layer, nn.Linear) or not bare:
         return None
-    return Head(name, head_loss, layer.out_features)
+    return LMHead(name, head_loss, layer.out_features)
 
 
-def _one_sample(model: nn.Module, data: Data) -> TensorBatch:
+def _load_one_sample(model: nn.Module, data: RunData) -> TensorBatch:
     """A batch of one, where the model is; beside it if that is nowhere."""
-    at = next(model.parameters()).device
-    return to_device(data.train(0, 1), torch.device("cpu") if at.type == "meta" else at)
+    device = next(model.parameters()).device
+    return to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device)
 
 
-def _fp8(recipe: Recipe, run: Run, model: nn.Module, task: Task, mesh: Mesh, place: Place, data: Data) -> Chooser:
+def _make_float8_layer_selector(
+    recipe: Recipe, run: Run, model: nn.Module, task: Task, mesh: Mesh, dist_env: DistEnv, data: RunData
+) -> Float8Selector:
     """What chooses the layers to compute in fp8, by the size that a micro-batch gives them."""
-    args, kwargs = task.inputs(_one_sample(model, data))
-    with evaluating(model), computing(recipe.precision, place.device):
-        of_one = rows_of(model, lambda: model(*args, **kwargs))
-    micro = recipe.batch.micro_size
-    assert isinstance(micro, int)
-    rows = {name: max(1, rows * micro // mesh.layout.context) for name, rows in of_one.items()}
-    return chooser(run, place, rows, bool(recipe.compile))
+    args, kwargs = task.inputs(_load_one_sample(model, data))
+    with eval_mode(model), autocast_context(recipe.precision, dist_env.device):
+        of_one = measure_layer_rows(model, lambda: model(*args, **kwargs))
+    micro_size = recipe.batch.micro_size
+    assert isinstance(micro_size, int)
+    rows = {name: max(1, rows * micro_size // mesh.parallelism.context) for name, rows in of_one.items()}
+    return make_float8_selector(run, dist_env, rows, bool(recipe.compile))
 
 
-def divided_model(
+def build_parallel_model(
     recipe: Recipe,
     model: nn.Module,
-    scoring: Scoring,
+    loss_fn: LossFn,
     mesh: Mesh,
-    place: Place,
-    data: Data,
-    seeds: Seeds,
-    scale: LossScale,
-    fp8: Chooser | None = None,
-) -> tuple[Divided, Objective | Staged]:
+    dist_env: DistEnv,
+    data: RunData,
+    seeds: MicroBatchSeeds,
+    scaler: GradScaler,
+    fp8: Float8Selector | None = None,
+) -> tuple[ParallelModel, LossModule | PipelineRunner]:
     """The model as this worker has it, and what runs it."""
     assert recipe.memory.activation_checkpointing != "auto"
-    casts = casts_once(recipe.compile, recipe.precision, place.device)
-    head = head_of(model, scoring.task, data) if casts and scoring.head is None else None
-    choices = Choices(
+    cache_weight_casts = uses_cached_casts(recipe.compile, recipe.precision, dist_env.device)
+    head = make_lm_head(model, loss_fn.task, data) if cache_weight_casts and loss_fn.lm_head is None else None
+    config = ParallelConfig(
         recipe.precision,
-        recompute=recipe.memory.activation_checkpointing,
+        activation_checkpointing=recipe.memory.activation_checkpointing,
         compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
-        rules=recipe.model.tp_plan,
-        sequence=data.facts.sequence,
+        tp_plan=recipe.model.tp_plan,
+        seq_len=data.info.seq_len,
         # Only our own loss knows how to be computed over parts of the vocabulary; a subclass may have another.
-        vocabulary=scoring.head is not None and _own_head_loss(scoring.task),
-        fp8=fp8,
-        cast_once=casts,
-        output=None if head is None else head.name,
+        vocab_parallel_loss=loss_fn.lm_head is not None and _has_built_in_head_loss(loss_fn.task),
+        float8_selector=fp8,
+        cache_weight_casts=cache_weight_casts,
+        lm_head=None if head is None else head.name,
     )
-    if mesh.pipeline is None:
-        objective = Objective(model, scoring)
-        divided, vocabulary = divide(model, objective, mesh, choices)
-        if scoring.head is not None:
-            scoring.head = scoring.head.over(vocabulary)
-        return divided, objective
-    micro = recipe.batch.micro_size
-    assert isinstance(micro, int)
-    return divide_stages(
+    if mesh.pipeline_group is None:
+        loss_module = LossModule(model, loss_fn)
+        parallel_model, vocab_group = parallelize(model, loss_module, mesh, config)
+        if loss_fn.lm_head is not None:
+            loss_fn.lm_head = loss_fn.lm_head.with_group(vocab_group)
+        return parallel_model, loss_module
+    micro_size = recipe.batch.micro_size
+    assert isinstance(micro_size, int)
+    return build_pipeline(
         model,
-        scoring,
-        to_device(data.train(0, micro), place.device),
+        loss_fn,
+        to_device(data.read_training(0, micro_size), dist_env.device),
         mesh,
-        place,
-        choices,
-        recipe.batch.global_size // (micro * mesh.data_size),
-        seeds.of_stage,
-        (lambda: scale.scale) if scale.dynamic else None,
+        dist_env,
+        config,
+        recipe.batch.global_size // (micro_size * mesh.dp_size),
+        seeds.seed_stage,
+        (lambda: scaler.scale) if scaler.dynamic else None,
     )
 
 
-def casts_once(compiled: bool | str, precision: str, device: torch.device) -> bool:
+def uses_cached_casts(compiled: bool | str, precision: str, device: torch.device) -> bool:
     """Whether weights are cast once a step (cast_once.py): where compiled blocks run under autocast on a GPU. What a
     CUDA graph reads would be copied to where it was recorded, in each micro-batch."""
-    return compiled is True and precision in AUTOCAST and device.type == "cuda"
+    return compiled is True and precision in AUTOCAST_DTYPES and device.type == "cuda"
 
 
-def _own_head_loss(task: Task) -> bool:
+def _has_built_in_head_loss(task: Task) -> bool:
     return getattr(type(task), "head_loss", None) is LanguageModeling.head_loss
 
 
-def _same_loss(task: Task) -> bool:
+def _head_loss_matches_loss(task: Task) -> bool:
     """Whether `head_loss` is the loss of this task, and not of a class whose `loss` it replaces."""
     owners = [kind for kind in type(task).__mro__ if "loss" in vars(kind) or "head_loss" in vars(kind)]
     return not owners or "head_loss" in vars(owners[0])
 
 
-def _origin(recipe: Recipe, folder: Path, model: nn.Module) -> Origin | None:
+def _find_initial_weights(recipe: Recipe, folder: Path, model: nn.Module) -> InitialWeights | None:
     """Where the weights of a new run come from; None where the model was built with them."""
     if recipe.init_from is not None:
-        return origin(recipe.init_from, folder, model)
+        return open_initial_weights(recipe.init_from, folder, model)
     directory = huggingface_directory(recipe.model.build, folder)
-    return None if directory is None else files(directory, model)
+    return None if directory is None else open_hf_weights(directory, model)

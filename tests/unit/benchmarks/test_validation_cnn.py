@@ -13,8 +13,8 @@ import pytest
 import torch
 from planner_validation import cnn, convnets
 from planner_validation.cnn import predict_rows
-from planner_validation.cnn_rows import read_run
-from planner_validation.convnets import card, compute_seconds, convnet, generation
+from planner_validation.cnn_rows import parse_run
+from planner_validation.convnets import compute_seconds, find_accelerator, find_convnet, gpu_generation
 from torch import nn
 
 from phalanx.models.convnets import googlenet, nin
@@ -139,9 +139,23 @@ def test_rows_to_calibrate_by_change_their_own_source_and_gpu_only() -> None:
 
 
 def test_only_two_constants_are_fitted_for_a_source_and_gpu_and_few_are_general() -> None:
-    assert [field.name for field in dataclasses.fields(cnn.Fit)] == ["compute", "bandwidth", "rows"]
-    tables = (convnets.FP32_RATE, convnets.TENSOR_RATE, convnets.SHORTER, convnets.LONGER)
-    single = (convnets.NATIVE_RATE, convnets.MEMORY_SHARE, convnets.KEPLER_MEMORY_SHARE, convnets.KERNEL_SECONDS)
+    assert [field.name for field in dataclasses.fields(cnn.ComputeNetworkFactors)] == [
+        "compute",
+        "bandwidth",
+        "num_rows",
+    ]
+    tables = (
+        convnets.FP32_EFFICIENCY,
+        convnets.TENSOR_CORE_EFFICIENCY,
+        convnets.WINOGRAD_SPEEDUP,
+        convnets.SLOW_CONV_FACTOR,
+    )
+    single = (
+        convnets.IM2COL_RELATIVE_RATE,
+        convnets.MEMORY_BANDWIDTH_EFFICIENCY,
+        convnets.KEPLER_MEMORY_BANDWIDTH_EFFICIENCY,
+        convnets.KERNEL_LAUNCH_S,
+    )
     assert sum(len(table) for table in tables) + len(single) <= 20
 
 
@@ -161,9 +175,9 @@ def test_more_bandwidth_never_makes_a_step_slower() -> None:
     ids=lambda value: value["interconnect"] if isinstance(value, dict) else str(value),
 )
 def test_networks_are_read_from_what_a_row_says(row: dict[str, str], a_node: int, outer: float) -> None:
-    network = read_run(row).network
-    assert network.a_node == a_node
-    assert network.outer[0] == pytest.approx(outer * 0.6e9)
+    network = parse_run(row).network
+    assert network.devices_per_node == a_node
+    assert network.inter_node_link[0] == pytest.approx(outer * 0.6e9)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +193,14 @@ def test_networks_are_read_from_what_a_row_says(row: dict[str, str], a_node: int
     ],
 )
 def test_precision_is_what_a_row_says_or_what_everyone_used(gpu: str, note: str, precision: str) -> None:
-    assert read_run(P100 | {"gpu": gpu, "note": note}).precision == precision
+    assert parse_run(P100 | {"gpu": gpu, "note": note}).precision == precision
 
 
 def test_software_has_its_own_forms_of_networks() -> None:
-    assert read_run(P100 | {"model": "AlexNet"}).net.name == "AlexNet"
-    assert read_run(P100 | {"model": "AlexNet (Caffe)"}).net.name == "AlexNet grouped"
-    assert read_run(P100 | {"model": "GoogLeNet (FireCaffe)"}).net.name == "GoogLeNet with auxiliary heads"
-    assert read_run(P100 | {"source": "RN50 v1.5 page"}).net.name == "ResNet-50 v1.5"
+    assert parse_run(P100 | {"model": "AlexNet"}).convnet.name == "AlexNet"
+    assert parse_run(P100 | {"model": "AlexNet (Caffe)"}).convnet.name == "AlexNet grouped"
+    assert parse_run(P100 | {"model": "GoogLeNet (FireCaffe)"}).convnet.name == "GoogLeNet with auxiliary heads"
+    assert parse_run(P100 | {"source": "RN50 v1.5 page"}).convnet.name == "ResNet-50 v1.5"
 
 
 @pytest.mark.parametrize(("build", "name"), [(nin, "NiN"), (googlenet, "GoogLeNet")])
@@ -203,7 +217,7 @@ def test_counts_of_networks_that_ship_are_those_of_the_modules(build: Any, name:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             layer.register_forward_hook(count)
     model(images)
-    known = convnet(name)
+    known = find_convnet(name)
     assert known is not None
     assert known.forward_flops == pytest.approx(2 * sum(counted), rel=2e-3)
     assert known.parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=1e-3)
@@ -214,14 +228,14 @@ def test_counts_of_networks_that_ship_are_those_of_the_modules(build: Any, name:
     [("ResNet-50", 7.7, 25.6), ("ResNet-152", 22.6, 60.2), ("VGG16", 30.9, 138.4), ("InceptionV3", 11.4, 23.8)],
 )
 def test_counts_are_those_that_papers_print(name: str, gflops: float, millions: float) -> None:
-    known = convnet(name)
+    known = find_convnet(name)
     assert known is not None
     assert known.forward_flops / 1e9 == pytest.approx(gflops, rel=0.02)
     assert known.parameters / 1e6 == pytest.approx(millions, rel=0.01)
 
 
 def test_a_device_without_figures_is_refused() -> None:
-    net, device = convnet("NiN"), card("V100")
+    net, device = find_convnet("NiN"), find_accelerator("V100")
     assert net is not None
     assert device is not None
     with pytest.raises(ValueError, match="no peak rate known for fp8"):
@@ -229,9 +243,9 @@ def test_a_device_without_figures_is_refused() -> None:
 
 
 def test_cards_that_the_catalogue_leaves_out_are_known() -> None:
-    device = card("GTX 1080 Ti")
+    device = find_accelerator("GTX 1080 Ti")
     assert device is not None
-    assert generation(device) == "Pascal"
+    assert gpu_generation(device) == "Pascal"
 
 
 @needs_table

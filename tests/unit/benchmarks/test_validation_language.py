@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from planner_validation import table
-from planner_validation.calibrate import SPREADS, Measurement, calibrated
+from planner_validation.calibrate import PRIOR_LOG_STD, MeasuredRun, fit_stack_constants
 from planner_validation.cells import CannotPredict
-from planner_validation.language import COLUMNS, predict_rows, seconds
-from planner_validation.rows import Run, counted_flops, notes, parameters, understand
-from planner_validation.setups import cluster_of, setup_of, stack_of
+from planner_validation.language import PREDICTION_COLUMNS, predict_rows, predict_step_seconds
+from planner_validation.rows import PublishedRun, count_shape_parameters, flops_per_token, parse_notes, parse_run
+from planner_validation.setups import cluster_of, scenario_of, stack_of
 
 from phalanx.errors import DataError
 
@@ -57,8 +57,8 @@ def row(**changes: str) -> dict[str, str]:
     return {**LLAMA, **changes}
 
 
-def run(**changes: str) -> Run:
-    return understand(row(**changes))
+def run(**changes: str) -> PublishedRun:
+    return parse_run(row(**changes))
 
 
 def one(**changes: str) -> dict[str, Any]:
@@ -70,19 +70,19 @@ def one(**changes: str) -> dict[str, Any]:
 
 
 def test_notes_are_pairs() -> None:
-    said = notes({"note": "kv_heads=8; vpp=4 ;empty=;loose;net=8xHDR200"})
+    said = parse_notes({"note": "kv_heads=8; vpp=4 ;empty=;loose;net=8xHDR200"})
     assert said == {"kv_heads": "8", "vpp": "4", "empty": "", "loose": "", "net": "8xHDR200"}
 
 
 def test_a_row_without_notes_has_none() -> None:
-    assert notes({}) == notes({"note": ""}) == {}
+    assert parse_notes({}) == parse_notes({"note": ""}) == {}
 
 
 def test_a_row_is_understood() -> None:
     found = run()
-    assert (found.devices, found.batch, found.parts, found.zero, found.micro) == (64, 64, 64, 3, 1)
+    assert (found.devices, found.global_batch, found.data_parallel, found.zero, found.micro_size) == (64, 64, 64, 3, 1)
     assert (found.tensor, found.pipeline, found.context, found.expert) == (1, 1, 1, 1)
-    assert (found.precision, found.recompute, found.gpu) == ("bf16", "selective", "H100-80GB-SXM")
+    assert (found.precision, found.checkpointing, found.gpu) == ("bf16", "selective", "H100-80GB-SXM")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_precision_is_found_in_what_the_row_says(text: str, precision: str) -> N
     ("text", "way"), [("full", "full"), ("none", "none"), ("", None), ("selective", "selective"), ("op", "selective")]
 )
 def test_recomputation_is_found_in_what_the_row_says(text: str, way: str | None) -> None:
-    assert run(recompute=text).recompute == way
+    assert run(recompute=text).checkpointing == way
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ def test_recomputation_is_found_in_what_the_row_says(text: str, way: str | None)
 def test_a_gated_and_untied_shape_is_that_of_its_number_of_parameters() -> None:
     shape = run().shape
     assert shape.gated
-    assert not shape.tie
-    assert parameters(shape) == pytest.approx(8.03e9, rel=0.01)
+    assert not shape.tie_embeddings
+    assert count_shape_parameters(shape) == pytest.approx(8.03e9, rel=0.01)
 
 
 def test_a_plain_shape_is_that_of_its_number_of_parameters() -> None:
@@ -121,7 +121,7 @@ def test_a_plain_shape_is_that_of_its_number_of_parameters() -> None:
     for width in ("49152", "49151"):  # whatever the width suggests
         shape = run(**gpt, ffn_hidden=width).shape
         assert not shape.gated
-        assert parameters(shape) == pytest.approx(174.6e9, rel=0.01)
+        assert count_shape_parameters(shape) == pytest.approx(174.6e9, rel=0.01)
 
 
 def test_without_a_number_of_parameters_a_narrow_feed_forward_is_gated() -> None:
@@ -138,19 +138,19 @@ def test_heads_that_do_not_divide_evenly_are_padded_to_the_next_eight_and_64_at_
 
 
 def test_heads_that_are_not_given_are_128_wide() -> None:
-    assert run(heads="").shape.heads == 32
+    assert run(heads="").shape.num_heads == 32
 
 
 def test_heads_of_keys_come_from_the_note_if_they_divide() -> None:
-    assert run().shape.kv_heads == 8
-    assert run(note="").shape.kv_heads == 32
-    assert run(note="kv_heads=5").shape.kv_heads == 32
+    assert run().shape.num_kv_heads == 8
+    assert run(note="").shape.num_kv_heads == 32
+    assert run(note="kv_heads=5").shape.num_kv_heads == 32
 
 
 def test_a_mixture_of_experts_is_read_from_the_note() -> None:
     shape = run(note="moe=experts:64/topk:6/moe_ffn:1408/shared:2/dense_layers:1", ffn_hidden="").shape
-    assert (shape.experts, shape.top_k, shape.expert_ffn) == (64, 6, 1408)
-    assert (shape.shared_ffn, shape.dense_layers) == (2 * 1408, 1)
+    assert (shape.num_experts, shape.top_k, shape.expert_hidden_size) == (64, 6, 1408)
+    assert (shape.shared_expert_hidden_size, shape.dense_layers) == (2 * 1408, 1)
     assert shape.gated
 
 
@@ -158,10 +158,10 @@ def test_a_mixture_of_experts_is_read_from_the_note() -> None:
 
 
 def test_virtual_stages_come_from_the_note() -> None:
-    assert run(tp="2", pp="4", dp="8", fsdp="", note="vpp=2").chunks == 2
-    assert run(tp="2", pp="4", dp="8", fsdp="", note="vpp=5(layers)").chunks == 5
-    assert run(tp="2", pp="4", dp="8", fsdp="", note="vpp=80").chunks == 1  # more than there are layers
-    assert run(note="vpp=2").chunks == 1  # no pipeline
+    assert run(tp="2", pp="4", dp="8", fsdp="", note="vpp=2").virtual_stages == 2
+    assert run(tp="2", pp="4", dp="8", fsdp="", note="vpp=5(layers)").virtual_stages == 5
+    assert run(tp="2", pp="4", dp="8", fsdp="", note="vpp=80").virtual_stages == 1  # more than there are layers
+    assert run(note="vpp=2").virtual_stages == 1  # no pipeline
 
 
 def test_a_pipeline_with_virtual_stages_and_an_odd_number_of_micro_batches_is_predicted() -> None:
@@ -172,11 +172,11 @@ def test_a_pipeline_with_virtual_stages_and_an_odd_number_of_micro_batches_is_pr
 
 
 def test_a_whole_share_as_micro_batch_of_a_pipeline_is_one_sample() -> None:
-    assert run(tp="1", pp="8", dp="8", fsdp="", global_batch_seqs="128", micro_batch="16").micro == 1
+    assert run(tp="1", pp="8", dp="8", fsdp="", global_batch_seqs="128", micro_batch="16").micro_size == 1
 
 
 def test_a_micro_batch_that_does_not_divide_the_share_is_the_next_that_does() -> None:
-    assert run(global_batch_seqs="384", micro_batch="4").micro == 3
+    assert run(global_batch_seqs="384", micro_batch="4").micro_size == 3
 
 
 @pytest.mark.parametrize(
@@ -195,21 +195,21 @@ def test_a_network_in_the_note_replaces_the_usual_one() -> None:
 
 
 def test_the_layout_is_that_of_the_row() -> None:
-    found = setup_of(run(tp="4", pp="2", dp="8", fsdp="", note="kv_heads=8"), "my notebook")
-    layout = found.layout
+    found = scenario_of(run(tp="4", pp="2", dp="8", fsdp="", note="kv_heads=8"), "my notebook")
+    layout = found.parallelism
     assert (layout.tensor, layout.pipeline, layout.replicate, layout.shard) == (4, 2, 8, 1)
-    assert setup_of(run(), "my notebook").layout.shard == 64
+    assert scenario_of(run(), "my notebook").parallelism.shard == 64
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
 
 
 def test_a_step_time_comes_first() -> None:
-    assert run(step_time_s="2.5").measured == 2.5
+    assert run(step_time_s="2.5").step_s == 2.5
 
 
 def test_tokens_a_second_give_a_step_time() -> None:
-    assert run().measured == pytest.approx(64 * 8192 / 64 / 6000)
+    assert run().step_s == pytest.approx(64 * 8192 / 64 / 6000)
 
 
 @pytest.mark.parametrize(
@@ -219,17 +219,17 @@ def test_tokens_a_second_give_a_step_time() -> None:
 def test_a_rate_gives_a_step_time_by_the_convention_that_counts_it(kind: str, attention: float, again: float) -> None:
     found = run(tokens_per_sec_per_gpu="", tflops_per_gpu="400", note=f"kv_heads=8;tflops_kind={kind}")
     embedding = 4096 * 128256
-    blocks = 6 * (parameters(found.shape) - 2 * embedding) + attention * 12 * 32 * 4096 * 8192
+    blocks = 6 * (count_shape_parameters(found.shape) - 2 * embedding) + attention * 12 * 32 * 4096 * 8192
     flops = blocks * (1 + again) + 6 * embedding
-    assert counted_flops(found.shape, kind) == pytest.approx(flops)
-    assert found.measured == pytest.approx(8192 * flops / 400e12)
+    assert flops_per_token(found.shape, kind) == pytest.approx(flops)
+    assert found.step_s == pytest.approx(8192 * flops / 400e12)
 
 
 def test_a_mixture_counts_only_the_experts_that_are_used() -> None:
     moe = "moe=experts:64/topk:4/moe_ffn:1408/shared:0/dense_layers:0"
     few, all_ = (run(note=note, ffn_hidden="").shape for note in (moe, moe.replace("topk:4", "topk:64")))
     idle = 6 * 3 * 4096 * 60 * 1408 * 32
-    assert counted_flops(all_, "") - counted_flops(few, "") == pytest.approx(idle)
+    assert flops_per_token(all_, "") - flops_per_token(few, "") == pytest.approx(idle)
 
 
 def test_a_row_that_does_not_tell_is_predicted_without_error() -> None:
@@ -246,7 +246,7 @@ def test_a_measurement_that_cannot_be_is_none(cell: str) -> None:
 
 
 def test_a_huge_batch_of_a_prime_share_is_read_at_once() -> None:
-    assert run(global_batch_seqs="99999989", n_gpus="1", dp="1", micro_batch="4").micro == 1
+    assert run(global_batch_seqs="99999989", n_gpus="1", dp="1", micro_batch="4").micro_size == 1
 
 
 # --- why not ----------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_a_huge_batch_of_a_prime_share_is_read_at_once() -> None:
 def test_a_row_that_cannot_be_predicted_says_why(changes: Mapping[str, str], why: str) -> None:
     answer = one(**changes)
     assert why in answer["why_not"]
-    assert all(answer[name] is None for name in COLUMNS if name != "why_not")
+    assert all(answer[name] is None for name in PREDICTION_COLUMNS if name != "why_not")
 
 
 def test_a_row_that_cannot_be_predicted_leaves_the_others_alone() -> None:
@@ -289,7 +289,7 @@ def test_a_row_that_cannot_be_predicted_leaves_the_others_alone() -> None:
 
 def test_what_cannot_be_understood_is_an_error_of_its_own() -> None:
     with pytest.raises(CannotPredict, match="seq_len is empty"):
-        understand(row(seq_len=""))
+        parse_run(row(seq_len=""))
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -297,11 +297,11 @@ def test_what_cannot_be_understood_is_an_error_of_its_own() -> None:
 
 def test_a_prediction_has_all_columns_and_they_fit_together() -> None:
     answer = one()
-    assert set(answer) == set(COLUMNS)
+    assert set(answer) == set(PREDICTION_COLUMNS)
     step = answer["predicted_step_time_s"]
     assert answer["predicted_low_s"] < step < answer["predicted_high_s"]
     assert answer["predicted_tokens_per_sec_per_gpu"] == pytest.approx(8192 / step)
-    assert answer["error_pct"] == pytest.approx(100 * (step / run().measured - 1))  # type: ignore[operator]
+    assert answer["error_pct"] == pytest.approx(100 * (step / run().step_s - 1))  # type: ignore[operator]
     assert 1 < answer["predicted_speedup"] < 64
     assert 10 < answer["predicted_memory_gib"] < 80
 
@@ -369,11 +369,13 @@ def test_calibration_narrows_the_interval_and_distance_widens_it() -> None:
 
 
 def test_constants_move_towards_what_was_measured() -> None:
-    setups = [setup_of(run(global_batch_seqs=batch), "torchtitan") for batch in ("64", "128")]
-    slower = calibrated([Measurement(each, 1.2 * seconds(each)) for each in setups], seconds)
-    same = calibrated([Measurement(each, seconds(each)) for each in setups], seconds)
-    assert slower["computing"] > 1.02
-    assert same == pytest.approx(dict.fromkeys(SPREADS, 1.0), rel=1e-3)
+    setups = [scenario_of(run(global_batch_seqs=batch), "torchtitan") for batch in ("64", "128")]
+    slower = fit_stack_constants(
+        [MeasuredRun(each, 1.2 * predict_step_seconds(each)) for each in setups], predict_step_seconds
+    )
+    same = fit_stack_constants([MeasuredRun(each, predict_step_seconds(each)) for each in setups], predict_step_seconds)
+    assert slower["compute_factor"] > 1.02
+    assert same == pytest.approx(dict.fromkeys(PRIOR_LOG_STD, 1.0), rel=1e-3)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -389,56 +391,56 @@ def file(folder: Path, text: str) -> Path:
 
 def test_a_table_is_read_with_its_kind(tmp_path: Path) -> None:
     path = file(tmp_path, f"{HEAD}\na,1,2,3,4,5,H100,8\n")
-    rows = table.read(path)
+    rows = table.read_table(path)
     assert rows == [dict(zip(HEAD.split(","), ["a", "1", "2", "3", "4", "5", "H100", "8"], strict=True))]
-    assert table.kind(rows, path) == "language"
+    assert table.detect_kind(rows, path) == "language"
 
 
 def test_a_table_of_convolutions_is_told_apart(tmp_path: Path) -> None:
     path = file(tmp_path, "model,gpu,n_gpus,interconnect,comm_scheme,global_batch\nNiN,K20X,1,,,64\n")
-    assert table.kind(table.read(path), path) == "convolution"
+    assert table.detect_kind(table.read_table(path), path) == "convolution"
 
 
 def test_a_table_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_bytes(b"\xef\xbb\xbf" + f"{HEAD}\na,1,2,3,4,5,H100,8\n".encode())
-    assert "model" in table.read(path)[0]
+    assert "model" in table.read_table(path)[0]
 
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:
     path = file(tmp_path, "model,layers,hidden,vocab,seq_len,global_batch_seqs\na,1,2,3,4,5\n")
     with pytest.raises(DataError, match="columns are missing: gpu, n_gpus; a table of language models"):
-        table.kind(table.read(path), path)
+        table.detect_kind(table.read_table(path), path)
 
 
 @pytest.mark.parametrize(("line", "text"), [("a,1,2", "fewer"), ("a,1,2,3,4,5,H100,8,9", "more")])
 def test_a_ragged_line_is_told_with_its_number(tmp_path: Path, line: str, text: str) -> None:
     path = file(tmp_path, f"{HEAD}\na,1,2,3,4,5,H100,8\n{line}\n")
     with pytest.raises(DataError, match=rf"runs\.csv:3: has {text} cells than the head; expected 8"):
-        table.read(path)
+        table.read_table(path)
 
 
 @pytest.mark.parametrize("text", ["", f"{HEAD}\n"])
 def test_a_table_without_rows_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match="has no rows"):
-        table.read(file(tmp_path, text))
+        table.read_table(file(tmp_path, text))
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_bytes(b"\x89PNG\r\n\x1a\n\x00\xff\xfe")
     with pytest.raises(DataError, match="is no text"):
-        table.read(path)
+        table.read_table(path)
 
 
 def test_predictions_are_columns_after_those_that_were_there(tmp_path: Path) -> None:
     rows = [row(**TINY), row(layers="")]
     out = tmp_path / "out.csv"
-    answers = table.predicted(rows, out)
-    table.write(out, rows, answers)
+    answers = table.predict_table(rows, out)
+    table.write_table(out, rows, answers)
     with out.open(newline="") as lines:
         back = list(csv.DictReader(lines))
-    assert list(back[0]) == [*LLAMA, *COLUMNS]
+    assert list(back[0]) == [*LLAMA, *PREDICTION_COLUMNS]
     assert {name: back[0][name] for name in LLAMA} == rows[0]
     assert float(back[0]["predicted_step_time_s"]) == pytest.approx(answers[0]["predicted_step_time_s"], rel=1e-5)
     assert back[0]["why_not"] == ""

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from phalanx.train.checkpoint import Piece, Saver
-from phalanx.train.checkpoint.format import DTYPES
+from phalanx.train.checkpoint import CheckpointSaver, TensorShard
+from phalanx.train.checkpoint.format import TORCH_DTYPES
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -22,7 +22,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
 def state(seed: int = 0, big: int = 300_000) -> dict[str, torch.Tensor]:
     """About 5 MB: several chunks, with pieces that begin and end within one."""
     tensors = {
-        f"of.{name}": random_tensor(dtype, (3, 5, 7), seed + i) for i, (name, dtype) in enumerate(DTYPES.items())
+        f"of.{name}": random_tensor(dtype, (3, 5, 7), seed + i) for i, (name, dtype) in enumerate(TORCH_DTYPES.items())
     }
     tensors |= {
         "scalar": random_tensor(torch.float32, (), seed + 100),
@@ -40,12 +40,14 @@ def save(
     directory: Path, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any] | None = None
 ) -> Path:
     """A checkpoint written by one rank, the ordinary way."""
-    saver = Saver(directory, rank=0, world=1)
+    saver = CheckpointSaver(directory, rank=0, world_size=1)
     saver.start(
-        step, [Piece.whole(*item) for item in tensors.items()], {"step": step, "samples": step * 16, **(meta or {})}
+        step,
+        [TensorShard.full_tensor(*item) for item in tensors.items()],
+        {"step": step, "samples_consumed": step * 16, **(meta or {})},
     )
-    saver.wait_copied()
-    saver.wait()
+    saver.wait_snapshot_copied()
+    saver.poll_when_idle()
     committed = saver.commit()
     assert committed.path is not None, committed.reason
     return committed.path

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 from phalanx.train.checkpoint import (
-    Piece,
-    Saver,
-    clean,
+    CheckpointSaver,
+    TensorShard,
+    apply_retention,
+    clean_checkpoint_dir,
     list_checkpoints,
     load_tensors,
+    parse_step,
     read_manifest,
-    retain,
-    step_of,
-    verify,
+    verify_checkpoint,
 )
 
 SIZE = 200_000
@@ -37,28 +37,28 @@ CALLS = ("write", "fsync", "rename", "unlink", "rmdir", "mkdir")
 
 
 def child(directory: Path, numbers: Iterable[int], tell: Callable[[int], None]) -> None:
-    saver = Saver(directory, 0, 1)
+    saver = CheckpointSaver(directory, 0, 1)
     for number in numbers:
         tensors = {"a": torch.full((SIZE,), float(number)), "b": torch.tensor(number)}
-        saver.start(1 + number % 3, [Piece.whole(*item) for item in tensors.items()], {"number": number})
-        saver.wait_copied()
-        saver.wait()
+        saver.start(1 + number % 3, [TensorShard.full_tensor(*item) for item in tensors.items()], {"number": number})
+        saver.wait_snapshot_copied()
+        saver.poll_when_idle()
         assert saver.commit().path is not None
         tell(number)
-    retain(directory, keep=1)
+    apply_retention(directory, keep=1)
 
 
 def look(directory: Path, told: list[int], retained: bool) -> None:
     """Everything that is there is whole, and nothing that was committed is lost."""
-    clean(directory)
+    clean_checkpoint_dir(directory)
     numbers = {}
     for path in list_checkpoints(directory):
-        verify(path)
+        verify_checkpoint(path)
         number = read_manifest(path).meta["number"]
         tensors = load_tensors(path)
         assert tensors["b"] == number, path
         assert torch.equal(tensors["a"], torch.full((SIZE,), float(number))), path
-        numbers[step_of(path)] = number
+        numbers[parse_step(path)] = number
     left = {path.name for path in directory.glob("*")}
     assert left == {path.name for path in list_checkpoints(directory)}, left
     for number in told:

@@ -11,22 +11,22 @@ from checkpoints import save
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from phalanx.data import Facts
+from phalanx.data import DataInfo
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import ModelConfig
 from phalanx.train import huggingface
-from phalanx.train.causality import check_documents
+from phalanx.train.causality import check_document_masking
 from phalanx.train.checkpoint import export_huggingface
-from phalanx.train.huggingface_calls import logits_of
-from phalanx.train.model import described
-from phalanx.train.state import model_tensors
+from phalanx.train.huggingface_calls import get_logits
+from phalanx.train.model import describe_model
+from phalanx.train.state import get_model_tensors
 from phalanx.train.tasks import LanguageModeling
-from tiny_huggingface import ARCHITECTURES, VOCAB, built, tokens, transformers
+from tiny_huggingface import ARCHITECTURES, VOCAB, build_random_model, random_tokens, transformers
 
 pytest.importorskip("transformers.conversion_mapping", reason="names are converted from transformers 5 on")
 
 CPU = torch.device("cpu")
-FACTS = Facts("tokens", VOCAB, None, 16, None)
+FACTS = DataInfo("tokens", VOCAB, None, 16, None)
 NEVER_SEPARATE = {
     "bloom": "fails where it is to keep documents separate",
     "jamba": "layers of",
@@ -46,7 +46,7 @@ def origin(request: pytest.FixtureRequest, folders: Path) -> Path:
     """The directory of an architecture, as transformers writes it."""
     directory = folders / str(request.param)
     if not directory.exists():
-        built(request.param).save_pretrained(directory)
+        build_random_model(request.param).save_pretrained(directory)
     return directory
 
 
@@ -58,12 +58,12 @@ def reference(directory: Path) -> nn.Module:
 
 
 def loaded(directory: Path) -> nn.Module:
-    return huggingface.build_loaded(directory, {}, None, CPU).eval()
+    return huggingface.build_with_weights(directory, {}, None, CPU).eval()
 
 
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
-    return logits_of(model(tokens()))
+    return get_logits(model(random_tokens()))
 
 
 def test_an_architecture_is_read_as_transformers_reads_it(origin: Path) -> None:
@@ -75,10 +75,10 @@ def test_an_architecture_is_read_as_transformers_reads_it(origin: Path) -> None:
 
 
 def test_an_architecture_is_read_in_parts(origin: Path) -> None:
-    model = huggingface.build(origin, {})
-    source = huggingface.source_for(model, origin)
+    model = huggingface.build_on_meta(origin, {})
+    source = huggingface.open_source(model, origin)
     expected = reference(origin).state_dict()
-    for name, (held, *_) in huggingface.tensor_names(model, source).items():
+    for name, (held, *_) in huggingface.match_tensor_names(model, source).items():
         whole = expected[name]
         if whole.dim() and whole.shape[0] > 1:
             offset, extent = [whole.shape[0] // 2] + [0] * (whole.dim() - 1), [1, *whole.shape[1:]]
@@ -88,8 +88,8 @@ def test_an_architecture_is_read_in_parts(origin: Path) -> None:
 
 def test_an_architecture_is_exported_as_it_came_and_read_again(origin: Path, tmp_path: Path) -> None:
     model = loaded(origin)
-    meta = {"model": described(ModelConfig(build=f"hf:{origin.name}", args={}), FACTS, origin.parent)}
-    checkpoint = save(tmp_path / "run" / "checkpoints", 1, model_tensors(model), meta)
+    meta = {"model": describe_model(ModelConfig(build=f"hf:{origin.name}", args={}), FACTS, origin.parent)}
+    checkpoint = save(tmp_path / "run" / "checkpoints", 1, get_model_tensors(model), meta)
     out = export_huggingface(checkpoint, tmp_path / "out", file_bytes=20_000)
     listed = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     before = load_file(origin / "model.safetensors")
@@ -102,15 +102,15 @@ def test_an_architecture_is_exported_as_it_came_and_read_again(origin: Path, tmp
 
 def test_an_architecture_keeps_documents_separate_or_is_refused(origin: Path) -> None:
     model = loaded(origin)
-    sample = tokens(1, 16)
+    sample = random_tokens(1, 16)
     batch = {"tokens": sample, "documents": torch.zeros(1, 16, dtype=torch.int32)}
     if origin.name in NEVER_SEPARATE:
         with pytest.raises(RecipeError, match=f"data.document_masking: .*{NEVER_SEPARATE[origin.name]}"):
-            check_documents(model, LanguageModeling(), batch)
+            check_document_masking(model, LanguageModeling(), batch)
         return
-    check_documents(model, LanguageModeling(), batch)
+    check_document_masking(model, LanguageModeling(), batch)
     with torch.no_grad():
-        one, none = logits_of(model(sample, documents=batch["documents"])), logits_of(model(sample))
+        one, none = get_logits(model(sample, documents=batch["documents"])), get_logits(model(sample))
     torch.testing.assert_close(one, none, rtol=0, atol=1e-5)
 
 
@@ -124,7 +124,7 @@ def rewrite(directory: Path, out: Path, change: Any) -> Path:
 
 
 def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
-    built("mixtral").save_pretrained(tmp_path / "origin")
+    build_random_model("mixtral").save_pretrained(tmp_path / "origin")
     names = sorted(load_file(tmp_path / "origin" / "model.safetensors"))
     expert = next(name for name in names if ".experts.3.w1." in name)
 
@@ -144,19 +144,19 @@ def test_code_of_a_directory_is_never_run(tmp_path: Path) -> None:
     maps = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": maps, "architectures": ["Own"]}))
     with pytest.raises(RecipeError, match="auto_map names code of the directory's own, which is never run"):
-        huggingface.build(tmp_path, {})
+        huggingface.build_on_meta(tmp_path, {})
 
 
 def test_attention_that_would_be_fetched_is_refused(tmp_path: Path) -> None:
-    built("llama").save_pretrained(tmp_path)
+    build_random_model("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "attn_implementation": "org/kernel"}))
     with pytest.raises(RecipeError, match="would fetch and run code"):
-        huggingface.build(tmp_path, {})
+        huggingface.build_on_meta(tmp_path, {})
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
 def test_more_layers_than_any_model_has_are_refused_before_one_is_built(kind: str, tmp_path: Path) -> None:
-    built(kind).save_pretrained(tmp_path)
+    build_random_model(kind).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"num_hidden_layers: .* has 1000000000 layers, expected at most 4096"):
-        huggingface.build(tmp_path, {"num_hidden_layers": 10**9})
+        huggingface.build_on_meta(tmp_path, {"num_hidden_layers": 10**9})

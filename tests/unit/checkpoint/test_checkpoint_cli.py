@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from phalanx.cli.checkpoint import app
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint import CorruptError, digest
+from phalanx.train.checkpoint import CorruptCheckpointError, compute_digest
 
 TENSORS = {"w": torch.arange(12.0).reshape(3, 4), "optimizer/w/step": torch.ones(())}
 
@@ -48,7 +48,7 @@ def test_verify_says_ok_or_names_the_file(run: Path) -> None:
     assert call("verify", run).output.startswith(f"ok  {path}: ")
     (path / "rank-00000.safetensors").unlink()
     assert call("verify", run, "--step", 20).exit_code == 0
-    with pytest.raises(CorruptError, match=r"rank-00000\.safetensors: missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors: missing"):
         call("verify", run)
     result = call("verify", path, "--json")
     assert result.exit_code == 65
@@ -56,10 +56,10 @@ def test_verify_says_ok_or_names_the_file(run: Path) -> None:
 
 
 def test_digest_is_that_of_the_chosen_checkpoint(run: Path) -> None:
-    assert call("digest", run).output.strip() == digest(TENSORS.items(), 640)
-    assert call("digest", run, "--step", 20).output.strip() == digest(TENSORS.items(), 320)
+    assert call("digest", run).output.strip() == compute_digest(TENSORS.items(), 640)
+    assert call("digest", run, "--step", 20).output.strip() == compute_digest(TENSORS.items(), 320)
     value = json.loads(call("digest", run / "checkpoints" / "step-000000020", "--json").output)
-    assert value["digest"] == digest(TENSORS.items(), 320)
+    assert value["digest"] == compute_digest(TENSORS.items(), 320)
 
 
 def test_export_writes_a_directory(run: Path) -> None:

@@ -13,14 +13,14 @@ from checkpoints import same_bits, save, state
 
 from phalanx.errors import DataError
 from phalanx.train.checkpoint import (
-    CorruptError,
+    CorruptCheckpointError,
+    find_newest_good,
     list_checkpoints,
     load_tensors,
-    newest_good,
     read_manifest,
-    verify,
+    verify_checkpoint,
 )
-from phalanx.train.checkpoint.format import Manifest, _sidecar
+from phalanx.train.checkpoint.format import CheckpointManifest, _manifest_hash
 
 FILES = ["MANIFEST.json", "MANIFEST.xxh3", "rank-00000.safetensors"]
 
@@ -52,34 +52,34 @@ def test_a_flipped_bit_anywhere_in_any_file_is_found_and_named(copy: Path, name:
     for position in places:
         bit = rng.randrange(8)
         flip(file, position, bit)
-        for read in (verify, load_tensors):
-            with pytest.raises(CorruptError) as caught:
+        for read in (verify_checkpoint, load_tensors):
+            with pytest.raises(CorruptCheckpointError) as caught:
                 read(copy)
             assert caught.value.file == file, f"bit {bit} of byte {position}"
         flip(file, position, bit)
-    verify(copy)
+    verify_checkpoint(copy)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_found_and_named(copy: Path, name: str) -> None:
     (copy / name).unlink()
-    with pytest.raises(CorruptError, match=rf"{name}: missing"):
-        verify(copy)
+    with pytest.raises(CorruptCheckpointError, match=rf"{name}: missing"):
+        verify_checkpoint(copy)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_torn_file_is_found_and_named(copy: Path, name: str) -> None:
     content = (copy / name).read_bytes()
     (copy / name).write_bytes(content[: len(content) * 2 // 3])
-    with pytest.raises(CorruptError) as caught:
-        verify(copy)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        verify_checkpoint(copy)
     assert caught.value.file == copy / name
 
 
 def test_a_data_file_with_bytes_too_many_is_found(copy: Path) -> None:
     with open(copy / FILES[2], "ab") as file:
         file.write(b"\0")
-    with pytest.raises(CorruptError, match=r"has [\d,]+ bytes, its manifest says"):
+    with pytest.raises(CorruptCheckpointError, match=r"has [\d,]+ bytes, its manifest says"):
         load_tensors(copy, ["scalar"])
 
 
@@ -88,13 +88,13 @@ def rewrite(checkpoint: Path, change: dict[str, object]) -> None:
     value = json.loads((checkpoint / "MANIFEST.json").read_text()) | change
     content = json.dumps(value).encode()
     (checkpoint / "MANIFEST.json").write_bytes(content)
-    (checkpoint / "MANIFEST.xxh3").write_bytes(_sidecar(content))
+    (checkpoint / "MANIFEST.xxh3").write_bytes(_manifest_hash(content))
 
 
 def test_a_format_of_the_future_is_an_error_and_no_reason_to_take_an_older_checkpoint(copy: Path) -> None:
     rewrite(copy, {"format": 2})
     with pytest.raises(DataError, match=r"MANIFEST.json: checkpoint format 2; this Phalanx reads format 1"):
-        newest_good(copy.parent, lambda *_: None)
+        find_newest_good(copy.parent, lambda *_: None)
 
 
 BAD_PIECE = {"file": FILES[2], "bytes": [0, 4], "offset": [], "extent": []}
@@ -118,14 +118,14 @@ BAD_PIECE = {"file": FILES[2], "bytes": [0, 4], "offset": [], "extent": []}
 )
 def test_a_malformed_manifest_is_an_error_that_names_it(copy: Path, change: dict[str, object]) -> None:
     rewrite(copy, change)
-    with pytest.raises(CorruptError, match=r"MANIFEST\.json: malformed manifest"):
+    with pytest.raises(CorruptCheckpointError, match=r"MANIFEST\.json: malformed manifest"):
         read_manifest(copy)
 
 
 def test_a_manifest_that_is_no_json_is_an_error_that_names_it(copy: Path) -> None:
     (copy / "MANIFEST.json").write_bytes(b"[1")
-    (copy / "MANIFEST.xxh3").write_bytes(_sidecar(b"[1"))
-    with pytest.raises(CorruptError, match=r"MANIFEST\.json: malformed manifest"):
+    (copy / "MANIFEST.xxh3").write_bytes(_manifest_hash(b"[1"))
+    with pytest.raises(CorruptCheckpointError, match=r"MANIFEST\.json: malformed manifest"):
         read_manifest(copy)
 
 
@@ -136,7 +136,7 @@ def test_the_checkpoint_before_is_used_and_the_bad_one_reported(tmp_path: Path, 
     path = save(tmp_path, 40, new)
     flip(path / name, (path / name).stat().st_size // 2, 3)
     rejected: list[tuple[str, str]] = []
-    found = newest_good(tmp_path, lambda path, file, reason: rejected.append((path.name, file)))
+    found = find_newest_good(tmp_path, lambda path, file, reason: rejected.append((path.name, file)))
     assert rejected == [("step-000000040", name)]
     assert found == tmp_path / "step-000000020"
     loaded = load_tensors(found)
@@ -144,11 +144,11 @@ def test_the_checkpoint_before_is_used_and_the_bad_one_reported(tmp_path: Path, 
 
 
 def test_without_a_good_checkpoint_there_is_none(tmp_path: Path) -> None:
-    assert newest_good(tmp_path / "none", lambda *_: None) is None
+    assert find_newest_good(tmp_path / "none", lambda *_: None) is None
     path = save(tmp_path, 20, state(big=10))
     (path / FILES[2]).unlink()
     rejected: list[str] = []
-    assert newest_good(tmp_path, lambda path, file, reason: rejected.append(f"{file}: {reason}")) is None
+    assert find_newest_good(tmp_path, lambda path, file, reason: rejected.append(f"{file}: {reason}")) is None
     assert rejected == ["rank-00000.safetensors: missing"]
 
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_storage_cannot_read_is_passed_over_for_the_one_before
     save(tmp_path, 20, state(big=10))
     unreadable(save(tmp_path, 40, state(big=10)) / "MANIFEST.json")
     rejected: list[str] = []
-    found = newest_good(tmp_path, lambda path, file, reason: rejected.append(reason))
+    found = find_newest_good(tmp_path, lambda path, file, reason: rejected.append(reason))
     assert found == tmp_path / "step-000000020"
     assert rejected == ["Input/output error"]
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_storage_cannot_read_is_passed_over_for_the_one_before
 def test_where_storage_can_read_no_checkpoint_nobody_knows_whether_there_is_one(tmp_path: Path) -> None:
     unreadable(save(tmp_path, 20, state(big=10)) / "MANIFEST.json")
     with pytest.raises(OSError, match="Input/output error"):
-        newest_good(tmp_path, lambda *_: None)
+        find_newest_good(tmp_path, lambda *_: None)
     lost = tmp_path / "lost"
     lost.symlink_to(lost)
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
@@ -188,8 +188,8 @@ def record(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[i
     return {"files": {"rank-00000.safetensors": {"bytes": at, "chunks": ["0"] * -(-at // 1024)}}, "tensors": tensors}
 
 
-def manifest(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> Manifest:
-    return Manifest.model_validate({**record(pieces, shape), "chunk_bytes": 1024, "meta": {}})
+def manifest(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> CheckpointManifest:
+    return CheckpointManifest.model_validate({**record(pieces, shape), "chunk_bytes": 1024, "meta": {}})
 
 
 @pytest.mark.timeout(20)
@@ -226,14 +226,16 @@ def test_tensors_that_are_the_same_bytes_of_a_file_are_refused() -> None:
     tensors = value["tensors"]
     assert isinstance(tensors, dict)
     with pytest.raises(ValueError, match=r"tensors t and u are the same bytes of rank-00000.safetensors"):
-        Manifest.model_validate({**value, "tensors": {**tensors, "u": tensors["t"]}, "chunk_bytes": 1024, "meta": {}})
+        CheckpointManifest.model_validate(
+            {**value, "tensors": {**tensors, "u": tensors["t"]}, "chunk_bytes": 1024, "meta": {}}
+        )
 
 
 @pytest.mark.parametrize("file", ["../../etc/hostname", "/etc/hostname", "a/b", "..", ""])
 def test_a_manifest_names_no_file_outside_of_its_folder(file: str) -> None:
     value = {**record([((0,), (4,))], (4,)), "files": {file: {"bytes": 4, "chunks": ["0"]}}}
     with pytest.raises(ValueError, match="String should"):
-        Manifest.model_validate({**value, "meta": {}, "chunk_bytes": 1024})
+        CheckpointManifest.model_validate({**value, "meta": {}, "chunk_bytes": 1024})
 
 
 @pytest.mark.parametrize("change", [{"chunk_bytes": 1 << 62}, {"shape": [0] * 65}, {"shape": [0, 10**30]}])
@@ -242,7 +244,7 @@ def test_sizes_that_no_checkpoint_has_are_refused(change: dict[str, Any]) -> Non
     if "shape" in change:
         value["tensors"] = {"t": {"dtype": "U8", "shape": change["shape"], "pieces": []}}
     with pytest.raises(ValueError, match="validation error"):
-        Manifest.model_validate(value)
+        CheckpointManifest.model_validate(value)
 
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "MANIFEST.xxh3", "rank-00000.safetensors"])
@@ -250,9 +252,9 @@ def test_sizes_that_no_checkpoint_has_are_refused(change: dict[str, Any]) -> Non
 def test_a_pipe_or_a_device_in_the_place_of_a_file_is_refused(copy: Path, name: str) -> None:
     (copy / name).unlink()
     os.mkfifo(copy / name)
-    with pytest.raises(CorruptError, match=f"{name}: expected a file, found a pipe"):
-        verify(copy)
+    with pytest.raises(CorruptCheckpointError, match=f"{name}: expected a file, found a pipe"):
+        verify_checkpoint(copy)
     (copy / name).unlink()
     (copy / name).symlink_to("/dev/zero")
-    with pytest.raises(CorruptError, match=f"{name}: expected a file, found a device"):
-        verify(copy)
+    with pytest.raises(CorruptCheckpointError, match=f"{name}: expected a file, found a device"):
+        verify_checkpoint(copy)

@@ -9,7 +9,13 @@ import xxhash
 from checkpoints import random_tensor, save, state
 
 from phalanx.errors import DataError
-from phalanx.train.checkpoint import CorruptError, Piece, Saver, digest, digest_checkpoint
+from phalanx.train.checkpoint import (
+    CheckpointSaver,
+    CorruptCheckpointError,
+    TensorShard,
+    compute_digest,
+    digest_checkpoint,
+)
 
 
 def base() -> dict[str, torch.Tensor]:
@@ -25,16 +31,16 @@ def test_the_digest_is_the_documented_bytes() -> None:
     content += struct.pack("<IQ", 0, 48)
     tensors = base()
     del tensors["scaler/scale"]
-    assert digest(tensors.items(), 48) == xxhash.xxh3_128_hexdigest(content)
+    assert compute_digest(tensors.items(), 48) == xxhash.xxh3_128_hexdigest(content)
 
 
 def test_order_strides_and_laziness_of_the_records_do_not_matter() -> None:
     tensors = state(big=1000)
-    value = digest(tensors.items(), 7)
-    assert digest(iter(reversed(tensors.items())), 7) == value
+    value = compute_digest(tensors.items(), 7)
+    assert compute_digest(iter(reversed(tensors.items())), 7) == value
     strided = {name: tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
     assert not strided["blocks.1.weight"].is_contiguous()
-    assert digest(strided.items(), 7) == value
+    assert compute_digest(strided.items(), 7) == value
 
 
 def changed(what: str) -> tuple[dict[str, torch.Tensor], int]:
@@ -63,31 +69,31 @@ def changed(what: str) -> tuple[dict[str, torch.Tensor], int]:
 )
 def test_any_change_of_the_state_changes_the_digest(what: str) -> None:
     tensors, samples = changed(what)
-    assert digest(tensors.items(), samples) != digest(base().items(), 48)
+    assert compute_digest(tensors.items(), samples) != compute_digest(base().items(), 48)
 
 
 def test_the_digest_from_disk_is_that_of_the_tensors(tmp_path: Path) -> None:
     tensors = state()
     path = save(tmp_path, 60, tensors)
-    value = digest(tensors.items(), 960)
+    value = compute_digest(tensors.items(), 960)
     assert digest_checkpoint(path) == value
-    assert digest_checkpoint(path, hold=1000) == value
+    assert digest_checkpoint(path, max_bytes=1000) == value
 
 
 def test_the_digest_does_not_depend_on_how_ranks_and_files_hold_the_tensors(tmp_path: Path) -> None:
     w, b = random_tensor(torch.bfloat16, (90, 50), 1), random_tensor(torch.float32, (7,), 2)
     ranks = [
-        [Piece("w", w[:, :20], (90, 50), (0, 0)), Piece.whole("b", b)],
-        [Piece("w", w[:33, 20:], (90, 50), (0, 20)), Piece("w", w[33:, 20:], (90, 50), (33, 20))],
+        [TensorShard("w", w[:, :20], (90, 50), (0, 0)), TensorShard.full_tensor("b", b)],
+        [TensorShard("w", w[:33, 20:], (90, 50), (0, 20)), TensorShard("w", w[33:, 20:], (90, 50), (33, 20))],
     ]
-    savers = [Saver(tmp_path, rank, 2) for rank in range(2)]
+    savers = [CheckpointSaver(tmp_path, rank, 2) for rank in range(2)]
     for saver, pieces in zip(savers, ranks, strict=True):
-        saver.start(1, pieces, {"samples": 5})
+        saver.start(1, pieces, {"samples_consumed": 5})
     for saver in savers:
-        saver.wait()
+        saver.poll_when_idle()
     path = savers[0].commit().path
     assert path is not None
-    assert digest_checkpoint(path) == digest({"w": w, "b": b}.items(), 5)
+    assert digest_checkpoint(path) == compute_digest({"w": w, "b": b}.items(), 5)
 
 
 def test_damage_is_found_while_digesting(tmp_path: Path) -> None:
@@ -97,10 +103,10 @@ def test_damage_is_found_while_digesting(tmp_path: Path) -> None:
         byte = file.read(1)[0]
         file.seek(2_000_000)
         file.write(bytes([byte ^ 4]))
-    with pytest.raises(CorruptError, match=r"rank-00000\.safetensors: damaged"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors: damaged"):
         digest_checkpoint(path)
 
 
 def test_a_checkpoint_that_does_not_know_its_samples_has_no_digest(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"MANIFEST\.json: does not say how many samples"):
-        digest_checkpoint(save(tmp_path, 1, base(), {"samples": None}))
+        digest_checkpoint(save(tmp_path, 1, base(), {"samples_consumed": None}))

@@ -9,11 +9,17 @@ from checkpoints import same_bits, save, state
 from safetensors.torch import load_file
 
 from phalanx.errors import DataError, UsageError
-from phalanx.train.checkpoint import CorruptError, export_huggingface, list_checkpoints, retain, step_of
+from phalanx.train.checkpoint import (
+    CorruptCheckpointError,
+    apply_retention,
+    export_huggingface,
+    list_checkpoints,
+    parse_step,
+)
 
 
 def steps_in(directory: Path) -> list[int]:
-    return [step_of(path) for path in list_checkpoints(directory)]
+    return [parse_step(path) for path in list_checkpoints(directory)]
 
 
 @pytest.fixture
@@ -24,22 +30,22 @@ def five(tmp_path: Path) -> Path:
 
 
 def test_the_newest_and_the_protected_ones_are_kept(five: Path) -> None:
-    removed = retain(five, keep=2, protect={20})
+    removed = apply_retention(five, keep=2, protect={20})
     assert steps_in(five) == [50, 40, 20]
-    assert [step_of(path) for path in removed] == [30, 10]
+    assert [parse_step(path) for path in removed] == [30, 10]
     assert len(list(five.iterdir())) == 3
 
 
 def test_a_damaged_newest_one_does_not_count_as_kept(five: Path) -> None:
     (five / "step-000000050" / "MANIFEST.json").write_text("{}")
-    retain(five, keep=1)
+    apply_retention(five, keep=1)
     assert steps_in(five) == [50, 40]
 
 
 def test_nothing_is_removed_while_there_are_not_enough_whole_ones(five: Path) -> None:
     for path in list_checkpoints(five):
         (path / "MANIFEST.xxh3").unlink()
-    assert retain(five, keep=1) == []
+    assert apply_retention(five, keep=1) == []
     assert steps_in(five) == [50, 40, 30, 20, 10]
 
 
@@ -87,7 +93,7 @@ def test_an_export_does_not_overwrite_and_leaves_nothing_when_it_fails(tmp_path:
     with pytest.raises(UsageError, match="exists already"):
         export_huggingface(path, out)
     (path / "rank-00000.safetensors").write_bytes(b"")
-    with pytest.raises(CorruptError):
+    with pytest.raises(CorruptCheckpointError):
         export_huggingface(path, tmp_path / "other")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoints", "out"]
 

@@ -8,8 +8,16 @@ from checkpoints import random_tensor, same_bits, save, state
 from safetensors import safe_open
 
 from phalanx.errors import DataError, UsageError
-from phalanx.train.checkpoint import Piece, Saver, load_blocks, load_tensors, read_manifest, share_out, verify
-from phalanx.train.checkpoint.format import DTYPES
+from phalanx.train.checkpoint import (
+    CheckpointSaver,
+    TensorShard,
+    assign_to_ranks,
+    load_blocks,
+    load_tensors,
+    read_manifest,
+    verify_checkpoint,
+)
+from phalanx.train.checkpoint.format import TORCH_DTYPES
 
 
 def test_every_dtype_scalar_empty_and_strided_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -30,7 +38,7 @@ def test_a_rank_file_is_readable_by_the_safetensors_library(tmp_path: Path) -> N
 
 def test_the_manifest_keeps_meta_and_logical_shapes(tmp_path: Path) -> None:
     manifest = read_manifest(save(tmp_path, 60, state(), {"fingerprint": "f00d", "recipe": {"a": [1, None]}}))
-    assert manifest.meta == {"step": 60, "samples": 960, "fingerprint": "f00d", "recipe": {"a": [1, None]}}
+    assert manifest.meta == {"step": 60, "samples_consumed": 960, "fingerprint": "f00d", "recipe": {"a": [1, None]}}
     assert manifest.tensors["transposed"].shape == (30, 40)
 
 
@@ -67,25 +75,27 @@ def test_a_tensor_that_does_not_fit_is_an_error_that_names_it(
 
 def test_a_dtype_that_safetensors_does_not_know_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"tensor w: a checkpoint cannot hold torch\.complex128"):
-        Saver(tmp_path, 0, 1).reserve([Piece.whole("w", torch.zeros(2, dtype=torch.complex128))])
+        CheckpointSaver(tmp_path, 0, 1).reserve_space(
+            [TensorShard.full_tensor("w", torch.zeros(2, dtype=torch.complex128))]
+        )
 
 
-def _cut(name: str, tensor: torch.Tensor, dim: int, parts: int) -> list[Piece]:
+def _cut(name: str, tensor: torch.Tensor, dim: int, parts: int) -> list[TensorShard]:
     pieces, at = [], 0
     for part in tensor.tensor_split(parts, dim):
         offset = [0] * tensor.dim()
         offset[dim], at = at, at + part.shape[dim]
-        pieces.append(Piece(name, part, tuple(tensor.shape), tuple(offset)))
+        pieces.append(TensorShard(name, part, tuple(tensor.shape), tuple(offset)))
     return pieces
 
 
-def _save_by_ranks(directory: Path, ranks: list[list[Piece]]) -> Path:
-    savers = [Saver(directory, rank, len(ranks)) for rank in range(len(ranks))]
+def _save_by_ranks(directory: Path, ranks: list[list[TensorShard]]) -> Path:
+    savers = [CheckpointSaver(directory, rank, len(ranks)) for rank in range(len(ranks))]
     for saver, pieces in zip(savers, ranks, strict=True):
-        saver.start(60, pieces, {"step": 60, "samples": 960})
+        saver.start(60, pieces, {"step": 60, "samples_consumed": 960})
     for saver in savers:
-        saver.wait_copied()
-        assert saver.wait().phase == "written"
+        saver.wait_snapshot_copied()
+        assert saver.poll_when_idle().phase == "written"
     path = savers[0].commit().path
     assert path is not None
     return path
@@ -94,18 +104,18 @@ def _save_by_ranks(directory: Path, ranks: list[list[Piece]]) -> Path:
 def test_pieces_of_several_ranks_cut_along_any_dimension_make_one_tensor(tmp_path: Path) -> None:
     rows, columns = random_tensor(torch.bfloat16, (101, 67), 1), random_tensor(torch.float32, (53, 90, 3), 2)
     both = random_tensor(torch.float32, (64, 64), 3)
-    ranks: list[list[Piece]] = [
+    ranks: list[list[TensorShard]] = [
         [a, b] for a, b in zip(_cut("rows", rows, 0, 3), _cut("columns", columns, 1, 3), strict=True)
     ]
     for i, top in enumerate(_cut("both", both, 0, 2)):  # two dimensions at once; rank 0 holds two blocks
         for j, block in enumerate(_cut("both", top.tensor, 1, 2)):
-            ranks[(i + j) % 3].append(Piece("both", block.tensor, (64, 64), (top.offset[0], block.offset[1])))
+            ranks[(i + j) % 3].append(TensorShard("both", block.tensor, (64, 64), (top.offset[0], block.offset[1])))
     path = _save_by_ranks(tmp_path, ranks)
     loaded = load_tensors(path)
     assert same_bits(loaded["rows"], rows)
     assert same_bits(loaded["columns"], columns)
     assert same_bits(loaded["both"], both)
-    assert len(verify(path).files) == 3
+    assert len(verify_checkpoint(path).files) == 3
 
 
 @pytest.mark.parametrize("cut", [0, 1])
@@ -138,28 +148,28 @@ def test_a_block_beyond_the_tensor_is_an_error(tmp_path: Path) -> None:
 def test_ranks_that_do_not_hold_each_element_once_cannot_commit(tmp_path: Path, missing: str) -> None:
     w = torch.arange(8.0)
     offset = {"gap": 5, "overlap": 3}[missing]
-    ranks = [Piece("w", w[:4], (8,), (0,)), Piece("w", w[offset:][:4], (8,), (offset,))]
+    ranks = [TensorShard("w", w[:4], (8,), (0,)), TensorShard("w", w[offset:][:4], (8,), (offset,))]
     with pytest.raises(ValueError, match="w"):
         _save_by_ranks(tmp_path, [[piece] for piece in ranks])
 
 
 def test_replicated_tensors_are_shared_out_evenly_and_each_once() -> None:
     sizes = {f"layer{i}": (i * 7919) % 1000 + 1 for i in range(200)}
-    ranks = share_out(sizes, 6)
+    ranks = assign_to_ranks(sizes, 6)
     assert sorted(name for names in ranks for name in names) == sorted(sizes)
-    assert share_out(dict(reversed(sizes.items())), 6) == ranks
+    assert assign_to_ranks(dict(reversed(sizes.items())), 6) == ranks
     loads = [sum(sizes[name] for name in names) for names in ranks]
     assert max(loads) - min(loads) <= max(sizes.values())
 
 
 def test_more_ranks_than_tensors_leave_some_with_nothing_to_write(tmp_path: Path) -> None:
-    assert share_out({"a": 1, "b": 2}, 3) == [["b"], ["a"], []]
-    path = _save_by_ranks(tmp_path, [[Piece.whole("w", torch.ones(3))], []])
-    assert verify(path).tensors.keys() == {"w"}
+    assert assign_to_ranks({"a": 1, "b": 2}, 3) == [["b"], ["a"], []]
+    path = _save_by_ranks(tmp_path, [[TensorShard.full_tensor("w", torch.ones(3))], []])
+    assert verify_checkpoint(path).tensors.keys() == {"w"}
 
 
 def test_all_dtypes_of_the_table_are_tested() -> None:
-    assert {f"of.{name}" for name in DTYPES} <= state(big=1).keys()
+    assert {f"of.{name}" for name in TORCH_DTYPES} <= state(big=1).keys()
 
 
 def test_elements_that_are_wanted_twice_are_refused(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from phalanx import cli
-from phalanx.cli.chaos import long_enough
+from phalanx.cli.chaos import check_long_enough
 from phalanx.errors import UsageError
-from phalanx.jobs.chaos.plan import KINDS, Course, draw
+from phalanx.jobs.chaos.plan import FAULT_KINDS, RunShape, draw_faults
 
 RECIPE = """
 name: small
@@ -86,10 +86,10 @@ def test_help_and_page_name_every_kind(capsys: pytest.CaptureFixture[str]) -> No
     assert cli.main(["chaos", "--help"]) == 0
     told = capsys.readouterr().out.partition("Kinds:")[2].partition("Options:")[0]
     told = re.sub(r"-\n +", "-", told)  # where a line was broken at a hyphen
-    assert set(KINDS) <= set(re.findall(r"[\w-]+", told))
+    assert set(FAULT_KINDS) <= set(re.findall(r"[\w-]+", told))
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "fault-injection.md").read_text()
     first_cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
-    assert [name for cell in first_cells for name in re.findall(r"`([\w-]+)`", cell)] == list(KINDS)
+    assert [name for cell in first_cells for name in re.findall(r"`([\w-]+)`", cell)] == list(FAULT_KINDS)
 
 
 def test_a_script_with_a_loop_of_its_own_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,10 +98,10 @@ def test_a_script_with_a_loop_of_its_own_is_refused(capsys: pytest.CaptureFixtur
 
 
 def test_steps_that_are_over_too_soon_for_so_many_faults_are_told_with_a_number_that_would_do() -> None:
-    course = Course(steps=400, every=20, keep=3, attempts=3, world=2)
-    plan = draw(0, 10, ("kill",), course)
-    long_enough(plan, course, step=0.01)
+    course = RunShape(steps=400, checkpoint_every=20, keep=3, max_restarts=3, world_size=2)
+    plan = draw_faults(0, 10, ("kill",), course)
+    check_long_enough(plan, course, step_s=0.01)
     with pytest.raises(
         UsageError, match=r"10 faults in \d rounds take .* 400 steps are over in 400 ms: give it steps="
     ):
-        long_enough(plan, course, step=0.001)
+        check_long_enough(plan, course, step_s=0.001)

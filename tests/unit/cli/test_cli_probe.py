@@ -10,25 +10,33 @@ from typing import Any
 import pytest
 
 from phalanx import cli, cluster, probing
-from phalanx.cli.probe_page import lines, row
+from phalanx.cli.probe_page import format_lines, format_row
 from phalanx.cluster import Cluster, load_cluster
-from phalanx.cluster.description import Accelerator as Device
-from phalanx.cluster.description import Collective, Measured, Node, Overlap, Product, Storage, Timed
+from phalanx.cluster.description import AcceleratorSpec as Device
+from phalanx.cluster.description import (
+    CollectiveTiming,
+    GemmTiming,
+    Measurements,
+    NodeSpec,
+    OpTiming,
+    OverlapSlowdown,
+    StorageSpec,
+)
 from phalanx.cluster.discover import Cpu, Machine
-from phalanx.cluster.probe import default_cluster_file
+from phalanx.cluster.probe import default_calibration_path
 from phalanx.errors import UsageError
 
 CPU = Cpu("AMD EPYC 9654", "AuthenticAMD", 25, 17, 2.6, ("avx2", "avx512f", "avx512_bf16"))
 MACHINE = Machine("host", "cpu", CPU.name, 1, 2, 2, 2**34, 2**34, CPU)
 
 
-def timed(kind: str, nbytes: float, seconds: float, **given: Any) -> Timed:
-    return Timed(kind=kind, precision="fp32", bytes=nbytes, seconds=seconds, **given)
+def timed(kind: str, nbytes: float, seconds: float, **given: Any) -> OpTiming:
+    return OpTiming(kind=kind, precision="fp32", bytes=nbytes, seconds=seconds, **given)
 
 
-def reduce(nbytes: int, seconds: float) -> Collective:
+def reduce(nbytes: int, seconds: float) -> CollectiveTiming:
     busbw = nbytes / seconds / 1e9
-    return Collective(kind="all_reduce", backend="gloo", ranks=2, bytes=nbytes, seconds=seconds, busbw_gbps=busbw)
+    return CollectiveTiming(kind="all_reduce", backend="gloo", ranks=2, bytes=nbytes, seconds=seconds, busbw_gbps=busbw)
 
 
 def found(**given: Any) -> Cluster:
@@ -39,9 +47,9 @@ def found(**given: Any) -> Cluster:
         "threads": 2,
         "drift": 0.012,
         "products": [
-            Product(precision="fp32", m=1024, n=1024, k=1024, seconds=0.0125),
-            Product(precision="bf16", m=1024, n=1024, k=1024, seconds=0.005),
-            Product(precision="fp32", m=1024, n=1024, k=1024, seconds=0.03, processes=2),
+            GemmTiming(precision="fp32", m=1024, n=1024, k=1024, seconds=0.0125),
+            GemmTiming(precision="bf16", m=1024, n=1024, k=1024, seconds=0.005),
+            GemmTiming(precision="fp32", m=1024, n=1024, k=1024, seconds=0.03, processes=2),
         ],
         "operations": [
             timed("add", 5e7, 0.00125),
@@ -53,8 +61,8 @@ def found(**given: Any) -> Cluster:
         ],
         "launch_us": 1.5,
         "collectives": [reduce(1024, 3e-4), reduce(2**24, 0.01)],
-        "overlap": Overlap(compute=1.5, communication=2.25),
-        "storage": Storage(node_write_gbps=1.05, node_read_gbps=1.18),
+        "overlap": OverlapSlowdown(compute=1.5, communication=2.25),
+        "storage": StorageSpec(node_write_gbps=1.05, node_read_gbps=1.18),
         "checkpoint_gbps": 0.43,
     }
     device = Device(name=CPU.name, tflops={"fp32": 0.333, "bf16": 0.666}, memory_gib=16)
@@ -64,8 +72,8 @@ def found(**given: Any) -> Cluster:
         "folder": {"point": "/", "source": "/dev/vda", "kind": "ext4"},
         "measured_how": {"quick": True, "processes": 2, "read": "O_DIRECT"},
     }
-    node = Node(accelerator=device, count=1)
-    return Cluster(name="here", nodes=1, node=node, measured=Measured(**{**whole, **given}), notes=notes)
+    node = NodeSpec(accelerator=device, count=1)
+    return Cluster(name="here", nodes=1, node=node, measured=Measurements(**{**whole, **given}), notes=notes)
 
 
 @pytest.fixture(autouse=True)
@@ -73,15 +81,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder and a cache of our own; this machine, and what is measured of it, are made up."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cluster, "this_machine", lambda: MACHINE)
-    monkeypatch.setattr(probing, "measured", lambda machine, **given: found())
+    monkeypatch.setattr(cluster, "discover_machine", lambda: MACHINE)
+    monkeypatch.setattr(probing, "calibrate", lambda machine, **given: found())
     before = signal.getsignal(signal.SIGTERM)
     yield tmp_path
     signal.signal(signal.SIGTERM, before)
 
 
 def test_the_page_shows_measured_beside_the_data_sheet_with_units() -> None:
-    text = "\n".join(lines(found(), MACHINE))
+    text = "\n".join(format_lines(found(), MACHINE))
     for line in (
         "AMD EPYC 9654, 2 cores, 16 GiB, 2 threads; torch 2.13.0",
         "matrix products, best, fp32       0.172 TFLOP/s     0.166 TFLOP/s      103%",
@@ -105,24 +113,24 @@ def test_the_page_shows_measured_beside_the_data_sheet_with_units() -> None:
 
 
 def test_what_looks_wrong_is_listed_last() -> None:
-    shown = lines(found(odd=["the disk writes 20 MB/s"]), MACHINE)
+    shown = format_lines(found(odd=["the disk writes 20 MB/s"]), MACHINE)
     assert shown[-2:] == ["looks wrong:", "  - the disk writes 20 MB/s"]
 
 
 def test_what_was_not_measured_is_left_out() -> None:
     empty = {"products": [], "operations": [], "collectives": [], "storage": None, "overlap": None}
-    text = "\n".join(lines(found(**empty, launch_us=None, checkpoint_gbps=None), MACHINE))
+    text = "\n".join(format_lines(found(**empty, launch_us=None, checkpoint_gbps=None), MACHINE))
     assert "GB/s" not in text
     assert "collectives" not in text
 
 
 def test_a_row_ends_with_the_share_of_the_data_sheet() -> None:
-    assert row("x", "1 TFLOP/s", "2 TFLOP/s", 0.5).endswith("2 TFLOP/s           50%")
+    assert format_row("x", "1 TFLOP/s", "2 TFLOP/s", 0.5).endswith("2 TFLOP/s           50%")
 
 
 def test_the_file_goes_to_the_cache_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["calibrate", "--quick"]) == 0
-    file = default_cluster_file(MACHINE)
+    file = default_calibration_path(MACHINE)
     assert load_cluster(str(file)) == found()
     assert capsys.readouterr().out.endswith(f"\nwrote {file}\n")
 
@@ -140,11 +148,11 @@ def test_json_is_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_are_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(probing, "measured", lambda machine, **options: given.update(options) or found())
+    monkeypatch.setattr(probing, "calibrate", lambda machine, **options: given.update(options) or found())
     (folder / "disk").mkdir()
     assert cli.main(["calibrate", "--quick", "--nproc-per-node", "3", "--dir", "disk"]) == 0
     assert given.pop("progress")
-    assert given == {"quick": True, "nproc": 3, "folder": Path("disk")}
+    assert given == {"quick": True, "num_processes": 3, "folder": Path("disk")}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,7 @@ def test_more_processes_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus = Machine("host", "cuda", "NVIDIA H100", 2, 64, 128, 2**36, 2**36, CPU)
-    monkeypatch.setattr(cluster, "this_machine", lambda: gpus)
+    monkeypatch.setattr(cluster, "discover_machine", lambda: gpus)
     assert cli.main(["calibrate", "--nproc-per-node", "3"]) == 64
     assert capsys.readouterr().err == (
         "error: 3 workers on a node with 2 GPUs: each worker takes one; use --nproc-per-node 2, or device=cpu to train "
@@ -176,7 +184,7 @@ def test_no_room_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def full(machine: Machine, **given: Any) -> Cluster:
         raise UsageError("/x: no room to measure the disk")
 
-    monkeypatch.setattr(probing, "measured", full)
+    monkeypatch.setattr(probing, "calibrate", full)
     assert cli.main(["calibrate"]) == 64
     assert capsys.readouterr().err == "error: /x: no room to measure the disk\n"
 
@@ -185,7 +193,7 @@ def test_no_room_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_an_interruption_writes_nothing(
     number: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probing, "measured", lambda machine, **given: os.kill(os.getpid(), number))
+    monkeypatch.setattr(probing, "calibrate", lambda machine, **given: os.kill(os.getpid(), number))
     assert cli.main(["calibrate", "--out", "mine.yaml"]) == 75
     assert capsys.readouterr().err == "error: interrupted\n"
     assert list(folder.iterdir()) == []

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from phalanx import cli
-from phalanx.cluster.health import Finding, Verdict, examine
-from phalanx.cluster.health.examine import Report
+from phalanx.cluster.health import HealthFinding, HealthVerdict, examine
+from phalanx.cluster.health.examine import NodeHealthReport
 
-FINE = Finding("memory", Verdict.OK, "much is free", {"available": 12})
-UNSURE = Finding("clock", Verdict.UNKNOWN, "not known")
-SMALL = Finding("disk/run", Verdict.WARN, "runs/x: 5.0 of 99.0 GiB free")
-BROKEN = Finding("gpus/gpu1", Verdict.BAD, "it does not answer")
-HUNG = Finding("matmul", Verdict.UNFINISHED, "it did not finish within 120 s")
+FINE = HealthFinding("memory", HealthVerdict.PASS, "much is free", {"available": 12})
+UNSURE = HealthFinding("clock", HealthVerdict.UNKNOWN, "not known")
+SMALL = HealthFinding("disk/run", HealthVerdict.WARN, "runs/x: 5.0 of 99.0 GiB free")
+BROKEN = HealthFinding("gpus/gpu1", HealthVerdict.FAIL, "it does not answer")
+HUNG = HealthFinding("matmul", HealthVerdict.ERROR, "it did not finish within 120 s")
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def signals() -> Iterator[None]:
 def says(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the checks find what is given."""
 
-    def make(*findings: Finding) -> None:
-        made = Report("node7", 1000.0, 2.5, findings)
-        monkeypatch.setattr(examine, "examine", lambda site, checks, progress: made)
+    def make(*findings: HealthFinding) -> None:
+        made = NodeHealthReport("node7", 1000.0, 2.5, findings)
+        monkeypatch.setattr(examine, "run_checks", lambda site, checks, progress: made)
 
     return make
 
@@ -53,7 +53,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
     [((FINE, UNSURE), 0), ((FINE, SMALL), 0), ((FINE, BROKEN), 77), ((FINE, HUNG), 77)],
 )
 def test_a_machine_is_unfit_when_anything_is_bad_or_unfinished(
-    findings: tuple[Finding, ...], code: int, says: Any, capsys: pytest.CaptureFixture[str]
+    findings: tuple[HealthFinding, ...], code: int, says: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     says(*findings)
     assert doctor(capsys)[0] == code
@@ -105,9 +105,9 @@ def nodes(folder: Path, **seconds: float) -> list[Path]:
     """Reports of nodes whose reference product takes so long."""
     paths = []
     for name, value in seconds.items():
-        pace = Finding("matmul", Verdict.OK, "", {"device": "H100", "seconds": value})
+        pace = HealthFinding("matmul", HealthVerdict.PASS, "", {"device": "H100", "seconds": value})
         path = folder / f"{name}.json"
-        path.write_text(json.dumps(Report(name, 1000.0, 1.0, (pace,)).as_json()) + "\n")
+        path.write_text(json.dumps(NodeHealthReport(name, 1000.0, 1.0, (pace,)).as_json()) + "\n")
         paths.append(path)
     return paths
 
@@ -201,10 +201,10 @@ def test_two_nodes_measure_their_link() -> None:
 
 def test_a_quick_look_at_this_machine_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from phalanx.cli import main; from phalanx.cluster.health.checks import CHECKS, run\n"
-        "from phalanx.cluster.health import Site\n"
-        f"site = Site(__import__('pathlib').Path({str(tmp_path)!r}), quick=True).as_json()\n"
-        "[run({'check': each.name, 'site': site}) for each in CHECKS if not each.measures]\n"
+        "import sys; from phalanx.cli import main; from phalanx.cluster.health.checks import HEALTH_CHECKS, run_check_in_process\n"
+        "from phalanx.cluster.health import CheckContext\n"
+        f"site = CheckContext(__import__('pathlib').Path({str(tmp_path)!r}), is_quick=True).as_json()\n"
+        "[run_check_in_process({'check': each.name, 'site': site}) for each in HEALTH_CHECKS if not each.is_benchmark]\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

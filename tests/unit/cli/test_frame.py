@@ -30,7 +30,7 @@ def verb(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
     module = ModuleType("phalanx.cli.stand_in")
     module.train = function  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "phalanx.cli.stand_in", module)
-    monkeypatch.setitem(cli._VERBS, "train", ("phalanx.cli.stand_in:train", "A stand-in."))
+    monkeypatch.setitem(cli._COMMAND_MODULES, "train", ("phalanx.cli.stand_in:train", "A stand-in."))
 
 
 def test_help_lists_every_verb_and_imports_nothing_heavy() -> None:
@@ -220,7 +220,7 @@ def test_a_broken_pipe_that_is_not_standard_output_is_a_bug(monkeypatch: pytest.
         raise BrokenPipeError
 
     verb(monkeypatch, train)
-    monkeypatch.setattr(cli, "_reader_gone", lambda: False)
+    monkeypatch.setattr(cli, "_is_reader_gone", lambda: False)
     with pytest.raises(BrokenPipeError):
         cli.main(["train"])
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from phalanx.cli.interrupts import insistent
+from phalanx.cli.interrupts import reraise_lost_interrupts
 
 
 class Swallows:
@@ -22,15 +22,15 @@ class Swallows:
 
 
 def test_an_interrupt_that_was_ignored_comes_again() -> None:
-    with insistent() as interrupted:
+    with reraise_lost_interrupts() as interrupted:
         Swallows()
-        assert interrupted.lost
+        assert interrupted.was_lost
         with pytest.raises(KeyboardInterrupt):
             time.sleep(60)  # until it comes
 
 
 def test_ignored_again_it_comes_a_third_time() -> None:
-    with insistent():
+    with reraise_lost_interrupts():
         Swallows(KeyboardInterrupt)
         Swallows(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -40,15 +40,15 @@ def test_ignored_again_it_comes_a_third_time() -> None:
 def test_other_errors_are_told_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: told.append(what.exc_type))
-    with insistent() as interrupted:
+    with reraise_lost_interrupts() as interrupted:
         Swallows(ValueError)
     assert told == [ValueError]
-    assert not interrupted.lost
+    assert not interrupted.was_lost
 
 
 def test_afterwards_all_is_as_before() -> None:
     hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
-    with insistent():
+    with reraise_lost_interrupts():
         Swallows(KeyboardInterrupt)
     assert sys.unraisablehook is hook
     assert signal.getsignal(signal.SIGALRM) is handler

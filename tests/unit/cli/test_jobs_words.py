@@ -8,8 +8,8 @@ import pytest
 
 from phalanx import cli
 from phalanx.jobs import engine as engines
-from phalanx.jobs.engines.local import Local
-from phalanx.jobs.spec import State
+from phalanx.jobs.engines.local import LocalBackend
+from phalanx.jobs.spec import JobState
 
 Type = Callable[..., str]
 
@@ -19,7 +19,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """Types a command of `phalanx jobs` and returns what it prints; it must end with this code."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        engines, "open_engine", lambda name: Local(tmp_path / "state" / "queue", ensure=lambda *_: None)
+        engines, "open_backend", lambda name: LocalBackend(tmp_path / "state" / "queue", ensure_daemon=lambda *_: None)
     )
     (tmp_path / "exp").mkdir()
     for name in ("one", "two"):
@@ -123,8 +123,8 @@ def test_what_ended_long_ago_is_forgotten_and_nothing_else(own: Type, tmp_path: 
         own("submit", "exp/one.yaml")
         own("cancel", job)
     own("submit", "exp/two.yaml")
-    store = Local(tmp_path / "state" / "queue", ensure=lambda *_: None).store
-    assert store.change(1, State.CANCELLED, ended=store.clock() - 8 * 86400, over=None)
+    store = LocalBackend(tmp_path / "state" / "queue", ensure_daemon=lambda *_: None).database
+    assert store.update_if(1, JobState.CANCELLED, ended=store.clock() - 8 * 86400, over=None)
     assert own("prune", "--older-than", "7d") == "removed 1 job\n"
     assert names(own) == [("one", "cancelled"), ("two", "queued")]
 

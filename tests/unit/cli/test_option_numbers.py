@@ -16,7 +16,7 @@ from phalanx.run import Run
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
     """Each command's words and function."""
-    for verb, (where, _) in cli._VERBS.items():
+    for verb, (where, _) in cli._COMMAND_MODULES.items():
         module, _, attribute = where.partition(":")
         found = getattr(importlib.import_module(module), attribute)
         if isinstance(found, typer.Typer):
@@ -86,11 +86,11 @@ def test_a_vocabulary_has_a_size_within_bounds(size: str, capsys: pytest.Capture
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1h", "1e400", "9" * 400 + ":00:00", "1h30", ""])
 def test_a_time_limit_that_is_none_is_refused(text: str) -> None:
-    from phalanx.cli.submitting import seconds_of
+    from phalanx.cli.submitting import parse_duration
     from phalanx.jobs.spec import Job
 
     with pytest.raises(UsageError, match=r"time limit|duration"):
-        Job("a", ("true",), Path("/"), limit=seconds_of(text))
+        Job("a", ("true",), Path("/"), time_limit_s=parse_duration(text))
 
 
 PICTURES = ["--images", "i", "--image-size", "4", "4"]

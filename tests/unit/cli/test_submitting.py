@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 
 from made_events import made
-from phalanx.cli.submitting import SILENCE, follow, framework_job, pairs, recipe_job, seconds_of
+from phalanx.cli.submitting import (
+    BACKEND_TIMEOUT_S,
+    follow_job,
+    make_framework_job,
+    make_recipe_job,
+    parse_assignments,
+    parse_duration,
+)
 from phalanx.errors import RecipeError, UsageError
-from phalanx.jobs.spec import State, Status
-from phalanx.joining import Shown
+from phalanx.jobs.spec import JobState, JobStatus
+from phalanx.joining import DeferredDisplay
 from phalanx.run import Event, EventLog, EventTail, Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import RunWarning, WorkerFailure
@@ -23,33 +30,33 @@ from phalanx.run.event_types import RunWarning, WorkerFailure
     [("90", 90), ("90s", 90), ("1.5h", 5400), ("15min", 900), ("2d", 172800), ("01:30:05", 5405), ("2m", 120)],
 )
 def test_times_are_read_as_people_write_them(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "1:2", "h"])
 def test_what_is_no_time_is_told(text: str) -> None:
     with pytest.raises(UsageError, match="is not a duration: expected such as"):
-        seconds_of(text)
+        parse_duration(text)
 
 
 def test_options_are_pairs() -> None:
-    assert pairs(["a=1", "b=x=y"], "-o") == {"a": "1", "b": "x=y"}
+    assert parse_assignments(["a=1", "b=x=y"], "-o") == {"a": "1", "b": "x=y"}
     with pytest.raises(UsageError, match="expected KEY=VALUE"):
-        pairs(["a"], "-o")
+        parse_assignments(["a"], "-o")
 
 
 def test_a_recipe_is_checked_before_it_becomes_a_job(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: mine\nstpes: 3\n")
     with pytest.raises(RecipeError, match="stpes"):
-        recipe_job(recipe, [], None, None, False, None)
+        make_recipe_job(recipe, [], None, None, False, None)
 
 
 def test_a_recipes_job_trains_it_in_an_absolute_run(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: mine\nmodel: {build: 'phalanx.models:transformer'}\ndata: {source: {text: '*.txt'}}\n")
-    job = recipe_job(recipe, ["steps=3"], Path("here"), 2, True, None, nodes=2)
-    assert (job.name, job.nodes) == ("mine", 2)
+    job = make_recipe_job(recipe, ["steps=3"], Path("here"), 2, True, None, num_nodes=2)
+    assert (job.name, job.num_nodes) == ("mine", 2)
     assert job.command[1:] == (
         *("-P", "-m", "phalanx", "train", str(recipe), "steps=3", "--run", str(Path("here").absolute())),
         *("--nproc-per-node", "2", "--force"),
@@ -61,9 +68,11 @@ RECIPE = "name: mine\nmodel: {}\ndata: {source: {text: '*.txt'}}\n"
 
 def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    job = recipe_job(tmp_path / "recipe.yaml", [], Path("here"), None, False, None, "workdir", environment={"A": "b"})
-    assert job.code is not None
-    assert (job.code.of, job.code.files, job.run) == (tmp_path, 1, Path("here").absolute())
+    job = make_recipe_job(
+        tmp_path / "recipe.yaml", [], Path("here"), None, False, None, "workdir", environment={"A": "b"}
+    )
+    assert job.snapshot is not None
+    assert (job.snapshot.source_dir, job.snapshot.num_files, job.run_dir) == (tmp_path, 1, Path("here").absolute())
     assert job.command[1:] == ("-P", "-m", "phalanx", "train", "recipe.yaml", "--run", str(Path("here").absolute()))
     assert job.environment == {"A": "b", "PHALANX_SNAPSHOT_SOURCE": str(tmp_path)}
 
@@ -79,9 +88,9 @@ def test_of_a_commit_its_own_recipe_is_checked_and_not_the_one_that_lies_here(tm
         recipe.write_text(text)
         git("add", ".")
         git("commit", "--quiet", "-m", "another")
-    assert recipe_job(recipe, [], None, None, False, None, "HEAD").code is not None
+    assert make_recipe_job(recipe, [], None, None, False, None, "HEAD").snapshot is not None
     with pytest.raises(RecipeError, match=r"^commit [0-9a-f]{12}: recipe\.yaml:4: stpes"):
-        recipe_job(recipe, [], None, None, False, None, "HEAD~1")
+        make_recipe_job(recipe, [], None, None, False, None, "HEAD~1")
 
 
 def test_a_script_travels_with_the_folder_that_it_is_started_in(
@@ -90,20 +99,20 @@ def test_a_script_travels_with_the_folder_that_it_is_started_in(
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "loop.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    job = recipe_job(Path("deep/loop.py"), ["-v"], None, None, False, None, "workdir")
+    job = make_recipe_job(Path("deep/loop.py"), ["-v"], None, None, False, None, "workdir")
     assert job.command[5:7] == ("deep/loop.py", "-v")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     with pytest.raises(UsageError, match="start from a directory that contains the script"):
-        recipe_job(Path("../deep/loop.py"), [], None, None, False, None, "workdir")
+        make_recipe_job(Path("../deep/loop.py"), [], None, None, False, None, "workdir")
 
 
 def test_a_frameworks_job_is_named_after_its_script() -> None:
-    job = framework_job("jax", ["python", "-u", "path/to/my.script.py", "--lr", "1"], 2, None)
+    job = make_framework_job("jax", ["python", "-u", "path/to/my.script.py", "--lr", "1"], 2, None)
     assert job.name == "my.script"
     assert job.command[1:7] == ("-P", "-m", "phalanx.jobs.launch", "jax", "2", "--")
     with pytest.raises(UsageError, match="needs a command"):
-        framework_job("torch", [], None, None)
+        make_framework_job("torch", [], None, None)
 
 
 class Scripted:
@@ -111,14 +120,14 @@ class Scripted:
 
     name = "scripted"
 
-    def __init__(self, *said: Status | UsageError):
+    def __init__(self, *said: JobStatus | UsageError):
         self.said: Iterator[Any] = iter(said)
 
-    def poll(self, job: str) -> Status:
+    def poll(self, job: str) -> JobStatus:
         found = next(self.said)
         if isinstance(found, UsageError):
             raise found
-        assert isinstance(found, Status)
+        assert isinstance(found, JobStatus)
         return found
 
 
@@ -126,8 +135,8 @@ HAPPENED: dict[Run, EventTail] = {}
 """What has happened in a run since somebody began to follow it."""
 
 
-def status(state: State, **more: Any) -> Status:
-    return Status("7", "job", state, **more)
+def status(state: JobState, **more: Any) -> JobStatus:
+    return JobStatus("7", "job", state, **more)
 
 
 @pytest.fixture
@@ -145,17 +154,17 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def followed(run: Run, *said: Status | UsageError) -> tuple[Status, str]:
+def followed(run: Run, *said: JobStatus | UsageError) -> tuple[JobStatus, str]:
     out = io.StringIO()
     engine: Any = Scripted(*said)
-    with Shown(run, out) as shown:
-        found = follow(engine, "7", HAPPENED[run], shown, out, sleep=lambda seconds: None)
+    with DeferredDisplay(run, out) as shown:
+        found = follow_job(engine, "7", HAPPENED[run], shown, out, sleep=lambda seconds: None)
     return found, out.getvalue()
 
 
 def test_what_happens_in_a_followed_run_is_shown_from_now_on(run: Run) -> None:
-    found, said = followed(run, status(State.QUEUED), status(State.RUNNING), status(State.DONE, code=0))
-    assert found.state is State.DONE
+    found, said = followed(run, status(JobState.QUEUED), status(JobState.RUNNING), status(JobState.DONE, exit_code=0))
+    assert found.state is JobState.DONE
     assert "a newer one" in said
     assert "an older one" not in said
 
@@ -170,27 +179,29 @@ def test_events_of_a_followed_run_are_read_once(run: Run, monkeypatch: pytest.Mo
         return iter(events)
 
     monkeypatch.setattr(EventTail, "read", counting)
-    followed(run, *[status(State.RUNNING)] * 5, status(State.DONE, code=0))
+    followed(run, *[status(JobState.RUNNING)] * 5, status(JobState.DONE, exit_code=0))
     assert read == [1, 0, 0, 0, 0, 0]
 
 
 def test_how_a_job_ended_is_told_with_its_code_and_why(run: Run) -> None:
-    found, said = followed(run, status(State.FAILED, code=93, reason="no progress"))
-    assert found.code == 93
+    found, said = followed(run, status(JobState.FAILED, exit_code=93, reason="no progress"))
+    assert found.exit_code == 93
     assert "job 7 failed, exit code 93: no progress" in said
 
 
 def test_an_engine_that_does_not_answer_for_a_while_is_asked_again(run: Run) -> None:
     silent = UsageError("slurm does not answer")
-    found, said = followed(run, silent, silent, status(State.DONE, code=0))
-    assert found.state is State.DONE
+    found, said = followed(run, silent, silent, status(JobState.DONE, exit_code=0))
+    assert found.state is JobState.DONE
     assert said.count("slurm does not answer; retrying for 10 min") == 1
     with pytest.raises(UsageError, match="does not answer"):
-        followed(run, *[silent] * int(SILENCE + 2))
+        followed(run, *[silent] * int(BACKEND_TIMEOUT_S + 2))
 
 
 @pytest.mark.parametrize(("device", "devices"), [("auto", 2), ("cuda", 2), ("cpu", 0)])
 def test_a_recipe_for_the_cpu_takes_no_gpu_unless_it_is_asked_for(tmp_path: Path, device: str, devices: int) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
-    assert recipe_job(recipe, [f"device={device}"], None, None, False, None, usual=2).devices == devices
+    assert (
+        make_recipe_job(recipe, [f"device={device}"], None, None, False, None, default_gpus=2).gpus_per_node == devices
+    )

@@ -9,7 +9,7 @@ from phalanx.cli import main
 from phalanx.errors import ExitCode, UsageError
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.place import from_environment
+from phalanx.train.place import dist_env_from_environment
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1"}
 RECIPE = "name: one\nsteps: 3\nmodel: {build: 'a:b'}\ndata: {source: {text: '*.txt'}}\n"
@@ -69,8 +69,8 @@ def test_a_worker_without_the_recipes_device_waits_for_nobody(
 
 def test_empty_variables_of_a_launcher_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "PHALANX_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"), "")
-    place = from_environment(empty)
-    assert (place.rank, place.world, place.local_rank, place.attempt) == (0, 1, 0, 0)
+    place = dist_env_from_environment(empty)
+    assert (place.rank, place.world_size, place.local_rank, place.attempt) == (0, 1, 0, 0)
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "", "WORLD_SIZE": ""}, {**LAUNCHED, "PHALANX_NUM_NODES": "2"}])
@@ -86,7 +86,7 @@ def test_who_is_no_worker_of_a_launcher_takes_options(
     monkeypatch.setenv("PHALANX_LEADER_ADDR", "n1:5000")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("phalanx.cli.training.train_here", here)
+    monkeypatch.setattr("phalanx.cli.training.train_locally", here)
     assert main(["train", "one.yaml", "--dry-run", "--nproc-per-node", "2"]) == 0
     assert (seen[3], seen[5]) == (2, True)
 

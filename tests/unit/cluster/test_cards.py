@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.cards import Card, cards, scale_out
+from phalanx.cluster.cards import Nic, choose_scale_out, discover_nics
 
 
 def tree(root: Path, files: dict[str, str], drivers: dict[str, str] | None = None) -> Path:
@@ -36,58 +36,58 @@ INFINIBAND = {
 
 def test_an_ethernet_card_tells_speed_driver_and_node(tmp_path: Path) -> None:
     root = tree(tmp_path, ETHERNET, {"sys/class/net/eth0/device": "ice"})
-    assert cards(root) == (Card("eth0", "ethernet", True, 12.5, "ice", numa=1),)
+    assert discover_nics(root) == (Nic("eth0", "ethernet", True, 12.5, "ice", numa_node=1),)
 
 
 def test_loopback_is_no_card_and_a_bridge_no_physical_one(tmp_path: Path) -> None:
     root = tree(tmp_path, {"sys/class/net/lo/operstate": "unknown", "sys/class/net/br0/operstate": "up"})
-    assert cards(root) == (Card("br0", "ethernet", True, physical=False),)
+    assert discover_nics(root) == (Nic("br0", "ethernet", True, is_physical=False),)
 
 
 @pytest.mark.parametrize("speed", ["-1", "", "unknown"])
 def test_a_speed_that_nobody_knows_is_none(tmp_path: Path, speed: str) -> None:
     root = tree(tmp_path, {**ETHERNET, "sys/class/net/eth0/speed": speed})
-    assert cards(root)[0].gbps is None
+    assert discover_nics(root)[0].gbps is None
 
 
 def test_infiniband_comes_first_with_its_rate(tmp_path: Path) -> None:
     root = tree(tmp_path, {**ETHERNET, **INFINIBAND})
-    assert [card.name for card in cards(root)] == ["mlx5_0:1", "eth0"]
-    assert cards(root)[0] == Card("mlx5_0:1", "infiniband", True, 50.0, numa=0, detail="4X NDR")
+    assert [card.name for card in discover_nics(root)] == ["mlx5_0:1", "eth0"]
+    assert discover_nics(root)[0] == Nic("mlx5_0:1", "infiniband", True, 50.0, numa_node=0, rate_text="4X NDR")
 
 
 def test_a_port_that_is_down_is_told(tmp_path: Path) -> None:
     root = tree(tmp_path, {**INFINIBAND, "sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"})
-    assert not cards(root)[0].up
+    assert not discover_nics(root)[0].is_up
 
 
 def test_rdma_over_ethernet_is_told_from_infiniband(tmp_path: Path) -> None:
     root = tree(tmp_path, {**INFINIBAND, "sys/class/infiniband/mlx5_0/ports/1/link_layer": "Ethernet"})
-    assert cards(root)[0].kind == "roce"
+    assert discover_nics(root)[0].link_kind == "roce"
 
 
 def test_a_machine_without_network_has_no_cards(tmp_path: Path) -> None:
-    assert cards(tmp_path) == ()
+    assert discover_nics(tmp_path) == ()
 
 
 def test_training_uses_all_active_ports_for_rdma(tmp_path: Path) -> None:
     found = (
-        Card("mlx5_0:1", "infiniband", True, 50.0, detail="4X NDR"),
-        Card("mlx5_1:1", "infiniband", True, 50.0, detail="4X NDR"),
-        Card("mlx5_2:1", "infiniband", False, 50.0),
-        Card("mlx5_3:1", "infiniband", True, 12.5),
-        Card("eth0", "ethernet", True, 100.0),
+        Nic("mlx5_0:1", "infiniband", True, 50.0, rate_text="4X NDR"),
+        Nic("mlx5_1:1", "infiniband", True, 50.0, rate_text="4X NDR"),
+        Nic("mlx5_2:1", "infiniband", False, 50.0),
+        Nic("mlx5_3:1", "infiniband", True, 12.5),
+        Nic("eth0", "ethernet", True, 100.0),
     )
-    network = scale_out(found)
+    network = choose_scale_out(found)
     assert network is not None
     assert (network.link, network.gbps, network.ports) == ("InfiniBand 4X NDR", 50.0, 2)
 
 
 def test_else_it_uses_the_fastest_ethernet_port() -> None:
-    network = scale_out((Card("eth0", "ethernet", True, 1.25), Card("eth1", "ethernet", True, 12.5)))
+    network = choose_scale_out((Nic("eth0", "ethernet", True, 1.25), Nic("eth1", "ethernet", True, 12.5)))
     assert network is not None
     assert (network.link, network.gbps, network.ports) == ("Ethernet 100 Gbit/s", 12.5, 1)
 
 
 def test_a_speed_that_is_not_known_makes_no_network() -> None:
-    assert scale_out((Card("eth0", "ethernet", True),)) is None
+    assert choose_scale_out((Nic("eth0", "ethernet", True),)) is None

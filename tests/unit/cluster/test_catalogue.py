@@ -8,51 +8,55 @@ from pathlib import Path
 import pytest
 
 from phalanx.cluster import catalogue
-from phalanx.cluster.catalogue import KINDS, Kind
+from phalanx.cluster.catalogue import CATALOG_KINDS, CatalogKind
 from phalanx.cluster.description import Cluster
-from phalanx.cluster.entries import Entry, entries, find, words
-from phalanx.cluster.plausible import ABOVE_PEAK, MOST, problems
-from phalanx.cluster.shorthand import whole_node
+from phalanx.cluster.entries import CatalogEntry, find_entry, list_entries, name_words
+from phalanx.cluster.plausible import MAX_SHARE_OF_PEAK, MAX_VALUE_BY_FIELD, find_implausible_values
+from phalanx.cluster.shorthand import expand_node
 from phalanx.errors import RecipeError
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cluster-file.md"
-ALL = [(kind, entry) for kind in KINDS for entry in entries(kind)]
+ALL = [(kind, entry) for kind in CATALOG_KINDS for entry in list_entries(kind)]
 NOT_FIGURES = {"vendor", "generation", "usual"}
 
 
-def named(pair: tuple[Kind, Entry]) -> str:
+def named(pair: tuple[CatalogKind, CatalogEntry]) -> str:
     return f"{pair[0]}: {pair[1].name}"
 
 
 @pytest.mark.parametrize(("kind", "entry"), ALL, ids=[named(pair) for pair in ALL])
-def test_every_figure_has_a_source(kind: Kind, entry: Entry) -> None:
+def test_every_figure_has_a_source(kind: CatalogKind, entry: CatalogEntry) -> None:
     assert set(entry.values) - set(entry.sources) <= NOT_FIGURES
     assert set(entry.sources) <= set(entry.values), "a source of a figure that is not there"
     assert all(source.strip() for source in entry.sources.values())
 
 
 def test_sources_are_told_in_full() -> None:
-    told = catalogue.sources("accelerators", "H100")
+    told = catalogue.figure_sources("accelerators", "H100")
     assert told["curves"].startswith("fitted to products measured by microsoft/vidur")
     assert "stas00/ml-engineering@744d01e" in told["memory_gbps"]
 
 
 @pytest.mark.parametrize(("kind", "entry"), ALL, ids=[named(pair) for pair in ALL])
-def test_every_name_finds_its_own_entry(kind: Kind, entry: Entry) -> None:
+def test_every_name_finds_its_own_entry(kind: CatalogKind, entry: CatalogEntry) -> None:
     for alias in (entry.name, *entry.aliases):
-        assert find(kind, alias) is entry
-        assert find(kind, alias.upper().replace(" ", "_")) is entry
-        assert words(alias), f"{alias}: nothing of it counts"
+        assert find_entry(kind, alias) is entry
+        assert find_entry(kind, alias.upper().replace(" ", "_")) is entry
+        assert name_words(alias), f"{alias}: nothing of it counts"
 
 
 def test_no_node_can_be_meant_by_the_name_of_an_accelerator() -> None:
-    for entry in entries("nodes"):
+    for entry in list_entries("nodes"):
         for alias in (entry.name, *entry.aliases):
-            assert find("accelerators", alias) is None, alias
+            assert find_entry("accelerators", alias) is None, alias
 
 
 def test_an_accelerator_is_usual_in_one_node_at_most() -> None:
-    usual = [find("accelerators", node.values["accelerator"]) for node in entries("nodes") if node.values.get("usual")]
+    usual = [
+        find_entry("accelerators", node.values["accelerator"])
+        for node in list_entries("nodes")
+        if node.values.get("usual")
+    ]
     assert len({entry.name for entry in usual if entry}) == len(usual)
 
 
@@ -96,7 +100,7 @@ def test_an_accelerator_is_usual_in_one_node_at_most() -> None:
     ],
 )
 def test_people_and_drivers_names_are_understood(name: str, meant: str) -> None:
-    assert catalogue.accelerator(name).name == meant
+    assert catalogue.find_accelerator(name).name == meant
 
 
 @pytest.mark.parametrize(
@@ -104,21 +108,21 @@ def test_people_and_drivers_names_are_understood(name: str, meant: str) -> None:
 )
 def test_other_memory_or_another_form_is_another_device(name: str) -> None:
     with pytest.raises(RecipeError, match="unknown accelerator"):
-        catalogue.accelerator(name)
+        catalogue.find_accelerator(name)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(RecipeError, match=r"unknown accelerator 'H1O0 SXM'; the nearest are NVIDIA H100 SXM"):
-        catalogue.accelerator("H1O0 SXM")
+        catalogue.find_accelerator("H1O0 SXM")
     with pytest.raises(RecipeError, match=r"unknown node 'dgx-h1000'; the nearest are dgx-h100, dgx-h200"):
-        catalogue.node("dgx-h1000")
+        catalogue.find_node("dgx-h1000")
     with pytest.raises(RecipeError, match=r"unknown link 'NVLinq 4'; the nearest are NVLink 4"):
-        catalogue.link("NVLinq 4")
+        catalogue.find_link("NVLinq 4")
 
 
 def test_a_die_is_half_of_its_module() -> None:
     for module in ("MI250", "MI250X"):
-        die, whole = catalogue.accelerator(module), catalogue.accelerator(f"{module} OAM")
+        die, whole = catalogue.find_accelerator(module), catalogue.find_accelerator(f"{module} OAM")
         assert {key: 2 * rate for key, rate in die.tflops.items()}.items() <= (
             {key: pytest.approx(rate, rel=0.01) for key, rate in whole.tflops.items()}.items()
         )
@@ -126,33 +130,33 @@ def test_a_die_is_half_of_its_module() -> None:
 
 
 def test_fitted_curves_and_best_measured_rates_are_there() -> None:
-    curve = catalogue.accelerator("A100").curves["bf16"]
+    curve = catalogue.find_accelerator("A100").curves["bf16"]
     assert (curve.efficiency, curve.bandwidth, curve.overhead_us, curve.sharpness) == (0.740, 0.832, 5.26, 1.41)
-    assert {name for name in catalogue.names("accelerators") if catalogue.accelerator(name).curves} == {
+    assert {name for name in catalogue.list_names("accelerators") if catalogue.find_accelerator(name).curves} == {
         "NVIDIA A100 SXM 80GB",
         "NVIDIA A40",
         "NVIDIA H100 SXM",
     }
-    assert catalogue.accelerator("B200").achieved_tflops == {"bf16": 1745, "fp8": 3432.5}
+    assert catalogue.find_accelerator("B200").achieved_tflops == {"bf16": 1745, "fp8": 3432.5}
 
 
-@pytest.mark.parametrize("name", catalogue.names("nodes"))
+@pytest.mark.parametrize("name", catalogue.list_names("nodes"))
 def test_every_node_is_whole_and_possible(name: str) -> None:
-    node = catalogue.node(name)
+    node = catalogue.find_node(name)
     assert node.name == name
-    assert list(problems(Cluster(name="one", nodes=1, node=node))) == []
-    topology = find("nodes", name).values["topology"]  # type: ignore[union-attr]
-    assert catalogue.topology(topology)
+    assert list(find_implausible_values(Cluster(name="one", nodes=1, node=node))) == []
+    topology = find_entry("nodes", name).values["topology"]  # type: ignore[union-attr]
+    assert catalogue.find_topology(topology)
 
 
-@pytest.mark.parametrize("name", catalogue.names("accelerators"))
+@pytest.mark.parametrize("name", catalogue.list_names("accelerators"))
 def test_every_accelerator_is_possible(name: str) -> None:
-    node = whole_node({"accelerator": name, "count": 1}, lambda _: "test")
-    assert list(problems(Cluster.model_validate({"name": "one", "nodes": 1, "node": node}))) == []
+    node = expand_node({"accelerator": name, "count": 1}, lambda _: "test")
+    assert list(find_implausible_values(Cluster.model_validate({"name": "one", "nodes": 1, "node": node}))) == []
 
 
 def test_a_node_is_filled_in_from_what_it_names() -> None:
-    node = catalogue.node("DGX H100")
+    node = catalogue.find_node("DGX H100")
     assert (node.accelerator.name, node.count, node.cores) == ("NVIDIA H100 SXM", 8, 112)
     assert node.scale_up is not None
     assert (node.scale_up.link, node.scale_up.gbps, node.scale_up.domain, node.scale_up.kind) == (
@@ -166,7 +170,7 @@ def test_a_node_is_filled_in_from_what_it_names() -> None:
 
 
 def test_a_rack_joins_more_devices_than_a_node_has() -> None:
-    node = catalogue.node("GB200 NVL72")
+    node = catalogue.find_node("GB200 NVL72")
     assert node.scale_up is not None
     assert (node.count, node.scale_up.domain) == (4, 72)
 
@@ -188,50 +192,54 @@ def test_a_rack_joins_more_devices_than_a_node_has() -> None:
     ],
 )
 def test_a_link_has_many_names(name: str, gbps: float) -> None:
-    assert catalogue.link(name).gbps == gbps
+    assert catalogue.find_link(name).gbps == gbps
 
 
 def test_storage_and_topologies_have_names() -> None:
-    assert catalogue.storage("local NVMe").node_read_gbps == 6.5
-    assert catalogue.topology("rail-optimised").kind == "rail"
-    assert catalogue.topology("Llama 3").oversubscription == 7
+    assert catalogue.find_storage("local NVMe").node_read_gbps == 6.5
+    assert catalogue.find_topology("rail-optimised").kind == "rail"
+    assert catalogue.find_topology("Llama 3").oversubscription == 7
 
 
 def test_limits_are_far_above_all_that_is_known() -> None:
     most = {
-        "tflops": max(max(catalogue.accelerator(name).tflops.values()) for name in catalogue.names("accelerators")),
-        "memory_gib": max(catalogue.accelerator(name).memory_gib for name in catalogue.names("accelerators")),
-        "memory_gbps": max(catalogue.accelerator(name).memory_gbps or 0 for name in catalogue.names("accelerators")),
-        "gbps": max(catalogue.link(name).gbps for name in catalogue.names("links")),
+        "tflops": max(
+            max(catalogue.find_accelerator(name).tflops.values()) for name in catalogue.list_names("accelerators")
+        ),
+        "memory_gib": max(catalogue.find_accelerator(name).memory_gib for name in catalogue.list_names("accelerators")),
+        "memory_gbps": max(
+            catalogue.find_accelerator(name).memory_gbps or 0 for name in catalogue.list_names("accelerators")
+        ),
+        "gbps": max(catalogue.find_link(name).gbps for name in catalogue.list_names("links")),
     }
     for name, figure in most.items():
-        assert 20 * figure < MOST[name][0] < 1000 * figure, name
-    assert 1 < ABOVE_PEAK < 1.2
+        assert 20 * figure < MAX_VALUE_BY_FIELD[name][0] < 1000 * figure, name
+    assert 1 < MAX_SHARE_OF_PEAK < 1.2
 
 
 def test_the_whole_catalogue_is_read_in_a_moment() -> None:
     script = (
         "import time; from phalanx.cluster import catalogue; start = time.process_time();"
-        "[catalogue.names(kind) for kind in catalogue.KINDS]; print(time.process_time() - start)"
+        "[catalogue.list_names(kind) for kind in catalogue.CATALOG_KINDS]; print(time.process_time() - start)"
     )
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert float(run.stdout) < 0.5  # 0.02 measured; without libyaml 0.13
 
 
 def test_importing_the_room_reads_no_data() -> None:
-    script = "import phalanx.cluster.entries as entries; print(entries._entries.cache_info().currsize)"
+    script = "import phalanx.cluster.entries as entries; print(entries._load_entries.cache_info().currsize)"
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "0"
 
 
-def row(kind: Kind, name: str) -> str:
+def row(kind: CatalogKind, name: str) -> str:
     """The row of an entry on the page."""
 
     def shown(value: float | None) -> str:
         return "" if value is None else f"{value:,g}"
 
     if kind == "accelerators":
-        device = catalogue.accelerator(name)
+        device = catalogue.find_accelerator(name)
         rates = "; ".join(
             f"{key} {device.tflops[key]:,g}" for key in ("fp32", "fp16", "bf16", "fp8") if key in device.tflops
         )
@@ -239,22 +247,22 @@ def row(kind: Kind, name: str) -> str:
             f"| {name} | {rates} | {shown(device.memory_gib)} | {shown(device.memory_gbps)} | {shown(device.power_w)} |"
         )
     if kind == "nodes":
-        node = catalogue.node(name)
+        node = catalogue.find_node(name)
         near = f"{node.scale_up.link}, {node.scale_up.domain} devices" if node.scale_up else ""
         out = f"{node.scale_out.ports} x {node.scale_out.link}" if node.scale_out else ""
         return f"| `{name}` | {node.count} x {node.accelerator.name} | {near} | {out} |"
-    link = catalogue.link(name)
+    link = catalogue.find_link(name)
     return f"| {name} | {shown(link.gbps)} | {shown(link.latency_us)} |"
 
 
 @pytest.mark.parametrize("kind", ["accelerators", "nodes", "links"])
-def test_the_page_lists_what_there_is(kind: Kind) -> None:
+def test_the_page_lists_what_there_is(kind: CatalogKind) -> None:
     page = PAGE.read_text()
-    missing = [row(kind, name) for name in catalogue.names(kind) if row(kind, name) not in page]
+    missing = [row(kind, name) for name in catalogue.list_names(kind) if row(kind, name) not in page]
     assert not missing, "docs/reference/cluster-file.md lacks:\n" + "\n".join(missing)
 
 
 @pytest.mark.parametrize("kind", ["topologies", "storage"])
-def test_the_page_names_topologies_and_storage(kind: Kind) -> None:
+def test_the_page_names_topologies_and_storage(kind: CatalogKind) -> None:
     listed = re.findall(r"`([^`\n]+)`", PAGE.read_text().partition("\nTopologies: ")[2])
-    assert set(catalogue.names(kind)) <= set(listed)
+    assert set(catalogue.list_names(kind)) <= set(listed)

@@ -4,8 +4,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.datasheet import accelerator_peak, cpu_peak, flops_per_cycle, peak, torch_devices
-from phalanx.cluster.description import Accelerator
+from phalanx.cluster.datasheet import (
+    accelerator_data_sheet,
+    cpu_data_sheet,
+    find_data_sheet,
+    flops_per_cycle,
+    torch_devices,
+)
+from phalanx.cluster.description import AcceleratorSpec
 from phalanx.cluster.discover import Cpu, Machine
 
 ZEN4 = Cpu("AMD EPYC", "AuthenticAMD", 25, 17, 2.5, ("avx", "avx2", "fma", "avx512f", "avx512_bf16"))
@@ -32,7 +38,7 @@ def machine(device: str, name: str, cpu: Cpu = ZEN4) -> Machine:
     ],
 )
 def test_an_accelerator_is_known_by_its_drivers_name(driver: str, name: str, precision: str, tflops: float) -> None:
-    sheet = accelerator_peak(driver)
+    sheet = accelerator_data_sheet(driver)
     assert sheet is not None
     assert (sheet.name, sheet.tflops[precision]) == (name, tflops)
     assert sheet.source
@@ -42,7 +48,7 @@ def test_an_accelerator_is_known_by_its_drivers_name(driver: str, name: str, pre
     ("driver", "bf16"), [("NVIDIA H100 NVL", 835), ("NVIDIA H200 NVL", 835), ("NVIDIA GB200", 2500)]
 )
 def test_a_relative_has_its_own_rates(driver: str, bf16: float) -> None:
-    sheet = accelerator_peak(driver)
+    sheet = accelerator_data_sheet(driver)
     assert sheet is not None
     assert sheet.tflops["bf16"] == bf16
 
@@ -62,11 +68,11 @@ def test_a_relative_has_its_own_rates(driver: str, bf16: float) -> None:
     ],
 )
 def test_a_relative_with_other_rates_is_not_taken_for_it(driver: str) -> None:
-    assert accelerator_peak(driver) is None
+    assert accelerator_data_sheet(driver) is None
 
 
 def test_old_accelerators_have_no_bf16() -> None:
-    sheet = accelerator_peak("Tesla V100-SXM2-16GB")
+    sheet = accelerator_data_sheet("Tesla V100-SXM2-16GB")
     assert sheet is not None
     assert "bf16" not in sheet.tflops
 
@@ -88,22 +94,22 @@ def test_a_cpus_flops_a_cycle_follow_from_its_instruction_set(cpu: Cpu, rates: d
 
 
 def test_a_cpus_peak_is_cores_times_clock_times_flops() -> None:
-    sheet = cpu_peak(ZEN4, cores=4)
+    sheet = cpu_data_sheet(ZEN4, cores=4)
     assert sheet is not None
     assert sheet.tflops == pytest.approx({"fp32": 0.32, "bf16": 0.64})
     assert "4 cores x 2.50 GHz" in sheet.source
 
 
 def test_without_a_clock_there_is_no_peak() -> None:
-    assert cpu_peak(Cpu("ARM", flags=("asimd",)), cores=4) is None
+    assert cpu_data_sheet(Cpu("ARM", flags=("asimd",)), cores=4) is None
 
 
 def test_a_machine_has_the_peak_of_what_it_trains_on() -> None:
-    gpu, cpu = peak(machine("cuda", "NVIDIA H200")), peak(machine("cpu", "AMD EPYC"))
+    gpu, cpu = find_data_sheet(machine("cuda", "NVIDIA H200")), find_data_sheet(machine("cpu", "AMD EPYC"))
     assert gpu is not None
     assert cpu is not None
     assert (gpu.name, cpu.name) == ("NVIDIA H200 SXM", "AMD EPYC")
-    assert peak(machine("cuda", "an unknown GPU")) is None
+    assert find_data_sheet(machine("cuda", "an unknown GPU")) is None
 
 
 @pytest.mark.parametrize(
@@ -119,4 +125,4 @@ def test_a_machine_has_the_peak_of_what_it_trains_on() -> None:
     ],
 )
 def test_an_accelerator_is_a_device_of_torch(values: dict[str, Any], devices: tuple[str, ...]) -> None:
-    assert torch_devices(Accelerator(tflops={"fp32": 1.0}, memory_gib=1.0, **values)) == devices
+    assert torch_devices(AcceleratorSpec(tflops={"fp32": 1.0}, memory_gib=1.0, **values)) == devices

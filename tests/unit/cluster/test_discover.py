@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from phalanx.cluster.discover import (
-    LISTING,
-    Accelerator,
+    LIST_GPUS_SCRIPT,
     Cpu,
+    DetectedGpu,
     Machine,
-    accelerators,
-    cgroup_cores,
-    cgroup_memory,
     check_threads,
     check_workers,
+    detect_gpus,
+    discover_machine,
     parse_cpuinfo,
-    this_machine,
+    read_cgroup_cores,
+    read_cgroup_memory,
 )
 from phalanx.errors import RecipeError, UnfitNodeError, UsageError
 
@@ -62,11 +62,11 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 
 def look(  # type: ignore[no-untyped-def]
     root: Path,
-    gpus: list[Accelerator] | None = None,
+    gpus: list[DetectedGpu] | None = None,
     affinity: tuple[int, ...] = (0, 1, 2, 3),
     device: str = "auto",
 ):
-    return this_machine(root, affinity, lambda: gpus or [], device)
+    return discover_machine(root, affinity, lambda: gpus or [], device)
 
 
 def test_an_amd_cpu_is_read_from_its_first_processor() -> None:
@@ -90,28 +90,33 @@ def test_an_arm_cpu_has_features_and_no_clock() -> None:
 
 def test_cores_are_physical_and_threads_logical(tmp_path: Path) -> None:
     found = look(machine(tmp_path, {}))
-    assert (found.cores, found.threads, found.memory_bytes) == (2, 4, 16 * 2**30)
+    assert (found.physical_cores, found.logical_cores, found.memory_bytes) == (2, 4, 16 * 2**30)
 
 
 def test_affinity_limits_cores(tmp_path: Path) -> None:
     found = look(machine(tmp_path, {}), affinity=(0, 2))
-    assert (found.cores, found.threads) == (1, 2)
+    assert (found.physical_cores, found.logical_cores) == (1, 2)
 
 
 def test_a_cpu_trains_on_itself(tmp_path: Path) -> None:
     found = look(machine(tmp_path, {}))
-    assert (found.device, found.name, found.count) == ("cpu", "AMD EPYC 9654 96-Core Processor", 1)
+    assert (found.device, found.device_name, found.device_count) == ("cpu", "AMD EPYC 9654 96-Core Processor", 1)
     assert found.device_memory_bytes == found.memory_bytes
 
 
 def test_gpus_are_counted_and_named(tmp_path: Path) -> None:
-    found = look(machine(tmp_path, {}), [Accelerator("NVIDIA H200", 140), Accelerator("NVIDIA H200", 141)])
-    assert (found.device, found.name, found.count, found.device_memory_bytes) == ("cuda", "NVIDIA H200", 2, 140)
+    found = look(machine(tmp_path, {}), [DetectedGpu("NVIDIA H200", 140), DetectedGpu("NVIDIA H200", 141)])
+    assert (found.device, found.device_name, found.device_count, found.device_memory_bytes) == (
+        "cuda",
+        "NVIDIA H200",
+        2,
+        140,
+    )
 
 
 def test_different_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnfitNodeError, match="CUDA_VISIBLE_DEVICES"):
-        look(machine(tmp_path, {}), [Accelerator("NVIDIA H200", 1), Accelerator("NVIDIA T4", 1)])
+        look(machine(tmp_path, {}), [DetectedGpu("NVIDIA H200", 1), DetectedGpu("NVIDIA T4", 1)])
 
 
 def test_the_highest_clock_comes_from_the_frequency_driver(tmp_path: Path) -> None:
@@ -128,9 +133,9 @@ def test_a_version_2_group_limits_cores_and_memory(tmp_path: Path) -> None:
         "sys/fs/cgroup/slurm/memory.max": "max",
     }
     root = machine(tmp_path, files)
-    assert cgroup_cores(root) == 1.5
+    assert read_cgroup_cores(root) == 1.5
     found = look(root)
-    assert (found.cores, found.threads, found.memory_bytes) == (1, 1, 2**30)
+    assert (found.physical_cores, found.logical_cores, found.memory_bytes) == (1, 1, 2**30)
 
 
 def test_a_version_1_group_limits_cores_and_memory(tmp_path: Path) -> None:
@@ -141,7 +146,7 @@ def test_a_version_1_group_limits_cores_and_memory(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.limit_in_bytes": str(3 * 2**30),
     }
     root = machine(tmp_path, files)
-    assert (cgroup_cores(root), cgroup_memory(root)) == (3.0, 3 * 2**30)
+    assert (read_cgroup_cores(root), read_cgroup_memory(root)) == (3.0, 3 * 2**30)
 
 
 def test_no_limit_is_no_limit(tmp_path: Path) -> None:
@@ -151,23 +156,23 @@ def test_no_limit_is_no_limit(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
     }
     root = machine(tmp_path, files)
-    assert cgroup_cores(root) is None
+    assert read_cgroup_cores(root) is None
     assert look(root).memory_bytes == 16 * 2**30
 
 
 def test_a_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:
-    assert cgroup_cores(machine(tmp_path, {})) is None
-    assert cgroup_memory(tmp_path) is None
+    assert read_cgroup_cores(machine(tmp_path, {})) is None
+    assert read_cgroup_memory(tmp_path) is None
 
 
 def test_this_very_machine_can_be_looked_at() -> None:
-    found = this_machine(find_accelerators=list)
-    assert 1 <= found.cores <= found.threads
+    found = discover_machine(find_accelerators=list)
+    assert 1 <= found.physical_cores <= found.logical_cores
     assert found.memory_bytes > 2**28
 
 
 def test_without_a_driver_torch_is_not_asked(tmp_path: Path) -> None:
-    assert accelerators(tmp_path, python="/nowhere/python") == []
+    assert detect_gpus(tmp_path, python="/nowhere/python") == []
 
 
 def fake_python(folder: Path, script: str) -> str:
@@ -181,38 +186,38 @@ def fake_python(folder: Path, script: str) -> str:
 
 def test_gpus_are_listed_by_another_process(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "print('a notice')\nprint('[[\"NVIDIA B200\", 180, [10, 0], \"57a6\"]]')")
-    assert accelerators(tmp_path, python) == [Accelerator("NVIDIA B200", 180, (10, 0), "57a6")]
+    assert detect_gpus(tmp_path, python) == [DetectedGpu("NVIDIA B200", 180, (10, 0), "57a6")]
 
 
 def test_a_driver_that_torch_cannot_use_is_an_error_in_one_line(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "raise SystemExit('x\\nNo CUDA runtime')")
     with pytest.raises(UnfitNodeError, match="cannot list the GPUs: No CUDA runtime"):
-        accelerators(tmp_path, python)
+        detect_gpus(tmp_path, python)
 
 
 def test_a_driver_that_hangs_is_an_error(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "import signal; signal.pause()")
     with pytest.raises(UnfitNodeError, match="does not answer"):
-        accelerators(tmp_path, python, timeout=0.3)
+        detect_gpus(tmp_path, python, timeout=0.3)
 
 
 def test_a_gpu_of_intels_is_asked_for_where_its_driver_is(tmp_path: Path) -> None:
     python = fake_python(tmp_path, 'print(\'[["Intel Max 1550", 64, null, "", "xpu", false, true]]\')')
     (tmp_path / "dev/nvidiactl").unlink()
-    assert accelerators(tmp_path, python) == []
+    assert detect_gpus(tmp_path, python) == []
     vendor = tmp_path / "sys/class/drm/renderD128/device/vendor"
     vendor.parent.mkdir(parents=True)
     vendor.write_text("0x8086\n")
-    assert accelerators(tmp_path, python) == [Accelerator("Intel Max 1550", 64, device="xpu")]
+    assert detect_gpus(tmp_path, python) == [DetectedGpu("Intel Max 1550", 64, device="xpu")]
 
 
 def test_torch_itself_lists_its_gpus_in_that_form() -> None:
-    done = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", LIST_GPUS_SCRIPT], capture_output=True, text=True, check=True)
     assert isinstance(json.loads(done.stdout), list)
 
 
-H200, ARC = Accelerator("NVIDIA H200", 141, (9, 0)), Accelerator("Intel Arc A770", 16, device="xpu", float64=False)
-MAX, MI300X = Accelerator("Intel Max 1550", 64, device="xpu"), Accelerator("AMD MI300X", 192, rocm=True)
+H200, ARC = DetectedGpu("NVIDIA H200", 141, (9, 0)), DetectedGpu("Intel Arc A770", 16, device="xpu", has_float64=False)
+MAX, MI300X = DetectedGpu("Intel Max 1550", 64, device="xpu"), DetectedGpu("AMD MI300X", 192, rocm=True)
 
 
 @pytest.mark.parametrize(
@@ -226,17 +231,17 @@ MAX, MI300X = Accelerator("Intel Max 1550", 64, device="xpu"), Accelerator("AMD 
     ],
 )
 def test_what_trains_is_what_the_recipe_asks_for(
-    gpu: Accelerator, device: str, found: tuple[str, int, bool], tmp_path: Path
+    gpu: DetectedGpu, device: str, found: tuple[str, int, bool], tmp_path: Path
 ) -> None:
     machine_ = look(machine(tmp_path, {}), [gpu], device=device)
-    assert (machine_.device, machine_.gpus, machine_.rocm) == found
+    assert (machine_.device, machine_.num_gpus, machine_.rocm) == found
 
 
 def test_for_the_cpu_no_gpu_is_asked(tmp_path: Path) -> None:
-    def ask() -> list[Accelerator]:
+    def ask() -> list[DetectedGpu]:
         raise AssertionError
 
-    assert this_machine(machine(tmp_path, {}), (0, 1), ask, "cpu").device == "cpu"
+    assert discover_machine(machine(tmp_path, {}), (0, 1), ask, "cpu").device == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +258,7 @@ def test_for_the_cpu_no_gpu_is_asked(tmp_path: Path) -> None:
     ],
 )
 def test_a_device_that_is_not_here_is_refused_with_what_is(
-    gpus: list[Accelerator], device: str, told: str, tmp_path: Path
+    gpus: list[DetectedGpu], device: str, told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RecipeError, match=f"^device: found {device}, but .*{told}"):
         look(machine(tmp_path, {}), gpus, device=device)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.disks import Disk, disks, mount_of
+from phalanx.cluster.disks import Disk, discover_disks, find_mount
 
 MOUNTS = """\
 22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -46,48 +46,48 @@ NVME = Disk("nvme0n1", 3907029168 * 512, False, "SAMSUNG MZQL2")
 
 
 def test_disks_have_size_kind_and_model(root: Path) -> None:
-    assert disks(root) == (Disk("dm-0", 2048 * 512, True), NVME)
+    assert discover_disks(root) == (Disk("dm-0", 2048 * 512, True), NVME)
 
 
 def test_a_machine_without_disks_has_none(tmp_path: Path) -> None:
-    assert disks(tmp_path) == ()
+    assert discover_disks(tmp_path) == ()
 
 
 def test_a_folder_lies_on_the_disk_of_its_partition(root: Path) -> None:
-    mount = mount_of(Path("/home/me"), root)
+    mount = find_mount(Path("/home/me"), root)
     assert mount is not None
-    assert (mount.point, mount.kind, mount.disk, mount.shared) == ("/", "ext4", NVME, False)
+    assert (mount.mount_point, mount.file_system, mount.disk, mount.is_shared) == ("/", "ext4", NVME, False)
 
 
 def test_the_deepest_mount_counts(root: Path) -> None:
-    mount = mount_of(Path("/scratch/runs"), root)
+    mount = find_mount(Path("/scratch/runs"), root)
     assert mount is not None
-    assert (mount.kind, mount.shared, mount.disk) == ("lustre", True, None)
+    assert (mount.file_system, mount.is_shared, mount.disk) == ("lustre", True, None)
 
 
 def test_names_that_only_begin_alike_are_other_folders(root: Path) -> None:
-    mount = mount_of(Path("/scratchy"), root)
+    mount = find_mount(Path("/scratchy"), root)
     assert mount is not None
-    assert mount.point == "/"
+    assert mount.mount_point == "/"
 
 
 def test_spaces_are_read_as_mount_tables_write_them(root: Path) -> None:
-    mount = mount_of(Path("/scratch/my data/x"), root)
+    mount = find_mount(Path("/scratch/my data/x"), root)
     assert mount is not None
-    assert mount.kind == "tmpfs"
+    assert mount.file_system == "tmpfs"
 
 
 def test_the_last_mount_on_a_point_hides_the_others(root: Path) -> None:
-    mount = mount_of(Path("/old"), root)
+    mount = find_mount(Path("/old"), root)
     assert mount is not None
-    assert (mount.kind, mount.disk) == ("xfs", Disk("dm-0", 2048 * 512, True))
+    assert (mount.file_system, mount.disk) == ("xfs", Disk("dm-0", 2048 * 512, True))
 
 
 def test_a_file_system_in_user_space_is_believed_to_be_shared(root: Path) -> None:
-    mount = mount_of(Path("/mine"), root)
+    mount = find_mount(Path("/mine"), root)
     assert mount is not None
-    assert mount.shared
+    assert mount.is_shared
 
 
 def test_without_a_mount_table_nothing_is_known(tmp_path: Path) -> None:
-    assert mount_of(Path("/home"), tmp_path) is None
+    assert find_mount(Path("/home"), tmp_path) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.environment import environment, git_state, relevant
+from phalanx.cluster.environment import collect_environment, read_git_state, relevant_variables
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -23,7 +23,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_it_names_versions_and_command_and_is_json(tmp_path: Path) -> None:
-    found = environment(["phalanx", "train", "a.yaml"], tmp_path, {})
+    found = collect_environment(["phalanx", "train", "a.yaml"], tmp_path, {})
     assert found["command"] == ["phalanx", "train", "a.yaml"]
     assert found["torch"]
     assert found["python"].startswith("3.")
@@ -38,12 +38,12 @@ def test_only_variables_that_matter_are_kept() -> None:
         "API_KEY": "secret",
         "HOME": "/",
     }
-    assert relevant(given) == {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+    assert relevant_variables(given) == {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
 
 
 @needs_git
 def test_a_clean_repository_is_its_commit(repository: Path) -> None:
-    state = git_state(repository)
+    state = read_git_state(repository)
     assert state is not None
     assert len(state["commit"]) == 40
     assert (state["dirty"], state["untracked_files"]) == (False, 0)
@@ -52,7 +52,7 @@ def test_a_clean_repository_is_its_commit(repository: Path) -> None:
 @needs_git
 def test_a_changed_file_makes_it_dirty(repository: Path) -> None:
     (repository / "recipe.yaml").write_text("name: b\n")
-    state = git_state(repository)
+    state = read_git_state(repository)
     assert state is not None
     assert state["dirty"]
 
@@ -60,7 +60,7 @@ def test_a_changed_file_makes_it_dirty(repository: Path) -> None:
 @needs_git
 def test_a_file_that_git_does_not_know_is_counted(repository: Path) -> None:
     (repository / "my_model.py").touch()
-    state = git_state(repository)
+    state = read_git_state(repository)
     assert state is not None
     assert (state["dirty"], state["untracked_files"]) == (False, 1)
 
@@ -69,17 +69,17 @@ def test_a_file_that_git_does_not_know_is_counted(repository: Path) -> None:
 def test_changes_outside_the_recipes_folder_do_not_count(repository: Path) -> None:
     (repository / "inner").mkdir()
     (repository / "recipe.yaml").write_text("name: b\n")
-    state = git_state(repository / "inner")
+    state = read_git_state(repository / "inner")
     assert state is not None
     assert not state["dirty"]
 
 
 def test_a_folder_outside_a_repository_has_no_state(tmp_path: Path) -> None:
-    assert git_state(tmp_path) is None
+    assert read_git_state(tmp_path) is None
 
 
 def test_a_machine_without_git_has_no_state(tmp_path: Path) -> None:
-    assert git_state(tmp_path, git=str(tmp_path / "git")) is None
+    assert read_git_state(tmp_path, git=str(tmp_path / "git")) is None
 
 
 def test_the_room_does_not_import_torch() -> None:
@@ -91,12 +91,12 @@ def test_the_room_does_not_import_torch() -> None:
 
 
 def test_a_jobs_token_is_never_recorded() -> None:
-    assert relevant({"PHALANX_TOKEN": "0123", "PHALANX_NUM_NODES": "2"}) == {"PHALANX_NUM_NODES": "2"}
+    assert relevant_variables({"PHALANX_TOKEN": "0123", "PHALANX_NUM_NODES": "2"}) == {"PHALANX_NUM_NODES": "2"}
 
 
 def test_what_names_itself_a_secret_is_not_recorded(tmp_path: Path) -> None:
     given = {"NCCL_AUTH_SECRET": "s", "PHALANX_API_PASSWORD": "s", "PHALANX_TOKEN": "s", "PHALANX_STORE_KEY": "s"}
     argv = ["phalanx", "train", "a.yaml", "model.args.api_key=s3cret", "--token=s3cret", "optimizer.lr=1"]
-    found = environment(argv, tmp_path, {**given, "NCCL_DEBUG": "INFO"})
+    found = collect_environment(argv, tmp_path, {**given, "NCCL_DEBUG": "INFO"})
     assert found["environment_variables"] == {"NCCL_DEBUG": "INFO"}
     assert found["command"] == [*argv[:3], "model.args.api_key=...", "--token=...", "optimizer.lr=1"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import gpu_energy
-from phalanx.cluster.discover import Accelerator
+from phalanx.cluster.discover import DetectedGpu
 from phalanx.errors import UnfitNodeError
 
 
@@ -32,24 +32,24 @@ def library(**counters: int | None) -> Any:
 
 
 def test_the_energy_of_gpus_is_the_sum_of_their_counters() -> None:
-    assert gpu_energy.joules(["a", "b"], library(a=1500, b=500, c=9)) == 2.0
+    assert gpu_energy.read_gpu_joules(["a", "b"], library(a=1500, b=500, c=9)) == 2.0
 
 
 @pytest.mark.parametrize("uuids", [[], ["a", "old"], ["a", "gone"]])
 def test_nothing_is_said_of_gpus_of_which_one_does_not_count(uuids: list[str]) -> None:
-    assert gpu_energy.joules(uuids, library(a=1500, old=None)) is None
+    assert gpu_energy.read_gpu_joules(uuids, library(a=1500, old=None)) is None
 
 
 def test_a_workers_gpus_are_the_first_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_energy, "find_nvml", lambda: library(a=1000, b=2000))
-    monkeypatch.setattr(gpu_energy, "accelerators", lambda: [Accelerator("X", 1, None, uuid) for uuid in ("b", "a")])
-    assert [gpu_energy.joules_here(count) for count in (1, 2, 3)] == [2.0, 3.0, None]
+    monkeypatch.setattr(gpu_energy, "import_nvml", lambda: library(a=1000, b=2000))
+    monkeypatch.setattr(gpu_energy, "detect_gpus", lambda: [DetectedGpu("X", 1, None, uuid) for uuid in ("b", "a")])
+    assert [gpu_energy.read_local_gpu_joules(count) for count in (1, 2, 3)] == [2.0, 3.0, None]
 
 
 def test_a_broken_driver_says_nothing_of_energy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> list[Accelerator]:
+    def broken() -> list[DetectedGpu]:
         raise UnfitNodeError("a GPU does not answer")
 
-    monkeypatch.setattr(gpu_energy, "find_nvml", lambda: library(a=1000))
-    monkeypatch.setattr(gpu_energy, "accelerators", broken)
-    assert gpu_energy.joules_here(1) is None
+    monkeypatch.setattr(gpu_energy, "import_nvml", lambda: library(a=1000))
+    monkeypatch.setattr(gpu_energy, "detect_gpus", broken)
+    assert gpu_energy.read_local_gpu_joules(1) is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.gpu_links import GpuLinks, clock_share, gpu_links, pcie_gbps, scale_up
+from phalanx.cluster.gpu_links import GpuLinks, choose_scale_up, discover_gpu_links, lowest_clock_share, pcie_gbps
 
 
 def device(root: Path, bus: str, **files: str) -> None:
@@ -94,22 +94,24 @@ def test_pcie_is_counted_one_way_without_its_coding() -> None:
 
 def test_the_kernel_knows_lanes_and_generations(tmp_path: Path) -> None:
     device(tmp_path, "0000:1b:00.0")
-    assert gpu_links(tmp_path, Library(answers=False)) == (GpuLinks("0000:1b:00.0", "NVIDIA", 16, 16, 1, 5, numa=1),)
+    assert discover_gpu_links(tmp_path, Library(answers=False)) == (
+        GpuLinks("0000:1b:00.0", "NVIDIA", 16, 16, 1, 5, numa_node=1),
+    )
 
 
 def test_other_devices_are_no_gpus(tmp_path: Path) -> None:
     device(tmp_path, "0000:01:00.0", vendor="0x8086")
     device(tmp_path, "0000:02:00.0", **{"class": "0x020000"})
-    assert gpu_links(tmp_path, Library(answers=False)) == ()
+    assert discover_gpu_links(tmp_path, Library(answers=False)) == ()
 
 
 def test_a_gpu_at_rest_is_not_narrow_one_with_half_its_lanes_is(tmp_path: Path) -> None:
     device(tmp_path, "0000:01:00.0")
     device(tmp_path, "0000:02:00.0", current_link_width="8")
-    fine, half = gpu_links(tmp_path, Library(answers=False))
-    assert fine.narrow is None
-    assert half.narrow is not None
-    assert "8 of 16 lanes" in half.narrow
+    fine, half = discover_gpu_links(tmp_path, Library(answers=False))
+    assert fine.narrow_link_warning is None
+    assert half.narrow_link_warning is not None
+    assert "8 of 16 lanes" in half.narrow_link_warning
 
 
 def test_a_device_without_pcie_tells_nothing(tmp_path: Path) -> None:
@@ -117,37 +119,37 @@ def test_a_device_without_pcie_tells_nothing(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "vendor").write_text("0x1002\n")
     (folder / "class").write_text("0x120000\n")
-    (found,) = gpu_links(tmp_path, Library(answers=False))
-    assert (found.vendor, found.host_gbps, found.narrow) == ("AMD", None, None)
+    (found,) = discover_gpu_links(tmp_path, Library(answers=False))
+    assert (found.vendor, found.host_gbps, found.narrow_link_warning) == ("AMD", None, None)
 
 
 def test_the_library_is_asked_first_and_closed_again(tmp_path: Path) -> None:
     library = Library()
-    first, second = gpu_links(tmp_path, library)
+    first, second = discover_gpu_links(tmp_path, library)
     assert first == GpuLinks("0000:1a:00.0", "NVIDIA", 16, 16, None, 5, 18, 4)
-    assert second.bus == "0000:3b:00.0"
+    assert second.pci_address == "0000:3b:00.0"
     assert library.open == 0
 
 
 def test_nvlink_joins_gpus_that_all_have_it(tmp_path: Path) -> None:
-    network = scale_up(gpu_links(tmp_path, Library()))
+    network = choose_scale_up(discover_gpu_links(tmp_path, Library()))
     assert network is not None
     assert (network.link, network.gbps, network.domain, network.kind) == ("NVLink 4", 450.0, 2, "switch")
 
 
 def test_else_the_slowest_pcie_link_counts(tmp_path: Path) -> None:
-    network = scale_up(gpu_links(tmp_path, Library(links=0)))
+    network = choose_scale_up(discover_gpu_links(tmp_path, Library(links=0)))
     assert network is not None
     assert (network.link, network.kind) == ("PCIe 5", "pcie")
     assert network.gbps == pytest.approx(31.5, abs=0.1)
 
 
 def test_one_gpu_has_no_network() -> None:
-    assert scale_up((GpuLinks("0000:01:00.0", lanes=16, most_generation=4),)) is None
-    assert scale_up((GpuLinks("a"), GpuLinks("b"))) is None
+    assert choose_scale_up((GpuLinks("0000:01:00.0", lanes=16, max_pcie_generation=4),)) is None
+    assert choose_scale_up((GpuLinks("a"), GpuLinks("b"))) is None
 
 
 def test_the_slowest_clock_counts() -> None:
-    assert clock_share(Library()) == 0.5
-    assert clock_share(Library(answers=False)) is None
-    assert clock_share(None) is None
+    assert lowest_clock_share(Library()) == 0.5
+    assert lowest_clock_share(Library(answers=False)) is None
+    assert lowest_clock_share(None) is None

@@ -4,36 +4,36 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.health import Finding, Verdict
-from phalanx.cluster.health.examine import Report
-from phalanx.cluster.health.fleet import compare
+from phalanx.cluster.health import HealthFinding, HealthVerdict
+from phalanx.cluster.health.examine import NodeHealthReport
+from phalanx.cluster.health.fleet import compare_nodes
 
 SOFTWARE = {"torch": "2.13.0", "phalanx": "0.1.0", "python": "3.12.1", "numpy": "2", "kernel": "6.1", "driver": None}
 
 
-def node(name: str, seconds: float | None = 0.010, time: float = 1000.0, **given: Any) -> Report:
+def node(name: str, seconds: float | None = 0.010, time: float = 1000.0, **given: Any) -> NodeHealthReport:
     findings = [
-        Finding("versions", Verdict.OK, "", {**SOFTWARE, **given.get("software", {})}),
-        Finding("clock", Verdict.OK, "", {"server_offset": given.get("offset")}),
-        Finding("disk-throughput", Verdict.OK, "", {"written": given.get("written", 1e9)}),
+        HealthFinding("versions", HealthVerdict.PASS, "", {**SOFTWARE, **given.get("software", {})}),
+        HealthFinding("clock", HealthVerdict.PASS, "", {"server_offset": given.get("offset")}),
+        HealthFinding("disk-throughput", HealthVerdict.PASS, "", {"written": given.get("written", 1e9)}),
     ]
     if seconds is not None:
         figures = {"device": given.get("device", "H100"), "seconds": seconds}
-        findings.append(Finding("matmul", Verdict.OK, "", figures))
-    return Report(name, time, 5.0, tuple(findings))
+        findings.append(HealthFinding("matmul", HealthVerdict.PASS, "", figures))
+    return NodeHealthReport(name, time, 5.0, tuple(findings))
 
 
-def verdicts(check: str, *reports: Report) -> list[Verdict | None]:
+def verdicts(check: str, *reports: NodeHealthReport) -> list[HealthVerdict | None]:
     """Of one comparison, node by node; None where nothing is said."""
-    found = compare(reports)
+    found = compare_nodes(reports)
     return [next((each.verdict for each in found[report.node] if each.check == check), None) for report in reports]
 
 
-OK, WARN, BAD, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.BAD, Verdict.UNKNOWN
+OK, WARN, BAD, UNKNOWN = HealthVerdict.PASS, HealthVerdict.WARN, HealthVerdict.FAIL, HealthVerdict.UNKNOWN
 
 
 def test_of_three_nodes_the_slow_one_is_named() -> None:
-    found = compare([node("n1"), node("n2", 0.0135), node("n3", 0.0101)])
+    found = compare_nodes([node("n1"), node("n2", 0.0135), node("n3", 0.0101)])
     (pace,) = [each for each in found["n2"] if each.check == "fleet/matmul"]
     assert pace.verdict is BAD
     assert pace.reason == "25% below the median of 3 nodes"
@@ -58,16 +58,18 @@ def test_a_node_that_did_not_measure_is_unknown() -> None:
 
 def test_the_slowest_gpu_of_a_node_counts() -> None:
     one = node("n3")
-    slow = Finding("matmul/gpu1", OK, "", {"device": "H100", "seconds": 0.02})
-    both = Report("n3", one.time, 5.0, (*one.findings, slow))
+    slow = HealthFinding("matmul/gpu1", OK, "", {"device": "H100", "seconds": 0.02})
+    both = NodeHealthReport("n3", one.written_at, 5.0, (*one.findings, slow))
     assert verdicts("fleet/matmul", node("n1"), node("n2"), both) == [OK, OK, BAD]
 
 
 @pytest.mark.parametrize(("name", "verdict"), [("torch", BAD), ("phalanx", BAD), ("kernel", WARN), ("driver", WARN)])
-def test_software_that_differs_from_the_others_is_told(name: str, verdict: Verdict) -> None:
+def test_software_that_differs_from_the_others_is_told(name: str, verdict: HealthVerdict) -> None:
     odd = node("n3", software={name: "9"})
     assert verdicts("fleet/versions", node("n1"), node("n2"), odd) == [OK, OK, verdict]
-    assert f"{name} 9, where 2 of 3 nodes have {SOFTWARE[name]}" in str(compare([node("n1"), node("n2"), odd])["n3"])
+    assert f"{name} 9, where 2 of 3 nodes have {SOFTWARE[name]}" in str(
+        compare_nodes([node("n1"), node("n2"), odd])["n3"]
+    )
 
 
 def test_of_two_nodes_with_different_software_neither_is_right() -> None:

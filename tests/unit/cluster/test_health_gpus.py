@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from phalanx.cluster.gpu_links import GpuLinks
-from phalanx.cluster.health import Site, Verdict, gpus, kernel_log, quick
-from phalanx.cluster.health.finding import Finding
-from phalanx.cluster.health.gpus import Gpu
-from phalanx.cluster.health.kernel_log import Line
-from phalanx.cluster.health.quick import present
+from phalanx.cluster.health import CheckContext, HealthVerdict, gpus, kernel_log, run_preflight
+from phalanx.cluster.health.finding import HealthFinding
+from phalanx.cluster.health.gpus import GpuState
+from phalanx.cluster.health.kernel_log import KernelMessage
+from phalanx.cluster.health.quick import check_gpus_present
 
 
 class NVMLError(Exception):
@@ -78,48 +78,48 @@ class Library:
         return function
 
 
-def site(root: Path, count: int | None = 2) -> Site:
+def site(root: Path, count: int | None = 2) -> CheckContext:
     """A machine with a driver that has so many GPUs; None: without a driver."""
     if count is not None:
         (root / "dev").mkdir()
         (root / "dev/nvidiactl").touch()
         for index in range(count):
             (root / f"proc/driver/nvidia/gpus/0000:0{index}:00.0").mkdir(parents=True)
-    return Site(root, root, root, root)
+    return CheckContext(root, root, root, root)
 
 
-def found(root: Path, nvml: Any, expected: int | None = 2) -> dict[str, Finding]:
-    return {each.check: each for each in gpus.check(site(root), expected, "as asked", nvml)}
+def found(root: Path, nvml: Any, expected: int | None = 2) -> dict[str, HealthFinding]:
+    return {each.check: each for each in gpus.check_gpus(site(root), expected, "as asked", nvml)}
 
 
 def test_gpus_that_are_well_are_fine(tmp_path: Path) -> None:
-    assert {each.verdict for each in found(tmp_path, Library()).values()} == {Verdict.OK}
+    assert {each.verdict for each in found(tmp_path, Library()).values()} == {HealthVerdict.PASS}
 
 
 def test_fewer_gpus_than_expected_are_bad(tmp_path: Path) -> None:
-    assert found(tmp_path, Library(), expected=8)["gpus/count"].verdict is Verdict.BAD
+    assert found(tmp_path, Library(), expected=8)["gpus/count"].verdict is HealthVerdict.FAIL
 
 
 def test_a_lost_gpu_is_bad_and_does_not_count(tmp_path: Path) -> None:
     said = found(tmp_path, Library(lost=1))
-    assert said["gpus/count"].verdict is Verdict.BAD
+    assert said["gpus/count"].verdict is HealthVerdict.FAIL
     assert "does not answer (GPU is lost)" in said["gpus/gpu1"].reason
 
 
 def test_a_driver_that_does_not_answer_is_bad(tmp_path: Path) -> None:
-    assert found(tmp_path, Library(silent=NVMLError("Driver Not Loaded")))["gpus/count"].verdict is Verdict.BAD
+    assert found(tmp_path, Library(silent=NVMLError("Driver Not Loaded")))["gpus/count"].verdict is HealthVerdict.FAIL
 
 
 @pytest.mark.parametrize("nvml", [None, Library(silent=NoLibrary())])
 def test_without_the_library_gpus_are_counted_and_the_rest_is_unknown(tmp_path: Path, nvml: Any) -> None:
     said = found(tmp_path, nvml)
-    assert said["gpus/count"].verdict is Verdict.OK
-    assert said["gpus/state"].verdict is Verdict.UNKNOWN
+    assert said["gpus/count"].verdict is HealthVerdict.PASS
+    assert said["gpus/state"].verdict is HealthVerdict.UNKNOWN
 
 
 def test_a_driver_that_shows_no_gpu_is_no_machine_without_one(tmp_path: Path) -> None:
-    count, *_ = gpus.check(site(tmp_path, 0), None, "", None)
-    assert count.verdict is Verdict.UNKNOWN
+    count, *_ = gpus.check_gpus(site(tmp_path, 0), None, "", None)
+    assert count.verdict is HealthVerdict.UNKNOWN
 
 
 def test_amds_gpus_are_counted_and_nvidias_library_is_not_asked(tmp_path: Path) -> None:
@@ -130,35 +130,40 @@ def test_amds_gpus_are_counted_and_nvidias_library_is_not_asked(tmp_path: Path) 
         folder.mkdir(parents=True)
         (folder / "gpu_id").write_text(f"{number}\n")
     (tmp_path / "proc").mkdir()
-    count, state = gpus.check(Site(tmp_path, tmp_path, tmp_path, tmp_path), 2, "as asked", Library())
-    assert count.verdict is Verdict.OK
-    assert state.verdict is Verdict.UNKNOWN
+    count, state = gpus.check_gpus(CheckContext(tmp_path, tmp_path, tmp_path, tmp_path), 2, "as asked", Library())
+    assert count.verdict is HealthVerdict.PASS
+    assert state.verdict is HealthVerdict.UNKNOWN
 
 
 def test_a_machine_without_gpus_is_fine_unless_some_are_expected(tmp_path: Path) -> None:
     here = site(tmp_path, None)
-    assert [each.verdict for each in gpus.check(here, None, "", None)] == [Verdict.OK]
-    assert [each.verdict for each in gpus.check(here, 8, "as asked", None)] == [Verdict.BAD]
+    assert [each.verdict for each in gpus.check_gpus(here, None, "", None)] == [HealthVerdict.PASS]
+    assert [each.verdict for each in gpus.check_gpus(here, 8, "as asked", None)] == [HealthVerdict.FAIL]
 
 
 @pytest.mark.parametrize(
     ("function", "value", "verdict", "words"),
     [
-        ("nvmlDeviceGetMemoryInfo", SimpleNamespace(used=20, total=100), Verdict.WARN, "20% of its memory is held"),
-        ("nvmlDeviceGetMemoryInfo", SimpleNamespace(used=60, total=100), Verdict.BAD, "60%"),
-        ("nvmlDeviceGetTemperature", 87, Verdict.WARN, "3 degrees below"),
-        ("nvmlDeviceGetTemperature", 91, Verdict.BAD, "see cooling"),
-        ("nvmlDeviceGetRemappedRows", (0, 0, 1, 0), Verdict.WARN, "next reset"),
-        ("nvmlDeviceGetRemappedRows", (0, 0, 0, 1), Verdict.BAD, "replace the board"),
-        ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x40, Verdict.BAD, "too hot"),
-        ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x20, Verdict.WARN, "too hot"),
-        ("nvmlDeviceGetTotalEccErrors", 3, Verdict.BAD, "3 memory errors that could not be corrected"),
-        ("nvmlDeviceGetRetiredPages", [1, 2], Verdict.WARN, "4 pages"),
-        ("nvmlDeviceGetRetiredPages", [0] * 31, Verdict.BAD, "62 pages"),
+        (
+            "nvmlDeviceGetMemoryInfo",
+            SimpleNamespace(used=20, total=100),
+            HealthVerdict.WARN,
+            "20% of its memory is held",
+        ),
+        ("nvmlDeviceGetMemoryInfo", SimpleNamespace(used=60, total=100), HealthVerdict.FAIL, "60%"),
+        ("nvmlDeviceGetTemperature", 87, HealthVerdict.WARN, "3 degrees below"),
+        ("nvmlDeviceGetTemperature", 91, HealthVerdict.FAIL, "see cooling"),
+        ("nvmlDeviceGetRemappedRows", (0, 0, 1, 0), HealthVerdict.WARN, "next reset"),
+        ("nvmlDeviceGetRemappedRows", (0, 0, 0, 1), HealthVerdict.FAIL, "replace the board"),
+        ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x40, HealthVerdict.FAIL, "too hot"),
+        ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x20, HealthVerdict.WARN, "too hot"),
+        ("nvmlDeviceGetTotalEccErrors", 3, HealthVerdict.FAIL, "3 memory errors that could not be corrected"),
+        ("nvmlDeviceGetRetiredPages", [1, 2], HealthVerdict.WARN, "4 pages"),
+        ("nvmlDeviceGetRetiredPages", [0] * 31, HealthVerdict.FAIL, "62 pages"),
     ],
 )
 def test_what_is_wrong_with_a_gpu_is_told(
-    tmp_path: Path, function: str, value: Any, verdict: Verdict, words: str
+    tmp_path: Path, function: str, value: Any, verdict: HealthVerdict, words: str
 ) -> None:
     said = found(tmp_path, Library({function: value}))["gpus/gpu0"]
     assert said.verdict is verdict
@@ -166,18 +171,18 @@ def test_what_is_wrong_with_a_gpu_is_told(
 
 
 def test_who_holds_a_gpus_memory_is_named() -> None:
-    (said,) = gpus.evaluate([Gpu(0, memory_share=0.9, pids=(4711,))])
+    (said,) = gpus.evaluate_gpus([GpuState(0, used_memory_share=0.9, process_ids=(4711,))])
     assert "by process 4711" in said.reason
 
 
 def test_a_power_limit_is_no_fault() -> None:
-    assert gpus.judged(Gpu(0, brakes=0x4 | 0x1)) == []
+    assert gpus.find_gpu_problems(GpuState(0, throttle_bits=0x4 | 0x1)) == []
 
 
 def test_missing_nvlinks_are_told() -> None:
     whole = GpuLinks("0000:00:00.0", nvlinks=18)
-    (said,) = gpus.links((whole, replace(whole, bus="0000:01:00.0", nvlinks=17)))
-    assert said.verdict is Verdict.WARN
+    (said,) = gpus.evaluate_gpu_links((whole, replace(whole, pci_address="0000:01:00.0", nvlinks=17)))
+    assert said.verdict is HealthVerdict.WARN
     assert said.reason == "GPU 0000:01:00.0: 17 of 18 NVLinks are up"
 
 
@@ -187,16 +192,16 @@ XID79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus."
 @pytest.mark.parametrize(
     ("age", "text", "verdict"),
     [
-        (60.0, XID79, Verdict.BAD),
-        (90000.0, XID79, Verdict.WARN),
-        (60.0, XID79.replace("79", "31"), Verdict.OK),
-        (60.0, XID79.replace("79", "63"), Verdict.WARN),
-        (60.0, "blk_update_request: I/O error, dev sda, sector 1", Verdict.WARN),
-        (60.0, "[Firmware Bug]: TSC doesn't count with P0 frequency!", Verdict.OK),
+        (60.0, XID79, HealthVerdict.FAIL),
+        (90000.0, XID79, HealthVerdict.WARN),
+        (60.0, XID79.replace("79", "31"), HealthVerdict.PASS),
+        (60.0, XID79.replace("79", "63"), HealthVerdict.WARN),
+        (60.0, "blk_update_request: I/O error, dev sda, sector 1", HealthVerdict.WARN),
+        (60.0, "[Firmware Bug]: TSC doesn't count with P0 frequency!", HealthVerdict.PASS),
     ],
 )
-def test_the_kernels_messages_are_judged(age: float, text: str, verdict: Verdict) -> None:
-    (said,) = kernel_log.evaluate([Line(age, text)])
+def test_the_kernels_messages_are_judged(age: float, text: str, verdict: HealthVerdict) -> None:
+    (said,) = kernel_log.evaluate_kernel_log([KernelMessage(age, text)])
     assert said.verdict is verdict
 
 
@@ -205,26 +210,28 @@ def test_the_kernels_messages_are_read_with_their_age(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "dev/kmsg").write_text(f"3,100,5000000,-;{XID79}\n SUBSYSTEM=pci\n")
     (tmp_path / "proc/uptime").write_text("65.00 100.0\n")
-    assert kernel_log.lines(Site(tmp_path, tmp_path, tmp_path, tmp_path)) == [Line(60.0, XID79)]
+    assert kernel_log.read_kernel_messages(CheckContext(tmp_path, tmp_path, tmp_path, tmp_path)) == [
+        KernelMessage(60.0, XID79)
+    ]
 
 
 def test_messages_that_may_not_be_read_are_unknown(tmp_path: Path) -> None:
-    (said,) = kernel_log.check(Site(tmp_path, tmp_path, tmp_path, tmp_path))
-    assert said.verdict is Verdict.UNKNOWN
+    (said,) = kernel_log.check_kernel_log(CheckContext(tmp_path, tmp_path, tmp_path, tmp_path))
+    assert said.verdict is HealthVerdict.UNKNOWN
 
 
-def looked(root: Path, expected: int) -> list[Verdict]:
+def looked(root: Path, expected: int) -> list[HealthVerdict]:
     space: Any = lambda path: SimpleNamespace(  # noqa: E731
         f_bavail=2**40, f_blocks=2**41, f_frsize=1, f_files=0, f_favail=0, f_flag=0
     )
-    said = quick(root / "run", expected, root, kernel=lambda: None, space=space)
+    said = run_preflight(root / "run", expected, root, read_clock=lambda: None, statvfs=space)
     return [each.verdict for each in said if each.check == "gpus/count"]
 
 
 def test_an_agent_sees_that_a_gpu_is_gone(tmp_path: Path) -> None:
     site(tmp_path, 7)
-    assert looked(tmp_path, 7) == [Verdict.OK]
-    assert looked(tmp_path, 8) == [Verdict.BAD]
+    assert looked(tmp_path, 7) == [HealthVerdict.PASS]
+    assert looked(tmp_path, 8) == [HealthVerdict.FAIL]
 
 
 def test_an_agent_sees_that_a_gpu_fell_off_the_bus(tmp_path: Path) -> None:
@@ -233,15 +240,15 @@ def test_an_agent_sees_that_a_gpu_fell_off_the_bus(tmp_path: Path) -> None:
         folder = tmp_path / f"sys/bus/pci/devices/0000:0{index}:00.0"
         folder.mkdir(parents=True)
         (folder / "config").write_bytes(config)
-    assert looked(tmp_path, 2) == [Verdict.OK, Verdict.BAD]
+    assert looked(tmp_path, 2) == [HealthVerdict.PASS, HealthVerdict.FAIL]
 
 
 def test_gpus_whose_driver_hides_its_folder_are_not_missing(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()  # gVisor and WSL2 have no /proc/driver/nvidia
-    here = Site(tmp_path, tmp_path, tmp_path, tmp_path)
-    [said] = present(here, 1)
-    assert said.verdict is Verdict.UNKNOWN
+    here = CheckContext(tmp_path, tmp_path, tmp_path, tmp_path)
+    [said] = check_gpus_present(here, 1)
+    assert said.verdict is HealthVerdict.UNKNOWN
     (tmp_path / "proc/driver/nvidia/gpus").mkdir(parents=True)
-    [said] = present(here, 1)
-    assert said.verdict is Verdict.BAD
+    [said] = check_gpus_present(here, 1)
+    assert said.verdict is HealthVerdict.FAIL

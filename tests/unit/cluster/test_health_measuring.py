@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import Cluster, save_cluster
-from phalanx.cluster.description import Accelerator, Measured, Node, Storage, Timed
+from phalanx.cluster.description import AcceleratorSpec, Measurements, NodeSpec, OpTiming, StorageSpec
 from phalanx.cluster.discover import Cpu, Machine
-from phalanx.cluster.health import Site, Verdict, disk_rate, product
-from phalanx.cluster.health.product import Pace
-from phalanx.cluster.health.remembered import remembered
-from phalanx.cluster.probe.storage import Rates
+from phalanx.cluster.health import CheckContext, HealthVerdict, disk_rate, product
+from phalanx.cluster.health.product import MatmulTiming
+from phalanx.cluster.health.remembered import find_baseline
+from phalanx.cluster.probe.storage import StorageRates
 
 CPU = Cpu("AMD EPYC", "AuthenticAMD")
 MACHINE = Machine("host", "cpu", CPU.name, 1, 2, 2, 2**34, 2**34, CPU)
@@ -19,17 +19,17 @@ KEY = {"cpu": "AMD EPYC", "kernel": "6.1", "torch": "2.13.0", "count": "1"}
 
 
 def probed(**given: Any) -> Cluster:
-    reference = Timed(kind="reference", precision="fp32", bytes=1e7, flops=2e9, seconds=0.010)
-    storage = Storage(node_write_gbps=1.0, node_read_gbps=2.0)
+    reference = OpTiming(kind="reference", precision="fp32", bytes=1e7, flops=2e9, seconds=0.010)
+    storage = StorageSpec(node_write_gbps=1.0, node_read_gbps=2.0)
     whole = {"when": "2026-11-21T12:00:00+0000", "key": KEY, "operations": [reference], "storage": storage, **given}
-    node = Node(accelerator=Accelerator(name="AMD EPYC", tflops={"fp32": 0.2}, memory_gib=16), count=1)
-    return Cluster(name="here", nodes=1, node=node, measured=Measured(**whole), notes={"folder": {"point": "/"}})
+    node = NodeSpec(accelerator=AcceleratorSpec(name="AMD EPYC", tflops={"fp32": 0.2}, memory_gib=16), count=1)
+    return Cluster(name="here", nodes=1, node=node, measured=Measurements(**whole), notes={"folder": {"point": "/"}})
 
 
-def kept(root: Path, cluster: Cluster, name: str = "one.yaml") -> Site:
+def kept(root: Path, cluster: Cluster, name: str = "one.yaml") -> CheckContext:
     (root / "clusters").mkdir(exist_ok=True)
     save_cluster(cluster, root / "clusters" / name)
-    return Site(root, root, root)
+    return CheckContext(root, root, root)
 
 
 class Products:
@@ -44,41 +44,49 @@ class Products:
 
 @pytest.mark.parametrize(
     ("seconds", "verdict"),
-    [(0.009, Verdict.OK), (0.0105, Verdict.OK), (0.0108, Verdict.WARN), (0.0124, Verdict.WARN), (0.0126, Verdict.BAD)],
+    [
+        (0.009, HealthVerdict.PASS),
+        (0.0105, HealthVerdict.PASS),
+        (0.0108, HealthVerdict.WARN),
+        (0.0124, HealthVerdict.WARN),
+        (0.0126, HealthVerdict.FAIL),
+    ],
 )
-def test_a_product_is_held_against_the_probe(seconds: float, verdict: Verdict) -> None:
-    (found,) = product.evaluate("AMD EPYC", [Pace(seconds, 2e9)], 0.010, "2026-11-21")
+def test_a_product_is_held_against_the_probe(seconds: float, verdict: HealthVerdict) -> None:
+    (found,) = product.evaluate_matmul("AMD EPYC", [MatmulTiming(seconds, 2e9)], 0.010, "2026-11-21")
     assert found.verdict is verdict
     assert "the probe of 2026-11-21" in found.reason
 
 
 def test_without_a_probe_there_is_nothing_to_compare_with() -> None:
-    (found,) = product.evaluate("AMD EPYC", [Pace(0.010, 2e9)], None, "")
-    assert found.verdict is Verdict.OK
+    (found,) = product.evaluate_matmul("AMD EPYC", [MatmulTiming(0.010, 2e9)], None, "")
+    assert found.verdict is HealthVerdict.PASS
     assert found.reason.startswith("0.2 TFLOP/s; nothing to compare with")
 
 
 def test_the_slow_gpu_among_its_peers_is_named() -> None:
-    found = product.evaluate("H100", [Pace(0.010, 2e9), Pace(0.010, 2e9), Pace(0.014, 2e9)], None, "")
-    assert [each.verdict for each in found] == [Verdict.OK, Verdict.OK, Verdict.BAD]
+    found = product.evaluate_matmul(
+        "H100", [MatmulTiming(0.010, 2e9), MatmulTiming(0.010, 2e9), MatmulTiming(0.014, 2e9)], None, ""
+    )
+    assert [each.verdict for each in found] == [HealthVerdict.PASS, HealthVerdict.PASS, HealthVerdict.FAIL]
     assert found[2].check == "matmul/gpu2"
 
 
 def test_a_low_clock_is_told_although_the_rate_is_right() -> None:
-    (found,) = product.evaluate("AMD EPYC", [Pace(0.010, 2e9, clock=0.5)], 0.010, "2026-11-21")
-    assert found.verdict is Verdict.WARN
+    (found,) = product.evaluate_matmul("AMD EPYC", [MatmulTiming(0.010, 2e9, clock_share=0.5)], 0.010, "2026-11-21")
+    assert found.verdict is HealthVerdict.WARN
     assert "clock at 50% of its highest" in found.reason
 
 
 def test_a_slow_product_is_measured_again_and_the_best_counts(tmp_path: Path) -> None:
     calls = Products(0.020, 0.0101, 0.009)
-    assert product.measure(MACHINE, calls, 0.010, tmp_path, sleep=lambda seconds: None).seconds == 0.0101
+    assert product.measure_matmul_timing(MACHINE, calls, 0.010, tmp_path, sleep=lambda seconds: None).time_s == 0.0101
     assert calls.seconds == [0.009]
 
 
 def test_a_product_that_stays_slow_is_not_measured_for_ever(tmp_path: Path) -> None:
     calls, pauses = Products(*[0.020] * 5, 0.019, 0.021, 0.021), list[float]()
-    assert product.measure(MACHINE, calls, 0.010, tmp_path, sleep=pauses.append).seconds == 0.019
+    assert product.measure_matmul_timing(MACHINE, calls, 0.010, tmp_path, sleep=pauses.append).time_s == 0.019
     assert calls.seconds == []
     assert len(pauses) == 7
 
@@ -94,54 +102,54 @@ def test_who_else_computes_meanwhile_is_told(tmp_path: Path) -> None:
         return Products(0.020)(function, payload)
 
     clock, own = iter((0.0, 1.0)), iter((0.0, 0.8))
-    pace = product.measure(MACHINE, call, None, tmp_path, lambda: next(clock), lambda: next(own))
-    assert pace.others == pytest.approx(1.2)
-    (found,) = product.evaluate("AMD EPYC", [pace], 0.010, "2026-11-21")
+    pace = product.measure_matmul_timing(MACHINE, call, None, tmp_path, lambda: next(clock), lambda: next(own))
+    assert pace.other_busy_cores == pytest.approx(1.2)
+    (found,) = product.evaluate_matmul("AMD EPYC", [pace], 0.010, "2026-11-21")
     assert "other programs kept 1.2 cores busy meanwhile" in found.reason
 
 
 def test_a_probe_is_found_by_what_must_be_alike(tmp_path: Path) -> None:
     site = kept(tmp_path, probed())
-    assert remembered(site, {"cpu": "AMD EPYC", "kernel": "6.1"}) is not None
-    assert remembered(site, {"cpu": "AMD EPYC", "kernel": "6.2"}) is None
-    assert remembered(site, {"cpu": "AMD EPYC", "count": "8"}, ignoring={"count"}) is not None
+    assert find_baseline(site, {"cpu": "AMD EPYC", "kernel": "6.1"}) is not None
+    assert find_baseline(site, {"cpu": "AMD EPYC", "kernel": "6.2"}) is None
+    assert find_baseline(site, {"cpu": "AMD EPYC", "count": "8"}, ignored_fields={"count"}) is not None
 
 
 def test_a_torn_probe_is_passed_over(tmp_path: Path) -> None:
     site = kept(tmp_path, probed())
     (tmp_path / "clusters/two.yaml").write_text("nodes: [")
-    assert remembered(site, {"cpu": "AMD EPYC"}) is not None
+    assert find_baseline(site, {"cpu": "AMD EPYC"}) is not None
 
 
 def test_without_probes_nothing_is_remembered(tmp_path: Path) -> None:
-    assert remembered(Site(tmp_path, tmp_path, tmp_path), {}) is None
+    assert find_baseline(CheckContext(tmp_path, tmp_path, tmp_path), {}) is None
 
 
 @pytest.mark.parametrize(
     ("write", "read", "verdict"),
     [
-        (0.9, 1.9, Verdict.OK),
-        (0.4, 1.9, Verdict.WARN),
-        (0.9, 0.15, Verdict.BAD),
-        (0.9, None, Verdict.OK),
-        (0.004, 1.9, Verdict.BAD),
+        (0.9, 1.9, HealthVerdict.PASS),
+        (0.4, 1.9, HealthVerdict.WARN),
+        (0.9, 0.15, HealthVerdict.FAIL),
+        (0.9, None, HealthVerdict.PASS),
+        (0.004, 1.9, HealthVerdict.FAIL),
     ],
 )
-def test_a_disk_is_held_against_the_probe(write: float, read: float | None, verdict: Verdict) -> None:
-    (found,) = disk_rate.evaluate(Rates(write, read, 2**27, "direct"), (1.0, 2.0))
+def test_a_disk_is_held_against_the_probe(write: float, read: float | None, verdict: HealthVerdict) -> None:
+    (found,) = disk_rate.evaluate_disk_throughput(StorageRates(write, read, 2**27, "direct"), (1.0, 2.0))
     assert found.verdict is verdict
 
 
 def test_a_slow_disk_is_slow_without_a_probe_too() -> None:
-    (found,) = disk_rate.evaluate(Rates(0.03, 1.0, 2**27, "direct"), (None, None))
-    assert found.verdict is Verdict.WARN
+    (found,) = disk_rate.evaluate_disk_throughput(StorageRates(0.03, 1.0, 2**27, "direct"), (None, None))
+    assert found.verdict is HealthVerdict.WARN
     assert "written at 30 MB/s" in found.reason
 
 
 def test_another_disk_than_the_probes_is_not_held_against_it() -> None:
-    assert disk_rate.before(probed(), "/") == (1.0, 2.0)
-    assert disk_rate.before(probed(), "/scratch") == (None, None)
-    assert disk_rate.before(None, "/") == (None, None)
+    assert disk_rate.baseline_rates(probed(), "/") == (1.0, 2.0)
+    assert disk_rate.baseline_rates(probed(), "/scratch") == (None, None)
+    assert disk_rate.baseline_rates(None, "/") == (None, None)
 
 
 def test_a_measurement_that_was_killed_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,5 +157,5 @@ def test_a_measurement_that_was_killed_is_cleaned_up(tmp_path: Path, monkeypatch
     for name in (".phalanx-doctor-42-x", ".phalanx-doctor-43-x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "probe.bin").write_bytes(b"x")
-    disk_rate.clean(Site(tmp_path, tmp_path, tmp_path).as_json())
+    disk_rate.remove_scratch(CheckContext(tmp_path, tmp_path, tmp_path).as_json())
     assert [each.name for each in tmp_path.iterdir()] == [".phalanx-doctor-43-x"]

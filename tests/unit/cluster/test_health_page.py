@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from phalanx.cluster.health.checks import CHECKS
-from phalanx.cluster.health.thresholds import GIB, MIB, TABLE, Threshold
+from phalanx.cluster.health.checks import HEALTH_CHECKS
+from phalanx.cluster.health.thresholds import BYTES_PER_GIB, BYTES_PER_MIB, THRESHOLD_BY_NAME, Threshold
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/health-checks.md").read_text()
 
@@ -19,7 +19,7 @@ def figure(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == "bytes":
-        return f"{value / GIB:g} GiB" if value >= GIB else f"{value / MIB:g} MiB"
+        return f"{value / BYTES_PER_GIB:g} GiB" if value >= BYTES_PER_GIB else f"{value / BYTES_PER_MIB:g} MiB"
     if unit == "bytes/s":
         return f"{value / 1e6:g} MB/s"
     if unit.startswith("share"):
@@ -28,15 +28,15 @@ def figure(value: float | None, unit: str) -> str:
 
 
 def row(name: str, one: Threshold) -> list[str]:
-    side = "above" if one.high else "below"
-    cells = [figure(value, one.unit) for value in (one.warn, one.bad)]
-    return [name, *(cell if cell == "-" else f"{side} {cell}" for cell in cells), one.why]
+    side = "above" if one.is_upper else "below"
+    cells = [figure(value, one.unit) for value in (one.warn, one.fail)]
+    return [name, *(cell if cell == "-" else f"{side} {cell}" for cell in cells), one.reason]
 
 
 def test_every_threshold_has_its_row() -> None:
-    assert rows("threshold | WARN | FAIL | why there") == [row(name, one) for name, one in TABLE.items()]
+    assert rows("threshold | WARN | FAIL | why there") == [row(name, one) for name, one in THRESHOLD_BY_NAME.items()]
 
 
 def test_every_check_has_its_row() -> None:
     told = [(cells[0].strip("`"), cells[2]) for cells in rows("check | what | limit")]
-    assert told == [(check.name, f"{check.seconds:g} s") for check in CHECKS]
+    assert told == [(check.name, f"{check.timeout_s:g} s") for check in HEALTH_CHECKS]

@@ -23,20 +23,20 @@ def durations(each: Iterator[float]) -> tuple[Callable[[], None], Callable[[], f
 
 def test_the_median_leaves_out_the_run_that_warms_up() -> None:
     run, clock = durations(iter([9.0, 1.0, 5.0, 2.0, 99.0]))
-    assert median_seconds(run, budget=6.0, clock=clock) == 2.0
+    assert median_seconds(run, budget_s=6.0, clock=clock) == 2.0
 
 
 def test_a_run_is_repeated_until_the_budget_is_spent() -> None:
     each = iter([1.0] * 20)
     run, clock = durations(each)
-    assert median_seconds(run, budget=10.0, clock=clock) == 1.0
+    assert median_seconds(run, budget_s=10.0, clock=clock) == 1.0
     assert len(list(each)) == 9  # one to warm up, ten that count
 
 
 def test_a_run_that_outlasts_the_budget_is_not_repeated() -> None:
     each = iter([50.0] * 5)
     run, clock = durations(each)
-    assert median_seconds(run, budget=1.0, clock=clock) == 50.0
+    assert median_seconds(run, budget_s=1.0, clock=clock) == 50.0
     assert len(list(each)) == 3
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import Cluster, catalogue, load_cluster, save_cluster
-from phalanx.cluster.description import Collective, Measured, Product
-from phalanx.cluster.entries import entries
+from phalanx.cluster.description import CollectiveTiming, GemmTiming, Measurements
+from phalanx.cluster.entries import list_entries
 from phalanx.errors import ExitCode, RecipeError
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cluster-file.md"
@@ -120,7 +120,7 @@ def test_a_node_without_a_network_cannot_be_several() -> None:
 def test_a_short_file_is_filled_in_from_the_catalogue(tmp_path: Path) -> None:
     cluster = load(tmp_path, "nodes: 16\nnode: dgx-h100\n")
     assert (cluster.name, cluster.nodes) == ("room", 16)
-    assert cluster.node == catalogue.node("dgx-h100")
+    assert cluster.node == catalogue.find_node("dgx-h100")
 
 
 def test_a_node_may_be_put_together_from_names(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_node_may_be_put_together_from_names(tmp_path: Path) -> None:
         "  scale_out: {link: InfiniBand NDR, ports: 8}\n"
     )
     node = load(tmp_path, text).node
-    assert node.accelerator == catalogue.accelerator("H100 SXM")
-    assert node.scale_up == catalogue.node("dgx-h100").scale_up
-    assert node.scale_out == catalogue.node("dgx-h100").scale_out
+    assert node.accelerator == catalogue.find_accelerator("H100 SXM")
+    assert node.scale_up == catalogue.find_node("dgx-h100").scale_up
+    assert node.scale_out == catalogue.find_node("dgx-h100").scale_out
 
 
 def test_single_keys_of_an_entry_may_be_changed(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_single_keys_of_an_entry_may_be_changed(tmp_path: Path) -> None:
         "  accelerator: {power_w: 500, tflops: {bf16: 900}}\n"
         "  scale_out: {link: 100GbE}\n"
     )
-    node, usual = load(tmp_path, text).node, catalogue.node("dgx-h100")
+    node, usual = load(tmp_path, text).node, catalogue.find_node("dgx-h100")
     assert (node.cores, node.accelerator.power_w, node.accelerator.memory_gib) == (64, 500, 80)
     assert node.accelerator.tflops == {**usual.accelerator.tflops, "bf16": 900}
     assert node.scale_out is not None
@@ -318,7 +318,7 @@ def test_a_file_that_is_not_there_is_told_with_its_neighbours(tmp_path: Path) ->
 # files that programs write
 
 
-@pytest.mark.parametrize("name", [*catalogue.names("nodes"), "RTX 4090:4", "gb300:144", "h100:4"])
+@pytest.mark.parametrize("name", [*catalogue.list_names("nodes"), "RTX 4090:4", "gb300:144", "h100:4"])
 def test_a_saved_cluster_is_read_back_to_the_same(tmp_path: Path, name: str) -> None:
     cluster = load_cluster(name)
     save_cluster(cluster, tmp_path / "saved.yaml")
@@ -326,11 +326,13 @@ def test_a_saved_cluster_is_read_back_to_the_same(tmp_path: Path, name: str) -> 
 
 
 def test_a_measured_cluster_is_read_back_to_the_same(tmp_path: Path) -> None:
-    measured = Measured(
+    measured = Measurements(
         when="2026-11-21",
         key={"torch": "2.13"},
-        products=[Product(precision="bf16", m=1, n=2, k=3, seconds=1e-6)],
-        collectives=[Collective(kind="all_reduce", backend="nccl", ranks=8, bytes=1024, seconds=1e-5, busbw_gbps=0.1)],
+        products=[GemmTiming(precision="bf16", m=1, n=2, k=3, seconds=1e-6)],
+        collectives=[
+            CollectiveTiming(kind="all_reduce", backend="nccl", ranks=8, bytes=1024, seconds=1e-5, busbw_gbps=0.1)
+        ],
         odd=["no: it is slow"],
     )
     usual = load_cluster("dgx-h100:2")
@@ -375,7 +377,7 @@ def test_the_names_on_the_page_are_clusters() -> None:
 
 
 def test_every_usual_node_can_be_named_by_its_accelerator() -> None:
-    for node in entries("nodes"):
+    for node in list_entries("nodes"):
         if node.values.get("usual"):
             cluster = load_cluster(f"{node.values['accelerator']}:{node.values['count']}")
             assert cluster.node.name == node.name

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.near_cores import cores_near, stay_near
+from phalanx.cluster.near_cores import bind_to_local_cores, find_local_cores
 
 GPU = "0000:1b:00.0"
 
@@ -22,11 +22,11 @@ def machine(root: Path, cores: str) -> Path:
     [("0-3,8-9", {0, 1, 2, 3, 8, 9}), ("5", {5}), ("", set()), ("3-a", set())],
 )
 def test_the_kernels_list_is_read(tmp_path: Path, text: str, expected: set[int]) -> None:
-    assert cores_near(GPU, machine(tmp_path, text)) == expected
+    assert find_local_cores(GPU, machine(tmp_path, text)) == expected
 
 
 def test_of_a_device_that_is_not_there_nothing_is_known(tmp_path: Path) -> None:
-    assert cores_near(GPU, tmp_path) == frozenset()
+    assert find_local_cores(GPU, tmp_path) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,6 @@ def test_a_process_stays_on_cores_that_are_near_and_allowed(
     tmp_path: Path, near: str, allowed: Collection[int], expected: set[int] | None
 ) -> None:
     asked: list[Collection[int]] = []
-    found = stay_near(GPU, machine(tmp_path, near), allowed, asked.append)
+    found = bind_to_local_cores(GPU, machine(tmp_path, near), allowed, asked.append)
     assert asked == ([] if expected is None else [expected])
     assert found == (expected or set())

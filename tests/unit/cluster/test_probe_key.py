@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.cluster.discover import Cpu, Machine
-from phalanx.cluster.probe import default_cluster_file, key_of
+from phalanx.cluster.probe import default_calibration_path, hardware_key
 
 CPU = Cpu("AMD EPYC 9654", "AuthenticAMD", 25, 17, 2.4, ("avx2", "avx512_bf16"))
 MACHINE = Machine("host", "cpu", CPU.name, 1, 2, 4, 2**34, 2**34, CPU)
@@ -15,7 +15,7 @@ def versions(package: str) -> str | None:
 
 
 def test_hardware_and_versions_are_told_as_text(tmp_path: Path) -> None:
-    key = key_of(MACHINE, tmp_path, versions)
+    key = hardware_key(MACHINE, tmp_path, versions)
     assert key.pop("kernel")
     assert key == {
         "format": "1",
@@ -33,21 +33,21 @@ def test_the_driver_is_read_from_its_files(tmp_path: Path) -> None:
     path = tmp_path / "proc/driver/nvidia/version"
     path.parent.mkdir(parents=True)
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\nGCC version: 12\n")
-    assert key_of(MACHINE, tmp_path, versions)["driver"] == "nvidia 570.86.15"
+    assert hardware_key(MACHINE, tmp_path, versions)["driver"] == "nvidia 570.86.15"
     other = tmp_path / "amd"
     (other / "sys/module/amdgpu").mkdir(parents=True)
     (other / "sys/module/amdgpu/version").write_text("6.10.5\n")
-    assert key_of(MACHINE, other, versions)["driver"] == "amdgpu 6.10.5"
+    assert hardware_key(MACHINE, other, versions)["driver"] == "amdgpu 6.10.5"
 
 
 def test_other_hardware_has_another_file(tmp_path: Path) -> None:
-    file = default_cluster_file(MACHINE, tmp_path)
+    file = default_calibration_path(MACHINE, tmp_path)
     assert file.name.startswith("amd-epyc-9654-")
-    assert file == default_cluster_file(replace(MACHINE, host="another"), tmp_path)
-    assert file != default_cluster_file(replace(MACHINE, cores=4), tmp_path)
+    assert file == default_calibration_path(replace(MACHINE, hostname="another"), tmp_path)
+    assert file != default_calibration_path(replace(MACHINE, physical_cores=4), tmp_path)
 
 
 def test_the_cache_folder_is_the_place() -> None:
     from phalanx.run.cache import cache_root
 
-    assert default_cluster_file(MACHINE).parent == cache_root() / "clusters"
+    assert default_calibration_path(MACHINE).parent == cache_root() / "clusters"

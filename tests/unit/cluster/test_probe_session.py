@@ -8,9 +8,15 @@ import pytest
 
 from phalanx.cluster import load_cluster, save_cluster
 from phalanx.cluster.discover import Cpu, Machine
-from phalanx.cluster.probe import Means, NotMeasured, default_processes, probe, verify_reference
+from phalanx.cluster.probe import (
+    Executor,
+    MeasurementFailed,
+    calibrate_machine,
+    default_num_processes,
+    reference_slowdown,
+)
 from phalanx.cluster.probe import storage as storage_module
-from phalanx.cluster.probe.session import SECONDS
+from phalanx.cluster.probe.session import TOTAL_DURATION_S
 
 CPU = Cpu("AMD EPYC 9654", "AuthenticAMD", 25, 17, 2.6, ("avx2", "avx512f", "avx512_bf16"))
 MACHINE = Machine("host", "cpu", CPU.name, 1, 2, 2, 2**34, 2**34, CPU)
@@ -28,75 +34,75 @@ def timed(kind: str, seconds: float, **given: Any) -> dict[str, Any]:
 class World:
     """A machine whose measurers answer at once with made-up rows, and take as long as they may."""
 
-    scratch: Path
+    scratch_dir: Path
     references: list[float] = field(default_factory=lambda: [0.01])
     """Seconds of the reference product; the last for ever."""
     fails: str = ""
-    now: float = 0.0
+    timestamp: float = 0.0
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
-    def call(self, function: str, payload: Any) -> Any:
+    def run_in_process(self, function: str, payload: Any) -> Any:
         name = function.removeprefix("phalanx.cluster.probe.")
         self.asked.append((name, payload))
-        self.now += payload["seconds"]
+        self.timestamp += payload["seconds"]
         if name == self.fails:
-            raise NotMeasured("the trial process ended with SIGKILL")
+            raise MeasurementFailed("the trial process ended with SIGKILL")
         product = {"precision": "fp32", "m": 1024, "n": 1024, "k": 1024, "seconds": 0.02, "layout": "nt"}
         return {
-            "reference:measure": lambda: {"timed": timed("reference", self.reference()), "clock_share": None},
-            "products:measure": lambda: [product, {**product, "precision": "bf16", "seconds": 0.01}],
-            "operations:measure": lambda: [timed("add", 0.001)],
-            "operations:measure_trained": lambda: [timed("attention", 0.01), timed("attention_backward", 0.02)],
-            "overheads:measure": lambda: {"launch_us": 1.5, "operations": [timed("autograd_op", 5e-6)]},
+            "reference:measure_reference": lambda: {"timed": timed("reference", self.reference()), "clock_share": None},
+            "products:measure_gemms": lambda: [product, {**product, "precision": "bf16", "seconds": 0.01}],
+            "operations:measure_memory_ops": lambda: [timed("add", 0.001)],
+            "operations:measure_autograd_ops": lambda: [timed("attention", 0.01), timed("attention_backward", 0.02)],
+            "overheads:measure_overheads": lambda: {"launch_us": 1.5, "operations": [timed("autograd_op", 5e-6)]},
         }[name]()
 
     def wait(self, seconds: float) -> None:
         """While we wait, others use half of four cores, if this machine has a /proc at all."""
-        self.now += seconds
-        if (self.scratch / "proc/stat").exists():
-            (self.scratch / "proc/stat").write_text(STAT.format(user=100 + 2 * 40 - 8, idle=1000 + 2 * 40, steal=8))
+        self.timestamp += seconds
+        if (self.scratch_dir / "proc/stat").exists():
+            (self.scratch_dir / "proc/stat").write_text(STAT.format(user=100 + 2 * 40 - 8, idle=1000 + 2 * 40, steal=8))
 
     def reference(self) -> float:
         return self.references.pop(0) if len(self.references) > 1 else self.references[0]
 
-    def gather(self, function: str, payload: Any, world: int) -> Any:
+    def run_in_world(self, function: str, payload: Any, world: int) -> Any:
         name = function.removeprefix("phalanx.cluster.probe.")
         self.asked.append((name, payload))
-        self.now += payload["seconds"]
+        self.timestamp += payload["seconds"]
         if name == self.fails:
-            raise NotMeasured("worker 1 was killed by SIGKILL")
+            raise MeasurementFailed("worker 1 was killed by SIGKILL")
         row = {"kind": "all_reduce", "backend": "gloo", "ranks": world, "bytes": 1024, "seconds": 1e-4}
         found = {"collectives": [{**row, "busbw_gbps": 0.01}], "overlap": {"compute": 1.5, "communication": 2.0}}
         return {**found, "products": [], "operations": [timed("add", 0.002, processes=world)]}
 
-    def save(self, folder: Path, nbytes: int) -> float:
-        self.now += 0.1
+    def save_checkpoint(self, folder: Path, nbytes: int) -> float:
+        self.timestamp += 0.1
         return nbytes / 1e8
 
     @property
-    def means(self) -> Means:
-        return Means(
-            call=self.call,
-            gather=self.gather,
-            save=self.save,
-            scratch=self.scratch,
-            progress=lambda family, share: self.told.append(family),
-            clock=lambda: self.now,
+    def means(self) -> Executor:
+        return Executor(
+            run_in_process=self.run_in_process,
+            run_in_world=self.run_in_world,
+            save_checkpoint=self.save_checkpoint,
+            scratch_dir=self.scratch_dir,
+            report_progress=lambda family, share: self.told.append(family),
+            clock=lambda: self.timestamp,
             sleep=self.wait,
-            now=lambda: "2026-11-21T12:00:00+0000",
+            timestamp=lambda: "2026-11-21T12:00:00+0000",
         )
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    rates = storage_module.Rates(0.5, 1.5, 10**8, "direct")
-    monkeypatch.setattr(storage_module, "measure", lambda folder, quick, seconds, clock: rates)
+    rates = storage_module.StorageRates(0.5, 1.5, 10**8, "direct")
+    monkeypatch.setattr(storage_module, "measure_storage", lambda folder, quick, seconds, clock: rates)
     return World(tmp_path)
 
 
 def test_every_family_is_in_the_cluster(world: World) -> None:
-    cluster = probe(MACHINE, world.means, root=world.scratch, quick=True)
+    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     measured = cluster.measured
     assert measured is not None
     assert {each.precision for each in measured.products} == {"fp32", "bf16"}
@@ -117,7 +123,7 @@ def test_every_family_is_in_the_cluster(world: World) -> None:
 
 
 def test_the_device_has_its_peak_and_what_was_reached(world: World) -> None:
-    device = probe(MACHINE, world.means, root=world.scratch, quick=True).node.accelerator
+    device = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True).node.accelerator
     assert device.tflops["bf16"] > device.achieved_tflops["bf16"] == pytest.approx(0.2147, abs=1e-4)
     assert device.memory_gbps == 30.0
     assert device.kernel_us == 1.5
@@ -125,64 +131,64 @@ def test_the_device_has_its_peak_and_what_was_reached(world: World) -> None:
 
 def test_what_the_host_takes_to_launch_is_not_the_time_between_kernels_of_a_gpu(world: World) -> None:
     gpu = Machine("host", "cuda", "NVIDIA H100 80GB HBM3", 1, 16, 16, 2**37, 80 * 2**30, CPU)
-    cluster = probe(gpu, world.means, root=world.scratch, quick=True)
+    cluster = calibrate_machine(gpu, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
     assert (cluster.measured.launch_us, cluster.node.accelerator.kernel_us) == (1.5, None)
 
 
 def test_a_cpu_that_is_faster_than_on_paper_raises_its_peak(world: World) -> None:
     slow = Machine("host", "cpu", "old", 1, 1, 1, 2**34, 2**34, Cpu("old", ghz=1.0))
-    device = probe(slow, world.means, root=world.scratch, quick=True).node.accelerator
+    device = calibrate_machine(slow, world.means, root=world.scratch_dir, quick=True).node.accelerator
     assert device.tflops["fp32"] == device.achieved_tflops["fp32"]
 
 
 def test_the_file_can_be_read_back(world: World, tmp_path: Path) -> None:
-    cluster = probe(MACHINE, world.means, root=world.scratch, quick=True)
+    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     save_cluster(cluster, tmp_path / "cluster.yaml")
     assert load_cluster(str(tmp_path / "cluster.yaml")) == cluster
 
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_all_families_together_keep_to_the_time(world: World, quick: bool) -> None:
-    probe(MACHINE, world.means, root=world.scratch, quick=quick)
-    assert world.now <= SECONDS[quick] + 0.2
+    calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=quick)
+    assert world.timestamp <= TOTAL_DURATION_S[quick] + 0.2
     assert all(payload["seconds"] > 0 for _, payload in world.asked)
 
 
 def test_when_the_time_is_over_the_rest_gets_none(world: World) -> None:
-    probe(MACHINE, world.means, root=world.scratch, quick=True, seconds=0.7)
-    assert world.now < 2.0  # waiting and the reference products
+    calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True, seconds=0.7)
+    assert world.timestamp < 2.0  # waiting and the reference products
 
 
 def test_processes_that_measure_together_share_the_cores(world: World) -> None:
-    probe(MACHINE, world.means, root=world.scratch, quick=True)
-    (payload,) = (payload for name, payload in world.asked if name == "together:measure")
+    calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
+    (payload,) = (payload for name, payload in world.asked if name == "together:measure_concurrently")
     assert (payload["processes"], payload["threads"]) == (2, 1)
 
 
 def test_one_process_measures_nothing_together(world: World) -> None:
-    cluster = probe(MACHINE, world.means, root=world.scratch, quick=True, processes=1)
+    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True, processes=1)
     assert cluster.measured is not None
     assert cluster.measured.collectives == []
     assert "processes together" not in world.told
 
 
 def test_by_default_two_of_two_cores_and_all_gpus_measure() -> None:
-    assert default_processes(MACHINE) == 2
-    assert default_processes(Machine("h", "cpu", "x", 1, 1, 2, 1, 1, CPU)) == 1
-    assert default_processes(Machine("h", "cuda", "x", 8, 64, 128, 1, 1, CPU)) == 8
+    assert default_num_processes(MACHINE) == 2
+    assert default_num_processes(Machine("h", "cpu", "x", 1, 1, 2, 1, 1, CPU)) == 1
+    assert default_num_processes(Machine("h", "cuda", "x", 8, 64, 128, 1, 1, CPU)) == 8
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("products:measure", "matrix products: not measured: the trial process ended with SIGKILL"),
-        ("together:measure", "processes together: not measured: worker 1 was killed by SIGKILL"),
+        ("products:measure_gemms", "matrix products: not measured: the trial process ended with SIGKILL"),
+        ("together:measure_concurrently", "processes together: not measured: worker 1 was killed by SIGKILL"),
     ],
 )
 def test_a_family_that_fails_costs_only_itself(world: World, name: str, text: str) -> None:
     world.fails = name
-    cluster = probe(MACHINE, world.means, root=world.scratch, quick=True)
+    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
     assert cluster.measured.odd == [text]
     assert cluster.measured.checkpoint_gbps is not None
@@ -192,15 +198,15 @@ def test_a_disk_that_fails_is_told(world: World, monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any) -> Any:
         raise OSError(28, "No space left on device", "/x/probe.bin")
 
-    monkeypatch.setattr(storage_module, "measure", fail)
-    cluster = probe(MACHINE, world.means, root=world.scratch, quick=True)
+    monkeypatch.setattr(storage_module, "measure_storage", fail)
+    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
     assert cluster.measured.odd == ["storage: not measured: /x/probe.bin: No space left on device"]
 
 
 def test_drift_is_that_of_the_slowest_reference_against_the_fastest(world: World) -> None:
     world.references = [0.011, 0.010, 0.012, 0.011]
-    cluster = probe(MACHINE, world.means, root=world.scratch, quick=True)
+    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
     assert cluster.measured.drift == pytest.approx(0.2)
     assert "up to 20% longer" in cluster.measured.odd[0]
@@ -208,30 +214,30 @@ def test_drift_is_that_of_the_slowest_reference_against_the_fastest(world: World
 
 
 def test_others_can_ask_whether_the_machine_is_as_it_was(world: World) -> None:
-    cluster = probe(MACHINE, world.means, root=world.scratch, quick=True)
+    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
     world.references = [0.015]
-    assert verify_reference(MACHINE, cluster.measured, world.call) == pytest.approx(0.5)
+    assert reference_slowdown(MACHINE, cluster.measured, world.run_in_process) == pytest.approx(0.5)
     unmeasured = cluster.measured.model_copy(update={"operations": []})
-    assert verify_reference(MACHINE, unmeasured, world.call) is None
+    assert reference_slowdown(MACHINE, unmeasured, world.run_in_process) is None
 
 
 def test_a_slow_disk_gets_a_small_checkpoint(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = storage_module.Rates(0.01, None, 10**7, "cached")
-    monkeypatch.setattr(storage_module, "measure", lambda folder, quick, seconds, clock: rates)
+    rates = storage_module.StorageRates(0.01, None, 10**7, "cached")
+    monkeypatch.setattr(storage_module, "measure_storage", lambda folder, quick, seconds, clock: rates)
     sizes: list[int] = []
     means = world.means
-    object.__setattr__(means, "save", lambda folder, nbytes: sizes.append(nbytes) or 1.0)
-    cluster = probe(MACHINE, means, root=world.scratch, quick=False)
+    object.__setattr__(means, "save_checkpoint", lambda folder, nbytes: sizes.append(nbytes) or 1.0)
+    cluster = calibrate_machine(MACHINE, means, root=world.scratch_dir, quick=False)
     assert sizes[0] < 10**8
     assert cluster.storage.node_read_gbps is None
     assert cluster.notes["measured_how"]["read"].startswith("only from the page cache")
 
 
 def test_a_load_that_never_changes_is_told(world: World) -> None:
-    (world.scratch / "proc").mkdir()
-    (world.scratch / "proc/stat").write_text(STAT.format(user=100, idle=1000, steal=0))
-    cluster = probe(MACHINE, world.means, root=world.scratch, quick=True)
+    (world.scratch_dir / "proc").mkdir()
+    (world.scratch_dir / "proc/stat").write_text(STAT.format(user=100, idle=1000, steal=0))
+    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
     assert cluster.measured.odd == [
         "before measuring, something else kept 2.0 cores busy: all figures suffer; measure when it is quiet"

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data import Data, open_data, prepare_source
-from phalanx.data.manifest import Manifest, token_dtype
+from phalanx.data import RunData, open_data, prepare_source
+from phalanx.data.manifest import DatasetManifest, narrowest_token_dtype
 from phalanx.data.shard import ShardWriter
 from phalanx.recipe import schema
 
@@ -25,7 +25,7 @@ def prepare(folder: Path, out: Path, source: dict[str, Any], tokenizer: Any = "b
     """Prepare a source given as a recipe would, with one worker unless told otherwise."""
     data = schema.DataConfig.model_validate({"source": source, "tokenizer": tokenizer})
     assert isinstance(data.source, schema.DataSource)
-    return prepare_source(data.source, data, folder, out, **{"workers": 1, **options})
+    return prepare_source(data.source, data, folder, out, **{"num_workers": 1, **options})
 
 
 def dataset(folder: Path, shards: list[np.ndarray], vocab: int = 256, documents: int = 1) -> Path:
@@ -33,12 +33,14 @@ def dataset(folder: Path, shards: list[np.ndarray], vocab: int = 256, documents:
     folder.mkdir(parents=True)
     entries = []
     for number, tokens in enumerate(shards):
-        with ShardWriter(folder, number, token_dtype(vocab)) as writer:
+        with ShardWriter(folder, number, narrowest_token_dtype(vocab)) as writer:
             for part in np.array_split(tokens, documents):
                 writer.start_document()
-                writer.append(part)
-            entries.append(writer.finish())
-    Manifest("tokens", token_dtype(vocab).str.replace("|", "<"), tuple(entries), vocab, {"name": "bytes"}).write(folder)
+                writer.append_values(part)
+            entries.append(writer.commit())
+    DatasetManifest(
+        "tokens", narrowest_token_dtype(vocab).str.replace("|", "<"), tuple(entries), vocab, {"name": "bytes"}
+    ).write(folder)
     return folder
 
 
@@ -47,7 +49,7 @@ def numbered(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.uint32)
 
 
-def opened(*folders: Path, sequence: int = 8, share: float = 0.0, seed: int = 0, **options: Any) -> Data:
+def opened(*folders: Path, sequence: int = 8, share: float = 0.0, seed: int = 0, **options: Any) -> RunData:
     """`open_data` on dataset directories; `weights` go with them, other options into the recipe."""
     weights = options.pop("weights", [1.0] * len(folders))
     evaluate = options.pop("evaluation", {"holdout_fraction": share})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_data import write_texts
 
-from phalanx.data import cached, open_data, prepare_all, verify
+from phalanx.data import open_data, prepare_all_sources, prepare_cached, verify_dataset
 from phalanx.data import prepare as prepare_module
 from phalanx.data.cache import prepare_source
 from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
@@ -37,17 +37,17 @@ def test_where_the_cache_is(environ, root):
 def test_a_source_is_prepared_once(texts, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("phalanx.data.cache.prepare_source", lambda *a, **k: calls.append(1) or prepare_source(*a, **k))
-    first = cached(DataSource(text="*.txt"), DataConfig(), texts, tmp_path / "cache")
-    second = cached(DataSource(text="*.txt"), DataConfig(seq_len=999), texts, tmp_path / "cache")
+    first = prepare_cached(DataSource(text="*.txt"), DataConfig(), texts, tmp_path / "cache")
+    second = prepare_cached(DataSource(text="*.txt"), DataConfig(seq_len=999), texts, tmp_path / "cache")
     assert first == second
     assert first.parent == tmp_path / "cache" / "data"
     assert len(calls) == 1
-    verify(first)
+    verify_dataset(first)
 
 
 def test_another_content_time_tokenizer_or_set_of_files_is_another_dataset(texts, tmp_path):
     def where(source=None, data=None):
-        return cached(source or DataSource(text="*.txt"), data or DataConfig(), texts, tmp_path / "cache")
+        return prepare_cached(source or DataSource(text="*.txt"), data or DataConfig(), texts, tmp_path / "cache")
 
     places = [
         where(),
@@ -64,17 +64,20 @@ def test_another_content_time_tokenizer_or_set_of_files_is_another_dataset(texts
 
 
 def test_a_prepared_source_is_returned_as_it_is(texts, tmp_path):
-    assert cached(DataSource(prepared="some/where"), DataConfig(), texts, tmp_path / "cache") == texts / "some/where"
+    assert (
+        prepare_cached(DataSource(prepared="some/where"), DataConfig(), texts, tmp_path / "cache")
+        == texts / "some/where"
+    )
     assert not (tmp_path / "cache").exists()
 
 
 def test_processes_that_ask_at_once_get_one_whole_dataset(texts, tmp_path):
     code = f"""
 from pathlib import Path
-from phalanx.data import cached, verify
+from phalanx.data import prepare_cached, verify_dataset
 from phalanx.recipe.schema import DataConfig, DataSource
-out = cached(DataSource(text="*.txt"), DataConfig(), Path({str(texts)!r}))
-verify(out)
+out = prepare_cached(DataSource(text="*.txt"), DataConfig(), Path({str(texts)!r}))
+verify_dataset(out)
 print(out)
 """
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PHALANX_CACHE_DIR": str(tmp_path / "cache")}
@@ -91,18 +94,20 @@ print(out)
 def test_all_sources_of_a_recipe_share_the_tokenizer_of_the_first(texts, tmp_path):
     sources = [DataSource(text="[0-4].txt", weight=2), DataSource(text="[5-8].txt")]
     data = DataConfig(source=sources, tokenizer=BpeTokenizerConfig(bpe=280), seq_len=16)
-    prepared, evaluate = prepare_all(data, EvaluationConfig(source=DataSource(text="9.txt")), texts, tmp_path / "cache")
+    prepared, evaluate = prepare_all_sources(
+        data, EvaluationConfig(source=DataSource(text="9.txt")), texts, tmp_path / "cache"
+    )
     assert [source.weight for source in prepared.source] == [2, 1]
     assert all(Path(source.prepared).is_absolute() for source in [*prepared.source, evaluate.source])
     opened = open_data(prepared, evaluate, 0)
-    assert opened.facts.vocab <= 280
-    assert opened.held_out_samples > 0
-    again = prepare_all(prepared, evaluate, texts, tmp_path / "cache")
+    assert opened.info.vocab_size <= 280
+    assert opened.num_validation_samples > 0
+    again = prepare_all_sources(prepared, evaluate, texts, tmp_path / "cache")
     assert open_data(*again, 0).fingerprint == opened.fingerprint
 
 
 def test_one_source_stays_one_and_evaluation_has_none_unless_it_is_named(texts, tmp_path):
-    data, evaluate = prepare_all(
+    data, evaluate = prepare_all_sources(
         DataConfig(source=DataSource(text="*.txt")), EvaluationConfig(), texts, tmp_path / "cache"
     )
     assert len(data.source) == 1

@@ -6,7 +6,7 @@ import pytest
 from small_data import write_texts
 
 from phalanx.cli import main
-from phalanx.data import Progress, pieces
+from phalanx.data import PrepareProgress, pieces
 from phalanx.data import prepare as prepare_module
 
 
@@ -78,25 +78,25 @@ def test_ctrl_c_is_75_and_says_how_to_go_on(texts, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pieces, "SMALLEST", 30_000)
-    monkeypatch.setattr(prepare_module, "_publish", interrupted)
+    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 30_000)
+    monkeypatch.setattr(prepare_module, "_commit_dataset", interrupted)
     with pytest.raises(SystemExit) as left:
         data("prepare", "*.txt", "--out", texts / "out")
     assert left.value.code == 75
     assert "run the same command again to resume" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.chdir(texts / "texts")
-    monkeypatch.setattr(pieces, "SMALLEST", 30_000)
+    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 30_000)
     assert data("prepare", "*.txt", "--out", texts / "out") == 0
 
 
 def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys):
-    from phalanx.cli.data import _Lines
+    from phalanx.cli.data import _ProgressLines
 
-    lines = _Lines("preparing")
+    lines = _ProgressLines("preparing")
     for second in range(12):
-        lines(Progress(second * 10**6, 10**7, 1000 * second, float(second)))
-    lines(Progress(0, 0, 0, 13.0, "waiting"))
+        lines(PrepareProgress(second * 10**6, 10**7, 1000 * second, float(second)))
+    lines(PrepareProgress(0, 0, 0, 13.0, "waiting"))
     assert capsys.readouterr().err.splitlines() == [
         "preparing  5.00 MB of 10.0 MB  5,000 done  1.00 MB/s",
         "preparing  10.0 MB of 10.0 MB  10,000 done  1.00 MB/s",

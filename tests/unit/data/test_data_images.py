@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 from small_data import contents, manifest_of, opened, prepare, write_texts
 
-from phalanx.data import inspect, load_tokenizer, open_data, prepare_all, verify
+from phalanx.data import inspect_dataset, load_tokenizer, open_data, prepare_all_sources, verify_dataset
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.checks import check_task
 from phalanx.recipe.schema import DataConfig, DataSource, EvaluationConfig, Recipe
@@ -40,11 +40,11 @@ SOURCE = {"idx": {"images": "images", "labels": "labels"}}
 def test_idx_images_come_back_with_their_labels(tmp_path, images, labels):
     write_texts(tmp_path, {"images": idx(images), "labels": idx(labels)})
     out = prepare(tmp_path, tmp_path / "out", SOURCE)
-    verify(out)
+    verify_dataset(out)
     data = opened(out, share=0.1)
-    assert (data.facts.kind, data.facts.classes, data.facts.shape) == ("images", 10, (5, 7, 1))
-    assert (data.train_samples, data.held_out_samples) == (180, 20)
-    batches = [data.train(0, 180), data.held_out(0, 20)]
+    assert (data.info.kind, data.info.num_classes, data.info.image_shape) == ("images", 10, (5, 7, 1))
+    assert (data.num_train_samples, data.num_validation_samples) == (180, 20)
+    batches = [data.read_training(0, 180), data.read_validation(0, 20)]
     got = np.concatenate([batch["images"] for batch in batches])
     assert got.dtype == np.uint8
     assert batches[0]["labels"].dtype == np.int64
@@ -59,7 +59,9 @@ def test_keys_of_text_are_refused_with_prepared_pictures(tmp_path, images, label
     out = prepare(tmp_path, tmp_path / "out", SOURCE)
     data = {"source": {"prepared": str(out)}}
     with pytest.raises(RecipeError, match=r"data.tokenizer: is for text, and .*out holds pictures: leave it out"):
-        prepare_all(DataConfig.model_validate({**data, "tokenizer": {"bpe": 300}}), EvaluationConfig(), tmp_path)
+        prepare_all_sources(
+            DataConfig.model_validate({**data, "tokenizer": {"bpe": 300}}), EvaluationConfig(), tmp_path
+        )
     recipe = Recipe.model_validate({"task": "classification", "data": {**data, "document_masking": True}})
     with pytest.raises(
         RecipeError, match=r"data.document_masking: is for text, and the data are pictures: leave it out"
@@ -111,7 +113,7 @@ def test_idx_files_that_are_not_there_are_named(tmp_path):
 def test_fashion_mnist_as_debian_ships_it(tmp_path):
     source = {"idx": {"images": "t10k-images-idx3-ubyte.gz", "labels": "t10k-labels-idx1-ubyte.gz"}}
     out = prepare(FASHION, tmp_path / "out", source)
-    batch = opened(out).train(0, 10_000)
+    batch = opened(out).read_training(0, 10_000)
     assert batch["images"].shape == (10_000, 28, 28, 1)
     assert np.bincount(batch["labels"]).tolist() == [1000] * 10
 
@@ -131,8 +133,8 @@ def test_an_image_folder_has_a_class_for_every_sub_folder(folder, tmp_path):
     out = prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 5]})
     assert manifest_of(out)["labels"] == ["blue", "green", "red"]
     data = opened(out)
-    batch = data.train(0, 9)
-    assert (data.facts.classes, data.facts.shape) == (3, (4, 5, 3))
+    batch = data.read_training(0, 9)
+    assert (data.info.num_classes, data.info.image_shape) == (3, (4, 5, 3))
     assert sorted(batch["labels"].tolist()) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     colours = np.eye(3, dtype=np.int64)[::-1] * 255  # blue, green, red
     for image, label in zip(batch["images"], batch["labels"], strict=True):
@@ -140,9 +142,9 @@ def test_an_image_folder_has_a_class_for_every_sub_folder(folder, tmp_path):
 
 
 def test_image_folders_are_the_same_from_any_number_of_workers(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 200)
+    monkeypatch.setattr("phalanx.data.pieces.MIN_PIECE_BYTES", 200)
     source = {"images": "images", "image_size": [4, 4]}
-    outs = [prepare(tmp_path, tmp_path / f"out{n}", source, workers=n) for n in (1, 2)]
+    outs = [prepare(tmp_path, tmp_path / f"out{n}", source, num_workers=n) for n in (1, 2)]
     assert len(manifest_of(outs[0])["shards"]) > 1
     assert contents(outs[0]) == contents(outs[1])
 
@@ -178,7 +180,7 @@ def one_image(tmp_path, name, save):
     path = tmp_path / "images" / "a" / name
     path.parent.mkdir(parents=True)
     save(path)
-    batch = opened(prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [8, 8]})).train(0, 1)
+    batch = opened(prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [8, 8]})).read_training(0, 1)
     return batch["images"][0]
 
 
@@ -297,7 +299,7 @@ def test_without_pillow_the_message_says_what_to_install(folder, tmp_path, monke
 
 def test_images_have_no_tokenizer_but_can_be_inspected(folder, tmp_path):
     out = prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
-    facts = inspect(out)
+    facts = inspect_dataset(out)
     assert facts["first_labels"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert (facts["count"], facts["classes"], facts["shape"]) == (9, 3, (4, 4, 3))
     with pytest.raises(UsageError, match="images has no tokenizer"):
@@ -324,5 +326,5 @@ def test_a_class_of_a_name_that_no_manifest_gives_back_is_refused(folder, tmp_pa
 def test_a_class_may_have_any_other_name(folder, tmp_path, name):
     (folder / "red").rename(folder / name)
     out = prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
-    assert opened(out).facts.classes == 3
+    assert opened(out).info.num_classes == 3
     assert name in manifest_of(out)["labels"]

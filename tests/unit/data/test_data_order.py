@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.order import Mixture, Order, held_out_count, key, permute
+from phalanx.data.order import ShuffleOrder, SourceMixture, hash_key, num_validation_samples, permute
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1))
@@ -40,7 +40,7 @@ def test_a_permutation_scatters_neighbours():
 
 def test_every_place_is_equally_likely():
     size = 10
-    keys = np.array([key("place", number) for number in range(20_000)], np.uint64)
+    keys = np.array([hash_key("place", number) for number in range(20_000)], np.uint64)
     places = permute(np.zeros(20_000, np.uint64), size, keys)
     counts = np.bincount(places.astype(np.int64), minlength=size)
     assert ((counts - 2000) ** 2 / 2000).sum() < 30  # chi-squared with 9 degrees of freedom: p < 0.0005 beyond
@@ -49,40 +49,40 @@ def test_every_place_is_equally_likely():
 @given(samples=st.integers(2, 500), share=st.floats(0.001, 0.9), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_training_never_sees_held_out_samples_and_meets_all_others_once_an_epoch(samples, share, seed):
-    held = held_out_count(samples, share)
-    order = Order(samples, held, "fingerprint", seed)
-    held_out = set(order.held_out(np.arange(held)).tolist())
+    held = num_validation_samples(samples, share)
+    order = ShuffleOrder(samples, held, "fingerprint", seed)
+    held_out = set(order.validation_samples(np.arange(held)).tolist())
     assert len(held_out) == held >= 1
     for epoch in range(2):
         size = samples - held
-        met = order.train(np.arange(epoch * size, (epoch + 1) * size)).tolist()
+        met = order.training_samples(np.arange(epoch * size, (epoch + 1) * size)).tolist()
         assert sorted([*met, *held_out]) == list(range(samples))
 
 
 def test_held_out_samples_do_not_depend_on_the_seed():
-    first, second = (Order(1000, 100, "fingerprint", seed).held_out(np.arange(100)) for seed in (0, 1))
+    first, second = (ShuffleOrder(1000, 100, "fingerprint", seed).validation_samples(np.arange(100)) for seed in (0, 1))
     assert np.array_equal(first, second)
 
 
 def test_seeds_epochs_and_datasets_have_orders_of_their_own():
     index = np.arange(1000)
     orders = [
-        Order(1000, 0, "a", 0).train(index),
-        Order(1000, 0, "a", 0).train(index + 1000),
-        Order(1000, 0, "a", 1).train(index),
-        Order(1000, 0, "b", 0).train(index),
+        ShuffleOrder(1000, 0, "a", 0).training_samples(index),
+        ShuffleOrder(1000, 0, "a", 0).training_samples(index + 1000),
+        ShuffleOrder(1000, 0, "a", 1).training_samples(index),
+        ShuffleOrder(1000, 0, "b", 0).training_samples(index),
     ]
     assert len({order.tobytes() for order in orders}) == 4
 
 
 def test_the_order_is_the_same_in_every_release():
-    assert Order(1000, 10, "fingerprint", 7).train(np.arange(5)).tolist() == [705, 349, 739, 363, 198]
+    assert ShuffleOrder(1000, 10, "fingerprint", 7).training_samples(np.arange(5)).tolist() == [705, 349, 739, 363, 198]
 
 
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 @settings(max_examples=40, deadline=None)
 def test_a_mixture_keeps_to_its_weights_from_the_first_sample_on(weights):
-    mixture = Mixture(weights)
+    mixture = SourceMixture(weights)
     source, index = mixture.locate(np.arange(5000))
     shares = mixture.counts / mixture.counts.sum()
     for which, share in enumerate(shares):
@@ -93,12 +93,12 @@ def test_a_mixture_keeps_to_its_weights_from_the_first_sample_on(weights):
 
 
 def test_a_mixture_of_three_to_one_is_a_short_pattern():
-    source, _ = Mixture([3, 1]).locate(np.arange(8))
+    source, _ = SourceMixture([3, 1]).locate(np.arange(8))
     assert source.tolist() == [0, 0, 1, 0, 0, 0, 1, 0] or source.tolist() == [0, 1, 0, 0, 0, 1, 0, 0]
 
 
 def test_where_a_sample_comes_from_does_not_depend_on_where_one_asks_from():
-    mixture = Mixture([5, 2, 1.3])
+    mixture = SourceMixture([5, 2, 1.3])
     source, index = mixture.locate(np.arange(100_000))
     late_source, late_index = mixture.locate(np.arange(90_000, 90_010))
     assert np.array_equal(source[90_000:90_010], late_source)
@@ -108,8 +108,8 @@ def test_where_a_sample_comes_from_does_not_depend_on_where_one_asks_from():
 @given(weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=4), sizes=st.lists(st.integers(0, 300), min_size=4))
 @settings(max_examples=40, deadline=None)
 def test_samples_within_is_the_longest_beginning_that_no_source_is_too_small_for(weights, sizes):
-    mixture, sizes = Mixture(weights), sizes[: len(weights)]
-    count = mixture.samples_within(sizes)
+    mixture, sizes = SourceMixture(weights), sizes[: len(weights)]
+    count = mixture.max_samples_within(sizes)
     source, index = mixture.locate(np.arange(count + 1))
     needed = [int(index[: count + 1][source == which].max(initial=-1)) + 1 for which in range(len(sizes))]
     assert any(need > size for need, size in zip(needed, sizes, strict=True))
@@ -119,4 +119,4 @@ def test_samples_within_is_the_longest_beginning_that_no_source_is_too_small_for
 
 @pytest.mark.parametrize(("samples", "share", "held"), [(100, 0.0, 0), (100, 0.01, 1), (10, 0.01, 1), (1, 0.5, 0)])
 def test_the_held_out_share_is_at_least_one_sample_and_never_all(samples, share, held):
-    assert held_out_count(samples, share) == held
+    assert num_validation_samples(samples, share) == held

@@ -15,8 +15,8 @@ import pytest
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
 import phalanx.data.prepare
-from phalanx.data import pieces, verify
-from phalanx.data.prepare import Progress, _close
+from phalanx.data import pieces, verify_dataset
+from phalanx.data.prepare import PrepareProgress, _close_worker
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 
 SOURCE = Path(pieces.__file__).parents[2]
@@ -25,7 +25,7 @@ SOURCE = Path(pieces.__file__).parents[2]
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces of 10 kB, so that small sources have several."""
-    monkeypatch.setattr(pieces, "SMALLEST", 10_000)
+    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 10_000)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def texts(tmp_path):
 
 
 def test_the_result_does_not_depend_on_the_number_of_workers(texts, tmp_path, small_pieces):
-    outs = [prepare(texts, tmp_path / f"out{n}", {"text": "*.txt"}, workers=n) for n in (1, 2, 3)]
+    outs = [prepare(texts, tmp_path / f"out{n}", {"text": "*.txt"}, num_workers=n) for n in (1, 2, 3)]
     assert contents(outs[0]) == contents(outs[1]) == contents(outs[2])
     assert len(manifest_of(outs[0])["shards"]) > 5
     assert all_tokens(outs[0]).tobytes().replace(b"\0", b"") == b"".join(
@@ -54,10 +54,10 @@ def test_the_fingerprint_is_that_of_the_contents_wherever_they_lie(texts, tmp_pa
 
 
 def test_only_the_dataset_is_left(texts, tmp_path, small_pieces):
-    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, workers=2)
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, num_workers=2)
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
     assert {path.suffix for path in out.iterdir()} == {".json", ".bin", ".idx"}
-    verify(out)
+    verify_dataset(out)
 
 
 class Interrupted(Exception):
@@ -65,8 +65,8 @@ class Interrupted(Exception):
 
 
 def interrupt_at(done):
-    def progress(now: Progress):
-        if now.done >= done:
+    def progress(now: PrepareProgress):
+        if now.bytes_done >= done:
             raise Interrupted
 
     return progress
@@ -76,7 +76,7 @@ def interrupt_at(done):
 def test_a_mistake_leaves_nothing_half_made(tmp_path, workers, small_pieces):
     (tmp_path / "a.jsonl").write_text(20_000 * '{"text": "some"}\n' + '{"other": "words"}\n')
     with pytest.raises(RecipeError, match=r"a\.jsonl"):
-        prepare(tmp_path, tmp_path / "out", {"jsonl": "a.jsonl"}, workers=workers)
+        prepare(tmp_path, tmp_path / "out", {"jsonl": "a.jsonl"}, num_workers=workers)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -84,16 +84,16 @@ def test_a_mistake_leaves_nothing_half_made(tmp_path, workers, small_pieces):
 def test_after_an_interruption_finished_shards_are_kept(texts, tmp_path, small_pieces, workers):
     source = {"text": "*.txt"}
     with pytest.raises(Interrupted):
-        prepare(texts, tmp_path / "out", source, workers=workers, progress=interrupt_at(60_000))
+        prepare(texts, tmp_path / "out", source, num_workers=workers, report_progress=interrupt_at(60_000))
     assert not (tmp_path / "out").exists()
     done = [path.with_suffix(".bin") for path in (tmp_path / "out.partial").glob("*.done")]
     finished = {path: path.stat().st_mtime_ns for path in done}
     assert finished
     seen = []
-    out = prepare(texts, tmp_path / "out", source, workers=1, progress=seen.append)
+    out = prepare(texts, tmp_path / "out", source, num_workers=1, report_progress=seen.append)
     assert all((out / path.name).stat().st_mtime_ns == time for path, time in finished.items())
     assert contents(out) == contents(prepare(texts, tmp_path / "fresh", source))
-    assert seen[-1].done == seen[-1].total
+    assert seen[-1].bytes_done == seen[-1].bytes_total
     assert seen[-1].count == all_tokens(out).size
 
 
@@ -101,14 +101,14 @@ def test_the_pipes_of_a_worker_that_ended_before_it_took_what_it_was_told_are_cl
     """Else an interruption could be told as a broken pipe."""
     process = subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     process.stdin.write("the next piece")
-    _close(process)
+    _close_worker(process)
     assert process.stdin.closed
     assert process.stdout.closed
 
 
 def test_a_source_that_changed_meanwhile_is_begun_anew(texts, tmp_path, small_pieces):
     with pytest.raises(Interrupted):
-        prepare(texts, tmp_path / "out", {"text": "*.txt"}, progress=interrupt_at(60_000))
+        prepare(texts, tmp_path / "out", {"text": "*.txt"}, report_progress=interrupt_at(60_000))
     (texts / "00.txt").write_text("something new")
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"})
     assert contents(out) == contents(prepare(texts, tmp_path / "fresh", {"text": "*.txt"}))
@@ -121,13 +121,13 @@ from phalanx.data import pieces, prepare_source
 from phalanx.recipe import schema
 
 def tell(now):
-    print(now.done, flush=True)
+    print(now.bytes_done, flush=True)
 
 if __name__ == "__main__":
-    pieces.SMALLEST = 10_000
+    pieces.MIN_PIECE_BYTES = 10_000
     source = schema.DataSource(text="*.txt")
     folder, out = map(Path, sys.argv[1:])
-    prepare_source(source, schema.DataConfig(), folder, out, workers=2, progress=tell)
+    prepare_source(source, schema.DataConfig(), folder, out, num_workers=2, report_progress=tell)
 """
 
 
@@ -149,7 +149,7 @@ def test_a_killed_preparation_leaves_no_process_and_can_be_finished(texts, tmp_p
     assert not psutil.wait_procs(workers, timeout=10)[1]
     assert not (tmp_path / "out").exists()
     assert list((tmp_path / "out.partial").glob("*.done"))
-    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, workers=2)
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, num_workers=2)
     assert contents(out) == contents(prepare(texts, tmp_path / "fresh", {"text": "*.txt"}))
 
 
@@ -163,7 +163,7 @@ def test_an_error_in_a_worker_keeps_its_kind_and_its_words(tmp_path, small_piece
     write_texts(tmp_path, {f"{number}.jsonl": '{"text": "x"}\n' * 1000 for number in range(4)})
     write_texts(tmp_path, {"3.jsonl": "oops\n" * 3000})
     with pytest.raises(DataError, match=r"3\.jsonl, the line at byte \d+: not JSON"):
-        prepare(tmp_path, tmp_path / "out", {"jsonl": "*.jsonl"}, workers=workers)
+        prepare(tmp_path, tmp_path / "out", {"jsonl": "*.jsonl"}, num_workers=workers)
     assert not (tmp_path / "out").exists()
 
 
@@ -189,7 +189,7 @@ def test_a_folder_of_the_users_is_not_used_as_working_folder(texts, tmp_path):
 
 def test_an_empty_directory_is_as_good_as_none(texts, tmp_path):
     (tmp_path / "out").mkdir()
-    verify(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
+    verify_dataset(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
 
 
 def test_a_place_that_cannot_be_written_is_named(texts, tmp_path):
@@ -201,10 +201,12 @@ def test_a_place_that_cannot_be_written_is_named(texts, tmp_path):
 def test_progress_counts_bytes_and_tokens(texts, tmp_path, small_pieces):
     seen = []
     clock = iter(range(10_000))
-    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, progress=seen.append, clock=lambda: float(next(clock)))
-    assert seen[-1].done == seen[-1].total == sum(path.stat().st_size for path in texts.iterdir())
+    out = prepare(
+        texts, tmp_path / "out", {"text": "*.txt"}, report_progress=seen.append, clock=lambda: float(next(clock))
+    )
+    assert seen[-1].bytes_done == seen[-1].bytes_total == sum(path.stat().st_size for path in texts.iterdir())
     assert seen[-1].count == all_tokens(out).size
-    assert [now.seconds for now in seen] == sorted(now.seconds for now in seen)
+    assert [now.elapsed_s for now in seen] == sorted(now.elapsed_s for now in seen)
 
 
 def test_memory_does_not_grow_with_the_source(tmp_path):
@@ -221,7 +223,7 @@ from phalanx.data import prepare_source
 from phalanx.recipe import schema
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 source = schema.DataSource(text="large.txt")
-prepare_source(source, schema.DataConfig(), Path({str(tmp_path)!r}), Path({str(tmp_path / "out")!r}), workers=1)
+prepare_source(source, schema.DataConfig(), Path({str(tmp_path)!r}), Path({str(tmp_path / "out")!r}), num_workers=1)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)
 """
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
@@ -233,7 +235,7 @@ def test_two_at_once_make_one_dataset(texts, tmp_path, small_pieces):
     seen, outs = [], []
     threads = [
         threading.Thread(
-            target=lambda: outs.append(prepare(texts, tmp_path / "out", {"text": "*.txt"}, progress=seen.append))
+            target=lambda: outs.append(prepare(texts, tmp_path / "out", {"text": "*.txt"}, report_progress=seen.append))
         )
         for _ in range(4)
     ]
@@ -242,7 +244,7 @@ def test_two_at_once_make_one_dataset(texts, tmp_path, small_pieces):
     for thread in threads:
         thread.join()
     assert outs == [tmp_path / "out"] * 4
-    verify(tmp_path / "out")
+    verify_dataset(tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
 
 
@@ -254,13 +256,15 @@ def test_without_locks_two_at_once_make_one_dataset(texts, tmp_path, small_piece
     monkeypatch.setattr(fcntl, "flock", refuse)
     notes, out = [], tmp_path / "out"
 
-    def another(now: Progress):
+    def another(now: PrepareProgress):
         if now.note:
             notes.append(now.note)
         elif not out.exists():  # one that began later and is faster
-            prepare(texts, out, {"text": "*.txt"}, workers=1)
+            prepare(texts, out, {"text": "*.txt"}, num_workers=1)
 
-    assert contents(prepare(texts, out, {"text": "*.txt"}, workers=1, progress=another)) == contents(expected)
+    assert contents(prepare(texts, out, {"text": "*.txt"}, num_workers=1, report_progress=another)) == contents(
+        expected
+    )
     assert "the file system has no locks" in notes[0]
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "expected", "out"}
     assert out.stat().st_mode == expected.stat().st_mode
@@ -275,7 +279,7 @@ def test_a_file_system_that_syncs_no_folders_is_as_good(texts, tmp_path, monkeyp
         real(fd)
 
     monkeypatch.setattr(os, "fsync", files_only)
-    verify(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
+    verify_dataset(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
 
 
 def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_path):
@@ -287,12 +291,12 @@ def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_
     waiting = threading.Event()
     notes = []
 
-    def progress(now: Progress):
+    def progress(now: PrepareProgress):
         notes.append(now.note)
         waiting.set()
 
     thread = threading.Thread(
-        target=prepare, args=(texts, tmp_path / "out", {"text": "*.txt"}), kwargs={"progress": progress}
+        target=prepare, args=(texts, tmp_path / "out", {"text": "*.txt"}), kwargs={"report_progress": progress}
     )
     thread.start()
     assert waiting.wait(10)
@@ -300,15 +304,15 @@ def test_nobody_else_begins_while_a_worker_of_a_killed_process_lives(texts, tmp_
     assert not (tmp_path / "out").exists()
     orphan.communicate()
     thread.join()
-    verify(tmp_path / "out")
+    verify_dataset(tmp_path / "out")
 
 
 def stop_workers(done):
     """A progress callback that stops the workers that begin from now on once, when so many bytes are done."""
     struck, others = [], set(psutil.Process().children())
 
-    def progress(now: Progress):
-        if now.done >= done and not struck:
+    def progress(now: PrepareProgress):
+        if now.bytes_done >= done and not struck:
             for child in set(psutil.Process().children()) - others:
                 child.suspend()
                 struck.append(child.pid)
@@ -317,14 +321,14 @@ def stop_workers(done):
 
 
 def test_workers_that_are_stopped_are_continued_with_a_word(texts, tmp_path, small_pieces, monkeypatch):
-    monkeypatch.setattr(phalanx.data.prepare, "LOOK", 0.05)
+    monkeypatch.setattr(phalanx.data.prepare, "POLL_INTERVAL_S", 0.05)
     notes, strike = [], stop_workers(1)
 
-    def progress(now: Progress):
+    def progress(now: PrepareProgress):
         notes.append(now.note)
         strike(now)
 
-    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, workers=2, progress=progress)
+    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, num_workers=2, report_progress=progress)
     assert manifest_of(out)["shards"]
     assert next(note for note in notes if note).endswith("which prepares data, was stopped (SIGSTOP): continued it")
 
@@ -332,12 +336,14 @@ def test_workers_that_are_stopped_are_continued_with_a_word(texts, tmp_path, sma
 def test_workers_that_say_nothing_are_not_waited_for_without_end_and_what_is_finished_is_kept(
     texts, tmp_path, small_pieces, monkeypatch
 ):
-    monkeypatch.setattr(phalanx.data.prepare, "LOOK", 0.05)
-    monkeypatch.setattr(phalanx.data.prepare, "SILENT", 0.3)
-    monkeypatch.setattr(phalanx.data.prepare, "HELD", 10**9)  # as if they hung, which cannot be seen from outside
+    monkeypatch.setattr(phalanx.data.prepare, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(phalanx.data.prepare, "SILENCE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(
+        phalanx.data.prepare, "RESUME_AFTER_CHECKS", 10**9
+    )  # as if they hung, which cannot be seen from outside
     others = set(psutil.Process().children())
     with pytest.raises(PhalanxError, match="have said nothing for 0 s: they hang") as caught:
-        prepare(texts, tmp_path / "out", {"text": "*.txt"}, workers=2, progress=stop_workers(1))
+        prepare(texts, tmp_path / "out", {"text": "*.txt"}, num_workers=2, report_progress=stop_workers(1))
     assert caught.value.code is ExitCode.UNFINISHED
     assert (tmp_path / "out.partial").is_dir()
     assert set(psutil.Process().children()) <= others
@@ -348,9 +354,9 @@ def test_a_worker_that_cannot_write_says_so(texts, tmp_path, small_pieces):
     partial = tmp_path / "out.partial"
     (partial / "lock").touch()
 
-    def obstruct(now: Progress):
+    def obstruct(now: PrepareProgress):
         if now.note.startswith("training"):
             (partial / "shard-00000.bin.tmp").mkdir()
 
     with pytest.raises(UsageError, match=r"shard-00000\.bin\.tmp: cannot be written: Is a directory"):
-        prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 260}, workers=2, progress=obstruct)
+        prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 260}, num_workers=2, report_progress=obstruct)

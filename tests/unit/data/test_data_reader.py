@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data import dataset, numbered, opened
 
-from phalanx.data import IGNORED, Feed, shard
+from phalanx.data import IGNORE_INDEX, Prefetcher, shard
 from phalanx.errors import DataError, RecipeError
 
 
@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_sample_is_a_window_within_a_shard_and_its_targets_are_one_further(folder):
-    batch = opened(folder, sequence=10).train(0, 64)
+    batch = opened(folder, sequence=10).read_training(0, 64)
     assert {name: (values.dtype, values.shape) for name, values in batch.items()} == {
         "tokens": (np.int64, (64, 10)),
         "targets": (np.int64, (64, 10)),
@@ -31,13 +31,13 @@ def test_a_sample_is_a_window_within_a_shard_and_its_targets_are_one_further(fol
 
 def test_every_token_but_the_shards_ends_is_a_target_once_an_epoch(folder):
     data = opened(folder, sequence=10)
-    targets = np.sort(data.train(0, data.train_samples)["targets"].ravel())
+    targets = np.sort(data.read_training(0, data.num_train_samples)["targets"].ravel())
     expected = [*range(1, 691), *range(702, 1492), *range(1501, 2991)]
     assert targets.tolist() == expected
 
 
 def test_arrays_are_contiguous_and_writable(folder):
-    for values in opened(folder, document_masking=True).train(0, 4).values():
+    for values in opened(folder, document_masking=True).read_training(0, 4).values():
         assert values.flags.c_contiguous
         assert values.flags.writeable
 
@@ -45,42 +45,44 @@ def test_arrays_are_contiguous_and_writable(folder):
 @given(first=st.integers(0, 40_000), count=st.integers(1, 40))
 @settings(max_examples=30, deadline=None)
 def test_samples_do_not_depend_on_how_they_are_asked_for(folder, first, count):
-    together = opened(folder).train(first, count)["tokens"]
+    together = opened(folder).read_training(first, count)["tokens"]
     data = opened(folder)
-    alone = [data.train(first + i, 1)["tokens"][0] for i in reversed(range(count))]
+    alone = [data.read_training(first + i, 1)["tokens"][0] for i in reversed(range(count))]
     assert np.array_equal(together, alone[::-1])
 
 
 def test_held_out_samples_are_none_that_training_sees(folder):
     data = opened(folder, share=0.1)
-    held = data.held_out(0, data.held_out_samples)["targets"].ravel()
-    trained = data.train(0, 3 * data.train_samples)["targets"].ravel()
-    assert data.held_out_samples == round(0.1 * (data.train_samples + data.held_out_samples))
+    held = data.read_validation(0, data.num_validation_samples)["targets"].ravel()
+    trained = data.read_training(0, 3 * data.num_train_samples)["targets"].ravel()
+    assert data.num_validation_samples == round(0.1 * (data.num_train_samples + data.num_validation_samples))
     assert not set(held.tolist()) & set(trained.tolist())
 
 
 def test_held_out_samples_end(folder):
     data = opened(folder, share=0.1)
     with pytest.raises(ValueError, match="held-out samples"):
-        data.held_out(data.held_out_samples, 1)
+        data.read_validation(data.num_validation_samples, 1)
 
 
 def test_a_source_of_its_own_for_evaluation_leaves_training_all_of_its_own(folder, tmp_path):
     other = dataset(tmp_path / "other", [numbered(500) + 10_000], vocab=2**32)
     data = opened(folder, evaluation={"source": {"prepared": str(other)}, "holdout_fraction": 0.5})
-    assert data.train_samples == opened(folder).train_samples
-    assert data.held_out_samples == 499 // 8
-    assert np.array_equal(np.sort(data.held_out(0, 62)["tokens"].ravel()), 10_000 + np.arange(62 * 8))
+    assert data.num_train_samples == opened(folder).num_train_samples
+    assert data.num_validation_samples == 499 // 8
+    assert np.array_equal(np.sort(data.read_validation(0, 62)["tokens"].ravel()), 10_000 + np.arange(62 * 8))
 
 
 def test_no_share_holds_nothing_out(folder):
-    assert opened(folder, share=0).held_out_samples == 0
+    assert opened(folder, share=0).num_validation_samples == 0
 
 
 def steps_on(data, world, consumed, steps, global_batch=12, micro=2):
     """Global batches put together from what every rank's feed gives."""
     feeds = [
-        Feed(data, global_batch=global_batch, micro=micro, rank=rank, world=world, consumed=consumed)
+        Prefetcher(
+            data, global_batch=global_batch, micro_size=micro, rank=rank, num_groups=world, samples_consumed=consumed
+        )
         for rank in range(world)
     ]
     try:
@@ -113,7 +115,7 @@ def three(tmp_path_factory):
 
 
 def test_a_mixture_takes_from_its_sources_by_weight(three):
-    tokens = opened(*three, weights=[3, 1, 4]).train(0, 4000)["tokens"]
+    tokens = opened(*three, weights=[3, 1, 4]).read_training(0, 4000)["tokens"]
     source = tokens[:, 0] // 10_000
     assert np.bincount(source).tolist() == [1500, 500, 2000]
     for number in range(8, 4000, 8):
@@ -122,7 +124,7 @@ def test_a_mixture_takes_from_its_sources_by_weight(three):
 
 def test_every_source_of_a_mixture_has_epochs_of_its_own(three):
     data = opened(*three, weights=[3, 1, 4])
-    tokens = data.train(0, 1000)["tokens"]
+    tokens = data.read_training(0, 1000)["tokens"]
     small = tokens[tokens[:, 0] // 10_000 == 1]
     samples = (300 - 1) // 8
     assert len(small) > 3 * samples
@@ -133,8 +135,8 @@ def test_every_source_of_a_mixture_has_epochs_of_its_own(three):
 
 def test_a_mixture_holds_out_a_share_of_every_source(three):
     data = opened(*three, weights=[3, 1, 4], share=0.2)
-    held = data.held_out(0, data.held_out_samples)["tokens"]
-    trained = set(data.train(0, 5000)["tokens"].ravel().tolist())
+    held = data.read_validation(0, data.num_validation_samples)["tokens"]
+    trained = set(data.read_training(0, 5000)["tokens"].ravel().tolist())
     assert set((held[:, 0] // 10_000).tolist()) == {0, 1, 2}
     assert len(np.unique(held[:, 0])) == len(held)
     assert not trained & set(held.ravel().tolist())
@@ -150,7 +152,7 @@ def test_sources_with_other_tokenizers_do_not_mix(three, tmp_path):
 def test_a_sequence_longer_than_every_shard_is_refused(three):
     with pytest.raises(RecipeError, match=r"data.seq_len: 900 tokens"):
         opened(three[0], sequence=900)
-    assert opened(three[0], sequence=899).train_samples == 1
+    assert opened(three[0], sequence=899).num_train_samples == 1
 
 
 def test_the_fingerprint_tells_everything_that_changes_the_order(three):
@@ -171,26 +173,32 @@ def test_the_fingerprint_tells_everything_that_changes_the_order(three):
 def test_documents_kept_apart_are_numbered_and_not_each_others_targets(tmp_path):
     folder = dataset(tmp_path / "dataset", [numbered(40), numbered(50) + 100], vocab=2**32, documents=4)
     data = opened(folder, sequence=12, document_masking=True)
-    batch = data.train(0, data.train_samples)
+    batch = data.read_training(0, data.num_train_samples)
     assert batch["documents"].dtype == np.int32
     for tokens, targets, documents in zip(batch["tokens"], batch["targets"], batch["documents"], strict=True):
         size, base = (40, 0) if tokens[0] < 100 else (50, 100)
         edges = np.cumsum([len(part) for part in np.array_split(np.arange(size), 4)])
         document = np.searchsorted(edges, np.append(tokens, tokens[-1] + 1) - base, side="right")
         assert np.array_equal(documents, document[:-1] - document[0])
-        assert np.array_equal(targets, np.where(document[1:] == document[:-1], tokens + 1, IGNORED))
+        assert np.array_equal(targets, np.where(document[1:] == document[:-1], tokens + 1, IGNORE_INDEX))
 
 
 def test_joined_documents_have_targets_everywhere(tmp_path):
     folder = dataset(tmp_path / "dataset", [numbered(40)], vocab=2**32, documents=4)
-    batch = opened(folder, sequence=12).train(0, 3)
+    batch = opened(folder, sequence=12).read_training(0, 3)
     assert "documents" not in batch
-    assert (batch["targets"] != IGNORED).all()
+    assert (batch["targets"] != IGNORE_INDEX).all()
 
 
 def test_facts_say_what_a_model_must_know(folder):
-    facts = opened(folder, sequence=10).facts
-    assert (facts.kind, facts.vocab, facts.sequence, facts.classes, facts.shape) == ("tokens", 2**32, 10, None, None)
+    facts = opened(folder, sequence=10).info
+    assert (facts.kind, facts.vocab_size, facts.seq_len, facts.num_classes, facts.image_shape) == (
+        "tokens",
+        2**32,
+        10,
+        None,
+        None,
+    )
 
 
 def flip(folder, byte):
@@ -205,10 +213,10 @@ def flip(folder, byte):
 def test_damage_after_a_block_was_read_is_found_in_the_next_epoch(tmp_path):
     folder = dataset(tmp_path / "dataset", [numbered(100_000)], vocab=2**32)
     data = opened(folder, sequence=100)
-    data.train(0, data.train_samples)
+    data.read_training(0, data.num_train_samples)
     flip(folder, 3 * 65536 + 5)
     with pytest.raises(DataError, match=r"shard-00000\.bin block 3 .* the checksum differs"):
-        data.train(data.train_samples, data.train_samples)
+        data.read_training(data.num_train_samples, data.num_train_samples)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -216,21 +224,21 @@ def test_damage_of_held_out_samples_is_found_in_the_next_evaluation(tmp_path, ow
     folder = dataset(tmp_path / "dataset", [numbered(100_000)], vocab=2**32)
     evaluate = {"source": {"prepared": str(folder)}} if own else {"holdout_fraction": 0.3}
     data = opened(folder, sequence=100, evaluation=evaluate)
-    half = data.held_out_samples // 2
+    half = data.num_validation_samples // 2
     for start in (0, half):
-        data.held_out(start, half)
+        data.read_validation(start, half)
     flip(folder, 3 * 65536 + 5)
     with pytest.raises(DataError, match=r"block 3 .* the checksum differs"):
-        [data.held_out(start, half) for start in (0, half)]
+        [data.read_validation(start, half) for start in (0, half)]
 
 
 def test_each_block_is_hashed_once_in_an_epoch(tmp_path, monkeypatch):
     folder = dataset(tmp_path / "dataset", [numbered(100_000)], vocab=2**32)
     hashed = []
-    monkeypatch.setattr(shard.Shard, "_check_block", lambda self, block: hashed.append(block))
+    monkeypatch.setattr(shard.MappedShard, "_verify_block", lambda self, block: hashed.append(block))
     data = opened(folder, sequence=100, share=0.2)
-    for first in range(0, 3 * data.train_samples, 10):
-        data.train(first, 10)
-        data.held_out(0, 1)
+    for first in range(0, 3 * data.num_train_samples, 10):
+        data.read_training(first, 10)
+        data.read_validation(0, 1)
     assert len(hashed) <= 3 * 7 + 300  # an evaluation of one sample touches one block, or two
     assert sorted(set(hashed)) == list(range(7))

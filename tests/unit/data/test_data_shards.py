@@ -9,9 +9,9 @@ import pytest
 from small_data import dataset, manifest_of, numbered, opened
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.data import inspect, verify
-from phalanx.data.manifest import read_manifest, token_dtype
-from phalanx.data.shard import BLOCK, ShardWriter, read_sidecar
+from phalanx.data import inspect_dataset, verify_dataset
+from phalanx.data.manifest import narrowest_token_dtype, read_manifest
+from phalanx.data.shard import BLOCK_BYTES, ShardWriter, read_sidecar
 from phalanx.errors import DataError, ExitCode
 
 TOKENS = 100_000  # 400 kB in four-byte tokens: six blocks and a bit
@@ -24,8 +24,8 @@ def folder(tmp_path):
 
 def read_everything(folder):
     data = opened(folder, sequence=100)
-    for start in range(0, data.train_samples, 50):
-        data.train(start, 50)
+    for start in range(0, data.num_train_samples, 50):
+        data.read_training(start, 50)
 
 
 def flip(path, offset):
@@ -38,17 +38,19 @@ def flip(path, offset):
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(2, "u1"), (256, "u1"), (257, "u2"), (65_536, "u2"), (65_537, "u4")])
 def test_tokens_are_as_wide_as_the_vocabulary_needs(vocab, dtype):
-    assert token_dtype(vocab) == np.dtype(f"<{dtype}")
+    assert narrowest_token_dtype(vocab) == np.dtype(f"<{dtype}")
 
 
-@pytest.mark.parametrize("sizes", [[1], [BLOCK], [BLOCK + 1], [10, BLOCK - 10, BLOCK * 2, 3], [7] * 1000])
+@pytest.mark.parametrize(
+    "sizes", [[1], [BLOCK_BYTES], [BLOCK_BYTES + 1], [10, BLOCK_BYTES - 10, BLOCK_BYTES * 2, 3], [7] * 1000]
+)
 def test_what_is_written_comes_back_however_it_was_cut(tmp_path, sizes):
     tokens = np.random.default_rng(0).integers(0, 256, sum(sizes)).astype(np.uint8)
     with ShardWriter(tmp_path, 3, np.dtype("u1")) as writer:
         for part in np.split(tokens, np.cumsum(sizes)[:-1]):
             writer.start_document()
-            writer.append(part)
-        entry = writer.finish()
+            writer.append_values(part)
+        entry = writer.commit()
     assert (entry.file, entry.bytes, entry.count, entry.documents) == (
         "shard-00003.bin",
         *[len(tokens)] * 2,
@@ -57,53 +59,55 @@ def test_what_is_written_comes_back_however_it_was_cut(tmp_path, sizes):
     assert np.array_equal(np.fromfile(tmp_path / entry.file, np.uint8), tokens)
     sidecar = read_sidecar(tmp_path, entry)
     assert sidecar.documents.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
-    assert len(sidecar.hashes) == -(-len(tokens) // BLOCK)
+    assert len(sidecar.hashes) == -(-len(tokens) // BLOCK_BYTES)
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_shard_that_was_not_finished_has_no_name(tmp_path):
     with ShardWriter(tmp_path, 0, np.dtype("u1")) as writer:
-        writer.append(np.zeros(10, np.uint8))
+        writer.append_values(np.zeros(10, np.uint8))
     assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
 
 
 def test_a_whole_dataset_verifies(folder):
-    facts = verify(folder)
+    facts = verify_dataset(folder)
     assert (facts["shards"], facts["blocks"], facts["bytes"]) == (2, 14, 8 * TOKENS)
     read_everything(folder)
 
 
 @pytest.mark.parametrize("block", [0, 3, 6])
-@pytest.mark.parametrize("check", [read_everything, verify])
+@pytest.mark.parametrize("check", [read_everything, verify_dataset])
 def test_a_flipped_bit_is_found_and_its_block_is_named(folder, block, check):
-    flip(folder / "shard-00001.bin", block * BLOCK + 77)
-    with pytest.raises(DataError, match=rf"shard-00001\.bin block {block} \(bytes {block * BLOCK} to") as error:
+    flip(folder / "shard-00001.bin", block * BLOCK_BYTES + 77)
+    with pytest.raises(DataError, match=rf"shard-00001\.bin block {block} \(bytes {block * BLOCK_BYTES} to") as error:
         check(folder)
     assert error.value.code == ExitCode.DATA == 65
 
 
 def test_a_flipped_bit_is_found_before_its_tokens_are_read(folder):
-    flip(folder / "shard-00000.bin", 5 * BLOCK)
-    bad = set(range(5 * BLOCK // 4, 6 * BLOCK // 4))
+    flip(folder / "shard-00000.bin", 5 * BLOCK_BYTES)
+    bad = set(range(5 * BLOCK_BYTES // 4, 6 * BLOCK_BYTES // 4))
     data, refused = opened(folder, sequence=100), 0
-    for sample in range(data.train_samples):
+    for sample in range(data.num_train_samples):
         try:
-            assert not bad & set(data.train(sample, 1)["tokens"].ravel().tolist())
+            assert not bad & set(data.read_training(sample, 1)["tokens"].ravel().tolist())
         except DataError:
             refused += 1
     # a block of 16,384 tokens: all its windows were refused, each time they were asked for
     assert refused == len({token // 100 for token in bad} | {(token - 1) // 100 for token in bad})
 
 
-@pytest.mark.parametrize("check", [opened, verify])
+@pytest.mark.parametrize("check", [opened, verify_dataset])
 def test_a_truncated_shard_is_named_with_the_block_where_it_ends(folder, check):
     with open(folder / "shard-00001.bin", "r+b") as file:
-        file.truncate(3 * BLOCK + 5)
-    with pytest.raises(DataError, match=rf"shard-00001\.bin block 3: the shard is cut short: {3 * BLOCK + 5} bytes"):
+        file.truncate(3 * BLOCK_BYTES + 5)
+    with pytest.raises(
+        DataError, match=rf"shard-00001\.bin block 3: the shard is cut short: {3 * BLOCK_BYTES + 5} bytes"
+    ):
         check(folder)
 
 
-@pytest.mark.parametrize("check", [opened, verify])
+@pytest.mark.parametrize("check", [opened, verify_dataset])
 def test_a_shard_that_grew_is_named(folder, check):
     with open(folder / "shard-00000.bin", "ab") as file:
         file.write(b"more")
@@ -111,7 +115,7 @@ def test_a_shard_that_grew_is_named(folder, check):
         check(folder)
 
 
-@pytest.mark.parametrize("check", [opened, verify])
+@pytest.mark.parametrize("check", [opened, verify_dataset])
 def test_a_missing_shard_is_named(folder, check):
     (folder / "shard-00001.bin").unlink()
     with pytest.raises(DataError, match=r"shard-00001\.bin: the shard is missing, from block 0 on"):
@@ -119,7 +123,7 @@ def test_a_missing_shard_is_named(folder, check):
 
 
 @pytest.mark.parametrize("harm", [lambda path: flip(path, 60), lambda path: path.unlink()])
-@pytest.mark.parametrize("check", [read_everything, verify])
+@pytest.mark.parametrize("check", [read_everything, verify_dataset])
 def test_a_damaged_or_missing_sidecar_is_named_with_the_blocks_it_was_for(folder, harm, check):
     harm(folder / "shard-00001.idx")
     with pytest.raises(DataError, match=r"shard-00001\.idx: blocks 0 to 6 of shard-00001\.bin cannot be checked"):
@@ -137,7 +141,7 @@ def device(path):
 
 
 @pytest.mark.parametrize("harm", [pipe, device, lambda path: os.truncate(path, 1 << 40)])
-@pytest.mark.parametrize("check", [read_everything, verify])
+@pytest.mark.parametrize("check", [read_everything, verify_dataset])
 def test_of_a_sidecar_only_the_bytes_of_a_file_are_read_that_it_may_have(folder, harm, check):
     harm(folder / "shard-00001.idx")
     with pytest.raises(DataError, match=r"shard-00001\.idx: (expected a file|has more than)"):
@@ -156,10 +160,10 @@ def test_verify_counts_what_storage_cannot_read_as_bad(folder):
     (folder / "shard-00001.idx").unlink()
     (folder / "shard-00001.idx").symlink_to("/proc/self/mem")
     with pytest.raises(DataError, match=r"Input/output error, in .*shard-00001\.bin or beside it"):
-        verify(folder)
+        verify_dataset(folder)
 
 
-@pytest.mark.parametrize("check", [read_everything, verify])
+@pytest.mark.parametrize("check", [read_everything, verify_dataset])
 def test_the_manifest_of_another_dataset_is_found_out(folder, tmp_path, check):
     other = dataset(tmp_path / "other", [numbered(TOKENS) + 1, numbered(TOKENS)], vocab=2**32, documents=5)
     shutil.copy(other / "manifest.json", folder / "manifest.json")
@@ -169,7 +173,7 @@ def test_the_manifest_of_another_dataset_is_found_out(folder, tmp_path, check):
         check(folder)
 
 
-@pytest.mark.parametrize("check", [opened, verify, inspect])
+@pytest.mark.parametrize("check", [opened, verify_dataset, inspect_dataset])
 def test_an_edited_manifest_is_found_out(folder, check):
     manifest = manifest_of(folder)
     manifest["shards"].pop()
@@ -199,9 +203,9 @@ def test_a_format_of_the_future_is_refused(folder):
 
 def test_verify_counts_all_that_is_bad(folder):
     for block in (1, 2, 5):
-        flip(folder / "shard-00000.bin", block * BLOCK)
+        flip(folder / "shard-00000.bin", block * BLOCK_BYTES)
     with pytest.raises(DataError, match=r"block 1 .*\n2 more like it"):
-        verify(folder)
+        verify_dataset(folder)
 
 
 def rewritten(folder, change):
@@ -216,7 +220,7 @@ def rewritten(folder, change):
     path.write_text(json.dumps({**body, "fingerprint": said}))
 
 
-@pytest.mark.parametrize("check", [read_everything, verify, inspect])
+@pytest.mark.parametrize("check", [read_everything, verify_dataset, inspect_dataset])
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -236,7 +240,7 @@ def test_a_shard_that_cannot_be_is_refused(folder, check, key, value):
         check(folder)
 
 
-@pytest.mark.parametrize("check", [read_everything, verify, inspect])
+@pytest.mark.parametrize("check", [read_everything, verify_dataset, inspect_dataset])
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -263,7 +267,7 @@ def test_tokens_beyond_the_vocabulary_are_found(folder):
     with pytest.raises(
         DataError, match=r"shard-00001\.bin: has the token 199999, but manifest\.json says that .* 100000"
     ):
-        verify(folder)
+        verify_dataset(folder)
 
 
 def test_a_manifest_that_is_nested_too_deeply_is_named(folder):

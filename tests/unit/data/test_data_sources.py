@@ -19,8 +19,8 @@ from small_data import all_tokens, manifest_of, prepare, write_texts
 
 import phalanx.data.prepare as prepare_module
 from phalanx.data import sources
-from phalanx.data.finding import find_files, stat_file
-from phalanx.data.sources import CHUNK, Part, documents, split_file
+from phalanx.data.finding import find_files, stat_source_file
+from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_source_file
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 
 
@@ -76,22 +76,26 @@ def test_a_glob_without_files_is_named(tree):
 
 
 @pytest.mark.parametrize("packer", [bytes, gzip.compress])
-@pytest.mark.parametrize("text", [b"", b"a", b"one\ntwo \xef\xbb\xbf\n", b"line\n" * (CHUNK // 2)])
+@pytest.mark.parametrize("text", [b"", b"a", b"one\ntwo \xef\xbb\xbf\n", b"line\n" * (CHUNK_BYTES // 2)])
 def test_a_byte_order_mark_at_the_beginning_of_a_text_file_is_left_out(tmp_path, text, packer):
     path = tmp_path / "a.txt"
     path.write_bytes(packer(b"\xef\xbb\xbf" + text))
     size = path.stat().st_size
-    chunks = [chunk for part in split_file(stat_file(path), CHUNK) for chunk in documents(part, "text", "text")]
+    chunks = [
+        chunk
+        for part in split_source_file(stat_source_file(path), CHUNK_BYTES)
+        for chunk in iterate_documents(part, "text", "text")
+    ]
     assert b"".join(chunk.data for chunk in chunks) == text
     if packer is bytes:
-        assert sum(chunk.consumed for chunk in chunks) == size
+        assert sum(chunk.bytes_read for chunk in chunks) == size
 
 
-@pytest.mark.parametrize("length", [1, CHUNK + 1])
+@pytest.mark.parametrize("length", [1, CHUNK_BYTES + 1])
 def test_a_byte_order_mark_in_a_field_of_json_stays(tmp_path, length):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\ufeff" + "a" * length}))
     size = (tmp_path / "a.jsonl").stat().st_size
-    chunks = documents(Part(str(tmp_path / "a.jsonl"), 0, size, size), "jsonl", "text")
+    chunks = iterate_documents(FilePart(str(tmp_path / "a.jsonl"), 0, size, size), "jsonl", "text")
     assert b"".join(chunk.data for chunk in chunks) == b"\xef\xbb\xbf" + b"a" * length
 
 
@@ -343,8 +347,8 @@ def test_without_pyarrow_the_message_says_what_to_install(tmp_path, monkeypatch)
 
 
 def joined(path, parts, kind="text", field="text"):
-    chunks = [chunk for part in parts for chunk in documents(part, kind, field)]
-    assert sum(chunk.begins for chunk in chunks) == sum(chunk.ends for chunk in chunks)
+    chunks = [chunk for part in parts for chunk in iterate_documents(part, kind, field)]
+    assert sum(chunk.starts_document for chunk in chunks) == sum(chunk.ends_document for chunk in chunks)
     return chunks
 
 
@@ -357,17 +361,17 @@ def joined(path, parts, kind="text", field="text"):
 def test_the_parts_of_a_text_file_are_the_file_cut_at_characters(tmp_path_factory, lines, pieces, chunk):
     path = tmp_path_factory.getbasetemp() / "text.txt"
     path.write_bytes("\n".join(lines).encode())
-    file = stat_file(path)
+    file = stat_source_file(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "CHUNK", chunk)
+        patch.setattr(sources, "CHUNK_BYTES", chunk)
         chunks = joined(
-            path, split_file(file, max(file.size // pieces, 1)) if file.size else [Part(str(path), 0, 0, 0)]
+            path, split_source_file(file, max(file.size // pieces, 1)) if file.size else [FilePart(str(path), 0, 0, 0)]
         )
     assert b"".join(chunk.data for chunk in chunks) == path.read_bytes()
     for piece in chunks:
         piece.data.decode()  # no character is cut in two
-    assert [chunk.begins for chunk in chunks].count(True) == 1
-    assert chunks[-1].ends
+    assert [chunk.starts_document for chunk in chunks].count(True) == 1
+    assert chunks[-1].ends_document
 
 
 @given(texts=st.lists(st.text(max_size=60), max_size=30), pieces=st.integers(1, 12))
@@ -375,16 +379,16 @@ def test_the_parts_of_a_text_file_are_the_file_cut_at_characters(tmp_path_factor
 def test_the_parts_of_a_jsonl_file_have_every_line_once(tmp_path_factory, texts, pieces):
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    file = stat_file(path)
-    parts = split_file(file, max(file.size // pieces, 1)) if file.size else []
+    file = stat_source_file(path)
+    parts = split_source_file(file, max(file.size // pieces, 1)) if file.size else []
     chunks = joined(path, parts, "jsonl")
     assert [chunk.data for chunk in chunks] == [text.encode(errors="replace") for text in texts]
-    assert sum(chunk.consumed for chunk in chunks) == file.size
+    assert sum(chunk.bytes_read for chunk in chunks) == file.size
 
 
 def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path):
     with pytest.raises(DataError, match=r"gone\.txt: cannot be read"):
-        list(documents(Part(str(tmp_path / "gone.txt"), 0, 5, 5), "text", ""))
+        list(iterate_documents(FilePart(str(tmp_path / "gone.txt"), 0, 5, 5), "text", ""))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -395,10 +399,10 @@ def test_a_long_document_is_read_in_chunks_that_are_the_whole(tmp_path, kind):
     else:
         pyarrow.parquet.write_table(pyarrow.table({"text": [text, None, "b"]}), tmp_path / "a")
     assert text_of(prepare(tmp_path, tmp_path / "out", {kind: "a"})) == text.encode() + b"\0b\0"
-    part = Part(str(tmp_path / "a"), 0, 1 if kind == "parquet" else (tmp_path / "a").stat().st_size, 1)
-    found = list(documents(part, kind, "text"))
-    assert max(len(chunk.data) for chunk in found) <= CHUNK
-    assert sum(chunk.begins for chunk in found) == sum(chunk.ends for chunk in found) == 2
+    part = FilePart(str(tmp_path / "a"), 0, 1 if kind == "parquet" else (tmp_path / "a").stat().st_size, 1)
+    found = list(iterate_documents(part, kind, "text"))
+    assert max(len(chunk.data) for chunk in found) <= CHUNK_BYTES
+    assert sum(chunk.starts_document for chunk in found) == sum(chunk.ends_document for chunk in found) == 2
 
 
 def test_a_process_that_prepares_and_was_killed_is_said_to_be(tmp_path, monkeypatch):
@@ -415,5 +419,5 @@ def test_a_process_that_prepares_and_was_killed_is_said_to_be(tmp_path, monkeypa
     with pytest.raises(
         PhalanxError, match=r"was killed by signal 9 \(possibly out of memory\).* start again"
     ) as refused:
-        prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, workers=2)
+        prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, num_workers=2)
     assert refused.value.code == ExitCode.UNFINISHED

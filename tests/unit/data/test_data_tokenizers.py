@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
-from phalanx.data import load_tokenizer, prepare_all, sources
-from phalanx.data.tokenizers import TOKENIZER, train_bpe
+from phalanx.data import load_tokenizer, prepare_all_sources, sources
+from phalanx.data.tokenizers import TOKENIZER_FILE, train_bpe_tokenizer
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.schema import DataConfig, EvaluationConfig
 
@@ -23,7 +23,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé, 漢字, 🦊!\
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     path = tmp_path_factory.mktemp("bpe") / "my-tokenizer.json"
-    train_bpe(iter([TEXT]), 400, path)
+    train_bpe_tokenizer(iter([TEXT]), 400, path)
     return path
 
 
@@ -47,14 +47,14 @@ def test_a_trained_bpe_encodes_every_text(bpe, text):
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens.tolist()) == text
     assert tokens.dtype == np.uint16
-    assert (tokens < tokenizer.vocab).all()
-    assert tokenizer.separator == 0
+    assert (tokens < tokenizer.vocab_size).all()
+    assert tokenizer.separator_token == 0
 
 
 def test_training_gives_the_same_tokenizer_every_time(bpe, tmp_path):
-    train_bpe(iter([TEXT]), 400, tmp_path / "again.json")
+    train_bpe_tokenizer(iter([TEXT]), 400, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == bpe.read_bytes()
-    assert 257 < load_tokenizer(bpe).vocab <= 400  # the text has no more pairs worth a token
+    assert 257 < load_tokenizer(bpe).vocab_size <= 400  # the text has no more pairs worth a token
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_bpe_is_trained_on_the_data_and_kept_with_it(texts, tmp_path):
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300})
     tokenizer = load_tokenizer(out)
     described = manifest_of(out)["tokenizer"]
-    assert (tokenizer.vocab, tokenizer.name, described["name"], described["separator"]) == (
+    assert (tokenizer.vocab_size, tokenizer.name, described["name"], described["separator"]) == (
         300,
         "bpe:300",
         "bpe:300",
@@ -81,8 +81,8 @@ def test_a_bpe_is_trained_on_the_data_and_kept_with_it(texts, tmp_path):
 
 
 def test_a_bpe_dataset_is_the_same_from_any_number_of_workers(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 5000)
-    outs = [prepare(texts, tmp_path / f"out{n}", {"text": "*.txt"}, {"bpe": 300}, workers=n) for n in (1, 2)]
+    monkeypatch.setattr("phalanx.data.pieces.MIN_PIECE_BYTES", 5000)
+    outs = [prepare(texts, tmp_path / f"out{n}", {"text": "*.txt"}, {"bpe": 300}, num_workers=n) for n in (1, 2)]
     assert len(manifest_of(outs[0])["shards"]) > 1
     assert contents(outs[0]) == contents(outs[1])
 
@@ -90,7 +90,7 @@ def test_a_bpe_dataset_is_the_same_from_any_number_of_workers(texts, tmp_path, m
 def test_a_hugging_face_tokenizer_is_copied_into_the_dataset(texts, bpe, tmp_path):
     shutil.copy(bpe, texts / "tok.json")
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, "tok.json")
-    assert (out / TOKENIZER).read_bytes() == bpe.read_bytes()
+    assert (out / TOKENIZER_FILE).read_bytes() == bpe.read_bytes()
     assert load_tokenizer(out).encode(TEXT).tolist() == load_tokenizer(bpe).encode(TEXT).tolist()
 
 
@@ -103,14 +103,14 @@ def test_prepared_tokens_of_another_tokenizer_than_the_recipe_names_are_refused(
     data = DataConfig.model_validate({"source": {"prepared": str(out)}, "tokenizer": asked})
     named = "tok.json" if asked == "tok.json" else f"bpe:{asked['bpe']}"
     with pytest.raises(RecipeError, match=f"data.tokenizer: found {named}, but .*out was prepared with {made}; leave"):
-        prepare_all(data, EvaluationConfig(), texts)
+        prepare_all_sources(data, EvaluationConfig(), texts)
 
 
 @pytest.mark.parametrize("asked", ["bytes", {"bpe": 300}, "out/tokenizer.json", "out"])
 def test_prepared_tokens_of_the_tokenizer_that_the_recipe_names_are_taken(texts, tmp_path, asked):
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300})
     data = DataConfig.model_validate({"source": {"prepared": str(out)}, "tokenizer": asked})
-    assert prepare_all(data, EvaluationConfig(), tmp_path)[0].source[0].prepared == str(out)
+    assert prepare_all_sources(data, EvaluationConfig(), tmp_path)[0].source[0].prepared == str(out)
 
 
 def test_a_tokenizer_without_a_separator_puts_none(tmp_path):
@@ -163,9 +163,9 @@ def test_a_document_in_chunks_has_the_tokens_that_it_has_as_a_whole(tmp_path, mo
     whole = made(kind, text)
     whole.save(str(tmp_path / "tok.json"))
     write_texts(tmp_path, {"a.txt": text})
-    monkeypatch.setattr(sources, "CHUNK", 1500)
-    monkeypatch.setattr(sources, "CONTEXT", 400)
-    monkeypatch.setattr("phalanx.data.pieces._piece_size", lambda total: len(text.encode()) // pieces)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1500)
+    monkeypatch.setattr(sources, "CONTEXT_BYTES", 400)
+    monkeypatch.setattr("phalanx.data.pieces._choose_piece_size", lambda total: len(text.encode()) // pieces)
     out = prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, "tok.json")
     assert len(manifest_of(out)["shards"]) == pieces
     assert all_tokens(out).tolist() == whole.encode(text, add_special_tokens=False).ids
@@ -200,15 +200,15 @@ def with_special(folder, tokens):
 )
 def test_documents_end_with_what_the_tokenizers_own_files_name(tmp_path, files, expected):
     words = with_special(tmp_path / "model", SPECIAL)
-    words.save(str(tmp_path / "model" / TOKENIZER))
+    words.save(str(tmp_path / "model" / TOKENIZER_FILE))
     for name, value in files.items():
         (tmp_path / "model" / name).write_text(json.dumps(value))
     write_texts(tmp_path / "texts", {"1.txt": "a", "2.txt": "a a"})
     number = words.token_to_id(expected)
     out = prepare(tmp_path / "texts", tmp_path / "out", {"text": "*.txt"}, str(tmp_path / "model"))
     assert all_tokens(out).tolist() == [0, number, 0, 0, number]
-    assert load_tokenizer(out).separator == number
-    again = prepare(tmp_path / "texts", tmp_path / "again", {"text": "*.txt"}, str(out / TOKENIZER))
+    assert load_tokenizer(out).separator_token == number
+    again = prepare(tmp_path / "texts", tmp_path / "again", {"text": "*.txt"}, str(out / TOKENIZER_FILE))
     assert contents(again) == contents(out)  # a dataset's tokenizer ends documents as the dataset does
 
 
@@ -218,32 +218,32 @@ def test_documents_end_with_what_the_tokenizers_own_files_name(tmp_path, files, 
 def test_an_end_of_text_is_known_by_its_name(tmp_path, name):
     words = with_special(tmp_path / "model", ["<s>", name, "<pad>"])
     words.save(str(tmp_path / "model" / "mine.json"))
-    assert load_tokenizer(tmp_path / "model" / "mine.json").separator == words.token_to_id(name)
+    assert load_tokenizer(tmp_path / "model" / "mine.json").separator_token == words.token_to_id(name)
 
 
 def test_an_end_of_text_is_known_by_where_the_tokenizer_puts_it(tmp_path):
     words = with_special(tmp_path / "model", ["<x>", "<y>"])
     template = tokenizers.processors.TemplateProcessing(single="<x> $A <y>", special_tokens=[("<x>", 2), ("<y>", 3)])
     words.post_processor = template
-    words.save(str(tmp_path / "model" / TOKENIZER))
-    assert load_tokenizer(tmp_path / "model" / TOKENIZER).separator == 3
+    words.save(str(tmp_path / "model" / TOKENIZER_FILE))
+    assert load_tokenizer(tmp_path / "model" / TOKENIZER_FILE).separator_token == 3
 
 
 def test_a_tokenizer_without_an_end_of_text_is_warned_of(tmp_path):
     notes = []
     words = with_special(tmp_path / "model", ["<s>"])
-    words.save(str(tmp_path / "model" / TOKENIZER))
+    words.save(str(tmp_path / "model" / TOKENIZER_FILE))
     write_texts(tmp_path / "texts", {"1.txt": "a"})
     source = {"text": "*.txt"}
     progress = lambda now: notes.append(now.note)  # noqa: E731
-    prepare(tmp_path / "texts", tmp_path / "out", source, str(tmp_path / "model"), progress=progress)
+    prepare(tmp_path / "texts", tmp_path / "out", source, str(tmp_path / "model"), report_progress=progress)
     (warning,) = filter(None, notes)
     assert "has no token that ends a text, so nothing stands between documents; name one as eos_token" in warning
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bytes_that_are_no_utf8_are_counted_and_named(tmp_path, bpe, monkeypatch, workers):
-    monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 10)
+    monkeypatch.setattr("phalanx.data.pieces.MIN_PIECE_BYTES", 10)
     texts = {
         "1.txt": b"caf\xe9 na\xefve, more of it",
         "2.txt": "fine \ufffd too, and long",
@@ -251,7 +251,7 @@ def test_bytes_that_are_no_utf8_are_counted_and_named(tmp_path, bpe, monkeypatch
     }
     write_texts(tmp_path / "texts", texts)
     notes = []
-    options = {"workers": workers, "progress": lambda now: notes.append(now.note)}
+    options = {"num_workers": workers, "report_progress": lambda now: notes.append(now.note)}
     prepare(tmp_path / "texts", tmp_path / "out", {"text": "*.txt"}, str(bpe), **options)
     (warning,) = filter(None, notes)
     expected = (
@@ -263,14 +263,14 @@ def test_bytes_that_are_no_utf8_are_counted_and_named(tmp_path, bpe, monkeypatch
 def test_half_of_a_surrogate_pair_in_json_is_counted_as_what_is_no_text(tmp_path, bpe):
     write_texts(tmp_path / "texts", {"1.jsonl": rb'{"text": "cut \ud83d"}'})
     notes = []
-    options = {"progress": lambda now: notes.append(now.note)}
+    options = {"report_progress": lambda now: notes.append(now.note)}
     prepare(tmp_path / "texts", tmp_path / "out", {"jsonl": "*.jsonl"}, str(bpe), **options)
     (warning,) = filter(None, notes)
     assert re.match(r"warning: .*/1\.jsonl: bytes that are not UTF-8 became U\+FFFD in", warning)
 
 
 def test_bytes_that_are_no_utf8_are_counted_over_an_interruption(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr("phalanx.data.pieces.SMALLEST", 10)
+    monkeypatch.setattr("phalanx.data.pieces.MIN_PIECE_BYTES", 10)
     write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9 na\xefve, more of it", "2.txt": "fine, and long enough"})
 
     counts = set()
@@ -281,10 +281,16 @@ def test_bytes_that_are_no_utf8_are_counted_over_an_interruption(tmp_path, bpe, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, str(bpe), progress=interrupt)
+        prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, str(bpe), report_progress=interrupt)
     notes = []
     assert (tmp_path / "out.partial" / "shard-00000.done").exists()
-    prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, str(bpe), progress=lambda now: notes.append(now.note))
+    prepare(
+        tmp_path / "texts",
+        tmp_path / "out",
+        {"text": "*"},
+        str(bpe),
+        report_progress=lambda now: notes.append(now.note),
+    )
     (warning,) = filter(None, notes)
     assert "became U+FFFD in 2 places" in warning
 
@@ -292,7 +298,7 @@ def test_bytes_that_are_no_utf8_are_counted_over_an_interruption(tmp_path, bpe, 
 def test_bytes_that_are_no_utf8_are_tokens_of_the_byte_tokenizer(tmp_path):
     write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9"})
     notes = []
-    prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, progress=lambda now: notes.append(now.note))
+    prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, report_progress=lambda now: notes.append(now.note))
     assert set(notes) == {""}
 
 
@@ -304,7 +310,7 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
 
 def test_a_damaged_stored_tokenizer_is_found_out(texts, tmp_path):
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300})
-    with open(out / TOKENIZER, "a") as file:
+    with open(out / TOKENIZER_FILE, "a") as file:
         file.write(" ")
     with pytest.raises(DataError, match=r"tokenizer\.json: missing, or not the tokenizer that this dataset"):
         load_tokenizer(out)
@@ -312,9 +318,9 @@ def test_a_damaged_stored_tokenizer_is_found_out(texts, tmp_path):
 
 def test_a_directory_stands_for_the_tokenizer_in_it(texts, bpe, tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / TOKENIZER).write_bytes(bpe.read_bytes())
+    (tmp_path / "model" / TOKENIZER_FILE).write_bytes(bpe.read_bytes())
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, str(tmp_path / "model"))
-    assert (out / TOKENIZER).read_bytes() == bpe.read_bytes()
+    assert (out / TOKENIZER_FILE).read_bytes() == bpe.read_bytes()
 
 
 @pytest.mark.parametrize(("beside", "cure"), [("vocab.txt", "transformers makes one of vocab.txt"), ("x", "name the")])
@@ -348,9 +354,9 @@ def test_without_the_library_the_message_says_what_to_install(texts, tmp_path, b
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content):
-    (tmp_path / TOKENIZER).write_bytes(content)
+    (tmp_path / TOKENIZER_FILE).write_bytes(content)
     with pytest.raises(RecipeError, match=r"tokenizer.json: "):
-        load_tokenizer(tmp_path / TOKENIZER)
+        load_tokenizer(tmp_path / TOKENIZER_FILE)
 
 
 def test_a_text_at_which_the_tokenizer_fails_is_told_with_its_name(tmp_path, bpe, capfd):
@@ -373,7 +379,7 @@ def test_a_panic_of_the_library_is_told_as_any_other_error(tmp_path, monkeypatch
             def from_str(text):
                 raise PanicException("regex")
 
-    monkeypatch.setattr("phalanx.data.tokenizers._library", Library)
-    (tmp_path / TOKENIZER).write_text("{}")
+    monkeypatch.setattr("phalanx.data.tokenizers._import_tokenizers", Library)
+    (tmp_path / TOKENIZER_FILE).write_text("{}")
     with pytest.raises(RecipeError, match=r"not a tokenizer.json that `tokenizers` can read \(regex\)"):
-        load_tokenizer(tmp_path / TOKENIZER)
+        load_tokenizer(tmp_path / TOKENIZER_FILE)

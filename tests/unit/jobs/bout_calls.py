@@ -9,12 +9,12 @@ from typing import Any
 from phalanx.errors import RecipeError
 from phalanx.run import Run
 from phalanx.run.event_types import StepDone, StepPhases
-from phalanx.train.reporter import reporter
+from phalanx.train.reporter import make_reporter
 
 
 def steps(payload: dict[str, Any]) -> None:
     """Steps of `seconds` without end; with `fall`, so many and then the worker's end. Each leaves a byte in `count`."""
-    report = reporter(Run(Path(payload["folder"])), True, os.environ["PHALANX_EVENTS_FD"])
+    report = make_reporter(Run(Path(payload["folder"])), True, os.environ["PHALANX_EVENTS_FD"])
     leads = os.environ["RANK"] == "0"
     number = 0
     while True:
@@ -26,7 +26,7 @@ def steps(payload: dict[str, Any]) -> None:
             seconds = payload["seconds"]
             numbers: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "units": 8}
             phases = StepPhases(data_wait=seconds / 4)
-            report.event(StepDone(step=number, duration_s=seconds, breakdown_s=phases, **numbers))
+            report.report_event(StepDone(step=number, duration_s=seconds, breakdown_s=phases, **numbers))
             report.flush()
         if number == payload.get("fall"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -34,9 +34,9 @@ def steps(payload: dict[str, Any]) -> None:
 
 def refuse(payload: dict[str, Any]) -> None:
     """As a worker whose recipe cannot run."""
-    report = reporter(Run(Path(payload["folder"])), True, os.environ["PHALANX_EVENTS_FD"])
+    report = make_reporter(Run(Path(payload["folder"])), True, os.environ["PHALANX_EVENTS_FD"])
     error = RecipeError("model.build: no such thing")
-    report.error(str(error), int(error.code))
+    report.report_error(str(error), int(error.code))
     report.close()
     raise SystemExit(int(error.code))
 

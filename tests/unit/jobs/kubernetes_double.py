@@ -82,7 +82,7 @@ def job_of(jobset: Mapping[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": group["template"]["spec"]}
 
 
-class Refusal(Exception):
+class ApiRefusal(Exception):
     """An answer that is no success."""
 
     def __init__(self, status: int, message: str, causes: list[tuple[str, str]] | None = None, kind: str = ""):
@@ -96,7 +96,7 @@ def has(labels: Mapping[str, str], key: str, sign: str, value: str) -> bool:
     return labels.get(key) == value if sign else key in labels
 
 
-class Double:
+class FakeApiServer:
     """The server. `objects` maps (plural, namespace, name) to what is kept; `refuse` maps (method, plural) to a status
     and a message with which such requests are answered."""
 
@@ -130,7 +130,7 @@ class Double:
                         return
                     found = double.handle(self.command, url.path, {key: one[0] for key, one in query.items()}, body)
                     status = 201 if self.command == "POST" else 200
-                except Refusal as refusal:
+                except ApiRefusal as refusal:
                     found, status = refusal.body, refusal.status
                 text = found if isinstance(found, str) else json.dumps(found)
                 data = text.encode()
@@ -214,12 +214,12 @@ class Double:
     def handle(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
         place = re.fullmatch(r"/(?:api|apis/[^/]+)/[^/]+/namespaces/([^/]+)/([^/]+)(?:/([^/]+)(/log)?)?", path)
         if place is None or place[2] not in self.kinds:
-            raise Refusal(404, "the server could not find the requested resource")
+            raise ApiRefusal(404, "the server could not find the requested resource")
         namespace, plural, name, log = place.groups()
         if (method, plural) in self.refuse:
-            raise Refusal(*self.refuse[method, plural])
+            raise ApiRefusal(*self.refuse[method, plural])
         if namespace == "nowhere" and method == "POST":
-            raise Refusal(404, 'namespaces "nowhere" not found')
+            raise ApiRefusal(404, 'namespaces "nowhere" not found')
         if method == "POST":
             return self.create(namespace, plural, query, body)
         if name is None:
@@ -238,21 +238,21 @@ class Double:
         if log:
             return self.logs[name]
         if (plural, namespace, name) not in self.objects:
-            raise Refusal(404, f'{plural} "{name}" not found')
+            raise ApiRefusal(404, f'{plural} "{name}" not found')
         return self.delete(plural, namespace, name) if method == "DELETE" else self.objects[plural, namespace, name]
 
     def create(self, namespace: str, plural: str, query: Mapping[str, str], body: Any) -> Any:
         name = body["metadata"]["name"]
         if body["metadata"].setdefault("namespace", namespace) != namespace:
-            raise Refusal(400, "the namespace of the object does not match the namespace of the request")
+            raise ApiRefusal(400, "the namespace of the object does not match the namespace of the request")
         wrong = faults(body)
         unknown = [why for _, why in wrong if "Additional properties" in why]
         if unknown and query.get("fieldValidation") == "Strict":
-            raise Refusal(400, f"strict decoding error: {unknown[0]}")
+            raise ApiRefusal(400, f"strict decoding error: {unknown[0]}")
         if wrong:
-            raise Refusal(422, f'{body["kind"]} "{name}" is invalid', wrong, plural)
+            raise ApiRefusal(422, f'{body["kind"]} "{name}" is invalid', wrong, plural)
         if (plural, namespace, name) in self.objects:
-            raise Refusal(409, f'{plural} "{name}" already exists')
+            raise ApiRefusal(409, f'{plural} "{name}" already exists')
         body["metadata"] |= {"uid": f"uid-{plural}-{name}", "creationTimestamp": "2026-11-22T07:00:00Z"}
         self.objects[plural, namespace, name] = body
         return body

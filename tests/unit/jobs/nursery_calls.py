@@ -74,7 +74,7 @@ def vanish(code: int) -> None:
     os._exit(code)
 
 
-def kill_nursery(_: Any) -> None:
+def kill_fork_server(_: Any) -> None:
     os.kill(os.getppid(), signal.SIGKILL)
     signal.pause()
 
@@ -83,7 +83,7 @@ def kill_oneself(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def write_place(path: str) -> None:
+def write_rank_variables(path: str) -> None:
     """A worker that tells its place and leaves with its rank's number."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PHALANX_ATTEMPT", "EXTRA")
     print("worker", os.environ["RANK"], "speaks")

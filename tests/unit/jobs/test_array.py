@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.array import array_of, members, render_array, submit_array
-from phalanx.jobs.engine import Request
-from phalanx.jobs.engines.local import Local
-from phalanx.jobs.spec import Job, State, Status
+from phalanx.jobs.array import make_array, render_array, select_array_members, submit_array
+from phalanx.jobs.engine import SubmitRequest
+from phalanx.jobs.engines.local import LocalBackend
+from phalanx.jobs.spec import Job, JobState, JobStatus
 
 
 class Recording:
@@ -21,12 +21,12 @@ class Recording:
         self.refused, self.stubborn, self.wrong = refused, stubborn, wrong
         self.said: list[str] = []
 
-    def render(self, job: Job) -> Request:
+    def render(self, job: Job) -> SubmitRequest:
         if job.name == self.wrong:
             raise UsageError(f"{job.name} can never run")
-        return Request(self.name, job)
+        return SubmitRequest(self.name, job)
 
-    def submit(self, request: Request) -> str:
+    def submit(self, request: SubmitRequest) -> str:
         if request.job.name == self.refused:
             raise UsageError("there is no room")
         self.said.append(f"submit {request.job.name}")
@@ -39,8 +39,8 @@ class Recording:
 
 
 def jobs(count: int = 3) -> tuple[Job, ...]:
-    each = [Job("x", ("run",), Path("/"), run=Path(f"/runs/{index}")) for index in range(count)]
-    return array_of("sweep", each)
+    each = [Job("x", ("run",), Path("/"), run_dir=Path(f"/runs/{index}")) for index in range(count)]
+    return make_array("sweep", each)
 
 
 def submit(engine: Any) -> list[str]:
@@ -48,13 +48,13 @@ def submit(engine: Any) -> list[str]:
 
 
 def test_members_are_called_by_their_index() -> None:
-    assert [(job.name, job.array) for job in jobs(2)] == [("sweep.0", "sweep"), ("sweep.1", "sweep")]
+    assert [(job.name, job.array_name) for job in jobs(2)] == [("sweep.0", "sweep"), ("sweep.1", "sweep")]
 
 
 def test_two_members_that_would_train_in_one_run_are_refused() -> None:
-    twins = [Job("x", ("run",), Path("/"), run=Path(f"/runs/{name}")) for name in "aba"]
+    twins = [Job("x", ("run",), Path("/"), run_dir=Path(f"/runs/{name}")) for name in "aba"]
     with pytest.raises(UsageError, match="members 0 and 2 would both train in /runs/a"):
-        array_of("sweep", twins)
+        make_array("sweep", twins)
 
 
 def test_nothing_is_sent_when_one_can_never_run() -> None:
@@ -80,16 +80,16 @@ def test_a_member_that_could_not_be_cancelled_is_named() -> None:
 
 
 def test_a_queue_that_is_full_takes_no_part_of_an_array(tmp_path: Path) -> None:
-    engine = Local(tmp_path / "queue", ensure=lambda *_: None, most=2)
+    engine = LocalBackend(tmp_path / "queue", ensure_daemon=lambda *_: None, max_queued=2)
     with pytest.raises(UsageError, match="member 2 could not be submitted: the queue is full"):
         submit(engine)
-    assert [status.state for status in engine.jobs()] == [State.CANCELLED] * 2
-    engine.store.close()
+    assert [status.state for status in engine.list_jobs()] == [JobState.CANCELLED] * 2
+    engine.database.close()
 
 
 def test_members_are_found_by_the_arrays_name_or_by_its_id() -> None:
     named = [("12_0", "sweep.0"), ("12_1", "sweep.1"), ("12", "sweep"), ("3", "sweep.x"), ("121_0", "other.0")]
-    statuses = [Status(ident, name, State.QUEUED) for ident, name in named]
+    statuses = [JobStatus(ident, name, JobState.QUEUED) for ident, name in named]
     for word in ("sweep", "12"):
-        assert [status.id for status in members(statuses, word)] == ["12_0", "12_1"]
-    assert members(statuses, "swee") == []
+        assert [status.id for status in select_array_members(statuses, word)] == ["12_0", "12_1"]
+    assert select_array_members(statuses, "swee") == []

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.environment import git_state
+from phalanx.cluster.environment import read_git_state
 from phalanx.errors import UsageError
 from phalanx.jobs import code as travelling
-from phalanx.jobs.code import Code, commit_code, folder_code, unpack
+from phalanx.jobs.code import Snapshot, snapshot_commit, snapshot_folder, unpack_snapshot
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -40,29 +40,29 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def names(code: Code) -> list[str]:
+def names(code: Snapshot) -> list[str]:
     with tarfile.open(fileobj=io.BytesIO(code.tar)) as archive:
         return archive.getnames()
 
 
-def told(code: Code) -> dict[str, str]:
-    return dict(code.left_out)
+def told(code: Snapshot) -> dict[str, str]:
+    return dict(code.excluded)
 
 
 def test_equal_files_make_equal_bytes_whatever_their_times_and_places(tmp_path: Path) -> None:
     one, other = (write(tmp_path / name, b_dot_py="1", a__c_dot_py="2") for name in ("one", "other"))
     os.utime(one / "b.py", (1, 1))
-    assert folder_code(one).tar == folder_code(other).tar
+    assert snapshot_folder(one).tar == snapshot_folder(other).tar
     write(other, b_dot_py="3")
-    assert folder_code(one).digest != folder_code(other).digest
+    assert snapshot_folder(one).digest != snapshot_folder(other).digest
 
 
 def test_the_hash_tells_contents_names_and_whether_a_file_is_a_program(tmp_path: Path) -> None:
     folder = write(tmp_path / "folder", run_dot_sh="#!/bin/sh\n")
-    before = folder_code(folder)
+    before = snapshot_folder(folder)
     assert before.digest == "de84f835498421b21c8ddfd867d33cb2df2a4dca552c067f2fa47d6ed0a5c5ba"
     (folder / "run.sh").chmod(0o755)
-    assert folder_code(folder).digest != before.digest
+    assert snapshot_folder(folder).digest != before.digest
 
 
 def test_a_copy_has_the_same_files_programs_and_links(tmp_path: Path) -> None:
@@ -70,13 +70,13 @@ def test_a_copy_has_the_same_files_programs_and_links(tmp_path: Path) -> None:
     (folder / "run.sh").chmod(0o755)
     (folder / "a" / "near.py").symlink_to("model.py")
     (folder / "again").symlink_to(folder / "a")
-    code = folder_code(folder)
-    unpack(code.tar, tmp_path / "copy")
+    code = snapshot_folder(folder)
+    unpack_snapshot(code.tar, tmp_path / "copy")
     copy = tmp_path / "copy"
     assert (copy / "again" / "near.py").read_text() == "x = 1\n"
     assert subprocess.run([copy / "run.sh"], capture_output=True).stdout == b"hi\n"
     assert [os.readlink(copy / "again"), os.readlink(copy / "a" / "near.py")] == ["a", "model.py"]
-    assert (code.files, code.size, copy.stat().st_mode & 0o777) == (4, 24, 0o700)
+    assert (code.num_files, code.num_bytes, copy.stat().st_mode & 0o777) == (4, 24, 0o700)
 
 
 def test_a_link_out_of_the_folder_is_left_out_and_told(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_link_out_of_the_folder_is_left_out_and_told(tmp_path: Path) -> None:
     (folder / "data").symlink_to(tmp_path / "elsewhere")
     (folder / "up").symlink_to("../elsewhere/secret")
     (folder / "nowhere").symlink_to("missing")
-    code = folder_code(folder)
+    code = snapshot_folder(folder)
     assert names(code) == ["model.py"]
     assert b"swordfish" not in code.tar
     assert sorted(told(code)) == ["data", "nowhere", "up"]
@@ -100,7 +100,7 @@ def test_what_is_never_code_stays_where_it_is(tmp_path: Path) -> None:
     write(folder / "runs" / "gpt", resolved_dot_yaml="", events_dot_jsonl="", logs__x="")
     write(folder / "deep" / "venv", x_dot_py="")
     write(folder / "deep", kept_dot_py="")
-    assert names(folder_code(folder)) == ["deep/kept.py", "model.py"]
+    assert names(snapshot_folder(folder)) == ["deep/kept.py", "model.py"]
 
 
 @pytest.mark.parametrize("name", [".env", ".env.local", ".netrc", "server.pem", "deep/id_ed25519"])
@@ -108,7 +108,7 @@ def test_a_file_that_says_it_holds_secrets_does_not_travel(tmp_path: Path, name:
     write(tmp_path, model_dot_py="x")
     (tmp_path / "deep").mkdir()
     (tmp_path / name).write_text("swordfish")
-    code = folder_code(tmp_path)
+    code = snapshot_folder(tmp_path)
     assert names(code) == ["model.py"]
     assert told(code) == {name: "its name says that it holds secrets"}
     assert "swordfish" not in str(code)
@@ -117,13 +117,13 @@ def test_a_file_that_says_it_holds_secrets_does_not_travel(tmp_path: Path, name:
 def test_in_a_work_tree_ignored_files_stay_and_new_ones_travel(repository: Path) -> None:
     write(repository / "exp", _dot_gitignore="*.bin\nbig/\n", huge_dot_bin="", big__x="", new_dot_py="")
     (repository / "exp" / "model.py").unlink()
-    assert names(folder_code(repository / "exp")) == [".gitignore", "new.py", "recipe.yaml"]
+    assert names(snapshot_folder(repository / "exp")) == [".gitignore", "new.py", "recipe.yaml"]
 
 
 def test_a_repository_within_one_travels_by_its_own_rules(repository: Path) -> None:
     inner = write(repository / "inner", _dot_gitignore="out\n", out="", kept_dot_py="")
     git(inner, "init", "--quiet")
-    assert [name for name in names(folder_code(repository)) if "inner" in name] == [
+    assert [name for name in names(snapshot_folder(repository)) if "inner" in name] == [
         "inner/.gitignore",
         "inner/kept.py",
     ]
@@ -137,24 +137,24 @@ def test_a_git_that_does_not_answer_is_reported_with_what_to_try(
     program.write_text("#!/bin/sh\nexec sleep 20\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(travelling, "ASKING", 0.2)
+    monkeypatch.setattr(travelling, "GIT_TIMEOUT_S", 0.2)
     with pytest.raises(UsageError, match=f"git did not answer within 0 s; try `git -C {repository}"):
-        folder_code(repository)
+        snapshot_folder(repository)
 
 
 def test_a_recipe_that_git_ignores_is_refused(repository: Path) -> None:
     write(repository / "exp", _dot_gitignore="own.yaml\n", own_dot_yaml="")
     with pytest.raises(UsageError, match=r"own\.yaml: it would not travel with the job: git ignores it"):
-        folder_code(repository / "exp", needed="own.yaml")
+        snapshot_folder(repository / "exp", required_file="own.yaml")
 
 
 def test_a_folder_that_is_too_large_says_how_large_and_what_is_biggest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(travelling, "LARGEST", 1000)
+    monkeypatch.setattr(travelling, "MAX_SNAPSHOT_BYTES", 1000)
     write(tmp_path, model_dot_py="x" * 100, data__a="x" * 800, data__b="x" * 700, notes="x" * 200)
     with pytest.raises(UsageError) as refused:
-        folder_code(tmp_path)
+        snapshot_folder(tmp_path)
     assert "1.8 kB in 4 files would travel with the job, and 1 kB in 20000 files is the most" in str(refused.value)
     assert "most of it: data/ 1.5 kB, notes 200 bytes, model.py 100 bytes" in str(refused.value)
 
@@ -165,32 +165,32 @@ def test_a_commit_that_repeats_itself_is_refused_before_it_comes_into_memory(
     (repository / "zeros").write_bytes(bytes(3 << 20))  # git packs it to 3 kB
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "-m", "zeros")
-    monkeypatch.setattr(travelling, "LARGEST", 1 << 20)
-    monkeypatch.setattr(travelling, "MUCH", 2 << 20)
+    monkeypatch.setattr(travelling, "MAX_SNAPSHOT_BYTES", 1 << 20)
+    monkeypatch.setattr(travelling, "MAX_COMMIT_BYTES", 2 << 20)
     asked = monkeypatched_git(monkeypatch)
     with pytest.raises(UsageError, match=r"most of it: zeros 3\.15 MB"):
-        commit_code(repository, "HEAD")
+        snapshot_commit(repository, "HEAD")
     assert "archive" not in asked
 
 
 def monkeypatched_git(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What git is asked from now on."""
     asked: list[str] = []
-    real = travelling._asked
+    real = travelling._call_git
 
     def noted(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
         asked.append(arguments[0])
         return real(folder, *arguments)
 
-    monkeypatch.setattr(travelling, "_asked", noted)
+    monkeypatch.setattr(travelling, "_call_git", noted)
     return asked
 
 
 def test_too_many_files_are_refused_with_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(travelling, "MOST", 2)
+    monkeypatch.setattr(travelling, "MAX_SNAPSHOT_FILES", 2)
     write(tmp_path, model_dot_py="x", data__a="", data__b="")
     with pytest.raises(UsageError, match=r"most of it: data/ 2 files, model\.py 1 file;"):
-        folder_code(tmp_path)
+        snapshot_folder(tmp_path)
 
 
 def test_a_commit_travels_whole_and_the_job_starts_where_the_recipe_is(repository: Path, tmp_path: Path) -> None:
@@ -198,48 +198,48 @@ def test_a_commit_travels_whole_and_the_job_starts_where_the_recipe_is(repositor
     write(repository, exp__model_dot_py="new")
     git(repository, "commit", "--quiet", "-am", "second")
     write(repository, exp__model_dot_py="newer")
-    code = commit_code(repository / "exp", first[:10], "recipe.yaml")
-    unpack(code.tar, tmp_path / "copy")
+    code = snapshot_commit(repository / "exp", first[:10], "recipe.yaml")
+    unpack_snapshot(code.tar, tmp_path / "copy")
     assert names(code) == ["exp/model.py", "exp/recipe.yaml", "lib.py"]
-    assert (tmp_path / "copy" / code.start / "model.py").read_text() == "old"
-    assert (code.start, code.commit, code.of) == ("exp", first, repository.resolve())
+    assert (tmp_path / "copy" / code.start_dir / "model.py").read_text() == "old"
+    assert (code.start_dir, code.commit, code.source_dir) == ("exp", first, repository.resolve())
 
 
 def test_the_commit_that_is_checked_out_is_refused_when_something_changed_since(repository: Path) -> None:
     write(repository, unknown_dot_py="new files do not matter")
-    assert commit_code(repository, "HEAD").files == 3
+    assert snapshot_commit(repository, "HEAD").num_files == 3
     write(repository, exp__model_dot_py="changed", lib_dot_py="changed")
     with pytest.raises(
         UsageError, match=r"exp/model\.py and 1 more changed since that commit.*or use --snapshot workdir"
     ):
-        commit_code(repository, "HEAD")
+        snapshot_commit(repository, "HEAD")
 
 
 @pytest.mark.parametrize("commit", ["v9", "", "HEAD:exp", "0" * 40, "folders"])
 def test_a_commit_that_nobody_knows_is_refused(repository: Path, commit: str) -> None:
     with pytest.raises(UsageError, match="has no such commit"):
-        commit_code(repository, commit)
+        snapshot_commit(repository, commit)
 
 
 def test_a_word_that_git_would_take_for_an_option_is_no_commit(repository: Path) -> None:
     with pytest.raises(UsageError, match="expected `workdir`, or a revision"):
-        commit_code(repository, "--all")
+        snapshot_commit(repository, "--all")
 
 
 def test_a_commit_outside_of_any_repository_is_refused_in_gits_words(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a git repository"):
-        commit_code(tmp_path, "HEAD")
+        snapshot_commit(tmp_path, "HEAD")
 
 
 def test_a_recipe_that_the_commit_does_not_have_is_refused(repository: Path) -> None:
     write(repository, exp__other_dot_yaml="")
     with pytest.raises(UsageError, match=r"other\.yaml: commit HEAD has no such file"):
-        commit_code(repository / "exp", "HEAD", "other.yaml")
+        snapshot_commit(repository / "exp", "HEAD", "other.yaml")
 
 
 def test_a_dry_run_tells_count_bytes_hash_and_what_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, model_dot_py="x" * 1500, a_dot_py="", _dot_env="swordfish")
-    code = folder_code(tmp_path)
+    code = snapshot_folder(tmp_path)
     assert str(code).splitlines() == [
         f"# code that travels: 2 files, 1.5 kB, sha256 {code.digest}",
         f"# from {tmp_path}",
@@ -269,7 +269,7 @@ def test_a_link_of_a_commit_that_leads_outside_is_left_out(repository: Path, lin
     for name, target in links.items():
         (repository / name).parent.mkdir(exist_ok=True)
         (repository / name).symlink_to(target)
-    code = commit_code(repository, commit_of(repository))
+    code = snapshot_commit(repository, commit_of(repository))
     assert "esc" in told(code)
     assert "esc" not in names(code)
 
@@ -278,7 +278,7 @@ def test_a_link_of_a_commit_over_another_link_within_it_travels(repository: Path
     write(repository, **{"a/b.txt": "b"})
     (repository / "folder").symlink_to("a")
     (repository / "file").symlink_to("folder/b.txt")
-    unpack(commit_code(repository, commit_of(repository)).tar, tmp_path / "copy")
+    unpack_snapshot(snapshot_commit(repository, commit_of(repository)).tar, tmp_path / "copy")
     assert (tmp_path / "copy" / "file").read_text() == "b"
 
 
@@ -310,7 +310,7 @@ def test_a_hostile_snapshot_writes_nothing_outside_of_its_folder(
 ) -> None:
     (tmp_path / "outside").mkdir()
     with pytest.raises((UsageError, OSError)):
-        unpack(packed(*members), tmp_path / "copy")
+        unpack_snapshot(packed(*members), tmp_path / "copy")
     assert list((tmp_path / "outside").iterdir()) == []
 
 
@@ -335,8 +335,8 @@ def test_a_received_repository_runs_nothing_of_its_configuration(
     write(repository, **{"lib.py": "y", ".gitattributes": "* filter=evil\n*.py filter=worse\n"})
     git(repository, "config", "--worktree", "filter.worse.clean", f"touch {ran}; cat")
     os.utime(repository / ".gitattributes", (1, 1))
-    git_state(repository)
+    read_git_state(repository)
     assert not ran.exists()
     with contextlib.suppress(UsageError):
-        commit_code(repository, head) if commit else folder_code(repository)
+        snapshot_commit(repository, head) if commit else snapshot_folder(repository)
     assert not ran.exists()

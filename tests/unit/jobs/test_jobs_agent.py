@@ -15,19 +15,27 @@ import pytest
 from lab import wait_until
 from made_events import made
 from made_messages import COMMAND, start_workers
-from phalanx.cluster.health import Finding, Verdict
+from phalanx.cluster.health import HealthFinding, HealthVerdict
 from phalanx.errors import ExitCode, UnfitNodeError
-from phalanx.jobs.agent import Agent
-from phalanx.jobs.attempt import NEVER_CAME, OVERDUE, Attempt, fault, first_to_fall, last_words, verdict
-from phalanx.jobs.hang import ended
-from phalanx.jobs.member import Member, farewell
-from phalanx.jobs.nodes import Crew, Here, There
-from phalanx.jobs.nursery import GPU, LOST_PEER, STORAGE
-from phalanx.jobs.nursery_process import AskedToStop, NurseryLost, NurseryProcess
+from phalanx.jobs.agent import LeaderAgent
+from phalanx.jobs.attempt import (
+    EXIT_REPORT_TIMEOUT_S,
+    NEVER_JOINED_MESSAGE,
+    AttemptState,
+    decide_outcome,
+    fault_fields,
+    first_failure,
+    last_log_line,
+)
+from phalanx.jobs.hang import find_ended_ranks
+from phalanx.jobs.member import NodeAgent, report_departure
+from phalanx.jobs.nodes import LocalNode, NodeGroup, RemoteNode
+from phalanx.jobs.nursery import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
+from phalanx.jobs.nursery_process import ForkServerClient, ForkServerLostError, StopRequestedError
 from phalanx.run import Event, Run, read_events
-from phalanx.run.channel import drain, pair, receive, send
+from phalanx.run.channel import drain, make_socket_pair, receive, send
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone
-from phalanx.run.membership import Membership
+from phalanx.run.membership import NodeEnv
 from phalanx.run.messages import (
     Hello,
     Ping,
@@ -39,15 +47,21 @@ from phalanx.run.messages import (
     WorkerFinishing,
     WorkersStarted,
 )
-from phalanx.run.pulse import Beat, Pulse, Pulses
-from phalanx.run.wire import Door
+from phalanx.run.pulse import Heartbeat, HeartbeatTable, HeartbeatWriter
+from phalanx.run.wire import ControlServer
 
 
-def attempt(codes: dict[int, int], early: bool = False, **fields: Any) -> Attempt:
+def attempt(codes: dict[int, int], early: bool = False, **fields: Any) -> AttemptState:
     """Workers that ended with these codes, after they said so unless they left early. One that is done has a result."""
     if not any(codes.values()) and not early:
         fields = {"result": {"status": "done"}, **fields}
-    return Attempt(len(codes), codes=codes, came=set(codes), left={} if early else dict(codes), **fields)
+    return AttemptState(
+        len(codes),
+        exit_statuses=codes,
+        announced_ranks=set(codes),
+        planned_exits={} if early else dict(codes),
+        **fields,
+    )
 
 
 def error(code: ExitCode, text: str = "what the worker said") -> WorkerError:
@@ -65,9 +79,9 @@ EARLY = "before the run was done: something in it ended the process (os._exit, s
         (attempt({0: 0, 1: 0}, result=None), None, "the workers ended without telling how the run ended"),
         (attempt({0: 0, 1: 0}, result={"status": "interrupted"}), ExitCode.UNFINISHED, None),
         (attempt({0: 0}, early=True), None, f"worker 0 left with exit code 0, {EARLY}"),
-        (attempt({0: LOST_PEER, 1: 0}, early=True), None, f"worker 1 left with exit code 0, {EARLY}"),
+        (attempt({0: LOST_PEER_STATUS, 1: 0}, early=True), None, f"worker 1 left with exit code 0, {EARLY}"),
         (attempt({1: 75, 0: -9}, early=True), None, f"worker 1 left with exit code 75, {EARLY}"),
-        (Attempt(2, codes={1: 0, 0: -9}, came={0}), ExitCode.USAGE, NEVER_CAME),
+        (AttemptState(2, exit_statuses={1: 0, 0: -9}, announced_ranks={0}), ExitCode.USAGE, NEVER_JOINED_MESSAGE),
         (attempt({0: 75, 1: 75}), ExitCode.UNFINISHED, None),
         (attempt({0: 0, 1: 75}), ExitCode.UNFINISHED, None),
         (attempt({0: 75}, error=error(ExitCode.UNFINISHED)), ExitCode.UNFINISHED, "what the worker said"),
@@ -79,25 +93,25 @@ EARLY = "before the run was done: something in it ended the process (os._exit, s
         (attempt({1: -6, 0: -9}), None, "worker 1 was killed by SIGABRT"),
         (attempt({0: 75, 1: -11}), None, "worker 1 was killed by SIGSEGV"),
         (attempt({1: 1, 0: -9}), None, "worker 1 ended with exit code 1"),
-        (attempt({1: LOST_PEER, 0: LOST_PEER}), None, "worker 1 lost the connection to another worker"),
-        (attempt({1: STORAGE, 0: -9}), None, "worker 1 ended because storage failed"),
+        (attempt({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}), None, "worker 1 lost the connection to another worker"),
+        (attempt({1: STORAGE_FAILED_STATUS, 0: -9}), None, "worker 1 ended because storage failed"),
         (
-            attempt({1: STORAGE, 0: -9}, error=error(ExitCode.UNFINISHED, "a: Input/output error")),
+            attempt({1: STORAGE_FAILED_STATUS, 0: -9}, error=error(ExitCode.UNFINISHED, "a: Input/output error")),
             None,
             "worker 1 ended because storage failed: a: Input/output error",
         ),
         (attempt({1: 3, 0: 75}, error=error(ExitCode.UNFINISHED)), None, "worker 1 ended with exit code 3"),
-        (attempt({0: LOST_PEER, 1: GPU}), None, "worker 1 ended because its GPU failed"),
+        (attempt({0: LOST_PEER_STATUS, 1: GPU_FAILED_STATUS}), None, "worker 1 ended because its GPU failed"),
     ],
 )
 def test_what_the_end_of_an_attempt_means(
-    ended: Attempt, code: ExitCode | None, message: str | None, tmp_path: Path
+    ended: AttemptState, code: ExitCode | None, message: str | None, tmp_path: Path
 ) -> None:
-    assert verdict(ended, tmp_path, 0) == (code, message)
+    assert decide_outcome(ended, tmp_path, 0) == (code, message)
 
 
 def test_a_kill_that_nobody_did_is_told_as_lack_of_memory(tmp_path: Path) -> None:
-    _, message = verdict(attempt({1: -9, 0: -9}), tmp_path, 0)
+    _, message = decide_outcome(attempt({1: -9, 0: -9}), tmp_path, 0)
     assert message is not None
     assert message.startswith("worker 1 was killed by SIGKILL (possibly out of memory")
 
@@ -105,7 +119,7 @@ def test_a_kill_that_nobody_did_is_told_as_lack_of_memory(tmp_path: Path) -> Non
 def test_a_crash_is_told_with_the_workers_last_words_and_its_log(tmp_path: Path) -> None:
     log = tmp_path / "attempt-4-rank-1.log"
     log.write_text("Traceback (most recent call last):\n  ...\nMemoryError: no more\n")
-    _, message = verdict(attempt({1: 1, 0: -9}), tmp_path, 4)
+    _, message = decide_outcome(attempt({1: 1, 0: -9}), tmp_path, 4)
     assert message == f"worker 1 ended with exit code 1: MemoryError: no more (log: {log})"
 
 
@@ -114,61 +128,61 @@ def test_a_crash_that_was_reported_is_told_instead_of_the_logs_last_line(tmp_pat
     log.write_text("RuntimeError: a\nlast line\n")
     ended = attempt({1: 1, 0: -9})
     ended.crashes[1] = "RuntimeError: a last line (mine.py:3)"
-    _, message = verdict(ended, tmp_path, 4)
+    _, message = decide_outcome(ended, tmp_path, 4)
     assert message == f"worker 1 ended with exit code 1: RuntimeError: a last line (mine.py:3) (log: {log})"
 
 
 def test_the_first_to_fall_is_the_first_that_failed_and_not_one_that_was_killed_for_it() -> None:
-    assert first_to_fall({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
+    assert first_failure({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
 
 
 def test_who_only_lost_a_peer_is_not_the_first_to_fall_although_it_was_gone_first() -> None:
-    assert first_to_fall({1: LOST_PEER, 0: -9, 2: -9}) == (0, -9)
-    assert first_to_fall({1: LOST_PEER, 0: 1}) == (0, 1)
-    assert first_to_fall({1: LOST_PEER, 0: LOST_PEER}) == (1, LOST_PEER)
+    assert first_failure({1: LOST_PEER_STATUS, 0: -9, 2: -9}) == (0, -9)
+    assert first_failure({1: LOST_PEER_STATUS, 0: 1}) == (0, 1)
+    assert first_failure({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}) == (1, LOST_PEER_STATUS)
 
 
 def test_a_fault_names_rank_and_signal_or_code() -> None:
-    killed = fault(attempt({1: -9, 0: -9}), "why")
+    killed = fault_fields(attempt({1: -9, 0: -9}), "why")
     assert (killed.rank, killed.cause, killed.signal, killed.message) == (1, "signal", "SIGKILL", "why")
-    failed = fault(attempt({0: 3}), "why")
+    failed = fault_fields(attempt({0: 3}), "why")
     assert (failed.rank, failed.cause, failed.exit_code) == (0, "exit_code", 3)
-    lost = fault(attempt({0: LOST_PEER, 1: LOST_PEER}), "why")
+    lost = fault_fields(attempt({0: LOST_PEER_STATUS, 1: LOST_PEER_STATUS}), "why")
     assert (lost.rank, lost.cause, lost.what) == (0, "peer_disconnected", "peer disconnected")
 
 
 def test_last_words_of_a_worker_that_said_nothing_are_none(tmp_path: Path) -> None:
     (tmp_path / "empty.log").write_text("\n\n")
-    assert last_words(tmp_path / "empty.log") == ""
-    assert last_words(tmp_path / "none.log") == ""
+    assert last_log_line(tmp_path / "empty.log") == ""
+    assert last_log_line(tmp_path / "none.log") == ""
 
 
 def test_last_words_are_the_end_of_the_last_line(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"first\n" + b"x" * 500 + b"end \xff\n\n")
-    assert last_words(log, limit=10) == f": xxxxxend \ufffd (log: {log})"
+    assert last_log_line(log, limit=10) == f": xxxxxend \ufffd (log: {log})"
 
 
-class Stage(NurseryProcess):
+class Stage(ForkServerClient):
     """Sockets without a nursery behind them: what it would say is put into `says` and `workers`."""
 
     stopped: str | None
 
     def __init__(self) -> None:
-        self.pulses = Pulses()
-        self.control, self.says = pair()
-        self.events, self.workers = pair()
+        self.heartbeat_table = HeartbeatTable()
+        self.control, self.says = make_socket_pair()
+        self.events, self.workers = make_socket_pair()
         self.ended, self.stopped = False, None
-        self.tell = lambda text: None
-        self.asked = lambda: False
+        self.report = lambda text: None
+        self.is_stop_requested = lambda: False
 
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         return self.ended
 
-    def wait_ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """It is."""
 
-    def revive(self, below: bool = False) -> str | None:
+    def resume_if_stopped(self, below: bool = False) -> str | None:
         """Nobody stops it."""
         return self.stopped
 
@@ -179,7 +193,7 @@ def stage() -> Iterator[Stage]:
     yield stage
     for sock in (stage.control, stage.says, stage.events, stage.workers):
         sock.close()
-    stage.pulses.close()
+    stage.heartbeat_table.close()
 
 
 @pytest.fixture
@@ -188,23 +202,23 @@ def shown() -> list[Any]:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, stage: Stage, shown: list[Any]) -> Iterator[Agent]:
+def agent(tmp_path: Path, stage: Stage, shown: list[Any]) -> Iterator[LeaderAgent]:
     run = Run(tmp_path)
     run.create()
-    with Agent(run, stage, shown.append, attempts=3) as agent:
+    with LeaderAgent(run, stage, shown.append, max_restarts=3) as agent:
         yield agent
 
 
-def supervise(agent: Agent, ends: list[Attempt], monkeypatch: pytest.MonkeyPatch, first: int = 0) -> Any:
+def supervise(agent: LeaderAgent, ends: list[AttemptState], monkeypatch: pytest.MonkeyPatch, first: int = 0) -> Any:
     """Supervise a run whose attempts end like this; returns the outcome and the numbers of the attempts."""
     numbers: list[int] = []
     script = iter(ends)
 
-    def play(self: Agent, number: int, *_: Any) -> Attempt:
+    def play(self: LeaderAgent, number: int, *_: Any) -> AttemptState:
         numbers.append(number)
         return next(script)
 
-    monkeypatch.setattr(Agent, "attempt", play)
+    monkeypatch.setattr(LeaderAgent, "run_attempt", play)
     return agent.supervise(2, COMMAND, {}, first), numbers
 
 
@@ -213,7 +227,7 @@ def kinds(shown: list[Any]) -> list[str]:
 
 
 def test_a_run_that_is_done_ends_with_its_result(
-    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome, numbers = supervise(agent, [attempt({0: 0}, result={"steps": 5})], monkeypatch, first=3)
     assert (outcome.code, outcome.result, outcome.message, numbers) == (ExitCode.DONE, {"steps": 5}, None, [3])
@@ -221,9 +235,9 @@ def test_a_run_that_is_done_ends_with_its_result(
 
 
 def test_an_attempt_that_falls_is_told_and_followed_by_another(
-    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome, numbers = supervise(agent, [attempt(CRASHED, steps=3), attempt({0: 0})], monkeypatch)
+    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3), attempt({0: 0})], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
     assert kinds(shown) == ["failure", "warning"]
     assert (shown[0].rank, shown[0].what) == (0, "SIGSEGV")
@@ -231,147 +245,159 @@ def test_an_attempt_that_falls_is_told_and_followed_by_another(
 
 
 def test_attempts_that_save_nothing_new_are_given_up(
-    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome, numbers = supervise(agent, [attempt(CRASHED, steps=3)] * 9, monkeypatch)
+    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3)] * 9, monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
     assert outcome.message == "worker 0 was killed by SIGSEGV; gave up: no progress in 3 attempts"
     assert kinds(shown) == ["failure", "warning", "failure", "warning", "failure"]
 
 
-def test_progress_forgives_the_attempts_before_it(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_forgives_the_attempts_before_it(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = [10, 10, 0, 20, 20, 20, 20]
-    ends = [attempt(CRASHED, steps=3, saved=step) for step in saved]
+    ends = [attempt(CRASHED, num_steps=3, saved_step=step) for step in saved]
     outcome, numbers = supervise(agent, ends, monkeypatch)
     assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 7)
 
 
-def test_a_checkpoint_that_nobody_could_tell_of_is_progress(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_nobody_could_tell_of_is_progress(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker may be killed between saving and telling; the next attempt goes on from there all the same."""
     begun = [0, 4, 4, 8, 8, 8]
-    ends = [attempt(CRASHED, steps=3, begun=step) for step in begun]
+    ends = [attempt(CRASHED, num_steps=3, start_step=step) for step in begun]
     outcome, numbers = supervise(agent, ends, monkeypatch)
     assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 6)
 
 
-def test_a_run_that_goes_on_has_as_many_attempts_as_a_new_one(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome, numbers = supervise(agent, [attempt(CRASHED, steps=3, begun=40)] * 9, monkeypatch)
+def test_a_run_that_goes_on_has_as_many_attempts_as_a_new_one(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3, start_step=40)] * 9, monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
 
 
-def test_where_an_attempt_began_is_told_by_its_first_start(agent: Agent, stage: Stage) -> None:
+def test_where_an_attempt_began_is_told_by_its_first_start(agent: LeaderAgent, stage: Stage) -> None:
     """Workers that go on from memory start again at steps that nobody has saved."""
     send(stage.workers, *(made(AttemptStarted, start_step=step) for step in (6, 9)))
     send(stage.says, exited(0, 0))
-    assert agent.attempt(0, 1, COMMAND, {}).begun == 6
+    assert agent.run_attempt(0, 1, COMMAND, {}).start_step == 6
 
 
-def test_an_exception_before_the_first_step_is_not_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_before_the_first_step_is_not_tried_again(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outcome, numbers = supervise(agent, [attempt({1: 1, 0: -9})], monkeypatch)
     assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, "worker 1 ended with exit code 1", [0])
 
 
 def test_a_gpu_that_fails_before_the_first_step_is_tried_again(
-    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome, numbers = supervise(agent, [attempt({1: GPU, 0: -9}), attempt({0: 0})], monkeypatch)
+    outcome, numbers = supervise(agent, [attempt({1: GPU_FAILED_STATUS, 0: -9}), attempt({0: 0})], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
     assert (shown[0].rank, shown[0].what) == (1, "gpu failed")
 
 
-def test_a_gpu_that_fails_again_and_again_makes_its_node_unfit(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome, numbers = supervise(agent, [attempt({0: GPU}, steps=3)] * 9, monkeypatch)
+def test_a_gpu_that_fails_again_and_again_makes_its_node_unfit(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: GPU_FAILED_STATUS}, num_steps=3)] * 9, monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.UNFIT_NODE, [0, 1, 2])
     assert outcome.message is not None
     assert outcome.message.endswith("no progress in 3 attempts: train on another machine, or reset the GPU")
 
 
-def second_node(agent: Agent, stage: Stage) -> There:
+def second_node(agent: LeaderAgent, stage: Stage) -> RemoteNode:
     """Have a run on two nodes with a worker each; the other one."""
-    agent.crew = Crew(agent.crew.here, 2)  # type: ignore[arg-type]
-    agent.crew.others[1] = There(None, Hello(host="n2", node_rank=1, num_nodes=2))  # type: ignore[arg-type]
-    return agent.crew.others[1]
+    agent.node_group = NodeGroup(agent.node_group.local_node, 2)  # type: ignore[arg-type]
+    agent.node_group.remote_nodes[1] = RemoteNode(None, Hello(host="n2", node_rank=1, num_nodes=2))  # type: ignore[arg-type]
+    return agent.node_group.remote_nodes[1]
 
 
-@pytest.mark.parametrize("first", [{1: GPU, 0: LOST_PEER}, {0: LOST_PEER, 1: GPU}], ids=["failed", "lost peer"])
+@pytest.mark.parametrize(
+    "first",
+    [{1: GPU_FAILED_STATUS, 0: LOST_PEER_STATUS}, {0: LOST_PEER_STATUS, 1: GPU_FAILED_STATUS}],
+    ids=["failed", "lost peer"],
+)
 def test_a_gpu_that_fails_again_and_again_on_another_node_has_that_node_left_out(
-    agent: Agent, stage: Stage, monkeypatch: pytest.MonkeyPatch, first: dict[int, int]
+    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch, first: dict[int, int]
 ) -> None:
     there = second_node(agent, stage)
-    places = {agent.crew.here: range(1), there: range(1, 2)}
-    outcome, numbers = supervise(agent, [attempt(first, steps=3, places=places)] * 9, monkeypatch)
+    places = {agent.node_group.local_node: range(1), there: range(1, 2)}
+    outcome, numbers = supervise(agent, [attempt(first, num_steps=3, ranks_by_node=places)] * 9, monkeypatch)
     why = "worker 1 ended because its GPU failed; no progress in 3 attempts: train on another machine, or reset the GPU"
     assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [0, 1, 2])
     assert outcome.message == f"node 1 (n2) is unfit: {why}"
-    assert agent.crew.unfit == {1: why}
+    assert agent.node_group.unfit == {1: why}
 
 
 def test_a_gpu_that_fails_again_and_again_on_the_leading_node_leaves_out_no_other(
-    agent: Agent, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {agent.crew.here: range(1), second_node(agent, stage): range(1, 2)}
-    ends = [attempt({1: LOST_PEER, 0: GPU}, steps=3, places=places)] * 9
+    places = {agent.node_group.local_node: range(1), second_node(agent, stage): range(1, 2)}
+    ends = [attempt({1: LOST_PEER_STATUS, 0: GPU_FAILED_STATUS}, num_steps=3, ranks_by_node=places)] * 9
     outcome, _ = supervise(agent, ends, monkeypatch)
-    assert (outcome.code, agent.crew.unfit) == (ExitCode.UNFIT_NODE, {})
+    assert (outcome.code, agent.node_group.unfit) == (ExitCode.UNFIT_NODE, {})
 
 
 def test_a_worker_that_finds_its_node_unfit_has_that_node_left_out(
-    agent: Agent, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {agent.crew.here: range(1), second_node(agent, stage): range(1, 2)}
-    end = attempt({1: 77, 0: -9}, error=error(ExitCode.UNFIT_NODE, "7 of 8 GPUs"), places=places)
+    places = {agent.node_group.local_node: range(1), second_node(agent, stage): range(1, 2)}
+    end = attempt({1: 77, 0: -9}, error=error(ExitCode.UNFIT_NODE, "7 of 8 GPUs"), ranks_by_node=places)
     outcome, _ = supervise(agent, [end], monkeypatch)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "node 1 (n2) is unfit: 7 of 8 GPUs")
-    assert agent.crew.unfit == {1: "7 of 8 GPUs"}
+    assert agent.node_group.unfit == {1: "7 of 8 GPUs"}
 
 
 def test_attempts_whose_storage_fails_before_a_step_are_not_counted(
-    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.outage.FIRST", 0.0)
-    outcome, numbers = supervise(agent, [attempt({0: STORAGE})] * 5 + [attempt({0: 0})], monkeypatch)
+    monkeypatch.setattr("phalanx.jobs.outage.MIN_DELAY_S", 0.0)
+    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS})] * 5 + [attempt({0: 0})], monkeypatch)
     assert (outcome.code, len(numbers)) == (ExitCode.DONE, 6)
     assert (shown[0].rank, shown[0].what) == (0, "storage failed")
 
 
 def test_storage_that_fails_in_the_same_place_again_and_again_is_given_up(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome, numbers = supervise(agent, [attempt({0: STORAGE}, steps=3)] * 9, monkeypatch)
+    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS}, num_steps=3)] * 9, monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
 
 
-def test_a_run_that_waits_for_storage_can_be_stopped(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_waits_for_storage_can_be_stopped(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     agent.signals.received.append(signal.SIGTERM)
     agent.run.checkpoints.rmdir()
-    outcome, numbers = supervise(agent, [attempt({0: STORAGE})], monkeypatch)
+    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS})], monkeypatch)
     assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
     assert outcome.message == "worker 0 ended because storage failed; asked to stop while storage failed"
 
 
-def test_a_kill_before_the_first_step_is_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_before_the_first_step_is_tried_again(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, numbers = supervise(agent, [attempt({1: -9, 0: -9}), attempt({0: 0})], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
 
 
 @pytest.mark.parametrize("code", [ExitCode.RECIPE, ExitCode.DATA, ExitCode.GAVE_UP, ExitCode.UNFIT_NODE])
 def test_errors_that_would_only_come_again_end_the_run(
-    agent: Agent, code: ExitCode, monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, code: ExitCode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome, numbers = supervise(agent, [attempt({0: int(code)}, error=error(code), steps=9)], monkeypatch)
+    outcome, numbers = supervise(agent, [attempt({0: int(code)}, error=error(code), num_steps=9)], monkeypatch)
     assert (outcome.code, outcome.message, len(numbers)) == (code, "what the worker said", 1)
 
 
 def test_workers_that_were_stopped_at_once_crashed_for_no_reason_of_their_own(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent.stopping = agent.hurried = True
-    outcome, numbers = supervise(agent, [attempt({0: -9}, steps=4)], monkeypatch)
+    agent.stopping = agent.force_stop = True
+    outcome, numbers = supervise(agent, [attempt({0: -9}, num_steps=4)], monkeypatch)
     assert (outcome.code, outcome.message, len(numbers)) == (ExitCode.UNFINISHED, None, 1)
 
 
 def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
-    agent: Agent, stage: Stage, shown: list[Any]
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
 ) -> None:
     send(stage.workers, made(StepDone))
     stage.says.close()
@@ -383,7 +409,7 @@ def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
 
 
 def test_without_it_there_is_none_either_where_its_sockets_are_held_by_what_a_worker_forked(
-    agent: Agent, stage: Stage
+    agent: LeaderAgent, stage: Stage
 ) -> None:
     stage.ended = True
     outcome = agent.supervise(1, COMMAND, {}, 0)
@@ -393,7 +419,7 @@ def test_without_it_there_is_none_either_where_its_sockets_are_held_by_what_a_wo
     )
 
 
-def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: Agent, stage: Stage) -> None:
+def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: LeaderAgent, stage: Stage) -> None:
     def broken(event: Any) -> None:
         raise ConnectionResetError("of a callback's own connection")
 
@@ -404,7 +430,7 @@ def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: A
 
 
 def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_sentence(
-    agent: Agent, stage: Stage
+    agent: LeaderAgent, stage: Stage
 ) -> None:
     stage.says.close()
     agent.signals.received.append(signal.SIGTERM)
@@ -416,7 +442,7 @@ def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_se
 
 
 def test_what_a_process_said_before_it_died_with_messages_unread_is_heard() -> None:
-    ours, theirs = pair()
+    ours, theirs = make_socket_pair()
     send(theirs, exited(0, 1))
     send(ours, SendSignal(signal=9))
     theirs.close()
@@ -450,13 +476,13 @@ def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
 ) -> None:
     run, clock = Run(tmp_path), Leaps()
     run.create()
-    with Agent(run, stage, shown.append, attempts=3, clock=clock) as agent:
-        node = agent.crew.here
-        node.clear = lambda: None  # type: ignore[method-assign]
+    with LeaderAgent(run, stage, shown.append, max_restarts=3, clock=clock) as agent:
+        node = agent.node_group.local_node
+        node.reset = lambda: None  # type: ignore[method-assign]
         if killed:
             agent.signals.received += [signal.SIGTERM, signal.SIGINT]
-        pids = {rank: Beat(os.getpid() if killed else ended_process, 1, 9, "step", 0.0, 0.0) for rank in (0, 1)}
-        node.beats = lambda ranks: pids  # type: ignore[method-assign]
+        pids = {rank: Heartbeat(os.getpid() if killed else ended_process, 1, 9, "step", 0.0, 0.0) for rank in (0, 1)}
+        node.heartbeats = lambda ranks: pids  # type: ignore[method-assign]
         send(stage.says, WorkersStarted(attempt=0))
         outcome = agent.supervise(2, COMMAND, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
@@ -472,8 +498,8 @@ def test_workers_that_are_never_started_are_not_waited_for_without_end_and_witho
     """Whoever should fork them hangs: it takes the message, and does nothing."""
     run = Run(tmp_path)
     run.create()
-    monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
-    with Agent(run, stage, shown.append, attempts=3, clock=Leaps(2.0)) as agent:
+    monkeypatch.setattr("phalanx.jobs.agent.CHECK_INTERVAL_S", 0.0)
+    with LeaderAgent(run, stage, shown.append, max_restarts=3, clock=Leaps(2.0)) as agent:
         outcome = agent.supervise(2, COMMAND, {}, 0)
     assert (outcome.code, outcome.message) == (
         ExitCode.UNFINISHED,
@@ -485,7 +511,7 @@ def test_workers_that_are_never_started_are_not_waited_for_without_end_and_witho
 
 
 def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
-    agent: Agent, stage: Stage, shown: list[Any]
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
 ) -> None:
     stage.stopped = "it is stopped, and stays so"
     outcome = agent.supervise(2, COMMAND, {}, 0)
@@ -507,34 +533,34 @@ def test_workers_that_get_ready_or_save_for_long_are_reported_now_and_then(
 
     run = Run(tmp_path)
     run.create()
-    monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
+    monkeypatch.setattr("phalanx.jobs.agent.CHECK_INTERVAL_S", 0.0)
     send(stage.says, WorkersStarted(attempt=0))
-    with Agent(run, stage, show, attempts=3, clock=Leaps(2.0)) as agent:
+    with LeaderAgent(run, stage, show, max_restarts=3, clock=Leaps(2.0)) as agent:
         if ends:
             send(stage.workers, made(StepDone, time=1.0, step=7))
-            beats = {rank: Beat(os.getpid(), 1, 9, "ending", 0.0, 0.0) for rank in (0, 1)}
-            monkeypatch.setattr(agent.crew.here, "beats", lambda ranks: beats)
+            beats = {rank: Heartbeat(os.getpid(), 1, 9, "ending", 0.0, 0.0) for rank in (0, 1)}
+            monkeypatch.setattr(agent.node_group.local_node, "heartbeats", lambda ranks: beats)
         agent.supervise(2, COMMAND, {}, 0)
     said = [event.text.rpartition(" after")[0] for event in shown[:2]]
     assert said == [f"still waiting for {'workers to save and to end' if ends else 'the first step'}"] * 2
 
 
 def test_one_that_never_gets_ready_ends_the_run_with_an_event(
-    agent: Agent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hangs() -> None:
-        stage.tell("still waiting")
-        raise NurseryLost("it hangs")
+        stage.report("still waiting")
+        raise ForkServerLostError("it hangs")
 
-    monkeypatch.setattr(stage, "wait_ready", hangs)
+    monkeypatch.setattr(stage, "wait_until_ready", hangs)
     outcome = agent.supervise(2, COMMAND, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
     assert kinds(shown) == ["warning", "failure"]
 
 
-def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_nodes(agent: Agent) -> None:
+def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_nodes(agent: LeaderAgent) -> None:
     """It is cut off, and the engine has started the run again elsewhere."""
-    agent.crew = Crew(agent.crew.here, 2)  # type: ignore[arg-type]
+    agent.node_group = NodeGroup(agent.node_group.local_node, 2)  # type: ignore[arg-type]
     (agent.run.path / "wanted").touch()
     outcome = agent.supervise(2, COMMAND, {}, 0)
     assert outcome.code is ExitCode.UNFINISHED
@@ -543,14 +569,14 @@ def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_node
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
-    agent: Agent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    agent: LeaderAgent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     def waits() -> None:
         os.kill(os.getpid(), number)
-        wait_until(stage.asked)
-        raise AskedToStop("asked to stop while it waited")
+        wait_until(stage.is_stop_requested)
+        raise StopRequestedError("asked to stop while it waited")
 
-    monkeypatch.setattr(stage, "wait_ready", waits)
+    monkeypatch.setattr(stage, "wait_until_ready", waits)
     outcome = agent.supervise(2, COMMAND, {}, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "asked to stop while it waited")
     assert shown == []
@@ -560,17 +586,17 @@ def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
 def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
     tmp_path: Path, stage: Stage, shown: list[Any], leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.agent.LOOK", 0.0)
-    monkeypatch.setattr("phalanx.jobs.agent.COMING", 120.0)
+    monkeypatch.setattr("phalanx.jobs.agent.CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("phalanx.jobs.agent.JOIN_TIMEOUT_S", 120.0)
     run, token = Run(tmp_path), b"0123456789abcdef"
     run.create()
-    here = Here(stage.control, stage.events, stage.pulses)
-    with Door(("127.0.0.1", 0), token) as door, Crew(here, 2, door) as crew:
+    here = LocalNode(stage.control, stage.events, stage.heartbeat_table)
+    with ControlServer(("127.0.0.1", 0), token) as door, NodeGroup(here, 2, door) as crew:
         if leaves:
-            place = Membership(1, 2, (door.address, door.port))
-            farewell(place, token, UnfitNodeError("its GPU does not answer"))
-            wait_until(lambda: not door.arrived.empty() or crew._left)
-        with Agent(run, stage, shown.append, attempts=3, clock=Leaps(2.0), crew=crew) as agent:
+            place = NodeEnv(1, 2, (door.address, door.port))
+            report_departure(place, token, UnfitNodeError("its GPU does not answer"))
+            wait_until(lambda: not door.joins.empty() or crew._departures)
+        with LeaderAgent(run, stage, shown.append, max_restarts=3, clock=Leaps(2.0), node_group=crew) as agent:
             outcome = agent.supervise(2, COMMAND, {}, 0)
     assert outcome.code == ExitCode.UNFINISHED
     said = [event.text for event in shown]
@@ -589,28 +615,36 @@ def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
 
 
 def test_a_script_may_go_on_as_long_as_it_likes_after_its_run(ended_process: int) -> None:
-    attempt = Attempt(1, left={0: 0})
-    alive, over = Beat(os.getpid(), 1, 9, "step", 0.0, 0.0), Beat(ended_process, 1, 9, "step", 0.0, 0.0)
-    assert ended({0: alive, 1: over, 2: None}) == {1}
-    assert [attempt.overdue(now, ending=False) for now in (0.0, 9 * OVERDUE)] == [False, False]
-    assert [attempt.overdue(now, ending=True) for now in (0.0, OVERDUE - 1, OVERDUE)] == [False, False, True]
+    attempt = AttemptState(1, planned_exits={0: 0})
+    alive, over = Heartbeat(os.getpid(), 1, 9, "step", 0.0, 0.0), Heartbeat(ended_process, 1, 9, "step", 0.0, 0.0)
+    assert find_ended_ranks({0: alive, 1: over, 2: None}) == {1}
+    assert [attempt.are_exits_overdue(now, exits_expected=False) for now in (0.0, 9 * EXIT_REPORT_TIMEOUT_S)] == [
+        False,
+        False,
+    ]
+    assert [
+        attempt.are_exits_overdue(now, exits_expected=True)
+        for now in (0.0, EXIT_REPORT_TIMEOUT_S - 1, EXIT_REPORT_TIMEOUT_S)
+    ] == [False, False, True]
 
 
 def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.member.OVERDUE", 4.0)
-    here = Here(stage.control, stage.events, stage.pulses)
-    with Member(Membership(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps(2 * OVERDUE)) as member:
-        member._alive = {3}
-        assert not member._end_workers(here, lambda: False)
+    monkeypatch.setattr("phalanx.jobs.member.EXIT_REPORT_TIMEOUT_S", 4.0)
+    here = LocalNode(stage.control, stage.events, stage.heartbeat_table)
+    with NodeAgent(
+        NodeEnv(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps(2 * EXIT_REPORT_TIMEOUT_S)
+    ) as member:
+        member._live_ranks = {3}
+        assert not member._kill_workers(here, lambda: False)
         send(stage.says, exited(3, -9))
-        assert member._end_workers(here, lambda: False)
+        assert member._kill_workers(here, lambda: False)
 
 
-def test_a_crash_while_stopping_is_not_started_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_stopping_is_not_started_again(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     agent.stopping = True
-    outcome, numbers = supervise(agent, [attempt(CRASHED, steps=4)], monkeypatch)
+    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=4)], monkeypatch)
     assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
 
 
@@ -622,24 +656,24 @@ def exited(rank: int, status: int) -> WorkerExited:
     return WorkerExited(rank=rank, exit_status=status)
 
 
-def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: Agent, stage: Stage) -> None:
+def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: LeaderAgent, stage: Stage) -> None:
     send(stage.workers, leaving(1, 0), leaving(0, 0))
     send(stage.says, exited(1, 0), exited(0, 0))
-    ended = agent.attempt(4, 2, COMMAND, {"A": "b"})
-    assert ended.codes == {0: 0, 1: 0}
+    ended = agent.run_attempt(4, 2, COMMAND, {"A": "b"})
+    assert ended.exit_statuses == {0: 0, 1: 0}
     (start,) = drain(stage.says)
     assert start == start_workers("f", {}, agent.run.logs, 2, attempt=4, environment={"A": "b"})
 
 
 def test_events_of_workers_are_written_and_shown_and_count_as_progress(
-    agent: Agent, stage: Stage, shown: list[Any]
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
 ) -> None:
     first = (made(StepDone, time=1.0, step=7), made(CheckpointSaved, time=2.0, step=7))
     send(stage.workers, *first)
     send(stage.workers, made(StepDone, time=3.0, step=8), RunResult(value={"steps": 8}))
     send(stage.says, exited(0, 0))
-    ended = agent.attempt(0, 1, COMMAND, {})
-    assert (ended.steps, ended.saved, ended.result) == (2, 7, {"steps": 8})
+    ended = agent.run_attempt(0, 1, COMMAND, {})
+    assert (ended.num_steps, ended.saved_step, ended.result) == (2, 7, {"steps": 8})
     assert [(event.time, event.kind, event.step) for event in shown] == [
         (1.0, "step", 7),
         (2.0, "checkpoint_saved", 7),
@@ -648,13 +682,15 @@ def test_events_of_workers_are_written_and_shown_and_count_as_progress(
     assert list(read_events(agent.run.events)) == shown
 
 
-def test_a_message_that_is_no_event_is_warned_of_and_not_written(agent: Agent, stage: Stage, shown: list[Any]) -> None:
+def test_a_message_that_is_no_event_is_warned_of_and_not_written(
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
+) -> None:
     stage.workers.send(json.dumps([{"kind": "step", "time": 1.0, "step": "seven"}, {"kind": "gossip"}]).encode())
     send(stage.workers, Ping())
     send(stage.workers, RunResult(value={"steps": 8}))
     send(stage.says, exited(0, 0))
-    ended = agent.attempt(0, 1, COMMAND, {})
-    assert ended.steps == 0
+    ended = agent.run_attempt(0, 1, COMMAND, {})
+    assert ended.num_steps == 0
     assert ended.result == {"steps": 8}
     assert kinds(shown) == ["warning"] * 3
     assert "no event of this Phalanx: {'kind': 'step'" in shown[0].text
@@ -662,9 +698,9 @@ def test_a_message_that_is_no_event_is_warned_of_and_not_written(agent: Agent, s
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_ended(
-    agent: Agent, stage: Stage, told: bool, monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, stage: Stage, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent.replica = 1
+    agent.replica_size = 1
     lost, again = exited(0, -9), exited(0, -9)
 
     def show(event: Event) -> None:
@@ -674,36 +710,36 @@ def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_e
     monkeypatch.setattr(agent, "show", show)
     result = [RunResult(value={"steps": 7})] if told else []
     send(stage.workers, made(StepDone, time=1.0, step=7), *result, leaving(1, 0), leaving(2, 0))
-    ended = agent.attempt(0, 3, COMMAND, {})
-    assert verdict(ended, agent.run.logs, 0)[0] == (ExitCode.DONE if told else None)
-    assert ended.codes == ({1: 0, 2: 0} if told else {0: -9, 1: 0, 2: 0})
+    ended = agent.run_attempt(0, 3, COMMAND, {})
+    assert decide_outcome(ended, agent.run.logs, 0)[0] == (ExitCode.DONE if told else None)
+    assert ended.exit_statuses == ({1: 0, 2: 0} if told else {0: -9, 1: 0, 2: 0})
 
 
 @pytest.mark.parametrize(
     ("begun", "number", "ended"), [(False, 3, True), (True, 3, False), (False, 2, False)], ids=["now", "met", "before"]
 )
 def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
-    agent: Agent, stage: Stage, shown: list[Any], begun: bool, number: int, ended: bool
+    agent: LeaderAgent, stage: Stage, shown: list[Any], begun: bool, number: int, ended: bool
 ) -> None:
     if begun:
         send(stage.workers, made(AttemptStarted, attempt=3, world_size=2))
     send(stage.workers, leaving(0, 75), leaving(1, 75))
     send(stage.says, StoreDied(attempt=number), exited(0, 75), exited(1, 75))
-    found = agent.attempt(3, 2, COMMAND, {})
-    assert found.storeless == ended
+    found = agent.run_attempt(3, 2, COMMAND, {})
+    assert found.store_lost == ended
     assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
     assert [event.text for event in shown if isinstance(event, RunWarning)] == (
         ["the process through which workers find each other died; they have met, and go on"] if begun else []
     )
     if ended:
-        assert fault(found, "why").cause == "store_died"
-        assert verdict(found, agent.run.logs, 3) == (None, found.ending)
+        assert fault_fields(found, "why").cause == "store_died"
+        assert decide_outcome(found, agent.run.logs, 3) == (None, found.abort_reason)
 
 
-def test_the_first_error_of_an_attempt_counts(agent: Agent, stage: Stage) -> None:
+def test_the_first_error_of_an_attempt_counts(agent: LeaderAgent, stage: Stage) -> None:
     send(stage.workers, error(ExitCode.DATA, "first"), error(ExitCode.RECIPE, "second"))
     send(stage.says, exited(0, 65))
-    ended = agent.attempt(0, 1, COMMAND, {})
+    ended = agent.run_attempt(0, 1, COMMAND, {})
     assert ended.error is not None
     assert ended.error.message == "first"
 
@@ -712,36 +748,41 @@ def sent_signals(stage: Stage) -> list[int]:
     return [message.signal for message in drain(stage.says) if isinstance(message, SendSignal)]
 
 
-def test_when_a_worker_fails_the_others_are_killed(agent: Agent, stage: Stage) -> None:
+def test_when_a_worker_fails_the_others_are_killed(agent: LeaderAgent, stage: Stage) -> None:
     send(stage.says, exited(1, 1), exited(0, -9))
-    agent.attempt(0, 2, COMMAND, {})
+    agent.run_attempt(0, 2, COMMAND, {})
     assert sent_signals(stage) == [signal.SIGKILL]
 
 
 @pytest.mark.parametrize("status", [0, 75])
-def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: Agent, stage: Stage, status: int) -> None:
+def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: LeaderAgent, stage: Stage, status: int) -> None:
     send(stage.workers, leaving(1, status), leaving(0, status))
     send(stage.says, exited(1, status), exited(0, status))
-    agent.attempt(0, 2, COMMAND, {})
+    agent.run_attempt(0, 2, COMMAND, {})
     assert sent_signals(stage) == []
 
 
 @pytest.mark.parametrize("status", [0, 75])
-def test_when_a_worker_leaves_before_its_end_the_others_are_killed(agent: Agent, stage: Stage, status: int) -> None:
+def test_when_a_worker_leaves_before_its_end_the_others_are_killed(
+    agent: LeaderAgent, stage: Stage, status: int
+) -> None:
     send(stage.workers, leaving(0, status))
     send(stage.says, exited(1, status), exited(0, -9))
-    assert agent.attempt(0, 2, COMMAND, {}).early == {1}
+    assert agent.run_attempt(0, 2, COMMAND, {}).early_exits == {1}
     assert sent_signals(stage) == [signal.SIGKILL]
 
 
 def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_made_again(
-    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pulse = Pulse(agent.nursery.pulses.fd, 1)
+    pulse = HeartbeatWriter(agent.fork_server.heartbeat_table.fd, 1)
     pulse.step = 5
-    pulse.beat("forward")
-    ends = [attempt({0: -9, 1: 0}, early=True, steps=5, places={agent.crew.here: range(2)}), attempt({0: 0})]
-    ends[0].codes = {1: 0, 0: -9}
+    pulse.record("forward")
+    ends = [
+        attempt({0: -9, 1: 0}, early=True, num_steps=5, ranks_by_node={agent.node_group.local_node: range(2)}),
+        attempt({0: 0}),
+    ]
+    ends[0].exit_statuses = {1: 0, 0: -9}
     outcome, numbers = supervise(agent, ends, monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
     assert (shown[0].rank, shown[0].what) == (1, "exit 0")
@@ -749,7 +790,7 @@ def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_mad
 
 
 def test_a_worker_that_leaves_before_the_first_step_is_not_started_again(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome, numbers = supervise(agent, [attempt({0: 0}, early=True)], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0])
@@ -757,11 +798,11 @@ def test_a_worker_that_leaves_before_the_first_step_is_not_started_again(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_first_signal_asks_the_workers_to_save_and_leave(
-    agent: Agent, stage: Stage, shown: list[Any], number: signal.Signals
+    agent: LeaderAgent, stage: Stage, shown: list[Any], number: signal.Signals
 ) -> None:
     signal.raise_signal(number)
     send(stage.says, exited(0, 75))
-    agent.attempt(0, 1, COMMAND, {})
+    agent.run_attempt(0, 1, COMMAND, {})
     assert agent.stopping
     assert sent_signals(stage) == [signal.SIGTERM]
     assert [event.text for event in shown] == ["saving a checkpoint, then stopping; a second signal stops immediately"]
@@ -776,22 +817,22 @@ def test_a_first_signal_asks_the_workers_to_save_and_leave(
     ],
 )
 def test_a_second_one_stops_them_at_once_unless_it_only_asks_for_a_save(
-    agent: Agent, stage: Stage, second: signal.Signals, expected: list[int]
+    agent: LeaderAgent, stage: Stage, second: signal.Signals, expected: list[int]
 ) -> None:
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(second)
-    agent.obey_signals()
+    agent.handle_signals()
     assert sent_signals(stage) == expected
 
 
-def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: Agent, stage: Stage) -> None:
+def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: LeaderAgent, stage: Stage) -> None:
     now = 100.0
     agent.clock = lambda: now
     for later in (0.0, 1.0, 60.0):
         now = 100.0 + later
         signal.raise_signal(signal.SIGTERM)
-        agent.obey_signals()
-        assert agent.hurried == (later == 60.0)
+        agent.handle_signals()
+        assert agent.force_stop == (later == 60.0)
     assert sent_signals(stage) == [signal.SIGTERM, signal.SIGKILL]
 
 
@@ -799,7 +840,7 @@ def test_leaving_gives_the_signals_back(tmp_path: Path, stage: Stage) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run = Run(tmp_path / "run")
     run.create()
-    with Agent(run, stage, lambda event: None, attempts=1):
+    with LeaderAgent(run, stage, lambda event: None, max_restarts=1):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -807,76 +848,79 @@ def test_leaving_gives_the_signals_back(tmp_path: Path, stage: Stage) -> None:
 # --- hangs ------------------------------------------------------------------------------------------------------------
 
 
-def looking(agent: Agent, now: float, silence: float = 600.0) -> Attempt:
+def looking(agent: LeaderAgent, now: float, silence: float = 600.0) -> AttemptState:
     """Two workers that fell silent at 100 s, worker 1 a sign earlier; it is `now`."""
-    agent.clock, agent.silence = (lambda: now), silence
+    agent.clock, agent.hang_timeout_s = (lambda: now), silence
     for rank, signs in enumerate((["data", "forward"], ["data"])):
-        pulse = Pulse(agent.nursery.pulses.fd, rank, clock=lambda: 100.0)
+        pulse = HeartbeatWriter(agent.fork_server.heartbeat_table.fd, rank, clock=lambda: 100.0)
         pulse.step = 7
         for sign in signs:
-            pulse.beat(sign)
-    return Attempt(2, {agent.crew.here: range(2)}, logs={0: 0, 1: 0}, step_seconds=0.5)
+            pulse.record(sign)
+    return AttemptState(2, {agent.node_group.local_node: range(2)}, log_attempt_by_rank={0: 0, 1: 0}, step_seconds=0.5)
 
 
-def test_workers_that_gave_a_sign_just_now_are_left_alone(agent: Agent, stage: Stage, shown: list[Any]) -> None:
-    agent.look(looking(agent, now=104.0))
+def test_workers_that_gave_a_sign_just_now_are_left_alone(agent: LeaderAgent, stage: Stage, shown: list[Any]) -> None:
+    agent.check_hangs(looking(agent, now=104.0))
     assert sent_signals(stage) == []
     assert shown == []
 
 
 def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
-    agent: Agent, stage: Stage, shown: list[Any]
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
 ) -> None:
     agent.run.logs.mkdir(exist_ok=True)
     log = agent.run.logs / "attempt-0-rank-1.log"
     log.write_text("printed before\n")
     attempt = looking(agent, now=108.0)
-    agent.look(attempt)
+    agent.check_hangs(attempt)
     assert sent_signals(stage) == [signal.SIGUSR2]
     log.write_text("printed before\nthe stack\n")
-    agent.look(attempt)
+    agent.check_hangs(attempt)
     (hang,) = shown
     assert isinstance(hang, HangDetected)
     assert (hang.rank, hang.step, hang.phase, hang.silence_s) == (1, 7, "forward", 8.0)
     assert (hang.is_stopped, hang.stack) == (False, "the stack")
-    agent.look(attempt)
+    agent.check_hangs(attempt)
     assert len(shown) == 1
-    assert attempt.ending is None
+    assert attempt.abort_reason is None
 
 
-def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: Agent, stage: Stage, tmp_path: Path) -> None:
+def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: LeaderAgent, stage: Stage, tmp_path: Path) -> None:
     attempt = looking(agent, now=108.0, silence=7.0)
     for _ in range(3):
-        agent.look(attempt)
+        agent.check_hangs(attempt)
     assert sent_signals(stage) == [signal.SIGUSR2, signal.SIGKILL]
-    attempt.codes = {0: -9, 1: -9}
-    code, message = verdict(attempt, tmp_path, 0)
+    attempt.exit_statuses = {0: -9, 1: -9}
+    code, message = decide_outcome(attempt, tmp_path, 0)
     assert code is None
     assert message == "worker 1 has given no sign of life for 8 s, in step 7, doing: forward"
-    assert (fault(attempt, "why").rank, fault(attempt, "why").cause) == (1, "hang")
+    assert (fault_fields(attempt, "why").rank, fault_fields(attempt, "why").cause) == (1, "hang")
 
 
-def test_a_worker_that_goes_on_is_forgiven(agent: Agent, stage: Stage) -> None:
+def test_a_worker_that_goes_on_is_forgiven(agent: LeaderAgent, stage: Stage) -> None:
     attempt = looking(agent, now=108.0, silence=7.0)
-    agent.look(attempt)
-    Pulse(stage.pulses.fd, 1, clock=lambda: 107.9).beat("forward")
-    agent.look(attempt)
-    assert attempt.hung is None
+    agent.check_hangs(attempt)
+    HeartbeatWriter(stage.heartbeat_table.fd, 1, clock=lambda: 107.9).record("forward")
+    agent.check_hangs(attempt)
+    assert attempt.hang is None
 
 
 # --- preflight --------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_whose_device_is_gone_trains_nothing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent.preflight = lambda: [Finding("gpus/count", Verdict.BAD, "7 of 8 GPUs are left")]
+def test_a_node_whose_device_is_gone_trains_nothing(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent.preflight = lambda: [HealthFinding("gpus/count", HealthVerdict.FAIL, "7 of 8 GPUs are left")]
     outcome, numbers = supervise(agent, [], monkeypatch)
     assert (outcome.code, outcome.message, numbers) == (ExitCode.UNFIT_NODE, "7 of 8 GPUs are left", [])
 
 
 def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(
-    agent: Agent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [Finding("disk", Verdict.BAD, "1 MB left"), Finding("memory", Verdict.WARN, "little left")]
+    found = [
+        HealthFinding("disk", HealthVerdict.FAIL, "1 MB left"),
+        HealthFinding("memory", HealthVerdict.WARN, "little left"),
+    ]
     agent.preflight = lambda: found
     outcome, _ = supervise(agent, [attempt({0: 0}, result={})], monkeypatch)
     assert outcome.code is ExitCode.DONE

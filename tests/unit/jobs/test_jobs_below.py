@@ -6,10 +6,10 @@ import sys
 PROGRAM = """
 import os, signal, subprocess, sys, time
 import psutil
-from phalanx.compat import adopt_orphans
-from phalanx.jobs.below import end_below
+from phalanx.compat import become_subreaper
+from phalanx.jobs.below import kill_descendants
 
-adopt_orphans()
+become_subreaper()
 read, write = os.pipe()
 if os.fork() == 0:
     # One that is gone a moment after it was seen: each forks the next, and ends. It ends by itself after 20 s.
@@ -24,7 +24,7 @@ stopped = subprocess.Popen(["sleep", "60"], start_new_session=True)
 stopped.send_signal(signal.SIGSTOP)
 os.read(read, 1)
 begun = time.monotonic()
-print(end_below(), psutil.Process().children(), time.monotonic() - begun < 15)
+print(kill_descendants(), psutil.Process().children(), time.monotonic() - begun < 15)
 """
 
 
@@ -37,10 +37,10 @@ STUBBORN = """
 import subprocess
 from unittest.mock import patch
 import psutil
-from phalanx.jobs.below import end_below
+from phalanx.jobs.below import kill_descendants
 
 with subprocess.Popen(["sleep", "60"]) as process, patch.object(psutil.Process, "kill"):
-    print(end_below(0.1) == [process.pid])
+    print(kill_descendants(0.1) == [process.pid])
     process.kill()
 """
 

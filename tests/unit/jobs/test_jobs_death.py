@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from made_messages import start_workers
-from phalanx.jobs.nursery_process import NurseryProcess
+from phalanx.jobs.nursery_process import ForkServerClient
 from phalanx.run.channel import send
 
 
@@ -23,8 +23,8 @@ def test_workers_and_their_children_die_with_the_nursery(tmp_path: Path, monkeyp
     for name in ("worker", "child"):
         os.mkfifo(tmp_path / name)
     message = start_workers("nursery_calls:wait_for_ever", str(tmp_path), tmp_path)
-    with NurseryProcess() as nursery:
-        nursery.wait_ready()
+    with ForkServerClient() as nursery:
+        nursery.wait_until_ready()
         send(nursery.control, message)
         pids = [told(tmp_path / name) for name in ("worker", "child")]
         handles = [os.pidfd_open(pid) for pid in pids]

@@ -5,13 +5,13 @@ import threading
 import pytest
 
 from phalanx.jobs import energy
-from phalanx.jobs.energy import EnergyLog
+from phalanx.jobs.energy import EnergyRecorder
 from phalanx.run import Event
 from phalanx.run.event_types import EnergyUsed
 
 
 def test_what_is_drawn_between_readings_is_emitted_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "EVERY", 0.0)
+    monkeypatch.setattr(energy, "READ_INTERVAL_S", 0.0)
     events: list[Event] = []
     readings, enough = iter([10.0, 12.0, 17.0]), threading.Event()
 
@@ -22,9 +22,9 @@ def test_what_is_drawn_between_readings_is_emitted_and_adds_up(monkeypatch: pyte
             enough.set()
         return found
 
-    log = EnergyLog(meter, events.append, 2)
+    log = EnergyRecorder(meter, events.append, 2)
     assert enough.wait(10)
-    log.end()
+    log.stop()
     found = [event for event in events if isinstance(event, EnergyUsed)]
     assert [(event.energy_j, event.num_gpus) for event in found] == [(2.0, 2), (5.0, 2)]
 
@@ -37,22 +37,22 @@ def test_the_end_of_an_attempt_is_read_once_more() -> None:
         first.set()
         return next(values)
 
-    log = EnergyLog(meter, events.append, 1)
+    log = EnergyRecorder(meter, events.append, 1)
     assert first.wait(10)
-    log.end()
+    log.stop()
     assert [event.energy_j for event in events if isinstance(event, EnergyUsed)] == [3.0]
 
 
 def test_a_counter_that_was_reset_draws_nothing_negative() -> None:
-    log = EnergyLog(lambda _: None, lambda event: pytest.fail("emitted"), 1)
-    log.end()
+    log = EnergyRecorder(lambda _: None, lambda event: pytest.fail("emitted"), 1)
+    log.stop()
     log._readings += [5.0, 1.0]
-    log.look()
+    log.emit_readings()
 
 
 def test_a_driver_that_hangs_does_not_hold_up_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "PATIENCE", 0.05)
+    monkeypatch.setattr(energy, "STOP_TIMEOUT_S", 0.05)
     never = threading.Event()
-    log = EnergyLog(lambda _: float(never.wait(30)), lambda event: pytest.fail("emitted"), 1)
-    log.end()
+    log = EnergyRecorder(lambda _: float(never.wait(30)), lambda event: pytest.fail("emitted"), 1)
+    log.stop()
     never.set()

@@ -10,12 +10,12 @@ import pytest
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs import launch
-from phalanx.jobs.launch import Unmet, meet
-from phalanx.jobs.nodes import introduction
-from phalanx.run.membership import Membership
+from phalanx.jobs.launch import RendezvousError, join_nodes
+from phalanx.jobs.nodes import make_hello
+from phalanx.run.membership import NodeEnv
 from phalanx.run.messages import Leave, Message, Ping, Rejected
-from phalanx.run.wire import KEEPALIVE, Door, dial
-from phalanx.waits import Wait
+from phalanx.run.wire import TCP_KEEPALIVE_OPTIONS, ControlServer, connect_to_leader
+from phalanx.waits import Deadline
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -24,9 +24,9 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
     monkeypatch.delenv("PHALANX_TOKEN_FILE", raising=False)
-    monkeypatch.setattr(launch, "LOOK", 0.05)
-    monkeypatch.setattr(launch, "COMING", 0.5)
-    monkeypatch.setattr(launch, "Wait", partial(Wait, saying=0.2))
+    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(launch, "JOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(launch, "Deadline", partial(Deadline, report_interval_s=0.2))
 
 
 @pytest.fixture
@@ -44,22 +44,25 @@ def stack() -> Iterator[contextlib.ExitStack]:
 def test_nodes_that_do_not_come_are_named_and_may_be_started_again(
     address: tuple[str, int], stack: contextlib.ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(Unmet, match=r"^nodes 1, 2 did not come within 0 s$") as unmet:
-        meet(Membership(0, 3, address), 1, stack)
+    with pytest.raises(RendezvousError, match=r"^nodes 1, 2 did not come within 0 s$") as unmet:
+        join_nodes(NodeEnv(0, 3, address), 1, stack)
     assert unmet.value.code is ExitCode.UNFINISHED
     assert capsys.readouterr().err.startswith("still waiting for nodes 1, 2 after 0 s")
 
 
 def test_a_leader_that_does_not_come_is_reported(address: tuple[str, int], stack: contextlib.ExitStack) -> None:
-    with pytest.raises(Unmet, match=f"^node 0 cannot be reached at 127.0.0.1:{address[1]}: "):
-        meet(Membership(1, 2, address), 1, stack)
+    with pytest.raises(RendezvousError, match=f"^node 0 cannot be reached at 127.0.0.1:{address[1]}: "):
+        join_nodes(NodeEnv(1, 2, address), 1, stack)
 
 
 def test_a_leader_that_never_says_who_all_are_is_not_waited_for_without_end(
     address: tuple[str, int], stack: contextlib.ExitStack
 ) -> None:
-    with Door(address, TOKEN.encode()), pytest.raises(Unmet, match=r"^not all nodes came within 0 s$"):
-        meet(Membership(1, 2, address), 1, stack)
+    with (
+        ControlServer(address, TOKEN.encode()),
+        pytest.raises(RendezvousError, match=r"^not all nodes came within 0 s$"),
+    ):
+        join_nodes(NodeEnv(1, 2, address), 1, stack)
 
 
 def test_a_node_that_is_sent_away_is_reported_on_both_sides(
@@ -70,14 +73,14 @@ def test_a_node_that_is_sent_away_is_reported_on_both_sides(
     def lead() -> None:
         with contextlib.ExitStack() as own:
             try:
-                meet(Membership(0, 2, address), 2, own)
-            except Unmet as error:
+                join_nodes(NodeEnv(0, 2, address), 2, own)
+            except RendezvousError as error:
                 said.append(error)
 
     leader = threading.Thread(target=lead)
     leader.start()
     with pytest.raises(UsageError, match=r"^it starts 1 processes, and the leading node 2$"):
-        meet(Membership(1, 2, address), 1, stack)
+        join_nodes(NodeEnv(1, 2, address), 1, stack)
     leader.join(20)
     assert [str(error) for error in said] == ["node 1 did not come within 0 s"]
     assert f"node 1 ({socket.gethostname()}) was sent away: it starts 1 processes" in capsys.readouterr().err
@@ -89,14 +92,14 @@ def test_an_agent_that_launches_nothing_is_sent_away_in_a_sentence(
     """As where one node was started with `phalanx train`."""
 
     def come() -> None:
-        wire = dial(address, TOKEN.encode())
-        wire.send(introduction(1, 2))
+        wire = connect_to_leader(address, TOKEN.encode())
+        wire.send(make_hello(1, 2))
         wire.receive()
         wire.close()
 
     threading.Timer(0.1, come).start()
-    with pytest.raises(Unmet, match=r"^node 1 did not come"):
-        meet(Membership(0, 2, address), 1, stack)
+    with pytest.raises(RendezvousError, match=r"^node 1 did not come"):
+        join_nodes(NodeEnv(0, 2, address), 1, stack)
 
 
 @pytest.mark.parametrize(
@@ -111,25 +114,27 @@ def test_an_agent_that_launches_nothing_is_sent_away_in_a_sentence(
 def test_a_node_that_is_not_wanted_says_why(
     address: tuple[str, int], stack: contextlib.ExitStack, said: Message, why: str
 ) -> None:
-    with Door(address, TOKEN.encode()) as door:
+    with ControlServer(address, TOKEN.encode()) as door:
 
         def reject() -> None:
-            wire, _ = door.arrived.get(timeout=5)
+            wire, _ = door.joins.get(timeout=5)
             wire.send(said)
             wire.close()
 
         thread = threading.Thread(target=reject)
         thread.start()
         with pytest.raises(UsageError, match=f"^{why}$"):
-            meet(Membership(1, 2, address), 1, stack)
+            join_nodes(NodeEnv(1, 2, address), 1, stack)
         thread.join()
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system has no such options")
 def test_a_machine_that_vanishes_is_noticed_where_nothing_is_sent(address: tuple[str, int]) -> None:
-    with Door(address, TOKEN.encode()):
-        wire = dial(address, TOKEN.encode())
+    with ControlServer(address, TOKEN.encode()):
+        wire = connect_to_leader(address, TOKEN.encode())
         assert wire.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        found = {name: wire.sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in KEEPALIVE}
+        found = {
+            name: wire.sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in TCP_KEEPALIVE_OPTIONS
+        }
         wire.close()
-    assert found == KEEPALIVE
+    assert found == TCP_KEEPALIVE_OPTIONS

@@ -14,14 +14,14 @@ import pytest
 
 from made_events import made
 from made_messages import COMMAND
-from phalanx.jobs.agent import Agent
-from phalanx.jobs.nodes import PING
-from phalanx.jobs.pace import WINDOW
+from phalanx.jobs.agent import LeaderAgent
+from phalanx.jobs.nodes import HEARTBEAT_INTERVAL_S
+from phalanx.jobs.pace import WINDOW_S
 from phalanx.run import Event, Run
-from phalanx.run.channel import pair
+from phalanx.run.channel import make_socket_pair
 from phalanx.run.event_types import AttemptStarted, StepDone
 from phalanx.run.messages import Message, WorkerExited, WorkersStarted
-from phalanx.run.pulse import Beat, Pulses
+from phalanx.run.pulse import Heartbeat, HeartbeatTable
 
 HANGS = 40.0
 """When a worker does not come out of its step any more."""
@@ -52,12 +52,12 @@ class FakeNode:
         self.over = self._told = False
         self._known = self._last()
 
-    def _last(self) -> Beat:
+    def _last(self) -> Heartbeat:
         """Its worker's last sign; rank 1 falls silent, and the others wait for it."""
         until = min(self._clock.passed, HANGS)
         steps = int(until / STEP)
         count = 10 * steps + (self.rank != 1)
-        return Beat(1, count, steps, "forward", self._clock.begun + until, self.speed * 0.3 * until)
+        return Heartbeat(1, count, steps, "forward", self._clock.begun + until, self.speed * 0.3 * until)
 
     def sockets(self) -> Sequence[Any]:
         return (self,)
@@ -66,7 +66,7 @@ class FakeNode:
         pass
 
     def receive(self, sock: Any) -> list[Message]:
-        self.due = self._clock.now + PING + self._rng.uniform(-0.002, 0.004)
+        self.due = self._clock.now + HEARTBEAT_INTERVAL_S + self._rng.uniform(-0.002, 0.004)
         self._known = self._last()
         if self.over:
             return [WorkerExited(rank=self.rank, exit_status=-9)]
@@ -77,34 +77,34 @@ class FakeNode:
             return [WorkersStarted(attempt=0)]
         return [WorkersStarted(attempt=0), made(AttemptStarted, world_size=2), made(StepDone, duration_s=STEP)]
 
-    def beats(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
+    def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
         """As far back as they are told."""
         return dict.fromkeys(ranks, self._known)
 
-    def held(self, beats: Mapping[int, Beat | None]) -> set[int]:
+    def stopped_ranks(self, beats: Mapping[int, Heartbeat | None]) -> set[int]:
         return set()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         pass
 
 
 class FakeCrew:
-    count, doorbell = 1, ()
+    num_nodes, listener_sockets = 1, ()
 
     def __init__(self, nodes: list[FakeNode]):
-        self.nodes, self.here = nodes, nodes[0]
+        self.nodes, self.local_node = nodes, nodes[0]
 
-    def ranks(self, world: int) -> Iterator[tuple[FakeNode, range]]:
+    def assign_ranks(self, world: int) -> Iterator[tuple[FakeNode, range]]:
         for rank, node in enumerate(self.nodes):
             yield node, range(rank, rank + 1)
 
-    def admit(self) -> list[Any]:
+    def accept_joins(self) -> list[Any]:
         return []
 
-    def partings(self) -> list[Any]:
+    def take_departures(self) -> list[Any]:
         return []
 
-    def silent(self, now: float) -> list[Any]:
+    def find_timed_out(self, now: float) -> list[Any]:
         return []
 
 
@@ -112,16 +112,16 @@ class Stage:
     """What is left of a nursery."""
 
     def __init__(self) -> None:
-        self.pulses = Pulses()
-        self.control, self.says = pair()
-        self.events, self.workers = pair()
+        self.heartbeat_table = HeartbeatTable()
+        self.control, self.says = make_socket_pair()
+        self.events, self.workers = make_socket_pair()
 
-        self.tell = print
+        self.report = print
 
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         return False
 
-    def revive(self) -> str | None:
+    def resume_if_stopped(self) -> str | None:
         return None
 
 
@@ -164,15 +164,15 @@ def follow(folder: Path, count: int, until: str, monkeypatch: pytest.MonkeyPatch
             for node in nodes:
                 node.over = True
 
-    with Agent(run, stage, show, attempts=1, clock=clock) as agent:  # type: ignore[arg-type]
-        agent.crew = FakeCrew(nodes)  # type: ignore[assignment]
-        agent.silence = 60.0
+    with LeaderAgent(run, stage, show, max_restarts=1, clock=clock) as agent:  # type: ignore[arg-type]
+        agent.node_group = FakeCrew(nodes)  # type: ignore[assignment]
+        agent.hang_timeout_s = 60.0
         monkeypatch.setattr("phalanx.jobs.agent.selectors.DefaultSelector", selector_of(clock))
-        monkeypatch.setattr(Agent, "end", lambda *_: None)
-        agent.attempt(0, count, COMMAND, {})
+        monkeypatch.setattr(LeaderAgent, "abort_attempt", lambda *_: None)
+        agent.run_attempt(0, count, COMMAND, {})
     for sock in (stage.control, stage.says, stage.events, stage.workers):
         sock.close()
-    stage.pulses.close()
+    stage.heartbeat_table.close()
     assert told, f"no {until} was told"
     return told[0]
 
@@ -188,4 +188,4 @@ def test_a_hang_is_told_within_ten_seconds_on_any_number_of_nodes(
 def test_a_straggler_is_told_within_ten_seconds_of_its_window_on_any_number_of_nodes(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert follow(tmp_path, count, "straggler", monkeypatch, slow=1) < 2 * WINDOW + 10.0
+    assert follow(tmp_path, count, "straggler", monkeypatch, slow=1) < 2 * WINDOW_S + 10.0

@@ -14,15 +14,21 @@ import pytest
 from lab import wait_until
 from made_messages import start_workers
 from phalanx.errors import ExitCode
-from phalanx.jobs.bouts import World, WorldFailed
-from phalanx.jobs.nursery_process import HELD, AskedToStop, NurseryLost, NurseryProcess, answering
-from phalanx.probing import gather
+from phalanx.jobs.bouts import PausableWorkers, WorkersFailedError
+from phalanx.jobs.nursery_process import (
+    RESUME_AFTER_CHECKS,
+    ForkServerClient,
+    ForkServerLostError,
+    StopRequestedError,
+    call_timeout,
+)
+from phalanx.probing import call_on_ranks
 from phalanx.run import Run
-from phalanx.run.channel import TakesNothingError, bounded, pair, send
+from phalanx.run.channel import SendTimeoutError, make_socket_pair, send, set_send_timeout
 from phalanx.run.messages import Command, SendSignal
-from phalanx.waits import Wait
+from phalanx.waits import Deadline
 
-Make = Callable[..., NurseryProcess]
+Make = Callable[..., ForkServerClient]
 AGAIN = "start again with the same command"
 
 
@@ -34,20 +40,20 @@ def said() -> list[str]:
 @pytest.fixture
 def make(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes one whose calls are those of `nursery_calls` and `bout_calls`."""
-    monkeypatch.setattr("phalanx.jobs.nursery_process.LOOK", 0.05)
-    monkeypatch.setattr("phalanx.jobs.bouts.LOOK", 0.05)
-    monkeypatch.setattr("phalanx.probing.LOOK", 0.05)
-    made: list[NurseryProcess] = []
+    monkeypatch.setattr("phalanx.jobs.nursery_process.POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr("phalanx.jobs.bouts.POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr("phalanx.probing.POLL_INTERVAL_S", 0.05)
+    made: list[ForkServerClient] = []
 
-    def start(path: Path = Path(__file__).parent, **patience: Any) -> NurseryProcess:
+    def start(path: Path = Path(__file__).parent, **patience: Any) -> ForkServerClient:
         monkeypatch.setenv("PYTHONPATH", str(path))
-        made.append(NurseryProcess(**{"tell": said.append, **patience}))
+        made.append(ForkServerClient(**{"report": said.append, **patience}))
         return made[-1]
 
     yield start
     for process in made:
         process.__exit__()
-        assert process.gone()
+        assert process.has_exited()
 
 
 def stop(pid: int) -> None:
@@ -55,7 +61,7 @@ def stop(pid: int) -> None:
     wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
-def stopping_again(nursery: NurseryProcess, said: list[str]) -> Callable[[str], None]:
+def stopping_again(nursery: ForkServerClient, said: list[str]) -> Callable[[str], None]:
     """Stops it whenever it was continued."""
 
     def tell(text: str) -> None:
@@ -75,7 +81,7 @@ def test_what_is_stopped_at_any_moment_is_continued_with_a_word(make: Make, said
     nursery = make()
     who = f"the process that loads torch and starts workers (process {nursery.process.pid})"
     stop(nursery.process.pid)
-    nursery.wait_ready()
+    nursery.wait_until_ready()
     assert said == [f"{who} was stopped (SIGSTOP): continued it"]
     stop(nursery.process.pid)
     assert nursery.call("nursery_calls:double", 4) == 8
@@ -84,10 +90,10 @@ def test_what_is_stopped_at_any_moment_is_continued_with_a_word(make: Make, said
     assert said[2].endswith(
         "which the process that loads torch and starts workers has started, was stopped (SIGSTOP): continued it"
     )
-    nursery.store("127.0.0.1")
+    nursery.start_store("127.0.0.1")
     stop(nursery.store_pid)
-    for _ in range(HELD):
-        assert nursery.revive() is None
+    for _ in range(RESUME_AFTER_CHECKS):
+        assert nursery.resume_if_stopped() is None
     wait_until(lambda: psutil.Process(nursery.store_pid).status() != psutil.STATUS_STOPPED)
     assert said[3].startswith(f"process {nursery.store_pid}, which the process that")
     assert len(said) == 4
@@ -96,24 +102,24 @@ def test_what_is_stopped_at_any_moment_is_continued_with_a_word(make: Make, said
 @pytest.mark.parametrize("what", ["ready", "call"])
 def test_one_that_stays_stopped_is_killed_and_reported_as_not_finished(make: Make, said: list[str], what: str) -> None:
     nursery = make()
-    nursery.tell = stopping_again(nursery, said)
+    nursery.report = stopping_again(nursery, said)
     if what == "call":
-        nursery.wait_ready()
+        nursery.wait_until_ready()
     stop(nursery.process.pid)
     why = f"is stopped (SIGSTOP), and stays so when it is continued; {AGAIN}"
-    with pytest.raises(NurseryLost, match=re.escape(why)) as lost:
+    with pytest.raises(ForkServerLostError, match=re.escape(why)) as lost:
         nursery.call("nursery_calls:stay", "")
     assert lost.value.code is ExitCode.UNFINISHED
-    assert nursery.gone()
+    assert nursery.has_exited()
 
 
 def test_one_that_takes_nothing_is_killed_and_reported(make: Make) -> None:
     nursery = make()
     stop(nursery.process.pid)
-    bounded(nursery.control, 0.05)
-    with pytest.raises(NurseryLost, match=f"took no message for 10 s: it hangs; {AGAIN}"):
-        again_and_again(lambda: nursery.ask(SendSignal(signal=0)))
-    assert nursery.gone()
+    set_send_timeout(nursery.control, 0.05)
+    with pytest.raises(ForkServerLostError, match=f"took no message for 10 s: it hangs; {AGAIN}"):
+        again_and_again(lambda: nursery.send(SendSignal(signal=0)))
+    assert nursery.has_exited()
 
 
 def test_one_that_is_stopped_at_the_end_is_killed_at_once_with_all_below_it(
@@ -122,12 +128,12 @@ def test_one_that_is_stopped_at_the_end_is_killed_at_once_with_all_below_it(
     for name in ("worker", "child"):
         os.mkfifo(tmp_path / name)
     nursery = make()
-    nursery.wait_ready()
-    nursery.ask(start_workers("nursery_calls:wait_for_ever", str(tmp_path), tmp_path))
+    nursery.wait_until_ready()
+    nursery.send(start_workers("nursery_calls:wait_for_ever", str(tmp_path), tmp_path))
     pids = [int((tmp_path / name).read_text()) for name in ("worker", "child")]
     stop(nursery.process.pid)
     nursery.__exit__()
-    assert nursery.gone()
+    assert nursery.has_exited()
     assert said == []
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
@@ -137,7 +143,7 @@ def test_one_that_still_loads_torch_is_not_waited_for_at_the_end(make: Make, sai
     (tmp_path / "torch.py").write_text("import signal\nsignal.pause()\n")
     nursery = make(tmp_path)
     nursery.__exit__()
-    assert nursery.gone()
+    assert nursery.has_exited()
     assert said == []
 
 
@@ -146,12 +152,13 @@ def test_torch_that_never_comes_to_its_end_is_reported_while_it_is_waited_for(
 ) -> None:
     (tmp_path / "torch.py").write_text("import signal\nsignal.pause()\n")
     monkeypatch.setattr(
-        "phalanx.jobs.nursery_process.Wait", lambda *given, **more: Wait(*given, **{"saying": 0.2, **more})
+        "phalanx.jobs.nursery_process.Deadline",
+        lambda *given, **more: Deadline(*given, **{"report_interval_s": 0.2, **more}),
     )
-    nursery = make(tmp_path, ready=0.5)
-    with pytest.raises(NurseryLost, match=f"^waited 0 s for the process .* to be ready: it hangs; {AGAIN}$"):
-        nursery.wait_ready()
-    assert nursery.gone()
+    nursery = make(tmp_path, ready_timeout_s=0.5)
+    with pytest.raises(ForkServerLostError, match=f"^waited 0 s for the process .* to be ready: it hangs; {AGAIN}$"):
+        nursery.wait_until_ready()
+    assert nursery.has_exited()
     assert said
     assert said[0].startswith("still waiting for the process that loads torch and starts workers to be ready after 0 s")
 
@@ -159,10 +166,10 @@ def test_torch_that_never_comes_to_its_end_is_reported_while_it_is_waited_for(
 def test_a_wait_ends_at_once_when_this_process_is_asked_to_stop(make: Make, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import signal\nsignal.pause()\n")
     nursery = make(tmp_path)
-    nursery.asked = lambda: True
-    with pytest.raises(AskedToStop, match=r"^asked to stop while it waited for the process .* to be ready$"):
-        nursery.wait_ready()
-    assert nursery.gone()
+    nursery.is_stop_requested = lambda: True
+    with pytest.raises(StopRequestedError, match=r"^asked to stop while it waited for the process .* to be ready$"):
+        nursery.wait_until_ready()
+    assert nursery.has_exited()
 
 
 def test_a_working_folder_that_is_gone_is_told_before_torch_is_loaded(
@@ -177,9 +184,11 @@ def test_a_working_folder_that_is_gone_is_told_before_torch_is_loaded(
 
 def test_a_trial_that_hangs_is_killed_with_all_below_it_and_reported(make: Make, tmp_path: Path) -> None:
     others = psutil.Process().children(recursive=True)
-    nursery = make(answer=0.5)
-    nursery.wait_ready()
-    with pytest.raises(NurseryLost, match=rf"for a trial before the run \(stay\) to end: it hangs; {AGAIN}; if it is"):
+    nursery = make(call_timeout_s=0.5)
+    nursery.wait_until_ready()
+    with pytest.raises(
+        ForkServerLostError, match=rf"for a trial before the run \(stay\) to end: it hangs; {AGAIN}; if it is"
+    ):
         nursery.call("nursery_calls:stay", str(tmp_path))
     assert set(psutil.Process().children(recursive=True)) <= set(others)
 
@@ -187,46 +196,46 @@ def test_a_trial_that_hangs_is_killed_with_all_below_it_and_reported(make: Make,
 def test_a_world_whose_process_that_forks_stays_stopped_has_failed(make: Make, said: list[str], tmp_path: Path) -> None:
     nursery, run = make(), Run(tmp_path)
     run.create()
-    nursery.wait_ready()
-    nursery.tell = stopping_again(nursery, said)
+    nursery.wait_until_ready()
+    nursery.report = stopping_again(nursery, said)
     command = Command(function="bout_calls:steps", payload={"folder": str(tmp_path), "seconds": 0.01})
-    world = World(nursery, run, 1, command)
-    assert world.bout(0.02)
+    world = PausableWorkers(nursery, run, 1, command)
+    assert world.run_for(0.02)
     stop(nursery.process.pid)
-    with pytest.raises(WorldFailed, match="is stopped"):
+    with pytest.raises(WorkersFailedError, match="is stopped"):
         world.close()
-    assert nursery.gone()
-    with pytest.raises(WorldFailed, match=r"was killed by SIGKILL|died, and they with it"):
+    assert nursery.has_exited()
+    with pytest.raises(WorkersFailedError, match=r"was killed by SIGKILL|died, and they with it"):
         world.start()
 
 
 def test_a_measurement_whose_process_that_forks_stays_stopped_ends(make: Make, said: list[str], tmp_path: Path) -> None:
     nursery = make()
-    nursery.wait_ready()
-    nursery.tell = stopping_again(nursery, said)
+    nursery.wait_until_ready()
+    nursery.report = stopping_again(nursery, said)
     stop(nursery.process.pid)
-    with pytest.raises(NurseryLost, match="is stopped"):
-        gather(nursery, tmp_path, "nursery_calls:double", {"seconds": 60.0}, 1)
-    assert nursery.gone()
+    with pytest.raises(ForkServerLostError, match="is stopped"):
+        call_on_ranks(nursery, tmp_path, "nursery_calls:double", {"seconds": 60.0}, 1)
+    assert nursery.has_exited()
 
 
 def test_a_message_to_one_that_reads_nothing_does_not_wait_without_end() -> None:
-    near, far = pair()
+    near, far = make_socket_pair()
     with near, far:
-        bounded(near, 0.05)
-        with pytest.raises(TakesNothingError):
+        set_send_timeout(near, 0.05)
+        with pytest.raises(SendTimeoutError):
             again_and_again(lambda: send(near, SendSignal(signal=0)))
 
 
 def test_a_trial_has_ten_minutes_or_as_long_as_the_recipe_says_of_silence() -> None:
-    assert [answering(silence) for silence in (6.0, 600.0, 7200.0)] == [600.0, 600.0, 7200.0]
+    assert [call_timeout(silence) for silence in (6.0, 600.0, 7200.0)] == [600.0, 600.0, 7200.0]
 
 
 def test_a_wait_says_that_it_goes_on_and_has_an_end() -> None:
     said, times = list[str](), iter(range(0, 1000, 4))
-    wait = Wait("the tide", 60.0, said.append, lambda: float(next(times)))
+    wait = Deadline("the tide", 60.0, said.append, lambda: float(next(times)))
     looks = 1
-    while not wait.over():
+    while not wait.check_expired():
         looks += 1
     assert looks == 15
     assert said == ["still waiting for the tide after 32 s, for 60 s at most"]
@@ -234,5 +243,5 @@ def test_a_wait_says_that_it_goes_on_and_has_an_end() -> None:
 
 def test_time_in_which_this_process_was_held_still_does_not_count() -> None:
     times = iter([0.0, 1.0, 5000.0, 5001.0])
-    wait = Wait("the tide", 60.0, print, lambda: next(times))
-    assert [wait.over() for _ in range(3)] == [False, False, False]
+    wait = Deadline("the tide", 60.0, print, lambda: next(times))
+    assert [wait.check_expired() for _ in range(3)] == [False, False, False]

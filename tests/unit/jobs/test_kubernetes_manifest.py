@@ -11,8 +11,8 @@ from kubernetes_double import SCHEMAS, core_faults, expanded, faults
 from ruamel.yaml import YAML
 
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.engines.kubernetes import Kubernetes
-from phalanx.jobs.engines.kubernetes_manifest import failure_policy, literal, pod_failures
+from phalanx.jobs.engines.kubernetes import KubernetesBackend
+from phalanx.jobs.engines.kubernetes_manifest import escape_literal, make_failure_policy, make_pod_failure_policy
 from phalanx.jobs.spec import Job
 
 schemas = pytest.mark.skipif(not SCHEMAS.is_dir(), reason=f"the schemas of JobSet and Trainer are not in {SCHEMAS}")
@@ -29,14 +29,14 @@ FULL = {
 
 
 def job(**fields: Any) -> Job:
-    options = {"image": "example.org/phalanx:1"} | fields.pop("options", {})
+    options = {"image": "example.org/phalanx:1"} | fields.pop("backend_options", {})
     return Job(
         **{
             "name": "gpt",
             "command": ("phalanx", "train", "recipe.yaml"),
-            "folder": Path("/work"),
-            "nodes": 4,
-            "options": options,
+            "working_dir": Path("/work"),
+            "num_nodes": 4,
+            "backend_options": options,
         }
         | fields
     )
@@ -50,7 +50,7 @@ def as_kubernetes_reads(text: str) -> Any:
 
 
 def rendered(**fields: Any) -> dict[str, Any]:
-    files = Kubernetes().render(job(**fields)).files
+    files = KubernetesBackend().render(job(**fields)).files
     return {name.removesuffix(".yaml"): as_kubernetes_reads(text) for name, text in files.items()}
 
 
@@ -66,8 +66,14 @@ def variables(container: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 @pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
 def test_what_is_rendered_is_what_the_schemas_allow(kind: str, options: dict[str, str]) -> None:
-    fields = {"devices": 8, "cores": 96, "memory": 10**12, "limit": 3600.0, "secrets": ("HF_TOKEN",)}
-    objects = rendered(options={"kind": kind} | options, environment={"A": "b"}, **fields)
+    fields = {
+        "gpus_per_node": 8,
+        "cpus_per_node": 96,
+        "memory_bytes": 10**12,
+        "time_limit_s": 3600.0,
+        "secrets": ("HF_TOKEN",),
+    }
+    objects = rendered(backend_options={"kind": kind} | options, environment={"A": "b"}, **fields)
     assert faults(objects[kind]) == []
     assert core_faults(objects["secret"]) == []
 
@@ -83,7 +89,7 @@ def test_what_is_rendered_is_what_the_schemas_allow(kind: str, options: dict[str
     ],
 )
 def test_a_wrong_trainjob_is_refused(change: Any, where: str) -> None:
-    thing = rendered(options={"kind": "trainjob"})["trainjob"]
+    thing = rendered(backend_options={"kind": "trainjob"})["trainjob"]
     change(thing["spec"])
     assert [place for place, _ in faults(thing)] == [where]
 
@@ -114,7 +120,7 @@ def test_each_node_is_told_its_place() -> None:
 
 
 def test_a_trainjob_tells_the_same_under_its_own_names() -> None:
-    trainer = rendered(options={"kind": "trainjob", "runtime": "ours"})["trainjob"]["spec"]["trainer"]
+    trainer = rendered(backend_options={"kind": "trainjob", "runtime": "ours"})["trainjob"]["spec"]["trainer"]
     assert trainer["command"] == ["env", "-C", "/work", "phalanx", "train", "recipe.yaml"]
     assert trainer["numNodes"] == 4
     assert variables(trainer)["PHALANX_LEADER_ADDR"] == "gpt-node-0-0.gpt:29417"
@@ -128,7 +134,7 @@ def test_one_job_has_a_pod_a_node() -> None:
 
 
 def test_a_node_gets_what_it_needs_and_room_to_save() -> None:
-    found = pod(rendered(devices=8, cores=96, memory=2**40, warning=300.5)["jobset"])
+    found = pod(rendered(gpus_per_node=8, cpus_per_node=96, memory_bytes=2**40, warning_s=300.5)["jobset"])
     amounts = {"cpu": "96", "memory": str(2**40), "nvidia.com/gpu": "8"}
     assert found["containers"][0]["resources"] == {"limits": amounts, "requests": amounts}
     assert found["terminationGracePeriodSeconds"] == 301
@@ -137,12 +143,12 @@ def test_a_node_gets_what_it_needs_and_room_to_save() -> None:
 
 
 def test_the_limit_leaves_time_to_save() -> None:
-    spec = rendered(limit=3600.0, warning=600.0)["jobset"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    spec = rendered(time_limit_s=3600.0, warning_s=600.0)["jobset"]["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert spec["activeDeadlineSeconds"] + spec["template"]["spec"]["terminationGracePeriodSeconds"] == 3600
 
 
 def test_kueue_is_told_where_and_how_urgent() -> None:
-    thing = rendered(options=FULL)["jobset"]
+    thing = rendered(backend_options=FULL)["jobset"]
     labels = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": "urgent"}
     assert thing["metadata"]["labels"].items() >= labels.items()
     assert thing["spec"]["suspend"] is True
@@ -152,13 +158,13 @@ def test_kueue_is_told_where_and_how_urgent() -> None:
 
 
 def test_without_a_queue_nothing_waits_for_one() -> None:
-    thing = rendered(options={"priority-class": "urgent"})["jobset"]
+    thing = rendered(backend_options={"priority-class": "urgent"})["jobset"]
     assert "suspend" not in thing["spec"]
     assert pod(thing)["priorityClassName"] == "urgent"
 
 
 def test_volumes_selectors_and_tolerations_are_put_in() -> None:
-    found = pod(rendered(options=FULL)["jobset"])
+    found = pod(rendered(backend_options=FULL)["jobset"])
     assert found["nodeSelector"] == {"accelerator": "h100", "pool": ""}
     assert found["tolerations"] == [
         {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
@@ -177,7 +183,7 @@ def test_volumes_selectors_and_tolerations_are_put_in() -> None:
 
 def action(message: str, reason: str = "PodFailurePolicy") -> str:
     """What JobSet does when its Job fails with this message: the first rule that fits."""
-    for rule in failure_policy(10)["rules"]:
+    for rule in make_failure_policy(10)["rules"]:
         reasons, patterns = rule.get("onJobFailureReasons", []), rule.get("onJobFailureMessagePatterns", [])
         if (not reasons or reason in reasons) and (not patterns or any(re.search(one, message) for one in patterns)):
             return str(rule["action"])
@@ -186,7 +192,7 @@ def action(message: str, reason: str = "PodFailurePolicy") -> str:
 
 def job_message(code: int) -> tuple[str, str]:
     """How the Job controller fails a Job one of whose pods ended with a code."""
-    for number, rule in enumerate(pod_failures()["rules"]):
+    for number, rule in enumerate(make_pod_failure_policy()["rules"]):
         if code in rule.get("onExitCodes", {}).get("values", ()):
             text = f"Container node for pod team-a/gpt-workers-0-1-abcde failed with exit code {code} matching FailJob"
             return f"{text} rule at index {number}", "PodFailurePolicy"
@@ -213,7 +219,7 @@ def test_exit_codes_decide_about_restarts(code: int, expected: str) -> None:
 
 def test_disruptions_do_not_count_and_the_time_limit_ends() -> None:
     message = "Pod team-a/gpt-workers-0-1-abcde has condition DisruptionTarget matching FailJob rule at index 0"
-    assert pod_failures()["rules"][0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert make_pod_failure_policy()["rules"][0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert action(message) == "RestartJobSetAndIgnoreMaxRestarts"
     assert action("Job was active longer than specified deadline", "DeadlineExceeded") == "FailJobSet"
 
@@ -229,12 +235,12 @@ def test_nasty_words_arrive_as_they_were() -> None:
 
 @given(st.text(st.sampled_from("$()A b")))
 def test_no_text_is_taken_for_a_variable(text: str) -> None:
-    assert expanded(literal(text), {"A": "wrong", "": "wrong", "b": "wrong"}) == text
+    assert expanded(escape_literal(text), {"A": "wrong", "": "wrong", "b": "wrong"}) == text
 
 
 def test_a_dry_run_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
-    text = str(Kubernetes().render(job(secrets=("HF_TOKEN",))))
+    text = str(KubernetesBackend().render(job(secrets=("HF_TOKEN",))))
     assert "hf_abcdef" not in text
     assert "HF_TOKEN: <from the environment of who submits>" in text
 
@@ -250,19 +256,19 @@ def test_names_are_made_fit_for_dns_and_the_given_one_is_kept() -> None:
     [
         ({"name": "2gpt"}, "must begin with a letter"),
         ({"name": "g" * 46}, "which leaves it 45 characters; it has 46"),
-        ({"options": {"image": ""}}, "expected an image"),
-        ({"options": {"imgae": "x"}}, "no option 'imgae'; did you mean image?"),
-        ({"options": {"kind": "pod"}}, "expected one of jobset, trainjob"),
-        ({"options": {"pvc": "data"}}, "expected CLAIM:/PATH"),
-        ({"options": {"pvc": "data:relative"}}, "expected CLAIM:/PATH"),
-        ({"options": {"queue": "Team A"}}, "up to 63 small letters"),
-        ({"options": {"tolerations": "a:Never"}}, "'Never' is no effect of a taint"),
-        ({"options": {"node-selector": "gpu"}}, "expected KEY=VALUE"),
-        ({"options": {"max-restarts": "-1"}}, "a whole number"),
-        ({"options": {"topology-preferred": "rack"}}, "name one of its queues"),
-        ({"options": {"kind": "trainjob", "max-restarts": "3"}}, "as its runtime says"),
+        ({"backend_options": {"image": ""}}, "expected an image"),
+        ({"backend_options": {"imgae": "x"}}, "no option 'imgae'; did you mean image?"),
+        ({"backend_options": {"kind": "pod"}}, "expected one of jobset, trainjob"),
+        ({"backend_options": {"pvc": "data"}}, "expected CLAIM:/PATH"),
+        ({"backend_options": {"pvc": "data:relative"}}, "expected CLAIM:/PATH"),
+        ({"backend_options": {"queue": "Team A"}}, "up to 63 small letters"),
+        ({"backend_options": {"tolerations": "a:Never"}}, "'Never' is no effect of a taint"),
+        ({"backend_options": {"node-selector": "gpu"}}, "expected KEY=VALUE"),
+        ({"backend_options": {"max-restarts": "-1"}}, "a whole number"),
+        ({"backend_options": {"topology-preferred": "rack"}}, "name one of its queues"),
+        ({"backend_options": {"kind": "trainjob", "max-restarts": "3"}}, "as its runtime says"),
         ({"priority": 5}, "priority-class=NAME"),
-        ({"command": ("a=b",), "options": {"kind": "trainjob"}}, "holds a '='"),
+        ({"command": ("a=b",), "backend_options": {"kind": "trainjob"}}, "holds a '='"),
         ({"command": ("x", "\udcff")}, "no UTF-8"),
     ],
 )
@@ -274,7 +280,7 @@ def test_what_kubernetes_cannot_take_is_refused(fields: dict[str, Any], told: st
 
 def test_an_image_is_asked_for() -> None:
     with pytest.raises(UsageError, match="image=REGISTRY/NAME:TAG"):
-        Kubernetes().render(Job(name="gpt", command=("x",), folder=Path("/work")))
+        KubernetesBackend().render(Job(name="gpt", command=("x",), working_dir=Path("/work")))
 
 
 def test_the_longest_name_that_is_taken_fits() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from made_events import made
-from phalanx.jobs.log_stream import Line, LogStream, as_shown, printed_lines
+from phalanx.jobs.log_stream import LogLine, LogStream, decode_terminal_line, printed_lines
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.event_types import AttemptStarted, RunEnded, WorkerFailure, WorkerStarted
 from phalanx.run.fields import to_fields
@@ -56,11 +56,11 @@ def test_of_a_finished_log_only_the_time_of_its_last_line_is_known(run: Run, eve
     events.write(made(AttemptStarted, time=1001.0))
     events.write(made(RunEnded, time=1009.0))
     prints(run, 0, "one\ntwo\n", 1005.0)
-    assert LogStream(run, 1000.0, say, clock).look() == [
-        Line(1001.0, "run", "attempt_started"),
-        Line(None, "n1 rank 0", "one"),
-        Line(1005.0, "n1 rank 0", "two"),
-        Line(1009.0, "run", "run_ended"),
+    assert LogStream(run, 1000.0, say, clock).read_new() == [
+        LogLine(1001.0, "run", "attempt_started"),
+        LogLine(None, "n1 rank 0", "one"),
+        LogLine(1005.0, "n1 rank 0", "two"),
+        LogLine(1009.0, "run", "run_ended"),
     ]
 
 
@@ -68,15 +68,15 @@ def test_while_it_is_followed_a_line_gets_the_time_at_which_it_appeared(
     run: Run, events: EventLog, clock: Clock
 ) -> None:
     stream = LogStream(run, 0.0, say, clock)
-    assert stream.look() == []
+    assert stream.read_new() == []
     worker(events, 1, "n2")
     prints(run, 1, "a\nb\n", 1000.5)
     clock.now = 1001.0
-    assert stream.look() == [Line(1000.5, "n2 rank 1", "a"), Line(1000.5, "n2 rank 1", "b")]
+    assert stream.read_new() == [LogLine(1000.5, "n2 rank 1", "a"), LogLine(1000.5, "n2 rank 1", "b")]
     prints(run, 1, "c\n", 1001.25)
     clock.now = 1002.0
-    assert stream.look() == [Line(1001.25, "n2 rank 1", "c")]
-    assert stream.look() == []
+    assert stream.read_new() == [LogLine(1001.25, "n2 rank 1", "c")]
+    assert stream.read_new() == []
 
 
 @pytest.mark.parametrize(("changed", "shown"), [(900.0, 1000.0), (1700.0, 1002.0)])
@@ -84,41 +84,41 @@ def test_a_clock_that_differs_moves_no_line_out_of_the_time_between_two_looks(
     run: Run, clock: Clock, changed: float, shown: float
 ) -> None:
     stream = LogStream(run, 0.0, say, clock)
-    stream.look()
+    stream.read_new()
     prints(run, 0, "x\n", changed)
     clock.now = 1002.0
-    assert stream.look() == [Line(shown, "? rank 0", "x")]
+    assert stream.read_new() == [LogLine(shown, "? rank 0", "x")]
 
 
 def test_workers_and_events_come_in_the_order_of_time(run: Run, events: EventLog, clock: Clock) -> None:
     stream = LogStream(run, 0.0, say, clock)
-    stream.look()
+    stream.read_new()
     worker(events, 0, "n1")
     events.write(made(WorkerFailure, time=1000.6))
     prints(run, 0, "Traceback\n", 1000.5)
     prints(run, 1, "later\n", 1000.7)
     clock.now = 1001.0
-    assert [line.text for line in stream.look()] == ["Traceback", "failure", "later"]
+    assert [line.text for line in stream.read_new()] == ["Traceback", "failure", "later"]
 
 
 def test_an_unfinished_line_waits_for_its_end_or_for_that_of_the_run(run: Run, clock: Clock) -> None:
     stream = LogStream(run, 0.0, say, clock)
     prints(run, 0, "whole\nhal", 990.0)
-    assert stream.look() == [Line(None, "? rank 0", "whole")]
+    assert stream.read_new() == [LogLine(None, "? rank 0", "whole")]
     prints(run, 0, "f\nnever end", 1000.0)
-    assert [line.text for line in stream.look()] == ["half"]
-    assert [line.text for line in stream.look(last=True)] == ["never end"]
-    assert stream.look(last=True) == []
+    assert [line.text for line in stream.read_new()] == ["half"]
+    assert [line.text for line in stream.read_new(is_last=True)] == ["never end"]
+    assert stream.read_new(is_last=True) == []
 
 
 def test_what_earlier_jobs_left_in_the_run_is_not_shown(run: Run, events: EventLog, clock: Clock) -> None:
     prints(run, 0, "old\n", 900.0)
     events.write(made(RunEnded, time=900.0))
     stream = LogStream(run, 950.0, say, clock)
-    assert (stream.look(), stream.begun) == ([], False)
+    assert (stream.read_new(), stream.has_output) == ([], False)
     prints(run, 0, "new\n", 1000.0, attempt=1)
-    assert [(line.who, line.text) for line in stream.look()] == [("? rank 0 attempt 1", "new")]
-    assert stream.begun
+    assert [(line.source, line.text) for line in stream.read_new()] == [("? rank 0 attempt 1", "new")]
+    assert stream.has_output
 
 
 def test_attempts_go_on_in_the_same_stream_on_the_nodes_that_they_have(
@@ -127,48 +127,48 @@ def test_attempts_go_on_in_the_same_stream_on_the_nodes_that_they_have(
     stream = LogStream(run, 0.0, say, clock)
     worker(events, 0, "n1")
     prints(run, 0, "first\n", 999.0)
-    stream.look()
+    stream.read_new()
     worker(events, 0, "n3", attempt=1)
     prints(run, 0, "second\n", 1000.0, attempt=1)
-    assert [line.who for line in stream.look()] == ["n3 rank 0 attempt 1"]
+    assert [line.source for line in stream.read_new()] == ["n3 rank 0 attempt 1"]
 
 
 def test_a_torn_event_is_read_when_it_is_whole_and_one_of_a_crash_is_left_out(run: Run, clock: Clock) -> None:
     stream = LogStream(run, 0.0, say, clock)
     first, last = (json.dumps(to_fields(event)) for event in (made(AttemptStarted), made(RunEnded)))
     run.events.write_text(f"{first}\n{last[:20]}")
-    assert [line.text for line in stream.look()] == ["attempt_started"]
+    assert [line.text for line in stream.read_new()] == ["attempt_started"]
     with open(run.events, "a") as file:
         file.write(f"\n{last}\n[1]\n")
-    assert [line.text for line in stream.look()] == ["run_ended"]
+    assert [line.text for line in stream.read_new()] == ["run_ended"]
 
 
 @pytest.mark.parametrize("line", ['{"kind": "run_ended", "time": "soon"}', '{"kind": "worker_started", "time": 1.0}'])
 def test_an_event_with_a_field_that_is_wrong_or_missing_is_left_out(run: Run, clock: Clock, line: str) -> None:
     run.events.write_text(f"{line}\n{json.dumps(to_fields(made(AttemptStarted)))}\n")
-    assert [found.text for found in LogStream(run, 0.0, say, clock).look()] == ["attempt_started"]
+    assert [found.text for found in LogStream(run, 0.0, say, clock).read_new()] == ["attempt_started"]
 
 
 def test_a_run_that_is_not_there_yet_has_no_lines(tmp_path: Path, clock: Clock) -> None:
     run = Run(tmp_path / "later")
     stream = LogStream(run, 0.0, say, clock)
-    assert stream.look() == []
+    assert stream.read_new() == []
     run.create()
     prints(run, 0, "x\n", 1000.0)
-    assert [line.text for line in stream.look()] == ["x"]
+    assert [line.text for line in stream.read_new()] == ["x"]
 
 
 def test_a_line_is_shown_as_a_terminal_leaves_it(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b" 10%\r 50%\r100%\nodd \xff\r\n")
     found = LineTail(tmp_path / "log").read()
-    assert [as_shown(line) for line in found] == ["100%", "odd \ufffd"]
+    assert [decode_terminal_line(line) for line in found] == ["100%", "odd \ufffd"]
 
 
 def test_time_node_and_rank_stand_before_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    assert str(Line(3661.0, "n1 rank 0", "x")) == "01:01:01  n1 rank 0  x"
-    assert str(Line(None, "n1 rank 0", "x")) == "--:--:--  n1 rank 0  x"
+    assert str(LogLine(3661.0, "n1 rank 0", "x")) == "01:01:01  n1 rank 0  x"
+    assert str(LogLine(None, "n1 rank 0", "x")) == "--:--:--  n1 rank 0  x"
     monkeypatch.undo()
     time.tzset()
 
@@ -180,10 +180,10 @@ def test_a_clock_that_is_set_back_hides_nothing_of_a_job(run: Run, events: Event
     events.write(made(AttemptStarted, time=1.0))
     prints(run, 0, "new\n", 2.0, attempt=1)
     stream = LogStream(run, 950.0, say, clock)
-    assert {line.text for line in stream.look()} == {"attempt_started", "new"}
+    assert {line.text for line in stream.read_new()} == {"attempt_started", "new"}
     events.write(made(RunEnded, time=3.0))
     prints(run, 0, "newer\n", 4.0, attempt=2)
-    assert {line.text for line in stream.look()} == {"run_ended", "newer"}
+    assert {line.text for line in stream.read_new()} == {"run_ended", "newer"}
 
 
 def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:

@@ -10,25 +10,42 @@ from typing import Any
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.code import Code, folder_code
-from phalanx.jobs.engines.ray import FILE, MODULE, TRAVELS, Ray
-from phalanx.jobs.engines.ray_driver import Attempt, Driver, Unplaced, pass_on
-from phalanx.jobs.engines.ray_node import Node
-from phalanx.jobs.engines.ray_task import LOST, NO_NODE, Task, Told, own_lines, room, told, unfit, verdict
+from phalanx.jobs.code import Snapshot, snapshot_folder
+from phalanx.jobs.engines.ray import DRIVER_MODULE, REQUEST_FILE, SNAPSHOT_PLACEHOLDER, RayBackend
+from phalanx.jobs.engines.ray_driver import PlacementError, RayAttempt, RayDriver, send_signal
+from phalanx.jobs.engines.ray_node import NodeActor
+from phalanx.jobs.engines.ray_task import (
+    LOST_NODE_EXIT_CODE,
+    NO_NODE,
+    DriverSpec,
+    DriverState,
+    decide_exit_code,
+    describe_shortage,
+    list_unfit_nodes,
+    parse_driver_state,
+    strip_ray_preamble,
+)
 from phalanx.jobs.spec import Job
 
 
-def task(**fields: Any) -> Task:
-    given = {"command": ("x",), "folder": "/work", "nodes": 2, "devices": 0, "cores": 1, "memory": None}
+def task(**fields: Any) -> DriverSpec:
+    given = {
+        "command": ("x",),
+        "working_dir": "/work",
+        "num_nodes": 2,
+        "gpus_per_node": 0,
+        "cpus_per_node": 1,
+        "memory_bytes": None,
+    }
     rest = {
-        "limit": None,
-        "warning": 5.0,
+        "time_limit_s": None,
+        "warning_s": 5.0,
         "environment": {},
         "secrets": (),
         "strategy": "STRICT_SPREAD",
-        "patience": 1.0,
+        "placement_timeout_s": 1.0,
     }
-    return Task(**given | rest | {"max_restarts": 3} | fields)
+    return DriverSpec(**given | rest | {"max_restarts": 3} | fields)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +63,11 @@ def task(**fields: Any) -> Task:
     ],
 )
 def test_the_code_of_an_attempt_is_that_of_who_has_most_to_say(ended: list[tuple[int, int]], code: int) -> None:
-    assert verdict(ended) == code
+    assert decide_exit_code(ended) == code
 
 
 def test_every_unfit_node_is_named() -> None:
-    assert unfit([(2, 77), (0, 75), (1, 77)]) == [2, 1]
+    assert list_unfit_nodes([(2, 77), (0, 75), (1, 77)]) == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -65,12 +82,14 @@ def test_every_unfit_node_is_named() -> None:
     ],
 )
 def test_room_is_counted_as_the_strategy_says(strategy: str, machines: list[int], enough: bool) -> None:
-    wanted = task(strategy=strategy, devices=1)
-    assert (room(wanted, [{"CPU": 64, "GPU": gpus} for gpus in machines]) is None) is enough
+    wanted = task(strategy=strategy, gpus_per_node=1)
+    assert (describe_shortage(wanted, [{"CPU": 64, "GPU": gpus} for gpus in machines]) is None) is enough
 
 
 def test_what_is_missing_is_told() -> None:
-    why = room(task(devices=8, cores=4, memory=100), [{"CPU": 64, "GPU": 8, "memory": 1000}, {"CPU": 64}])
+    why = describe_shortage(
+        task(gpus_per_node=8, cpus_per_node=4, memory_bytes=100), [{"CPU": 64, "GPU": 8, "memory": 1000}, {"CPU": 64}]
+    )
     assert why == (
         "2 nodes with 4 CPU, 8 GPU, 100 memory are wanted, each on a machine of its own; of 2 machines there is room "
         "for 1"
@@ -78,47 +97,49 @@ def test_what_is_missing_is_told() -> None:
 
 
 def test_a_task_is_read_as_it_was_written() -> None:
-    one = task(command=("a", "é'\"$"), memory=5, environment={"A": "b"}, secrets=("S",))
-    assert Task.read(one.text()) == one
+    one = task(command=("a", "é'\"$"), memory_bytes=5, environment={"A": "b"}, secrets=("S",))
+    assert DriverSpec.from_json(one.to_json()) == one
 
 
 def test_a_log_tells_attempts_and_waiting() -> None:
     waits, begun = "phalanx driver: waits for its machines: why", "phalanx driver: attempt 2 on 10.0.0.1, 10.0.0.2"
-    assert told([]) == Told()
-    assert told([waits]).waits
-    assert told(["x", waits, begun, "y"]) == Told(2, ("10.0.0.1", "10.0.0.2"), False)
-    assert told([begun, "phalanx driver: ended"]) == Told(2, ("10.0.0.1", "10.0.0.2"), False, "ended")
+    assert parse_driver_state([]) == DriverState()
+    assert parse_driver_state([waits]).is_waiting
+    assert parse_driver_state(["x", waits, begun, "y"]) == DriverState(2, ("10.0.0.1", "10.0.0.2"), False)
+    assert parse_driver_state([begun, "phalanx driver: ended"]) == DriverState(
+        2, ("10.0.0.1", "10.0.0.2"), False, "ended"
+    )
 
 
 def test_lines_before_the_jobs_own_are_left_out() -> None:
-    assert own_lines("Runtime env is setting up.\nRunning entrypoint for job a: b\none\n\n two\n") == [
+    assert strip_ray_preamble("Runtime env is setting up.\nRunning entrypoint for job a: b\none\n\n two\n") == [
         "one",
         "",
         " two",
     ]
-    assert own_lines("Runtime env is setting up.\n") == []
-    assert own_lines("") == []
+    assert strip_ray_preamble("Runtime env is setting up.\n") == []
+    assert strip_ray_preamble("") == []
 
 
 def job(**fields: Any) -> Job:
-    return Job(**{"name": "gpt", "command": ("x",), "folder": Path("/work")} | fields)
+    return Job(**{"name": "gpt", "command": ("x",), "working_dir": Path("/work")} | fields)
 
 
 def test_the_entrypoint_reaches_the_driver_through_a_shell_as_it_was() -> None:
     nasty = ("$HOME", "a b", "'", '"', "`id`", "\\", "\n", "é", "")
-    sent = json.loads(Ray().render(job(command=("x", *nasty))).files[FILE])
+    sent = json.loads(RayBackend().render(job(command=("x", *nasty))).files[REQUEST_FILE])
     python, _, _, module, order, text = shlex.split(sent["entrypoint"])
-    assert (python, module, order) == ("python", MODULE, "run")
-    assert Task.read(text).command == ("x", *nasty)
+    assert (python, module, order) == ("python", DRIVER_MODULE, "run")
+    assert DriverSpec.from_json(text).command == ("x", *nasty)
 
 
 def test_the_folder_travels_only_when_it_is_asked_to(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "model.py").write_text("x = 1\n")
-    code = folder_code(tmp_path, "deep")
-    for given, folder, shipped in ((None, str(tmp_path), None), (code, "deep", TRAVELS)):
-        sent = json.loads(Ray().render(job(folder=tmp_path, code=given)).files[FILE])
-        assert Task.read(shlex.split(sent["entrypoint"])[-1]).folder == folder
+    code = snapshot_folder(tmp_path, "deep")
+    for given, folder, shipped in ((None, str(tmp_path), None), (code, "deep", SNAPSHOT_PLACEHOLDER)):
+        sent = json.loads(RayBackend().render(job(working_dir=tmp_path, snapshot=given)).files[REQUEST_FILE])
+        assert DriverSpec.from_json(shlex.split(sent["entrypoint"])[-1]).working_dir == folder
         assert sent["runtime_env"].get("working_dir") == shipped
 
 
@@ -126,36 +147,36 @@ def test_the_folder_travels_only_when_it_is_asked_to(tmp_path: Path) -> None:
     ("fields", "why"),
     [
         (
-            {"secrets": ("HF_TOKEN",), "code": Code(b"", Path("/a"), ".", 0, 0)},
+            {"secrets": ("HF_TOKEN",), "snapshot": Snapshot(b"", Path("/a"), ".", 0, 0)},
             "HF_TOKEN cannot be passed on",
         ),
         ({"priority": 3}, "no priorities"),
-        ({"options": {"strategy": "NEAR"}}, "expected one of STRICT_SPREAD"),
-        ({"at_most": 2}, "does not count the members of an array"),
-        ({"options": {"patience": "-1"}}, "expected a whole number"),
-        ({"options": {"max-restarts": "x"}}, "expected a whole number"),
-        ({"options": {"image": "x"}}, "ray has no option 'image'"),
+        ({"backend_options": {"strategy": "NEAR"}}, "expected one of STRICT_SPREAD"),
+        ({"max_parallel": 2}, "does not count the members of an array"),
+        ({"backend_options": {"patience": "-1"}}, "expected a whole number"),
+        ({"backend_options": {"max-restarts": "x"}}, "expected a whole number"),
+        ({"backend_options": {"image": "x"}}, "ray has no option 'image'"),
         ({"command": ("x", "y" * 120_000)}, "put them into a file"),
     ],
 )
 def test_what_ray_cannot_do_is_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        Ray().render(job(**fields))
+        RayBackend().render(job(**fields))
 
 
 def test_a_ray_that_does_not_answer_is_an_error_in_words() -> None:
     pytest.importorskip("ray")
     with pytest.raises(UsageError, match="Ray does not answer"):
-        Ray("http://127.0.0.1:9", environ={}).jobs()
+        RayBackend("http://127.0.0.1:9", environ={}).list_jobs()
 
 
 def test_an_address_that_is_not_the_dashboards_is_refused() -> None:
     with pytest.raises(UsageError, match="expected the dashboard's"):
-        Ray(environ={"RAY_ADDRESS": "ray://head:10001"}).jobs()
+        RayBackend(environ={"RAY_ADDRESS": "ray://head:10001"}).list_jobs()
 
 
 def run_node(folder: Path, *command: str) -> tuple[list[str], int]:
-    node = Node()
+    node = NodeActor()
     node.start(command, str(folder), {"A": "b"}, "token")
     lines: list[str] = []
     while True:
@@ -176,7 +197,7 @@ def test_a_node_hands_on_all_lines_and_the_code(tmp_path: Path) -> None:
 def test_what_a_command_leaves_behind_with_its_output_open_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.engines.ray_node.LEAVING", 0.2)
+    monkeypatch.setattr("phalanx.jobs.engines.ray_node.OUTPUT_TIMEOUT_S", 0.2)
     lines, code = run_node(tmp_path, "sh", "-c", "setsid sleep 20 & echo said; exit 3")
     assert (lines, code) == (["said"], 3)
 
@@ -189,27 +210,27 @@ class Unanswering:
 
 
 def test_nodes_that_ray_never_starts_are_not_waited_for_without_end() -> None:
-    driver = Driver(Unanswering(), task(patience=0.0), "raysubmit_1", {})
-    with pytest.raises(Unplaced, match="Ray did not start its nodes within 0 s"):
-        driver._get([object()])
-    driver.stop()
-    with pytest.raises(Unplaced, match="it was asked to end"):
-        driver._get([object()])
+    driver = RayDriver(Unanswering(), task(placement_timeout_s=0.0), "raysubmit_1", {})
+    with pytest.raises(PlacementError, match="Ray did not start its nodes within 0 s"):
+        driver._get_results([object()])
+    driver.request_stop()
+    with pytest.raises(PlacementError, match="it was asked to end"):
+        driver._get_results([object()])
 
 
 def ends_of(monkeypatch: pytest.MonkeyPatch, *attempts: list[tuple[int, int]]) -> tuple[int, int]:
     """A driver whose attempts end like this, one after another: the job's code, and how many were made."""
     made, ends = list[int](), iter(attempts)
 
-    def start(self: Driver, group: Any, number: int) -> Attempt:
+    def start(self: RayDriver, group: Any, number: int) -> RayAttempt:
         made.append(number)
-        return Attempt([], ["m0", "m1"], next(ends))
+        return RayAttempt([], ["m0", "m1"], next(ends))
 
-    monkeypatch.setattr(Driver, "_place", lambda self: None)
-    monkeypatch.setattr(Driver, "_start", start)
-    monkeypatch.setattr(Driver, "_follow", lambda self, attempt: verdict(attempt.ended))
+    monkeypatch.setattr(RayDriver, "_reserve_nodes", lambda self: None)
+    monkeypatch.setattr(RayDriver, "_start_attempt", start)
+    monkeypatch.setattr(RayDriver, "_run_attempt", lambda self, attempt: decide_exit_code(attempt.ended))
     ray = SimpleNamespace(util=SimpleNamespace(remove_placement_group=lambda group: None))
-    return Driver(ray, task(max_restarts=9), "raysubmit_1", {}).run(), len(made)
+    return RayDriver(ray, task(max_restarts=9), "raysubmit_1", {}).run(), len(made)
 
 
 @pytest.mark.parametrize("death", [[(1, -9), (0, 75)], [(0, 137), (1, -15)]])
@@ -219,7 +240,9 @@ def test_a_job_that_is_killed_the_third_time_in_a_row_is_not_started_again(
     assert ends_of(monkeypatch, *[death] * 9) == (137, 3)
 
 
-@pytest.mark.parametrize("between", [[(0, 75), (1, 75)], [(1, LOST), (0, 75)], [(0, LOST), (1, -15)]])
+@pytest.mark.parametrize(
+    "between", [[(0, 75), (1, 75)], [(1, LOST_NODE_EXIT_CODE), (0, 75)], [(0, LOST_NODE_EXIT_CODE), (1, -15)]]
+)
 def test_deaths_in_a_row_end_with_a_word_of_the_job_or_the_loss_of_a_machine(
     monkeypatch: pytest.MonkeyPatch, between: list[tuple[int, int]]
 ) -> None:
@@ -228,7 +251,7 @@ def test_deaths_in_a_row_end_with_a_word_of_the_job_or_the_loss_of_a_machine(
 
 
 def test_deaths_after_progress_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.jobs.engines.ray_driver.PROGRESS", 0.0)
+    monkeypatch.setattr("phalanx.jobs.engines.ray_driver.MIN_PROGRESS_S", 0.0)
     assert ends_of(monkeypatch, *[[(0, -9), (1, -15)]] * 5, [(0, 0), (1, 0)]) == (0, 6)
 
 
@@ -256,11 +279,11 @@ class Ended:
 
 
 def signalled(monkeypatch: pytest.MonkeyPatch, ray: Ended) -> None:
-    engine, runs = Ray("http://head:8265"), SimpleNamespace(status="RUNNING", entrypoint="python x", metadata={})
+    engine, runs = RayBackend("http://head:8265"), SimpleNamespace(status="RUNNING", entrypoint="python x", metadata={})
     runs.metadata["phalanx-nodes"] = "2"
-    monkeypatch.setattr(Ray, "_info", lambda self, job: runs)
-    monkeypatch.setattr(Ray, "_find", lambda self, job: (job, ray))
-    engine.signal("job-1", 10)
+    monkeypatch.setattr(RayBackend, "_info", lambda self, job: runs)
+    monkeypatch.setattr(RayBackend, "_find", lambda self, job: (job, ray))
+    engine.send_signal("job-1", 10)
 
 
 def test_a_signal_whose_sender_fails_on_a_busy_cluster_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +300,7 @@ def test_a_signal_that_finds_no_node_is_not_sent_again(monkeypatch: pytest.Monke
 
 
 def test_a_signal_that_cannot_be_sent_says_what_ray_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.jobs.engines.ray.ANSWER", 0.0)
+    monkeypatch.setattr("phalanx.jobs.engines.ray.SIGNAL_TIMEOUT_S", 0.0)
     with pytest.raises(UsageError, match="the signal was not sent: it ended so: died"):
         signalled(monkeypatch, Ended("died"))
 
@@ -311,7 +334,7 @@ def test_a_node_that_does_not_answer_just_now_may_run(answers: list[Any], code: 
         return answer
 
     errors = SimpleNamespace(RayActorError=DiedError, ActorUnavailableError=UnavailableError)
-    assert pass_on(SimpleNamespace(get_actor=actor, get=get, exceptions=errors), "job", 2, 10) == code
+    assert send_signal(SimpleNamespace(get_actor=actor, get=get, exceptions=errors), "job", 2, 10) == code
 
 
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:

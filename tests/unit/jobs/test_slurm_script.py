@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_contract import NASTY
+from engine_contract import SHELL_HOSTILE_WORDS
 from phalanx.errors import UsageError
-from phalanx.jobs.array import array_of
-from phalanx.jobs.code import Code
-from phalanx.jobs.engines.slurm_options import options_of, words
-from phalanx.jobs.engines.slurm_script import array_scripts, directive, scripts, secret_file
+from phalanx.jobs.array import make_array
+from phalanx.jobs.code import Snapshot
+from phalanx.jobs.engines.slurm_options import format_version, parse_options
+from phalanx.jobs.engines.slurm_script import quote_directive, render_array_scripts, render_scripts, render_secret_file
 from phalanx.jobs.spec import Job
 
 GOLDEN = Path(__file__).parent / "golden" / "slurm"
 VERSION = (22, 5, 8)
-ODD = (*NASTY, "\udcff")
+ODD = (*SHELL_HOSTILE_WORDS, "\udcff")
 """The last one is no UTF-8, which a file's name may be."""
 
 
@@ -30,14 +30,14 @@ def typical(folder: Path = Path("/shared/my work")) -> Job:
         "gpt-python",
         ("phalanx", "train", "recipe.yaml", "note=it's $HOME"),
         folder,
-        nodes=4,
-        devices=8,
-        cores=96,
-        limit=86400.0,
+        num_nodes=4,
+        gpus_per_node=8,
+        cpus_per_node=96,
+        time_limit_s=86400.0,
         priority=-5,
         environment={"NCCL_DEBUG": "WARN", "GREETING": "a 'b' $c"},
         secrets=("WANDB_API_KEY",),
-        options={
+        backend_options={
             "partition": "main",
             "account": "lab",
             "exclusive": "yes",
@@ -52,7 +52,7 @@ def typical(folder: Path = Path("/shared/my work")) -> Job:
 
 @pytest.mark.parametrize("script", ["batch.sh", "node.sh"])
 def test_a_typical_job_is_rendered_as_agreed(script: str) -> None:
-    text = scripts(typical(), VERSION, Path("/home/me/state/slurm/gpt-python-0123abcd"))[script]
+    text = render_scripts(typical(), VERSION, Path("/home/me/state/slurm/gpt-python-0123abcd"))[script]
     assert text == (GOLDEN / script).read_text()
 
 
@@ -61,13 +61,13 @@ def test_shellcheck_finds_nothing_in_the_scripts(tmp_path: Path) -> None:
         pytest.skip("RENDERED SCRIPTS ARE NOT CHECKED: shellcheck is not installed")
     plain = [word for word in ODD if word.isprintable() and word.isascii()]
     job = Job("nasty", tuple(plain[2:]), tmp_path, environment={"ODD": "$(x) '"}, secrets=("S",))
-    contained = Job("box", ("python", "x"), tmp_path, devices=1, options={"apptainer-image": "/it's.sif"})
+    contained = Job("box", ("python", "x"), tmp_path, gpus_per_node=1, backend_options={"apptainer-image": "/it's.sif"})
     for each in (typical(), job, contained):
-        for name, text in scripts(each, VERSION, tmp_path / "it's $(here)").items():
+        for name, text in render_scripts(each, VERSION, tmp_path / "it's $(here)").items():
             (tmp_path / name).write_text(text)
             found = subprocess.run(["shellcheck", str(tmp_path / name)], capture_output=True, text=True)
             assert found.stdout == ""
-    for name, text in array_scripts([typical(), job], VERSION, tmp_path / "it's $(here)").items():
+    for name, text in render_array_scripts([typical(), job], VERSION, tmp_path / "it's $(here)").items():
         (tmp_path / "one.sh").write_text(text)
         found = subprocess.run(["shellcheck", str(tmp_path / "one.sh")], capture_output=True, text=True)
         assert found.stdout == "", name
@@ -79,7 +79,7 @@ SHOW = (sys.executable, "-c", "import json, os, sys; print(json.dumps([sys.argv[
 def on_a_node(job: Job, folder: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
     """Run a job's node script here, as srun would on the second of its nodes."""
     folder.mkdir(exist_ok=True)
-    for name, text in scripts(job, VERSION, folder).items():
+    for name, text in render_scripts(job, VERSION, folder).items():
         (folder / name).write_text(text, errors="surrogateescape")
     place = {"PATH": os.environ["PATH"], "SLURM_PROCID": "1", "SLURMD_NODENAME": "n2", **environment}
     return subprocess.run(["bash", str(folder / "node.sh"), "3"], env=place, capture_output=True, timeout=60)
@@ -93,7 +93,7 @@ def test_every_word_reaches_the_program_as_it_was_given(tmp_path: Path) -> None:
     job = Job("words", (*SHOW, *ODD), start, environment=values, secrets=tuple(secret))
     folder = tmp_path / "state it's $(here)"
     folder.mkdir()
-    (folder / "secrets.sh").write_text(secret_file(secret), errors="surrogateescape")
+    (folder / "secrets.sh").write_text(render_secret_file(secret), errors="surrogateescape")
     done = on_a_node(job, folder)
     assert done.returncode == 0, done.stderr
     arguments, environment, cwd = json.loads(done.stdout)
@@ -181,11 +181,11 @@ def batch(
     folder, programs, calls = tmp_path / "state", tmp_path / "bin", tmp_path / "calls"
     folder.mkdir()
     programs.mkdir()
-    job = Job("stubbed", ("true",), tmp_path, nodes=3, secrets=("S",), options={"max-requeues": "2"})
+    job = Job("stubbed", ("true",), tmp_path, num_nodes=3, secrets=("S",), backend_options={"max-requeues": "2"})
     whole, place = folder, {}
-    texts = scripts(job, VERSION, folder)
+    texts = render_scripts(job, VERSION, folder)
     if member is not None:
-        texts = array_scripts(array_of("stubbed", [job] * 2), VERSION, folder)
+        texts = render_array_scripts(make_array("stubbed", [job] * 2), VERSION, folder)
         place, folder = {"SLURM_ARRAY_JOB_ID": "12340", "SLURM_ARRAY_TASK_ID": str(member)}, folder / str(member)
     for name, text in texts.items():
         (whole / name).parent.mkdir(exist_ok=True)
@@ -279,7 +279,7 @@ def test_a_job_that_is_killed_the_third_time_in_a_row_is_not_queued_again(tmp_pa
 def test_deaths_in_a_row_end_with_progress_or_a_word_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: bool
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.engines.slurm_script.PROGRESS", 0.0 if progress else 600.0)
+    monkeypatch.setattr("phalanx.jobs.engines.slurm_script.MIN_PROGRESS_S", 0.0 if progress else 600.0)
     _, calls, _ = batch(tmp_path, "137 143 143" if progress else "75 75 75", deaths=2)
     assert calls[1:] == ["requeue 12345"]
     assert (tmp_path / "state" / "deaths").read_text() == f"{int(progress)}\n"
@@ -294,8 +294,8 @@ def test_a_member_of_an_array_keeps_its_own_folder_and_is_queued_again_by_itself
 
 def test_an_array_is_one_script_for_slurm_and_one_more_for_each_member(tmp_path: Path) -> None:
     folder = tmp_path / "100% it's"
-    jobs = array_of("many", [Job("x", ("run", word), tmp_path, run=tmp_path / word) for word in ("a", "$(b)")], 1)
-    texts = array_scripts(jobs, VERSION, folder)
+    jobs = make_array("many", [Job("x", ("run", word), tmp_path, run_dir=tmp_path / word) for word in ("a", "$(b)")], 1)
+    texts = render_array_scripts(jobs, VERSION, folder)
     assert list(texts) == ["batch.sh", "0/node.sh", "1/node.sh"]
     quoted = str(folder).replace("%", "%%")
     assert f'#SBATCH "--output={quoted}/%a/log"' in texts["batch.sh"].splitlines()
@@ -304,28 +304,28 @@ def test_an_array_is_one_script_for_slurm_and_one_more_for_each_member(tmp_path:
 
 
 def test_code_that_travels_is_where_the_job_starts(tmp_path: Path) -> None:
-    job = Job("code", ("true",), Path("/not/here"), code=Code(b"", Path("/x"), "deep/er", 1, 1))
-    texts = scripts(job, VERSION, tmp_path)
+    job = Job("code", ("true",), Path("/not/here"), snapshot=Snapshot(b"", Path("/x"), "deep/er", 1, 1))
+    texts = render_scripts(job, VERSION, tmp_path)
     assert f"#SBATCH --chdir={tmp_path}/code/deep/er" in texts["batch.sh"].splitlines()
     assert f"export PHALANX_SNAPSHOT_DIR={tmp_path}/code" in texts["node.sh"].splitlines()
     assert "/not/here" not in str(texts)
 
 
 def header(**more: object) -> tuple[str, ...]:
-    return options_of(Job("a", ("true",), Path("/x"), **more), VERSION).header  # type: ignore[arg-type]
+    return parse_options(Job("a", ("true",), Path("/x"), **more), VERSION).sbatch_options  # type: ignore[arg-type]
 
 
 def test_the_warning_comes_before_half_of_a_short_limit_is_over() -> None:
-    assert {"--time=1440", "--signal=B:USR1@120"} <= set(header(limit=86400.0))
-    assert {"--time=2", "--signal=B:USR1@31"} <= set(header(limit=61.0))
-    assert "--signal=B:USR1@65535" in header(warning=1e6)
+    assert {"--time=1440", "--signal=B:USR1@120"} <= set(header(time_limit_s=86400.0))
+    assert {"--time=2", "--signal=B:USR1@31"} <= set(header(time_limit_s=61.0))
+    assert "--signal=B:USR1@65535" in header(warning_s=1e6)
 
 
 @pytest.mark.parametrize("limit", [1.0, 60.0, 61.0, 120.0, 180.0, 86400.0])
 @pytest.mark.parametrize("warning", [5.0, 30.0, 120.0, 1e6])
 def test_no_warning_comes_before_the_script_runs(limit: float, warning: float) -> None:
     """Slurm, which looks every 30 s, sends it once: on a real one those of a job's first second were lost."""
-    words = header(limit=limit, warning=warning)
+    words = header(time_limit_s=limit, warning_s=warning)
     granted = 60 * next(int(word.removeprefix("--time=")) for word in words if word.startswith("--time="))
     ahead = next(int(word.rpartition("@")[2]) for word in words if word.startswith("--signal="))
     assert granted - ahead - 30 >= 15 or ahead == 0
@@ -333,20 +333,23 @@ def test_no_warning_comes_before_the_script_runs(limit: float, warning: float) -
 
 
 def test_memory_is_what_is_asked_for_or_all_of_an_exclusive_node() -> None:
-    assert "--mem=1025M" in header(memory=2**30 + 1)
-    assert "--mem=0" in header(options={"exclusive": "yes"})
+    assert "--mem=1025M" in header(memory_bytes=2**30 + 1)
+    assert "--mem=0" in header(backend_options={"exclusive": "yes"})
     assert not [one for one in header() if one.startswith("--mem")]
 
 
 def refused(options: dict[str, str], version: tuple[int, ...] = VERSION) -> str:
     with pytest.raises(UsageError) as found:
-        options_of(Job("a", ("true",), Path("/x"), options=options), version)
+        parse_options(Job("a", ("true",), Path("/x"), backend_options=options), version)
     return str(found.value)
 
 
 def test_an_option_that_this_version_does_not_know_names_the_version_that_does() -> None:
     assert refused({"segment": "2"}) == "job a: option segment needs Slurm 24.05; here is 22.05.8"
-    assert "--segment=2" in options_of(Job("a", ("true",), Path("/x"), options={"segment": "2"}), (24, 5, 0)).header
+    assert (
+        "--segment=2"
+        in parse_options(Job("a", ("true",), Path("/x"), backend_options={"segment": "2"}), (24, 5, 0)).sbatch_options
+    )
 
 
 def test_wrong_options_say_what_would_be_right() -> None:
@@ -362,24 +365,24 @@ def test_wrong_options_say_what_would_be_right() -> None:
 
 def test_a_folder_that_slurm_could_not_take_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="control character"):
-        scripts(Job("a", ("true",), Path("/x\ny")), VERSION, tmp_path)
+        render_scripts(Job("a", ("true",), Path("/x\ny")), VERSION, tmp_path)
     with pytest.raises(UsageError, match="backslash"):
-        scripts(Job("a", ("true",), Path("/x")), VERSION, Path("/a\\b"))
+        render_scripts(Job("a", ("true",), Path("/x")), VERSION, Path("/a\\b"))
 
 
 def test_directives_are_quoted_for_sbatch() -> None:
-    assert directive("--nodes=4") == "--nodes=4"
-    assert directive('--comment=a "b" \\') == '"--comment=a \\"b\\" \\\\"'
+    assert quote_directive("--nodes=4") == "--nodes=4"
+    assert quote_directive('--comment=a "b" \\') == '"--comment=a \\"b\\" \\\\"'
 
 
 def test_versions_are_written_as_slurm_writes_them() -> None:
-    assert [words(version) for version in [(22, 5, 8), (24, 5), (0,)]] == ["22.05.8", "24.05", "0"]
+    assert [format_version(version) for version in [(22, 5, 8), (24, 5), (0,)]] == ["22.05.8", "24.05", "0"]
 
 
 def test_apptainer_starts_the_command_and_sees_both_folders(tmp_path: Path) -> None:
-    job = Job("box", ("python", "x y"), tmp_path, devices=1, options={"apptainer-image": "/it's.sif"})
+    job = Job("box", ("python", "x y"), tmp_path, gpus_per_node=1, backend_options={"apptainer-image": "/it's.sif"})
     line = next(
-        line for line in scripts(job, VERSION, Path("/state"))["node.sh"].splitlines() if line.startswith("exec")
+        line for line in render_scripts(job, VERSION, Path("/state"))["node.sh"].splitlines() if line.startswith("exec")
     )
     start = tmp_path
     assert line == (
@@ -400,14 +403,18 @@ COMMANDS = {
 def test_a_warning_that_comes_before_there_is_a_step_is_told_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: bool
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.engines.slurm_script.GRACE", 0)
+    monkeypatch.setattr("phalanx.jobs.engines.slurm_script.SIGNAL_GRACE_S", 0)
     job, folder, found = Job("early", ("true",), tmp_path), tmp_path / "job", tmp_path / "bin"
     (folder / "1").mkdir(parents=True)
     found.mkdir()
     for name, text in COMMANDS.items():
         (found / name).write_text(f"#!/bin/bash\n{text}\n")
         (found / name).chmod(0o755)
-    both = array_scripts(array_of("early", [job, job]), VERSION, folder) if member else scripts(job, VERSION, folder)
+    both = (
+        render_array_scripts(make_array("early", [job, job]), VERSION, folder)
+        if member
+        else render_scripts(job, VERSION, folder)
+    )
     (folder / "batch.sh").write_text(both["batch.sh"])
     environment = {"PATH": f"{found}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
     if member:

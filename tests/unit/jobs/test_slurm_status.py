@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.engines.slurm import Slurm, call
-from phalanx.jobs.engines.slurm_status import fields, live_status, past_status, read_result
-from phalanx.jobs.spec import Job, State
+from phalanx.jobs.engines.slurm import SlurmBackend, run_program
+from phalanx.jobs.engines.slurm_status import parse_fields, parse_live_status, parse_past_status, parse_result
+from phalanx.jobs.spec import Job, JobState
 
 SHOWN = """JobId=6 JobName=gpt
    UserId=me(1000) GroupId=me(1000) MCS_label=N/A
@@ -43,7 +43,7 @@ def shown(
 
 
 def test_fields_are_read_and_what_slurm_leaves_open_is_left_out() -> None:
-    found = fields(shown(command="/a folder/b=c/batch.sh"))
+    found = parse_fields(shown(command="/a folder/b=c/batch.sh"))
     assert (found["JobState"], found["ExcNodeList"], found["NodeList"]) == ("RUNNING", "n4", "n[1-2]")
     assert (found["Command"], found["WorkDir"]) == ("/a folder/b=c/batch.sh", "/a b=c")
     assert not {"Account", "ReqNodeList", "Deadline", "Power", "Reason"} & set(found)
@@ -52,27 +52,27 @@ def test_fields_are_read_and_what_slurm_leaves_open_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("state", "code", "result", "expected", "reason"),
     [
-        ("RUNNING", "0:0", None, State.RUNNING, None),
-        ("COMPLETING", "0:0", 0, State.RUNNING, "completing"),
-        ("SUSPENDED", "0:0", None, State.RUNNING, "suspended"),
-        ("COMPLETED", "0:0", 0, State.DONE, "ended well"),
-        ("FAILED", "93:0", 93, State.FAILED, "ended with exit code 93"),
-        ("FAILED", "75:0", 75, State.UNFINISHED, "ended with exit code 75"),
-        ("FAILED", "2:0", None, State.FAILED, "Slurm calls it FAILED"),
-        ("CANCELLED", "0:15", 75, State.CANCELLED, "was cancelled"),
-        ("TIMEOUT", "0:0", 75, State.UNFINISHED, "its time limit ended it; it ended with exit code 75"),
-        ("TIMEOUT", "0:0", 143, State.UNFINISHED, "its time limit ended it"),
-        ("TIMEOUT", "0:0", None, State.UNFINISHED, "its time limit ended it"),
-        ("NODE_FAIL", "0:0", None, State.UNFINISHED, "a node failed"),
-        ("OUT_OF_MEMORY", "0:125", None, State.FAILED, "the memory that it asked for ran out"),
-        ("PREEMPTED", "0:0", None, State.QUEUED, None),
+        ("RUNNING", "0:0", None, JobState.RUNNING, None),
+        ("COMPLETING", "0:0", 0, JobState.RUNNING, "completing"),
+        ("SUSPENDED", "0:0", None, JobState.RUNNING, "suspended"),
+        ("COMPLETED", "0:0", 0, JobState.DONE, "ended well"),
+        ("FAILED", "93:0", 93, JobState.FAILED, "ended with exit code 93"),
+        ("FAILED", "75:0", 75, JobState.INTERRUPTED, "ended with exit code 75"),
+        ("FAILED", "2:0", None, JobState.FAILED, "Slurm calls it FAILED"),
+        ("CANCELLED", "0:15", 75, JobState.CANCELLED, "was cancelled"),
+        ("TIMEOUT", "0:0", 75, JobState.INTERRUPTED, "its time limit ended it; it ended with exit code 75"),
+        ("TIMEOUT", "0:0", 143, JobState.INTERRUPTED, "its time limit ended it"),
+        ("TIMEOUT", "0:0", None, JobState.INTERRUPTED, "its time limit ended it"),
+        ("NODE_FAIL", "0:0", None, JobState.INTERRUPTED, "a node failed"),
+        ("OUT_OF_MEMORY", "0:125", None, JobState.FAILED, "the memory that it asked for ran out"),
+        ("PREEMPTED", "0:0", None, JobState.QUEUED, None),
     ],
 )
 def test_slurms_states_have_a_meaning(
-    state: str, code: str, result: int | None, expected: State, reason: str | None
+    state: str, code: str, result: int | None, expected: JobState, reason: str | None
 ) -> None:
-    left = None if result is None else read_result(RESULT.format(code=result, attempt=0))
-    status = live_status("6", "gpt", fields(shown(state, code=code)), ("n1", "n2"), 5.0, left)
+    left = None if result is None else parse_result(RESULT.format(code=result, attempt=0))
+    status = parse_live_status("6", "gpt", parse_fields(shown(state, code=code)), ("n1", "n2"), 5.0, left)
     assert (status.state, status.reason) == (expected, reason)
 
 
@@ -87,30 +87,32 @@ def test_slurms_states_have_a_meaning(
     ],
 )
 def test_a_job_that_waits_says_why_in_words(reason: str, says: str) -> None:
-    status = live_status("6", "gpt", fields(shown("PENDING", reason, nodes="")), (), 5.0, None)
-    assert status.state is State.QUEUED
+    status = parse_live_status("6", "gpt", parse_fields(shown("PENDING", reason, nodes="")), (), 5.0, None)
+    assert status.state is JobState.QUEUED
     assert status.reason is not None
     assert says in status.reason
-    assert (status.attempts, status.started, status.ended) == (0, None, None)
+    assert (status.num_attempts, status.started, status.ended) == (0, None, None)
 
 
 def test_a_job_that_is_queued_again_has_its_last_attempts_code() -> None:
-    left = read_result(RESULT.format(code=75, attempt=0))
-    status = live_status("6", "gpt", fields(shown("PENDING", "BeginTime", restarts=1, nodes="")), (), 5.0, left)
-    assert (status.state, status.code, status.attempts, status.nodes) == (State.QUEUED, 75, 1, ("n1", "n2"))
+    left = parse_result(RESULT.format(code=75, attempt=0))
+    status = parse_live_status(
+        "6", "gpt", parse_fields(shown("PENDING", "BeginTime", restarts=1, nodes="")), (), 5.0, left
+    )
+    assert (status.state, status.exit_code, status.num_attempts, status.nodes) == (JobState.QUEUED, 75, 1, ("n1", "n2"))
 
 
 def test_a_result_of_an_earlier_attempt_does_not_count() -> None:
-    left = read_result(RESULT.format(code=75, attempt=0))
-    status = live_status("6", "gpt", fields(shown("FAILED", restarts=1, code="0:9")), ("n1",), 5.0, left)
-    assert (status.state, status.code, status.attempts) == (State.FAILED, 137, 2)
+    left = parse_result(RESULT.format(code=75, attempt=0))
+    status = parse_live_status("6", "gpt", parse_fields(shown("FAILED", restarts=1, code="0:9")), ("n1",), 5.0, left)
+    assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 137, 2)
 
 
 def test_what_slurm_has_forgotten_is_told_by_what_the_job_left() -> None:
-    done = past_status("6", "gpt", False, 5.0, read_result(RESULT.format(code=0, attempt=2)))
-    assert (done.state, done.code, done.attempts, done.nodes) == (State.DONE, 0, 3, ("n1", "n2"))
-    assert past_status("6", "gpt", True, 5.0, None).state is State.CANCELLED
-    assert past_status("6", "gpt", False, 5.0, None).state is State.UNFINISHED
+    done = parse_past_status("6", "gpt", False, 5.0, parse_result(RESULT.format(code=0, attempt=2)))
+    assert (done.state, done.exit_code, done.num_attempts, done.nodes) == (JobState.DONE, 0, 3, ("n1", "n2"))
+    assert parse_past_status("6", "gpt", True, 5.0, None).state is JobState.CANCELLED
+    assert parse_past_status("6", "gpt", False, 5.0, None).state is JobState.INTERRUPTED
 
 
 class Recorded:
@@ -129,9 +131,9 @@ class Recorded:
         )
 
 
-def engine(folder: Path, answers: dict[str, tuple[int, str, str]], **environ: str) -> tuple[Slurm, Recorded]:
+def engine(folder: Path, answers: dict[str, tuple[int, str, str]], **environ: str) -> tuple[SlurmBackend, Recorded]:
     recorded = Recorded(answers)
-    return Slurm(recorded, folder / "state", environ), recorded
+    return SlurmBackend(recorded, folder / "state", environ), recorded
 
 
 def test_without_sbatch_it_is_said_what_is_missing(tmp_path: Path) -> None:
@@ -151,19 +153,19 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be_sent(tmp_path: Path) ->
 def test_another_command_that_submits_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.engines.slurm.SUBMITTING", 0.3)
-    monkeypatch.setattr("phalanx.run.lock.RETRY", 0.05)
+    monkeypatch.setattr("phalanx.jobs.engines.slurm.LOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("phalanx.run.lock.LOCK_RETRY_INTERVAL_S", 0.05)
     slurm, recorded = engine(tmp_path, {})
     request = slurm.render(Job("a", ("true",), tmp_path))
-    with slurm._locked(), pytest.raises(UsageError, match="another command has been submitting there for 0 s"):
+    with slurm._hold_lock(), pytest.raises(UsageError, match="another command has been submitting there for 0 s"):
         slurm.submit(request)
     assert capsys.readouterr().err.startswith("waiting for another command, which is submitting to Slurm in ")
     assert not [line for line in recorded.asked if line.startswith("sbatch --parsable")]
 
 
 def test_a_program_of_slurms_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.jobs.engines.slurm.ASKING", 0.2)
-    assert call(["sleep", "20"]) == (1, "", "sleep did not answer within 0 s")
+    monkeypatch.setattr("phalanx.jobs.engines.slurm.COMMAND_TIMEOUT_S", 0.2)
+    assert run_program(["sleep", "20"]) == (1, "", "sleep did not answer within 0 s")
 
 
 def test_a_folder_that_was_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_a_secret_that_is_not_set_is_missed_before_anything_is_written(tmp_path:
 
 
 def test_a_container_needs_pyxis(tmp_path: Path) -> None:
-    job = Job("a", ("true",), tmp_path, options={"container-image": "x"})
+    job = Job("a", ("true",), tmp_path, backend_options={"container-image": "x"})
     slurm, _ = engine(tmp_path, {"srun --help": (0, "  --container  Path to OCI container bundle\n", "")})
     with pytest.raises(UsageError, match="needs pyxis"):
         slurm.render(job)
@@ -200,7 +202,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
         slurm.submit(slurm.render(Job("a", ("true",), tmp_path / "missing")))
 
 
-def submitted(tmp_path: Path, answers: dict[str, tuple[int, str, str]]) -> tuple[Slurm, Recorded, Path]:
+def submitted(tmp_path: Path, answers: dict[str, tuple[int, str, str]]) -> tuple[SlurmBackend, Recorded, Path]:
     """An engine with a job, number 6, in its folder."""
     slurm, recorded = engine(tmp_path, {"sbatch --parsable": (0, "6;here\n", ""), **answers})
     assert slurm.submit(slurm.render(Job("a", ("true",), tmp_path))) == "6"
@@ -234,7 +236,9 @@ def test_who_looks_at_a_held_job_changes_nothing_and_learns_how_it_goes_on(tmp_p
     answers = {"scontrol show job 6": mine(tmp_path, "PENDING", reason="job_requeued_in_held_state", nodes="")}
     slurm, recorded, folder = submitted(tmp_path, {**answers, "squeue": (0, "6\n", "")})
     (folder / "unfit").write_text("n2\nn3\n")
-    found = {"poll": lambda: [slurm.poll("6")], "jobs": slurm.jobs, "logs": lambda: list(slurm.logs("6"))}[look]()
+    found = {"poll": lambda: [slurm.poll("6")], "jobs": slurm.list_jobs, "logs": lambda: list(slurm.read_logs("6"))}[
+        look
+    ]()
     assert not [line for line in recorded.asked if line.split()[1] not in ("show", "--me")]
     assert (folder / "unfit").exists()
     for each in found:
@@ -266,7 +270,7 @@ def test_releasing_that_fails_is_told_and_can_be_tried_again(tmp_path: Path) -> 
 def test_a_number_that_another_job_has_now_is_not_taken_for_ours(tmp_path: Path) -> None:
     slurm, _, folder = submitted(tmp_path, {"scontrol show job 6": (0, shown("RUNNING"), "")})
     (folder / "result").write_text(RESULT.format(code=0, attempt=0))
-    assert slurm.poll("6").state is State.DONE
+    assert slurm.poll("6").state is JobState.DONE
 
 
 def test_cancelling_marks_the_job_first_and_leaves_one_that_is_over(tmp_path: Path) -> None:
@@ -283,11 +287,11 @@ def test_cancelling_marks_the_job_first_and_leaves_one_that_is_over(tmp_path: Pa
 
 def test_a_job_that_is_not_there_is_told_so(tmp_path: Path) -> None:
     slurm, _ = engine(tmp_path, {})
-    for ask in (slurm.poll, slurm.cancel, lambda id: list(slurm.logs(id))):
+    for ask in (slurm.poll, slurm.cancel, lambda id: list(slurm.read_logs(id))):
         with pytest.raises(UsageError, match="7: slurm knows no such job"):
             ask("7")
-    assert slurm.jobs() == []
+    assert slurm.list_jobs() == []
 
 
 def test_jobs_lie_in_the_users_state_folder() -> None:
-    assert Slurm(Recorded({}), environ={"PHALANX_STATE_DIR": "/s"}).folder == Path("/s/slurm")
+    assert SlurmBackend(Recorded({}), environ={"PHALANX_STATE_DIR": "/s"}).jobs_dir == Path("/s/slurm")

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from phalanx.models import attention, transformer
-from phalanx.models.attention import attend, document_mask, forced, plan
+from phalanx.models.attention import attend, force_kernel, make_document_mask, plan_attention
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
 unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -58,19 +58,19 @@ def flash3(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     package = ModuleType("flash_attn_interface")
     package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    attention._flash3.cache_clear()
+    attention._find_flash3.cache_clear()
     yield calls
-    attention._flash3.cache_clear()
+    attention._find_flash3.cache_clear()
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @unfused
 def test_all_kernels_keep_to_documents_alike(kv_heads: int) -> None:
     query, key, value = inputs(kv_heads=kv_heads)
-    expected = by_hand(query, key, value, document_mask(DOCUMENTS))
+    expected = by_hand(query, key, value, make_document_mask(DOCUMENTS))
     for kernel in ("sdpa", "flex"):
-        with forced(kernel):  # type: ignore[arg-type]
-            how = plan(DOCUMENTS, DOCUMENTS, False)
+        with force_kernel(kernel):  # type: ignore[arg-type]
+            how = plan_attention(DOCUMENTS, DOCUMENTS, False)
             torch.testing.assert_close(attend(query, key, value, how), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -80,8 +80,8 @@ def test_without_documents_all_kernels_see_what_came_before(
     kernel: Any, kv_heads: int, flash3: list[dict[str, Any]]
 ) -> None:
     query, key, value = inputs(kv_heads=kv_heads, dtype=torch.bfloat16)
-    with forced(kernel):
-        found = attend(query, key, value, plan(DOCUMENTS, None, False))
+    with force_kernel(kernel):
+        found = attend(query, key, value, plan_attention(DOCUMENTS, None, False))
     past = torch.ones(16, 16, dtype=torch.bool).tril()
     expected = by_hand(query.float(), key.float(), value.float(), past)
     torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
@@ -89,8 +89,8 @@ def test_without_documents_all_kernels_see_what_came_before(
 
 
 def test_flash3_is_not_for_fp32(flash3: list[dict[str, Any]]) -> None:
-    with forced("flash3"):
-        attend(*inputs(), plan(DOCUMENTS, None, False))
+    with force_kernel("flash3"):
+        attend(*inputs(), plan_attention(DOCUMENTS, None, False))
     assert flash3 == []
 
 
@@ -98,18 +98,18 @@ def test_an_amd_gpu_of_hoppers_number_has_no_flash3(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_func=len))
-    attention._flash3.cache_clear()
-    assert attention._flash3() is None
+    attention._find_flash3.cache_clear()
+    assert attention._find_flash3() is None
     monkeypatch.setattr(torch.version, "hip", None)
-    attention._flash3.cache_clear()
-    assert attention._flash3() is len
-    attention._flash3.cache_clear()
+    attention._find_flash3.cache_clear()
+    assert attention._find_flash3() is len
+    attention._find_flash3.cache_clear()
 
 
 def test_flash3_is_asked_for_the_same_bits_again_where_torch_is(flash3: list[dict[str, Any]]) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        with forced("flash3"):
+        with force_kernel("flash3"):
             attend(*inputs(dtype=torch.bfloat16), "flash3")
     finally:
         torch.use_deterministic_algorithms(False)
@@ -118,16 +118,16 @@ def test_flash3_is_asked_for_the_same_bits_again_where_torch_is(flash3: list[dic
 
 def test_without_the_package_there_is_no_flash3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    attention._flash3.cache_clear()
-    with forced("flash3"):
-        assert attention._flash3() is None
-    attention._flash3.cache_clear()
+    attention._find_flash3.cache_clear()
+    with force_kernel("flash3"):
+        assert attention._find_flash3() is None
+    attention._find_flash3.cache_clear()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_cpu_it_is_sdpa(compiled: bool) -> None:
-    assert plan(DOCUMENTS, None, compiled) is None
-    assert isinstance(plan(DOCUMENTS, DOCUMENTS, compiled), Tensor)
+    assert plan_attention(DOCUMENTS, None, compiled) is None
+    assert isinstance(plan_attention(DOCUMENTS, DOCUMENTS, compiled), Tensor)
 
 
 @pytest.mark.parametrize(
@@ -143,23 +143,23 @@ def test_on_a_cpu_it_is_sdpa(compiled: bool) -> None:
 def test_on_a_gpu_it_is_what_suits_mask_and_compilation(
     documents: bool, compiled: bool, package: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_flash3", lambda: (lambda: None) if package else None)
-    assert attention._kernel(torch.device("cuda"), documents, compiled) == expected
+    monkeypatch.setattr(attention, "_find_flash3", lambda: (lambda: None) if package else None)
+    assert attention._choose_kernel(torch.device("cuda"), documents, compiled) == expected
 
 
 @pytest.mark.parametrize("kernel", ["flex", "flash3"])
 def test_while_a_mode_watches_it_sees_every_attention(kernel: Any) -> None:
     model = transformer(vocab_size=11, seq_len=16, layers=2, hidden_size=16, num_heads=2)
-    with forced(kernel), Watching() as watching:
+    with force_kernel(kernel), Watching() as watching:
         model(torch.zeros(2, 16, dtype=torch.int64), DOCUMENTS)
     assert watching.seen.count(F.scaled_dot_product_attention) == 2
 
 
 def test_a_compiler_that_follows_the_whole_model_finds_sdpa() -> None:
     def model(tokens: Tensor) -> bool:
-        return plan(tokens, None, False) is None
+        return plan_attention(tokens, None, False) is None
 
-    with forced("flash3"):
+    with force_kernel("flash3"):
         assert torch.compile(model, backend="eager", fullgraph=True)(DOCUMENTS)
     torch.compiler.reset()
 
@@ -171,8 +171,8 @@ def test_our_transformer_takes_a_block_mask_through_all_its_layers() -> None:
     tokens = torch.randint(11, (2, 16))
     with torch.no_grad():
         expected = model(tokens, DOCUMENTS)
-        with forced("flex"):
-            assert isinstance(plan(tokens, DOCUMENTS, False), BlockMask)
+        with force_kernel("flex"):
+            assert isinstance(plan_attention(tokens, DOCUMENTS, False), BlockMask)
             torch.testing.assert_close(model(tokens, DOCUMENTS), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -190,7 +190,7 @@ def test_on_a_gpu_the_chosen_kernel_has_the_gradients_of_sdpa(packed: bool) -> N
         out = (torch.compile(attend, dynamic=False) if compiled else attend)(*given, how)
         return [out, *torch.autograd.grad(out.float().square().sum(), given)]
 
-    with forced("sdpa"):
-        expected = results(plan(tokens, documents, True), compiled=False)
-    for found, reference in zip(results(plan(tokens, documents, True), compiled=True), expected, strict=True):
+    with force_kernel("sdpa"):
+        expected = results(plan_attention(tokens, documents, True), compiled=False)
+    for found, reference in zip(results(plan_attention(tokens, documents, True), compiled=True), expected, strict=True):
         assert (found - reference).float().norm() / reference.float().norm() < 0.02

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.models import moe, transformer
-from phalanx.models.moe import Experts, Mixture, MixtureTransformer, Router
+from phalanx.models.moe import GroupedExperts, MoE, MoETransformer, TopKRouter
 from phalanx.models.transformer import FeedForward
 
 SMALL = {
@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def build(seed: int = 0, load: tuple[float, ...] | None = None, **changes: object) -> MixtureTransformer:
+def build(seed: int = 0, load: tuple[float, ...] | None = None, **changes: object) -> MoETransformer:
     torch.manual_seed(seed)
     model = moe(**{**SMALL, **changes})  # type: ignore[arg-type]
     for router in routers(model):
@@ -48,8 +48,8 @@ def build(seed: int = 0, load: tuple[float, ...] | None = None, **changes: objec
     return model
 
 
-def routers(model: nn.Module) -> list[Router]:
-    return [module for module in model.modules() if isinstance(module, Router)]
+def routers(model: nn.Module) -> list[TopKRouter]:
+    return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
 
 def tokens(batch: int = 4, length: int = 24, seed: int = 1) -> Tensor:
@@ -78,7 +78,7 @@ def assert_alike(one: dict[str, Tensor], other: dict[str, Tensor], rtol: float =
         torch.testing.assert_close(value, other[name], rtol=rtol, atol=rtol * float(other[name].abs().max()), msg=name)
 
 
-def naive(mixture: Mixture, x: Tensor) -> Tensor:
+def naive(mixture: MoE, x: Tensor) -> Tensor:
     """Token by token, expert by expert."""
     outputs = []
     for row in x.flatten(0, -2):
@@ -125,14 +125,14 @@ def test_by_default_a_tokens_experts_are_together_as_wide_as_the_feed_forward_of
 
 def test_the_first_layers_may_be_ordinary_ones() -> None:
     kinds = [type(block.ffn) for block in build(layers=3, dense_layers=2).blocks]
-    assert kinds == [FeedForward, FeedForward, Mixture]
+    assert kinds == [FeedForward, FeedForward, MoE]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("shared", [0, 16])
 def test_every_token_is_computed_by_all_its_experts(top_k: int, shared: int) -> None:
     torch.manual_seed(0)
-    mixture, x = Mixture(32, 4, top_k, 24, shared, 0.0), random_rows(2, 9, 32)
+    mixture, x = MoE(32, 4, top_k, 24, shared, 0.0), random_rows(2, 9, 32)
     for parameter in mixture.parameters():
         nn.init.normal_(parameter, std=0.3)
     found, expected = mixture(x), naive(mixture, x)
@@ -148,7 +148,7 @@ def test_every_token_is_computed_by_all_its_experts(top_k: int, shared: int) -> 
 @pytest.mark.parametrize("counts", [(5, 0, 7, 0), (0, 0, 12, 0), (0, 0, 0, 0)])
 def test_experts_without_a_token_get_zero_gradients(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    experts, x = Experts(4, 32, 24).to(dtype), random_rows(sum(counts), 32).to(dtype)
+    experts, x = GroupedExperts(4, 32, 24).to(dtype), random_rows(sum(counts), 32).to(dtype)
     out = experts(x, torch.tensor(counts))
     assert out.shape == x.shape
     (out * random_rows(*x.shape, seed=5).to(dtype)).sum().backward()
@@ -165,7 +165,7 @@ def test_one_product_for_all_experts_equals_the_loop(device: str, monkeypatch: p
     if not hasattr(F, "grouped_mm"):
         pytest.skip("this torch has no grouped_mm")
     torch.manual_seed(0)
-    experts = Experts(4, 32, 24).to(device, torch.bfloat16)
+    experts = GroupedExperts(4, 32, 24).to(device, torch.bfloat16)
     results = []
     for grouped in (True, False):
         if not grouped:
@@ -223,7 +223,7 @@ def test_the_loss_scale_changes_without_compiling_again() -> None:
         graphs.append(len(graph.graph.nodes))
         return graph
 
-    router, x = Router(32, 4, 2, 1.0).train(), random_rows(10, 32)
+    router, x = TopKRouter(32, 4, 2, 1.0).train(), random_rows(10, 32)
     compiled = torch.compile(router, backend=count, fullgraph=True)
     for scale in (1.0, 2.0, 65536.0):
         router.loss_scale = scale
@@ -232,7 +232,7 @@ def test_the_loss_scale_changes_without_compiling_again() -> None:
 
 
 def test_a_step_ends_with_the_shares_of_all_ranks_assignments() -> None:
-    router = Router(32, 4, 2, 0.01).train()
+    router = TopKRouter(32, 4, 2, 0.01).train()
     router.load.copy_(torch.tensor(UNEVEN))
     _, _, first = router(random_rows(10, 32))
     _, _, second = router(random_rows(7, 32, seed=4))
@@ -247,13 +247,13 @@ def test_a_step_ends_with_the_shares_of_all_ranks_assignments() -> None:
 
 
 def test_evaluation_is_not_counted() -> None:
-    router = Router(32, 4, 2, 0.01).eval()
+    router = TopKRouter(32, 4, 2, 0.01).eval()
     router(random_rows(10, 32))
     assert router.counts.sum() == 0
 
 
 def test_assignments_come_sorted_by_expert_and_equal_ones_in_order() -> None:
-    router = Router(32, 4, 2, 0.01)
+    router = TopKRouter(32, 4, 2, 0.01)
     x = random_rows(10, 32)
     weights, order, counts = router(x)
     chosen = router.score(x).topk(2).indices.flatten()
@@ -287,7 +287,7 @@ def test_recomputation_changes_neither_gradients_nor_shares(reentrant: bool) -> 
 def test_balance_evens_out_the_load(top_k: int) -> None:
     """From a router that sends nearly everything to one expert, for a task that does not care."""
     torch.manual_seed(0)
-    router, x = Router(32, 4, top_k, 1.0).train(), random_rows(400, 32)
+    router, x = TopKRouter(32, 4, top_k, 1.0).train(), random_rows(400, 32)
     x[:, 0] = 1.0
     with torch.no_grad():
         router.score.weight.normal_(std=0.02)[0, 0] = 0.3
@@ -351,7 +351,7 @@ def test_writers_into_the_residual_stream_start_smaller_with_depth() -> None:
     block = moe(vocab_size=64, seq_len=8, layers=8, hidden_size=128, num_heads=4, shared_expert_hidden_size=128).blocks[
         3
     ]
-    assert isinstance(block.ffn, Mixture)
+    assert isinstance(block.ffn, MoE)
     depth = math.sqrt(2 * 8)
     assert block.ffn.shared is not None
     for weight, expected in (

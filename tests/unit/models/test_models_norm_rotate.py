@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from phalanx.models.transformer import rotate, rotations
+from phalanx.models.transformer import apply_rotary, rope_angles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ def test_output_and_gradients_are_those_of_the_operations(dim: int, batched: boo
     torch.manual_seed(0)
     x = torch.randn(3, 50, 5, dim, device="cuda", dtype=dtype, requires_grad=True)
     weight = (torch.rand(dim, device="cuda") + 0.5).requires_grad_()
-    angles = rotations(50, dim, 10000.0, x.device)
+    angles = rope_angles(50, dim, 10000.0, x.device)
     if batched:
         angles = angles + torch.arange(3, device="cuda")[:, None, None, None]
     turns = angles.cos(), angles.sin()
@@ -31,7 +31,7 @@ def test_output_and_gradients_are_those_of_the_operations(dim: int, batched: boo
     def results(out: Tensor) -> list[Tensor]:
         return [out, *torch.autograd.grad(out, (x, weight), grad)]
 
-    expected = results(rotate(F.rms_norm(x.float(), (dim,), weight, 1e-6), turns).to(dtype))
+    expected = results(apply_rotary(F.rms_norm(x.float(), (dim,), weight, 1e-6), turns).to(dtype))
     limit = 1e-5 if dtype == torch.float32 else 0.01
     for found, reference in zip(results(norm_rotate(x, weight, *turns, 1e-6)), expected, strict=True):
         assert (found - reference).float().norm() < limit * reference.float().norm()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from phalanx.models import transformer
-from phalanx.models.transformer import Transformer, rotate, rotations
+from phalanx.models.transformer import Transformer, apply_rotary, rope_angles
 
 SMALL = {"vocab_size": 61, "seq_len": 24, "layers": 2, "hidden_size": 32, "num_heads": 4}
 
@@ -22,7 +22,7 @@ def tokens(batch: int = 2, length: int = 24, seed: int = 1) -> torch.Tensor:
 
 
 def turns(length: int, dim: int) -> torch.Tensor:
-    angles = rotations(length, dim, 10000.0, torch.device("cpu"))
+    angles = rope_angles(length, dim, 10000.0, torch.device("cpu"))
     return torch.polar(torch.ones_like(angles), angles)
 
 
@@ -116,7 +116,10 @@ def test_the_first_loss_is_that_of_a_guess() -> None:
 def test_rotation_makes_products_depend_on_distance_alone() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(1, 1, 1, 16).expand(1, 32, 1, 16), torch.randn(1, 1, 1, 16).expand(1, 32, 1, 16)
-    scores = rotate(query.contiguous(), turns(32, 16)).squeeze() @ rotate(key.contiguous(), turns(32, 16)).squeeze().T
+    scores = (
+        apply_rotary(query.contiguous(), turns(32, 16)).squeeze()
+        @ apply_rotary(key.contiguous(), turns(32, 16)).squeeze().T
+    )
     for distance in (0, 3, 17):
         diagonal = scores.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
@@ -124,13 +127,13 @@ def test_rotation_makes_products_depend_on_distance_alone() -> None:
 
 def test_rotation_keeps_lengths() -> None:
     x = torch.randn(2, 32, 3, 16, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(rotate(x, turns(32, 16)).norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(apply_rotary(x, turns(32, 16)).norm(dim=-1), x.norm(dim=-1))
 
 
 def test_complex_and_real_rotations_agree() -> None:
     x = torch.randn(2, 32, 3, 16, generator=torch.Generator().manual_seed(0))
-    angles = rotations(32, 16, 10000.0, torch.device("cpu"))
-    torch.testing.assert_close(rotate(x, turns(32, 16)), rotate(x, (angles.cos(), angles.sin())))
+    angles = rope_angles(32, 16, 10000.0, torch.device("cpu"))
+    torch.testing.assert_close(apply_rotary(x, turns(32, 16)), apply_rotary(x, (angles.cos(), angles.sin())))
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ class Maker:
             "units_per_sample": 256,
             "activation_bytes_per_sample": 9_000_000,
             "auto_choices": [
-                {"key": "precision", "value": "bf16", "why": "bf16 matmul is 3.4 x fp32 on this machine"},
-                {"key": "batch.micro_size", "value": 8, "why": "fastest of 4, 8 and 16 in a trial"},
+                {"key": "precision", "value": "bf16", "reason": "bf16 matmul is 3.4 x fp32 on this machine"},
+                {"key": "batch.micro_size", "value": 8, "reason": "fastest of 4, 8 and 16 in a trial"},
             ],
             "predicted_step_s": self.seconds * 0.96,
         }

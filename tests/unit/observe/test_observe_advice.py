@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from make_run import Maker, healthy, troubled
 
-from phalanx.observe.advice import Advice, advise
+from phalanx.observe.advice import Recommendation, find_recommendations
 from phalanx.observe.history import read_history
-from phalanx.observe.summary import summary_of
+from phalanx.observe.summary import build_summary
 from phalanx.run import Run
 from phalanx.run.event_types import NonFiniteStep
 
 
-def advices(path: Path) -> dict[str, Advice]:
+def advices(path: Path) -> dict[str, Recommendation]:
     run = Run(path)
     history = read_history(run.events)
-    return {advice.rule: advice for advice in advise(summary_of(run, history), history)}
+    return {advice.rule_name: advice for advice in find_recommendations(build_summary(run, history), history)}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -59,8 +59,8 @@ def test_a_rule_fires_with_its_number_and_key(
         cluster.write_text(cluster.read_text().replace('"physical_cores": 2', f'"physical_cores": {cores}'))
     found = advices(path)
     assert list(found) == [rule]
-    assert key in (found[rule].key or "")
-    assert re.search(words, found[rule].text)
+    assert key in (found[rule].recipe_key or "")
+    assert re.search(words, found[rule].full_text)
 
 
 def test_checkpoint_stalls_name_how_often_to_save_instead(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_checkpoint_stalls_name_how_often_to_save_instead(tmp_path: Path) -> Non
             maker.checkpoint(step, stall=1.0)
     maker.end()
     found = advices(maker.path)["checkpoint-stalls"]
-    assert found.key == "checkpoint.every"
+    assert found.recipe_key == "checkpoint.every"
     assert "instead of every 10" in found.advice
     assert "20% of the time" in found.finding or "19% of the time" in found.finding
 
@@ -81,11 +81,11 @@ def test_checkpoint_stalls_name_how_often_to_save_instead(tmp_path: Path) -> Non
 def test_guards_come_first_and_gains_are_sorted(tmp_path: Path) -> None:
     run = Run(troubled(tmp_path / "run"))
     history = read_history(run.events)
-    found = advise(summary_of(run, history), history)
-    assert [advice.rule for advice in found[:2]] == ["nonfinite-steps", "failed-checkpoints"]
-    gains = [advice.gain for advice in found if not advice.urgent]
+    found = find_recommendations(build_summary(run, history), history)
+    assert [advice.rule_name for advice in found[:2]] == ["nonfinite-steps", "failed-checkpoints"]
+    gains = [advice.max_gain for advice in found if not advice.is_urgent]
     assert gains == sorted(gains, reverse=True)
-    assert {"data-wait", "grad-sync", "restart-cost"} <= {advice.rule for advice in found}
+    assert {"data-wait", "grad-sync", "restart-cost"} <= {advice.rule_name for advice in found}
 
 
 def test_fp16_guards_point_to_bf16(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_much_evaluation_is_found(tmp_path: Path) -> None:
         maker.step(step)
         if step % 5 == 0:
             maker.eval(step)
-    assert advices(maker.path)["evaluation-share"].key == "evaluation.every"
+    assert advices(maker.path)["evaluation-share"].recipe_key == "evaluation.every"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

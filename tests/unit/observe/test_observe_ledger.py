@@ -6,13 +6,13 @@ import pytest
 from make_run import Maker, healthy, troubled
 
 from phalanx.observe.history import read_history
-from phalanx.observe.ledger import Ledger, ledger_of
-from phalanx.observe.report import cost, ledger_facts
+from phalanx.observe.ledger import DeviceTime, compute_device_time
+from phalanx.observe.report import describe_failure_cost, goodput_rows
 from phalanx.run.event_types import WorkerFailure
 
 
-def ledger(run: Path) -> Ledger:
-    return ledger_of(read_history(run / "events.jsonl"))
+def ledger(run: Path) -> DeviceTime:
+    return compute_device_time(read_history(run / "events.jsonl"))
 
 
 def killed(path: Path, world: int = 1) -> Path:
@@ -32,39 +32,39 @@ def killed(path: Path, world: int = 1) -> Path:
 @pytest.mark.parametrize("make", [healthy, troubled, killed])
 def test_the_shares_sum_to_the_allocation(make: object, tmp_path: Path) -> None:
     found = ledger(make(tmp_path / "run"))  # type: ignore[operator]
-    parts = found.productive + found.blocked + found.discarded + found.unavailable
-    assert parts == pytest.approx(found.allocated, rel=1e-9)
-    assert min(found.productive, found.blocked, found.discarded, found.unavailable) >= 0
+    parts = found.productive_s + found.blocked_s + found.wasted_s + found.unavailable_s
+    assert parts == pytest.approx(found.allocated_s, rel=1e-9)
+    assert min(found.productive_s, found.blocked_s, found.wasted_s, found.unavailable_s) >= 0
 
 
 def test_a_quiet_run_is_nearly_all_productive(tmp_path: Path) -> None:
     found = ledger(healthy(tmp_path / "run"))
-    assert found.goodput is not None
-    assert found.goodput > 0.95
-    assert (found.discarded, found.unavailable, found.losses) == (0, 0, ())
+    assert found.goodput_share is not None
+    assert found.goodput_share > 0.95
+    assert (found.wasted_s, found.unavailable_s, found.failure_costs) == (0, 0, ())
 
 
 def test_a_fault_is_charged_with_what_it_cost(tmp_path: Path) -> None:
     found = ledger(killed(tmp_path / "run"))
-    (loss,) = found.losses
-    assert loss.what == "rank 0: SIGKILL"
-    assert loss.detected == pytest.approx(0.5)
-    assert loss.unavailable == pytest.approx(3.5) == found.unavailable
-    assert loss.discarded == pytest.approx(7.0, rel=0.1)
-    assert loss.discarded == found.discarded
-    assert loss.starting == pytest.approx(1.2)
+    (loss,) = found.failure_costs
+    assert loss.description == "rank 0: SIGKILL"
+    assert loss.detection_s == pytest.approx(0.5)
+    assert loss.unavailable_s == pytest.approx(3.5) == found.unavailable_s
+    assert loss.wasted_s == pytest.approx(7.0, rel=0.1)
+    assert loss.wasted_s == found.wasted_s
+    assert loss.startup_s == pytest.approx(1.2)
 
 
 def test_every_worker_counts(tmp_path: Path) -> None:
     alone, four = (ledger(killed(tmp_path / str(world), world)) for world in (1, 4))
-    assert four.allocated == pytest.approx(4 * alone.allocated)
-    assert four.losses[0].total == pytest.approx(4 * alone.losses[0].total)
-    assert four.goodput == pytest.approx(alone.goodput)
+    assert four.allocated_s == pytest.approx(4 * alone.allocated_s)
+    assert four.failure_costs[0].total_s == pytest.approx(4 * alone.failure_costs[0].total_s)
+    assert four.goodput_share == pytest.approx(alone.goodput_share)
 
 
 def test_waiting_for_data_is_blocked(tmp_path: Path) -> None:
     found = ledger(killed(tmp_path / "run"))
-    assert found.data / (found.data + found.productive) == pytest.approx(0.2, abs=0.1)
+    assert found.data_wait_s / (found.data_wait_s + found.productive_s) == pytest.approx(0.2, abs=0.1)
 
 
 def test_nothing_is_held_between_a_proper_end_and_the_next_start(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_nothing_is_held_between_a_proper_end_and_the_next_start(tmp_path: Path)
     maker.steps(11, 20)
     maker.end()
     found = ledger(tmp_path / "run")
-    assert found.allocated < 60
-    assert found.losses == ()
+    assert found.allocated_s < 60
+    assert found.failure_costs == ()
 
 
 def test_an_attempt_that_left_no_word_is_charged_with_the_time_until_the_next(tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_an_attempt_that_left_no_word_is_charged_with_the_time_until_the_next(tm
     maker.start(from_step=5)
     maker.steps(6, 20)
     maker.end()
-    (loss,) = ledger(tmp_path / "run").losses
-    assert loss.what == "no end was written"
-    assert loss.unavailable == pytest.approx(100)
+    (loss,) = ledger(tmp_path / "run").failure_costs
+    assert loss.description == "no end was written"
+    assert loss.unavailable_s == pytest.approx(100)
 
 
 def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written(tmp_path: Path) -> None:
@@ -107,11 +107,11 @@ def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written
     maker.steps(6, 20)
     maker.end()
     found = ledger(tmp_path / "run")
-    (loss,) = found.losses
-    assert (loss.what, loss.detected) == ("rank 0: fork server died", pytest.approx(2.0))
-    assert loss.discarded == found.discarded > 4.0
-    assert loss.unavailable == pytest.approx(2.5) == found.unavailable
-    assert found.allocated < 60
+    (loss,) = found.failure_costs
+    assert (loss.description, loss.detection_s) == ("rank 0: fork server died", pytest.approx(2.0))
+    assert loss.wasted_s == found.wasted_s > 4.0
+    assert loss.unavailable_s == pytest.approx(2.5) == found.unavailable_s
+    assert found.allocated_s < 60
 
 
 def test_a_stop_in_order_after_a_fault_that_was_got_over_costs_nothing(tmp_path: Path) -> None:
@@ -125,19 +125,19 @@ def test_a_stop_in_order_after_a_fault_that_was_got_over_costs_nothing(tmp_path:
     maker.start(from_step=20)
     maker.steps(21, 60)
     maker.end()
-    assert [loss.what for loss in ledger(tmp_path / "run").losses] == ["rank 0: SIGKILL"]
+    assert [loss.description for loss in ledger(tmp_path / "run").failure_costs] == ["rank 0: SIGKILL"]
 
 
 def test_a_run_without_events_has_no_goodput(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
-    assert ledger(tmp_path).goodput is None
-    assert ledger_facts(Ledger()) == []
+    assert ledger(tmp_path).goodput_share is None
+    assert goodput_rows(DeviceTime()) == []
 
 
 def test_the_report_tells_goodput_and_each_loss(tmp_path: Path) -> None:
     found = ledger(killed(tmp_path / "run"))
-    facts = ledger_facts(found)
+    facts = goodput_rows(found)
     assert [name for name, _ in facts] == ["goodput", "failure cost"]
     assert "wasted" in facts[0][1]
-    assert cost(found.losses[0]) in facts[1][1]
+    assert describe_failure_cost(found.failure_costs[0]) in facts[1][1]
     assert "detected after 500 ms" in facts[1][1]

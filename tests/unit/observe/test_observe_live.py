@@ -11,16 +11,16 @@ from rich.console import Console
 
 from made_events import made
 from phalanx.observe.live import (
-    Lines,
-    LiveFacts,
-    LogDisplay,
-    Tally,
-    TerminalDisplay,
-    console_for,
-    display_for,
-    facts_of,
+    EventFormatter,
+    LogProgressDisplay,
+    RunFacts,
+    RunProgress,
+    TerminalProgressDisplay,
+    make_console,
+    make_display,
+    read_run_facts,
 )
-from phalanx.observe.sentences import hang_in_words, straggler_in_words
+from phalanx.observe.sentences import describe_hang, describe_straggler
 from phalanx.run import Event, Run, read_events
 from phalanx.run.event_types import (
     AttemptStarted,
@@ -33,7 +33,7 @@ from phalanx.run.event_types import (
     StragglerDetected,
 )
 
-FACTS = LiveFacts("gpt", "tokens", 256, flops_per_sample=1e9, worker_rate=1e12)
+FACTS = RunFacts("gpt", "tokens", 256, flops_per_sample=1e9, matmul_flops_per_worker=1e12)
 
 
 class Clock:
@@ -54,10 +54,10 @@ def step(number: int, t: float, seconds: float = 0.5, **fields: object) -> StepD
 
 def logged(events: Iterator[Event] | list[Event], every: float = 5.0) -> list[str]:
     clock, stream = Clock(), io.StringIO()
-    display = LogDisplay(stream, 100, FACTS, clock, every)
+    display = LogProgressDisplay(stream, 100, FACTS, clock, every)
     for event in events:
         clock.now = event.time
-        display.show(event)
+        display.show_event(event)
     display.close()
     display.close()
     return stream.getvalue().splitlines()
@@ -73,13 +73,13 @@ def test_the_log_has_a_line_every_few_seconds_and_the_last_step() -> None:
 
 
 def test_the_lines_of_a_log_come_as_values_with_the_events_own_time() -> None:
-    lines = Lines(100, FACTS)
+    lines = EventFormatter(100, FACTS)
     events = [
         start(),
         *(step(number, 1.0 * number) for number in range(1, 8)),
         made(RunEnded, time=8.0, status="failed", step=7),
     ]
-    said = [lines.take(event) for event in events]
+    said = [lines.format_event(event) for event in events]
     assert [len(each) for each in said] == [1, 1, 0, 0, 0, 0, 1, 0, 2]
     assert said[6][0].startswith("step   6/100  loss ")
     assert said[8][1] == "failed: 7 of 100 steps"
@@ -99,11 +99,11 @@ def test_a_hang_tells_who_where_and_in_which_line_of_the_users_own_code() -> Non
   File "/home/me/model.py", line 42 in forward
   File "/home/me/train.py", line 7 in main"""
     event = made(HangDetected, rank=1, host="n7", step=30, silence_s=6.2, stack=stack)
-    assert hang_in_words(event) == (
+    assert describe_hang(event) == (
         "hang: rank 1 on n7 has sent no heartbeat for 6.2 s, step 30, phase: forward; "
         'File "/home/me/model.py", line 42 in forward'
     )
-    still = hang_in_words(replace(event, is_stopped=True, stack=None))
+    still = describe_hang(replace(event, is_stopped=True, stack=None))
     assert still == "hang: rank 1 on n7 has been stopped (SIGSTOP) for 6.2 s, step 30, phase: forward"
 
 
@@ -145,63 +145,63 @@ def test_the_last_step_is_logged_before_an_early_end() -> None:
 
 
 def test_speed_is_over_a_sliding_window() -> None:
-    tally = Tally(100, FACTS)
+    tally = RunProgress(100, FACTS)
     for n in range(1, 21):
-        tally.take(step(n, n * 1.0, seconds=1.0))
-    assert tally.speed == pytest.approx(2560.0)
+        tally.add_event(step(n, n * 1.0, seconds=1.0))
+    assert tally.units_per_s == pytest.approx(2560.0)
     for n in range(21, 60):
-        tally.take(step(n, 20 + (n - 20) * 0.5, seconds=0.5))
-    assert tally.speed == pytest.approx(5120.0)
+        tally.add_event(step(n, 20 + (n - 20) * 0.5, seconds=0.5))
+    assert tally.units_per_s == pytest.approx(5120.0)
     assert tally.step_seconds == pytest.approx(0.5)
 
 
 def test_one_step_longer_than_the_window_still_has_a_speed() -> None:
-    tally = Tally(100, FACTS)
-    tally.take(step(1, 100.0, seconds=100.0))
-    tally.take(step(2, 200.0, seconds=100.0))
-    assert tally.speed == pytest.approx(25.6)
-    assert tally.eta == pytest.approx(9800.0)
+    tally = RunProgress(100, FACTS)
+    tally.add_event(step(1, 100.0, seconds=100.0))
+    tally.add_event(step(2, 200.0, seconds=100.0))
+    assert tally.units_per_s == pytest.approx(25.6)
+    assert tally.eta_s == pytest.approx(9800.0)
 
 
 def test_a_new_attempt_starts_its_pace_afresh() -> None:
-    tally = Tally(100, FACTS)
+    tally = RunProgress(100, FACTS)
     for n in range(1, 11):
-        tally.take(step(n, n * 1.0, seconds=1.0))
-    tally.take(start(attempt=1, start_step=5))
+        tally.add_event(step(n, n * 1.0, seconds=1.0))
+    tally.add_event(start(attempt=1, start_step=5))
     assert tally.step == 5
-    assert tally.speed is None
-    assert tally.eta is None
+    assert tally.units_per_s is None
+    assert tally.eta_s is None
 
 
 def test_nothing_is_shown_of_what_was_not_measured() -> None:
-    tally = Tally(10, LiveFacts())
-    tally.take(step(1, 1.0, loss=None))
-    assert tally.share is None
-    display = LogDisplay(io.StringIO(), 10, LiveFacts(), Clock())
-    display.show(step(1, 1.0, loss=None, grad_norm=None, seconds=0.0))
+    tally = RunProgress(10, RunFacts())
+    tally.add_event(step(1, 1.0, loss=None))
+    assert tally.mfu is None
+    display = LogProgressDisplay(io.StringIO(), 10, RunFacts(), Clock())
+    display.show_event(step(1, 1.0, loss=None, grad_norm=None, seconds=0.0))
 
 
-def terminal(every: float = 0.25) -> tuple[TerminalDisplay, Clock, io.StringIO]:
+def terminal(every: float = 0.25) -> tuple[TerminalProgressDisplay, Clock, io.StringIO]:
     clock, stream = Clock(), io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100)
-    return TerminalDisplay(stream, 100, FACTS, clock, every, console), clock, stream
+    return TerminalProgressDisplay(stream, 100, FACTS, clock, every, console), clock, stream
 
 
 def test_the_terminal_is_drawn_at_most_four_times_a_second() -> None:
     display, clock, _ = terminal()
     drawn = 0
-    picture = display.picture
+    picture = display.render_lines
 
     def counted(ended: bool = False):  # type: ignore[no-untyped-def]
         nonlocal drawn
         drawn += 1
         return picture(ended)
 
-    display.picture = counted  # type: ignore[method-assign]
-    display.show(start(total_steps=5000))
+    display.render_lines = counted  # type: ignore[method-assign]
+    display.show_event(start(total_steps=5000))
     for n in range(1, 3001):
         clock.now = n * 0.001
-        display.show(step(n, n * 0.001, seconds=0.001))
+        display.show_event(step(n, n * 0.001, seconds=0.001))
     assert 10 <= drawn <= 14
     display.close()
 
@@ -213,9 +213,9 @@ def test_the_terminal_shows_everything_and_never_changes_its_height(tmp_path: Pa
         if isinstance(event, RunEnded):
             break
         clock.now = event.time
-        display.show(event)
+        display.show_event(event)
         out = io.StringIO()
-        Console(file=out, width=100).print(display.picture())
+        Console(file=out, width=100).print(display.render_lines())
         heights.add(len(out.getvalue().splitlines()))
     display.close()
     shown = out.getvalue()
@@ -234,11 +234,11 @@ def test_the_terminal_shows_everything_and_never_changes_its_height(tmp_path: Pa
 
 def test_warnings_stay_above_the_lines_and_the_cursor_comes_back() -> None:
     display, _, stream = terminal()
-    display.show(start())
-    display.show(made(RunWarning, text="[bold]disk is slow"))
-    display.show(made(RunEnded, step=0))
+    display.show_event(start())
+    display.show_event(made(RunWarning, text="[bold]disk is slow"))
+    display.show_event(made(RunEnded, step=0))
     display.close()
-    display.show(step(1, 3.0))
+    display.show_event(step(1, 3.0))
     assert "warning: [bold]disk is slow" in stream.getvalue()
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
 
@@ -256,10 +256,10 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_lines_in_place_and_a_pipe_gets_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(display_for(Terminal(), 10, FACTS, Clock()), TerminalDisplay)
-    assert isinstance(display_for(io.StringIO(), 10, FACTS, Clock()), LogDisplay)
+    assert isinstance(make_display(Terminal(), 10, FACTS, Clock()), TerminalProgressDisplay)
+    assert isinstance(make_display(io.StringIO(), 10, FACTS, Clock()), LogProgressDisplay)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(display_for(Terminal(), 10, FACTS, Clock()), LogDisplay)
+    assert isinstance(make_display(Terminal(), 10, FACTS, Clock()), LogProgressDisplay)
 
 
 class Gone(io.StringIO):
@@ -270,28 +270,31 @@ class Gone(io.StringIO):
 
 
 def test_a_reader_that_went_away_does_not_stop_the_run() -> None:
-    console = console_for(Gone(), force_terminal=True)
-    log, lines = LogDisplay(Gone(), 10, FACTS, Clock(), 0.0), TerminalDisplay(Gone(), 10, FACTS, Clock(), 0.0, console)
+    console = make_console(Gone(), force_terminal=True)
+    log, lines = (
+        LogProgressDisplay(Gone(), 10, FACTS, Clock(), 0.0),
+        TerminalProgressDisplay(Gone(), 10, FACTS, Clock(), 0.0, console),
+    )
     for display in (log, lines):
-        display.show(start())
+        display.show_event(start())
         for n in range(1, 4):
-            display.show(step(n, float(n)))
+            display.show_event(step(n, float(n)))
         display.close()
 
 
 def test_facts_come_from_the_run_directory(tmp_path: Path) -> None:
-    facts = facts_of(Run(healthy(tmp_path / "run", total=5)))
+    facts = read_run_facts(Run(healthy(tmp_path / "run", total=5)))
     assert (facts.name, facts.unit, facts.units_per_sample) == ("gpt-python", "tokens", 256)
-    assert facts.worker_rate == pytest.approx(0.374e12)
+    assert facts.matmul_flops_per_worker == pytest.approx(0.374e12)
     bare = Maker(tmp_path / "bare", total=5)
     for name in ("plan.json", "cluster.json"):
         (bare.path / name).unlink()
-    assert facts_of(Run(bare.path)).worker_rate is None
+    assert read_run_facts(Run(bare.path)).matmul_flops_per_worker is None
 
 
 def test_a_straggler_is_told_with_what_it_costs() -> None:
     event = made(StragglerDetected, rank=3, host="n7", slowdown=1.5, wait_s_per_step=0.12, wait_fraction=0.3)
-    assert straggler_in_words(event) == (
+    assert describe_straggler(event) == (
         "straggler: rank 3 on n7 takes 1.50x as long as its peers, which wait 120 ms/step for it (30% of the time)"
     )
 
@@ -303,4 +306,4 @@ def test_a_hang_is_told_with_the_line_of_the_thread_that_trains() -> None:
         '  File "/home/me/model.py", line 12 in forward\n'
     )
     event = made(HangDetected, host="n1", step=3, stack=stack)
-    assert hang_in_words(event).endswith('; File "/home/me/model.py", line 12 in forward')
+    assert describe_hang(event).endswith('; File "/home/me/model.py", line 12 in forward')

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from make_run import Maker, healthy, troubled
 
 from made_events import made
-from phalanx.observe.advice import advise
+from phalanx.observe.advice import find_recommendations
 from phalanx.observe.history import read_history
-from phalanx.observe.html import html_page
-from phalanx.observe.report import WIDTH, text_page
-from phalanx.observe.summary import summary_of
-from phalanx.observe.svg import LIMIT, bounds, log_ticks, nice_ticks, thin, tick_texts
+from phalanx.observe.html import render_report_html
+from phalanx.observe.report import PAGE_WIDTH, render_report_text
+from phalanx.observe.summary import build_summary
+from phalanx.observe.svg import MAX_POINTS_PER_LINE, axis_range, downsample, format_ticks, log_ticks, nice_ticks
 from phalanx.run import Run
 from phalanx.run.event_types import RunWarning, StepDone
 from phalanx.run.fields import to_fields
@@ -27,9 +27,9 @@ from phalanx.run.fields import to_fields
 def pages(path: Path) -> tuple[str, str]:
     run = Run(path)
     history = read_history(run.events)
-    summary = summary_of(run, history)
-    advices = advise(summary, history)
-    return text_page(summary, advices), html_page(summary, history, advices)
+    summary = build_summary(run, history)
+    advices = find_recommendations(summary, history)
+    return render_report_text(summary, advices), render_report_html(summary, history, advices)
 
 
 class Reader(HTMLParser):
@@ -58,7 +58,7 @@ class Reader(HTMLParser):
 
 def test_the_text_page_fits_and_has_every_section(tmp_path: Path) -> None:
     text, _ = pages(troubled(tmp_path / "run"))
-    assert all(len(line) <= WIDTH for line in text.splitlines())
+    assert all(len(line) <= PAGE_WIDTH for line in text.splitlines())
     assert "\x1b" not in text
     for title in ("What ran", "Loss", "Speed", "Step time", "Duration", "Safety", "Recommendations"):
         assert f"\n{title}" in text
@@ -120,14 +120,14 @@ def test_ticks_are_few_and_within_the_axis(low: float, length: float, about: int
     ticks = nice_ticks(low, low + length, about)
     assert 1 <= len(ticks) <= 2 * about + 3
     assert all(low - 1e-6 * length - 1e-9 <= tick <= low + length * (1 + 1e-6) + 1e-9 for tick in ticks)
-    assert len(tick_texts(ticks)) == len(ticks)
+    assert len(format_ticks(ticks)) == len(ticks)
 
 
 def test_tick_labels_are_written_alike() -> None:
-    assert tick_texts([0, 0.5, 1.0]) == ["0", "0.5", "1.0"]
-    assert tick_texts([0, 5000, 10_000]) == ["0", "5k", "10k"]
-    assert tick_texts([0, 5e-4, 1e-3]) == ["0", "5e-4", "1e-3"]
-    assert tick_texts([100, 200, 300]) == ["100", "200", "300"]
+    assert format_ticks([0, 0.5, 1.0]) == ["0", "0.5", "1.0"]
+    assert format_ticks([0, 5000, 10_000]) == ["0", "5k", "10k"]
+    assert format_ticks([0, 5e-4, 1e-3]) == ["0", "5e-4", "1e-3"]
+    assert format_ticks([100, 200, 300]) == ["100", "200", "300"]
 
 
 def test_log_ticks_are_powers_of_ten() -> None:
@@ -139,8 +139,8 @@ def test_thinning_keeps_every_peak_and_gap() -> None:
     y = np.zeros(100_000)
     y[12_345], y[54_321] = 7.0, -7.0
     y[80_000:81_000] = math.nan
-    x, thinned = thin(np.arange(100_000.0), y)
-    assert len(x) <= LIMIT
+    x, thinned = downsample(np.arange(100_000.0), y)
+    assert len(x) <= MAX_POINTS_PER_LINE
     assert (np.nanmax(thinned), np.nanmin(thinned)) == (7.0, -7.0)
     assert np.isnan(thinned).any()
     assert (np.diff(x) > 0).all()
@@ -148,7 +148,7 @@ def test_thinning_keeps_every_peak_and_gap() -> None:
 
 @pytest.mark.parametrize("values", [[], [math.nan], [3.0], [0.0, 0.0], [1.0, math.inf]])
 def test_bounds_are_an_interval_for_any_series(values: list[float]) -> None:
-    low, high = bounds([np.array(values)], zero=False, robust=True)
+    low, high = axis_range([np.array(values)], from_zero=False, robust=True)
     assert math.isfinite(low)
     assert low < high < math.inf
 
@@ -156,4 +156,4 @@ def test_bounds_are_an_interval_for_any_series(values: list[float]) -> None:
 def test_one_slow_step_does_not_squeeze_the_others() -> None:
     values = np.ones(500)
     values[0] = 100.0
-    assert bounds([values], zero=True, robust=True)[1] < 1.5
+    assert axis_range([values], from_zero=True, robust=True)[1] < 1.5

@@ -8,48 +8,55 @@ import pytest
 from make_run import Maker, healthy, troubled
 
 from phalanx.errors import UsageError
-from phalanx.observe.advice import advise
+from phalanx.observe.advice import find_recommendations
 from phalanx.observe.history import read_history
-from phalanx.observe.html import html_page
-from phalanx.observe.report import WIDTH, text_page
-from phalanx.observe.summary import Summary, summary_of
+from phalanx.observe.html import render_report_html
+from phalanx.observe.report import PAGE_WIDTH, render_report_text
+from phalanx.observe.summary import RunSummary, build_summary
 from phalanx.run import Run
 from phalanx.run.event_types import Compiled, EnergyUsed, EvaluationDone, RunEnded, StepPhases
 
 
-def summary(path: Path) -> Summary:
-    return summary_of(Run(path), read_history(Run.existing(path).events))
+def summary(path: Path) -> RunSummary:
+    return build_summary(Run(path), read_history(Run.open_existing(path).events))
 
 
 def pages(path: Path) -> tuple[str, str]:
     run = Run(path)
     history = read_history(run.events)
-    summed = summary_of(run, history)
-    advices = advise(summed, history)
-    return text_page(summed, advices), html_page(summed, history, advices)
+    summed = build_summary(run, history)
+    advices = find_recommendations(summed, history)
+    return render_report_text(summed, advices), render_report_html(summed, history, advices)
 
 
 def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
     found = summary(healthy(tmp_path / "run"))
     assert (found.status, found.last_step, found.planned_steps) == ("done", 300, 300)
-    assert found.what.name == "gpt-python"
-    assert found.what.parameters == 3_247_360
-    assert found.units == 300 * 4096
+    assert found.run_info.name == "gpt-python"
+    assert found.run_info.parameters == 3_247_360
+    assert found.num_units == 300 * 4096
     assert found.loss.first == pytest.approx(5.5, abs=0.2)
-    assert found.loss.end == pytest.approx(1.4, abs=0.05)
-    assert found.loss.held_out_best_step == 300
+    assert found.loss.final_mean == pytest.approx(1.4, abs=0.05)
+    assert found.loss.validation_best_step == 300
     assert found.speed.mfu_measured == pytest.approx(0.45, rel=0.02)
-    assert found.speed.step_predicted == pytest.approx(0.384)
+    assert found.speed.predicted_step_s == pytest.approx(0.384)
     assert found.checkpoints.count == 6
-    assert (found.restarts, found.redone_steps, found.guards) == (0, 0, {})
+    assert (found.num_restarts, found.wasted_steps, found.nonfinite_actions) == (0, 0, {})
     assert found.digest is not None
 
 
 def test_durations_sum_to_the_wall_time(tmp_path: Path) -> None:
     for make in (healthy, troubled):
         spent = summary(make(tmp_path / make.__name__)).durations
-        parts = spent.productive + spent.redone + spent.evaluating + spent.starting + spent.down + spent.rest
-        assert parts == pytest.approx(spent.wall, rel=1e-6)
+        parts = (
+            spent.productive_s
+            + spent.wasted_s
+            + spent.evaluation_s
+            + spent.startup_s
+            + spent.unavailable_s
+            + spent.other_s
+        )
+        assert parts == pytest.approx(spent.wall_s, rel=1e-6)
 
 
 def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
@@ -59,7 +66,7 @@ def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
     maker.event(Compiled, duration_s=34.0, num_blocks=12)
     maker.steps(1, 10)
     maker.end()
-    assert summary(tmp_path / "run").durations.compiling == 34.0
+    assert summary(tmp_path / "run").durations.compilation_s == 34.0
     assert re.search(r"startup 4\d(\.\d)? s \(compiling 34 s\)", pages(tmp_path / "run")[0])
 
 
@@ -71,16 +78,16 @@ def test_what_gpus_drew_is_summed_over_attempts_and_given_for_a_token(tmp_path: 
         maker.event(EnergyUsed, energy_j=joules, num_gpus=2)
     found = summary(tmp_path / "run").energy
     assert found is not None
-    assert (found.joules, found.devices) == (32_768.0, 2)
-    assert found.per_unit == pytest.approx(32_768 / (10 * 4096))
+    assert (found.energy_j, found.num_devices) == (32_768.0, 2)
+    assert found.energy_j_per_unit == pytest.approx(32_768 / (10 * 4096))
     assert "0.00910 kWh by 2 GPUs, 0.800 J per token" in pages(tmp_path / "run")[0]
 
 
 def test_restarts_and_the_steps_that_they_lost_are_counted(tmp_path: Path) -> None:
     found = summary(troubled(tmp_path / "run"))
-    assert (found.restarts, found.redone_steps, found.rollbacks) == (1, 87 + 12, 1)
-    assert found.durations.down == pytest.approx(22.0, abs=0.01)
-    assert found.guards == {"non-finite loss: skip": 2, "non-finite loss: rollback": 1}
+    assert (found.num_restarts, found.wasted_steps, found.num_rollbacks) == (1, 87 + 12, 1)
+    assert found.durations.unavailable_s == pytest.approx(22.0, abs=0.01)
+    assert found.nonfinite_actions == {"non-finite loss: skip": 2, "non-finite loss: rollback": 1}
     assert "rank-00001.safetensors" in found.checkpoints.rejected[0]
     assert "no space left" in found.checkpoints.failed[0]
 
@@ -96,9 +103,9 @@ def test_going_on_after_done_with_more_steps_is_a_pause_and_not_a_restart(tmp_pa
     maker.steps(11, 20)
     maker.end()
     found = summary(tmp_path / "run")
-    assert (found.restarts, found.redone_steps, found.planned_steps) == (0, 0, 20)
-    assert found.durations.paused == pytest.approx(86_400)
-    assert found.durations.wall < 60
+    assert (found.num_restarts, found.wasted_steps, found.planned_steps) == (0, 0, 20)
+    assert found.durations.paused_s == pytest.approx(86_400)
+    assert found.durations.wall_s < 60
 
 
 def test_the_digest_of_an_earlier_end_is_not_that_of_a_run_which_went_on(tmp_path: Path) -> None:
@@ -118,7 +125,7 @@ def test_without_plan_and_cluster_the_page_says_not_measured(tmp_path: Path) -> 
         (path / name).unlink()
     found = summary(path)
     assert found.speed.mfu_measured is None
-    assert found.speed.median is not None
+    assert found.speed.median_per_s is not None
     text, html = pages(path)
     assert "MFU (measured peak)   not measured" in text
     assert "not measured" in html
@@ -193,7 +200,7 @@ def test_odd_runs_have_sensible_pages_and_strict_json(tmp_path: Path, happen) ->
     happen(maker)
     text, html = pages(maker.path)
     assert text.startswith("gpt-python")
-    assert all(len(line) <= WIDTH for line in text.splitlines())
+    assert all(len(line) <= PAGE_WIDTH for line in text.splitlines())
     for page in (text, html):
         assert "None" not in page
         assert "nan" not in page.replace("nance", "")
@@ -247,7 +254,7 @@ def test_a_recipe_as_it_was_given_stands_in_for_a_resolved_one(tmp_path: Path) -
     path = healthy(tmp_path / "run", total=5)
     (path / "resolved.yaml").rename(path / "recipe.yaml")
     found = summary(path)
-    assert found.what.name == "gpt-python"
+    assert found.run_info.name == "gpt-python"
     assert found.lost == (f"{path / 'resolved.yaml'}: is missing; the recipe is shown as it was given",)
 
 
@@ -317,7 +324,7 @@ def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> 
     ],
 )
 def test_a_layout_is_told_by_what_it_divides(tmp_path: Path, layout: dict[str, object], expected: str) -> None:
-    assert summary(healthy(tmp_path / "run", total=5, parallelism=layout)).what.layout == expected
+    assert summary(healthy(tmp_path / "run", total=5, parallelism=layout)).run_info.parallelism == expected
 
 
 def test_a_recipe_of_another_version_still_has_a_page(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from phalanx.observe import units
     ],
 )
 def test_durations(seconds: float | None, text: str) -> None:
-    assert units.duration(seconds) == text
+    assert units.format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_durations(seconds: float | None, text: str) -> None:
     [(None, "not measured"), (0, "0"), (16, "16"), (999.7, "1.00 k"), (41_234, "41.2 k"), (3_247_360, "3.25 M")],
 )
 def test_counts(value: float | None, text: str) -> None:
-    assert units.count(value) == text
+    assert units.format_count(value) == text
 
 
 @pytest.mark.parametrize(
@@ -40,19 +40,19 @@ def test_counts(value: float | None, text: str) -> None:
     [(0.0, "0%"), (0.004, "0.4%"), (0.0996, "10%"), (0.31, "31%"), (1.0, "100%"), (None, "not measured")],
 )
 def test_shares(share: float | None, text: str) -> None:
-    assert units.percent(share) == text
+    assert units.format_percent(share) == text
 
 
 def test_losses_say_when_they_are_not_numbers() -> None:
-    assert units.loss(1.65432) == "1.654"
-    assert units.loss(math.nan) == "not a number"
-    assert units.loss(math.inf) == "infinite"
-    assert units.loss(1e300) == "1.000e300"
+    assert units.format_loss(1.65432) == "1.654"
+    assert units.format_loss(math.nan) == "not a number"
+    assert units.format_loss(math.inf) == "infinite"
+    assert units.format_loss(1e300) == "1.000e300"
 
 
 def test_sizes_rates_and_plurals() -> None:
-    assert units.size(39_012_352) == "39.0 MB"
-    assert units.rate(41_234, "tokens") == "41.2 k tokens/s"
-    assert units.flops(1.24e12) == "1.24 TFLOP/s"
-    assert units.times(1, "restart") == "1 restart"
-    assert units.times(2, "restart") == "2 restarts"
+    assert units.format_bytes(39_012_352) == "39.0 MB"
+    assert units.format_rate(41_234, "tokens") == "41.2 k tokens/s"
+    assert units.format_flops(1.24e12) == "1.24 TFLOP/s"
+    assert units.format_plural(1, "restart") == "1 restart"
+    assert units.format_plural(2, "restart") == "2 restarts"

@@ -1,12 +1,12 @@
 """The GPT that Korthikanti et al. 2022 count the activations of, as plain modules: LayerNorm, GELU, biases, dropout
-after attention and feed-forward. Attention's own dropout stands in `SCORES`, with the scores."""
+after attention and feed-forward. Attention's own dropout stands in `BYTES_PER_ATTENTION_SCORE`, with the scores."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.plan.profile import Profile
-from phalanx.plan.tracing import build, language_loss, profile
+from phalanx.plan.profile import ModelProfile
+from phalanx.plan.tracing import build_on_meta, language_modeling_forward, profile_model
 
 VOCAB = 8  # theirs is left out of the closed forms
 
@@ -50,6 +50,10 @@ class Gpt(nn.Module):
         return logits
 
 
-def gpt(layers: int, width: int, heads: int, sequence: int = 2048) -> Profile:
+def gpt(layers: int, width: int, heads: int, sequence: int = 2048) -> ModelProfile:
     """Its profile."""
-    return profile(build(lambda: Gpt(layers, width, heads), torch.bfloat16), language_loss(VOCAB, sequence), sequence)
+    return profile_model(
+        build_on_meta(lambda: Gpt(layers, width, heads), torch.bfloat16),
+        language_modeling_forward(VOCAB, sequence),
+        sequence,
+    )

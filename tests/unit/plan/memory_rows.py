@@ -19,23 +19,23 @@ from torch import nn
 
 from phalanx.cluster import load_cluster
 from phalanx.models import transformer
-from phalanx.plan.footprint import Footprint, Reading, footprint, footprints
-from phalanx.plan.passage import GIB, Loss
-from phalanx.plan.profile import Profile
-from phalanx.plan.setup import Setup
-from phalanx.plan.stacks import stack
-from phalanx.plan.tracing import build, language_loss, profile
+from phalanx.plan.footprint import MemoryCounter, MemoryEstimate, estimate_memory, estimate_memory_by_rank
+from phalanx.plan.passage import BYTES_PER_GIB, LossMode
+from phalanx.plan.profile import ModelProfile
+from phalanx.plan.setup import Scenario
+from phalanx.plan.stacks import stack_by_name
+from phalanx.plan.tracing import build_on_meta, language_modeling_forward, profile_model
 from phalanx.recipe.schema import Parallelism
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-from planner_validation.rows import CannotPredict, Shape, understand
-from planner_validation.setups import profile_of, setup_of
+from planner_validation.rows import CannotPredict, DecoderShape, parse_run
+from planner_validation.setups import profile_of_shape, scenario_of
 
 VALIDATION = Path(__file__).parents[4] / "shared" / "validation"
-NOTES: dict[str, tuple[float, Reading]] = {
+NOTES: dict[str, tuple[float, MemoryCounter]] = {
     # how a row's note gives memory: bytes of its unit, and what was read
-    "real_alloc_GiB": (GIB, "allocated"),  # torch's max_memory_allocated
-    "mem_GiB": (GIB, "reserved"),  # torchtitan's log: max_memory_reserved
+    "real_alloc_GiB": (BYTES_PER_GIB, "allocated"),  # torch's max_memory_allocated
+    "mem_GiB": (BYTES_PER_GIB, "reserved"),  # torchtitan's log: max_memory_reserved
     "mem_MiB": (2.0**20, "allocated"),  # ColossalAI's benchmark: max_memory_allocated
     "mem_per_gpu": (1e9, "total"),  # BLOOM: nvidia-smi
 }
@@ -49,10 +49,10 @@ class Compared:
 
     source: str
     run: str
-    way: Reading
+    way: MemoryCounter
     measured: float
-    setup: Setup
-    found: Footprint
+    setup: Scenario
+    found: MemoryEstimate
 
     @property
     def predicted(self) -> float:
@@ -67,7 +67,7 @@ class Compared:
     @property
     def inside(self) -> bool:
         """Whether the measurement lies where it is said to."""
-        low, high = self.found.between(self.way)
+        low, high = self.found.interval(self.way)
         return low <= self.measured <= high
 
 
@@ -89,16 +89,16 @@ def published() -> Iterator[Compared]:
         if found is None or not row["micro_batch"]:
             continue
         try:
-            run = understand(row)
+            run = parse_run(row)
             # For times a head has as many features as a kernel takes; what is stored is what it has.
-            shape = replace(run.shape, head_dim=run.shape.width // run.shape.heads)
-            setup = setup_of(replace(run, shape=shape), row["source"])
+            shape = replace(run.shape, head_dim=run.shape.hidden_size // run.shape.num_heads)
+            setup = scenario_of(replace(run, shape=shape), row["source"])
         except CannotPredict:
             continue
         unit, way = NOTES[found[1]]
         name = f"{row['model']} {layout_of(setup)}"
-        loss: Loss = "fused" if "_cef" in row["note"] else "whole"  # cross-entropy fusion
-        yield Compared(row["source"], name, way, float(found[2]) * unit, setup, footprint(setup, loss=loss))
+        loss: LossMode = "fused" if "_cef" in row["note"] else "whole"  # cross-entropy fusion
+        yield Compared(row["source"], name, way, float(found[2]) * unit, setup, estimate_memory(setup, loss_mode=loss))
 
 
 def megatron() -> Iterator[Compared]:
@@ -107,39 +107,44 @@ def megatron() -> Iterator[Compared]:
         setup = megatron_setup(row)
         if setup is None:
             continue
-        size = "7B and more" if setup.profile.parameters > 5e9 else "tiny"
+        size = "7B and more" if setup.profile.num_parameters > 5e9 else "tiny"
         name = f"{row['case']} {row['env']} {layout_of(setup)}"
-        measured = float(row["mem_max_allocated_GiB"]) * GIB
-        loss: Loss = "fused" if row["cross-entropy-loss-fusion"] == "true" else "whole"
+        measured = float(row["mem_max_allocated_GiB"]) * BYTES_PER_GIB
+        loss: LossMode = "fused" if row["cross-entropy-loss-fusion"] == "true" else "whole"
         # Megatron-LM logs on the last rank.
         yield Compared(
-            f"Megatron-LM tests, {size}", name, "allocated", measured, setup, footprints(setup, loss=loss)[-1]
+            f"Megatron-LM tests, {size}",
+            name,
+            "allocated",
+            measured,
+            setup,
+            estimate_memory_by_rank(setup, loss_mode=loss)[-1],
         )
 
 
 @cache
-def with_dropout(shape: Shape) -> Profile:
+def with_dropout(shape: DecoderShape) -> ModelProfile:
     """The profile of a decoder with dropout."""
 
     def make() -> nn.Module:
         return transformer(
-            vocab_size=shape.vocab,
-            seq_len=shape.sequence,
+            vocab_size=shape.vocab_size,
+            seq_len=shape.seq_len,
             layers=shape.layers,
-            hidden_size=shape.width,
-            num_heads=shape.heads,
-            num_kv_heads=shape.kv_heads,
-            ffn_hidden_size=shape.ffn,
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            ffn_hidden_size=shape.ffn_hidden_size,
             activation="swiglu" if shape.gated else "relu2",
-            tie_embeddings=shape.tie,
+            tie_embeddings=shape.tie_embeddings,
             qk_norm=False,
             dropout=0.1,
         )
 
-    return profile(build(make), language_loss(shape.vocab, shape.sequence), shape.sequence)
+    return profile_model(build_on_meta(make), language_modeling_forward(shape.vocab_size, shape.seq_len), shape.seq_len)
 
 
-def megatron_setup(row: Mapping[str, str]) -> Setup | None:
+def megatron_setup(row: Mapping[str, str]) -> Scenario | None:
     """What one of Megatron-LM's tests ran; None for those that are no plain pre-training of a dense decoder."""
     if row["model"] != "gpt" or "grpo" in row["case"] or "resume" in row["case"] or not row["iter_s_min"]:
         return None
@@ -155,18 +160,18 @@ def megatron_setup(row: Mapping[str, str]) -> Setup | None:
     tensor, pipeline = number("tensor-model-parallel-size", 1), number("pipeline-model-parallel-size", 1)
     context, micro = number("context-parallel-size", 1), number("micro-batch-size", 1)
     vocab = number("vocab-size", VOCABULARIES.get(row["tokenizer-type"], 50257))
-    shape = Shape(
+    shape = DecoderShape(
         layers=layers,
-        width=width,
-        heads=heads,
+        hidden_size=width,
+        num_heads=heads,
         # The tests of tiny models do not group queries (the flag that would make the column count is not set).
-        kv_heads=number("num-query-groups", heads) if width > 1024 else heads,
+        num_kv_heads=number("num-query-groups", heads) if width > 1024 else heads,
         head_dim=width // heads,
-        ffn=number("ffn-hidden-size", 4 * width),
+        ffn_hidden_size=number("ffn-hidden-size", 4 * width),
         gated=row["swiglu"] == "true",
-        vocab=math.ceil(vocab / (128 * tensor)) * 128 * tensor,
-        sequence=number("seq-length", 0),
-        tie=row["untie-embeddings-and-output-weights"] != "true",
+        vocab_size=math.ceil(vocab / (128 * tensor)) * 128 * tensor,
+        seq_len=number("seq-length", 0),
+        tie_embeddings=row["untie-embeddings-and-output-weights"] != "true",
     )
     chunks = number("num-virtual-stages-per-pipeline-rank", 1)
     if per_stage := number("num-layers-per-virtual-pipeline-stage", 0):
@@ -174,33 +179,33 @@ def megatron_setup(row: Mapping[str, str]) -> Setup | None:
     batch = number("global-batch-size", 384)
     zero = 1 if row["use-distributed-optimizer"] == "true" else 0
     using = replace(
-        stack("megatron"),
+        stack_by_name("megatron"),
         sequence_parallel=row["sequence-parallel"] == "true",
-        flash=0.0 if row["attention-backend"] == "unfused" or row["transformer-impl"] == "local" else 1.0,
+        attention_speed=0.0 if row["attention-backend"] == "unfused" or row["transformer-impl"] == "local" else 1.0,
         gradient_bytes=4,
     )
 
-    def with_replicas(replicas: int) -> Setup:
-        return Setup(
+    def with_replicas(replicas: int) -> Scenario:
+        return Scenario(
             # Megatron-LM's dropout is 0.1 unless it is told otherwise, as its release runs are.
-            profile=profile_of(shape) if "release" in row["case"] else with_dropout(shape),
+            profile=profile_of_shape(shape) if "release" in row["case"] else with_dropout(shape),
             cluster=load_cluster("h100:8"),
-            layout=Parallelism(replicate=replicas, tensor=tensor, pipeline=pipeline, context=context),
-            micro=micro,
-            batch=batch,
+            parallelism=Parallelism(replicate=replicas, tensor=tensor, pipeline=pipeline, context=context),
+            micro_size=micro,
+            global_batch=batch,
             precision="bf16" if row["bf16"] == "true" else "fp16",
-            recompute="full" if row["recompute-granularity"] == "full" else "none",
-            zero=zero,
-            chunks=chunks,
+            checkpointing="full" if row["recompute-granularity"] == "full" else "none",
+            zero_level=zero,
+            virtual_stages=chunks,
             stack=using,
         )
 
     # The table lacks the number of replicas: that whose training state is closest to what was allocated between steps.
-    between = float(row["mem_allocated_GiB"]) * GIB
+    between = float(row["mem_allocated_GiB"]) * BYTES_PER_GIB
 
-    def gap(setup: Setup) -> float:
-        found = footprints(setup)[-1]
-        return abs(found.parameters + found.gradients + found.optimizer - between)
+    def gap(setup: Scenario) -> float:
+        found = estimate_memory_by_rank(setup)[-1]
+        return abs(found.parameters + found.gradients + found.optimizer_state - between)
 
     known = [8 // (tensor * pipeline * context)] if tensor * pipeline * context <= 8 else [1]
     options = known if not zero else [*known, *(2**power for power in range(8))]
@@ -211,36 +216,42 @@ def sweep() -> Iterator[Compared]:
     """Llama-3.1-8B by sequence length: DeepSpeed ZeRO-3 on 8 GPUs; max_memory_reserved."""
     for row in read("mlengineering_llama8b_seqsweep.csv"):
         setup = sweep_setup(int(row["seqlen"].removesuffix("K")) * 1024)
-        found = footprint(setup, offload=True, loss="chunked")
+        found = estimate_memory(setup, offload=True, loss_mode="chunked")
         for column in ("h200_peak_gib", "b200_peak_gib"):
-            measured = float(row[column]) * GIB
+            measured = float(row[column]) * BYTES_PER_GIB
             yield Compared(
                 "ml-engineering Llama-8B", f"{row['seqlen']} {column[:4]}", "reserved", measured, setup, found
             )
 
 
 @cache
-def sweep_setup(sequence: int) -> Setup:
+def sweep_setup(sequence: int) -> Scenario:
     """One row of the sweep."""
-    shape = Shape(32, 4096, 32, 8, 128, 14336, True, 128256, sequence, False)
-    return Setup(
-        profile=profile_of(shape),
+    shape = DecoderShape(32, 4096, 32, 8, 128, 14336, True, 128256, sequence, False)
+    return Scenario(
+        profile=profile_of_shape(shape),
         cluster=load_cluster("h200:8"),
-        layout=Parallelism(shard=8),
-        micro=1,
-        batch=8,
-        recompute="full",
-        zero=3,
-        stack=stack("torch"),
+        parallelism=Parallelism(shard=8),
+        micro_size=1,
+        global_batch=8,
+        checkpointing="full",
+        zero_level=3,
+        stack=stack_by_name("torch"),
     )
 
 
-def layout_of(setup: Setup) -> str:
+def layout_of(setup: Scenario) -> str:
     """A layout in few words."""
-    layout = setup.layout
-    sizes = {"dp": setup.parts, "tp": layout.tensor, "pp": layout.pipeline, "cp": layout.context, "v": setup.chunks}
+    layout = setup.parallelism
+    sizes = {
+        "dp": setup.data_parallel,
+        "tp": layout.tensor,
+        "pp": layout.pipeline,
+        "cp": layout.context,
+        "v": setup.virtual_stages,
+    }
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    return " ".join([*words, f"micro {setup.micro}", setup.recompute, setup.precision])
+    return " ".join([*words, f"micro {setup.micro_size}", setup.checkpointing, setup.precision])
 
 
 def table(rows: list[Compared]) -> str:
@@ -266,7 +277,9 @@ def main() -> None:
     except FileNotFoundError as error:
         sys.exit(f"no measured runs to compare with: {error}")
     for row in rows:
-        print(f"{row.measured / GIB:7.1f} {row.predicted / GIB:7.1f} {row.error:+6.1%}  {row.source[:16]}  {row.run}")
+        print(
+            f"{row.measured / BYTES_PER_GIB:7.1f} {row.predicted / BYTES_PER_GIB:7.1f} {row.error:+6.1%}  {row.source[:16]}  {row.run}"
+        )
     print(table(rows))
 
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.description import Accelerator, Cluster, Node, Prices
-from phalanx.plan.energy import capped_slowdown, device_power, node_power, run_energy
+from phalanx.cluster.description import AcceleratorSpec, Cluster, NodeSpec, Prices
+from phalanx.plan.energy import device_power, node_power, predict_cap_slowdown, predict_run_energy
 
 ZEUS = Path(__file__).parents[4] / "shared" / "validation" / "zeus_powerlimit.csv"
 NAMES = {"v100": "NVIDIA V100 PCIe", "rtx6000": "Quadro RTX 6000", "a40": "NVIDIA A40", "p100": "NVIDIA P100 PCIe"}
 
 
-def accelerator(name: str = "some", power: float | None = 400.0, idle: float | None = 80.0) -> Accelerator:
-    return Accelerator(name=name, tflops={"bf16": 100.0}, memory_gib=80, power_w=power, idle_w=idle)
+def accelerator(name: str = "some", power: float | None = 400.0, idle: float | None = 80.0) -> AcceleratorSpec:
+    return AcceleratorSpec(name=name, tflops={"bf16": 100.0}, memory_gib=80, power_w=power, idle_w=idle)
 
 
-def node(power: float | None = None, idle: float | None = None) -> Node:
-    return Node(accelerator=accelerator(), count=8, power_w=power, idle_w=idle)
+def node(power: float | None = None, idle: float | None = None) -> NodeSpec:
+    return NodeSpec(accelerator=accelerator(), count=8, power_w=power, idle_w=idle)
 
 
 @pytest.mark.parametrize(("load", "watts"), [(0.0, 80.0), (0.5, 240.0), (1.0, 400.0), (1.7, 400.0), (-1.0, 80.0)])
@@ -34,7 +34,12 @@ def test_a_cap_bounds_the_draw_and_leaves_smaller_draws_alone() -> None:
 
 def test_power_is_unknown_where_the_highest_draw_is() -> None:
     assert device_power(accelerator(power=None), 1.0) is None
-    assert run_energy(Cluster(name="c", nodes=1, node=Node(accelerator=accelerator(power=None), count=1)), 60.0) is None
+    assert (
+        predict_run_energy(
+            Cluster(name="c", nodes=1, node=NodeSpec(accelerator=accelerator(power=None), count=1)), 60.0
+        )
+        is None
+    )
 
 
 def test_a_node_draws_its_own_figures_at_both_ends() -> None:
@@ -57,46 +62,48 @@ def test_a_cap_spares_only_the_devices() -> None:
 
 def test_energy_counts_devices_then_nodes_then_the_building() -> None:
     cluster = Cluster(name="c", nodes=4, node=node(power=6500.0, idle=1500.0), prices=Prices(pue=1.5))
-    energy = run_energy(cluster, 7200.0, nodes=2, load=1.0)
+    energy = predict_run_energy(cluster, 7200.0, nodes=2, load=1.0)
     assert energy is not None
-    assert energy.device_kwh == pytest.approx(2 * 8 * 0.4 * 2)
+    assert energy.accelerator_kwh == pytest.approx(2 * 8 * 0.4 * 2)
     assert energy.node_kwh == pytest.approx(2 * 6.5 * 2)
     assert energy.site_kwh == pytest.approx(1.5 * energy.node_kwh)
 
 
 def test_the_clusters_cap_counts() -> None:
     capped = Cluster(name="c", nodes=1, node=node(), prices=Prices(power_cap_w=200.0))
-    energy = run_energy(capped, 3600.0, load=1.0)
+    energy = predict_run_energy(capped, 3600.0, load=1.0)
     assert energy is not None
-    assert energy.device_kwh == pytest.approx(8 * 0.2)
+    assert energy.accelerator_kwh == pytest.approx(8 * 0.2)
 
 
 @pytest.mark.parametrize("name", ["NVIDIA V100 SXM2 32GB", "NVIDIA H100 SXM"])
 def test_a_lower_cap_never_makes_a_program_faster(name: str) -> None:
-    found = [capped_slowdown(accelerator(name), cap, 390.0).expected for cap in (400.0, 350.0, 300.0, 250.0, 200.0)]
+    found = [
+        predict_cap_slowdown(accelerator(name), cap, 390.0).expected for cap in (400.0, 350.0, 300.0, 250.0, 200.0)
+    ]
     assert found == sorted(found)
     assert found[0] >= 1.0
 
 
 def test_a_program_that_draws_far_less_than_the_cap_is_not_slowed() -> None:
-    slow = capped_slowdown(accelerator("NVIDIA H100 SXM", 700.0, 93.0), 600.0, 300.0)
+    slow = predict_cap_slowdown(accelerator("NVIDIA H100 SXM", 700.0, 93.0), 600.0, 300.0)
     assert (slow.expected, slow.low, slow.high) == (1.0, 1.0, 1.0)
 
 
 def test_a_family_that_nobody_measured_gets_a_wide_range_that_holds_what_a_vendor_says() -> None:
-    slow = capped_slowdown(accelerator("NVIDIA H100 SXM", 700.0, 93.0), 600.0, 700.0)
-    assert not slow.measured
+    slow = predict_cap_slowdown(accelerator("NVIDIA H100 SXM", 700.0, 93.0), 600.0, 700.0)
+    assert not slow.is_measured
     assert slow.low < slow.expected < 1.10 < 1.15 < slow.high  # 10 to 15 % by a vendor's blog
 
 
 def test_a_cap_below_the_lowest_clocks_is_refused() -> None:
     with pytest.raises(ValueError, match="lowest clocks"):
-        capped_slowdown(accelerator("NVIDIA V100", 300.0), 80.0, 250.0)
+        predict_cap_slowdown(accelerator("NVIDIA V100", 300.0), 80.0, 250.0)
 
 
 def test_a_family_without_constants_needs_its_highest_draw() -> None:
     with pytest.raises(ValueError, match="needs power_w"):
-        capped_slowdown(accelerator("NVIDIA H100", power=None), 300.0, 600.0)
+        predict_cap_slowdown(accelerator("NVIDIA H100", power=None), 300.0, 600.0)
 
 
 @pytest.mark.skipif(not ZEUS.exists(), reason=f"the measurements are not in this checkout: {ZEUS} is absent")
@@ -113,7 +120,7 @@ def test_slow_down_under_caps_is_what_zeus_measured(gpu: str) -> None:
     for points in workloads.values():
         *capped, (_, uncapped_time, draw) = sorted(points)
         for cap, time, _ in capped:
-            found, true = capped_slowdown(own, cap, draw), time / uncapped_time
+            found, true = predict_cap_slowdown(own, cap, draw), time / uncapped_time
             errors.append(abs(found.expected / true - 1.0))
             baseline.append(abs(1.0 / true - 1.0))
             inside.append(found.low <= true <= found.high)

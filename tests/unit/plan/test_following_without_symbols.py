@@ -9,16 +9,16 @@ PROGRAM = """
 import sys
 from phalanx.compat import without_symbols
 from phalanx.models import moe, transformer
-from phalanx.plan.tracing import build, language_loss, profile
+from phalanx.plan.tracing import build_on_meta, language_modeling_forward, profile_model
 
 SIZES = {"layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
 
 def dense():
-    return profile(build(lambda: transformer(100, 16, **SIZES, ffn_hidden_size=64)), language_loss(100, 16), 16)
+    return profile_model(build_on_meta(lambda: transformer(100, 16, **SIZES, ffn_hidden_size=64)), language_modeling_forward(100, 16), 16)
 
 def experts():
-    model = build(lambda: moe(100, 16, **SIZES, expert_hidden_size=64, num_experts=4, top_k=2))
-    return profile(model, language_loss(100, 16), 16)
+    model = build_on_meta(lambda: moe(100, 16, **SIZES, expert_hidden_size=64, num_experts=4, top_k=2))
+    return profile_model(model, language_modeling_forward(100, 16), 16)
 
 without = dense()
 print("imported:", sorted({"sympy", "torch.fx.experimental.symbolic_shapes"} & sys.modules.keys()))

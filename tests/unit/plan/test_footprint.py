@@ -12,62 +12,69 @@ from memory_rows import VALIDATION, Compared, memory_rows
 from torch import nn
 from torch.nn import functional as F
 
-from peak import Peak
+from peak import PeakMemoryMode
 from phalanx.cluster import load_cluster
 from phalanx.models import moe, transformer
 from phalanx.models.convnets import resnet
-from phalanx.plan.fitting import what_would_fit
-from phalanx.plan.footprint import Footprint, _course, footprint, footprints
-from phalanx.plan.passage import GIB
-from phalanx.plan.profile import Profile
-from phalanx.plan.setup import Setup, Stack
-from phalanx.plan.stacks import stack
-from phalanx.plan.tracing import build, image_loss, language_loss, profile
+from phalanx.plan.fitting import suggest_memory_changes
+from phalanx.plan.footprint import MemoryEstimate, _schedule_of_rank, estimate_memory, estimate_memory_by_rank
+from phalanx.plan.passage import BYTES_PER_GIB
+from phalanx.plan.profile import ModelProfile
+from phalanx.plan.setup import Scenario, SoftwareStack
+from phalanx.plan.stacks import stack_by_name
+from phalanx.plan.tracing import build_on_meta, image_classification_forward, language_modeling_forward, profile_model
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.parallel.recompute import apply_recompute
+from phalanx.train.parallel.recompute import apply_activation_checkpointing
 
-PARTS = [field.name for field in fields(Footprint) if field.name != "rank"]
+PARTS = [field.name for field in fields(MemoryEstimate) if field.name != "rank"]
 
 
 @cache
-def llama(dtype: torch.dtype = torch.bfloat16, tie: bool = False) -> Profile:
+def llama(dtype: torch.dtype = torch.bfloat16, tie: bool = False) -> ModelProfile:
     """A decoder of eight layers."""
-    return profile(
-        build(lambda: transformer(32000, 1024, layers=8, hidden_size=512, num_heads=8, tie_embeddings=tie), dtype),
-        language_loss(32000, 1024),
+    return profile_model(
+        build_on_meta(
+            lambda: transformer(32000, 1024, layers=8, hidden_size=512, num_heads=8, tie_embeddings=tie), dtype
+        ),
+        language_modeling_forward(32000, 1024),
         1024,
     )
 
 
 @cache
-def mixture() -> Profile:
+def mixture() -> ModelProfile:
     """The same with eight experts a layer."""
-    return profile(
-        build(lambda: moe(32000, 1024, layers=8, hidden_size=512, num_heads=8, num_experts=8, top_k=2)),
-        language_loss(32000, 1024),
+    return profile_model(
+        build_on_meta(lambda: moe(32000, 1024, layers=8, hidden_size=512, num_heads=8, num_experts=8, top_k=2)),
+        language_modeling_forward(32000, 1024),
         1024,
     )
 
 
-def setup(layout: Parallelism | None = None, of: Profile | None = None, **values: object) -> Setup:
+def setup(layout: Parallelism | None = None, of: ModelProfile | None = None, **values: object) -> Scenario:
     """A run of the small decoder; `values` as in Setup."""
-    given = {"micro": 4, "batch": 1024, "zero": 3 if layout is not None and layout.shard > 1 else 0, **values}
-    return Setup(of or llama(), load_cluster("h100:8"), layout or Parallelism(), **given)  # type: ignore[arg-type]
+    given = {
+        "micro_size": 4,
+        "global_batch": 1024,
+        "zero_level": 3 if layout is not None and layout.shard > 1 else 0,
+        **values,
+    }
+    return Scenario(of or llama(), load_cluster("h100:8"), layout or Parallelism(), **given)  # type: ignore[arg-type]
 
 
 # --- what must hold ---------------------------------------------------------------------------------------------------
 
 
 def test_parts_add_up() -> None:
-    found = footprint(setup(Parallelism(shard=4, tensor=2)))
+    found = estimate_memory(setup(Parallelism(shard=4, tensor=2)))
     assert found.total == pytest.approx(sum(getattr(found, name) for name in PARTS))
     assert 0 < found.allocated < found.reserved < found.total
-    low, high = found.between()
+    low, high = found.interval()
     assert low < found.total < high
 
 
 def test_more_shards_never_take_more() -> None:
-    sizes = [footprint(setup(Parallelism(shard=ranks))).allocated for ranks in (2, 4, 8, 16, 64)]
+    sizes = [estimate_memory(setup(Parallelism(shard=ranks))).allocated for ranks in (2, 4, 8, 16, 64)]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -75,15 +82,17 @@ def test_a_cpu_has_the_checkpoint_in_its_memory_while_it_is_written_and_replicas
     cluster = load_cluster("h100:8")
     host = cluster.node.accelerator.model_copy(update={"generation": "cpu"})
     cluster = cluster.model_copy(update={"node": cluster.node.model_copy(update={"accelerator": host})})
-    alone = footprint(replace(setup(), cluster=cluster))
-    assert alone.buffers == alone.parameters + alone.optimizer > 0
-    shared = footprint(replace(setup(Parallelism(replicate=4)), cluster=cluster))
-    assert shared.buffers == pytest.approx((shared.parameters + shared.optimizer) / 4)
+    alone = estimate_memory(replace(setup(), cluster=cluster))
+    assert alone.comm_buffers == alone.parameters + alone.optimizer_state > 0
+    shared = estimate_memory(replace(setup(Parallelism(replicate=4)), cluster=cluster))
+    assert shared.comm_buffers == pytest.approx((shared.parameters + shared.optimizer_state) / 4)
 
 
 @pytest.mark.parametrize("dimension", ["tensor", "pipeline", "context"])
 def test_more_ranks_never_take_more(dimension: str) -> None:
-    sizes = [footprint(setup(Parallelism(**{dimension: ranks}), micro=1)).allocated for ranks in (1, 2, 4, 8)]
+    sizes = [
+        estimate_memory(setup(Parallelism(**{dimension: ranks}), micro_size=1)).allocated for ranks in (1, 2, 4, 8)
+    ]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -91,7 +100,7 @@ def test_each_level_of_zero_takes_less() -> None:
     states = []
     for zero in range(4):
         layout = Parallelism(shard=8) if zero == 3 else Parallelism(replicate=8)
-        states.append(footprint(setup(layout, zero=zero, stack=Stack("megatron"))).state)
+        states.append(estimate_memory(setup(layout, zero_level=zero, stack=SoftwareStack("megatron"))).persistent_state)
     assert states == sorted(states, reverse=True)
 
 
@@ -100,30 +109,32 @@ def test_each_level_of_zero_takes_less() -> None:
 def test_recomputing_more_never_takes_more(of: object, fused: bool) -> None:
     for layout in (Parallelism(), Parallelism(shard=8), Parallelism(pipeline=4), Parallelism(tensor=4)):
         sizes = [
-            footprint(setup(layout, of(), recompute=way, stack=Stack(fused=fused))).allocated  # type: ignore[operator]
+            estimate_memory(
+                setup(layout, of(), checkpointing=way, stack=SoftwareStack(fuses_memory_ops=fused))
+            ).allocated  # type: ignore[operator]
             for way in ("none", "selective", "full")
         ]
         assert sizes == sorted(sizes, reverse=True), layout
 
 
 def test_a_larger_micro_batch_takes_more() -> None:
-    sizes = [footprint(setup(micro=micro)).allocated for micro in (1, 2, 4, 8)]
+    sizes = [estimate_memory(setup(micro_size=micro)).allocated for micro in (1, 2, 4, 8)]
     assert sizes == sorted(sizes)
 
 
 def test_a_chunked_loss_spares_the_logits() -> None:
-    run = setup(stack=stack("torch"))
-    whole, fused, chunked = (footprint(run, loss=loss) for loss in ("whole", "fused", "chunked"))
+    run = setup(stack=stack_by_name("torch"))
+    whole, fused, chunked = (estimate_memory(run, loss_mode=loss) for loss in ("whole", "fused", "chunked"))
     logits = 4 * 1024 * 32000
     # Three copies in fp32; then in 16 bits, with their gradient; then the weight's gradient in fp32.
     assert whole.allocated - fused.allocated == pytest.approx(8 * logits, rel=0.05)
     assert chunked.allocated < fused.allocated
-    assert footprint(setup()) == footprint(setup(), loss="fused")  # our own kernel on a GPU
+    assert estimate_memory(setup()) == estimate_memory(setup(), loss_mode="fused")  # our own kernel on a GPU
 
 
 def test_tensor_ranks_that_divide_the_vocabulary_never_have_all_logits() -> None:
     divided = setup(Parallelism(tensor=2))
-    assert footprint(divided) == footprint(divided, loss="chunked")
+    assert estimate_memory(divided) == estimate_memory(divided, loss_mode="chunked")
 
 
 # --- the training state -----------------------------------------------------------------------------------------------
@@ -141,28 +152,30 @@ def test_tensor_ranks_that_divide_the_vocabulary_never_have_all_logits() -> None
     ],
 )
 def test_megatron_holds_what_its_documentation_says(precision: str, zero: int, bytes_each: float) -> None:
-    found = footprint(setup(Parallelism(replicate=8), precision=precision, zero=zero, stack=Stack("megatron")))
-    assert found.state == pytest.approx(bytes_each * llama().parameters)
+    found = estimate_memory(
+        setup(Parallelism(replicate=8), precision=precision, zero_level=zero, stack=SoftwareStack("megatron"))
+    )
+    assert found.persistent_state == pytest.approx(bytes_each * llama().num_parameters)
 
 
 def test_sharded_weights_take_sixteen_bytes_for_each_parameter_over_the_shards() -> None:
-    found = footprint(setup(Parallelism(replicate=2, shard=4, context=2)))
-    assert found.state == pytest.approx(16 * llama().parameters / 8)
+    found = estimate_memory(setup(Parallelism(replicate=2, shard=4, context=2)))
+    assert found.persistent_state == pytest.approx(16 * llama().num_parameters / 8)
 
 
 @pytest.mark.parametrize(
     ("keywords", "bytes_each"),
     [
         ({"optimizer": "sgd"}, 4.0),
-        ({"state": "bf16"}, 4.0),
-        ({"state": "int8"}, 2.06),
+        ({"state_dtype": "bf16"}, 4.0),
+        ({"state_dtype": "int8"}, 2.06),
         ({"offload": True}, 0.0),
         ({"optimizer": "lamb"}, 8.0),
     ],
 )
 def test_optimizers_differ_in_what_they_keep(keywords: dict[str, object], bytes_each: float) -> None:
-    found = footprint(setup(), **keywords)  # type: ignore[arg-type]
-    assert found.optimizer == pytest.approx(bytes_each * llama().parameters)
+    found = estimate_memory(setup(), **keywords)  # type: ignore[arg-type]
+    assert found.optimizer_state == pytest.approx(bytes_each * llama().num_parameters)
 
 
 def test_frozen_weights_have_neither_gradient_nor_state() -> None:
@@ -175,27 +188,29 @@ def test_frozen_weights_have_neither_gradient_nor_state() -> None:
         model.head.requires_grad_(True)  # type: ignore[union-attr]
         return model
 
-    found = footprint(setup(of=profile(build(headed), language_loss(32000, 1024), 1024)))
-    assert found.parameters == pytest.approx(4 * llama().parameters)
+    found = estimate_memory(
+        setup(of=profile_model(build_on_meta(headed), language_modeling_forward(32000, 1024), 1024))
+    )
+    assert found.parameters == pytest.approx(4 * llama().num_parameters)
     assert found.gradients == pytest.approx(4 * 512 * 32000, rel=1e-3)
 
 
 def test_a_tied_weight_stands_at_both_ends_of_a_pipeline() -> None:
-    first, *_, last = footprints(setup(Parallelism(pipeline=4), llama(tie=True)))
+    first, *_, last = estimate_memory_by_rank(setup(Parallelism(pipeline=4), llama(tie=True)))
     assert last.parameters == pytest.approx(first.parameters, rel=1e-3)
 
 
 def test_experts_are_divided_over_their_ranks_and_sharded_over_the_rest() -> None:
     weights = mixture()
     of_experts = sum(each.repeats * each.weights.expert for each in weights.segments)
-    found = footprint(setup(Parallelism(replicate=8, expert=4), weights, zero=0))
-    assert found.parameters == pytest.approx(4 * (weights.parameters - of_experts * 3 / 4))
-    sharded = footprint(setup(Parallelism(shard=8, expert=4), weights))
-    assert sharded.parameters == pytest.approx(4 * weights.parameters / 8)
+    found = estimate_memory(setup(Parallelism(replicate=8, expert=4), weights, zero_level=0))
+    assert found.parameters == pytest.approx(4 * (weights.num_parameters - of_experts * 3 / 4))
+    sharded = estimate_memory(setup(Parallelism(shard=8, expert=4), weights))
+    assert sharded.parameters == pytest.approx(4 * weights.num_parameters / 8)
 
 
 def test_fp32_activations_are_twice_as_large() -> None:
-    low, high = (footprint(setup(precision=precision)) for precision in ("bf16", "fp32"))
+    low, high = (estimate_memory(setup(precision=precision)) for precision in ("bf16", "fp32"))
     assert high.activations == pytest.approx(2 * low.activations)
 
 
@@ -217,19 +232,19 @@ def test_a_rank_holds_as_many_micro_batches_as_its_schedule_starts_ahead(
     schedule: str, chunks: int, micros: int, held: list[int]
 ) -> None:
     layout = Parallelism(pipeline=4, pipeline_schedule=schedule)  # type: ignore[arg-type]
-    run = setup(layout, micro=1, batch=micros, chunks=chunks)
+    run = setup(layout, micro_size=1, global_batch=micros, virtual_stages=chunks)
     most = []
     for rank in range(4):
-        in_flight = list(accumulate((kind == "F") - ends for kind, _, ends in _course(run, rank)))
+        in_flight = list(accumulate((kind == "F") - ends for kind, _, ends in _schedule_of_rank(run, rank)))
         most.append(max(in_flight))
     assert most == held
 
 
 def test_the_first_rank_of_a_pipeline_holds_most_activations() -> None:
-    run = setup(Parallelism(pipeline=4), gpt(8, 512, 8), micro=1)
-    first, second, third, _ = footprints(run)
+    run = setup(Parallelism(pipeline=4), gpt(8, 512, 8), micro_size=1)
+    first, second, third, _ = estimate_memory_by_rank(run)
     assert first.activations > second.activations > third.activations
-    assert footprint(run) == first
+    assert estimate_memory(run) == first
 
 
 # --- closed forms (Korthikanti et al. 2022, tables 2 and 3; sequence 2048, 8 tensor ranks) ----------------------------
@@ -243,14 +258,14 @@ MODELS = {  # width, layers, heads, micro-batch, pipeline ranks, stages of each
 
 
 @cache
-def closed(model: str, recompute: str, sequence_parallel: bool) -> Footprint:
+def closed(model: str, recompute: str, sequence_parallel: bool) -> MemoryEstimate:
     """The first pipeline rank's."""
     width, layers, heads, micro, pipeline, stages = MODELS[model]
-    using = Stack("megatron", fused=False, flash=0.0, sequence_parallel=sequence_parallel)
+    using = SoftwareStack("megatron", fuses_memory_ops=False, attention_speed=0.0, sequence_parallel=sequence_parallel)
     layout = Parallelism(tensor=8, pipeline=pipeline)
     of, batch = gpt(layers, width, heads), 4 * micro * pipeline
-    run = Setup(of, load_cluster("a100:8"), layout, micro, batch, "bf16", recompute, 0, stages, using)
-    return footprints(run)[0]
+    run = Scenario(of, load_cluster("a100:8"), layout, micro, batch, "bf16", recompute, 0, stages, using)
+    return estimate_memory_by_rank(run)[0]
 
 
 @pytest.mark.parametrize(
@@ -263,9 +278,9 @@ def closed(model: str, recompute: str, sequence_parallel: bool) -> Footprint:
     ],
 )
 def test_large_models_take_what_the_closed_forms_say(model: str, state: float, plain: float, selective: float) -> None:
-    assert closed(model, "none", False).state / GIB == pytest.approx(state, rel=1e-3)
-    assert closed(model, "none", False).activations / GIB == pytest.approx(plain, rel=1e-3)
-    assert closed(model, "attention", True).activations / GIB == pytest.approx(selective, rel=2e-3)
+    assert closed(model, "none", False).persistent_state / BYTES_PER_GIB == pytest.approx(state, rel=1e-3)
+    assert closed(model, "none", False).activations / BYTES_PER_GIB == pytest.approx(plain, rel=1e-3)
+    assert closed(model, "attention", True).activations / BYTES_PER_GIB == pytest.approx(selective, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -291,17 +306,27 @@ def allocated_by(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) 
     """Bytes of tensors that a forward and backward makes at a time, beside weights and their gradients."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with Peak() as counted:
+    with PeakMemoryMode() as counted:
         scores = model(inputs)
         F.cross_entropy(scores.flatten(0, -2), targets.flatten()).backward()
     most: int = counted.most
     return most
 
 
-def predicted(of: Profile, micro: int, recompute: str = "none") -> float:
+def predicted(of: ModelProfile, micro: int, recompute: str = "none") -> float:
     """The same as `footprint` has it, operation by operation in fp32."""
-    run = Setup(of, load_cluster("laptop"), Parallelism(), micro, micro, "fp32", recompute, 0, stack=Stack(fused=False))
-    found = footprint(run)
+    run = Scenario(
+        of,
+        load_cluster("laptop"),
+        Parallelism(),
+        micro,
+        micro,
+        "fp32",
+        recompute,
+        0,
+        stack=SoftwareStack(fuses_memory_ops=False),
+    )
+    found = estimate_memory(run)
     return found.activations + found.temporaries
 
 
@@ -314,14 +339,16 @@ def test_a_real_step_of_a_decoder_takes_what_is_predicted(kind: type, recompute:
 
     model, tokens = make(), torch.randint(0, 256, (8, 128))
     if recompute != "none":
-        apply_recompute(model, [f"blocks.{layer}" for layer in range(3)], recompute)
-    of = profile(build(make, torch.float32), language_loss(256, 128), 128)
+        apply_activation_checkpointing(model, [f"blocks.{layer}" for layer in range(3)], recompute)
+    of = profile_model(build_on_meta(make, torch.float32), language_modeling_forward(256, 128), 128)
     # Checkpointed blocks hold more than is counted: here 4 of 34 times what enters one.
     assert predicted(of, 8, recompute) == pytest.approx(allocated_by(model, tokens, tokens), rel=0.15)
 
 
 def test_a_real_step_of_a_convolutional_network_takes_what_is_predicted() -> None:
-    of = profile(build(lambda: resnet(base_channels=16), torch.float32), image_loss(3, 32, 32), 1)
+    of = profile_model(
+        build_on_meta(lambda: resnet(base_channels=16), torch.float32), image_classification_forward(3, 32, 32), 1
+    )
     real = allocated_by(resnet(base_channels=16), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)))
     assert predicted(of, 8) == pytest.approx(real, rel=0.1)
 
@@ -360,45 +387,45 @@ def test_nineteen_of_twenty_measured_runs_are_where_they_are_said_to_be() -> Non
 
 
 def test_a_run_that_fits_needs_no_change() -> None:
-    fit = what_would_fit(setup())
+    fit = suggest_memory_changes(setup())
     assert fit.verdict == "yes"
-    assert fit.missing < 0
-    assert not fit.changes
-    assert "are left" in fit.words
+    assert fit.missing_bytes < 0
+    assert not fit.sufficient_changes
+    assert "are left" in fit.description
 
 
 def test_every_change_that_is_offered_makes_the_run_fit() -> None:
-    run = setup(Parallelism(replicate=8), micro=8)
-    room = 0.9 * footprint(run).total
-    fit = what_would_fit(run, capacity=room)
-    assert fit.missing == pytest.approx(room / 9)
-    assert fit.changes
-    assert all(change.needed.total <= room for change in fit.changes)
-    names = [change.overrides.split("=")[0] for change in fit.changes]
+    run = setup(Parallelism(replicate=8), micro_size=8)
+    room = 0.9 * estimate_memory(run).total
+    fit = suggest_memory_changes(run, capacity=room)
+    assert fit.missing_bytes == pytest.approx(room / 9)
+    assert fit.sufficient_changes
+    assert all(change.memory.total <= room for change in fit.sufficient_changes)
+    names = [change.overrides.split("=")[0] for change in fit.sufficient_changes]
     assert "batch.micro_size" in names
     assert "memory.activation_checkpointing" in names
-    assert all(change.overrides in fit.words for change in fit.changes)
+    assert all(change.overrides in fit.description for change in fit.sufficient_changes)
 
 
 def test_changes_are_as_mild_as_they_can_be() -> None:
-    run = setup(micro=8)
-    smaller = footprint(replace(run, micro=4)).total
-    fit = what_would_fit(run, capacity=smaller)
-    assert next(each for each in fit.changes if "micro" in each.overrides).overrides == "batch.micro_size=4"
+    run = setup(micro_size=8)
+    smaller = estimate_memory(replace(run, micro_size=4)).total
+    fit = suggest_memory_changes(run, capacity=smaller)
+    assert next(each for each in fit.sufficient_changes if "micro" in each.overrides).overrides == "batch.micro_size=4"
 
 
 def test_what_no_single_change_can_do_is_offered_together() -> None:
-    run = setup(micro=8, batch=8)
-    fit = what_would_fit(run, capacity=1.9 * GIB)
-    assert not fit.changes
-    assert fit.together is not None
-    assert fit.together.needed.total <= 1.9 * GIB
-    assert f"together would fit: {fit.together.overrides}" in fit.words
+    run = setup(micro_size=8, global_batch=8)
+    fit = suggest_memory_changes(run, capacity=1.9 * BYTES_PER_GIB)
+    assert not fit.sufficient_changes
+    assert fit.combined_change is not None
+    assert fit.combined_change.memory.total <= 1.9 * BYTES_PER_GIB
+    assert f"together would fit: {fit.combined_change.overrides}" in fit.description
     assert fit.verdict == "no"
 
 
 def test_more_devices_are_offered_where_they_would_do() -> None:
-    run = setup(Parallelism(shard=2), micro=1, batch=64)
-    room = footprint(setup(Parallelism(shard=8), micro=1, batch=64)).total
-    fit = what_would_fit(run, capacity=room)
-    assert any(change.overrides.startswith("8 devices with parallelism.shard=8") for change in fit.changes)
+    run = setup(Parallelism(shard=2), micro_size=1, global_batch=64)
+    room = estimate_memory(setup(Parallelism(shard=8), micro_size=1, global_batch=64)).total
+    fit = suggest_memory_changes(run, capacity=room)
+    assert any(change.overrides.startswith("8 devices with parallelism.shard=8") for change in fit.sufficient_changes)

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.cluster.description import Reliability
 from phalanx.cluster.failures import daly_interval, young_interval
-from phalanx.plan.goodput import failure_interval, goodput, productive_share
+from phalanx.plan.goodput import job_mtbf_seconds, predict_goodput, productive_share
 
 HOUR, MINUTE = 3600.0, 60.0
 SAVE, RESTART = 5 * MINUTE, 10 * MINUTE  # of Daly's figures 3 to 5
@@ -44,42 +44,42 @@ def test_a_save_longer_than_twice_the_mean_time_between_failures_takes_that_time
 
 @pytest.mark.parametrize("mean", [0.2 * HOUR, 3 * HOUR, 1000 * HOUR])
 def test_the_four_shares_of_wall_time_add_up_to_one(mean: float) -> None:
-    shares = goodput(SAVE, RESTART, mean)
-    assert shares.productive + shares.blocked + shares.discarded + shares.restarting == pytest.approx(1.0)
-    assert min(shares.productive, shares.blocked, shares.discarded, shares.restarting) >= 0
+    shares = predict_goodput(SAVE, RESTART, mean)
+    assert shares.productive + shares.blocked + shares.wasted + shares.unavailable == pytest.approx(1.0)
+    assert min(shares.productive, shares.blocked, shares.wasted, shares.unavailable) >= 0
 
 
 def test_a_save_that_blocks_a_minute_costs_large_jobs_an_eighth_of_their_time() -> None:
     # sqrt(2d/M) = 12 % at 2.3 h between failures; restarts come on top
-    assert goodput(MINUTE, 0.0, 2.3 * HOUR).productive == pytest.approx(0.88, abs=0.01)
+    assert predict_goodput(MINUTE, 0.0, 2.3 * HOUR).productive == pytest.approx(0.88, abs=0.01)
 
 
 def test_five_minute_saves_and_restarts_leave_little_at_a_hundred_thousand_devices() -> None:
-    assert goodput(5 * MINUTE, 5 * MINUTE, 0.3 * HOUR).productive < 0.5
+    assert predict_goodput(5 * MINUTE, 5 * MINUTE, 0.3 * HOUR).productive < 0.5
 
 
 def test_without_a_stall_more_frequent_saves_are_always_better() -> None:
-    shares = [goodput(0.0, MINUTE, HOUR, interval=tau).productive for tau in (60.0, 600.0, 6000.0)]
+    shares = [predict_goodput(0.0, MINUTE, HOUR, interval_s=tau).productive for tau in (60.0, 600.0, 6000.0)]
     assert shares == sorted(shares, reverse=True)
 
 
 def test_nothing_is_productive_when_no_interval_ever_ends() -> None:
-    assert goodput(1.0, 1.0, 1.0, interval=1e6).productive == 0.0
+    assert predict_goodput(1.0, 1.0, 1.0, interval_s=1e6).productive == 0.0
 
 
 def test_without_a_stall_an_interval_must_be_given() -> None:
     with pytest.raises(ValueError, match="without a stall"):
-        goodput(0.0, MINUTE, HOUR)
+        predict_goodput(0.0, MINUTE, HOUR)
 
 
 def test_times_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="between_failures=0"):
-        goodput(1.0, 1.0, 0.0)
+        predict_goodput(1.0, 1.0, 0.0)
 
 
 def test_meta_projects_1_8_hours_for_16384_devices_and_measured_far_less_than_the_law_for_1024() -> None:
     rsc1 = Reliability(failures_per_1000_node_days=6.50)
-    large, middle = failure_interval(rsc1, 16384 // 8), failure_interval(rsc1, 1024 // 8)
+    large, middle = job_mtbf_seconds(rsc1, 16384 // 8), job_mtbf_seconds(rsc1, 1024 // 8)
     assert large is not None
     assert middle is not None
     assert large / HOUR == pytest.approx(1.8, abs=0.01)
@@ -87,10 +87,10 @@ def test_meta_projects_1_8_hours_for_16384_devices_and_measured_far_less_than_th
 
 
 def test_llama_3_was_interrupted_every_three_hours() -> None:
-    found = failure_interval(Reliability(failures_per_1000_node_days=3.79), 2048)
+    found = job_mtbf_seconds(Reliability(failures_per_1000_node_days=3.79), 2048)
     assert found is not None
     assert found / HOUR == pytest.approx(3.09, abs=0.01)
 
 
 def test_no_rate_means_no_interval() -> None:
-    assert failure_interval(Reliability(), 100) is None
+    assert job_mtbf_seconds(Reliability(), 100) is None

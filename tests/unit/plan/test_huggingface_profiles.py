@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.data import Facts
+from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
-from phalanx.plan.profile import Product, Profile
-from phalanx.profiling import Numbers, profile_of
+from phalanx.plan.profile import Gemm, ModelProfile
+from phalanx.profiling import NumberFormat, profile_model
 from phalanx.recipe import load_recipe
-from tiny_huggingface import built, transformers
+from tiny_huggingface import build_random_model, transformers
 
-FACTS = Facts("tokens", 96, None, 16, None)
+FACTS = DataInfo("tokens", 96, None, 16, None)
 
 
 @pytest.fixture(autouse=True)
@@ -20,26 +20,32 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def followed(folder: Path, numbers: Numbers = "half") -> Profile:
+def followed(folder: Path, numbers: NumberFormat = "half") -> ModelProfile:
     """The profile of the model in `folder`, by a recipe beside it."""
     recipe = folder.parent / "recipe.yaml"
     recipe.write_text(json.dumps({"model": {"build": f"hf:{folder.name}"}, "data": {"source": {"text": "text.txt"}}}))
-    return profile_of(load_recipe(recipe), FACTS, numbers)
+    return profile_model(load_recipe(recipe), FACTS, numbers)
 
 
-def products(profile: Profile, phase: str) -> float:
+def products(profile: ModelProfile, phase: str) -> float:
     """Multiplications with weights, for a token."""
     found = 0.0
     for segment in profile.segments:
-        for each in segment.operations:
-            if isinstance(each, Product) and each.phase == phase and each.weight:
-                found += segment.repeats * each.count.at(1) * each.m.at(1) * each.n.at(1) * each.k.at(1)
-    return found / profile.tokens
+        for each in segment.ops:
+            if isinstance(each, Gemm) and each.phase == phase and each.has_weight:
+                found += (
+                    segment.repeats
+                    * each.count.evaluate(1)
+                    * each.m.evaluate(1)
+                    * each.n.evaluate(1)
+                    * each.k.evaluate(1)
+                )
+    return found / profile.units_per_sample
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma2", "gpt2", "gpt-neox"])
 def test_a_dense_model_is_followed_with_all_its_products(kind: str, tmp_path: Path) -> None:
-    model = built(kind)
+    model = build_random_model(kind)
     model.save_pretrained(tmp_path / kind)
     profile = followed(tmp_path / kind)
     head, tables = model.get_output_embeddings().weight, ("embed", "wte", "wpe")  # the last two are GPT-2's
@@ -57,7 +63,7 @@ def test_seven_billion_parameters_take_no_memory_of_theirs(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek-v3", "granitemoe"])
 def test_a_mixture_of_experts_is_refused_with_what_to_do(kind: str, tmp_path: Path) -> None:
-    built(kind).save_pretrained(tmp_path / kind)
+    build_random_model(kind).save_pretrained(tmp_path / kind)
     with pytest.raises(
         RecipeError, match=f"model: hf:{kind} is a mixture of experts .* plan phalanx.models:moe of the"
     ):

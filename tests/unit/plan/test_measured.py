@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import load_cluster
-from phalanx.cluster.description import Collective, Measured, Timed
-from phalanx.cluster.description import Product as MeasuredProduct
+from phalanx.cluster.description import CollectiveTiming, Measurements, OpTiming
+from phalanx.cluster.description import GemmTiming as MeasuredProduct
 from phalanx.models import transformer
-from phalanx.plan.measured import ADAMW, NORM, Here, NotMeasured
-from phalanx.plan.profile import Attention, Move, Product, Reduce, Size
-from phalanx.plan.rates import rates
-from phalanx.plan.setup import Setup, Stack
-from phalanx.plan.step import step_here
-from phalanx.plan.tracing import build, language_loss, profile
-from phalanx.plan.work import Division
+from phalanx.plan.measured import ADAMW_OP, GRAD_NORM_OP, MeasuredCosts, MissingMeasurementError
+from phalanx.plan.profile import Affine, AttentionOp, Gemm, MemoryOp, TensorAllReduce
+from phalanx.plan.rates import device_costs
+from phalanx.plan.setup import Scenario, SoftwareStack
+from phalanx.plan.step import measured_step_time
+from phalanx.plan.tracing import build_on_meta, language_modeling_forward, profile_model
+from phalanx.plan.work import ShardSpec
 from phalanx.recipe.schema import Parallelism
 
 EACH = 1e-5
@@ -24,31 +24,31 @@ SECONDS = {
     "transposed": 3.0,
     "gelu": 4.0,
     "mul_complex": 6.0,
-    ADAMW: 2.0,
-    NORM: 0.5,
+    ADAMW_OP: 2.0,
+    GRAD_NORM_OP: 0.5,
     "mul_": 1,
 }
 """Of operations bound by memory, as multiples of a nanosecond a byte."""
 
 
-def timed(kind: str, size: float, seconds: float, **given: Any) -> Timed:
-    return Timed(**{"kind": kind, "precision": "fp32", "bytes": size, "seconds": seconds, **given})
+def timed(kind: str, size: float, seconds: float, **given: Any) -> OpTiming:
+    return OpTiming(**{"kind": kind, "precision": "fp32", "bytes": size, "seconds": seconds, **given})
 
 
 def square(side: int, rate: float, **given: Any) -> MeasuredProduct:
     return MeasuredProduct(precision="fp32", m=side, n=side, k=side, seconds=2 * side**3 / rate, **given)
 
 
-def attend(sequence: int, rate: float, kind: str = "attention") -> Timed:
+def attend(sequence: int, rate: float, kind: str = "attention") -> OpTiming:
     flops = 4.0 * 8 * sequence * sequence * 64 * (2.5 if kind != "attention" else 1.0)
     return timed(kind, 1e6, flops / rate, flops=flops, shape=(1, 8, sequence, 64))
 
 
-def reduce(size: int, seconds: float, ranks: int = 2) -> Collective:
-    return Collective(kind="all_reduce", backend="gloo", ranks=ranks, bytes=size, seconds=seconds, busbw_gbps=1.0)
+def reduce(size: int, seconds: float, ranks: int = 2) -> CollectiveTiming:
+    return CollectiveTiming(kind="all_reduce", backend="gloo", ranks=ranks, bytes=size, seconds=seconds, busbw_gbps=1.0)
 
 
-def probed(**given: Any) -> Measured:
+def probed(**given: Any) -> Measurements:
     whole: dict[str, Any] = {
         "when": "2026-11-21T12:00:00+0000",
         "key": {},
@@ -65,23 +65,23 @@ def probed(**given: Any) -> Measured:
         ],
         "collectives": [reduce(1000, 1e-4), reduce(10**6, 1e-3), reduce(10**6, 2e-3, ranks=4)],
     }
-    return Measured(**{**whole, **given})
+    return Measurements(**{**whole, **given})
 
 
-def product(m: float, n: float, k: float, width: int = 4) -> Product:
-    return Product("forward", Size(1), Size(0, m), Size(n), Size(k), width, weight=True)
+def product(m: float, n: float, k: float, width: int = 4) -> Gemm:
+    return Gemm("forward", Affine(1), Affine(0, m), Affine(n), Affine(k), width, has_weight=True)
 
 
-def move(name: str, size: float, width: int = 4) -> Move:
-    return Move("forward", name, Size(0, size), Size(0, size), True, width=width)
+def move(name: str, size: float, width: int = 4) -> MemoryOp:
+    return MemoryOp("forward", name, Affine(0, size), Affine(0, size), True, element_bytes=width)
 
 
-HERE = Here(probed(), 1)
-ONE = Division(1)
+HERE = MeasuredCosts(probed(), 1)
+ONE = ShardSpec(1)
 
 
-def seconds(op: Any, here: Here = HERE, samples: float = 1) -> float:
-    return float(here.price(op, Division(samples)).total)
+def seconds(op: Any, here: MeasuredCosts = HERE, samples: float = 1) -> float:
+    return float(here.cost_of(op, ShardSpec(samples)).total)
 
 
 @pytest.mark.parametrize(("side", "rate"), [(64, 1e10), (512, 4e10), (2048, 5e10)])
@@ -103,7 +103,7 @@ def test_larger_products_take_longer_beyond_what_was_measured() -> None:
 
 
 def test_many_products_take_as_many_times_as_long() -> None:
-    many = Product("forward", Size(0, 3), Size(512), Size(512), Size(512), 4)
+    many = Gemm("forward", Affine(0, 3), Affine(512), Affine(512), Affine(512), 4)
     assert seconds(many, samples=2) - EACH == pytest.approx(6 * 2 * 512**3 / 4e10, rel=1e-4)
 
 
@@ -118,8 +118,8 @@ def test_between_measurements_more_bytes_take_longer() -> None:
 
 
 def test_beyond_the_largest_bytes_count_and_below_the_smallest_their_square_root() -> None:
-    assert HERE.seconds("mul", "fp32", 1e9) == pytest.approx(1.0)
-    assert HERE.seconds("mul", "fp32", 1e2) == pytest.approx(1e-5 * 0.1)
+    assert HERE.memory_op_seconds("mul", "fp32", 1e9) == pytest.approx(1.0)
+    assert HERE.memory_op_seconds("mul", "fp32", 1e2) == pytest.approx(1e-5 * 0.1)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +140,14 @@ def test_what_was_measured_in_fp32_stands_in_for_16_bits() -> None:
     assert seconds(move("gelu", 1e6, width=2)) == seconds(move("gelu", 1e6))
 
 
-def attention(phase: str, sequence: int) -> Attention:
-    return Attention(phase, Size(0, 1), 8, 8, sequence, sequence, 64, False, 4)  # type: ignore[arg-type]
+def attention(phase: str, sequence: int) -> AttentionOp:
+    return AttentionOp(phase, Affine(0, 1), 8, 8, sequence, sequence, 64, False, 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("phase", "rate"), [("forward", 1e10), ("backward", 8e9)])
 def test_attention_has_the_rate_of_its_phase(phase: str, rate: float) -> None:
     op = attention(phase, 128)
-    assert seconds(op) == pytest.approx(op.flops_a_sample / rate + EACH)
+    assert seconds(op) == pytest.approx(op.flops_per_sample / rate + EACH)
 
 
 def test_longer_sequences_take_longer() -> None:
@@ -157,26 +157,26 @@ def test_longer_sequences_take_longer() -> None:
 
 
 def test_what_is_communicated_costs_nothing_here() -> None:
-    assert seconds(Reduce("forward", Size(0, 1e9))) == 0
+    assert seconds(TensorAllReduce("forward", Affine(0, 1e9))) == 0
 
 
 def test_an_update_is_the_norm_the_scaling_and_the_optimizer() -> None:
-    assert HERE.update(1e6) == pytest.approx(1e-9 * (0.5 * 4e6 + 8e6 + 2.0 * 28e6))
+    assert HERE.optimizer_seconds(1e6) == pytest.approx(1e-9 * (0.5 * 4e6 + 8e6 + 2.0 * 28e6))
 
 
 def test_adding_gradients_reads_two_and_writes_one() -> None:
-    assert HERE.accumulate(1e6) == pytest.approx(1.5e-9 * 12e6)
+    assert HERE.accumulate_seconds(1e6) == pytest.approx(1.5e-9 * 12e6)
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
 def test_where_crowds_were_not_measured_cores_are_shared_evenly() -> None:
-    crowd = Here(probed(), 2)
+    crowd = MeasuredCosts(probed(), 2)
     assert seconds(product(512, 512, 512), crowd) - EACH == pytest.approx(
         2 * (seconds(product(512, 512, 512)) - EACH), rel=1e-6
     )
-    assert crowd.seconds("mul", "fp32", 1e6) == pytest.approx(2 * HERE.seconds("mul", "fp32", 1e6))
+    assert crowd.memory_op_seconds("mul", "fp32", 1e6) == pytest.approx(2 * HERE.memory_op_seconds("mul", "fp32", 1e6))
 
 
 def test_where_crowds_were_measured_their_times_are_taken() -> None:
@@ -184,23 +184,23 @@ def test_where_crowds_were_measured_their_times_are_taken() -> None:
         products=[square(512, 4e10), square(512, 1e10, processes=2)],
         operations=[timed("mul", 1e6, 1e-3), timed("mul", 1e6, 5e-3, processes=2)],
     )
-    crowd = Here(several, 2)
-    assert crowd.seconds("mul", "fp32", 1e6) == pytest.approx(5e-3)
-    assert seconds(product(512, 512, 512), crowd) == pytest.approx(2 * 512**3 / 1e10 + crowd.each, rel=1e-4)
+    crowd = MeasuredCosts(several, 2)
+    assert crowd.memory_op_seconds("mul", "fp32", 1e6) == pytest.approx(5e-3)
+    assert seconds(product(512, 512, 512), crowd) == pytest.approx(2 * 512**3 / 1e10 + crowd.overhead_s, rel=1e-4)
 
 
 def test_an_exchange_goes_by_the_number_of_ranks() -> None:
-    assert HERE.exchange(1e6, 2) == pytest.approx(1e-3)
-    assert HERE.exchange(1e6, 4) == pytest.approx(2e-3)
-    assert 1e-4 < HERE.exchange(1e5, 2) < 1e-3
+    assert HERE.all_reduce_seconds(1e6, 2) == pytest.approx(1e-3)
+    assert HERE.all_reduce_seconds(1e6, 4) == pytest.approx(2e-3)
+    assert 1e-4 < HERE.all_reduce_seconds(1e5, 2) < 1e-3
 
 
 # --- what is missing --------------------------------------------------------------------------------------------------
 
 
 def test_an_exchange_among_ranks_that_were_not_measured_says_how_to() -> None:
-    with pytest.raises(NotMeasured, match=r"among 3 ranks.*phalanx calibrate --nproc-per-node 3"):
-        HERE.exchange(1e6, 3)
+    with pytest.raises(MissingMeasurementError, match=r"among 3 ranks.*phalanx calibrate --nproc-per-node 3"):
+        HERE.all_reduce_seconds(1e6, 3)
 
 
 @pytest.mark.parametrize(
@@ -213,53 +213,57 @@ def test_an_exchange_among_ranks_that_were_not_measured_says_how_to() -> None:
     ids=["product", "move", "attention"],
 )
 def test_what_was_not_measured_is_named(op: Any, missing: str, text: str) -> None:
-    with pytest.raises(NotMeasured, match=text):
-        seconds(op, Here(probed(**{missing: []}), 1))
+    with pytest.raises(MissingMeasurementError, match=text):
+        seconds(op, MeasuredCosts(probed(**{missing: []}), 1))
 
 
 def test_products_in_a_precision_that_was_not_measured_are_named() -> None:
-    with pytest.raises(NotMeasured, match="no products in bf16"):
+    with pytest.raises(MissingMeasurementError, match="no products in bf16"):
         seconds(product(8, 8, 8, width=2))
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
-def run(replicate: int = 1, batch: int = 8) -> Setup:
-    found = profile(
-        build(lambda: transformer(500, 64, layers=2, hidden_size=64, num_heads=4)), language_loss(500, 64), 64
+def run(replicate: int = 1, batch: int = 8) -> Scenario:
+    found = profile_model(
+        build_on_meta(lambda: transformer(500, 64, layers=2, hidden_size=64, num_heads=4)),
+        language_modeling_forward(500, 64),
+        64,
     )
-    stack = Stack(fused=False, computing=1.0, launch=0.0, step_seconds=0.0)
-    return Setup(found, load_cluster("h100:8"), Parallelism(replicate=replicate), 2, batch, "fp32", zero=0, stack=stack)
+    stack = SoftwareStack(fuses_memory_ops=False, compute_factor=1.0, launch_s=0.0, step_overhead_s=0.0)
+    return Scenario(
+        found, load_cluster("h100:8"), Parallelism(replicate=replicate), 2, batch, "fp32", zero_level=0, stack=stack
+    )
 
 
-H100 = rates(load_cluster("h100:8").node.accelerator, "bf16")
+H100 = device_costs(load_cluster("h100:8").node.accelerator, "bf16")
 HALF = probed(products=[square(512, 4e10).model_copy(update={"precision": "bf16"})])
 
 
 def test_a_step_here_is_the_sum_of_its_operations() -> None:
-    given, here = run(), Here(HALF, 1)
-    found = step_here(given, H100, here)
+    given, here = run(), MeasuredCosts(HALF, 1)
+    found = measured_step_time(given, H100, here)
     segments = given.profile.segments
     once = sum(
-        each.repeats * here.price(op, Division(2)).total
+        each.repeats * here.cost_of(op, ShardSpec(2)).total
         for each in segments
-        for op in each.operations
-        if not isinstance(op, Reduce)
+        for op in each.ops
+        if not isinstance(op, TensorAllReduce)
     )
-    weights = given.profile.parameters
-    expected = 4 * once + 3 * here.accumulate(weights) + here.update(weights)
+    weights = given.profile.num_parameters
+    expected = 4 * once + 3 * here.accumulate_seconds(weights) + here.optimizer_seconds(weights)
     assert found.total == pytest.approx(expected, rel=1e-6)
     assert found.total == pytest.approx(sum(vars(found).values()))
 
 
 def test_replicas_exchange_and_one_process_does_not() -> None:
-    here = Here(HALF, 1)
-    assert step_here(run(), H100, here).gradients == 0
-    found = step_here(run(2), H100, here)
-    assert found.gradients == pytest.approx(here.exchange(4 * run().profile.parameters, 2))
+    here = MeasuredCosts(HALF, 1)
+    assert measured_step_time(run(), H100, here).grad_sync == 0
+    found = measured_step_time(run(2), H100, here)
+    assert found.grad_sync == pytest.approx(here.all_reduce_seconds(4 * run().profile.num_parameters, 2))
 
 
 def test_a_step_that_needs_what_was_not_measured_says_so() -> None:
-    with pytest.raises(NotMeasured, match="no products in bf16"):
-        step_here(run(), H100, HERE)
+    with pytest.raises(MissingMeasurementError, match="no products in bf16"):
+        measured_step_time(run(), H100, HERE)

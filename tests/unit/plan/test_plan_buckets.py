@@ -7,9 +7,9 @@ import pytest
 from gpt import gpt
 
 from phalanx.cluster import load_cluster
-from phalanx.plan.buckets import SIZES, best_bucket, exposed
-from phalanx.plan.rates import rates
-from phalanx.plan.setup import Setup, wire_of
+from phalanx.plan.buckets import CANDIDATE_BUCKETS_MIB, best_bucket_mib, exposed_seconds
+from phalanx.plan.rates import device_costs
+from phalanx.plan.setup import Scenario, transport_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Parallelism
 
@@ -21,10 +21,10 @@ def test_what_is_exposed_is_what_going_through_all_buckets_gives(seed: int) -> N
     done = 0.0
     for number in range(1, count + 1):
         done = max(done, backward * number / count) + each
-    assert exposed(count, backward, each) == pytest.approx(done - backward)
+    assert exposed_seconds(count, backward, each) == pytest.approx(done - backward)
 
 
-def setup(gbps: float, layout: Parallelism, wire: Recipe | None = None) -> Setup:
+def setup(gbps: float, layout: Parallelism, wire: Recipe | None = None) -> Scenario:
     """Nodes of one H100 whose network carries so many GB/s."""
     cluster = load_cluster("h100:8")
     node, out = cluster.node, cluster.node.scale_out
@@ -32,23 +32,23 @@ def setup(gbps: float, layout: Parallelism, wire: Recipe | None = None) -> Setup
     out = out.model_copy(update={"gbps": gbps, "ports": 1})
     alone = node.model_copy(update={"count": 1, "scale_up": None, "scale_out": out})
     cluster = cluster.model_copy(update={"node": alone, "nodes": 64})
-    given = wire_of(wire or Recipe())
-    return Setup(gpt(8, 512, 8, 512), cluster, layout, 64, 512, zero=0, wire=given)
+    given = transport_of(wire or Recipe())
+    return Scenario(gpt(8, 512, 8, 512), cluster, layout, 64, 512, zero_level=0, transport=given)
 
 
 def best(gbps: float, layout: Parallelism | None = None, wire: Recipe | None = None) -> float | None:
     given = setup(gbps, layout or Parallelism(replicate=8), wire)
-    return best_bucket(given, rates(given.cluster.node.accelerator, "bf16"))
+    return best_bucket_mib(given, device_costs(given.cluster.node.accelerator, "bf16"))
 
 
 def test_a_network_that_backward_can_hide_but_for_the_last_bucket_gets_small_ones() -> None:
     found = best(100.0)
-    assert found in SIZES
-    assert found < SIZES[0]
+    assert found in CANDIDATE_BUCKETS_MIB
+    assert found < CANDIDATE_BUCKETS_MIB[0]
 
 
 def test_a_network_that_takes_no_time_gets_few_large_ones() -> None:
-    assert best(1000.0) == SIZES[0]
+    assert best(1000.0) == CANDIDATE_BUCKETS_MIB[0]
 
 
 def test_fewer_bytes_may_travel_in_larger_ones() -> None:
@@ -74,6 +74,6 @@ def test_weights_that_are_exchanged_now_and_then_have_no_best_either() -> None:
 
 def test_tensor_ranks_have_less_to_send_each() -> None:
     given = setup(1.0, Parallelism(replicate=4))
-    divided = replace(given, layout=Parallelism(replicate=4, tensor=2))
-    rate = rates(given.cluster.node.accelerator, "bf16")
-    assert best_bucket(divided, rate) is not None
+    divided = replace(given, parallelism=Parallelism(replicate=4, tensor=2))
+    rate = device_costs(given.cluster.node.accelerator, "bf16")
+    assert best_bucket_mib(divided, rate) is not None

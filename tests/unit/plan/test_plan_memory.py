@@ -6,15 +6,15 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.plan.memory import (
-    Needs,
-    Room,
+    MemoryProfile,
+    WorkerMemory,
     activation_bytes,
     choose_memory,
-    losses_to_try,
-    parameter_bytes,
-    sizes,
-    smaller_micro,
+    loss_modes_to_try,
+    micro_batch_candidates,
+    next_smaller_micro_size,
     state_bytes,
+    state_bytes_per_parameter,
 )
 from phalanx.recipe import Recipe
 
@@ -31,21 +31,23 @@ def replicas(batch: int, **values: Any) -> Recipe:
     return recipe(batch={"global_size": batch}, determinism="elastic", **values)
 
 
-def needs(none: int = 1000, selective: int | None = None, full: int | None = None, logits: int = 0) -> Needs:
+def needs(none: int = 1000, selective: int | None = None, full: int | None = None, logits: int = 0) -> MemoryProfile:
     """A small model whose samples take so much; recomputing saves nothing unless it is said."""
     ways = {"none": none, "selective": selective or none, "full": full or none}
-    return Needs(1000, 0, {"whole": ways}, logits)
+    return MemoryProfile(1000, 0, {"whole": ways}, logits)
 
 
-def chosen(of: Recipe, found: Needs | None = None, memory: int = PLENTY, world: int = 1, **more: Any) -> dict[str, Any]:
+def chosen(
+    of: Recipe, found: MemoryProfile | None = None, memory: int = PLENTY, world: int = 1, **more: Any
+) -> dict[str, Any]:
     """The values chosen on a CPU, by the last part of their keys."""
-    choices = choose_memory(of, found or needs(), Room("cpu", memory, world), **more)
+    choices = choose_memory(of, found or needs(), WorkerMemory("cpu", memory, world), **more)
     return {choice.key.split(".")[1]: choice.value for choice in choices}
 
 
-def reasons(of: Recipe, found: Needs, memory: int = PLENTY, world: int = 1, **more: Any) -> dict[str, str]:
-    choices = choose_memory(of, found, Room("cpu", memory, world), **more)
-    return {choice.key.split(".")[1]: choice.why for choice in choices}
+def reasons(of: Recipe, found: MemoryProfile, memory: int = PLENTY, world: int = 1, **more: Any) -> dict[str, str]:
+    choices = choose_memory(of, found, WorkerMemory("cpu", memory, world), **more)
+    return {choice.key.split(".")[1]: choice.reason for choice in choices}
 
 
 @pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (8, 3)])
@@ -61,9 +63,9 @@ def test_a_step_may_take_half_of_a_cpus_memory() -> None:
 
 def test_a_step_may_take_more_of_a_gpus_memory() -> None:
     of = recipe(batch={"global_size": 16})
-    choices = choose_memory(of, needs(GB), Room("cuda", 10 * GB, 1))
+    choices = choose_memory(of, needs(GB), WorkerMemory("cuda", 10 * GB, 1))
     assert choices[2].value == 8
-    assert "fit into 85% of the memory" in choices[2].why
+    assert "fit into 85% of the memory" in choices[2].reason
 
 
 def test_a_micro_batch_that_fits_divides_the_share() -> None:
@@ -73,12 +75,14 @@ def test_a_micro_batch_that_fits_divides_the_share() -> None:
 def test_a_model_of_which_not_even_one_sample_fits_is_refused() -> None:
     said = r"not even one sample fits: it takes 1000 MB in forward and backward, and 500 MB are left"
     with pytest.raises(RecipeError, match=said):
-        chosen(recipe(batch={"global_size": 16}), Needs(0, 0, {"whole": dict.fromkeys(["none", "full"], GB)}), GB)
+        chosen(
+            recipe(batch={"global_size": 16}), MemoryProfile(0, 0, {"whole": dict.fromkeys(["none", "full"], GB)}), GB
+        )
 
 
 def test_a_model_that_does_not_fit_itself_leaves_nothing() -> None:
     with pytest.raises(RecipeError, match="0 MB are left beside parameters and optimizer state"):
-        chosen(recipe(), Needs(10**9, 0, {"whole": {"none": GB}}), GB)
+        chosen(recipe(), MemoryProfile(10**9, 0, {"whole": {"none": GB}}), GB)
 
 
 def test_where_full_recomputation_is_not_allowed_it_is_the_cure() -> None:
@@ -130,7 +134,11 @@ def test_a_micro_batch_beyond_all_of_the_memory_is_refused_with_one_that_fits() 
 @pytest.mark.parametrize("peak", [0, GB])
 def test_a_model_too_large_for_any_micro_batch_is_told_so(peak: int) -> None:
     with pytest.raises(RecipeError, match="not even one would fit: use a smaller model"):
-        chosen(recipe(batch={"global_size": 16, "micro_size": 8}), Needs(10**9, 0, {"whole": {"none": peak}}), 11 * GB)
+        chosen(
+            recipe(batch={"global_size": 16, "micro_size": 8}),
+            MemoryProfile(10**9, 0, {"whole": {"none": peak}}),
+            11 * GB,
+        )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +150,7 @@ def test_as_little_is_recomputed_as_lets_one_sample_fit(memory: int, expected: t
 
 
 def test_a_way_that_the_model_does_not_go_with_is_not_taken() -> None:
-    found = Needs(1000, 0, {"whole": {"none": 10 * GB, "selective": None, "full": 2 * GB}})
+    found = MemoryProfile(1000, 0, {"whole": {"none": 10 * GB, "selective": None, "full": 2 * GB}})
     assert chosen(recipe(), found, 10 * GB)["activation_checkpointing"] == "full"
 
 
@@ -168,23 +176,23 @@ def test_reasons_say_what_was_too_much() -> None:
 
 def test_what_a_trial_did_not_survive_is_not_taken_again() -> None:
     of = recipe(batch={"global_size": 16})
-    assert chosen(of, failed=[("none", "whole", 16)])["micro_size"] == 8
-    why = reasons(of, needs(), failed=[("none", "whole", 16), ("none", "whole", 8)])
+    assert chosen(of, failed_trials=[("none", "whole", 16)])["micro_size"] == 8
+    why = reasons(of, needs(), failed_trials=[("none", "whole", 16), ("none", "whole", 8)])
     assert why["micro_size"].endswith("; a trial of 8 ran out of memory")
 
 
 def test_when_no_micro_batch_survives_its_trial_more_is_recomputed() -> None:
     of = recipe(batch={"global_size": 2})
     failed = [("none", "whole", 2), ("none", "whole", 1)]
-    found = chosen(of, failed=failed)
+    found = chosen(of, failed_trials=failed)
     assert (found["activation_checkpointing"], found["micro_size"]) == ("selective", 2)
-    assert "a trial ran out of memory" in reasons(of, needs(), failed=failed)["activation_checkpointing"]
+    assert "a trial ran out of memory" in reasons(of, needs(), failed_trials=failed)["activation_checkpointing"]
 
 
 def test_when_nothing_survives_the_error_says_so() -> None:
     of = recipe(batch={"global_size": 1}, memory={"activation_checkpointing": "full"})
     with pytest.raises(RecipeError, match="trials ran out of memory, the last with 1 samples at once; use a smaller"):
-        chosen(of, failed=[("full", "whole", 1)])
+        chosen(of, failed_trials=[("full", "whole", 1)])
 
 
 def test_a_given_micro_batch_that_dies_in_its_trial_is_refused_with_a_smaller_one() -> None:
@@ -192,7 +200,7 @@ def test_a_given_micro_batch_that_dies_in_its_trial_is_refused_with_a_smaller_on
     with pytest.raises(
         RecipeError, match=r"a trial of 8 samples at once ran out of memory; batch.micro_size=4 would fit"
     ):
-        chosen(of, failed=[("none", "whole", 8)])
+        chosen(of, failed_trials=[("none", "whole", 8)])
 
 
 MB = 10**6
@@ -202,7 +210,7 @@ CHUNKS = {"whole": dict.fromkeys(["none", "selective", "full"], 40 * MB)} | {
 
 
 def test_the_loss_is_in_chunks_where_all_logits_would_be_large() -> None:
-    found = Needs(1000, 0, CHUNKS, 100 * MB)
+    found = MemoryProfile(1000, 0, CHUNKS, 100 * MB)
     assert chosen(recipe(batch={"global_size": 4}), found)["chunked_loss"] is True
     assert reasons(recipe(batch={"global_size": 4}), found)["chunked_loss"].endswith(
         "take 400 MB in fp32, more than 256"
@@ -210,18 +218,18 @@ def test_the_loss_is_in_chunks_where_all_logits_would_be_large() -> None:
 
 
 def test_the_loss_is_whole_where_all_logits_are_small() -> None:
-    assert chosen(recipe(batch={"global_size": 2}), Needs(1000, 0, CHUNKS, 100 * MB))["chunked_loss"] is False
+    assert chosen(recipe(batch={"global_size": 2}), MemoryProfile(1000, 0, CHUNKS, 100 * MB))["chunked_loss"] is False
 
 
 def test_chunks_are_judged_by_the_micro_batch_that_they_allow() -> None:
     """Whole, only two samples would fit, whose logits are not large."""
-    found = chosen(recipe(batch={"global_size": 8}), Needs(0, 0, CHUNKS, 100 * MB), 160 * MB + 2)
+    found = chosen(recipe(batch={"global_size": 8}), MemoryProfile(0, 0, CHUNKS, 100 * MB), 160 * MB + 2)
     assert (found["chunked_loss"], found["micro_size"]) == (True, 8)
 
 
 def test_a_given_loss_is_taken() -> None:
     of = recipe(batch={"global_size": 4}, memory={"chunked_loss": False})
-    assert chosen(of, Needs(1000, 0, CHUNKS, 100 * MB))["chunked_loss"] is False
+    assert chosen(of, MemoryProfile(1000, 0, CHUNKS, 100 * MB))["chunked_loss"] is False
 
 
 def test_a_model_without_a_loss_in_chunks_says_so() -> None:
@@ -241,12 +249,14 @@ def test_a_model_without_a_loss_in_chunks_says_so() -> None:
     ],
 )
 def test_only_losses_that_may_be_chosen_are_tried(values: dict[str, Any], logits: int, expected: list[str]) -> None:
-    assert losses_to_try(recipe(**values), logits, Room("cpu", 64 * 10**9, 1)) == expected
+    assert loss_modes_to_try(recipe(**values), logits, WorkerMemory("cpu", 64 * 10**9, 1)) == expected
 
 
 def test_a_gpu_holds_all_logits_up_to_a_sixteenth_of_its_memory() -> None:
     logits = 10**9  # of a sample, in fp32
-    by_memory = {size: losses_to_try(recipe(), logits, Room("cuda", size * 10**9, 1)) for size in (80, 1000)}
+    by_memory = {
+        size: loss_modes_to_try(recipe(), logits, WorkerMemory("cuda", size * 10**9, 1)) for size in (80, 1000)
+    }
     assert by_memory == {80: ["whole", "chunked"], 1000: ["whole"]}
 
 
@@ -265,12 +275,12 @@ def test_a_gpu_holds_all_logits_up_to_a_sixteenth_of_its_memory() -> None:
     ],
 )
 def test_state_is_counted_by_the_optimizer(optimizer: dict[str, Any], expected: int) -> None:
-    assert parameter_bytes(recipe(optimizer=optimizer, precision="fp32"), "cuda") == expected
-    assert parameter_bytes(recipe(optimizer=optimizer), "cuda") == expected + 2  # copies of weights in bf16
+    assert state_bytes_per_parameter(recipe(optimizer=optimizer, precision="fp32"), "cuda") == expected
+    assert state_bytes_per_parameter(recipe(optimizer=optimizer), "cuda") == expected + 2  # copies of weights in bf16
 
 
 def test_on_a_cpu_offloading_saves_nothing() -> None:
-    assert parameter_bytes(recipe(optimizer={"offload": True}), "cpu") == 16
+    assert state_bytes_per_parameter(recipe(optimizer={"offload": True}), "cpu") == 16
 
 
 def test_what_is_frozen_has_only_its_weights() -> None:
@@ -279,19 +289,19 @@ def test_what_is_frozen_has_only_its_weights() -> None:
 
 def test_what_an_exchange_of_fewer_bytes_keeps_counts_where_there_are_replicas() -> None:
     sync: dict[str, Any] = {"determinism": "off", "grad_sync": {"compression": "int8"}}
-    assert parameter_bytes(recipe(**sync, parallelism={"replicate": 2}), "cpu") == 16 + 7
-    assert parameter_bytes(recipe(**sync, parallelism={"replicate": 1}), "cpu") == 16
+    assert state_bytes_per_parameter(recipe(**sync, parallelism={"replicate": 2}), "cpu") == 16 + 7
+    assert state_bytes_per_parameter(recipe(**sync, parallelism={"replicate": 1}), "cpu") == 16
 
 
 @pytest.mark.parametrize(("exact", "expected"), [("off", 16 + 7), ("fixed-world", 16), ("elastic", 16)])
 def test_of_what_may_be_chosen_the_exchange_that_keeps_most_counts(exact: str, expected: int) -> None:
-    assert parameter_bytes(recipe(determinism=exact, parallelism={"replicate": 2}), "cpu") == expected
+    assert state_bytes_per_parameter(recipe(determinism=exact, parallelism={"replicate": 2}), "cpu") == expected
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_a_round_keeps_counts_on_one_worker_too(replicas: int) -> None:
     sync: dict[str, Any] = {"determinism": "off", "local_sgd": {"method": "diloco"}}
-    assert parameter_bytes(recipe(**sync, parallelism={"replicate": replicas}), "cpu") == 16 + 12
+    assert state_bytes_per_parameter(recipe(**sync, parallelism={"replicate": replicas}), "cpu") == 16 + 12
 
 
 @pytest.mark.parametrize("layout", [{"shard": 4}, {"tensor": 2, "pipeline": 2}, {"context": 2, "shard": 2}])
@@ -334,26 +344,27 @@ def test_an_odd_sequence_is_not_divided_among_tensor_ranks() -> None:
     ],
 )
 def test_a_pipeline_has_micro_batches_enough(layout: dict[str, Any], batch: int, expected: int) -> None:
-    assert sizes(recipe(parallelism=layout, batch={"global_size": batch}), 1)[0] == expected
+    assert micro_batch_candidates(recipe(parallelism=layout, batch={"global_size": batch}), 1)[0] == expected
 
 
 def test_too_few_samples_for_a_pipeline_are_told() -> None:
     with pytest.raises(
         RecipeError, match=r"^batch.micro_size: no micro-batch lets 1f1b run 4 stages .* batch.global_size, to 4 or"
     ):
-        sizes(recipe(parallelism={"pipeline": 4}, batch={"global_size": 3}), 4)
+        micro_batch_candidates(recipe(parallelism={"pipeline": 4}, batch={"global_size": 3}), 4)
 
 
 @pytest.mark.parametrize(("micro", "expected"), [(8, 4), (4, 2), (1, None), (5, 4)])
 def test_a_run_that_was_short_of_memory_goes_on_with_the_next_smaller(micro: int, expected: int | None) -> None:
     assert (
-        smaller_micro(recipe(batch={"global_size": 16, "micro_size": micro}, parallelism={"replicate": 2})) == expected
+        next_smaller_micro_size(recipe(batch={"global_size": 16, "micro_size": micro}, parallelism={"replicate": 2}))
+        == expected
     )
 
 
 def test_under_replicas_the_next_smaller_can_be_shared_as_well() -> None:
     assert (
-        smaller_micro(
+        next_smaller_micro_size(
             replicas(48).model_copy(update={"batch": recipe(batch={"global_size": 48, "micro_size": 2}).batch})
         )
         == 1

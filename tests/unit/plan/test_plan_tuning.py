@@ -6,33 +6,33 @@ from typing import Any
 import pytest
 
 from phalanx.plan.tuning import (
-    CHANGEABLE,
-    Candidate,
-    Facts,
-    candidates,
-    changed,
-    hopeless,
-    measured,
-    steps_to_pay,
-    untried,
+    TUNABLE_KEYS,
+    TuningCandidate,
+    TuningFacts,
+    apply_changes,
+    break_even_steps,
+    is_hopeless,
+    list_untried,
+    propose_candidates,
+    summarize_rounds,
 )
-from phalanx.recipe import Recipe, differences
+from phalanx.recipe import Recipe, diff_recipes
 
-CPU = Facts(
+CPU = TuningFacts(
     device="cpu",
-    cores=2,
-    logical=2,
+    physical_cores=2,
+    logical_cores=2,
     memory_bytes=16 * 10**9,
     tflops={"fp32": 0.1, "bf16": 0.3},
-    parameters=3_000_000,
+    trainable_parameters=3_000_000,
     flops_per_sample=1e9,
-    saved_bytes_per_sample=8e6,
-    step_seconds=0.4,
-    precisions=("fp32", "bf16"),
-    vocabulary=256,
-    sequence=256,
+    activation_bytes_per_sample=8e6,
+    step_s=0.4,
+    allowed_precisions=("fp32", "bf16"),
+    vocab_size=256,
+    seq_len=256,
 )
-GPU = replace(CPU, device="cuda", cores=16, logical=32, tflops={"fp32": 50.0, "bf16": 700.0})
+GPU = replace(CPU, device="cuda", physical_cores=16, logical_cores=32, tflops={"fp32": 50.0, "bf16": 700.0})
 
 
 def resolved(**changes: Any) -> Recipe:
@@ -47,34 +47,34 @@ def resolved(**changes: Any) -> Recipe:
     return Recipe.model_validate({**values, **changes})
 
 
-def labels(recipe: Recipe, facts: Facts) -> list[str]:
-    return [candidate.label for candidate in candidates(recipe, facts)]
+def labels(recipe: Recipe, facts: TuningFacts) -> list[str]:
+    return [candidate.label for candidate in propose_candidates(recipe, facts)]
 
 
 def test_candidates_come_in_the_order_of_predicted_gain() -> None:
-    found = candidates(resolved(), CPU)
-    assert [one.predicted for one in found] == sorted((one.predicted for one in found), reverse=True)
+    found = propose_candidates(resolved(), CPU)
+    assert [one.predicted_speedup for one in found] == sorted((one.predicted_speedup for one in found), reverse=True)
     assert {one.label for one in found} >= {"precision=bf16", "compile=true", "2 processes x 1 thread"}
 
 
 @pytest.mark.parametrize("facts", [CPU, GPU])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_no_candidate_changes_the_mathematics(facts: Facts, recompute: str) -> None:
+def test_no_candidate_changes_the_mathematics(facts: TuningFacts, recompute: str) -> None:
     recipe = resolved(memory={"activation_checkpointing": recompute, "chunked_loss": False})
-    for candidate in candidates(recipe, facts):
-        for difference in differences(recipe, changed(recipe, candidate.changes)):
-            assert any(difference.key == key or difference.key.startswith(f"{key}.") for key in CHANGEABLE)
+    for candidate in propose_candidates(recipe, facts):
+        for difference in diff_recipes(recipe, apply_changes(recipe, candidate.changes)):
+            assert any(difference.key == key or difference.key.startswith(f"{key}.") for key in TUNABLE_KEYS)
 
 
 def test_a_key_of_the_mathematics_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must not change optimizer.lr"):
-        changed(resolved(), {"optimizer.lr": 1.0})
+        apply_changes(resolved(), {"optimizer.lr": 1.0})
 
 
 def test_a_precision_that_may_not_change_is_no_candidate_and_said_so() -> None:
-    fixed = replace(CPU, precisions=())
+    fixed = replace(CPU, allowed_precisions=())
     assert not any(label.startswith("precision") for label in labels(resolved(), fixed))
-    assert any("--allow-precision" in note for note in untried(resolved(), fixed, 0.0))
+    assert any("--allow-precision" in note for note in list_untried(resolved(), fixed, 0.0))
 
 
 def test_a_precision_that_is_slower_here_is_not_tried() -> None:
@@ -83,18 +83,18 @@ def test_a_precision_that_is_slower_here_is_not_tried() -> None:
 
 
 def test_processes_share_cores_and_batch() -> None:
-    (candidate,) = (one for one in candidates(resolved(), CPU) if "processes" in one.label)
+    (candidate,) = (one for one in propose_candidates(resolved(), CPU) if "processes" in one.label)
     assert candidate.changes == {"parallelism": {"replicate": 2}, "batch.micro_size": 8, "num_threads": 1}
 
 
-@pytest.mark.parametrize("facts", [replace(CPU, processes=False), GPU, replace(CPU, memory_bytes=10**8)])
-def test_processes_are_not_tried_where_given_on_gpus_or_without_memory(facts: Facts) -> None:
+@pytest.mark.parametrize("facts", [replace(CPU, may_change_processes=False), GPU, replace(CPU, memory_bytes=10**8)])
+def test_processes_are_not_tried_where_given_on_gpus_or_without_memory(facts: TuningFacts) -> None:
     assert not any("processes" in label for label in labels(resolved(), facts))
 
 
 def test_under_replicas_threads_stay_and_every_promised_world_can_share_the_batch() -> None:
     recipe = resolved(determinism="elastic", num_threads=1, batch={"global_size": 24, "micro_size": 1})
-    found = candidates(recipe, CPU)
+    found = propose_candidates(recipe, CPU)
     assert not any("num_threads" in one.changes or "shard" in str(one.changes) for one in found)
     assert all(one.changes.get("batch.micro_size", 1) == 1 for one in found)
 
@@ -128,29 +128,31 @@ def test_graphs_are_tried_after_compile_on_a_gpu_only() -> None:
 
 
 def test_a_gain_beyond_noise_is_told_from_one_within() -> None:
-    clear = measured([([1.0, 1.1], [0.8, 0.8]), ([1.0, 1.0], [0.7, 0.8]), ([1.2, 1.0], [0.8, 0.9])])
-    assert clear.gains
-    assert clear.ratio == pytest.approx(1.0 / 0.8)
-    assert not measured([([1.0], [0.99]), ([1.0], [0.985]), ([1.0], [0.99])]).gains  # below the margin
-    assert not measured([([1.0], [0.5]), ([1.0], [1.2]), ([1.0], [1.1]), ([1.0], [0.6])]).gains  # quartiles below 1
+    clear = summarize_rounds([([1.0, 1.1], [0.8, 0.8]), ([1.0, 1.0], [0.7, 0.8]), ([1.2, 1.0], [0.8, 0.9])])
+    assert clear.is_faster
+    assert clear.speedup == pytest.approx(1.0 / 0.8)
+    assert not summarize_rounds([([1.0], [0.99]), ([1.0], [0.985]), ([1.0], [0.99])]).is_faster  # below the margin
+    assert not summarize_rounds(
+        [([1.0], [0.5]), ([1.0], [1.2]), ([1.0], [1.1]), ([1.0], [0.6])]
+    ).is_faster  # quartiles below 1
 
 
 def test_one_slow_round_does_not_decide() -> None:
     rounds = [([1.0], [0.8]), ([1.0], [0.8]), ([1.0], [2.0]), ([1.0], [0.8]), ([1.0], [0.8])]
-    assert measured(rounds).gains
+    assert summarize_rounds(rounds).is_faster
 
 
 def test_trying_stops_when_two_rounds_were_clearly_slower() -> None:
-    assert not hopeless([([1.0], [2.0])])
-    assert hopeless([([1.0], [2.0]), ([1.0], [1.5])])
-    assert not hopeless([([1.0], [2.0]), ([1.0], [1.05])])
+    assert not is_hopeless([([1.0], [2.0])])
+    assert is_hopeless([([1.0], [2.0]), ([1.0], [1.5])])
+    assert not is_hopeless([([1.0], [2.0]), ([1.0], [1.05])])
 
 
 def test_a_longer_start_is_paid_back_by_steps() -> None:
-    assert steps_to_pay(measured([([1.0], [0.75])]), 10.0) == 40
-    assert steps_to_pay(measured([([1.0], [0.75])]), -1.0) == 0
+    assert break_even_steps(summarize_rounds([([1.0], [0.75])]), 10.0) == 40
+    assert break_even_steps(summarize_rounds([([1.0], [0.75])]), -1.0) == 0
 
 
 def test_labels_are_what_one_types() -> None:
-    assert Candidate({"compile": True}, 1.0, "").label == "compile=true"
-    assert Candidate({"batch.micro_size": 4}, 1.0, "").label == "batch.micro_size=4"
+    assert TuningCandidate({"compile": True}, 1.0, "").label == "compile=true"
+    assert TuningCandidate({"batch.micro_size": 4}, 1.0, "").label == "batch.micro_size=4"

@@ -3,13 +3,13 @@
 import pytest
 
 from phalanx.cluster import load_cluster
-from phalanx.cluster.description import Reliability, Storage
-from phalanx.plan.stalls import reading, saving, saving_of, stalled
-from phalanx.plan.step import Parts
+from phalanx.cluster.description import Reliability, StorageSpec
+from phalanx.plan.stalls import add_storage_stalls, checkpoint_stall_seconds, data_stall_seconds, plan_checkpoints
+from phalanx.plan.step import StepBreakdown
 
 CLUSTER = load_cluster("dgx-h100:4").model_copy(
     update={
-        "storage": Storage(read_gbps=10, write_gbps=10, node_read_gbps=1, node_write_gbps=1),
+        "storage": StorageSpec(read_gbps=10, write_gbps=10, node_read_gbps=1, node_write_gbps=1),
         "reliability": Reliability(failures_per_1000_node_days=6.5),
     }
 )
@@ -17,39 +17,39 @@ STORAGE = CLUSTER.storage
 
 
 def test_data_that_come_quicker_than_a_step_cost_nothing() -> None:
-    assert reading(3.9e9, STORAGE, 4, step=1.0) == 0
+    assert data_stall_seconds(3.9e9, STORAGE, 4, step_s=1.0) == 0
 
 
 @pytest.mark.parametrize(("nodes", "waits"), [(4, 1.0), (100, 0.0)])
 def test_data_that_come_too_slowly_are_waited_for(nodes: int, waits: float) -> None:
     # four nodes take 4 GB/s together, a hundred the 10 GB/s that the storage gives
-    assert reading(8e9, STORAGE, nodes, step=1.0) == pytest.approx(waits)
+    assert data_stall_seconds(8e9, STORAGE, nodes, step_s=1.0) == pytest.approx(waits)
 
 
 def test_an_asynchronous_save_holds_up_for_a_hundredth_of_a_blocking_one() -> None:
-    assert saving(400e9, STORAGE, 4) == pytest.approx(1.0)
+    assert checkpoint_stall_seconds(400e9, STORAGE, 4) == pytest.approx(1.0)
 
 
 def test_where_nobody_knows_how_fast_storage_is_nothing_is_said() -> None:
-    unknown = Storage()
-    assert reading(1e15, unknown, 4, step=1.0) == 0
-    assert saving(1e15, unknown, 4) is None
-    assert saving_of(CLUSTER.model_copy(update={"storage": unknown}), 4, 10**9, 1.0) is None
+    unknown = StorageSpec()
+    assert data_stall_seconds(1e15, unknown, 4, step_s=1.0) == 0
+    assert checkpoint_stall_seconds(1e15, unknown, 4) is None
+    assert plan_checkpoints(CLUSTER.model_copy(update={"storage": unknown}), 4, 10**9, 1.0) is None
 
 
 def test_checkpoints_and_data_are_parts_of_a_step_that_add_up() -> None:
-    save = saving_of(CLUSTER, 4, 10**11, 2.0)
+    save = plan_checkpoints(CLUSTER, 4, 10**11, 2.0)
     assert save is not None
-    found = stalled(Parts(products=1.5, rest=0.5), STORAGE, 4, 12e9, save)
-    assert found.data == pytest.approx(1.0)
-    assert found.checkpoint == pytest.approx(3.0 * save.stall / save.interval)
-    assert found.total == pytest.approx(3.0 + found.checkpoint)
+    found = add_storage_stalls(StepBreakdown(gemm=1.5, other=0.5), STORAGE, 4, 12e9, save)
+    assert found.data_wait == pytest.approx(1.0)
+    assert found.checkpoint_stall == pytest.approx(3.0 * save.stall_s / save.interval_s)
+    assert found.total == pytest.approx(3.0 + found.checkpoint_stall)
 
 
 def test_slower_storage_saves_less_often_and_costs_more() -> None:
-    slow = CLUSTER.model_copy(update={"storage": Storage(write_gbps=0.5)})
-    fast, slower = (saving_of(each, 4, 10**11, 2.0) for each in (CLUSTER, slow))
+    slow = CLUSTER.model_copy(update={"storage": StorageSpec(write_gbps=0.5)})
+    fast, slower = (plan_checkpoints(each, 4, 10**11, 2.0) for each in (CLUSTER, slow))
     assert fast is not None
     assert slower is not None
-    assert fast.interval < slower.interval
+    assert fast.interval_s < slower.interval_s
     assert fast.goodput.productive > slower.goodput.productive

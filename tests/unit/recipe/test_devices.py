@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, check_device
-from phalanx.recipe.devices import KINDS, DeviceKind, kind_of
+from phalanx.recipe.devices import DEVICE_KINDS, DeviceKind, device_kind_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "devices.md"
 
@@ -55,17 +55,24 @@ def test_a_recipe_that_leaves_all_to_us_goes_with_every_device(device: str) -> N
 
 
 def test_amds_gpus_and_tensors_that_are_nowhere_have_rows_too() -> None:
-    assert kind_of("cuda", rocm=True) is KINDS["rocm"]
-    assert kind_of("meta") is KINDS["cpu"]
+    assert device_kind_of("cuda", rocm=True) is DEVICE_KINDS["rocm"]
+    assert device_kind_of("meta") is DEVICE_KINDS["cpu"]
 
 
 def row(name: str, kind: DeviceKind) -> str:
     """What the page says of a kind."""
-    marks = (kind.compiles, kind.graphs, kind.deterministic, kind.page_locks, kind.memory_statistics, kind.float64)
+    marks = (
+        kind.auto_compiles,
+        kind.has_cuda_graphs,
+        kind.names_nondeterministic_ops,
+        kind.can_pin_existing_memory,
+        kind.has_memory_statistics,
+        kind.has_float64,
+    )
     said = " | ".join("yes" if mark else "no" for mark in marks)
-    return f"| `{name}` | {', '.join(kind.precisions)} | {kind.backend or 'none'} | {said} |"
+    return f"| `{name}` | {', '.join(kind.precisions)} | {kind.dist_backend or 'none'} | {said} |"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", DEVICE_KINDS)
 def test_the_page_about_devices_has_the_table(name: str) -> None:
-    assert row(name, KINDS[name]) in PAGE.read_text()
+    assert row(name, DEVICE_KINDS[name]) in PAGE.read_text()

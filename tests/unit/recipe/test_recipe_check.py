@@ -8,19 +8,19 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import (
-    Difference,
     Recipe,
-    check,
-    differences,
+    RecipeDifference,
+    check_recipe,
+    diff_recipes,
     import_object,
-    is_free,
+    incompatible_changes,
+    is_free_on_resume,
     json_schema,
     load_recipe,
-    markdown,
-    refused,
-    workers_for,
+    num_workers_for,
+    render_recipe_reference,
 )
-from phalanx.recipe.checks import FP8
+from phalanx.recipe.checks import FP8_VARIABLE
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -29,12 +29,12 @@ def recipe(*overrides: str) -> Recipe:
 
 @pytest.mark.parametrize(("micro", "workers"), [("auto", 4), (4, 4), (16, 1), (1, 16), (8, 2)])
 def test_a_batch_that_divides_passes(micro: int | str, workers: int, tmp_path: Path) -> None:
-    check(recipe(f"batch.micro_size={micro}"), tmp_path, workers)
+    check_recipe(recipe(f"batch.micro_size={micro}"), tmp_path, workers)
 
 
 def test_a_layout_says_how_many_workers_a_run_has() -> None:
-    assert workers_for(recipe("parallelism.shard=2", "parallelism.tensor=3"), otherwise=8) == 6
-    assert workers_for(recipe("parallelism=auto"), otherwise=8) == 8
+    assert num_workers_for(recipe("parallelism.shard=2", "parallelism.tensor=3"), default=8) == 6
+    assert num_workers_for(recipe("parallelism=auto"), default=8) == 8
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_what_cannot_run_is_told_with_its_numbers(
     overrides: list[str], workers: int, expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RecipeError, match=f"(?m)^{expected}"):
-        check(recipe(*overrides), tmp_path, workers)
+        check_recipe(recipe(*overrides), tmp_path, workers)
 
 
 @pytest.mark.parametrize(
@@ -275,12 +275,12 @@ def test_what_cannot_run_is_told_with_its_numbers(
     ],
 )
 def test_layouts_that_fit_pass(overrides: list[str], workers: int, tmp_path: Path) -> None:
-    check(recipe(*overrides), tmp_path, workers)
+    check_recipe(recipe(*overrides), tmp_path, workers)
 
 
 def test_each_problem_of_a_layout_has_a_line(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
-        check(
+        check_recipe(
             recipe("parallelism.tensor=2", "parallelism.context=3", "parallelism.expert=2", "optimizer.name=muon"),
             tmp_path,
             2,
@@ -302,35 +302,35 @@ def test_a_check_says_where_the_key_was_written(tmp_path: Path) -> None:
     file.write_text("name: a\nbatch:\n  micro_size: 5\n")
     loaded = load_recipe(file)
     with pytest.raises(RecipeError, match=r"r\.yaml:3: batch.micro_size: 5 x 1"):
-        check(loaded.recipe, loaded.folder, 1, loaded.at)
+        check_recipe(loaded.recipe, loaded.recipe_dir, 1, loaded.location_of)
 
 
 def test_an_init_that_is_an_export_is_refused_with_its_right_name(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(RecipeError, match=r"init_from: .*out is a Hugging Face directory, or an export; give hf:out$"):
-        check(recipe("init_from=out"), tmp_path, 1)
-    check(recipe("init_from=hf:out"), tmp_path, 1)
+        check_recipe(recipe("init_from=out"), tmp_path, 1)
+    check_recipe(recipe("init_from=hf:out"), tmp_path, 1)
 
 
 def test_init_is_relative_to_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    check(recipe("init_from=there"), tmp_path)
+    check_recipe(recipe("init_from=there"), tmp_path)
 
 
 def test_differences_name_the_deepest_keys() -> None:
-    found = differences(
+    found = diff_recipes(
         recipe("model.args.a=1", "parallelism=auto"), recipe("model.args.b=2", "optimizer.lr=1", "parallelism.shard=1")
     )
     assert {difference.key for difference in found} == {"model.args.a", "model.args.b", "optimizer.lr", "parallelism"}
-    assert Difference("optimizer.lr", 0.001, 1.0) in found
-    assert str(Difference("optimizer.lr", 0.001, 1.0)) == "optimizer.lr: 0.001 -> 1.0"
+    assert RecipeDifference("optimizer.lr", 0.001, 1.0) in found
+    assert str(RecipeDifference("optimizer.lr", 0.001, 1.0)) == "optimizer.lr: 0.001 -> 1.0"
 
 
 def test_differences_go_into_lists_of_the_same_length() -> None:
     old = recipe("data.source=[{text: a}, {text: b}]")
     new = recipe("data.source=[{text: a}, {text: b, weight: 2}]")
-    assert [difference.key for difference in differences(old, new)] == ["data.source.1.weight"]
+    assert [difference.key for difference in diff_recipes(old, new)] == ["data.source.1.weight"]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_differences_go_into_lists_of_the_same_length() -> None:
     ],
 )
 def test_what_does_not_touch_the_mathematics_is_free(key: str) -> None:
-    assert is_free(key)
+    assert is_free_on_resume(key)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_what_does_not_touch_the_mathematics_is_free(key: str) -> None:
     ],
 )
 def test_what_touches_the_mathematics_is_not_free(key: str) -> None:
-    assert not is_free(key)
+    assert not is_free_on_resume(key)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_what_touches_the_mathematics_is_not_free(key: str) -> None:
 def test_a_run_goes_on_only_under_the_same_mathematics(
     old: list[str], resolved: list[str], new: list[str], keys: list[str]
 ) -> None:
-    found = refused(recipe(*old), recipe(*resolved), recipe(*new))
+    found = incompatible_changes(recipe(*old), recipe(*resolved), recipe(*new))
     assert sorted(difference.key for difference in found) == keys
 
 
@@ -489,7 +489,7 @@ def test_the_examples_of_the_schema_are_recipes() -> None:
 
 def test_the_reference_page_is_up_to_date() -> None:
     page = Path(__file__).parents[3] / "docs" / "reference" / "recipe.md"
-    assert page.read_text() == markdown(), "run `make docs`"
+    assert page.read_text() == render_recipe_reference(), "run `make docs`"
 
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
@@ -625,10 +625,10 @@ def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: in
 def test_what_depends_on_the_recipe_alone_is_refused_by_its_check(
     overrides: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(FP8, raising=False)
+    monkeypatch.delenv(FP8_VARIABLE, raising=False)
     found = recipe(*overrides)
     with pytest.raises(RecipeError, match=expected) as caught:
-        check(found, tmp_path, workers_for(found, 1))
+        check_recipe(found, tmp_path, num_workers_for(found, 1))
     assert "\n" not in str(caught.value)
 
 
@@ -651,10 +651,10 @@ def test_what_depends_on_the_recipe_alone_is_refused_by_its_check(
 )
 def test_what_some_machine_can_do_passes_its_check(overrides: list[str], tmp_path: Path) -> None:
     found = recipe(*overrides)
-    check(found, tmp_path, workers_for(found, 1))
+    check_recipe(found, tmp_path, num_workers_for(found, 1))
 
 
 def test_without_a_number_of_workers_nothing_is_said_about_it(tmp_path: Path) -> None:
-    check(recipe("batch.global_size=7", "init_from=nowhere"), tmp_path, None)
+    check_recipe(recipe("batch.global_size=7", "init_from=nowhere"), tmp_path, None)
     with pytest.raises(RecipeError, match=r"optimizer.state_dtype: int8 is for adamw"):
-        check(recipe("batch.global_size=7", "optimizer.name=sgd", "optimizer.state_dtype=int8"), tmp_path, None)
+        check_recipe(recipe("batch.global_size=7", "optimizer.name=sgd", "optimizer.state_dtype=int8"), tmp_path, None)

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from phalanx.recipe import Recipe
-from phalanx.recipe.checks import check
-from phalanx.recipe.exchanges import BY_ACCURACY, candidates, first_steps
+from phalanx.recipe.checks import check_recipe
+from phalanx.recipe.exchanges import AUTO_COMPRESSIONS, auto_algorithms, num_warmup_steps
 
 NO = {"determinism": "off"}
 
 
 def found(sync: dict[str, Any], layout: Any = "auto", device: str = "cpu", **values: Any) -> tuple[str, ...]:
-    return candidates(Recipe.model_validate({**sync, "parallelism": layout, **values}), device)
+    return auto_algorithms(Recipe.model_validate({**sync, "parallelism": layout, **values}), device)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_each_that_may_be_chosen_may_also_be_given(layout: dict[str, int], preci
     for method in found(NO, layout, precision=precision):
         kind = "algorithm" if method == "all-reduce" else "compression"
         values = {**NO, "grad_sync": {kind: method}, "parallelism": layout, "precision": precision}
-        check(Recipe.model_validate(values), tmp_path, 4)
-    assert set(BY_ACCURACY) >= set(found(NO, layout))
+        check_recipe(Recipe.model_validate(values), tmp_path, 4)
+    assert set(AUTO_COMPRESSIONS) >= set(found(NO, layout))
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_each_that_may_be_chosen_may_also_be_given(layout: dict[str, int], preci
     ],
 )
 def test_the_first_steps_of_a_long_run_without_rounds_are_a_third_of_it(sync: Any, steps: int, expected: int) -> None:
-    assert first_steps(Recipe.model_validate({**NO, **sync, "steps": steps})) == expected
+    assert num_warmup_steps(Recipe.model_validate({**NO, **sync, "steps": steps})) == expected

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import RecipeError
-from phalanx.recipe import Recipe, check, grown, growth_told, load_recipe, stays_told
+from phalanx.recipe import (
+    Recipe,
+    check_recipe,
+    describe_batch_scaling,
+    describe_kept_batch,
+    load_recipe,
+    scale_batch_with_workers,
+)
 
 PER_WORKER = ("batch.global_size=64", "batch.scale_with_workers=true")
 
@@ -15,28 +22,30 @@ def recipe(*overrides: str) -> Recipe:
 
 
 def test_a_batch_for_each_worker_is_that_times_the_workers() -> None:
-    found = grown(recipe(*PER_WORKER), 4).batch
+    found = scale_batch_with_workers(recipe(*PER_WORKER), 4).batch
     assert (found.global_size, found.scale_with_workers) == (256, False)
 
 
 def test_a_batch_for_the_run_does_not_change_with_the_workers() -> None:
     given = recipe("batch.global_size=64")
-    assert grown(given, 4) == given
+    assert scale_batch_with_workers(given, 4) == given
 
 
 def test_what_has_grown_does_not_grow_again() -> None:
-    once = grown(recipe(*PER_WORKER, "optimizer.lr_scaling.rule=linear"), 4)
-    assert grown(once, 8) == once
+    once = scale_batch_with_workers(recipe(*PER_WORKER, "optimizer.lr_scaling.rule=linear"), 4)
+    assert scale_batch_with_workers(once, 8) == once
 
 
 def test_the_rate_is_meant_for_the_batch_of_a_worker() -> None:
-    scaling = grown(recipe(*PER_WORKER, "optimizer.lr_scaling.rule=sqrt"), 4).optimizer.lr_scaling
+    scaling = scale_batch_with_workers(recipe(*PER_WORKER, "optimizer.lr_scaling.rule=sqrt"), 4).optimizer.lr_scaling
     assert scaling is not None
     assert (scaling.rule, scaling.base_batch_size) == ("sqrt", 64)
 
 
 def test_a_base_batch_that_is_given_is_kept() -> None:
-    scaling = grown(recipe(*PER_WORKER, "optimizer.lr_scaling.base_batch_size=32"), 4).optimizer.lr_scaling
+    scaling = scale_batch_with_workers(
+        recipe(*PER_WORKER, "optimizer.lr_scaling.base_batch_size=32"), 4
+    ).optimizer.lr_scaling
     assert scaling is not None
     assert scaling.base_batch_size == 32
 
@@ -48,22 +57,22 @@ def test_scaling_without_a_batch_to_scale_from_is_told_with_its_line(tmp_path: P
         RecipeError,
         match=r"recipe\.yaml:3: optimizer.lr_scaling: base_batch_size is missing: .*batch.scale_with_workers: true",
     ):
-        check(loaded.recipe, tmp_path, 1, loaded.at)
+        check_recipe(loaded.recipe, tmp_path, 1, loaded.location_of)
 
 
 def test_micro_batches_must_divide_the_batch_that_has_grown(tmp_path: Path) -> None:
-    check(recipe("batch.global_size=6", "batch.scale_with_workers=true", "batch.micro_size=3"), tmp_path, 4)
+    check_recipe(recipe("batch.global_size=6", "batch.scale_with_workers=true", "batch.micro_size=3"), tmp_path, 4)
     with pytest.raises(RecipeError, match=r"does not divide batch.global_size = 24"):
-        check(recipe("batch.global_size=6", "batch.scale_with_workers=true", "batch.micro_size=4"), tmp_path, 4)
+        check_recipe(recipe("batch.global_size=6", "batch.scale_with_workers=true", "batch.micro_size=4"), tmp_path, 4)
 
 
 def test_a_batch_for_each_worker_can_always_be_divided_among_them(tmp_path: Path) -> None:
-    check(recipe("batch.global_size=1", "batch.scale_with_workers=true"), tmp_path, 7)
+    check_recipe(recipe("batch.global_size=1", "batch.scale_with_workers=true"), tmp_path, 7)
 
 
 def test_what_grew_is_told_with_its_numbers() -> None:
     given = recipe(*PER_WORKER, "optimizer.lr=0.01", "optimizer.lr_scaling.warmup_steps=50", "steps=100")
-    assert growth_told(given, grown(given, 4), 0.04) == [
+    assert describe_batch_scaling(given, scale_batch_with_workers(given, 4), 0.04) == [
         "batch.global_size 64 for each of 4 workers: 256",
         "optimizer.lr_scaling: linear: learning rate 0.01 for 64 samples, 0.04 at step 50 for 256",
     ]
@@ -71,18 +80,21 @@ def test_what_grew_is_told_with_its_numbers() -> None:
 
 def test_a_warm_up_that_is_longer_than_the_run_is_told() -> None:
     given = recipe(*PER_WORKER, "optimizer.lr_scaling.warmup_steps=500", "steps=100")
-    assert "ends after 100 of its 500 steps" in growth_told(given, grown(given, 4), 0.004)[-1]
+    assert (
+        "ends after 100 of its 500 steps"
+        in describe_batch_scaling(given, scale_batch_with_workers(given, 4), 0.004)[-1]
+    )
 
 
 def test_nothing_is_told_where_nothing_grows() -> None:
-    assert growth_told(recipe(), recipe(), recipe().optimizer.lr) == []
+    assert describe_batch_scaling(recipe(), recipe(), recipe().optimizer.lr) == []
     alone = recipe(*PER_WORKER, "optimizer.lr_scaling.rule=linear")
-    assert growth_told(alone, grown(alone, 1), alone.optimizer.lr) == []
+    assert describe_batch_scaling(alone, scale_batch_with_workers(alone, 1), alone.optimizer.lr) == []
 
 
 def test_a_run_that_goes_on_with_other_workers_is_told_to_keep_its_batch() -> None:
     given = recipe(*PER_WORKER)
-    (told,) = stays_told(given, grown(given, 4), 8)
+    (told,) = describe_kept_batch(given, scale_batch_with_workers(given, 4), 8)
     assert told.startswith("batch.global_size stays 256, as the run began on 4 workers")
-    assert stays_told(given, grown(given, 4), 4) == []
-    assert stays_told(recipe(), recipe(), 8) == []
+    assert describe_kept_batch(given, scale_batch_with_workers(given, 4), 4) == []
+    assert describe_kept_batch(recipe(), recipe(), 8) == []

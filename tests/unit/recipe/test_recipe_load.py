@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
-from phalanx.recipe import Recipe, dump_recipe, expanded, load_recipe
-from phalanx.recipe.text import parse, to_yaml
+from phalanx.recipe import Recipe, dump_recipe, expand_recipe, load_recipe
+from phalanx.recipe.text import parse_yaml, to_yaml
 
 
 @pytest.fixture
@@ -44,16 +44,16 @@ def test_loaded_knows_its_file_its_folder_and_what_was_given(folder: Path) -> No
     (folder / "sub" / "r.yaml").write_text("steps: 5\n")
     loaded = load_recipe("sub/r.yaml", ["seed=3"])
     assert loaded.path == Path("sub/r.yaml")
-    assert loaded.folder == folder / "sub"
+    assert loaded.recipe_dir == folder / "sub"
     assert loaded.given == {"steps": 5, "seed": 3}
 
 
 def test_a_key_is_named_with_its_file_and_line(folder: Path) -> None:
     Path("r.yaml").write_text("name: a\nmodel:\n  build: x:y\n")
     loaded = load_recipe("r.yaml", ["seed=3"])
-    assert loaded.at("model.build") == "r.yaml:3: model.build"
-    assert loaded.at("seed") == "override seed=3: seed"
-    assert loaded.at("task") == "r.yaml: task"
+    assert loaded.location_of("model.build") == "r.yaml:3: model.build"
+    assert loaded.location_of("seed") == "override seed=3: seed"
+    assert loaded.location_of("task") == "r.yaml: task"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_key_is_named_with_its_file_and_line(folder: Path) -> None:
 )
 def test_an_error_that_begins_with_a_key_gets_file_and_line(folder: Path, error: PhalanxError, told: str) -> None:
     Path("r.yaml").write_text("name: a\nmodel:\n  build: x:y\n")
-    with pytest.raises(type(error)) as caught, load_recipe("r.yaml").locating():
+    with pytest.raises(type(error)) as caught, load_recipe("r.yaml").locate_errors():
         raise error
     assert str(caught.value) == told
 
@@ -110,7 +110,7 @@ def test_values_are_read_by_the_rules_of_yaml_1_2(folder: Path, text: str, value
 
 
 def test_infinity_is_read_by_the_rules_of_yaml_1_2() -> None:
-    assert parse("-.inf", "x")[0] == float("-inf")
+    assert parse_yaml("-.inf", "x")[0] == float("-inf")
 
 
 @pytest.mark.parametrize("escape", ["\\U00110000", "\\UFFFFFFFF"])
@@ -151,7 +151,7 @@ def test_an_anchor_that_comes_again_means_the_newer_value(folder: Path) -> None:
 def test_a_string_that_some_yaml_takes_for_something_else_is_quoted(value: str, flow: bool | None) -> None:
     text = to_yaml({"a": [value]}, flow)
     assert f"'{value}'" in text
-    assert parse(text, "x")[0] == {"a": [value]}
+    assert parse_yaml(text, "x")[0] == {"a": [value]}
 
 
 def test_numbers_are_written_as_older_yaml_reads_them() -> None:
@@ -326,7 +326,7 @@ def test_variables_are_replaced_in_values_and_defaults(folder: Path, monkeypatch
 
 
 def test_a_recipe_made_in_python_can_be_expanded(folder: Path) -> None:
-    assert expanded(Recipe(), folder) == load_recipe(None).recipe
+    assert expand_recipe(Recipe(), folder) == load_recipe(None).recipe
 
 
 def test_an_unknown_variable_is_told_with_the_known_ones(folder: Path) -> None:
@@ -369,13 +369,13 @@ def test_a_recipe_in_a_file_names_its_model_and_its_data(
 ) -> None:
     (tmp_path / "r.yaml").write_text(text)
     loaded = load_recipe(tmp_path / "r.yaml", overrides)
-    assert loaded.missing() == missing
+    assert loaded.missing_keys() == missing
     if missing:
         with pytest.raises(RecipeError, match=rf"r.yaml: names no {' and no '.join(missing)}; a recipe says"):
-            loaded.check_named()
+            loaded.check_required()
     else:
-        loaded.check_named()
+        loaded.check_required()
 
 
 def test_the_example_needs_no_names() -> None:
-    load_recipe(None, ["steps=3"]).check_named()
+    load_recipe(None, ["steps=3"]).check_required()

@@ -7,13 +7,13 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, load_recipe
-from phalanx.recipe.shape import alternatives, flat_keys, schema_at
-from phalanx.recipe.text import Key, dotted
+from phalanx.recipe.shape import find_schema, iterate_keys, iterate_variants
+from phalanx.recipe.text import KeyPath, format_key
 
 
-def numbers_below(key: Key) -> list[Key]:
+def numbers_below(key: KeyPath) -> list[KeyPath]:
     """A key that holds a number, or the first place of a list of numbers."""
-    forms = list(alternatives(schema_at(key) or {}))
+    forms = list(iterate_variants(find_schema(key) or {}))
     if any(form.get("type") in ("integer", "number") for form in forms):
         return [key]
     if any("items" in form or "prefixItems" in form for form in forms):
@@ -21,9 +21,9 @@ def numbers_below(key: Key) -> list[Key]:
     return []
 
 
-NUMBERS = sorted({each for key in flat_keys() for each in numbers_below(key)}, key=dotted)
+NUMBERS = sorted({each for key in iterate_keys() for each in numbers_below(key)}, key=format_key)
 """The keys of all numbers."""
-NAMES = [dotted(key) for key in NUMBERS]
+NAMES = [format_key(key) for key in NUMBERS]
 
 
 def refusal(name: str, text: str) -> str:
@@ -52,7 +52,7 @@ def test_there_are_numbers_in_all_parts_of_a_recipe() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_number_has_a_bound_on_either_side(name: str) -> None:
     key = NUMBERS[NAMES.index(name)]
-    for form in alternatives(schema_at(key) or {}):
+    for form in iterate_variants(find_schema(key) or {}):
         if form.get("type") in ("integer", "number"):
             assert form.keys() & {"minimum", "exclusiveMinimum"}, form
             assert form.keys() & {"maximum", "exclusiveMaximum"}, form

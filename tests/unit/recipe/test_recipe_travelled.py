@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.recipe import load_recipe
 from phalanx.recipe.imports import import_object
-from phalanx.recipe.travelled import code_of, home_of
+from phalanx.recipe.travelled import resolve_code_dir, resolve_data_dir
 
 
 @pytest.fixture
@@ -24,21 +24,26 @@ def copy(tmp_path: Path) -> Path:
 
 def test_places_in_the_copy_and_in_the_original_belong_together(original: Path, copy: Path) -> None:
     told = {"PHALANX_SNAPSHOT_DIR": str(copy), "PHALANX_SNAPSHOT_SOURCE": str(original)}
-    assert (home_of(copy / "deep", told), code_of(original / "deep", told)) == (original / "deep", copy / "deep")
-    assert (home_of(copy, told), code_of(original, told)) == (original, copy)
+    assert (resolve_data_dir(copy / "deep", told), resolve_code_dir(original / "deep", told)) == (
+        original / "deep",
+        copy / "deep",
+    )
+    assert (resolve_data_dir(copy, told), resolve_code_dir(original, told)) == (original, copy)
 
 
 def test_other_folders_are_what_they_are(original: Path, copy: Path, tmp_path: Path) -> None:
     told = {"PHALANX_SNAPSHOT_DIR": str(copy), "PHALANX_SNAPSHOT_SOURCE": str(original)}
     for folder in (tmp_path, tmp_path / "copy-2", tmp_path / "else"):
-        assert (home_of(folder, told), code_of(folder, told)) == (folder, folder)
+        assert (resolve_data_dir(folder, told), resolve_code_dir(folder, told)) == (folder, folder)
     for environ in ({}, {"PHALANX_SNAPSHOT_DIR": str(copy)}, {"PHALANX_SNAPSHOT_SOURCE": str(original)}):
-        assert (home_of(copy, environ), code_of(original, environ)) == (copy, original)
+        assert (resolve_data_dir(copy, environ), resolve_code_dir(original, environ)) == (copy, original)
 
 
 def test_where_the_original_cannot_be_seen_the_copy_is_the_home(copy: Path, tmp_path: Path) -> None:
     assert (
-        home_of(copy, {"PHALANX_SNAPSHOT_DIR": str(copy), "PHALANX_SNAPSHOT_SOURCE": str(tmp_path / "elsewhere")})
+        resolve_data_dir(
+            copy, {"PHALANX_SNAPSHOT_DIR": str(copy), "PHALANX_SNAPSHOT_SOURCE": str(tmp_path / "elsewhere")}
+        )
         == copy
     )
 
@@ -46,7 +51,7 @@ def test_where_the_original_cannot_be_seen_the_copy_is_the_home(copy: Path, tmp_
 def test_a_link_to_the_copy_is_the_copy(original: Path, copy: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(copy)
     told = {"PHALANX_SNAPSHOT_DIR": str(tmp_path / "link"), "PHALANX_SNAPSHOT_SOURCE": str(original)}
-    assert home_of(copy.resolve(), told) == original
+    assert resolve_data_dir(copy.resolve(), told) == original
 
 
 def test_a_recipe_of_a_copy_keeps_its_data_and_takes_its_modules_from_the_copy(
@@ -59,6 +64,6 @@ def test_a_recipe_of_a_copy_keeps_its_data_and_takes_its_modules_from_the_copy(
     monkeypatch.setenv("PHALANX_SNAPSHOT_DIR", str(copy))
     monkeypatch.setenv("PHALANX_SNAPSHOT_SOURCE", str(original))
     loaded = load_recipe(copy / "recipe.yaml")
-    assert loaded.folder == original
+    assert loaded.recipe_dir == original
     assert loaded.given["data"]["source"]["text"] == str(original / "x.txt")
-    assert import_object("travelled_module:said", loaded.folder)() == "as it was"
+    assert import_object("travelled_module:said", loaded.recipe_dir)() == "as it was"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.run.cache import remembered
+from phalanx.run.cache import load_or_measure
 
 KEY = {"threads": 2}
 
@@ -24,43 +24,43 @@ class Counter:
 
 def test_what_was_measured_is_not_measured_again_the_same_day(tmp_path: Path) -> None:
     measure = Counter()
-    assert remembered("trials", KEY, measure, folder=tmp_path) == {"rate": 1}
-    assert remembered("trials", KEY, measure, folder=tmp_path) == {"rate": 1}
+    assert load_or_measure("trials", KEY, measure, folder=tmp_path) == {"rate": 1}
+    assert load_or_measure("trials", KEY, measure, folder=tmp_path) == {"rate": 1}
     assert [path.suffix for path in (tmp_path / "trials").iterdir()] == [".json"]
 
 
 def test_another_key_or_kind_is_measured(tmp_path: Path) -> None:
     measure = Counter()
     for kind, key in (("trials", KEY), ("trials", {"threads": 1}), ("other", KEY)):
-        remembered(kind, key, measure, folder=tmp_path)
+        load_or_measure(kind, key, measure, folder=tmp_path)
     assert measure.calls == 3
 
 
 def test_after_a_day_it_is_measured_again(tmp_path: Path) -> None:
     measure = Counter()
-    remembered("trials", KEY, measure, folder=tmp_path)
+    load_or_measure("trials", KEY, measure, folder=tmp_path)
     later = time.time() + 2 * 86400
-    assert remembered("trials", KEY, measure, folder=tmp_path, now=lambda: later) == {"rate": 2}
+    assert load_or_measure("trials", KEY, measure, folder=tmp_path, now=lambda: later) == {"rate": 2}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"value": {"rate": 9}, "key": {}}', '{"key": {"threads": 2}}'])
 def test_a_torn_or_foreign_file_is_measured_anew_and_replaced(tmp_path: Path, text: str) -> None:
     measure = Counter()
-    remembered("trials", KEY, measure, folder=tmp_path)
+    load_or_measure("trials", KEY, measure, folder=tmp_path)
     (path,) = (tmp_path / "trials").iterdir()
     path.write_text(text)
-    assert remembered("trials", KEY, measure, folder=tmp_path) == {"rate": 2}
-    assert remembered("trials", KEY, measure, folder=tmp_path) == {"rate": 2}
+    assert load_or_measure("trials", KEY, measure, folder=tmp_path) == {"rate": 2}
+    assert load_or_measure("trials", KEY, measure, folder=tmp_path) == {"rate": 2}
 
 
 def test_a_cache_that_cannot_be_written_costs_only_measuring(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert remembered("trials", KEY, Counter(), folder=tmp_path / "file") == {"rate": 1}
+    assert load_or_measure("trials", KEY, Counter(), folder=tmp_path / "file") == {"rate": 1}
 
 
 def test_a_value_that_was_changed_is_measured_again(tmp_path: Path) -> None:
     measure = Counter()
-    remembered("trials", KEY, measure, folder=tmp_path)
+    load_or_measure("trials", KEY, measure, folder=tmp_path)
     (path,) = (tmp_path / "trials").iterdir()
     path.write_text(path.read_text().replace('"rate": 1', '"rate": 3'))
-    assert remembered("trials", KEY, measure, folder=tmp_path) == {"rate": 2}
+    assert load_or_measure("trials", KEY, measure, folder=tmp_path) == {"rate": 2}

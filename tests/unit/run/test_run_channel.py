@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.run.channel import PACKET, drain, pair, receive, send
+from phalanx.run.channel import MAX_PACKET_BYTES, drain, make_socket_pair, receive, send
 from phalanx.run.event_types import RunWarning
 from phalanx.run.messages import Message, Ping, ProtocolError, RankResult, StopRequested, StoreDied, encode
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    near, far = pair()
+    near, far = make_socket_pair()
     yield near, far
     near.close()
     far.close()
@@ -34,7 +34,7 @@ def test_both_directions_work(ends: tuple[socket.socket, socket.socket]) -> None
 
 
 def test_what_is_too_large_for_a_packet_comes_in_several_in_order(ends: tuple[socket.socket, socket.socket]) -> None:
-    sent = [RankResult(rank=i, value="x" * (PACKET // 5)) for i in range(11)]
+    sent = [RankResult(rank=i, value="x" * (MAX_PACKET_BYTES // 5)) for i in range(11)]
     sender = threading.Thread(target=send, args=(ends[0], *sent))  # more than the socket's buffer holds
     sender.start()
     found: list[Message] = []
@@ -50,13 +50,13 @@ def test_what_is_too_large_for_a_packet_comes_in_several_in_order(ends: tuple[so
 
 
 def test_a_message_that_fits_no_packet_is_refused_with_its_size(ends: tuple[socket.socket, socket.socket]) -> None:
-    with pytest.raises(ValueError, match=rf"a message of \d+ bytes does not fit a packet of {PACKET}"):
-        send(ends[0], RankResult(rank=0, value="x" * PACKET))
+    with pytest.raises(ValueError, match=rf"a message of \d+ bytes does not fit a packet of {MAX_PACKET_BYTES}"):
+        send(ends[0], RankResult(rank=0, value="x" * MAX_PACKET_BYTES))
 
 
 def test_the_largest_packet_arrives_whole(ends: tuple[socket.socket, socket.socket]) -> None:
     empty = encode([RankResult(rank=0, value="")])
-    message = RankResult(rank=0, value="x" * (PACKET - len(empty)))
+    message = RankResult(rank=0, value="x" * (MAX_PACKET_BYTES - len(empty)))
     send(ends[0], message)
     assert receive(ends[1]) == [message]
 

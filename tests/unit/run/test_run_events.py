@@ -12,9 +12,9 @@ import pytest
 
 from made_events import USUAL, made
 from phalanx.errors import DataError
-from phalanx.run import Event, EventLog, EventTail, lines, read_events, steps_of
+from phalanx.run import Event, EventLog, EventTail, lines, read_events, select_final_steps
 from phalanx.run.event_types import (
-    FORMAT,
+    FORMAT_VERSION,
     AttemptStarted,
     EvaluationDone,
     RunEnded,
@@ -59,7 +59,7 @@ def test_an_event_is_a_line_with_its_kind_and_without_what_is_usual(path: Path) 
     event = made(StepDone, time=1234.5, step=3, loss=None, breakdown_s=StepPhases(forward=0.125))
     write(path, event)
     first, second = map(json.loads, path.read_text().splitlines())
-    assert (first["kind"], first["format"]) == ("log_opened", FORMAT)
+    assert (first["kind"], first["format"]) == ("log_opened", FORMAT_VERSION)
     assert (second["kind"], second["time"], second["step"], second["loss"]) == ("step", 1234.5, 3, None)
     assert second["breakdown_s"]["forward"] == 0.125
     assert "skip_reason" not in second
@@ -74,7 +74,7 @@ def test_an_event_has_the_time_at_which_it_was_made() -> None:
 def test_numbers_come_back_unrounded(path: Path) -> None:
     loss = 0.1 + 0.2
     write(path, made(StepDone, loss=loss))
-    assert [event.loss for event in steps_of(read_events(path))] == [loss]
+    assert [event.loss for event in select_final_steps(read_events(path))] == [loss]
 
 
 def test_opening_again_appends(path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_file_of_another_format_is_refused(path: Path, line: str, found: str) 
     path.write_text(line + "\n" + line_of(made(StepDone)) + "\n")
     with pytest.raises(UnknownFormat, match=found):
         list(read_events(path))
-    with pytest.raises(UnknownFormat, match=f"reads format {FORMAT}: read the run with"):
+    with pytest.raises(UnknownFormat, match=f"reads format {FORMAT_VERSION}: read the run with"):
         EventLog(path)
 
 
@@ -242,7 +242,7 @@ def script(*happened: tuple[str, int]) -> list[Event]:
 
 
 def counted(*happened: tuple[str, int]) -> list[tuple[int, float]]:
-    return [(event.step, event.time) for event in steps_of(script(*happened))]
+    return [(event.step, event.time) for event in select_final_steps(script(*happened))]
 
 
 def test_of_a_step_done_again_the_highest_attempt_counts() -> None:
@@ -261,7 +261,7 @@ def test_after_a_rollback_within_an_attempt_the_step_done_last_counts() -> None:
 
 
 def test_other_events_are_no_steps() -> None:
-    assert steps_of([made(EvaluationDone, step=3), made(RunWarning)]) == []
+    assert select_final_steps([made(EvaluationDone, step=3), made(RunWarning)]) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])
@@ -280,7 +280,7 @@ def test_events_that_storage_refuses_are_written_when_it_takes_them(
     monkeypatch.setattr(os, "write", write)
     log.write(made(StepDone, step=3))
     log.close()
-    assert [event.step for event in steps_of(read_events(path))] == [1, 2, 3]
+    assert [event.step for event in select_final_steps(read_events(path))] == [1, 2, 3]
 
 
 def test_a_line_that_a_full_disk_cut_is_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_a_line_that_a_full_disk_cut_is_completed(path: Path, monkeypatch: pytes
     assert path.stat().st_size == 10
     monkeypatch.setattr(os, "write", write)
     log.close()
-    assert [event.step for event in steps_of(read_events(path))] == [1]
+    assert [event.step for event in select_final_steps(read_events(path))] == [1]
 
 
 def test_a_file_that_was_lost_for_good_is_opened_anew(path: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_file_that_was_lost_for_good_is_opened_anew(path: Path) -> None:
     log.write(made(StepDone, step=2))
     log.write(made(StepDone, step=3))
     log.close()
-    assert [event.step for event in steps_of(read_events(path))] == [1, 2, 3]
+    assert [event.step for event in select_final_steps(read_events(path))] == [1, 2, 3]
 
 
 def test_any_other_failure_to_write_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.run import directory as directory_module
-from phalanx.run.directory import check_output, check_place, write_json, write_whole
+from phalanx.run.directory import check_output_path, check_run_path, write_atomic, write_json
 
 
 def test_naming_a_run_creates_nothing(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_everything_of_a_run_lies_in_its_directory(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_resolved_recipe_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no run here .* `phalanx train RECIPE --run .*` makes one"):
-        Run.existing(tmp_path)
+        Run.open_existing(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["checkpoints", "checkpoints/step-000000004"])
@@ -61,13 +61,13 @@ def test_a_part_of_a_run_that_is_named_as_one_tells_the_run(tmp_path: Path, part
     checkpoint.mkdir(parents=True)
     (checkpoint / "MANIFEST.json").touch()
     with pytest.raises(UsageError) as refusal:
-        Run.existing(tmp_path / "run" / part)
+        Run.open_existing(tmp_path / "run" / part)
     assert str(refusal.value) == f"{tmp_path / 'run' / part}: is a part of the run {tmp_path / 'run'}; give that"
 
 
 def test_a_directory_with_a_resolved_recipe_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").touch()
-    assert Run.existing(tmp_path) == Run(tmp_path)
+    assert Run.open_existing(tmp_path) == Run(tmp_path)
 
 
 def test_a_file_that_was_not_written_yet_reads_as_none(tmp_path: Path) -> None:
@@ -90,22 +90,22 @@ def test_json_goes_out_and_comes_back(tmp_path: Path) -> None:
 
 def test_writing_replaces_the_old_and_leaves_no_other_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    write_whole(path, "old and longer")
-    write_whole(path, "new ü")
+    write_atomic(path, "old and longer")
+    write_atomic(path, "new ü")
     assert path.read_text(encoding="utf-8") == "new ü"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_write_that_fails_leaves_the_old_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
-    write_whole(path, "old")
+    write_atomic(path, "old")
 
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(path, "new")
+        write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -130,11 +130,11 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_is_not_kept_where_a_file_is(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is a file; choose another --run"):
-        check_place(tmp_path / path)
+        check_run_path(tmp_path / path)
 
 
 def test_a_run_may_be_kept_where_nothing_is_yet(tmp_path: Path) -> None:
-    check_place(tmp_path / "not" / "there" / "yet")
+    check_run_path(tmp_path / "not" / "there" / "yet")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,7 +155,7 @@ def test_a_run_is_not_kept_in_a_folder_of_the_users(tmp_path: Path, files: list[
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).mkdir(exist_ok=True) if name.endswith("/") else (tmp_path / name).write_text("mine")
     with pytest.raises(UsageError, match=r"holds other files, such as .*; choose another --run, for instance .*/run$"):
-        check_place(tmp_path)
+        check_run_path(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "deep"])
@@ -167,7 +167,7 @@ def test_a_folder_whose_events_are_none_is_no_run(tmp_path: Path, kind: str) -> 
         os.mkfifo(run.events)
     else:
         run.events.write_text("[" * 60_000)
-    assert run.foreign_file() == "events.jsonl"
+    assert run.find_foreign_file() == "events.jsonl"
 
 
 def test_events_of_something_else_make_no_run(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_events_of_something_else_make_no_run(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "events.jsonl").write_text('{"text": "a data set"}\n')
     with pytest.raises(UsageError, match=r"holds other files, such as events\.jsonl"):
-        check_place(tmp_path)
+        check_run_path(tmp_path)
 
 
 @pytest.mark.parametrize("lost", ["resolved.yaml", "events.jsonl", "logs", "nothing"])
@@ -187,33 +187,33 @@ def test_a_run_that_lost_a_file_is_still_a_run(run: Run, lost: str) -> None:
     if place.is_dir():
         place.rmdir()
     place.unlink(missing_ok=True)
-    check_place(run.path)
+    check_run_path(run.path)
 
 
 def test_a_start_that_was_killed_early_leaves_what_the_next_may_use(run: Run) -> None:
     run.recipe.write_text("name: x")
     (run.path / ".resolved.yaml.123.tmp").write_text("half")
-    check_place(run.path)
+    check_run_path(run.path)
 
 
 @pytest.mark.parametrize("folder", ["lost+found", "logs"])
 def test_an_empty_disk_may_hold_a_run(tmp_path: Path, folder: str) -> None:
     (tmp_path / folder).mkdir()
-    check_place(tmp_path)
+    check_run_path(tmp_path)
 
 
 def test_an_output_replaces_an_earlier_one_only(tmp_path: Path) -> None:
     path = tmp_path / "out.yaml"
-    check_output("--out", path, ["# made by us"])
+    check_output_path("--out", path, ["# made by us"])
     for ours in ("", "# made by us\nx: 1\n"):
         path.write_text(ours)
-        check_output("--out", path, ["# made by us"])
+        check_output_path("--out", path, ["# made by us"])
     path.write_text("# my own notes\n")
     with pytest.raises(UsageError, match=r"--out .*out.yaml: is there already and was not written by this command"):
-        check_output("--out", path, ["# made by us"])
+        check_output_path("--out", path, ["# made by us"])
 
 
 def test_an_output_may_be_a_device(tmp_path: Path) -> None:
-    check_output("--html", Path("/dev/null"), ["x"])
+    check_output_path("--html", Path("/dev/null"), ["x"])
     with pytest.raises(UsageError, match="is a folder; expected a file"):
-        check_output("--html", tmp_path, ["x"])
+        check_output_path("--html", tmp_path, ["x"])

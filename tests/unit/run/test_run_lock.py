@@ -11,7 +11,7 @@ import pytest
 from lab import wait_until
 from phalanx.errors import UsageError
 from phalanx.run import Run
-from phalanx.run.lock import is_wanted, locked
+from phalanx.run.lock import is_wanted, lock_run
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL])
@@ -23,18 +23,18 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_lock_of_the_file_system_needs_no_word(run: Run) -> None:
-    with locked(run) as note:
+    with lock_run(run) as note:
         assert note is None
 
 
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_a_run_is_kept_from_others_of_this_machine(run: Run) -> None:
-    with locked(run) as note:
+    with lock_run(run) as note:
         assert note is not None
         assert f"{run.path}: the file system has no locks" in note
-        with pytest.raises(UsageError, match="another process is training this run"), locked(run):
+        with pytest.raises(UsageError, match="another process is training this run"), lock_run(run):
             pass
-    with locked(run) as note:
+    with lock_run(run) as note:
         assert note is not None
 
 
@@ -43,34 +43,34 @@ def test_a_lock_on_storage_that_fails_is_no_missing_lock(run: Run, monkeypatch: 
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(OSError, match="Input/output error"), locked(run):
+    with pytest.raises(OSError, match="Input/output error"), lock_run(run):
         pass
 
 
 def test_a_run_that_another_process_has_is_waited_for_with_words(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.run.lock.RETRY", 0.05)
-    with locked(run), pytest.raises(UsageError, match="another process is training this run"), locked(run, 0.2):
+    monkeypatch.setattr("phalanx.run.lock.LOCK_RETRY_INTERVAL_S", 0.05)
+    with lock_run(run), pytest.raises(UsageError, match="another process is training this run"), lock_run(run, 0.2):
         pass
     assert capsys.readouterr().err.startswith(f"waiting for {run.path}, which another process is training until ")
 
 
 def test_who_has_a_run_sees_that_another_process_waits_for_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.run.lock.RETRY", 0.01)
+    monkeypatch.setattr("phalanx.run.lock.LOCK_RETRY_INTERVAL_S", 0.01)
     seen, over = list[bool](), threading.Event()
 
     def wait() -> None:
-        with locked(run, 60.0):
+        with lock_run(run, 60.0):
             seen.append(is_wanted(run))
         over.set()
 
-    with locked(run):
+    with lock_run(run):
         assert not is_wanted(run)
         threading.Thread(target=wait).start()
         wait_until(lambda: is_wanted(run))
     assert over.wait(10)
     assert seen == [False]
-    with locked(run), pytest.raises(UsageError, match="another process"), locked(run, 0.05):
+    with lock_run(run), pytest.raises(UsageError, match="another process"), lock_run(run, 0.05):
         pass
     assert not is_wanted(run)

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
-from phalanx.run.trust import check_trusted, code_of, remember
+from phalanx.run.trust import check_trusted, list_user_code, record_trust
 
 
 def recipe(build: str = "mine:build", task: str = "language-modeling", **args: object) -> Recipe:
@@ -34,18 +34,18 @@ def test_what_came_with_phalanx_needs_no_consent(tmp_path: Path, build: str) -> 
     ],
 )
 def test_any_other_code_is_named_and_refused(tmp_path: Path, build: str, task: str, code: list[str]) -> None:
-    assert code_of(recipe(build, task)) == code
+    assert list_user_code(recipe(build, task)) == code
     with pytest.raises(UsageError, match=r"would run code that you have not trained with here: .*--trust-code"):
         check_trusted(tmp_path, recipe(build, task), tmp_path)
 
 
 def test_what_this_user_trained_with_is_trusted_wherever_the_run_lies(tmp_path: Path) -> None:
-    remember(recipe(), tmp_path)
+    record_trust(recipe(), tmp_path)
     check_trusted(tmp_path / "moved", recipe(), tmp_path)
 
 
 def test_other_arguments_another_task_or_folder_are_other_code(tmp_path: Path) -> None:
-    remember(recipe(), tmp_path)
+    record_trust(recipe(), tmp_path)
     for other, folder in (
         (recipe(command="id"), tmp_path),
         (recipe(task="mine:Task"), tmp_path),
@@ -56,7 +56,7 @@ def test_other_arguments_another_task_or_folder_are_other_code(tmp_path: Path) -
 
 
 def test_marks_where_others_may_write_are_not_believed(tmp_path: Path, state: Path) -> None:
-    remember(recipe(), tmp_path)
+    record_trust(recipe(), tmp_path)
     state.chmod(0o777)
     with pytest.raises(UsageError, match="other users may write to the state folder"):
         check_trusted(tmp_path, recipe(), tmp_path)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from phalanx.models import transformer
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.optimizers import Optimizer
+from phalanx.train.optimizers import OptimizerContainer
 
 VOCAB, SEQUENCE = 32, 16
 
@@ -31,7 +31,7 @@ def batch(step: int, count: int = 8) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(network: nn.Module, optimizer: Optimizer, steps: range, lr: float) -> list[float]:
+def train(network: nn.Module, optimizer: OptimizerContainer, steps: range, lr: float) -> list[float]:
     """The losses of these steps."""
     losses = []
     for step in steps:
@@ -44,7 +44,7 @@ def train(network: nn.Module, optimizer: Optimizer, steps: range, lr: float) -> 
     return losses
 
 
-def copied(optimizer: Optimizer) -> dict[str, Tensor]:
+def copied(optimizer: OptimizerContainer) -> dict[str, Tensor]:
     """Its state, as a checkpoint would give it back."""
     return {key: value.clone(memory_format=torch.contiguous_format) for key, value in optimizer.state().items()}
 

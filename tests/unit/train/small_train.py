@@ -10,28 +10,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx.data import Batch, Facts
+from phalanx.data import Batch, DataInfo
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunEvent
-from phalanx.train.callbacks import Callbacks, RunView
-from phalanx.train.evaluation import Scores, evaluate
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.gang import Gang
-from phalanx.train.gradients import Gradients, LocalGradients
-from phalanx.train.model import Seeds
-from phalanx.train.objective import Objective, Scoring
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided
-from phalanx.train.parallel.mesh import Mesh, coordinates
-from phalanx.train.parts import Parts
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.step import Stepper, to_device
+from phalanx.train.callbacks import Callbacks, RunContext
+from phalanx.train.evaluation import EvaluationResult, evaluate
+from phalanx.train.exchange import BucketedReducer
+from phalanx.train.gang import Trainer
+from phalanx.train.gradients import GradReducer, LocalReducer
+from phalanx.train.model import MicroBatchSeeds
+from phalanx.train.objective import LossFn, LossModule
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.parallel.divided import ParallelModel
+from phalanx.train.parallel.mesh import Mesh, rank_coordinates
+from phalanx.train.parts import TrainContext
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.step import TrainStep, to_device
 from phalanx.train.stop import StopRequest
 from phalanx.train.tasks import LanguageModeling, Task
-from phalanx.train.timing import HostStopwatch, Stopwatch
+from phalanx.train.timing import HostStepTimer, StepTimer
 
 VOCAB, SEQUENCE = 11, 6
 GLOBAL, MICRO = 4, 2
@@ -77,21 +77,21 @@ class Samples:
     """Data in memory, as the loop and the evaluation ask for them: training samples repeat without end."""
 
     def __init__(self, train: Batch, held_out: Batch | None = None):
-        self._train, self._held_out = train, held_out or {}
-        self.train_samples = len(next(iter(train.values())))
-        self.held_out_samples = len(next(iter(self._held_out.values()))) if held_out else 0
-        self.facts = Facts("tokens", VOCAB, None, SEQUENCE, None)
+        self._train, self._validation = train, held_out or {}
+        self.num_train_samples = len(next(iter(train.values())))
+        self.num_validation_samples = len(next(iter(self._validation.values()))) if held_out else 0
+        self.info = DataInfo("tokens", VOCAB, None, SEQUENCE, None)
         self.fingerprint = "0" * 32
         self.asked: list[tuple[int, int]] = []
 
-    def train(self, consumed: int, count: int) -> Batch:
+    def read_training(self, consumed: int, count: int) -> Batch:
         self.asked.append((consumed, count))
-        rows = np.arange(consumed, consumed + count) % self.train_samples
+        rows = np.arange(consumed, consumed + count) % self.num_train_samples
         return {name: values[rows] for name, values in self._train.items()}
 
-    def held_out(self, start: int, count: int) -> Batch:
-        assert start + count <= self.held_out_samples
-        return {name: values[start : start + count] for name, values in self._held_out.items()}
+    def read_validation(self, start: int, count: int) -> Batch:
+        assert start + count <= self.num_validation_samples
+        return {name: values[start : start + count] for name, values in self._validation.items()}
 
 
 class Clock:
@@ -118,13 +118,13 @@ class Remembering:
         self.errors: list[tuple[str, int]] = []
         self.results: list[dict[str, Any]] = []
 
-    def event(self, event: Event) -> None:
+    def report_event(self, event: Event) -> None:
         self.events.append(event)
 
-    def error(self, text: str, code: int) -> None:
+    def report_error(self, text: str, code: int) -> None:
         self.errors.append((text, code))
 
-    def result(self, value: dict[str, Any]) -> None:
+    def report_result(self, value: dict[str, Any]) -> None:
         self.results.append(value)
 
     def flush(self) -> None:
@@ -140,29 +140,29 @@ class Remembering:
 def mesh_of(rank: int = 0, **layout: int) -> Mesh:
     """The place of a rank in a layout, without the groups that it would talk to."""
     found = Parallelism(**layout)
-    return Mesh(found, coordinates(found, rank))
+    return Mesh(found, rank_coordinates(found, rank))
 
 
-def objective_of(model: nn.Module, task: Task | None = None, precision: str = "fp32") -> Objective:
+def objective_of(model: nn.Module, task: Task | None = None, precision: str = "fp32") -> LossModule:
     """The model under next-token prediction, or another task, on the CPU."""
-    return Objective(model, Scoring(task or LanguageModeling(), precision, torch.device("cpu")))
+    return LossModule(model, LossFn(task or LanguageModeling(), precision, torch.device("cpu")))
 
 
-class SmallStepper(Stepper):
+class SmallStepper(TrainStep):
     """A stepper with the objective whose steps it performs."""
 
-    objective: Objective
+    objective: LossModule
 
     def gradients(
-        self, step: int, batches: Sequence[Batch], flags: Callable[[], Sequence[bool]], watch: Stopwatch
+        self, step: int, batches: Sequence[Batch], flags: Callable[[], Sequence[bool]], watch: StepTimer
     ) -> Tensor:
         """All of a step but its judgement and update; the agreement of all workers."""
-        self.begin(step)
+        self.start_step(step)
         for batch in batches:
-            self.seed()
-            ((_, loss, terms),) = self.objective(to_device(batch, self.place.device))
+            self.seed_micro_batch()
+            ((_, loss, terms),) = self.objective(to_device(batch, self.dist_env.device))
             self.backward(loss, terms, flags, watch)
-        return self.finish(watch)
+        return self.reduce_gradients(watch)
 
 
 def make_stepper(
@@ -175,25 +175,25 @@ def make_stepper(
     clip: float | None = None,
     seed: int = 0,
     optim: OptimizerConfig | None = None,
-    scale: LossScale | None = None,
+    scale: GradScaler | None = None,
 ) -> SmallStepper:
     """A stepper of one process, with an exchange when `replicas` asks for the tree."""
-    optimizer = Optimizer(model, optim or OptimizerConfig(max_grad_norm=clip))
-    parameters = list(Divided(mesh_of(), (model,)).trainable().values())
-    gradients: Gradients = LocalGradients(parameters)
+    optimizer = OptimizerContainer(model, optim or OptimizerConfig(max_grad_norm=clip))
+    parameters = list(ParallelModel(mesh_of(), (model,)).trainable_parameters().values())
+    gradients: GradReducer = LocalReducer(parameters)
     if replicas:
-        gradients = GradientExchange(
-            parameters, rank=0, world=1, micro_batches=micro_batches, replicas=True, capacity=256
+        gradients = BucketedReducer(
+            parameters, rank=0, world_size=1, micro_batches=micro_batches, is_elastic=True, bucket_bytes=256
         )
     stepper = SmallStepper(
         optimizer,
-        scale or LossScale(),
+        scale or GradScaler(),
         gradients,
-        place=Place(),
+        dist_env=DistEnv(),
         mesh=mesh_of(),
         micro_batches=micro_batches,
-        clip=clip,
-        seeds=Seeds(seed, torch.device("cpu")),
+        max_grad_norm=clip,
+        seeds=MicroBatchSeeds(seed, torch.device("cpu")),
         modules=(model,),
     )
     stepper.objective = objective_of(model, task, precision)
@@ -202,18 +202,18 @@ def make_stepper(
 
 def mean_gradients(stepper: SmallStepper, batches: Sequence[Batch], step: int = 1) -> tuple[float, list[Tensor]]:
     """Loss and gradients (of the mean loss) of a step that does not change the model."""
-    watch = HostStopwatch()
+    watch = HostStepTimer()
     watch.start()
-    outcome, factor = stepper.settle(stepper.gradients(step, batches, lambda: (), watch))
-    gradients = [p.grad.detach() * factor for p in stepper.optimizer.names if p.grad is not None]
+    outcome, factor = stepper.finalize(stepper.gradients(step, batches, lambda: (), watch))
+    gradients = [p.grad.detach() * factor for p in stepper.optimizer.parameter_names if p.grad is not None]
     return outcome.loss, gradients
 
 
 @dataclass
-class SmallParts(Parts):
+class SmallParts(TrainContext):
     """What a gang works with, and the objective that the trainer gets beside it."""
 
-    objective: Objective
+    objective: LossModule
 
 
 def make_parts(
@@ -226,47 +226,47 @@ def make_parts(
     values |= {"evaluation": {"every": None}, "checkpoint": {"every": None}, "parallelism": {"replicate": 1}}
     recipe = Recipe.model_validate({**values, **changes})
     model = tiny_lm()
-    scale = LossScale.for_precision(recipe.precision, GLOBAL)
+    scale = GradScaler.for_precision(recipe.precision, GLOBAL)
     stepper = make_stepper(model, GLOBAL // MICRO, task, precision=recipe.precision, clip=1.0, scale=scale)
     data = Samples(token_batch(20), token_batch(5, seed=1))
     stop = StopRequest()
 
-    def score() -> Scores | None:
+    def score() -> EvaluationResult | None:
         return evaluate(
             stepper.objective,
             data,  # type: ignore[arg-type]
-            place=Place(),
+            dist_env=DistEnv(),
             mesh=mesh_of(),
-            samples=recipe.evaluation.max_samples,
-            micro=MICRO,
-            stop=lambda: stop.asked,
+            max_samples=recipe.evaluation.max_samples,
+            micro_size=MICRO,
+            stop_requested=lambda: stop.requested,
         )
 
     return SmallParts(
         run=run,
         recipe=recipe,
-        place=Place(),
+        dist_env=DistEnv(),
         data=data,
         model=model,
-        divided=Divided(mesh_of(), (model,)),
+        parallel_model=ParallelModel(mesh_of(), (model,)),
         optimizer=stepper.optimizer,
-        scale=scale,
-        stepper=stepper,
-        callbacks=Callbacks(callbacks, RunView(path, 0, 1, model)),
+        scaler=scale,
+        train_step=stepper,
+        callbacks=Callbacks(callbacks, RunContext(path, 0, 1, model)),
         reporter=Remembering(),
-        stop=stop,
+        stop_request=stop,
         units_per_sample=6,
-        score=score,
-        convert=lambda arrays: to_device(arrays, torch.device("cpu")),
+        evaluate=score,
+        prepare_batch=lambda arrays: to_device(arrays, torch.device("cpu")),
         objective=stepper.objective,
     )
 
 
-def steps_of(gang: Gang) -> Iterator[None]:
+def steps_of(gang: Trainer) -> Iterator[None]:
     """Train step by step, as the trainer does; what lies between two steps is the caller's."""
-    assert isinstance(gang.parts, SmallParts)
-    for batch in gang.batches():
-        ((_, loss, terms),) = gang.parts.objective(batch)
+    assert isinstance(gang.context, SmallParts)
+    for batch in gang.micro_batches():
+        ((_, loss, terms),) = gang.context.objective(batch)
         gang.backward(loss, terms)
         if gang.step():
             yield

@@ -9,8 +9,8 @@ from torch import nn
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
 from phalanx.recipe.schema import LoraConfig, OptimizerConfig
-from phalanx.train.adapter import add_adapters, chosen, folded, is_adapter, scale_of
-from phalanx.train.optimizers import Optimizer, trainable
+from phalanx.train.adapter import add_lora, is_lora_name, lora_scale, merge_lora_tensors, select_lora_layers
+from phalanx.train.optimizers import OptimizerContainer, trainable_parameters
 
 BLOCK = {
     "attention.query",
@@ -33,7 +33,7 @@ def small() -> nn.Module:
 
 def adapted(spec: LoraConfig = SPEC, model: nn.Module | None = None, seed: int = 0) -> nn.Module:
     model = small() if model is None else model
-    add_adapters(model, spec, torch.Generator().manual_seed(seed))
+    add_lora(model, spec, torch.Generator().manual_seed(seed))
     return model
 
 
@@ -42,7 +42,7 @@ def disturbed(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if is_adapter(name):
+            if is_lora_name(name):
                 parameter.normal_(std=0.3)
     return model
 
@@ -52,7 +52,7 @@ def tokens() -> torch.Tensor:
 
 
 def test_without_a_choice_all_linear_layers_of_the_blocks_are_adapted_and_the_head_is_not() -> None:
-    assert chosen(small(), SPEC).keys() == {f"blocks.{i}.{name}" for i in range(2) for name in BLOCK}
+    assert select_lora_layers(small(), SPEC).keys() == {f"blocks.{i}.{name}" for i in range(2) for name in BLOCK}
 
 
 @pytest.mark.parametrize(
@@ -64,21 +64,21 @@ def test_without_a_choice_all_linear_layers_of_the_blocks_are_adapted_and_the_he
     ],
 )
 def test_patterns_choose_by_the_last_parts_of_a_name(modules: str | list[str], expected: set[str]) -> None:
-    assert chosen(small(), LoraConfig(target_modules=modules)).keys() == expected
+    assert select_lora_layers(small(), LoraConfig(target_modules=modules)).keys() == expected
 
 
 def test_a_pattern_that_fits_nothing_is_named_with_what_there_is() -> None:
     with pytest.raises(
         RecipeError, match=r"lora.target_modules: 'q_proj' fits no linear layer; there are query, key, value"
     ):
-        chosen(small(), LoraConfig(target_modules=["query", "q_proj"]))
+        select_lora_layers(small(), LoraConfig(target_modules=["query", "q_proj"]))
 
 
 def test_a_model_without_blocks_needs_a_choice() -> None:
     with pytest.raises(
         RecipeError, match=r"lora.target_modules: the model has no blocks with linear layers; name some of 0"
     ):
-        chosen(nn.Sequential(nn.Linear(4, 4)), SPEC)
+        select_lora_layers(nn.Sequential(nn.Linear(4, 4)), SPEC)
 
 
 def test_a_rank_that_saves_nothing_is_refused() -> None:
@@ -103,19 +103,19 @@ def test_at_first_nothing_changes() -> None:
 def test_names_and_values_of_the_models_own_stay() -> None:
     before, after = small().state_dict(), adapted().state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert all(is_adapter(name) for name in after.keys() - before.keys())
+    assert all(is_lora_name(name) for name in after.keys() - before.keys())
 
 
 def test_only_adapters_train() -> None:
     model = adapted()
-    assert all(map(is_adapter, trainable(model)))
+    assert all(map(is_lora_name, trainable_parameters(model)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = Optimizer(model, OptimizerConfig())
+    optimizer = OptimizerContainer(model, OptimizerConfig())
     for _ in range(2):  # in the first step B is zero, so A has no gradient
         model(tokens()).square().mean().backward()
         optimizer.step(1e-2)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == set(filter(is_adapter, before))
+    assert changed == set(filter(is_lora_name, before))
 
 
 def test_adapters_are_drawn_from_their_own_seed() -> None:
@@ -127,7 +127,7 @@ def test_adapters_are_drawn_from_their_own_seed() -> None:
 
 def test_folded_in_they_compute_the_same() -> None:
     model, plain = disturbed(adapted()).eval(), small().eval()
-    plain.load_state_dict(folded(dict(model.state_dict()), scale_of(SPEC)))
+    plain.load_state_dict(merge_lora_tensors(dict(model.state_dict()), lora_scale(SPEC)))
     with torch.no_grad():
         expected = model(tokens())
         assert (expected - small()(tokens())).abs().max() > 0.1
@@ -137,13 +137,13 @@ def test_folded_in_they_compute_the_same() -> None:
 def test_folding_leaves_the_model_as_it_is() -> None:
     model = disturbed(adapted())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    folded(dict(model.state_dict()), scale_of(SPEC))
+    merge_lora_tensors(dict(model.state_dict()), lora_scale(SPEC))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_tensors_without_adapters_stay_as_they_are_when_folded() -> None:
     tensors = {"weight": torch.ones(3, 3)}
-    assert folded(tensors, 2.0) == tensors
+    assert merge_lora_tensors(tensors, 2.0) == tensors
 
 
 def test_dropout_acts_in_training_only() -> None:
@@ -154,10 +154,10 @@ def test_dropout_acts_in_training_only() -> None:
 
 def test_transposed_layers_of_gpt2_are_adapted_alike(tmp_path: Path) -> None:
     tiny = pytest.importorskip("tiny_huggingface")
-    model, plain = tiny.saved(tmp_path, "gpt2"), tiny.saved(tmp_path, "gpt2")
+    model, plain = tiny.save_random_model(tmp_path, "gpt2"), tiny.save_random_model(tmp_path, "gpt2")
     disturbed(adapted(LoraConfig(rank=4), model))
-    plain.load_state_dict(folded(dict(model.state_dict()), scale_of(LoraConfig(rank=4))))
+    plain.load_state_dict(merge_lora_tensors(dict(model.state_dict()), lora_scale(LoraConfig(rank=4))))
     with torch.no_grad():
         expected = model(tokens()).logits
-        assert (expected - tiny.saved(tmp_path, "gpt2")(tokens()).logits).abs().max() > 0.1
+        assert (expected - tiny.save_random_model(tmp_path, "gpt2")(tokens()).logits).abs().max() > 0.1
         torch.testing.assert_close(plain(tokens()).logits, expected, rtol=1e-5, atol=1e-5)

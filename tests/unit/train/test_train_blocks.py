@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.models import transformer
-from phalanx.models.convnets import Inception, Residual, googlenet, nin, resnet
+from phalanx.models.convnets import InceptionBlock, ResidualBlock, googlenet, nin, resnet
 from phalanx.train.parallel.blocks import find_blocks
 
 
@@ -77,13 +77,15 @@ def test_blocks_are_found_on_the_meta_device() -> None:
 def test_the_blocks_of_a_mixed_sequential_are_what_repeats_in_it_and_not_its_stem_or_classifier() -> None:
     model = resnet(blocks=(2, 1, 1), base_channels=8)
     assert find_blocks(model) == ["1", "2", "3", "4"]
-    assert all(isinstance(model.get_submodule(name), Residual) for name in find_blocks(model))
+    assert all(isinstance(model.get_submodule(name), ResidualBlock) for name in find_blocks(model))
 
 
 def test_googlenets_blocks_are_its_inception_modules() -> None:
     model = googlenet()
     found = find_blocks(model)
-    assert [model.get_submodule(name) for name in found] == [m for m in model.modules() if isinstance(m, Inception)]
+    assert [model.get_submodule(name) for name in found] == [
+        m for m in model.modules() if isinstance(m, InceptionBlock)
+    ]
     assert len(found) == 9
 
 

@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 from phalanx.train.optimizers.blockwise import (
     AdamW8bit,
-    dequantised,
-    quantised,
+    dequantize_blockwise,
+    quantize_blockwise,
     scale_shape,
     signed_table,
     unsigned_table,
 )
-from phalanx.train.optimizers.low_precision import Origin
+from phalanx.train.optimizers.low_precision import ParamOrigin
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def chances(shape: torch.Size, seed: int = 1) -> Tensor:
 
 
 def there_and_back(x: Tensor, table: Tensor, chance: Tensor | float = 0.5) -> Tensor:
-    return dequantised(*quantised(x, table, chance), table)
+    return dequantize_blockwise(*quantize_blockwise(x, table, chance), table)
 
 
 @pytest.mark.parametrize("table", [signed_table(CPU), unsigned_table(CPU)])
@@ -88,8 +88,8 @@ def test_a_block_knows_nothing_of_its_neighbours() -> None:
     other = x.clone()
     other[0, 256:512] *= 1000
     other[1] *= 1000
-    codes, scale = quantised(x, signed_table(CPU), 0.5)
-    changed, scale_of_changed = quantised(other, signed_table(CPU), 0.5)
+    codes, scale = quantize_blockwise(x, signed_table(CPU), 0.5)
+    changed, scale_of_changed = quantize_blockwise(other, signed_table(CPU), 0.5)
     assert changed[0, :256].equal(codes[0, :256])
     assert changed[0, 512:].equal(codes[0, 512:])
     assert scale_of_changed[0, ::2].equal(scale[0, ::2])
@@ -102,7 +102,7 @@ def test_not_a_number_does_not_hide() -> None:
 
 
 def optimizer_for(*parameters: nn.Parameter, row: int = 0) -> AdamW8bit:
-    origins: dict[Tensor, Origin] = {p: Origin(f"w{i}", row) for i, p in enumerate(parameters)}
+    origins: dict[Tensor, ParamOrigin] = {p: ParamOrigin(f"w{i}", row) for i, p in enumerate(parameters)}
     return AdamW8bit([{"params": list(parameters)}], 0.01, origins=origins, seed=0)
 
 

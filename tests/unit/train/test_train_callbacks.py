@@ -10,24 +10,24 @@ from made_events import USUAL, made
 from phalanx.errors import RecipeError
 from phalanx.run import Event
 from phalanx.run.event_types import RunEnded, StepDone
-from phalanx.train.callbacks import Callbacks, RunView, load_callbacks
+from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 
 
-def view() -> RunView:
-    return RunView(Path("run"), 0, 1, nn.Linear(1, 1))
+def view() -> RunContext:
+    return RunContext(Path("run"), 0, 1, nn.Linear(1, 1))
 
 
 class Full:
     def __init__(self, name: str, seen: list[Any]):
         self.name, self.seen = name, seen
 
-    def start(self, run: RunView) -> None:
+    def start(self, run: RunContext) -> None:
         self.seen.append((self.name, "start", run))
 
-    def step(self, run: RunView, event: Event) -> None:
+    def step(self, run: RunContext, event: Event) -> None:
         self.seen.append((self.name, "step", event))
 
-    def end(self, run: RunView, event: Event) -> None:
+    def end(self, run: RunContext, event: Event) -> None:
         self.seen.append((self.name, "end", event))
 
 
@@ -36,8 +36,8 @@ def test_callbacks_are_called_in_the_order_of_the_recipe() -> None:
     run = view()
     callbacks = Callbacks([Full("a", seen), Full("b", seen)], run)
     event = made(StepDone)
-    callbacks.start()
-    callbacks.call(event)
+    callbacks.on_train_start()
+    callbacks.run_hook(event)
     assert seen == [("a", "start", run), ("b", "start", run), ("a", "step", event), ("b", "step", event)]
 
 
@@ -45,7 +45,7 @@ def test_only_methods_that_exist_are_called() -> None:
     seen: list[Any] = []
     callbacks = Callbacks([Full("a", seen)], view())
     for kind in USUAL:
-        callbacks.call(made(kind))  # type: ignore[arg-type]
+        callbacks.run_hook(made(kind))  # type: ignore[arg-type]
     assert [what for _, what, _ in seen] == ["step", "end"]
 
 
@@ -53,23 +53,23 @@ def test_an_attribute_that_only_has_the_name_of_a_moment_is_not_called() -> None
     class Counting:
         step = 0
 
-        def end(self, run: RunView, event: Event) -> None:
+        def end(self, run: RunContext, event: Event) -> None:
             self.step += 1
 
     counting = Counting()
     callbacks = Callbacks([counting], view())
-    callbacks.call(made(StepDone))
-    callbacks.call(made(RunEnded))
+    callbacks.run_hook(made(StepDone))
+    callbacks.run_hook(made(RunEnded))
     assert counting.step == 1
 
 
 def test_an_error_in_a_callback_is_not_overlooked() -> None:
     class Failing:
-        def step(self, run: RunView, event: Event) -> None:
+        def step(self, run: RunContext, event: Event) -> None:
             raise RuntimeError("the user's own")
 
     with pytest.raises(RuntimeError, match="the user's own"):
-        Callbacks([Failing()], view()).call(made(StepDone))
+        Callbacks([Failing()], view()).run_hook(made(StepDone))
 
 
 def test_callbacks_are_loaded_by_import_path_in_order(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.cast_once import CastLinear, cast_once, linear_in
-from phalanx.train.gradients import LocalGradients
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.step import FLAGS, judged
+from phalanx.train.cast_once import CachedCastLinear, linear_names_in_blocks, use_cached_casts
+from phalanx.train.gradients import LocalReducer
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.step import STEP_FLAGS, compute_divisor_and_skip
 
 BF16 = torch.bfloat16
 
@@ -39,35 +39,35 @@ def batches(count: int = 3) -> list[Tensor]:
 
 
 def step(
-    model: nn.Module, layers: list[CastLinear], loss: Callable[[Tensor], Tensor] | None = None
+    model: nn.Module, layers: list[CachedCastLinear], loss: Callable[[Tensor], Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Gradients of a step of three micro-batches."""
-    gradients = LocalGradients(list(model.parameters()), layers)
+    gradients = LocalReducer(list(model.parameters()), layers)
     model.zero_grad()
     for layer in layers:
         layer.before_step()
     for leaf, x in enumerate(batches()):
-        gradients.begin(leaf)
+        gradients.begin_backward(leaf)
         with torch.autocast("cpu", dtype=BF16):
             out = (loss or (lambda x: model(x).float().square().sum()))(x)
         out.backward()
-        gradients.end()
-    gradients.finish()
+        gradients.end_backward()
+    gradients.reduce_gradients()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def adding(model: nn.Module, names: list[str]) -> list[CastLinear]:
-    layers = cast_once(model, names, BF16)
+def adding(model: nn.Module, names: list[str]) -> list[CachedCastLinear]:
+    layers = use_cached_casts(model, names, BF16)
     for layer in layers:
-        layer.add_up(True)
-        layer.total.fill_(torch.nan)  # what it held before counts nothing
+        layer.set_accumulate_in_matmul(True)
+        layer.weight_grad_sum.fill_(torch.nan)  # what it held before counts nothing
     return layers
 
 
 def test_without_a_total_gradients_are_those_of_autocast_bit_for_bit() -> None:
     expected = step(Two(), [])
     model = Two()
-    found = step(model, cast_once(model, NAMES, BF16))
+    found = step(model, use_cached_casts(model, NAMES, BF16))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -121,24 +121,24 @@ def test_frozen_shared_and_hooked_weights_and_other_kinds_of_layers_stay_as_they
     model["hooked"].weight.register_hook(lambda grad: grad)
     model["second"].weight = model["first"].weight
     model["other"] = Other(8, 8)
-    assert cast_once(model, list(model), BF16) == [model["plain"]]
+    assert use_cached_casts(model, list(model), BF16) == [model["plain"]]
 
 
 def test_only_layers_in_blocks_are_named() -> None:
     model = nn.ModuleDict({"blocks": Two().blocks, "head": nn.Linear(8, 3)})
-    assert linear_in(model, ["blocks.0", "blocks.1"]) == NAMES
+    assert linear_names_in_blocks(model, ["blocks.0", "blocks.1"]) == NAMES
 
 
 def test_outside_autocast_a_layer_computes_in_its_own_precision() -> None:
     model = Two()
-    cast_once(model, NAMES, BF16)
+    use_cached_casts(model, NAMES, BF16)
     x = batches(1)[0]
     assert torch.equal(model(x), Two()(x))
 
 
 def test_an_evaluation_sees_the_weights_as_they_are() -> None:
     model = Two()
-    step(model, cast_once(model, NAMES, BF16))
+    step(model, use_cached_casts(model, NAMES, BF16))
     with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
         x = batches(1)[0]
         before = model.eval()(x)
@@ -174,17 +174,17 @@ def test_a_step_judged_on_the_device_changes_weights_as_one_judged_by_the_host(c
         torch.manual_seed(0)
         model = nn.Linear(6, 4)
         stepper = make_stepper(model, 2, clip=clip, optim=OptimizerConfig(name=kind, lr=0.1))
-        agreement = torch.zeros(2 * 2 + len(FLAGS) + 1, dtype=torch.float64)
+        agreement = torch.zeros(2 * 2 + len(STEP_FLAGS) + 1, dtype=torch.float64)
         for seed in range(3):
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
             model.zero_grad()
             F.mse_loss(model(x), torch.ones(5, 4), reduction="sum").backward()
             agreement[:4] = torch.tensor([3.0, 4.0, 10.0, 7.0])
             if early:
-                numbers = torch.cat([agreement, stepper.summed.norm().view(1)])
-                stepper.optimizer.step_scaled(0.1, *judged(numbers, 2, 1.0, clip))
+                numbers = torch.cat([agreement, stepper.reducer.grad_norm().view(1)])
+                stepper.optimizer.step_scaled(0.1, *compute_divisor_and_skip(numbers, 2, 1.0, clip))
             else:
-                stepper.update(stepper.settle(agreement)[1], 0.1)
+                stepper.optimizer_step(stepper.finalize(agreement)[1], 0.1)
         weights.append(model.weight.detach().clone())
     assert torch.allclose(*weights, rtol=1e-5, atol=1e-7)
 
@@ -194,14 +194,14 @@ def test_a_step_judged_on_the_device_changes_weights_as_one_judged_by_the_host(c
 def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_were(where: str, bad: float) -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    optimizer = Optimizer(model, OptimizerConfig(name="adamw", lr=0.1))
+    optimizer = OptimizerContainer(model, OptimizerConfig(name="adamw", lr=0.1))
     model(torch.ones(1, 6)).sum().backward()
     one, zero = torch.ones(()), torch.zeros(())
     optimizer.step_scaled(0.1, one, zero)
     before = {name: value.clone() for name, value in optimizer.state().items()}
     weight = model.weight.detach().clone()
     numbers = torch.tensor([bad if where == "loss" else 1.0, 1.0, 0.0, bad if where == "gradient" else 1.0])
-    optimizer.step_scaled(0.1, *judged(numbers.double(), 1, 1.0, 1.0))
+    optimizer.step_scaled(0.1, *compute_divisor_and_skip(numbers.double(), 1, 1.0, 1.0))
     assert torch.equal(model.weight, weight)
     assert all(torch.equal(value, before[name]) for name, value in optimizer.state().items())
     optimizer.step(0.1)  # what was set for one step is gone
@@ -218,13 +218,13 @@ def test_on_a_gpu_products_add_up_in_fp32_too() -> None:
     model.blocks[1][1].register_forward_hook(
         lambda _, args, out: (inputs.append(args[0]), out.register_hook(slopes.append))[0]
     )
-    gradients = LocalGradients(list(model.parameters()), layers)
+    gradients = LocalReducer(list(model.parameters()), layers)
     for layer in layers:
         layer.before_step()
     for x in batches():
         with torch.autocast("cuda", dtype=BF16):
             model(x.cuda()).float().square().sum().backward()
-        gradients.end()
+        gradients.end_backward()
     pairs = zip(slopes, inputs, strict=True)
     expected = sum(g.flatten(0, 1).double().t() @ x.flatten(0, 1).to(BF16).double() for g, x in pairs)
     found = model.blocks[1][1].weight.grad

@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
-from phalanx.train.causality import check_causal, check_documents, check_split
-from phalanx.train.huggingface_calls import install
+from phalanx.train.causality import check_causal, check_document_masking, check_split
+from phalanx.train.huggingface_calls import install_input_adapter
 from phalanx.train.tasks import LanguageModeling
 
 TASK = LanguageModeling()
@@ -98,33 +98,33 @@ def packed(length: int = 8) -> dict[str, Tensor]:
 @pytest.mark.parametrize("build", [transformer, moe])
 def test_our_models_keep_documents_separate(build: Any) -> None:
     torch.manual_seed(0)
-    check_documents(build(vocab_size=16, seq_len=8, layers=2, hidden_size=16, num_heads=2), TASK, packed())
+    check_document_masking(build(vocab_size=16, seq_len=8, layers=2, hidden_size=16, num_heads=2), TASK, packed())
 
 
 def test_a_model_that_carries_on_from_document_to_document_is_refused() -> None:
-    check_documents(Recurrent(follow=True), TASK, packed())
+    check_document_masking(Recurrent(follow=True), TASK, packed())
     with pytest.raises(
         RecipeError, match=r"data.document_masking: Recurrent does not keep documents separate: .* at 6 of 8"
     ):
-        check_documents(Recurrent(follow=False), TASK, packed())
+        check_document_masking(Recurrent(follow=False), TASK, packed())
 
 
 def test_a_model_that_takes_no_documents_is_refused_with_what_failed() -> None:
     with pytest.raises(
         RecipeError, match=r"data.document_masking: Deaf fails where it is to keep .*unexpected keyword"
     ):
-        check_documents(Deaf(follow=False), TASK, packed())
+        check_document_masking(Deaf(follow=False), TASK, packed())
 
 
 def test_where_documents_are_joined_or_outputs_change_by_themselves_nothing_is_said() -> None:
-    check_documents(Recurrent(follow=False), TASK, batch())
+    check_document_masking(Recurrent(follow=False), TASK, batch())
 
     class Noisy(Recurrent):
         def forward(self, tokens: Tensor, documents: Tensor | None = None) -> dict[str, Tensor]:
             logits = super().forward(tokens, documents)["logits"]
             return {"logits": logits + torch.rand_like(logits)}
 
-    check_documents(Noisy(follow=False), TASK, packed())
+    check_document_masking(Noisy(follow=False), TASK, packed())
 
 
 def by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -193,5 +193,5 @@ def test_a_hugging_face_model_can_be_split() -> None:
         num_key_value_heads=2, initializer_range=1.0,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
-    install(model)
+    install_input_adapter(model)
     check_split(model, TASK, batch(32))

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from phalanx.data.feed import Feed
+from phalanx.data.feed import Prefetcher
 from phalanx.errors import UsageError
-from phalanx.train.collated import Collated, check_dataset, describe, mapped, moved
+from phalanx.train.collated import (
+    MapDatasetSource,
+    batch_to_device,
+    check_map_dataset,
+    fingerprint_dataset,
+    map_tensors_in,
+)
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "image label")
@@ -33,9 +39,9 @@ class Structured:
 
 def batches(dataset: Any, rank: int = 0, world: int = 1, steps: int = 5, **how: Any) -> list[Any]:
     """The micro-batches of two samples that one rank gets of a global batch of four."""
-    data = Collated(dataset, "fingerprint", 0, **how)
-    with Feed(data, global_batch=4, micro=2, rank=rank, world=world, consumed=0) as feed:
-        return [moved(micro, CPU) for _ in range(steps) for micro in next(feed)]
+    data = MapDatasetSource(dataset, "fingerprint", 0, **how)
+    with Prefetcher(data, global_batch=4, micro_size=2, rank=rank, num_groups=world, samples_consumed=0) as feed:
+        return [batch_to_device(micro, CPU) for _ in range(steps) for micro in next(feed)]
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
@@ -86,8 +92,8 @@ def test_a_dataset_that_fails_fails_where_its_batch_is_taken() -> None:
 
 
 def test_a_fingerprint_is_the_same_again() -> None:
-    assert describe(Structured(torch.tensor)) == describe(Structured(torch.tensor))
-    assert describe(TensorDataset(torch.ones(3, 2))) == describe(TensorDataset(torch.ones(3, 2)))
+    assert fingerprint_dataset(Structured(torch.tensor)) == fingerprint_dataset(Structured(torch.tensor))
+    assert fingerprint_dataset(TensorDataset(torch.ones(3, 2))) == fingerprint_dataset(TensorDataset(torch.ones(3, 2)))
 
 
 @pytest.mark.parametrize(
@@ -103,17 +109,17 @@ def test_a_fingerprint_is_the_same_again() -> None:
     ids=["length", "dtype", "last", "structure", "text", "class"],
 )
 def test_a_fingerprint_of_other_data_is_another(other: Any) -> None:
-    assert describe(other) != describe(Structured(torch.tensor))
+    assert fingerprint_dataset(other) != fingerprint_dataset(Structured(torch.tensor))
 
 
 @pytest.mark.parametrize("first", [torch.zeros(2, dtype=torch.bfloat16), b"bytes", "text", {"a": [1, 2.0]}, None])
 def test_anything_can_be_a_sample_of_a_fingerprint(first: Any) -> None:
-    assert len(describe(Structured(lambda i: first, size=1))) == 16
+    assert len(fingerprint_dataset(Structured(lambda i: first, size=1))) == 16
 
 
 def test_an_empty_dataset_is_told() -> None:
     with pytest.raises(UsageError, match="the dataset is empty"):
-        check_dataset(TensorDataset(torch.ones(0, 2)))
+        check_map_dataset(TensorDataset(torch.ones(0, 2)))
 
 
 class Stream(IterableDataset[int]):
@@ -124,7 +130,7 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize("dataset", [DataLoader(TensorDataset(torch.ones(4))), Stream(), iter([1, 2])])
 def test_what_is_no_map_style_dataset_is_told(dataset: Any) -> None:
     with pytest.raises(UsageError, match="expected a map-style dataset"):
-        check_dataset(dataset)
+        check_map_dataset(dataset)
 
 
 def test_mapped_keeps_classes_and_what_is_no_tensor() -> None:
@@ -132,7 +138,7 @@ def test_mapped_keeps_classes_and_what_is_no_tensor() -> None:
         note = "kept"
 
     output = Output(logits=torch.ones(1, dtype=torch.bfloat16), parts=(torch.ones(1), Pair(torch.ones(1), "x")), n=3)
-    doubled = mapped(output, lambda tensor: 2 * tensor)
+    doubled = map_tensors_in(output, lambda tensor: 2 * tensor)
     assert type(doubled) is Output
     assert doubled.note == "kept"
     assert doubled["logits"].item() == 2

@@ -11,15 +11,20 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.train.parallel.attention import Way, attend, choose, document_masks
+from phalanx.train.parallel.attention import (
+    ContextMethod,
+    attention_over_context,
+    choose_context_method,
+    make_document_masks,
+)
 from phalanx.train.parallel.collectives import Group
 from phalanx.train.parallel.context import (
     ContextParallel,
-    active,
-    check_model,
-    position_argument,
-    recompute_contexts,
-    slice_batch,
+    check_context_parallel,
+    current_context_parallel,
+    find_position_argument,
+    make_checkpoint_contexts,
+    shard_batch,
 )
 
 
@@ -56,60 +61,62 @@ def batch_of(length: int) -> dict[str, Tensor]:
     ],
 )
 def test_the_way_is_all_to_all_where_heads_divide(heads: int, kv_heads: int, n: int, way: str) -> None:
-    assert choose(heads, kv_heads, n) == way
+    assert choose_context_method(heads, kv_heads, n) == way
 
 
 def test_gather_pairs_early_chunks_with_late_ones() -> None:
-    parts = [slice_batch(batch_of(8), ranks(rank, 2), "gather") for rank in range(2)]
+    parts = [shard_batch(batch_of(8), ranks(rank, 2), "gather") for rank in range(2)]
     assert parts[0]["positions"].tolist() == [[0, 1, 6, 7]] * 2
     assert parts[1]["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert parts[1]["targets"].equal(parts[1]["tokens"] + 1)
 
 
 def test_alltoall_cuts_contiguous_parts() -> None:
-    parts = [slice_batch(batch_of(6), ranks(rank, 3), "alltoall")["positions"][0].tolist() for rank in range(3)]
+    parts = [shard_batch(batch_of(6), ranks(rank, 3), "alltoall")["positions"][0].tolist() for rank in range(3)]
     assert parts == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_what_has_no_sequence_stays_whole() -> None:
-    assert slice_batch(batch_of(8), ranks(0, 2), "gather")["weights"].shape == (2,)
+    assert shard_batch(batch_of(8), ranks(0, 2), "gather")["weights"].shape == (2,)
 
 
 def test_one_rank_keeps_the_whole_batch() -> None:
-    part = slice_batch(batch_of(8), None, "alltoall")
+    part = shard_batch(batch_of(8), None, "alltoall")
     assert part["tokens"].equal(batch_of(8)["tokens"])
     assert part["positions"].tolist() == [list(range(8))] * 2
 
 
 def test_positions_of_the_batch_itself_are_kept() -> None:
     batch = batch_of(8) | {"positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]] * 2)}
-    assert slice_batch(batch, ranks(1, 2), "alltoall")["positions"].tolist() == [[1, 2, 3, 4]] * 2
+    assert shard_batch(batch, ranks(1, 2), "alltoall")["positions"].tolist() == [[1, 2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize(("way", "length", "fitting"), [("gather", 10, 12), ("alltoall", 9, 10), ("alltoall", 2, 4)])
-def test_a_sequence_that_does_not_divide_is_refused_with_one_that_does(way: Way, length: int, fitting: int) -> None:
+def test_a_sequence_that_does_not_divide_is_refused_with_one_that_does(
+    way: ContextMethod, length: int, fitting: int
+) -> None:
     with pytest.raises(RecipeError, match=rf"^parallelism.context: .*data.seq_len={fitting} would do"):
-        slice_batch(batch_of(length), ranks(0, 2), way)
+        shard_batch(batch_of(length), ranks(0, 2), way)
 
 
 def test_document_masks_are_the_rows_of_the_whole_mask() -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2]])
     places = torch.arange(8)
     whole = (documents[:, :, None] == documents[:, None, :])[:, None] & (places[:, None] >= places)
-    early, late = document_masks(documents, "gather", ranks(0, 2))
+    early, late = make_document_masks(documents, "gather", ranks(0, 2))
     assert early.equal(whole[..., 0:2, :2])
     assert late.equal(whole[..., 6:8, :])
-    (all_of_it,) = document_masks(documents, "alltoall", ranks(0, 2))
+    (all_of_it,) = make_document_masks(documents, "alltoall", ranks(0, 2))
     assert all_of_it.equal(whole)
 
 
 @pytest.mark.parametrize("way", ["gather", "alltoall"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_group_of_one_attends_as_ever(way: Way, causal: bool) -> None:
+def test_a_group_of_one_attends_as_ever(way: ContextMethod, causal: bool) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 8, 6) for _ in range(3))
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=0.3)
-    found = attend(query, key, value, None, way, causal=causal, scale=0.3)
+    found = attention_over_context(query, key, value, None, way, causal=causal, scale=0.3)
     torch.testing.assert_close(found, expected)
     with ContextParallel(None, way):
         assert F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=0.3).equal(expected)
@@ -146,20 +153,20 @@ def test_all_to_all_refuses_heads_that_do_not_divide() -> None:
 def test_it_says_whether_attention_passed_through_it() -> None:
     with ContextParallel(None, "gather") as mode:
         torch.ones(2) + 1
-        assert not mode.attended
+        assert not mode.attention_seen
         attention()
-    assert mode.attended
+    assert mode.attention_seen
 
 
 def test_the_innermost_acts_and_none_after_all_are_left() -> None:
     ordinary = F.scaled_dot_product_attention
     outer, inner = ContextParallel(None, "gather"), ContextParallel(None, "alltoall")
     with outer, inner, inner:
-        assert active() is inner
+        assert current_context_parallel() is inner
         attention()
-    assert inner.attended
-    assert not outer.attended
-    assert active() is None
+    assert inner.attention_seen
+    assert not outer.attention_seen
+    assert current_context_parallel() is None
     assert F.scaled_dot_product_attention is ordinary
 
 
@@ -174,20 +181,20 @@ def test_recomputation_has_the_one_that_was_active_in_the_forward() -> None:
     seen = []
 
     def note(x: Tensor) -> Tensor:
-        seen.append(active())
+        seen.append(current_context_parallel())
         return x.sin()
 
     x = torch.ones(3, requires_grad=True)
     with ContextParallel(None, "gather") as mode:
-        y = checkpoint(note, x, use_reentrant=False, context_fn=recompute_contexts)
+        y = checkpoint(note, x, use_reentrant=False, context_fn=make_checkpoint_contexts)
     y.sum().backward()
     assert seen == [mode, mode]
-    assert active() is None
+    assert current_context_parallel() is None
 
 
 def test_recomputation_does_without_where_none_was_active() -> None:
     x = torch.ones(3, requires_grad=True)
-    checkpoint(torch.sin, x, use_reentrant=False, context_fn=recompute_contexts).sum().backward()
+    checkpoint(torch.sin, x, use_reentrant=False, context_fn=make_checkpoint_contexts).sum().backward()
     assert x.grad is not None
 
 
@@ -207,13 +214,13 @@ def small_transformer() -> nn.Module:
 
 
 def test_the_argument_for_positions_is_found() -> None:
-    found = [position_argument(model) for model in (small_transformer(), Positioned(), Unpositioned())]
+    found = [find_position_argument(model) for model in (small_transformer(), Positioned(), Unpositioned())]
     assert found == ["positions", "position_ids", None]
 
 
 def test_a_model_that_takes_no_positions_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"^parallelism.context: Unpositioned .* neither positions nor position_ids"):
-        check_model(Unpositioned(), 8)
+        check_context_parallel(Unpositioned(), 8)
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str | None]] = {
@@ -233,10 +240,10 @@ def test_only_full_attention_of_hugging_face_is_accepted(config: dict[str, Any],
     model = Positioned()
     cast(Any, model).config = SimpleNamespace(**{"_attn_implementation": "sdpa"} | config)
     if refused is None:
-        assert check_model(model, 8) == "position_ids"
+        assert check_context_parallel(model, 8) == "position_ids"
     else:
         with pytest.raises(RecipeError, match=rf"^parallelism.context: Positioned .*{refused}"):
-            check_model(model, 8)
+            check_context_parallel(model, 8)
 
 
 @pytest.mark.parametrize("shape", [(12,), (2, 12)])

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.train.parallel.cuts import Block, Cut, Holding, cut_evenly, hold, rows_of_shard
+from phalanx.train.parallel.cuts import (
+    DimShard,
+    GlobalBlocks,
+    TensorBlock,
+    compute_global_blocks,
+    fsdp_row_range,
+    shard_evenly,
+)
 
 
 @dataclass(frozen=True)
@@ -20,10 +27,10 @@ class Dimension:
     size: int = 1
     parts: int = 1
 
-    def cut(self, dim: int, rank: int) -> Cut:
+    def cut(self, dim: int, rank: int) -> DimShard:
         if self.parts == 0:
-            return Cut(dim, (rows_of_shard(self.length, rank, self.size),), self.length, "tensor")
-        return cut_evenly(dim, self.length, rank, self.size, "tensor", self.parts)
+            return DimShard(dim, (fsdp_row_range(self.length, rank, self.size),), self.length, "tensor")
+        return shard_evenly(dim, self.length, rank, self.size, "tensor", self.parts)
 
 
 @st.composite
@@ -39,7 +46,7 @@ DIMENSIONS = st.one_of(
 )
 
 
-def local_part(whole: np.ndarray, cuts: Sequence[Cut], rows: tuple[int, int]) -> np.ndarray:
+def local_part(whole: np.ndarray, cuts: Sequence[DimShard], rows: tuple[int, int]) -> np.ndarray:
     """What a rank holds, cut as the tensors are."""
     for cut in cuts:
         whole = np.concatenate([whole.take(range(*one), axis=cut.dim) for one in cut.ranges], axis=cut.dim)
@@ -66,31 +73,35 @@ def test_blocks_of_all_ranks_cover_each_element_once_and_hold_what_belongs_there
         ]
         before_shard = local_part(whole, cuts, (0, whole.shape[0])).shape
         for shard in range(shards):
-            rows = rows_of_shard(before_shard[0], shard, shards)
+            rows = fsdp_row_range(before_shard[0], shard, shards)
             local = local_part(whole, cuts, rows)
-            holding = hold(before_shard, cuts, rows)
-            assert holding.shape == whole.shape
+            holding = compute_global_blocks(before_shard, cuts, rows)
+            assert holding.global_shape == whole.shape
             here = np.zeros(local.shape, dtype=int)
             for block in holding.blocks:
-                at = region(block.offset, block.extent)
-                assert np.array_equal(local[region(block.start, block.extent)], whole[at])
+                at = region(block.global_offset, block.extent)
+                assert np.array_equal(local[region(block.local_start, block.extent)], whole[at])
                 covered[at] += 1
-                here[region(block.start, block.extent)] += 1
+                here[region(block.local_start, block.extent)] += 1
             assert (here == 1).all()
     assert (covered == 1).all()
 
 
 def test_a_parameter_that_nobody_cuts_is_one_block() -> None:
-    assert hold((3, 4)) == Holding.whole((3, 4)) == Holding((3, 4), (Block((0, 0), (0, 0), (3, 4)),))
+    assert (
+        compute_global_blocks((3, 4))
+        == GlobalBlocks.full_tensor((3, 4))
+        == GlobalBlocks((3, 4), (TensorBlock((0, 0), (0, 0), (3, 4)),))
+    )
 
 
 def test_a_number_is_one_block_without_dimensions() -> None:
-    assert hold(()) == Holding.whole(()) == Holding((), (Block((), (), ()),))
+    assert compute_global_blocks(()) == GlobalBlocks.full_tensor(()) == GlobalBlocks((), (TensorBlock((), (), ()),))
 
 
 def test_a_rank_that_got_no_rows_holds_no_block() -> None:
-    assert rows_of_shard(3, rank=3, size=4) == (3, 3)
-    assert hold((3, 2), rows=(3, 3)) == Holding((3, 2), ())
+    assert fsdp_row_range(3, rank=3, size=4) == (3, 3)
+    assert compute_global_blocks((3, 2), rows=(3, 3)) == GlobalBlocks((3, 2), ())
 
 
 @pytest.mark.parametrize(
@@ -105,15 +116,17 @@ def test_a_rank_that_got_no_rows_holds_no_block() -> None:
 def test_shards_are_as_long_as_the_first_as_far_as_rows_are_left(
     rows: int, size: int, expected: list[tuple[int, int]]
 ) -> None:
-    assert [rows_of_shard(rows, rank, size) for rank in range(size)] == expected
+    assert [fsdp_row_range(rows, rank, size) for rank in range(size)] == expected
 
 
 def test_of_a_fused_matrix_a_rank_holds_its_share_of_each_part() -> None:
-    cut = cut_evenly(0, whole=12, rank=1, size=2, axis="tensor", parts=3)
-    assert cut == Cut(0, ((2, 4), (6, 8), (10, 12)), 12, "tensor")
+    cut = shard_evenly(0, full_size=12, rank=1, size=2, mesh_axis="tensor", parts=3)
+    assert cut == DimShard(0, ((2, 4), (6, 8), (10, 12)), 12, "tensor")
     assert cut.length == 6
 
 
 def test_a_shard_of_a_fused_matrix_may_begin_within_a_part() -> None:
-    cut = cut_evenly(0, whole=12, rank=1, size=2, axis="tensor", parts=3)
-    assert hold((6,), [cut], rows=(1, 4)) == Holding((12,), (Block((0,), (3,), (1,)), Block((1,), (6,), (2,))))
+    cut = shard_evenly(0, full_size=12, rank=1, size=2, mesh_axis="tensor", parts=3)
+    assert compute_global_blocks((6,), [cut], rows=(1, 4)) == GlobalBlocks(
+        (12,), (TensorBlock((0,), (3,), (1,)), TensorBlock((1,), (6,), (2,)))
+    )

@@ -5,8 +5,8 @@ import torch
 from small_train import VOCAB, Clock, Samples, TinyLM, mesh_of, objective_of, tiny_lm, token_batch
 from torch import Tensor
 
-from phalanx.train.evaluation import Scores, evaluate
-from phalanx.train.place import Place
+from phalanx.train.evaluation import EvaluationResult, evaluate
+from phalanx.train.place import DistEnv
 from phalanx.train.tasks import LanguageModeling, TensorBatch
 
 
@@ -23,15 +23,19 @@ def data(held_out: int = 13, ignored: float = 0.3) -> Samples:
     return Samples(token_batch(4), token_batch(held_out, seed=1, ignored=ignored))
 
 
-def score(model: TinyLM, samples: int = 100, micro: int = 4, of: Samples | None = None, **options: object) -> Scores:
+def score(
+    model: TinyLM, samples: int = 100, micro: int = 4, of: Samples | None = None, **options: object
+) -> EvaluationResult:
     objective = objective_of(model, Scored())
-    scores = evaluate(objective, of or data(), place=Place(), mesh=mesh_of(), samples=samples, micro=micro, **options)
+    scores = evaluate(
+        objective, of or data(), dist_env=DistEnv(), mesh=mesh_of(), max_samples=samples, micro_size=micro, **options
+    )
     assert scores is not None
     return scores
 
 
 def test_the_loss_is_the_mean_over_all_terms_that_count() -> None:
-    model, held_out = tiny_lm(), data().held_out(0, 13)
+    model, held_out = tiny_lm(), data().read_validation(0, 13)
     with torch.no_grad():
         logits = model(torch.from_numpy(held_out["tokens"]))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(held_out["targets"]).flatten())
@@ -43,7 +47,7 @@ def test_scores_are_the_same_for_every_micro_batch(micro: int) -> None:
     expected, scores = score(tiny_lm(), micro=4), score(tiny_lm(), micro=micro)
     assert scores.loss == pytest.approx(expected.loss, rel=1e-6)
     assert scores.metrics == expected.metrics
-    assert scores.samples == expected.samples == 13
+    assert scores.num_samples == expected.num_samples == 13
 
 
 def test_metrics_are_means_by_name() -> None:
@@ -53,7 +57,7 @@ def test_metrics_are_means_by_name() -> None:
 
 
 def test_no_more_samples_are_scored_than_asked() -> None:
-    assert score(tiny_lm(), samples=5).samples == 5
+    assert score(tiny_lm(), samples=5).num_samples == 5
     assert score(tiny_lm(), samples=5) != score(tiny_lm(), samples=13)
 
 
@@ -84,7 +88,9 @@ def test_a_wish_to_stop_ends_it_without_scores_and_with_the_model_as_it_was() ->
         return len(asked) == 2
 
     objective = objective_of(model, Scored())
-    scores = evaluate(objective, data(), place=Place(), mesh=mesh_of(), samples=100, micro=2, stop=stop)
+    scores = evaluate(
+        objective, data(), dist_env=DistEnv(), mesh=mesh_of(), max_samples=100, micro_size=2, stop_requested=stop
+    )
     assert scores is None
     assert len(asked) == 2
     assert model.training
@@ -94,7 +100,7 @@ def test_the_seconds_are_those_that_pass_meanwhile() -> None:
     clock = Clock()
     model = tiny_lm()
     model.register_forward_hook(lambda *_: clock.tick(2.0))
-    assert score(model, micro=4, clock=clock).seconds == 8.0
+    assert score(model, micro=4, clock=clock).duration_s == 8.0
 
 
 def test_held_out_data_without_a_single_term_score_zero() -> None:
@@ -103,7 +109,7 @@ def test_held_out_data_without_a_single_term_score_zero() -> None:
 
 def test_a_task_without_metrics_gives_none() -> None:
     objective = objective_of(tiny_lm(), LanguageModeling())
-    scores = evaluate(objective, data(), place=Place(), mesh=mesh_of(), samples=100, micro=4)
+    scores = evaluate(objective, data(), dist_env=DistEnv(), mesh=mesh_of(), max_samples=100, micro_size=4)
     assert scores is not None
     assert scores.metrics == {}
 
@@ -111,7 +117,7 @@ def test_a_task_without_metrics_gives_none() -> None:
 def test_the_precision_is_the_runs() -> None:
     plain = score(tiny_lm()).loss
     objective = objective_of(tiny_lm(), Scored(), "bf16")
-    rounded = evaluate(objective, data(), place=Place(), mesh=mesh_of(), samples=100, micro=4)
+    rounded = evaluate(objective, data(), dist_env=DistEnv(), mesh=mesh_of(), max_samples=100, micro_size=4)
     assert rounded is not None
     assert rounded.loss != plain
     assert rounded.loss == pytest.approx(plain, rel=0.05)

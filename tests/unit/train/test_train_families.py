@@ -9,7 +9,13 @@ from torch import nn
 
 from phalanx.models import transformer
 from phalanx.train.adapter import is_linear
-from phalanx.train.parallel.families import STYLES, divisible, family_of, matches, matching
+from phalanx.train.parallel.families import (
+    TP_STYLES,
+    find_divisible_sizes,
+    find_matching,
+    find_tp_plan,
+    matches_pattern,
+)
 
 
 def ours(**options: Any) -> nn.Module:
@@ -28,12 +34,12 @@ def ours(**options: Any) -> nn.Module:
 
 
 def check(model: nn.Module) -> None:
-    family = family_of(model)
+    family = find_tp_plan(model)
     assert family is not None
-    rules = family.rules
-    assert set(rules.values()) <= set(STYLES)
+    rules = family.styles
+    assert set(rules.values()) <= set(TP_STYLES)
     modules = dict(model.named_modules())
-    fitting = {pattern: matching(pattern, modules) for pattern in rules}
+    fitting = {pattern: find_matching(pattern, modules) for pattern in rules}
     assert all(fitting.values())
     matrices = {name for name, module in modules.items() if is_linear(module) or isinstance(module, nn.Embedding)}
     styled = {name for names in fitting.values() for name in names}
@@ -49,27 +55,27 @@ def test_rules_fit_our_transformer(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("bare", [False, True])
 def test_rules_fit_models_of_hugging_face_with_and_without_their_head(tmp_path: Path, kind: str, bare: bool) -> None:
     tiny = pytest.importorskip("tiny_huggingface")
-    model = tiny.saved(tmp_path, kind)
+    model = tiny.save_random_model(tmp_path, kind)
     check(model.get_submodule(model.base_model_prefix) if bare else model)
-    assert set(divisible(model).values()) >= {4, 96}
+    assert set(find_divisible_sizes(model).values()) >= {4, 96}
 
 
 def test_an_unknown_model_has_no_rules() -> None:
-    assert family_of(nn.Linear(2, 2)) is None
-    assert divisible(nn.Linear(2, 2)) == {}
+    assert find_tp_plan(nn.Linear(2, 2)) is None
+    assert find_divisible_sizes(nn.Linear(2, 2)) == {}
 
 
 def test_what_counts_heads_is_named() -> None:
-    family = family_of(ours())
+    family = find_tp_plan(ours())
     assert family is not None
     modules = dict(ours().named_modules())
-    for pattern, attributes in family.divided.items():
-        for name in matching(pattern, modules):
+    for pattern, attributes in family.divided_attributes.items():
+        for name in find_matching(pattern, modules):
             assert all(hasattr(modules[name], attribute) for attribute in attributes)
 
 
 def test_sizes_of_our_transformer_are_read_off_it() -> None:
-    assert divisible(ours(ffn_hidden_size=48)) == {
+    assert find_divisible_sizes(ours(ffn_hidden_size=48)) == {
         "attention heads": 4,
         "key-value heads": 2,
         "features of the feed-forward": 48,
@@ -78,7 +84,7 @@ def test_sizes_of_our_transformer_are_read_off_it() -> None:
 
 
 def test_a_star_stands_for_one_part_of_a_name() -> None:
-    assert matches("blocks.*.ffn", "blocks.10.ffn")
-    assert not matches("blocks.*.ffn", "blocks.1.2.ffn")
-    assert not matches("blocks.*", "blocks.1.ffn")
-    assert not matches("a.b", "axb")
+    assert matches_pattern("blocks.*.ffn", "blocks.10.ffn")
+    assert not matches_pattern("blocks.*.ffn", "blocks.1.2.ffn")
+    assert not matches_pattern("blocks.*", "blocks.1.ffn")
+    assert not matches_pattern("a.b", "axb")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.forward_state import what_changes
+from phalanx.train.forward_state import find_forward_changes
 
 
 class Holding(nn.Module):
@@ -49,14 +49,14 @@ ODD = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_changes_is_found_beside_tensors_of_any_dtype(kind: str) -> None:
     model = Holding(KINDS[kind](), persistent=True)
-    assert what_changes(model, model) == (["count"], ["number"])
+    assert find_forward_changes(model, model) == (["count"], ["number"])
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ODD)
 def test_what_changes_is_found_beside_tensors_that_no_checkpoint_holds(kind: str) -> None:
     model = Holding(ODD[kind](), persistent=False)
-    assert what_changes(model, model) == (["count"], ["number"])
+    assert find_forward_changes(model, model) == (["count"], ["number"])
 
 
 class Average(nn.Module):
@@ -77,7 +77,7 @@ class Average(nn.Module):
 def test_what_is_computed_anew_from_what_is_saved_is_no_state(persistent: bool) -> None:
     torch.manual_seed(0)
     model, x = Average(persistent), torch.randn(3, 4)
-    changed, lost = what_changes(model, lambda: model(x))
+    changed, lost = find_forward_changes(model, lambda: model(x))
     assert changed == [*(["average"] if persistent else []), "layer.weight_u", "layer.weight_v"]
     assert lost == ([] if persistent else ["average"])
 
@@ -105,9 +105,9 @@ def test_random_numbers_that_no_seed_of_a_run_reaches_are_found(kind: str) -> No
     }
     generator, draw, name = draws[kind]
     model: Any = Drawing(generator, draw)
-    assert what_changes(model, model) == ([], [name])
+    assert find_forward_changes(model, model) == ([], [name])
 
 
 def test_torchs_own_random_numbers_are_no_state() -> None:
     model = Drawing(None, lambda: torch.rand(2))
-    assert what_changes(model, model) == ([], [])
+    assert find_forward_changes(model, model) == ([], [])

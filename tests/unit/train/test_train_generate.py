@@ -5,7 +5,7 @@ import torch
 from small_train import tiny_lm
 from torch import Tensor, nn
 
-from phalanx.train.generate import generate
+from phalanx.train.generate import generate_tokens
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class Counting(nn.Module):
 def text(
     model: nn.Module, tokens: int = 12, prompt: tuple[int, ...] = (1, 2), window: int = 8, **how: object
 ) -> list[int]:
-    return list(generate(model, prompt, tokens=tokens, window=window, device=CPU, **how))  # type: ignore[arg-type]
+    return list(generate_tokens(model, prompt, tokens=tokens, window=window, device=CPU, **how))  # type: ignore[arg-type]
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:

@@ -7,34 +7,34 @@ from small_train import mesh_of, tiny_lm
 from torch import nn
 
 from phalanx.compat import scale_in_place
-from phalanx.train.gradients import DividedGradients, Gradients, LocalGradients
-from phalanx.train.parallel.divided import Divided
+from phalanx.train.gradients import GradReducer, LocalReducer, ParallelReducer
+from phalanx.train.parallel.divided import ParallelModel
 
 
-def made(kind: type, model: nn.Module) -> Gradients:
-    divided = Divided(mesh_of(), (model,))
+def made(kind: type, model: nn.Module) -> GradReducer:
+    divided = ParallelModel(mesh_of(), (model,))
     return (
-        LocalGradients(list(divided.trainable().values()))
-        if kind is LocalGradients
-        else DividedGradients(divided, None)
+        LocalReducer(list(divided.trainable_parameters().values()))
+        if kind is LocalReducer
+        else ParallelReducer(divided, None)
     )
 
 
-KINDS = pytest.mark.parametrize("kind", [LocalGradients, DividedGradients])
+KINDS = pytest.mark.parametrize("kind", [LocalReducer, ParallelReducer])
 
 
-def backward(gradients: Gradients, model: nn.Module, micro_batches: int) -> None:
+def backward(gradients: GradReducer, model: nn.Module, micro_batches: int) -> None:
     for leaf in range(micro_batches):
-        gradients.begin(leaf)
+        gradients.begin_backward(leaf)
         sum((leaf + 1) * p.sum() for name, p in model.named_parameters() if "norm" not in name).backward()
-        gradients.end()
-    gradients.finish()
+        gradients.end_backward()
+    gradients.reduce_gradients()
 
 
 def test_what_a_larger_world_held_back_is_added_once() -> None:
     model = tiny_lm()
-    gradients = LocalGradients(list(model.parameters()))
-    gradients.hold_back()
+    gradients = LocalReducer(list(model.parameters()))
+    gradients.enable_error_feedback()
     gradients.residuals()[model.hidden.weight].fill_(0.5)
     backward(gradients, model, 3)
     assert model.hidden.weight.grad is not None
@@ -68,7 +68,7 @@ def test_a_frozen_parameter_gets_none(kind: type) -> None:
     gradients = made(kind, model)
     backward(gradients, model, 1)
     assert model.norm.weight.grad is None
-    assert len(gradients.tensors()) == len([p for p in model.parameters() if p.requires_grad])
+    assert len(gradients.grad_tensors()) == len([p for p in model.parameters() if p.requires_grad])
 
 
 @KINDS
@@ -77,7 +77,7 @@ def test_the_norm_is_that_of_all_gradients_together(kind: type) -> None:
     gradients = made(kind, model)
     backward(gradients, model, 2)
     used = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
-    assert float(gradients.norm()) == pytest.approx(3.0 * math.sqrt(used), rel=1e-6)
+    assert float(gradients.grad_norm()) == pytest.approx(3.0 * math.sqrt(used), rel=1e-6)
 
 
 @KINDS
@@ -85,7 +85,7 @@ def test_what_is_scaled_in_place_is_what_the_optimizer_reads(kind: type) -> None
     model = tiny_lm()
     gradients = made(kind, model)
     backward(gradients, model, 1)
-    scale_in_place(gradients.tensors(), 0.5)
+    scale_in_place(gradients.grad_tensors(), 0.5)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert (parameter.grad == (0.0 if "norm" in name else 0.5)).all()

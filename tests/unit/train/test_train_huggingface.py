@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from phalanx.data import Facts, load_tokenizer
+from phalanx.data import DataInfo, load_tokenizer
 from phalanx.errors import DataError, RecipeError
 from phalanx.train import huggingface
-from phalanx.train.huggingface_calls import logits_of
-from phalanx.train.weight_source import weight_source
-from tiny_huggingface import KINDS, VOCAB, saved, tokens, transformers
+from phalanx.train.huggingface_calls import get_logits
+from phalanx.train.weight_source import open_weight_reader
+from tiny_huggingface import MODEL_KINDS, VOCAB, random_tokens, save_random_model, transformers
 
 CPU = torch.device("cpu")
 
 
 def loaded(directory: Path, **args: Any) -> nn.Module:
-    return huggingface.build_loaded(directory, args, None, CPU).eval()
+    return huggingface.build_with_weights(directory, args, None, CPU).eval()
 
 
 def rewrite(directory: Path, change: Any) -> None:
@@ -31,16 +31,18 @@ def rewrite(directory: Path, change: Any) -> None:
     save_file(change(tensors), file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_logits_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    reference, model = saved(tmp_path, kind), loaded(tmp_path)
+    reference, model = save_random_model(tmp_path, kind), loaded(tmp_path)
     with torch.no_grad():
-        torch.testing.assert_close(logits_of(model(tokens())), reference(tokens()).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            get_logits(model(random_tokens())), reference(random_tokens()).logits, rtol=0, atol=1e-5
+        )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_every_tensor_and_buffer_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
-    reference, model = saved(tmp_path, kind), loaded(tmp_path)
+    reference, model = save_random_model(tmp_path, kind), loaded(tmp_path)
     expected = {**reference.state_dict(), **dict(reference.named_buffers())}
     found = {**model.state_dict(), **dict(model.named_buffers())}
     assert found.keys() == expected.keys()
@@ -48,57 +50,57 @@ def test_every_tensor_and_buffer_is_that_of_transformers(tmp_path: Path, kind: s
 
 
 def test_before_loading_no_parameter_has_memory_and_every_buffer_has_its_values(tmp_path: Path) -> None:
-    reference = saved(tmp_path, "llama")
-    model = huggingface.build(tmp_path, {})
+    reference = save_random_model(tmp_path, "llama")
+    model = huggingface.build_on_meta(tmp_path, {})
     assert all(parameter.is_meta for parameter in model.parameters())
     assert all(torch.equal(b, reference.get_buffer(name)) for name, b in model.named_buffers())
 
 
 def test_other_modules_keep_their_memory_after_a_model_was_built(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
-    huggingface.build(tmp_path, {})
+    save_random_model(tmp_path, "llama")
+    huggingface.build_on_meta(tmp_path, {})
     assert not nn.Linear(2, 2).weight.is_meta
 
 
 def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
-    saved(tmp_path, "llama-tied")
+    save_random_model(tmp_path, "llama-tied")
     model = loaded(tmp_path)
     assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
 
 
 def test_attention_is_pytorchs_own(tmp_path: Path) -> None:
-    saved(tmp_path, "qwen2")
+    save_random_model(tmp_path, "qwen2")
     assert loaded(tmp_path).config._attn_implementation == "sdpa"
 
 
 def test_half_precision_files_become_fp32_parameters(tmp_path: Path) -> None:
-    saved(tmp_path, "llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    save_random_model(tmp_path, "llama").to(torch.bfloat16).save_pretrained(tmp_path)
     model = loaded(tmp_path)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    weight = weight_source(tmp_path).read("lm_head.weight")
+    weight = open_weight_reader(tmp_path).read("lm_head.weight")
     assert torch.equal(model.get_parameter("lm_head.weight"), weight.float())
 
 
 def test_weights_in_several_files_load_alike(tmp_path: Path) -> None:
-    reference = saved(tmp_path, "llama", max_shard_size="20KB")
+    reference = save_random_model(tmp_path, "llama", max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert all(torch.equal(p, reference.get_parameter(name)) for name, p in loaded(tmp_path).named_parameters())
 
 
 def test_files_without_the_prefix_of_the_base_load_too(tmp_path: Path) -> None:
-    reference = saved(tmp_path, "gpt2")
+    reference = save_random_model(tmp_path, "gpt2")
     rewrite(tmp_path, lambda tensors: {name.removeprefix("transformer."): t for name, t in tensors.items()})
     assert all(torch.equal(p, reference.get_parameter(name)) for name, p in loaded(tmp_path).named_parameters())
 
 
 def test_a_bare_base_finds_its_tensors_in_files_of_base_and_head(tmp_path: Path) -> None:
-    reference = saved(tmp_path, "llama-tied")
+    reference = save_random_model(tmp_path, "llama-tied")
     model = loaded(tmp_path, architectures=["LlamaModel"])
     assert all(torch.equal(p, reference.get_parameter(f"model.{name}")) for name, p in model.named_parameters())
 
 
 def test_tensors_that_models_compute_by_themselves_today_are_left_out(tmp_path: Path) -> None:
-    saved(tmp_path, "gpt2")
+    save_random_model(tmp_path, "gpt2")
     rewrite(tmp_path, lambda tensors: {**tensors, "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)})
     loaded(tmp_path)
 
@@ -128,13 +130,13 @@ class Compiled(nn.Module):
 def test_a_wrapped_model_finds_its_tensors_under_their_own_names(tmp_path: Path, wrap: Any) -> None:
     plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     save_file(dict(plain.state_dict()), tmp_path / "model.safetensors")
-    source = weight_source(tmp_path)
-    names = huggingface.tensor_names(wrap(plain), source)
+    source = open_weight_reader(tmp_path)
+    names = huggingface.match_tensor_names(wrap(plain), source)
     assert {held for (held,) in names.values()} == source.names
 
 
 def test_missing_tensors_are_named_five_at_most(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
+    save_random_model(tmp_path, "llama")
     rewrite(tmp_path, lambda tensors: {name: t for name, t in tensors.items() if "mlp" not in name})
     with pytest.raises(
         DataError, match=r"LlamaForCausalLM needs 6 tensors \(model.layers.0.mlp.* and 1 more\)"
@@ -144,20 +146,20 @@ def test_missing_tensors_are_named_five_at_most(tmp_path: Path) -> None:
 
 
 def test_extra_tensors_are_named_with_what_would_be_right(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
+    save_random_model(tmp_path, "llama")
     rewrite(tmp_path, lambda tensors: {**tensors, "score.weight": torch.ones(2)})
     with pytest.raises(DataError, match=r"has no place for 1 tensor \(score.weight\); name an architecture"):
         loaded(tmp_path)
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
+    save_random_model(tmp_path, "llama")
     with pytest.raises(DataError, match=r"has shape \[48, 32\], LlamaForCausalLM by its config.json \[40, 32\]"):
         loaded(tmp_path, intermediate_size=40)
 
 
 def test_tied_tensors_that_differ_in_the_files_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path, "llama-tied")
+    save_random_model(tmp_path, "llama-tied")
     rewrite(tmp_path, lambda tensors: {**tensors, "lm_head.weight": torch.ones(VOCAB, 32)})
     with pytest.raises(DataError, match=r"embed_tokens.weight and lm_head.weight differ, but config.json ties them"):
         loaded(tmp_path)
@@ -167,12 +169,12 @@ def test_tied_tensors_that_differ_in_the_files_are_refused(tmp_path: Path) -> No
 
 
 def test_args_replace_values_of_the_config(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
+    save_random_model(tmp_path, "llama")
     assert loaded(tmp_path, attention_dropout=0.25).config.attention_dropout == 0.25
 
 
 def test_an_argument_that_the_config_has_not_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
+    save_random_model(tmp_path, "llama")
     with pytest.raises(RecipeError, match=r"model.args.atention_dropout: .* has no such value.*attention_dropout"):
         loaded(tmp_path, atention_dropout=0.25)
 
@@ -188,7 +190,7 @@ def test_an_argument_that_the_config_has_not_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_an_error_of_the_recipe(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    saved(tmp_path, "llama")
+    save_random_model(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(RecipeError, match=rf"model.build: .*{message}"):
@@ -203,15 +205,15 @@ def test_a_config_that_is_not_json_is_an_error_of_the_recipe(tmp_path: Path, tex
 
 
 def test_data_with_more_tokens_than_the_model_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
+    save_random_model(tmp_path, "llama")
     with pytest.raises(RecipeError, match=rf"data.tokenizer: has 97 tokens, but the model's vocabulary has {VOCAB}"):
-        huggingface.build(tmp_path, {}, Facts("tokens", 97, None, 32, None))
+        huggingface.build_on_meta(tmp_path, {}, DataInfo("tokens", 97, None, 32, None))
 
 
 def test_samples_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path, "gpt2")
+    save_random_model(tmp_path, "gpt2")
     with pytest.raises(RecipeError, match=r"data.seq_len: 65 tokens, but the model has positions for 64 only"):
-        huggingface.build(tmp_path, {}, Facts("tokens", VOCAB, None, 65, None))
+        huggingface.build_on_meta(tmp_path, {}, DataInfo("tokens", VOCAB, None, 65, None))
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +227,7 @@ def test_a_real_model_computes_what_transformers_computes(minilm: Path) -> None:
     model, reference = loaded(minilm), transformers.AutoModel.from_pretrained(minilm).eval()
     assert sum(p.numel() for p in model.parameters()) == 22_713_216
     with torch.no_grad():
-        found, expected = model(tokens()).last_hidden_state, reference(tokens()).last_hidden_state
+        found, expected = model(random_tokens()).last_hidden_state, reference(random_tokens()).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -234,11 +236,11 @@ def test_the_tokenizer_of_a_directory_is_found_by_its_path(minilm: Path) -> None
     tokenizer = load_tokenizer(minilm)
     text = "The phalanx advances, shield by shield."
     assert tokenizer.encode(text).tolist() == reference(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.vocab == 30522
+    assert tokenizer.vocab_size == 30522
 
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path, "llama")
+    save_random_model(tmp_path, "llama")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(RecipeError, match=r"model.build: .* pip install 'phalanx\[huggingface\]'"):
-        huggingface.build(tmp_path, {})
+        huggingface.build_on_meta(tmp_path, {})

@@ -6,40 +6,42 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.exchange.buckets import BLOCK
-from phalanx.train.exchange.int8 import Encoder, Int8, add_up
-from phalanx.train.exchange.strategy import Site
+from phalanx.train.exchange import BucketedReducer
+from phalanx.train.exchange.buckets import QUANT_BLOCK_ELEMENTS
+from phalanx.train.exchange.int8 import Int8Compression, Int8Encoder, sum_dequantized
+from phalanx.train.exchange.strategy import CommContext
 
 
-def exchange_of(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Any, Int8]:
+def exchange_of(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Any, Int8Compression]:
     weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    exchange = GradientExchange(weights, rank=0, world=1, micro_batches=1, replicas=False, strategy="int8")
+    exchange = BucketedReducer(weights, rank=0, world_size=1, micro_batches=1, is_elastic=False, algorithm="int8")
     (bucket,) = exchange.buckets
-    return weights, bucket, Int8(Site(0, 1, None, None, torch.device("cpu"), [0]), [bucket])
+    return weights, bucket, Int8Compression(CommContext(0, 1, None, None, torch.device("cpu"), [0]), [bucket])
 
 
-def summed(strategy: Int8, bucket: Any, gradient: Tensor) -> Tensor:
+def summed(strategy: Int8Compression, bucket: Any, gradient: Tensor) -> Tensor:
     (parameter,) = bucket.parameters
     parameter.grad = gradient.clone().view_as(parameter)
-    bucket.collect()
-    bucket.fill()
-    for under_way in (strategy.send, strategy.answer):
+    bucket.take_grads()
+    bucket.copy_grads_in()
+    for under_way in (strategy.start, strategy.start_second_phase):
         pending = under_way(0, bucket)
         assert pending is not None
         pending.wait()
-    strategy.take(0, bucket)
-    result: Tensor = bucket.slab.flat[: gradient.numel()].clone()
+    strategy.finish(0, bucket)
+    result: Tensor = bucket.buffer.flat[: gradient.numel()].clone()
     return result
 
 
-SIZES = pytest.mark.parametrize("size", [3 * BLOCK + 5, 40 * BLOCK + 5], ids=["parts of blocks", "whole blocks"])
+SIZES = pytest.mark.parametrize(
+    "size", [3 * QUANT_BLOCK_ELEMENTS + 5, 40 * QUANT_BLOCK_ELEMENTS + 5], ids=["parts of blocks", "whole blocks"]
+)
 
 
 @SIZES
 def test_what_was_not_sent_is_sent_later(size: int) -> None:
     _, bucket, strategy = exchange_of((size,))
-    assert (bucket.length % BLOCK == 0) == (size > 16 * BLOCK)
+    assert (bucket.num_elements % QUANT_BLOCK_ELEMENTS == 0) == (size > 16 * QUANT_BLOCK_ELEMENTS)
     generator = torch.Generator().manual_seed(1)
     total, sent = torch.zeros(size), torch.zeros(size)
     for _ in range(20):
@@ -64,20 +66,20 @@ def test_of_gradients_that_are_not_finite_nothing_is_kept(value: float, size: in
 
 
 def test_zeros_stay_zeros() -> None:
-    _, bucket, strategy = exchange_of((BLOCK + 1,))
-    assert not summed(strategy, bucket, torch.zeros(BLOCK + 1)).any()
+    _, bucket, strategy = exchange_of((QUANT_BLOCK_ELEMENTS + 1,))
+    assert not summed(strategy, bucket, torch.zeros(QUANT_BLOCK_ELEMENTS + 1)).any()
 
 
 def test_a_worker_that_is_left_alone_uses_up_what_was_held_back() -> None:
     weights = [nn.Parameter(torch.zeros(4))]
-    exchange = GradientExchange(weights, rank=0, world=1, micro_batches=1, replicas=False, strategy="int8")
+    exchange = BucketedReducer(weights, rank=0, world_size=1, micro_batches=1, is_elastic=False, algorithm="int8")
     exchange.residuals()[weights[0]].fill_(2.0)
     for expected in (3.0, 1.0):
         weights[0].grad = None
-        exchange.begin(0)
+        exchange.begin_backward(0)
         weights[0].sum().backward()
-        exchange.end()
-        exchange.finish()
+        exchange.end_backward()
+        exchange.reduce_gradients()
         assert weights[0].grad is not None
         assert weights[0].grad.tolist() == [expected] * 4
 
@@ -97,13 +99,13 @@ def test_of_gradients_that_stay_away_nothing_is_held_back_for_good(size: int) ->
 @pytest.mark.parametrize("piece", [1, 3, 7, 40])
 def test_pieces_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     generator = torch.Generator().manual_seed(4)
-    parts = torch.randn(3, 10 * BLOCK, generator=generator)
+    parts = torch.randn(3, 10 * QUANT_BLOCK_ELEMENTS, generator=generator)
 
     def encoded(most: int) -> list[Tensor]:
-        monkeypatch.setattr("phalanx.train.exchange.int8.PIECE", most)
-        left, numbers = parts.clone(), torch.zeros(3, 10, BLOCK, dtype=torch.int8)
+        monkeypatch.setattr("phalanx.train.exchange.int8.CPU_ENCODE_BLOCKS", most)
+        left, numbers = parts.clone(), torch.zeros(3, 10, QUANT_BLOCK_ELEMENTS, dtype=torch.int8)
         scales = torch.zeros(3, 10, 1)
-        Encoder(left, numbers, scales, torch.zeros(parts.numel())).encode()
+        Int8Encoder(left, numbers, scales, torch.zeros(parts.numel())).encode()
         return [left, numbers, scales]
 
     assert all(a.equal(b) for a, b in zip(encoded(piece), encoded(1000), strict=True))
@@ -111,7 +113,7 @@ def test_pieces_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, piec
 
 def test_parts_of_all_workers_are_added_up_by_their_scales() -> None:
     generator = torch.Generator().manual_seed(5)
-    numbers = torch.randint(-127, 128, (5, 7, BLOCK), dtype=torch.int8, generator=generator)
-    scales, total = torch.rand(5, 7, 1, generator=generator), torch.zeros(7, BLOCK)
-    add_up(list(zip(numbers, scales, strict=True)), total, torch.zeros(numbers.numel()))
+    numbers = torch.randint(-127, 128, (5, 7, QUANT_BLOCK_ELEMENTS), dtype=torch.int8, generator=generator)
+    scales, total = torch.rand(5, 7, 1, generator=generator), torch.zeros(7, QUANT_BLOCK_ELEMENTS)
+    sum_dequantized(list(zip(numbers, scales, strict=True)), total, torch.zeros(numbers.numel()))
     torch.testing.assert_close(total.double(), (numbers.double() * scales.double()).sum(0), rtol=1e-5, atol=1e-4)

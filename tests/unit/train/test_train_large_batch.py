@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.train.optimizers.large_batch import LAMB, LARS
-from phalanx.train.optimizers.local import NormOf, norms
+from phalanx.train.optimizers.local import NormFn, compute_norms
 
 DECAY = 0.2
 
@@ -112,11 +112,11 @@ def test_one_call_gives_all_norms_of_a_step(kind: type) -> None:
 
     def counted(of: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
         calls.append([tuple(p.shape) for p in of])
-        return norms(of, tensors)
+        return compute_norms(of, tensors)
 
     matrix, vector = parameters()
     other = nn.Parameter(torch.ones(2, 2))
-    run(kind([*groups(matrix, vector), {"params": [other], "weight_decay": 0.1}], 0.1, norm_of=counted), 1)
+    run(kind([*groups(matrix, vector), {"params": [other], "weight_decay": 0.1}], 0.1, norm_fn=counted), 1)
     assert calls == [[(5, 7), (2, 2), (5, 7), (2, 2)]]
 
 
@@ -130,18 +130,18 @@ def test_halves_with_the_norms_of_the_whole_take_the_wholes_step(kind: type) -> 
 
     def noted(of: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
         squares.append([tensor.square().sum() for tensor in tensors])
-        return norms(of, tensors)
+        return compute_norms(of, tensors)
 
     def of_both(of: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
         return [(one + other).sqrt() for one, other in zip(*squares, strict=True)]
 
-    def step(parameter: nn.Parameter, grad: Tensor, norm_of: NormOf) -> None:
+    def step(parameter: nn.Parameter, grad: Tensor, norm_of: NormFn) -> None:
         parameter.grad = grad.clone()
-        kind([{"params": [parameter], "weight_decay": DECAY}], 0.1, norm_of=norm_of).step()
+        kind([{"params": [parameter], "weight_decay": DECAY}], 0.1, norm_fn=norm_of).step()
 
     for half, grad in zip(halves, gradients, strict=True):
         step(nn.Parameter(half.detach().clone()), grad, noted)
     for half, grad in zip(halves, gradients, strict=True):
         step(half, grad, of_both)
-    step(whole, torch.cat(gradients), norms)
+    step(whole, torch.cat(gradients), compute_norms)
     torch.testing.assert_close(torch.cat([half.detach() for half in halves]), whole.detach())

@@ -25,16 +25,16 @@ from phalanx.run.event_types import (
 )
 from phalanx.run.fields import to_fields
 from phalanx.train import saving as saving_module
-from phalanx.train.callbacks import RunView
-from phalanx.train.checkpoint import list_checkpoints, read_manifest, step_of
+from phalanx.train.callbacks import RunContext
+from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
 from phalanx.train.checkpoint import save as save_module
-from phalanx.train.gang import Gang
-from phalanx.train.guards import LIMIT
-from phalanx.train.keeping import NotSaved
-from phalanx.train.loop import train as train_to_the_end
-from phalanx.train.parts import Parts, reject
-from phalanx.train.restoring import restore
-from phalanx.train.state import Progress, state_tensors
+from phalanx.train.gang import Trainer
+from phalanx.train.guards import MAX_NONFINITE_IN_A_ROW
+from phalanx.train.keeping import FinalSaveError
+from phalanx.train.loop import fit as train_to_the_end
+from phalanx.train.parts import TrainContext, report_rejected_checkpoint
+from phalanx.train.restoring import restore_checkpoint
+from phalanx.train.state import TrainState, get_state_tensors
 from phalanx.train.tasks import LanguageModeling, TensorBatch
 
 
@@ -58,23 +58,23 @@ def in_steps(*steps: int) -> Callable[[int], bool]:
     return lambda call: call % 2 == 0 and call // 2 in steps
 
 
-def events(parts: Parts, kind: type[E]) -> list[E]:
+def events(parts: TrainContext, kind: type[E]) -> list[E]:
     assert isinstance(parts.reporter, Remembering)
     return parts.reporter.of(kind)
 
 
-def train(parts: SmallParts, progress: Progress | None = None) -> Progress:
-    progress = progress or Progress()
-    train_to_the_end(Gang(parts, progress, {}), parts.objective)
+def train(parts: SmallParts, progress: TrainState | None = None) -> TrainState:
+    progress = progress or TrainState()
+    train_to_the_end(Trainer(parts, progress, {}), parts.objective)
     return progress
 
 
-def saved(parts: Parts) -> list[int]:
-    return sorted(step_of(path) for path in list_checkpoints(parts.run.checkpoints))
+def saved(parts: TrainContext) -> list[int]:
+    return sorted(parse_step(path) for path in list_checkpoints(parts.run.checkpoints))
 
 
-def weights(parts: Parts) -> dict[str, Tensor]:
-    tensors = state_tensors(parts.model, parts.optimizer, parts.scale)
+def weights(parts: TrainContext) -> dict[str, Tensor]:
+    tensors = get_state_tensors(parts.model, parts.optimizer, parts.scaler)
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -82,28 +82,28 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return set(one) == set(other) and all(tensor.equal(other[name]) for name, tensor in one.items())
 
 
-def stop_at(parts: Parts, step: int) -> None:
+def stop_at(parts: TrainContext, step: int) -> None:
     """Ask for a stop while this step is computed."""
 
     def hook(*_: Any) -> None:
-        parts.stop.asked = parts.stop.asked or parts.callbacks.view.step == step - 1
+        parts.stop_request.requested = parts.stop_request.requested or parts.callbacks.run_context.step == step - 1
 
     parts.model.register_forward_hook(hook)
 
 
-def resumed(path: Path, **changes: Any) -> tuple[SmallParts, Progress]:
+def resumed(path: Path, **changes: Any) -> tuple[SmallParts, TrainState]:
     """The run in `path` as another process would find it."""
     parts = make_parts(path, **changes)
-    loaded = restore(
+    loaded = restore_checkpoint(
         parts.run,
-        parts.place,
-        parts.divided,
+        parts.dist_env,
+        parts.parallel_model,
         parts.optimizer,
-        parts.scale,
-        lambda at, file, reason: reject(parts, at, file, reason),
+        parts.scaler,
+        lambda at, file, reason: report_rejected_checkpoint(parts, at, file, reason),
     )
     assert loaded is not None
-    return parts, Progress(**{field.name: loaded.manifest.meta[field.name] for field in fields(Progress)})
+    return parts, TrainState(**{field.name: loaded.manifest.meta[field.name] for field in fields(TrainState)})
 
 
 def test_every_step_is_told_once_in_order_with_parts_that_sum_to_it(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_every_step_is_told_once_in_order_with_parts_that_sum_to_it(tmp_path: Pa
     assert [event.step for event in steps] == [1, 2, 3, 4, 5, 6]
     assert all(event.duration_s == pytest.approx(sum(vars(event.breakdown_s).values())) for event in steps)
     assert {event.units for event in steps} == {GLOBAL * 6}
-    assert (progress.step, progress.samples, progress.units) == (6, 24, 144)
+    assert (progress.step, progress.samples_consumed, progress.units_trained) == (6, 24, 144)
     assert progress.last_loss == steps[-1].loss
 
 
@@ -135,9 +135,9 @@ def test_the_end_is_saved_and_told_last(tmp_path: Path) -> None:
 
 def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, checkpoint={"every": 2, "keep": 9})
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
     for _ in steps_of(gang):
-        gang.saving.finish()
+        gang.checkpoints.wait_until_saved()
     assert saved(parts) == [2, 4]
 
 
@@ -160,7 +160,10 @@ def test_the_best_is_told_saved_and_recorded(tmp_path: Path) -> None:
     best = [event.step for event in events(parts, EvaluationDone) if event.is_best]
     assert best[0] == 2
     assert set(best) <= set(saved(parts))
-    assert parts.run.read_json(saving_module.best_file(parts.run)) == {"step": best[-1], "loss": progress.best}
+    assert parts.run.read_json(saving_module.best_checkpoint_file(parts.run)) == {
+        "step": best[-1],
+        "loss": progress.best_loss,
+    }
 
 
 def test_a_metric_that_is_not_a_number_is_told_as_null(tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ def test_a_metric_that_is_not_a_number_is_told_as_null(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(2)))
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
     states = []
     for _ in steps_of(gang):
         states.append(weights(parts))
@@ -188,14 +191,14 @@ def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path:
     json.dumps(to_fields(skipped), allow_nan=False)
     (event,) = events(parts, NonFiniteStep)
     assert (event.step, event.reason, event.action, event.num_skipped) == (2, "non-finite loss", "skip", 1)
-    assert gang.progress.units == 5 * GLOBAL * 6
+    assert gang.train_state.units_trained == 5 * GLOBAL * 6
 
 
 def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(5, 6, 7)), checkpoint={"every": 2, "keep": 9}, steps=8)
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
     for _ in steps_of(gang):
-        gang.saving.finish()
+        gang.checkpoints.wait_until_saved()
     assert [(event.step, event.action) for event in events(parts, NonFiniteStep)] == [
         (5, "skip"),
         (6, "skip"),
@@ -204,16 +207,16 @@ def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(t
     assert [event.step for event in events(parts, StepDone)] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
     assert isinstance(parts.data, Samples)
     assert [first // GLOBAL for first, _ in parts.data.asked[:11]] == list(range(11))
-    assert (gang.progress.guards, gang.progress.units) == (3, 8 * GLOBAL * 6)
+    assert (gang.train_state.skipped_steps, gang.train_state.units_trained) == (3, 8 * GLOBAL * 6)
 
 
 def test_a_rollback_brings_back_the_whole_state(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4, 5, 6)), checkpoint={"every": 2, "keep": 9}, steps=8)
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
     states = []
     for _ in steps_of(gang):
-        gang.saving.finish()
-        states.append((gang.progress.step, weights(parts)))
+        gang.checkpoints.wait_until_saved()
+        states.append((gang.train_state.step, weights(parts)))
     assert [step for step, _ in states] == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7, 8]
     assert same(states[5][1], states[1][1])
     assert not same(states[5][1], states[2][1])
@@ -223,16 +226,16 @@ def test_a_rollback_is_no_forward_that_changes_parameters_that_are_not_trained(t
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4, 5, 6)), checkpoint={"every": 2, "keep": 9}, steps=8)
     parts.model.teacher = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
     copied: list[list[str]] = []
-    gang = Gang(parts, Progress(), {})
-    start = gang.saving.start
+    gang = Trainer(parts, TrainState(), {})
+    start = gang.checkpoints.start_save
 
-    def noting(progress: Progress, state: Any, eager: list[str], best: bool) -> None:
+    def noting(progress: TrainState, state: Any, eager: list[str], best: bool) -> None:
         copied.append(eager)
         start(progress, state, eager, best)
 
-    gang.saving.start = noting  # type: ignore[method-assign]
+    gang.checkpoints.start_save = noting  # type: ignore[method-assign]
     for _ in steps_of(gang):
-        gang.saving.finish()
+        gang.checkpoints.wait_until_saved()
     gang.finish()
     assert [event.action for event in events(parts, NonFiniteStep)].count("rollback") == 1
     assert len(copied) > 2
@@ -243,7 +246,7 @@ def test_a_rollback_is_no_forward_that_changes_parameters_that_are_not_trained(t
 def test_a_parameter_that_is_frozen_or_freed_while_training_is_told(tmp_path: Path, frozen: bool) -> None:
     parts = make_parts(tmp_path)
     parts.model.more = nn.Parameter(torch.ones(2), requires_grad=not frozen)
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
     steps = steps_of(gang)
     next(steps)
     parts.model.more.requires_grad_(frozen)
@@ -273,7 +276,7 @@ def test_a_model_that_becomes_another_while_training_is_told(
     parts = make_parts(tmp_path)
     parts.model.register_buffer("seen", torch.ones(2))
     parts.model.register_buffer("none", None)
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
     steps = steps_of(gang)
     next(steps)
     parts.model.register_forward_hook(lambda *_: change(parts.model))
@@ -283,9 +286,9 @@ def test_a_model_that_becomes_another_while_training_is_told(
 
 def test_weights_in_doubt_are_not_saved_as_something_to_go_back_to(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4)), checkpoint={"every": 1, "keep": 9}, steps=7)
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
     for _ in steps_of(gang):
-        gang.saving.finish()
+        gang.checkpoints.wait_until_saved()
     assert saved(parts) == [1, 2, 3, 5, 6]
 
 
@@ -299,13 +302,13 @@ def test_rollbacks_to_one_checkpoint_in_vain_end_the_run(tmp_path: Path) -> None
     parts = make_parts(tmp_path, task=Poisoned(lambda call: call > 2), checkpoint={"every": 1, "keep": 1}, steps=50)
     with pytest.raises(GaveUpError, match="step 1: rolled back to it 3 times and non-finite loss came again"):
         train(parts)
-    assert [event.action for event in events(parts, NonFiniteStep)].count("rollback") == LIMIT + 1
+    assert [event.action for event in events(parts, NonFiniteStep)].count("rollback") == MAX_NONFINITE_IN_A_ROW + 1
 
 
 def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     stop_at(parts, 3)
-    assert train_to_the_end(Gang(parts, Progress(), {}), parts.objective) == "interrupted"
+    assert train_to_the_end(Trainer(parts, TrainState(), {}), parts.objective) == "interrupted"
     assert saved(parts) == [3]
     (ended,) = events(parts, RunEnded)
     assert (ended.status, ended.step) == ("interrupted", 3)
@@ -352,9 +355,9 @@ def test_a_last_state_that_cannot_be_written_is_not_passed_over(
     def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(save_module, "write_image", refuse)
+    monkeypatch.setattr(save_module, "write_with_checksums", refuse)
     parts = make_parts(tmp_path)
-    with pytest.raises(NotSaved, match="step 6: the last checkpoint could not be written") as caught:
+    with pytest.raises(FinalSaveError, match="step 6: the last checkpoint could not be written") as caught:
         train(parts)
     assert caught.value.code is ExitCode.UNFINISHED
     assert [event.step for event in events(parts, CheckpointFailed)] == [6]
@@ -364,22 +367,22 @@ def test_callbacks_see_every_moment_with_the_event_that_is_told(tmp_path: Path) 
     seen: list[tuple[str, Any]] = []
 
     class Watching:
-        def start(self, run: RunView) -> None:
+        def start(self, run: RunContext) -> None:
             seen.append(("start", run.step))
 
-        def step(self, run: RunView, event: StepDone) -> None:
+        def step(self, run: RunContext, event: StepDone) -> None:
             seen.append(("step", (run.step, event.step)))
 
-        def evaluation(self, run: RunView, event: EvaluationDone) -> None:
+        def evaluation(self, run: RunContext, event: EvaluationDone) -> None:
             seen.append(("evaluation", event.step))
 
-        def checkpoint(self, run: RunView, event: CheckpointSaved) -> None:
+        def checkpoint(self, run: RunContext, event: CheckpointSaved) -> None:
             seen.append(("checkpoint", event.path))
 
-        def nonfinite_step(self, run: RunView, event: NonFiniteStep) -> None:
+        def nonfinite_step(self, run: RunContext, event: NonFiniteStep) -> None:
             seen.append(("nonfinite_step", event.action))
 
-        def end(self, run: RunView, event: RunEnded) -> None:
+        def end(self, run: RunContext, event: RunEnded) -> None:
             seen.append(("end", event.status))
 
     parts = make_parts(tmp_path, task=Poisoned(in_steps(2)), callbacks=(Watching(),), steps=2, evaluation={"every": 2})
@@ -398,9 +401,9 @@ def test_callbacks_see_every_moment_with_the_event_that_is_told(tmp_path: Path) 
 def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving_module.Saving, "settle", lambda self, flags: None)
+    monkeypatch.setattr(saving_module.CheckpointManager, "handle_flags", lambda self, flags: None)
     parts = make_parts(tmp_path, checkpoint={"every": 1})
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
     steps = steps_of(gang)
     next(steps)
     next(steps)
@@ -408,24 +411,24 @@ def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
     assert "step 2: not saved, because step 1 is still being written" in warning.text
     monkeypatch.undo()
     steps.close()  # type: ignore[attr-defined]
-    gang.saving.close()
+    gang.checkpoints.close()
 
 
 def test_an_overflow_of_fp16_lowers_the_scale_and_does_not_count_as_skipped(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, precision="fp16", steps=8)
     assert isinstance(parts.model, TinyLM)
-    parts.scale.scale = 2.0**40  # far too high for half precision
+    parts.scaler.scale = 2.0**40  # far too high for half precision
     progress = train(parts)
     guards = events(parts, NonFiniteStep)
     assert {event.action for event in guards} == {"rescale"}
-    assert parts.scale.scale == 2.0 ** (40 - len(guards))
-    assert progress.skipped_in_a_row == 0
+    assert parts.scaler.scale == 2.0 ** (40 - len(guards))
+    assert progress.consecutive_skips == 0
 
 
 def test_the_scale_of_fp16_is_part_of_the_checkpoint(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, precision="fp16", steps=2)
-    parts.scale.scale = 32.0
+    parts.scaler.scale = 32.0
     train(parts)
     assert "scaler/scale" in read_manifest(tmp_path / "checkpoints" / "step-000000002").tensors
     again, _ = resumed(tmp_path, precision="fp16")
-    assert (again.scale.scale, again.scale.good_steps) == (32.0, 2)
+    assert (again.scaler.scale, again.scaler.good_steps) == (32.0, 2)

@@ -16,8 +16,8 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from phalanx.errors import ExitCode, PhalanxError, RecipeError, UnfitNodeError, UsageError
 from phalanx.train import place as place_module
 from phalanx.train.causes import cause_of, naming_causes
-from phalanx.train.meeting import RunAnnouncement, announce, await_announcement, come_together, telling_others
-from phalanx.train.place import Place, open_store
+from phalanx.train.meeting import RunAnnouncement, announce_run, come_together, telling_others, wait_for_announcement
+from phalanx.train.place import DistEnv, open_root_store
 
 RUN = Path("runs/mine")
 TOLD = RunAnnouncement(str(RUN.absolute()))
@@ -34,21 +34,21 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     for name in ("PHALANX_EVENTS_FD", "PHALANX_STORE_PATH", "PHALANX_STORE_KEY", "PHALANX_TOKEN", "PHALANX_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     yield found
-    place_module._connect.cache_clear()
+    place_module._connect_store.cache_clear()
 
 
 @pytest.mark.usefixtures("port")
 def test_what_the_leading_worker_tells_reaches_the_others() -> None:
-    announce(Place(rank=0, world=3), RunAnnouncement(str(RUN.absolute()), 5))
+    announce_run(DistEnv(rank=0, world_size=3), RunAnnouncement(str(RUN.absolute()), 5))
     for rank in (1, 2):
-        assert await_announcement(Place(rank=rank, world=3), RUN) == RunAnnouncement(str(RUN.absolute()), 5)
+        assert wait_for_announcement(DistEnv(rank=rank, world_size=3), RUN) == RunAnnouncement(str(RUN.absolute()), 5)
 
 
 @pytest.mark.usefixtures("port")
 def test_each_attempt_is_told_anew() -> None:
-    announce(Place(rank=0, world=2, attempt=0), RunAnnouncement("old"))
-    announce(Place(rank=0, world=2, attempt=1), TOLD)
-    assert await_announcement(Place(rank=1, world=2, attempt=1), RUN) == TOLD
+    announce_run(DistEnv(rank=0, world_size=2, attempt=0), RunAnnouncement("old"))
+    announce_run(DistEnv(rank=0, world_size=2, attempt=1), TOLD)
+    assert wait_for_announcement(DistEnv(rank=1, world_size=2, attempt=1), RUN) == TOLD
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:
@@ -60,7 +60,7 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 def refuse(rank: int, error: Exception, world: int = 2) -> None:
     """A worker that fails before the group is there."""
-    with pytest.raises(type(error)), telling_others(Place(rank, world)):
+    with pytest.raises(type(error)), telling_others(DistEnv(rank, world)):
         raise error
 
 
@@ -70,7 +70,7 @@ def test_a_failure_of_the_leading_worker_ends_the_others_with_its_code_and_it_wa
     for rank in (1, 2):
         assert leading.is_alive()
         with pytest.raises(PhalanxError, match="could not make the run ready: no such file") as raised:
-            await_announcement(Place(rank, 3), RUN)
+            wait_for_announcement(DistEnv(rank, 3), RUN)
         assert raised.value.code is ExitCode.RECIPE
     leading.join(5)
     assert not leading.is_alive()
@@ -78,18 +78,18 @@ def test_a_failure_of_the_leading_worker_ends_the_others_with_its_code_and_it_wa
 
 @pytest.mark.usefixtures("port")
 def test_a_leading_worker_that_no_other_hears_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.train.meeting.LISTENING", 0.1)
+    monkeypatch.setattr("phalanx.train.meeting.HEAR_TIMEOUT_S", 0.1)
     begun = time.monotonic()
     refuse(0, RecipeError("no such file"))
-    announce(Place(0, 2), RunAnnouncement(is_finished=True))
+    announce_run(DistEnv(0, 2), RunAnnouncement(is_finished=True))
     assert 0.2 <= time.monotonic() - begun < 5
 
 
 @pytest.mark.usefixtures("port")
 def test_workers_enter_their_group_when_all_have_come() -> None:
-    announce(Place(0, 2), TOLD)
-    other = in_thread(lambda: come_together(Place(1, 2, attempt=4)))
-    come_together(Place(0, 2, attempt=4))
+    announce_run(DistEnv(0, 2), TOLD)
+    other = in_thread(lambda: come_together(DistEnv(1, 2, attempt=4)))
+    come_together(DistEnv(0, 2, attempt=4))
     other.join(5)
     assert not other.is_alive()
 
@@ -109,27 +109,27 @@ def test_workers_enter_their_group_when_all_have_come() -> None:
 def test_who_cannot_take_part_ends_the_others_before_they_wait_in_the_group(
     monkeypatch: pytest.MonkeyPatch, rank: int, words: str, error: Exception, code: ExitCode, why: str
 ) -> None:
-    monkeypatch.setattr("phalanx.train.meeting.LISTENING", 0.1)
-    announce(Place(0, 2), TOLD)
+    monkeypatch.setattr("phalanx.train.meeting.HEAR_TIMEOUT_S", 0.1)
+    announce_run(DistEnv(0, 2), TOLD)
     refuse(rank, error)
     with pytest.raises(PhalanxError, match=f"^{words}: {why}") as raised:
-        come_together(Place(1 - rank, 2))
+        come_together(DistEnv(1 - rank, 2))
     assert raised.value.code is code
 
 
 @pytest.mark.usefixtures("port")
 def test_a_worker_that_never_comes_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_store(Place(0, 3))
+    open_root_store(DistEnv(0, 3))
     monkeypatch.setattr("phalanx.train.meeting.COMING", timedelta(seconds=0.1))
     with pytest.raises(PhalanxError, match="only 1 of 3 workers came within 0 s; start again") as raised:
-        come_together(Place(0, 3))
+        come_together(DistEnv(0, 3))
     assert raised.value.code is ExitCode.UNFINISHED
 
 
 def test_under_our_agent_no_worker_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_EVENTS_FD", "5")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    come_together(Place(0, 2))
+    come_together(DistEnv(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -176,15 +176,15 @@ def test_a_leading_worker_that_is_lost_ends_the_others_with_75(
         def check(self, *_: object) -> bool:
             raise error("Connection was likely closed")
 
-    monkeypatch.setattr("phalanx.train.meeting.store_of", lambda place: Gone())
+    monkeypatch.setattr("phalanx.train.meeting.open_attempt_store", lambda place: Gone())
     if agent:
         monkeypatch.setenv("PHALANX_EVENTS_FD", "5")
         with pytest.raises(error):  # which the agent knows for the loss of a peer
-            await_announcement(Place(rank=1, world=2), RUN)
+            wait_for_announcement(DistEnv(rank=1, world_size=2), RUN)
         return
     monkeypatch.delenv("PHALANX_EVENTS_FD", raising=False)
     with pytest.raises(PhalanxError, match="was lost before it said what to train") as caught:
-        await_announcement(Place(rank=1, world=2), RUN)
+        wait_for_announcement(DistEnv(rank=1, world_size=2), RUN)
     assert caught.value.code is ExitCode.UNFINISHED
 
 
@@ -196,11 +196,11 @@ def test_a_leading_worker_that_says_nothing_is_waited_for_with_words_and_not_wit
         def check(self, *_: object) -> bool:
             return False
 
-    monkeypatch.setattr("phalanx.train.meeting.store_of", lambda place: Silent())
-    monkeypatch.setattr("phalanx.train.meeting.PATIENCE", 0.5)
-    monkeypatch.setattr("phalanx.train.meeting.SAYING", 0.1)
+    monkeypatch.setattr("phalanx.train.meeting.open_attempt_store", lambda place: Silent())
+    monkeypatch.setattr("phalanx.train.meeting.ANNOUNCEMENT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("phalanx.train.meeting.WAIT_MESSAGE_INTERVAL_S", 0.1)
     with pytest.raises(PhalanxError, match="the leading worker has said nothing for 0 h; start again") as caught:
-        await_announcement(Place(rank=1, world=4, local_rank=local), RUN)
+        wait_for_announcement(DistEnv(rank=1, world_size=4, local_rank=local), RUN)
     assert caught.value.code is ExitCode.UNFINISHED
     said = capsys.readouterr().err
     assert said.startswith("still waiting for the leading worker to make the run ready after") == (local == 0)
@@ -208,9 +208,9 @@ def test_a_leading_worker_that_says_nothing_is_waited_for_with_words_and_not_wit
 
 @pytest.mark.usefixtures("port")
 def test_an_announcement_of_another_run_is_refused() -> None:
-    announce(Place(rank=0, world=2), RunAnnouncement("/tmp/strangers"))
+    announce_run(DistEnv(rank=0, world_size=2), RunAnnouncement("/tmp/strangers"))
     with pytest.raises(UsageError, match=r"^this worker's run is .*/runs/mine, and that of worker 0 /tmp/strangers: "):
-        await_announcement(Place(rank=1, world=2), RUN)
+        wait_for_announcement(DistEnv(rank=1, world_size=2), RUN)
 
 
 @pytest.mark.usefixtures("port")
@@ -228,22 +228,22 @@ def test_an_announcement_of_another_run_is_refused() -> None:
     ],
 )
 def test_what_is_no_announcement_is_refused_with_a_sentence(said: bytes) -> None:
-    place_module.store_of(Place(rank=0, world=2)).set("run", said.decode("latin-1").encode("latin-1"))
+    place_module.open_attempt_store(DistEnv(rank=0, world_size=2)).set("run", said.decode("latin-1").encode("latin-1"))
     with pytest.raises(UsageError, match="is not an announcement of Phalanx"):
-        await_announcement(Place(rank=1, world=2), RUN)
+        wait_for_announcement(DistEnv(rank=1, world_size=2), RUN)
 
 
 def test_who_does_not_know_the_token_announces_nothing(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_TOKEN", "0123456789abcdef" * 2)
-    open_store(Place(rank=0, world=2))
+    open_root_store(DistEnv(rank=0, world_size=2))
     stranger = TCPStore("127.0.0.1", port, None, False)
     stranger.set("attempt0/0/run", b"x" * 32 + json.dumps({"run_dir": str(RUN.absolute())}).encode())
     with pytest.raises(DistError, match="was not said by a worker of this run"):
-        await_announcement(Place(rank=1, world=2), RUN)
+        wait_for_announcement(DistEnv(rank=1, world_size=2), RUN)
 
 
 def test_the_leading_workers_store_listens_on_its_address_only(port: int) -> None:
-    open_store(Place(rank=0, world=2))
+    open_root_store(DistEnv(rank=0, world_size=2))
     with socket.create_connection(("127.0.0.1", port), 5):
         pass
     with pytest.raises(OSError, match="refused"):
@@ -254,9 +254,9 @@ def test_the_leading_workers_store_listens_on_its_address_only(port: int) -> Non
 def test_an_address_that_worker_0_has_not_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     with pytest.raises(UsageError, match=r"^MASTER_ADDR=192\.0\.2\.1 MASTER_PORT=\d+: worker 0 cannot listen there: "):
-        open_store(Place(rank=0, world=2))
+        open_root_store(DistEnv(rank=0, world_size=2))
 
 
 def test_alone_there_is_nobody_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    announce(Place(), TOLD)
+    announce_run(DistEnv(), TOLD)

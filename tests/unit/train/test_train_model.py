@@ -9,45 +9,45 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.data import Facts
+from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
-from phalanx.recipe.arguments import arguments
+from phalanx.recipe.arguments import fill_arguments
 from phalanx.recipe.schema import ModelConfig
-from phalanx.train.model import build_model, has_batch_norm, known, seed_everything, seed_for
+from phalanx.train.model import build_model, derive_seed, has_batch_norm, model_facts, seed_everything
 
-TEXT = Facts("tokens", 256, None, 64, None)
-IMAGES = Facts("images", None, 10, None, (28, 28, 1))
+TEXT = DataInfo("tokens", 256, None, 64, None)
+IMAGES = DataInfo("images", None, 10, None, (28, 28, 1))
 CPU = torch.device("cpu")
 
 
 def test_what_the_data_know_is_filled_in_where_the_builder_takes_it() -> None:
     def builder(vocab_size: int, seq_len: int, layers: int = 2) -> None: ...
 
-    assert arguments(builder, {"layers": 3}, known(TEXT)) == {"layers": 3, "vocab_size": 256, "seq_len": 64}
+    assert fill_arguments(builder, {"layers": 3}, model_facts(TEXT)) == {"layers": 3, "vocab_size": 256, "seq_len": 64}
 
 
 def test_classes_come_from_images() -> None:
     def builder(num_classes: int) -> None: ...
 
-    assert arguments(builder, {}, known(IMAGES)) == {"num_classes": 10}
+    assert fill_arguments(builder, {}, model_facts(IMAGES)) == {"num_classes": 10}
 
 
 def test_what_is_given_wins_over_the_data() -> None:
     def builder(vocab_size: int, seq_len: int) -> None: ...
 
-    assert arguments(builder, {"vocab_size": 1000}, known(TEXT)) == {"vocab_size": 1000, "seq_len": 64}
+    assert fill_arguments(builder, {"vocab_size": 1000}, model_facts(TEXT)) == {"vocab_size": 1000, "seq_len": 64}
 
 
 def test_a_default_of_the_builder_gives_way_to_the_data_but_not_to_nothing() -> None:
     def builder(vocab_size: int = 5, num_classes: int = 7) -> None: ...
 
-    assert arguments(builder, {}, known(TEXT)) == {"vocab_size": 256}
+    assert fill_arguments(builder, {}, model_facts(TEXT)) == {"vocab_size": 256}
 
 
 def test_a_builder_that_takes_anything_is_given_what_was_written() -> None:
     def builder(**options: Any) -> None: ...
 
-    assert arguments(builder, {"depth": 3}, known(TEXT)) == {"depth": 3}
+    assert fill_arguments(builder, {"depth": 3}, model_facts(TEXT)) == {"depth": 3}
 
 
 def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
@@ -58,20 +58,20 @@ def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
         match=r"model.args.layer: the builder takes no such argument; it takes "
         r"vocab_size, lay",
     ):
-        arguments(builder, {"layer": 3}, known(TEXT))
+        fill_arguments(builder, {"layer": 3}, model_facts(TEXT))
 
 
 def test_an_argument_that_nobody_tells_is_named() -> None:
     def builder(num_classes: int, *, depth: int) -> None: ...
 
     with pytest.raises(RecipeError, match=r"model.args.num_classes: the builder needs it and the data do not tell it"):
-        arguments(builder, {"depth": 3}, known(TEXT))
+        fill_arguments(builder, {"depth": 3}, model_facts(TEXT))
 
 
 def test_starred_parameters_of_a_builder_are_not_missing() -> None:
     def builder(*layers: int, **options: int) -> None: ...
 
-    assert arguments(builder, {}, known(TEXT)) == {}
+    assert fill_arguments(builder, {}, model_facts(TEXT)) == {}
 
 
 def build(source: str, folder: Path, seed: int = 0, **args: Any) -> nn.Module:
@@ -120,19 +120,19 @@ def test_a_builder_must_return_a_module(tmp_path: Path) -> None:
 
 
 def test_seeds_stay_the_same_from_version_to_version() -> None:
-    assert seed_for(0, 1, 2) == 7448151232252714026
-    assert seed_for(0, "init") == 2843328265801480812
+    assert derive_seed(0, 1, 2) == 7448151232252714026
+    assert derive_seed(0, "init") == 2843328265801480812
 
 
 def test_seeds_of_different_places_differ() -> None:
-    seeds = {seed_for(seed, step, leaf) for seed in range(3) for step in range(30) for leaf in range(30)}
+    seeds = {derive_seed(seed, step, leaf) for seed in range(3) for step in range(30) for leaf in range(30)}
     assert len(seeds) == 3 * 30 * 30
-    assert seed_for(1, 23) != seed_for(12, 3)
+    assert derive_seed(1, 23) != derive_seed(12, 3)
 
 
 def test_seeds_fit_a_generator() -> None:
-    assert all(0 <= seed_for(i) < 2**63 for i in range(1000))
-    seed_everything(max(seed_for(i) for i in range(1000)), CPU)
+    assert all(0 <= derive_seed(i) < 2**63 for i in range(1000))
+    seed_everything(max(derive_seed(i) for i in range(1000)), CPU)
 
 
 def test_seeding_everything_decides_what_is_drawn() -> None:

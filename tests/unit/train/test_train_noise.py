@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from phalanx.train.noise import NoiseScale, estimate
+from phalanx.train.noise import GradientNoiseScale, estimate_noise
 
 WIDTH, SPREAD, SIGNAL = 50, 2.0, 0.5
 TRUTH = WIDTH * SPREAD**2 / (WIDTH * SIGNAL**2)  # tr(S) / |G|^2 of gradients ~ N(SIGNAL, SPREAD^2) in each direction
@@ -24,17 +24,17 @@ def norms(steps: int, small: int = 4, big: int = 32, seed: int = 0) -> list[tupl
 
 
 def test_without_noise_the_signal_is_the_squared_norm() -> None:
-    assert estimate(9.0, 2, 9.0, 8) == (9.0, 0.0)
+    assert estimate_noise(9.0, 2, 9.0, 8) == (9.0, 0.0)
 
 
 def test_without_signal_all_of_the_norm_is_noise() -> None:
-    signal, noise = estimate(6.0 / 2, 2, 6.0 / 8, 8)
+    signal, noise = estimate_noise(6.0 / 2, 2, 6.0 / 8, 8)
     assert signal == pytest.approx(0.0)
     assert noise == pytest.approx(6.0)
 
 
 def test_the_known_noise_scale_is_found() -> None:
-    scale = NoiseScale(decay=0.999)
+    scale = GradientNoiseScale(decay=0.999)
     for step in norms(2000):
         scale.update(*step)
     assert scale.value == pytest.approx(TRUTH, rel=0.03)
@@ -42,25 +42,25 @@ def test_the_known_noise_scale_is_found() -> None:
 
 @pytest.mark.parametrize(("small", "big"), [(1, 8), (8, 16), (2, 64)])
 def test_it_does_not_depend_on_the_batches_it_is_measured_with(small: int, big: int) -> None:
-    scale = NoiseScale(decay=0.999)
+    scale = GradientNoiseScale(decay=0.999)
     for step in norms(2000, small, big):
         scale.update(*step)
     assert scale.value == pytest.approx(TRUTH, rel=0.05)
 
 
 def test_it_follows_a_noise_that_changes() -> None:
-    scale = NoiseScale(decay=0.9)
+    scale = GradientNoiseScale(decay=0.9)
     for small, _, big, _ in [(2.0, 1, 1.0, 4)] * 50 + [(9.0, 1, 3.0, 4)] * 100:
         scale.update(small, 1, big, 4)
-    assert scale.value == pytest.approx(estimate(9.0, 1, 3.0, 4)[1] / estimate(9.0, 1, 3.0, 4)[0], rel=1e-3)
+    assert scale.value == pytest.approx(estimate_noise(9.0, 1, 3.0, 4)[1] / estimate_noise(9.0, 1, 3.0, 4)[0], rel=1e-3)
 
 
 def test_before_the_first_step_there_is_none() -> None:
-    assert NoiseScale().value is None
+    assert GradientNoiseScale().value is None
 
 
 def test_where_the_signal_drowns_there_is_none() -> None:
-    scale = NoiseScale()
+    scale = GradientNoiseScale()
     scale.update(8.0, 1, 1.0, 8)
     assert scale.signal <= 0
     assert scale.value is None
@@ -68,7 +68,7 @@ def test_where_the_signal_drowns_there_is_none() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_is_left_out(bad: float) -> None:
-    scale, other = NoiseScale(), NoiseScale()
+    scale, other = GradientNoiseScale(), GradientNoiseScale()
     for step in norms(5):
         scale.update(*step)
         other.update(*step)
@@ -78,11 +78,11 @@ def test_a_step_that_is_not_finite_is_left_out(bad: float) -> None:
 
 
 def test_it_goes_on_exactly_from_its_state() -> None:
-    scale = NoiseScale()
+    scale = GradientNoiseScale()
     steps = norms(20)
     for step in steps[:10]:
         scale.update(*step)
-    copy = NoiseScale(**asdict(scale))
+    copy = GradientNoiseScale(**asdict(scale))
     for step in steps[10:]:
         scale.update(*step)
         copy.update(*step)
@@ -92,4 +92,4 @@ def test_it_goes_on_exactly_from_its_state() -> None:
 
 def test_batches_of_one_size_tell_nothing() -> None:
     with pytest.raises(ValueError, match="the small batch must be above 0 and below the big one; they are 8, 8"):
-        estimate(1.0, 8, 1.0, 8)
+        estimate_noise(1.0, 8, 1.0, 8)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.train.norms import ROW, total_norm
+from phalanx.train.norms import FP32_ROW_ELEMENTS, total_norm
 
 
 def drawn(*sizes: int) -> list[torch.Tensor]:
@@ -11,7 +11,9 @@ def drawn(*sizes: int) -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator) for size in sizes]
 
 
-@pytest.mark.parametrize("sizes", [(3,), (ROW,), (ROW + 1,), (5, 3 * ROW, 7), (2_000_000,)])
+@pytest.mark.parametrize(
+    "sizes", [(3,), (FP32_ROW_ELEMENTS,), (FP32_ROW_ELEMENTS + 1,), (5, 3 * FP32_ROW_ELEMENTS, 7), (2_000_000,)]
+)
 def test_it_is_right_to_seven_digits(sizes: tuple[int, ...]) -> None:
     tensors = drawn(*sizes)
     exact = torch.cat(tensors).double().norm()
@@ -19,15 +21,15 @@ def test_it_is_right_to_seven_digits(sizes: tuple[int, ...]) -> None:
 
 
 def test_the_shape_of_the_tensors_does_not_matter() -> None:
-    (flat,) = drawn(4 * ROW)
+    (flat,) = drawn(4 * FP32_ROW_ELEMENTS)
     exact = flat.double().norm()
     for shaped in (flat.view(4, -1), flat.view(2, 8, 4, -1).permute(0, 3, 1, 2)):
         assert abs(total_norm([shaped]) - exact) / exact < 1e-7
 
 
 def test_what_is_not_finite_stays_so() -> None:
-    (tensor,) = drawn(2 * ROW)
-    tensor[ROW + 5] = float("inf")
+    (tensor,) = drawn(2 * FP32_ROW_ELEMENTS)
+    tensor[FP32_ROW_ELEMENTS + 5] = float("inf")
     assert total_norm([tensor]).isinf()
     tensor[3] = float("nan")
     assert total_norm([tensor]).isnan()

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.optimizers.low_precision import AdamWBf16, Origin
-from phalanx.train.optimizers.offload import Offloaded
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.optimizers.low_precision import AdamWBf16, ParamOrigin
+from phalanx.train.optimizers.offload import OffloadedOptimizer
 
 
 def matrices() -> list[nn.Parameter]:
@@ -33,17 +33,17 @@ def run(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps:
 @pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state_dtype="int8")])
 def test_without_a_gpu_it_is_the_same_optimizer(spec: OptimizerConfig) -> None:
     one, other = model(), model()
-    plain, offloaded = Optimizer(one, spec), Optimizer(other, spec, offload=True)
+    plain, offloaded = OptimizerContainer(one, spec), OptimizerContainer(other, spec, offload=True)
     train(one, plain, range(3), 1e-2)
     train(other, offloaded, range(3), 1e-2)
-    assert type(offloaded.parts[0]) is type(plain.parts[0])
+    assert type(offloaded.optimizers[0]) is type(plain.optimizers[0])
     assert same(one, other)
 
 
 def test_an_update_by_way_of_the_host_has_the_same_bits() -> None:
     here, there = matrices(), matrices()
     run(here, torch.optim.AdamW(here, lr=0.1, fused=True, weight_decay=0.1), 4)
-    run(there, Offloaded([{"params": there, "weight_decay": 0.1}], adamw), 4)
+    run(there, OffloadedOptimizer([{"params": there, "weight_decay": 0.1}], adamw), 4)
     assert all(a.equal(b) for a, b in zip(here, there, strict=True))
 
 
@@ -54,20 +54,20 @@ def test_groups_keep_their_own_weight_decay() -> None:
         return [{"params": of[:1], "weight_decay": 0.5}, {"params": of[1:], "weight_decay": 0.0}]
 
     run(here, torch.optim.AdamW(groups(here), lr=0.1, fused=True), 3)
-    run(there, Offloaded(groups(there), adamw), 3)
+    run(there, OffloadedOptimizer(groups(there), adamw), 3)
     assert all(a.equal(b) for a, b in zip(here, there, strict=True))
 
 
 def test_low_precision_goes_together_with_the_host() -> None:
-    def make(origins: dict[Tensor, Origin]) -> torch.optim.Optimizer:
+    def make(origins: dict[Tensor, ParamOrigin]) -> torch.optim.Optimizer:
         return AdamWBf16([{"params": list(origins)}], 0.1, origins=origins, seed=0)
 
     here, there = matrices(), matrices()
-    run(here, make({p: Origin(f"w{i}") for i, p in enumerate(here)}), 3)
+    run(here, make({p: ParamOrigin(f"w{i}") for i, p in enumerate(here)}), 3)
     names = {p: f"w{i}" for i, p in enumerate(there)}
-    offloaded = Offloaded(
+    offloaded = OffloadedOptimizer(
         [{"params": there, "weight_decay": 0.0}],
-        lambda groups, of: make({twin: Origin(names[p]) for twin, p in of.items()}),
+        lambda groups, of: make({twin: ParamOrigin(names[p]) for twin, p in of.items()}),
     )
     run(there, offloaded, 3)
     assert all(a.equal(b) for a, b in zip(here, there, strict=True))
@@ -75,7 +75,7 @@ def test_low_precision_goes_together_with_the_host() -> None:
 
 def test_weights_that_something_else_changed_count() -> None:
     parameters = matrices()
-    optimizer = Offloaded([{"params": parameters}], adamw)
+    optimizer = OffloadedOptimizer([{"params": parameters}], adamw)
     run(parameters, optimizer, 1)
     with torch.no_grad():
         parameters[0].fill_(7.0)
@@ -86,7 +86,7 @@ def test_weights_that_something_else_changed_count() -> None:
 def test_a_parameter_without_a_gradient_stays_and_has_no_state() -> None:
     parameters = matrices()
     before = parameters[1].detach().clone()
-    optimizer = Offloaded([{"params": parameters}], adamw)
+    optimizer = OffloadedOptimizer([{"params": parameters}], adamw)
     parameters[0].grad = torch.ones_like(parameters[0])
     optimizer.step()
     assert parameters[1].equal(before)
@@ -96,21 +96,21 @@ def test_a_parameter_without_a_gradient_stays_and_has_no_state() -> None:
 @pytest.mark.parametrize("name", ["muon", "lars", "lamb"])
 def test_optimizers_that_need_whole_matrices_are_refused(name: str) -> None:
     with pytest.raises(RecipeError, match=f"^optimizer.offload: true goes with adamw and sgd; a step of {name} needs"):
-        Optimizer(model(), optim(name), offload=True)
+        OptimizerContainer(model(), optim(name), offload=True)
 
 
-def on_the_host(network: nn.Module, spec: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> Optimizer:
+def on_the_host(network: nn.Module, spec: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> OptimizerContainer:
     """An optimizer that offloads although the parameters are on the CPU."""
     with monkeypatch.context() as patch:
         patch.setattr("phalanx.train.optimizers.choice._needs_offload", lambda parameters: True)
-        return Optimizer(network, spec, offload=True)
+        return OptimizerContainer(network, spec, offload=True)
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
 def test_state_in_host_memory_goes_on_bit_for_bit(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, other = model(), model(seed=1)
     optimizer = on_the_host(network, optim(state_dtype=state), monkeypatch)
-    assert isinstance(optimizer.parts[0], Offloaded)
+    assert isinstance(optimizer.optimizers[0], OffloadedOptimizer)
     train(network, optimizer, range(3), 1e-2)
     other.load_state_dict(network.state_dict())
     fresh = on_the_host(other, optim(state_dtype=state), monkeypatch)
@@ -127,8 +127,8 @@ def test_state_in_host_memory_goes_on_bit_for_bit(state: str, monkeypatch: pytes
 @pytest.mark.parametrize("spec", [optim(), optim("sgd"), optim(state_dtype="bf16")])
 def test_on_a_gpu_the_state_is_in_host_memory_and_the_steps_are_those_of_the_cpu(spec: OptimizerConfig) -> None:
     here, there = matrices(), [nn.Parameter(p.detach().cuda()) for p in matrices()]
-    plain = Optimizer(nn.ParameterList(here), spec)
-    offloaded = Optimizer(nn.ParameterList(there), spec, offload=True)
+    plain = OptimizerContainer(nn.ParameterList(here), spec)
+    offloaded = OptimizerContainer(nn.ParameterList(there), spec, offload=True)
     for _ in range(4):
         for a, b in zip(here, there, strict=True):
             a.grad = torch.sin(a.detach())

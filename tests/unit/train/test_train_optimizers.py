@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from phalanx.errors import DataError, RecipeError
 from phalanx.models import transformer
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.optimizers import Optimizer, hidden_matrices, trainable
+from phalanx.train.optimizers import OptimizerContainer, find_hidden_matrices, trainable_parameters
 
 NAMES = ["adamw", "sgd", "muon"]
 
@@ -17,7 +17,7 @@ def optim(name: str = "adamw", **changes: object) -> OptimizerConfig:
     return OptimizerConfig.model_validate({"name": name, **changes})
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+def train(model: nn.Module, optimizer: OptimizerContainer, steps: range) -> None:
     """Steps whose gradients depend on the weights and on the number of the step only."""
     for step in steps:
         batch = token_batch(4, seed=step)
@@ -27,13 +27,17 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         optimizer.step(1e-2)
 
 
-def names_in(optimizer: Optimizer, part: int) -> list[str]:
-    return [optimizer.names[p] for group in optimizer.parts[part].param_groups for p in group["params"]]
+def names_in(optimizer: OptimizerContainer, part: int) -> list[str]:
+    return [optimizer.parameter_names[p] for group in optimizer.optimizers[part].param_groups for p in group["params"]]
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
-    optimizer = Optimizer(tiny_lm(), optim(weight_decay=0.3))
-    decay = {optimizer.names[p]: g["weight_decay"] for g in optimizer.parts[0].param_groups for p in g["params"]}
+    optimizer = OptimizerContainer(tiny_lm(), optim(weight_decay=0.3))
+    decay = {
+        optimizer.parameter_names[p]: g["weight_decay"]
+        for g in optimizer.optimizers[0].param_groups
+        for p in g["params"]
+    }
     assert decay == {
         "embedding.weight": 0.3,
         "hidden.weight": 0.3,
@@ -45,7 +49,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
-    optimizer = Optimizer(tiny_lm(), optim("muon"))
+    optimizer = OptimizerContainer(tiny_lm(), optim("muon"))
     assert names_in(optimizer, 0) == ["hidden.weight"]
     assert sorted(names_in(optimizer, 1)) == [
         "embedding.weight",
@@ -59,34 +63,34 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
 def test_muon_leaves_a_tied_output_layer_and_all_norms_alone() -> None:
     torch.manual_seed(0)
     model = transformer(vocab_size=VOCAB, seq_len=4, layers=1, hidden_size=16, num_heads=2, tie_embeddings=True)
-    names = {name for name, p in model.named_parameters() if p in hidden_matrices(model)}
+    names = {name for name, p in model.named_parameters() if p in find_hidden_matrices(model)}
     assert names == {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
 
 
 def test_muon_without_a_hidden_matrix_is_refused() -> None:
     with pytest.raises(RecipeError, match="muon is for hidden matrices, and this model has none to train; use adamw"):
-        Optimizer(nn.Sequential(nn.Linear(3, 3)), optim("muon"))
+        OptimizerContainer(nn.Sequential(nn.Linear(3, 3)), optim("muon"))
 
 
 def test_muon_with_all_hidden_matrices_frozen_is_refused() -> None:
     model = tiny_lm()
     model.hidden.weight.requires_grad_(False)
     with pytest.raises(RecipeError, match="none to train; use adamw"):
-        Optimizer(model, optim("muon"))
+        OptimizerContainer(model, optim("muon"))
 
 
 def test_muon_may_be_all_that_is_needed() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False))
     model[1].weight.requires_grad_(False)
-    optimizer = Optimizer(model, optim("muon"))
-    assert [type(part) for part in optimizer.parts] == [torch.optim.Muon]
+    optimizer = OptimizerContainer(model, optim("muon"))
+    assert [type(part) for part in optimizer.optimizers] == [torch.optim.Muon]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_optimizer_holds_the_models_own_parameters(name: str) -> None:
     model = tiny_lm()
-    optimizer = Optimizer(model, optim(name))
-    held = {id(p) for part in optimizer.parts for group in part.param_groups for p in group["params"]}
+    optimizer = OptimizerContainer(model, optim(name))
+    held = {id(p) for part in optimizer.optimizers for group in part.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(model, optimizer, range(1))
@@ -98,7 +102,7 @@ def test_a_frozen_parameter_stays_and_has_no_state(name: str) -> None:
     model = tiny_lm()
     model.embedding.weight.requires_grad_(False)
     before = model.embedding.weight.clone()
-    optimizer = Optimizer(model, optim(name))
+    optimizer = OptimizerContainer(model, optim(name))
     train(model, optimizer, range(3))
     assert model.embedding.weight.equal(before)
     assert not any("embedding" in key for key in optimizer.state())
@@ -114,7 +118,7 @@ def test_a_frozen_parameter_stays_and_has_no_state(name: str) -> None:
 )
 def test_state_is_named_by_parameter_and_entry(name: str, entries: set[str]) -> None:
     model = tiny_lm()
-    optimizer = Optimizer(model, optim(name))
+    optimizer = OptimizerContainer(model, optim(name))
     train(model, optimizer, range(1))
     parts = [key.split("/") for key in optimizer.state()]
     assert {part[0] for part in parts} == {"optimizer"}
@@ -125,11 +129,11 @@ def test_state_is_named_by_parameter_and_entry(name: str, entries: set[str]) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fresh_optimizer_with_the_state_goes_on_bit_for_bit(name: str) -> None:
     model = tiny_lm()
-    optimizer = Optimizer(model, optim(name))
+    optimizer = OptimizerContainer(model, optim(name))
     train(model, optimizer, range(3))
     copy = tiny_lm(seed=9)
     copy.load_state_dict(model.state_dict())
-    fresh = Optimizer(copy, optim(name))
+    fresh = OptimizerContainer(copy, optim(name))
     fresh.load({key: value.clone() for key, value in optimizer.state().items()}, "here")
     train(model, optimizer, range(3, 6))
     train(copy, fresh, range(3, 6))
@@ -139,17 +143,17 @@ def test_a_fresh_optimizer_with_the_state_goes_on_bit_for_bit(name: str) -> None
 
 def test_without_its_state_an_optimizer_goes_on_otherwise() -> None:
     model, copy = tiny_lm(), tiny_lm()
-    optimizer = Optimizer(model, optim())
+    optimizer = OptimizerContainer(model, optim())
     train(model, optimizer, range(3))
     copy.load_state_dict(model.state_dict())
     train(model, optimizer, range(3, 4))
-    train(copy, Optimizer(copy, optim()), range(3, 4))
+    train(copy, OptimizerContainer(copy, optim()), range(3, 4))
     assert not copy.hidden.weight.equal(model.hidden.weight)
 
 
 def test_state_takes_the_memory_layout_of_its_parameter() -> None:
     weight = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    optimizer = Optimizer(weight, optim())
+    optimizer = OptimizerContainer(weight, optim())
     entries = {f"optimizer/weight/{key}": torch.randn(4, 3, 3, 3) for key in ("exp_avg", "exp_avg_sq")}
     optimizer.load(entries, "here")
     state = optimizer.state()
@@ -160,7 +164,7 @@ def test_state_takes_the_memory_layout_of_its_parameter() -> None:
 
 def test_loading_replaces_all_state_of_before() -> None:
     model = tiny_lm()
-    optimizer = Optimizer(model, optim())
+    optimizer = OptimizerContainer(model, optim())
     train(model, optimizer, range(2))
     optimizer.load({}, "here")
     assert optimizer.state() == {}
@@ -168,23 +172,23 @@ def test_loading_replaces_all_state_of_before() -> None:
 
 def test_state_of_a_parameter_that_is_not_trained_is_refused_by_name() -> None:
     with pytest.raises(DataError, match="step-7: has optimizer state for 'gone', which this model does not train"):
-        Optimizer(tiny_lm(), optim()).load({"optimizer/gone/exp_avg": torch.zeros(1)}, "step-7")
+        OptimizerContainer(tiny_lm(), optim()).load({"optimizer/gone/exp_avg": torch.zeros(1)}, "step-7")
 
 
 def test_state_of_another_shape_is_refused_by_name() -> None:
     shapes = r"has shape \[2\], the model's parameter has \[8\]"
     with pytest.raises(DataError, match=f"step-7: optimizer/hidden.bias/exp_avg {shapes}"):
-        Optimizer(tiny_lm(), optim()).load({"optimizer/hidden.bias/exp_avg": torch.zeros(2)}, "step-7")
+        OptimizerContainer(tiny_lm(), optim()).load({"optimizer/hidden.bias/exp_avg": torch.zeros(2)}, "step-7")
 
 
 @pytest.mark.parametrize(("before", "after"), [(a, b) for a in NAMES for b in NAMES if a != b])
 def test_after_state_of_another_kind_an_optimizer_starts_afresh(before: str, after: str) -> None:
     model = tiny_lm()
-    old = Optimizer(model, optim(before))
+    old = OptimizerContainer(model, optim(before))
     train(model, old, range(2))
     copy = tiny_lm()
     copy.load_state_dict(model.state_dict())
-    new, fresh = Optimizer(model, optim(after)), Optimizer(copy, optim(after))
+    new, fresh = OptimizerContainer(model, optim(after)), OptimizerContainer(copy, optim(after))
     new.load(old.state(), "here")
     assert new.state() == {}
     train(model, new, range(2, 4))
@@ -195,20 +199,20 @@ def test_after_state_of_another_kind_an_optimizer_starts_afresh(before: str, aft
 def test_a_parameters_name_may_hold_a_slash() -> None:
     model = nn.Module()
     model.register_module("a/b", nn.Linear(2, 2))
-    optimizer = Optimizer(model, optim())
+    optimizer = OptimizerContainer(model, optim())
     optimizer.load({"optimizer/a/b.weight/exp_avg": torch.ones(2, 2)}, "here")
     assert list(optimizer.state()) == ["optimizer/a/b.weight/exp_avg"]
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(RecipeError, match="no parameter that requires a gradient"):
-        trainable(nn.ReLU())
+        trainable_parameters(nn.ReLU())
 
 
 def test_tied_parameters_count_once() -> None:
     model: TinyLM = tiny_lm()
     model.head.weight = model.embedding.weight
-    assert [name for name in trainable(model) if "weight" in name] == [
+    assert [name for name in trainable_parameters(model) if "weight" in name] == [
         "embedding.weight",
         "hidden.weight",
         "norm.weight",

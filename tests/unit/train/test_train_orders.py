@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.run.channel import pair, send
+from phalanx.run.channel import make_socket_pair, send
 from phalanx.run.messages import MembershipUpdate
-from phalanx.train.orders import Connections, Orders
+from phalanx.train.orders import MembershipUpdates, SocketRegistry
 
 
 @pytest.fixture
 def agent_and_worker() -> Iterator[tuple[socket.socket, socket.socket]]:
-    agent, worker = pair()
+    agent, worker = make_socket_pair()
     with worker:
         with agent:
             yield agent, worker
@@ -29,14 +29,14 @@ def told(attempt: int, lost: bool) -> MembershipUpdate:
 
 def test_the_newest_order_counts_and_is_obeyed_once(agent_and_worker: tuple[socket.socket, socket.socket]) -> None:
     agent, worker = agent_and_worker
-    orders = Orders(worker, lambda: None)
-    assert not orders.waiting
+    orders = MembershipUpdates(worker, lambda: None)
+    assert not orders.has_update
     send(agent, told(4, lost=False), told(5, lost=True))
-    order = orders.take()
+    order = orders.take_update()
     while order.attempt != 5:
-        order = orders.take()
+        order = orders.take_update()
     assert order == told(5, lost=True)
-    assert not orders.waiting
+    assert not orders.has_update
 
 
 def test_only_a_loss_tears_a_worker_out_of_what_it_waits_for(
@@ -44,14 +44,14 @@ def test_only_a_loss_tears_a_worker_out_of_what_it_waits_for(
 ) -> None:
     agent, worker = agent_and_worker
     cut: list[int] = []
-    orders = Orders(worker, lambda: cut.append(1))
+    orders = MembershipUpdates(worker, lambda: cut.append(1))
     send(agent, told(4, lost=False))
-    orders.take()
+    orders.take_update()
     assert cut == []
     send(agent, told(5, lost=True))
-    orders.take()
+    orders.take_update()
     send(agent, told(6, lost=False))  # the thread cuts before it reads on
-    orders.take()
+    orders.take_update()
     assert cut == [1]
 
 
@@ -59,9 +59,9 @@ def test_connections_are_cut_before_a_loss_is_told(agent_and_worker: tuple[socke
     """Who obeys at once might have opened those of the next group by then."""
     agent, worker = agent_and_worker
     waiting: list[bool] = []
-    orders = Orders(worker, lambda: waiting.append(orders.waiting))
+    orders = MembershipUpdates(worker, lambda: waiting.append(orders.has_update))
     send(agent, told(5, lost=True))
-    orders.take()
+    orders.take_update()
     assert waiting == [False]
 
 
@@ -75,12 +75,12 @@ def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
 def test_only_connections_that_were_opened_meanwhile_are_cut() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         before, before_far = connected(server)
-        connections = Connections()
+        connections = SocketRegistry()
         with connections:
             during, during_far = connected(server)
         after, after_far = connected(server)
         with before, before_far, during, during_far, after, after_far:
-            connections.cut()
+            connections.shut_down()
             assert during_far.recv(1) == b""
             for near, far in ((before, before_far), (after, after_far)):
                 near.sendall(b"x")
@@ -89,13 +89,13 @@ def test_only_connections_that_were_opened_meanwhile_are_cut() -> None:
 
 def test_the_connections_of_several_groups_are_cut_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connections = Connections()
+        connections = SocketRegistry()
         with connections:
             one, one_far = connected(server)
         with connections:
             two, two_far = connected(server)
         with one, one_far, two, two_far:
-            connections.cut()
+            connections.shut_down()
             assert one_far.recv(1) == two_far.recv(1) == b""
         with connections:
             next_one, next_far = connected(server)
@@ -105,14 +105,14 @@ def test_the_connections_of_several_groups_are_cut_once() -> None:
 
 
 def test_who_listens_goes_on_listening() -> None:
-    connections = Connections()
+    connections = SocketRegistry()
     with connections, socket.create_server(("127.0.0.1", 0)) as server:
         pass
-    connections.cut()
+    connections.shut_down()
     with connections:
         server = socket.create_server(("127.0.0.1", 0))
     with server:
-        connections.cut()
+        connections.shut_down()
         near, far = connected(server)
         near.close()
         far.close()
@@ -120,7 +120,7 @@ def test_who_listens_goes_on_listening() -> None:
 
 def test_another_socket_with_the_number_of_one_that_was_closed_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connections = Connections()
+        connections = SocketRegistry()
         with connections:
             near, far = connected(server)
         number = near.fileno()
@@ -129,6 +129,6 @@ def test_another_socket_with_the_number_of_one_that_was_closed_is_left_alone() -
         near, far = connected(server)
         with near, far:
             assert number in (near.fileno(), far.fileno())
-            connections.cut()
+            connections.shut_down()
             near.sendall(b"x")
             assert far.recv(1) == b"x"

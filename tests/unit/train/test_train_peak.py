@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from phalanx.data import prepare_source
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import DataConfig, DataSource
-from phalanx.train.peak import Course, bytes_per_sample, follow, growth
-from phalanx.train.trial import profile, race
+from phalanx.train.peak import MemoryTrace, compute_sample_growth, measure_bytes_per_sample, trace_memory
+from phalanx.train.trial import profile_model, time_precisions
 
 CPU = torch.device("cpu")
 BLOCKS = """
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "own_peak_blocks.py").write_text(BLOCKS)
     (folder / "a.txt").write_text("0123456789abcdef" * 400)
     source = DataSource(text="*.txt")
-    prepare_source(source, DataConfig(source=source), folder, folder / "data", workers=1)
+    prepare_source(source, DataConfig(source=source), folder, folder / "data", num_workers=1)
     return folder
 
 
@@ -91,7 +91,7 @@ def peak(model: nn.Module, width: int) -> int:
         loss: Tensor = model(torch.ones(samples, width)).sum()
         return loss
 
-    return bytes_per_sample(model, forward, CPU)
+    return measure_bytes_per_sample(model, forward, CPU)
 
 
 def test_a_sample_takes_what_its_layers_keep() -> None:
@@ -113,8 +113,8 @@ def test_no_gradient_is_left_behind() -> None:
 
 def test_a_forward_with_a_sparse_matrix_is_followed() -> None:
     graph, weight = torch.eye(4).to_sparse(), torch.ones(4, 2, requires_grad=True)
-    course = follow(lambda: torch.sparse.mm(graph, weight).sum(), torch.device("cpu"))
-    assert course.kept > 0
+    course = trace_memory(lambda: torch.sparse.mm(graph, weight).sum(), torch.device("cpu"))
+    assert course.bytes_after_forward > 0
 
 
 def test_storages_count_until_they_are_gone_and_views_do_not() -> None:
@@ -125,60 +125,64 @@ def test_storages_count_until_they_are_gone_and_views_do_not() -> None:
         del big, views
         return weight * 2
 
-    course = follow(forward, CPU)
-    assert 4000 <= max(course.moments) <= 4100
-    assert course.moments[-1] < 100
+    course = trace_memory(forward, CPU)
+    assert 4000 <= max(course.bytes_after_op) <= 4100
+    assert course.bytes_after_op[-1] < 100
 
 
 @pytest.mark.parametrize(
     ("one", "two", "expected"),
     [
-        (Course([10, 50, 90]), Course([20, 80, 95]), 30),
-        (Course([10, 90], 10), Course([10, 20, 100], 40), 30),
-        (Course([10, 90], 10), Course([10, 20, 140], 40), 50),
-        (Course([10]), Course([5]), 0),
-        (Course(), Course(), 0),
+        (MemoryTrace([10, 50, 90]), MemoryTrace([20, 80, 95]), 30),
+        (MemoryTrace([10, 90], 10), MemoryTrace([10, 20, 100], 40), 30),
+        (MemoryTrace([10, 90], 10), MemoryTrace([10, 20, 140], 40), 50),
+        (MemoryTrace([10]), MemoryTrace([5]), 0),
+        (MemoryTrace(), MemoryTrace(), 0),
     ],
 )
-def test_growth_is_the_largest_difference_at_the_same_operation(one: Course, two: Course, expected: int) -> None:
-    assert growth(one, two) == expected
+def test_growth_is_the_largest_difference_at_the_same_operation(
+    one: MemoryTrace, two: MemoryTrace, expected: int
+) -> None:
+    assert compute_sample_growth(one, two) == expected
 
 
 def test_the_more_is_recomputed_the_less_a_sample_takes(folder: Path) -> None:
-    peaks = profile(payload(folder))["peaks"]["whole"]
+    peaks = profile_model(payload(folder))["peaks"]["whole"]
     assert peaks["none"] > 1.3 * peaks["selective"]
     assert peaks["selective"] > 1.3 * peaks["full"] > 0
 
 
 def test_a_loss_in_chunks_takes_less_where_it_was_asked_for(folder: Path) -> None:
-    peaks = profile(payload(folder, losses=["whole", "chunked"]))["peaks"]
+    peaks = profile_model(payload(folder, losses=["whole", "chunked"]))["peaks"]
     assert list(peaks) == ["whole", "chunked"]
     assert 0 < peaks["chunked"]["full"] < peaks["whole"]["full"]
 
 
 def test_a_model_whose_output_layer_has_a_bias_has_no_loss_in_chunks(folder: Path) -> None:
-    assert list(profile(payload(folder, "Biased", losses=["whole", "chunked"]))["peaks"]) == ["whole"]
+    assert list(profile_model(payload(folder, "Biased", losses=["whole", "chunked"]))["peaks"]) == ["whole"]
 
 
 def test_a_way_of_recomputing_that_does_not_go_with_the_model_is_left_out(folder: Path) -> None:
-    peaks = profile(payload(folder, "Changing"))["peaks"]["whole"]
+    peaks = profile_model(payload(folder, "Changing"))["peaks"]["whole"]
     assert peaks["selective"] is None
     assert peaks["none"] > peaks["full"] > 0
 
 
 def test_only_the_ways_that_are_asked_for_are_tried(folder: Path) -> None:
-    peaks = profile(payload(folder, ways=["full"]))["peaks"]["whole"]
+    peaks = profile_model(payload(folder, ways=["full"]))["peaks"]["whole"]
     assert (peaks["none"], peaks["selective"]) == (None, None)
     assert peaks["full"] > 0
 
 
 @pytest.mark.parametrize(("recompute", "chunked"), [("full", False), ("selective", True)])
 def test_a_race_runs_as_the_recipe_will(folder: Path, recompute: str, chunked: bool) -> None:
-    found = race(payload(folder, threads=1, micro=2, precisions=["fp32"], recompute=recompute, chunked_loss=chunked))
+    found = time_precisions(
+        payload(folder, threads=1, micro=2, precisions=["fp32"], recompute=recompute, chunked_loss=chunked)
+    )
     assert set(found) == {"fp32", "update"}
 
 
 def test_a_race_that_runs_out_of_memory_says_so(folder: Path) -> None:
     asked = payload(folder, "Huge", threads=1, micro=4, precisions=["fp32"])
-    assert race(asked) == {"out_of_memory": 1.0}
-    assert race({**asked, "micro": 2})["fp32"] > 0
+    assert time_precisions(asked) == {"out_of_memory": 1.0}
+    assert time_precisions({**asked, "micro": 2})["fp32"] > 0

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.train.peers import Keeper
+from phalanx.train.peers import ReplicaServer
 
 
 def test_a_stranger_that_says_nothing_does_not_keep_a_worker_out(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path)
+    keeper = ReplicaServer(tmp_path)
     host, port, secret = keeper.listen("127.0.0.1")
     begun = time.monotonic()
     with socket.create_connection((host, port)), socket.create_connection((host, port)) as worker:
@@ -23,8 +23,8 @@ def test_a_stranger_that_says_nothing_does_not_keep_a_worker_out(tmp_path: Path)
 def test_a_worker_that_does_not_come_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.train.peers.PATIENCE", 0.3)
-    keeper = Keeper(tmp_path)
+    monkeypatch.setattr("phalanx.train.peers.CONNECT_TIMEOUT_S", 0.3)
+    keeper = ReplicaServer(tmp_path)
     host, port, _ = keeper.listen("127.0.0.1")
     with socket.create_connection((host, port)) as stranger:
         stranger.sendall(b"x" * 32)

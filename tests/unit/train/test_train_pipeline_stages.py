@@ -13,12 +13,20 @@ from torch import Tensor, nn
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.parallel.divided import Divided
+from phalanx.train.parallel.divided import ParallelModel
 from phalanx.train.parallel.mesh import Mesh
-from phalanx.train.parallel.pipeline import check_micro_batches, fitting, owners
-from phalanx.train.parallel.stages import Division, Stage, Tie, cut, cut_points, divide, keepers
-from phalanx.train.parallel.staging import need_one_keeper
-from phalanx.train.parallel.survey import Objective, survey
+from phalanx.train.parallel.pipeline import assign_stage_owners, check_micro_batches, fitting
+from phalanx.train.parallel.stages import (
+    StageModule,
+    StagePartition,
+    TiedStages,
+    assign_buffer_owners,
+    balance_stage_bounds,
+    extract_stages,
+    partition_stages,
+)
+from phalanx.train.parallel.staging import check_single_buffer_owner
+from phalanx.train.parallel.survey import ModelLossFn, trace_dataflow
 
 WIDTH, VOCAB, LAYERS = 8, 11, 4
 BLOCKS = [f"blocks.{index}" for index in range(LAYERS)]
@@ -229,18 +237,21 @@ def image_objective(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     return F.cross_entropy(model(batch["tokens"]), batch["targets"], reduction="sum"), len(batch["targets"])
 
 
-def run(division: Division, model: nn.Module, loss: Objective, batches: Sequence[Any]) -> tuple[list[Stage], Tensor]:
+def run(
+    division: StagePartition, model: nn.Module, loss: ModelLossFn, batches: Sequence[Any]
+) -> tuple[list[StageModule], Tensor]:
     """All stages in turn, forward and backward; the sum of losses."""
     stages = [
-        Stage(made, division, index, loss) for index, made in cut(model, division, range(division.stages)).items()
+        StageModule(made, division, index, loss)
+        for index, made in extract_stages(model, division, range(division.num_stages)).items()
     ]
     total = torch.zeros(())
     for stage in stages:
-        stage.begin(batches)
+        stage.set_batches(batches)
     for turn in range(len(batches)):
         hidden: Tensor | None = None
         for stage in stages:
-            stage.turn = turn
+            stage.micro_batch_index = turn
             hidden = stage(hidden)
         assert hidden is not None
         hidden.backward()  # type: ignore[no-untyped-call]
@@ -248,7 +259,7 @@ def run(division: Division, model: nn.Module, loss: Objective, batches: Sequence
     return stages, total
 
 
-def gradients(stages: Sequence[Stage]) -> dict[str, Tensor]:
+def gradients(stages: Sequence[StageModule]) -> dict[str, Tensor]:
     sums: dict[str, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -265,7 +276,7 @@ CASES = [pytest.param(kind, objective, tokens, id=kind.__name__) for kind in (Mo
 @pytest.mark.parametrize(
     ("kind", "loss", "batch"), [*CASES, pytest.param(Pyramid, image_objective, images, id="Pyramid")]
 )
-def test_stages_in_turn_give_the_gradients_of_the_whole(kind: Any, loss: Objective, batch: Any, stages: int) -> None:
+def test_stages_in_turn_give_the_gradients_of_the_whole(kind: Any, loss: ModelLossFn, batch: Any, stages: int) -> None:
     model, batches = kind(), [batch() for _ in range(2)]
     whole = copy.deepcopy(model)
     expected = torch.zeros(())
@@ -273,7 +284,7 @@ def test_stages_in_turn_give_the_gradients_of_the_whole(kind: Any, loss: Objecti
         value = loss(whole, one)[0]
         value.backward()
         expected += value.detach()
-    division = divide(survey(model, BLOCKS, loss, batches[0]), cut_points(LAYERS, stages))
+    division = partition_stages(trace_dataflow(model, BLOCKS, loss, batches[0]), balance_stage_bounds(LAYERS, stages))
     made, total = run(division, model, loss, batches)
     torch.testing.assert_close(total, expected)
     found = gradients(made)
@@ -282,24 +293,24 @@ def test_stages_in_turn_give_the_gradients_of_the_whole(kind: Any, loss: Objecti
         torch.testing.assert_close(found[name], parameter.grad)
 
 
-def division_of(model: nn.Module, stages: int) -> Division:
-    return divide(survey(model, BLOCKS, objective, tokens()), cut_points(LAYERS, stages))
+def division_of(model: nn.Module, stages: int) -> StagePartition:
+    return partition_stages(trace_dataflow(model, BLOCKS, objective, tokens()), balance_stage_bounds(LAYERS, stages))
 
 
 def test_each_parameter_is_where_it_is_needed() -> None:
     division = division_of(RawParameters(), 2)
-    assert division.parameters(0) == {
+    assert division.parameter_names(0) == {
         "embedding.weight",
         "position",
         *(f"blocks.{index}.linear.{kind}" for index in (0, 1) for kind in ("weight", "bias")),
     }
-    assert division.parameters(1) == {
+    assert division.parameter_names(1) == {
         "temperature",
         "head.weight",
         "head.bias",
         *(f"blocks.{index}.linear.{kind}" for index in (2, 3) for kind in ("weight", "bias")),
     }
-    assert division.ties == ()
+    assert division.tied_params == ()
 
 
 class Normed(Model):
@@ -321,7 +332,7 @@ class Normed(Model):
 def test_what_a_forward_changes_is_kept_by_one_stage_which_has_it(stages: int) -> None:
     model = Normed()
     division = division_of(model, stages)
-    found = keepers(model, division)
+    found = assign_buffer_owners(model, division)
     assert {name: found[f"{name}.running_mean"] for name in ("first", "blocks.2.norm", "last")} == {
         "first": 0,
         "blocks.2.norm": stages // 2,
@@ -329,7 +340,7 @@ def test_what_a_forward_changes_is_kept_by_one_stage_which_has_it(stages: int) -
     }
     assert found["seen"] == stages - 1
     for name, _ in model.named_buffers():
-        made = cut(model, division, [found[name]])
+        made = extract_stages(model, division, [found[name]])
         assert name in {other for part in made.values() for other, _ in part.model.named_buffers()}
 
 
@@ -355,12 +366,12 @@ class Centred(Model):
         return logits
 
 
-def through(division: Division, model: nn.Module, batch: dict[str, Tensor]) -> dict[int, Stage]:
+def through(division: StagePartition, model: nn.Module, batch: dict[str, Tensor]) -> dict[int, StageModule]:
     """The stages after one forward through all of them."""
     stages, hidden = {}, None
-    for index, made in cut(model, division, range(division.stages)).items():
-        stages[index] = Stage(made, division, index, objective)
-        stages[index].begin([batch])
+    for index, made in extract_stages(model, division, range(division.num_stages)).items():
+        stages[index] = StageModule(made, division, index, objective)
+        stages[index].set_batches([batch])
         hidden = stages[index](hidden)
     return stages
 
@@ -368,8 +379,8 @@ def through(division: Division, model: nn.Module, batch: dict[str, Tensor]) -> d
 @pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 2, 3, 4), (0, 3, 4)])
 def test_the_stage_that_keeps_a_buffer_has_changed_it_as_the_whole_model_does(bounds: tuple[int, ...]) -> None:
     model, batch = Centred(), tokens()
-    division = divide(survey(model, BLOCKS, objective, batch), bounds)
-    found = keepers(model, division)
+    division = partition_stages(trace_dataflow(model, BLOCKS, objective, batch), bounds)
+    found = assign_buffer_owners(model, division)
     whole = copy.deepcopy(model)
     objective(whole, batch)
     stages = through(division, model, batch)
@@ -379,7 +390,7 @@ def test_the_stage_that_keeps_a_buffer_has_changed_it_as_the_whole_model_does(bo
 
 def test_what_is_changed_only_in_training_is_kept_where_that_happens() -> None:
     model = Centred().eval()
-    assert keepers(model, division_of(model, 2))["norm.running_mean"] == 0
+    assert assign_buffer_owners(model, division_of(model, 2))["norm.running_mean"] == 0
     assert not model.training
 
 
@@ -400,33 +411,33 @@ class BothEnds(Model):
 def test_a_buffer_that_several_stages_would_change_is_refused_by_name() -> None:
     model = BothEnds()
     with pytest.raises(RecipeError, match=r"parallelism.pipeline: forwards change centre in stage 0 and in stage 1"):
-        keepers(model, division_of(model, 2))
+        assign_buffer_owners(model, division_of(model, 2))
 
 
 def test_a_changed_buffer_of_which_two_stages_of_a_rank_have_a_copy_is_refused_by_name() -> None:
     model = Centred()
     division = division_of(model, 4)
-    models = [made.model for made in cut(model, division, [0, 2]).values()]
+    models = [made.model for made in extract_stages(model, division, [0, 2]).values()]
     with pytest.raises(
         RecipeError, match=r"parallelism.pipeline_schedule: forwards change behind, of which stages 0 and 2"
     ):
-        need_one_keeper(division, [0, 2], models)
-    need_one_keeper(division, [0], models[:1])
+        check_single_buffer_owner(division, [0, 2], models)
+    check_single_buffer_owner(division, [0], models[:1])
 
 
 def test_copies_of_what_another_stage_saves_are_read_and_not_saved() -> None:
     model = Normed()
-    divided = Divided(Mesh(Parallelism(), {}), (model,), foreign=frozenset({"seen"}))
-    assert "seen" not in divided.buffers()
-    assert "seen" in dict(divided.buffer_copies())
+    divided = ParallelModel(Mesh(Parallelism(), {}), (model,), buffers_owned_elsewhere=frozenset({"seen"}))
+    assert "seen" not in divided.owned_buffers()
+    assert "seen" in dict(divided.all_buffers())
 
 
 def test_stages_hold_their_parameters_and_no_others_under_the_models_names() -> None:
     model = RawParameters()
     division = division_of(model, 4)
-    for index, made in cut(model, division, range(4)).items():
-        stage = Stage(made, division, index, objective)
-        assert {name for name, _ in stage.named_parameters()} == {f"model.{n}" for n in division.parameters(index)}
+    for index, made in extract_stages(model, division, range(4)).items():
+        stage = StageModule(made, division, index, objective)
+        assert {name for name, _ in stage.named_parameters()} == {f"model.{n}" for n in division.parameter_names(index)}
         assert stage.blocks == (f"model.blocks.{index}",)
         for name, parameter in made.model.named_parameters():
             assert parameter is model.get_parameter(name)
@@ -435,7 +446,7 @@ def test_stages_hold_their_parameters_and_no_others_under_the_models_names() -> 
 def test_the_model_is_not_changed_by_survey_and_cut() -> None:
     model = RawParameters()
     before, batch = copy.deepcopy(model), tokens()
-    cut(model, divide(survey(model, BLOCKS, objective, batch), (0, 2, 4)), [0, 1])
+    extract_stages(model, partition_stages(trace_dataflow(model, BLOCKS, objective, batch), (0, 2, 4)), [0, 1])
     assert [name for name, _ in model.named_modules()] == [name for name, _ in before.named_modules()]
     for name, value in before.state_dict().items():
         assert model.state_dict()[name].equal(value)
@@ -446,38 +457,38 @@ def test_a_model_without_memory_can_be_surveyed_and_cut() -> None:
     with torch.device("meta"):
         model = Model()
     division = division_of(model, 2)
-    made = cut(model, division, [1])[1]
+    made = extract_stages(model, division, [1])[1]
     assert all(parameter.is_meta for parameter in made.model.parameters())
-    assert division.parameters(1) == {name for name, _ in made.model.named_parameters()}
+    assert division.parameter_names(1) == {name for name, _ in made.model.named_parameters()}
 
 
 def test_tied_weights_are_on_both_ends_under_one_name() -> None:
     model = transformer(VOCAB, 5, layers=LAYERS, hidden_size=WIDTH, num_heads=2, tie_embeddings=True)
     division = division_of(model, 4)
-    assert division.ties == (Tie("embedding.weight", (0, 3)),)
-    stages = cut(model, division, [0, 3])
+    assert division.tied_params == (TiedStages("embedding.weight", (0, 3)),)
+    stages = extract_stages(model, division, [0, 3])
     assert stages[3].model.head.weight is stages[3].model.embedding.weight
     # Both on one rank, as in a V: each has its own, to be added by whoever adds gradients of ties.
     assert stages[0].model.embedding.weight is not stages[3].model.embedding.weight
 
 
 def test_what_every_block_reads_is_on_every_stage() -> None:
-    assert division_of(Twice(), 4).ties == (Tie("embedding.weight", (0, 1, 2, 3)),)
+    assert division_of(Twice(), 4).tied_params == (TiedStages("embedding.weight", (0, 1, 2, 3)),)
 
 
 def test_parameters_that_nothing_uses_are_on_the_last_stage() -> None:
     model = Model()
     model.unused = nn.Linear(2, 2)
-    assert {"unused.weight", "unused.bias"} <= division_of(model, 2).parameters(1)
-    assert not {"unused.weight", "unused.bias"} & division_of(model, 2).parameters(0)
+    assert {"unused.weight", "unused.bias"} <= division_of(model, 2).parameter_names(1)
+    assert not {"unused.weight", "unused.bias"} & division_of(model, 2).parameter_names(0)
 
 
 def test_a_skip_connection_within_a_stage_is_no_obstacle() -> None:
-    found = survey(Skip(), BLOCKS, objective, tokens())
-    assert divide(found, (0, 4)).stages == 1
+    found = trace_dataflow(Skip(), BLOCKS, objective, tokens())
+    assert partition_stages(found, (0, 4)).num_stages == 1
     with pytest.raises(RecipeError, match="skip connection"):
-        divide(found, (0, 2, 4))
-    assert divide(found, (0, 1, 4)).stages == 2
+        partition_stages(found, (0, 2, 4))
+    assert partition_stages(found, (0, 1, 4)).num_stages == 2
 
 
 @pytest.mark.parametrize(
@@ -501,13 +512,13 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind: type[nn.Mod
 
 
 def test_a_model_that_looks_at_values_can_be_surveyed_with_them() -> None:
-    found = survey(Looking(), BLOCKS, objective, tokens(), real=True)
-    assert divide(found, (0, 2, 4)).stages == 2
+    found = trace_dataflow(Looking(), BLOCKS, objective, tokens(), use_real_data=True)
+    assert partition_stages(found, (0, 2, 4)).num_stages == 2
 
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(RecipeError, match="no repeated blocks"):
-        survey(Model(), [], objective, tokens())
+        trace_dataflow(Model(), [], objective, tokens())
 
 
 @pytest.mark.parametrize(
@@ -515,39 +526,39 @@ def test_a_model_without_blocks_is_refused() -> None:
     [(8, 4, [2, 2, 2, 2]), (10, 4, [2, 3, 3, 2]), (5, 3, [1, 2, 2]), (4, 4, [1, 1, 1, 1])],
 )
 def test_blocks_are_divided_evenly_with_fewer_at_the_ends(blocks: int, stages: int, sizes: list[int]) -> None:
-    bounds = cut_points(blocks, stages)
+    bounds = balance_stage_bounds(blocks, stages)
     assert [end - start for start, end in itertools.pairwise(bounds)] == sizes
 
 
 def test_weights_make_the_dearest_stage_as_cheap_as_possible() -> None:
-    assert cut_points(8, 2, [1.0] * 8, before=0.5, after=4.0) == (0, 6, 8)
-    assert cut_points(6, 3, [5, 1, 1, 1, 1, 1]) == (0, 1, 3, 6)
+    assert balance_stage_bounds(8, 2, [1.0] * 8, embedding_cost=0.5, head_cost=4.0) == (0, 6, 8)
+    assert balance_stage_bounds(6, 3, [5, 1, 1, 1, 1, 1]) == (0, 1, 3, 6)
 
 
 def test_blocks_per_stage_can_be_given() -> None:
-    assert cut_points(8, 3, counts=[1, 5, 2]) == (0, 1, 6, 8)
+    assert balance_stage_bounds(8, 3, blocks_per_stage=[1, 5, 2]) == (0, 1, 6, 8)
     for wrong in ([4, 4], [0, 4, 4], [3, 3, 3]):
         with pytest.raises(RecipeError, match=r"parallelism.pipeline: blocks per stage .* must be 3 numbers"):
-            cut_points(8, 3, counts=wrong)
+            balance_stage_bounds(8, 3, blocks_per_stage=wrong)
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(
         RecipeError, match=r"parallelism.pipeline: 4 stages need as many blocks, but the model has 3; use 3"
     ):
-        cut_points(3, 4)
+        balance_stage_bounds(3, 4)
 
 
 def test_schedules_place_stages_on_ranks() -> None:
-    assert owners("1f1b", 4, 4) == (0, 1, 2, 3)
-    assert owners("interleaved", 4, 2) == (0, 1, 0, 1)
-    assert owners("zero-bubble", 4, 2) == (0, 1, 1, 0)
-    assert owners("zero-bubble", 2, 2) == (0, 1)
+    assert assign_stage_owners("1f1b", 4, 4) == (0, 1, 2, 3)
+    assert assign_stage_owners("interleaved", 4, 2) == (0, 1, 0, 1)
+    assert assign_stage_owners("zero-bubble", 4, 2) == (0, 1, 1, 0)
+    assert assign_stage_owners("zero-bubble", 2, 2) == (0, 1)
     for schedule, stages in (("1f1b", 4), ("interleaved", 2), ("interleaved", 5), ("zero-bubble", 1)):
         with pytest.raises(RecipeError, match=f"parallelism.pipeline: {schedule} on 2 ranks takes"):
-            owners(schedule, stages, 2)
+            assign_stage_owners(schedule, stages, 2)
     with pytest.raises(RecipeError, match="expected gpipe, 1f1b, interleaved, zero-bubble"):
-        owners("dual", 2, 2)
+        assign_stage_owners("dual", 2, 2)
 
 
 def test_numbers_of_micro_batches_that_a_schedule_cannot_run_are_refused_with_those_that_fit() -> None:

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.train.exchange import Bucket, GradientExchange
-from phalanx.train.exchange.powersgd import PowerSGD, as_matrix
-from phalanx.train.exchange.strategy import Site
+from phalanx.train.exchange import Bucket, BucketedReducer
+from phalanx.train.exchange.powersgd import PowerSGDCompression, matrix_shape
+from phalanx.train.exchange.strategy import CommContext
 
 
 class Counted:
@@ -33,41 +33,48 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return counted
 
 
-def exchange_of(*weights: nn.Parameter, low_rank: int = 2) -> tuple[Bucket, PowerSGD]:
-    exchange = GradientExchange(
-        weights, rank=0, world=1, micro_batches=1, replicas=False, strategy="powersgd", low_rank=low_rank
+def exchange_of(*weights: nn.Parameter, low_rank: int = 2) -> tuple[Bucket, PowerSGDCompression]:
+    exchange = BucketedReducer(
+        weights, rank=0, world_size=1, micro_batches=1, is_elastic=False, algorithm="powersgd", powersgd_rank=low_rank
     )
     (bucket,) = exchange.buckets
-    return bucket, PowerSGD(Site(0, 1, None, None, torch.device("cpu"), [0]), [bucket])
+    return bucket, PowerSGDCompression(CommContext(0, 1, None, None, torch.device("cpu"), [0]), [bucket])
 
 
 def weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape))
 
 
-def summed(strategy: PowerSGD, bucket: Bucket, *gradients: Tensor) -> list[Tensor]:
+def summed(strategy: PowerSGDCompression, bucket: Bucket, *gradients: Tensor) -> list[Tensor]:
     """What becomes of gradients, given in the order of the bucket."""
     for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
-    bucket.collect()
-    bucket.fill()
-    strategy.send(0, bucket)
-    strategy.answer(0, bucket)
-    strategy.take(0, bucket)
-    return [view.clone() for view in bucket.slab.views]
+    bucket.take_grads()
+    bucket.copy_grads_in()
+    strategy.start(0, bucket)
+    strategy.start_second_phase(0, bucket)
+    strategy.finish(0, bucket)
+    return [view.clone() for view in bucket.buffer.views]
 
 
 @pytest.mark.usefixtures("alone")
 def test_in_the_first_steps_gradients_travel_whole() -> None:
     weights = [weight(30, 20)]
-    exchange = GradientExchange(
-        weights, rank=0, world=1, micro_batches=1, replicas=False, strategy="powersgd", low_rank=1, start=3
+    exchange = BucketedReducer(
+        weights,
+        rank=0,
+        world_size=1,
+        micro_batches=1,
+        is_elastic=False,
+        algorithm="powersgd",
+        powersgd_rank=1,
+        warmup_steps=3,
     )
     (bucket,) = exchange.buckets
-    strategy = PowerSGD(Site(0, 1, None, None, torch.device("cpu"), [0]), [bucket])
+    strategy = PowerSGDCompression(CommContext(0, 1, None, None, torch.device("cpu"), [0]), [bucket])
     for step in range(1, 6):
         gradient = of_rank(10, 30, 20, seed=step)
-        exchange.begin_step(step)
+        exchange.start_step(step)
         (found,) = summed(strategy, bucket, gradient)
         assert found.equal(gradient) == (step <= 3)
         assert bucket.residual is not None
@@ -89,7 +96,7 @@ def test_a_gradient_of_low_rank_arrives_whole(alone: Counted) -> None:
 
 def test_only_thin_matrices_and_what_is_small_travel(alone: Counted) -> None:
     bucket, strategy = exchange_of(weight(30, 20), weight(7), weight(3, 3))
-    summed(strategy, bucket, *[torch.ones(view.shape) for view in bucket.slab.views])
+    summed(strategy, bucket, *[torch.ones(view.shape) for view in bucket.buffer.views])
     assert alone.sizes == [2 * 30 + 7 + 9, 2 * 20]
 
 
@@ -142,9 +149,9 @@ def test_zeros_stay_zeros_and_do_no_harm(alone: Counted) -> None:
 
 def test_rows_of_a_matrix_are_outermost_in_memory() -> None:
     kernel = nn.Parameter(torch.zeros(8, 6, 3, 3).to(memory_format=torch.channels_last))
-    assert as_matrix(kernel) == (8, 54)
-    assert as_matrix(nn.Parameter(torch.zeros(5, 9).T)) == (5, 9)
-    assert as_matrix(weight(7)) == (7, 1)
+    assert matrix_shape(kernel) == (8, 54)
+    assert matrix_shape(nn.Parameter(torch.zeros(5, 9).T)) == (5, 9)
+    assert matrix_shape(weight(7)) == (7, 1)
 
 
 def test_kernels_whose_channels_come_last_arrive_whole(alone: Counted) -> None:

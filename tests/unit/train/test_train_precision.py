@@ -5,19 +5,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from phalanx.train.precision import LossScale, computing, set_products
+from phalanx.train.precision import GradScaler, autocast_context, set_matmul_precision
 
 CPU = torch.device("cpu")
 
 
 def test_an_overflow_halves_the_scale_and_starts_counting_again() -> None:
-    scale = LossScale(scale=1024.0, good_steps=7, dynamic=True)
+    scale = GradScaler(scale=1024.0, good_steps=7, dynamic=True)
     scale.update(overflow=True)
     assert (scale.scale, scale.good_steps) == (512.0, 0)
 
 
 def test_the_scale_doubles_after_an_interval_of_good_steps() -> None:
-    scale = LossScale(scale=8.0, dynamic=True, interval=3)
+    scale = GradScaler(scale=8.0, dynamic=True, growth_interval=3)
     seen = []
     for _ in range(7):
         scale.update(overflow=False)
@@ -26,50 +26,50 @@ def test_the_scale_doubles_after_an_interval_of_good_steps() -> None:
 
 
 def test_good_steps_before_an_overflow_do_not_count() -> None:
-    scale = LossScale(scale=8.0, dynamic=True, interval=3)
+    scale = GradScaler(scale=8.0, dynamic=True, growth_interval=3)
     for overflow in (False, False, True, False, False):
         scale.update(overflow)
     assert scale.scale == 4.0
 
 
 def test_the_scale_has_a_bottom_where_lowering_helps_no_more() -> None:
-    scale = LossScale(scale=2.0**-13, dynamic=True)
-    assert not scale.at_bottom
+    scale = GradScaler(scale=2.0**-13, dynamic=True)
+    assert not scale.at_min_scale
     for _ in range(3):
         scale.update(overflow=True)
     assert scale.scale == 2.0**-14
-    assert scale.at_bottom
+    assert scale.at_min_scale
 
 
 def test_a_fixed_scale_never_changes_and_is_at_its_bottom() -> None:
-    scale = LossScale()
+    scale = GradScaler()
     scale.update(overflow=True)
-    assert scale == LossScale()
-    assert scale.at_bottom
+    assert scale == GradScaler()
+    assert scale.at_min_scale
     assert scale.state() == {}
 
 
 def test_the_state_goes_through_tensors_and_back() -> None:
-    scale = LossScale(scale=2.0**-3, good_steps=1999, dynamic=True)
-    other = LossScale.for_precision("fp16", 1)
+    scale = GradScaler(scale=2.0**-3, good_steps=1999, dynamic=True)
+    other = GradScaler.for_precision("fp16", 1)
     other.load(scale.state())
     assert other == scale
 
 
 def test_a_scale_takes_nothing_from_a_run_that_had_none() -> None:
-    scale = LossScale.for_precision("fp16", 16)
-    scale.load(LossScale().state())
-    assert scale == LossScale.for_precision("fp16", 16)
+    scale = GradScaler.for_precision("fp16", 16)
+    scale.load(GradScaler().state())
+    assert scale == GradScaler.for_precision("fp16", 16)
 
 
 @pytest.mark.parametrize(("terms", "scale"), [(1, 65536.0), (16, 4096.0), (17, 2048.0), (2**20, 1.0)])
 def test_the_first_scale_is_lower_by_the_number_of_terms(terms: int, scale: float) -> None:
-    assert LossScale.for_precision("fp16", terms).scale == scale
+    assert GradScaler.for_precision("fp16", terms).scale == scale
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp8"])
 def test_only_fp16_needs_a_scale(precision: str) -> None:
-    assert LossScale.for_precision(precision, 4096) == LossScale()
+    assert GradScaler.for_precision(precision, 4096) == GradScaler()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_only_fp16_needs_a_scale(precision: str) -> None:
     ],
 )
 def test_matmuls_compute_in_the_precision(precision: str, dtype: torch.dtype) -> None:
-    with computing(precision, CPU):
+    with autocast_context(precision, CPU):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
@@ -98,7 +98,7 @@ def torchs_settings() -> Iterator[None]:
 @pytest.mark.usefixtures("torchs_settings")
 @pytest.mark.parametrize(("precision", "products"), [("fp32", "highest"), ("bf16", "highest"), ("tf32", "high")])
 def test_on_a_gpu_only_tf32_rounds_what_enters_products_of_fp32(precision: str, products: str) -> None:
-    set_products(precision, torch.device("cuda"))
+    set_matmul_precision(precision, torch.device("cuda"))
     assert torch.get_float32_matmul_precision() == products
     assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
 
@@ -106,5 +106,5 @@ def test_on_a_gpu_only_tf32_rounds_what_enters_products_of_fp32(precision: str, 
 @pytest.mark.usefixtures("torchs_settings")
 def test_on_a_cpu_tf32_is_fp32() -> None:
     before = torch.get_float32_matmul_precision()
-    set_products("tf32", CPU)
+    set_matmul_precision("tf32", CPU)
     assert torch.get_float32_matmul_precision() == before

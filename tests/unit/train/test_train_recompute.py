@@ -11,20 +11,27 @@ from torch.distributed import is_available as distributed_is_available
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx.models import transformer
-from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange import BucketedReducer
 from phalanx.train.parallel import recompute as recompute_module
-from phalanx.train.parallel.block_state import BlockState, may_change
+from phalanx.train.parallel.block_state import BlockState, has_mutable_state
 from phalanx.train.parallel.blocks import find_blocks
-from phalanx.train.parallel.recompute import KEPT, Recompute, apply_recompute, operation_name
+from phalanx.train.parallel.recompute import (
+    SAVED_OPS,
+    ActivationCheckpointing,
+    apply_activation_checkpointing,
+    get_op_name,
+)
 
-WAYS: tuple[Recompute, ...] = ("selective", "full")
+WAYS: tuple[ActivationCheckpointing, ...] = ("selective", "full")
 VOCAB, SEQUENCE = 23, 16
 
 
-def model_of(how: Recompute = "none", dropout: float = 0.0, layers: int = 3, **options: bool) -> nn.Module:
+def model_of(
+    how: ActivationCheckpointing = "none", dropout: float = 0.0, layers: int = 3, **options: bool
+) -> nn.Module:
     torch.manual_seed(0)
     model = transformer(vocab_size=VOCAB, seq_len=SEQUENCE, layers=layers, hidden_size=32, num_heads=2, dropout=dropout)
-    apply_recompute(model, find_blocks(model), how, **options)
+    apply_activation_checkpointing(model, find_blocks(model), how, **options)
     return model
 
 
@@ -48,7 +55,9 @@ def assert_same_bits(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor,
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_loss_and_gradients_are_the_same_bits_with_and_without_dropout(how: Recompute, dropout: float) -> None:
+def test_loss_and_gradients_are_the_same_bits_with_and_without_dropout(
+    how: ActivationCheckpointing, dropout: float
+) -> None:
     assert_same_bits(step(model_of(how, dropout)), step(model_of(dropout=dropout)))
 
 
@@ -78,11 +87,11 @@ class Moving(nn.Module):
         return x + torch.tanh(h * self.constant * (1 + self.mean.clone()) * (1 + self.calls))
 
 
-def moved(kind: str, how: Recompute) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+def moved(kind: str, how: ActivationCheckpointing) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
     """Gradients, buffers and counters after two rounds of two forwards and their backwards, the last first."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), *(Moving(kind) for _ in range(2)))
-    apply_recompute(model, ["1", "2"], how)
+    apply_activation_checkpointing(model, ["1", "2"], how)
     for turn in range(2):
         losses = [model(torch.randn(5, 8)).square().sum() for _ in range(2)]
         for loss in reversed(losses):
@@ -93,7 +102,9 @@ def moved(kind: str, how: Recompute) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("kind", ["batch norm", "functional", "spectral norm", "average", "replaced", "counter"])
-def test_state_that_a_forward_changes_is_used_as_it_was_and_changed_once(kind: str, how: Recompute) -> None:
+def test_state_that_a_forward_changes_is_used_as_it_was_and_changed_once(
+    kind: str, how: ActivationCheckpointing
+) -> None:
     expected, found = moved(kind, "none"), moved(kind, how)
     for one, other in zip(expected[:2], found[:2], strict=True):
         assert one.keys() == other.keys()
@@ -105,15 +116,19 @@ def test_a_buffer_that_stays_as_it_is_is_copied_once() -> None:
     block = Moving("average")
     state = BlockState(block)
     for _ in range(3):
-        before, again = state.contexts()
+        before, again = state.checkpoint_contexts()
         with before:
             block(torch.randn(5, 8))
         with again:
             block(torch.randn(5, 8))
-    first, second = state.take()[0], state.take()[0]
+    first, second = state.snapshot()[0], state.snapshot()[0]
     assert [one.value is other.value for one, other in zip(first, second, strict=True)] == [True] * 3
     block(torch.randn(5, 8))
-    assert [one.value is other.value for one, other in zip(first, state.take()[0], strict=True)] == [False, True, True]
+    assert [one.value is other.value for one, other in zip(first, state.snapshot()[0], strict=True)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_compiler_recomputes_blocks_whose_state_stays() -> None:
@@ -122,11 +137,11 @@ def test_a_compiler_recomputes_blocks_whose_state_stays() -> None:
     masked.register_buffer("cache", torch.ones(2), persistent=False)
     average.register_buffer("mean", torch.ones(2))
     blocks = [masked, nn.BatchNorm1d(2), nn.Sequential(average)]
-    assert [may_change(block) for block in blocks] == [False, False, True]
+    assert [has_mutable_state(block) for block in blocks] == [False, False, True]
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_loss_and_gradients_are_the_same_bits_under_autocast(how: Recompute) -> None:
+def test_loss_and_gradients_are_the_same_bits_under_autocast(how: ActivationCheckpointing) -> None:
     def run(model: nn.Module) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return model(tokens()).float().square().sum()
@@ -135,7 +150,7 @@ def test_loss_and_gradients_are_the_same_bits_under_autocast(how: Recompute) -> 
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_frozen_parameters_get_no_gradient_and_the_others_the_same_bits(how: Recompute) -> None:
+def test_frozen_parameters_get_no_gradient_and_the_others_the_same_bits(how: ActivationCheckpointing) -> None:
     results = []
     for model in (model_of(how), model_of()):
         for name, parameter in model.named_parameters():
@@ -174,7 +189,7 @@ class PickyModel(nn.Module):
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_blocks_may_take_and_give_what_they_like(how: Recompute) -> None:
+def test_blocks_may_take_and_give_what_they_like(how: ActivationCheckpointing) -> None:
     def run(model: nn.Module) -> Tensor:
         return model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum()
 
@@ -182,7 +197,7 @@ def test_blocks_may_take_and_give_what_they_like(how: Recompute) -> None:
     for way in (how, "none"):
         torch.manual_seed(0)
         model = PickyModel()
-        apply_recompute(model, find_blocks(model), way)  # type: ignore[arg-type]
+        apply_activation_checkpointing(model, find_blocks(model), way)  # type: ignore[arg-type]
         results.append(step(model, run))
     assert_same_bits(*results)
 
@@ -220,12 +235,12 @@ class Counter(torch.utils._python_dispatch.TorchDispatchMode):
         self.counts: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = operation_name(func)
+        name = get_op_name(func)
         self.counts[name] = self.counts.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
 
 
-def counts(how: Recompute, **options: bool) -> dict[str, int]:
+def counts(how: ActivationCheckpointing, **options: bool) -> dict[str, int]:
     model = model_of(how, layers=2, **options)
     with Counter() as counter:
         step(model)
@@ -247,7 +262,7 @@ def test_every_second_matmul_makes_half_of_them_again() -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_parameters_and_classes_keep_their_names(how: Recompute) -> None:
+def test_parameters_and_classes_keep_their_names(how: ActivationCheckpointing) -> None:
     one, other = model_of(how), model_of()
     assert list(one.state_dict()) == list(other.state_dict())
     assert [type(module) for module in one.modules()] == [type(module) for module in other.modules()]
@@ -255,7 +270,7 @@ def test_parameters_and_classes_keep_their_names(how: Recompute) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a_deep_copy_recomputes_with_its_own_parameters(how: Recompute) -> None:
+def test_a_deep_copy_recomputes_with_its_own_parameters(how: ActivationCheckpointing) -> None:
     model = model_of(how)
     copied = copy.deepcopy(model)
     loss, gradients = step(copied)
@@ -264,7 +279,9 @@ def test_a_deep_copy_recomputes_with_its_own_parameters(how: Recompute) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a_graph_may_be_kept_for_a_second_backward_of_full_and_selective_says_that_it_cannot(how: Recompute) -> None:
+def test_a_graph_may_be_kept_for_a_second_backward_of_full_and_selective_says_that_it_cannot(
+    how: ActivationCheckpointing,
+) -> None:
     model = model_of(how)
     loss = model(tokens()).square().sum()
     loss.backward(retain_graph=True)
@@ -285,17 +302,17 @@ def test_without_gradients_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("replicas", [False, True])
-def test_each_gradient_reaches_the_exchange_once(how: Recompute, replicas: bool) -> None:
+def test_each_gradient_reaches_the_exchange_once(how: ActivationCheckpointing, replicas: bool) -> None:
     gradients = []
     for model in (model_of(how), model_of()):
-        exchange = GradientExchange(
-            list(model.parameters()), rank=0, world=1, micro_batches=2, replicas=replicas, capacity=1000.0
+        exchange = BucketedReducer(
+            list(model.parameters()), rank=0, world_size=1, micro_batches=2, is_elastic=replicas, bucket_bytes=1000.0
         )
         for leaf in range(2):
-            exchange.begin(leaf)
+            exchange.begin_backward(leaf)
             model(tokens()).square().sum().backward()
-            exchange.end()
-        exchange.finish()
+            exchange.end_backward()
+        exchange.reduce_gradients()
         gradients.append([parameter.grad for parameter in model.parameters()])
         exchange.close()
     for one, other in zip(*gradients, strict=True):
@@ -316,12 +333,12 @@ class Dense(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(y)) * torch.sin(self.up(y)))
 
 
-def compiled(how: Recompute, backend: str) -> nn.Sequential:
+def compiled(how: ActivationCheckpointing, backend: str) -> nn.Sequential:
     """Blocks that recompute, each compiled afterwards; with the backend "none", not compiled."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = nn.Sequential(Dense(16), Dense(16))
-    apply_recompute(model, find_blocks(model), how)
+    apply_activation_checkpointing(model, find_blocks(model), how)
     for block in model if backend != "none" else []:
         block.compile(backend=backend, fullgraph=True)
     return model
@@ -335,7 +352,7 @@ def on_numbers(model: nn.Module) -> Tensor:
 # torch's compiler asks an activation for its gradient, which it means to do without a warning.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("how", WAYS)
-def test_compiled_afterwards_it_agrees_with_eager(how: Recompute) -> None:
+def test_compiled_afterwards_it_agrees_with_eager(how: ActivationCheckpointing) -> None:
     (loss, gradients), (expected, reference) = (
         step(compiled(how, "aot_eager"), on_numbers),
         step(compiled("none", "none"), on_numbers),
@@ -346,7 +363,7 @@ def test_compiled_afterwards_it_agrees_with_eager(how: Recompute) -> None:
         torch.testing.assert_close(gradient, reference[name], rtol=1e-5, atol=1e-5 * float(reference[name].abs().max()))
 
 
-def kept_when_compiled(how: Recompute) -> int:
+def kept_when_compiled(how: ActivationCheckpointing) -> int:
     """Bytes that the compiled forward hands to its backward."""
     model = compiled(how, "aot_eager")
     found: dict[int, int] = {}
@@ -373,23 +390,23 @@ def test_none_leaves_the_model_alone() -> None:
 def test_a_block_is_not_wrapped_twice() -> None:
     model = model_of("full")
     with pytest.raises(ValueError, match=r"block blocks\.0 recomputes already"):
-        apply_recompute(model, find_blocks(model), "selective")
+        apply_activation_checkpointing(model, find_blocks(model), "selective")
 
 
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(ValueError, match="'none', 'selective' or 'full'"):
-        apply_recompute(nn.Linear(1, 1), [], "some")  # type: ignore[arg-type]
+        apply_activation_checkpointing(nn.Linear(1, 1), [], "some")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not distributed_is_available(), reason="torch without distributed")
-@pytest.mark.parametrize("name", [name for name in KEPT if "." in name])
+@pytest.mark.parametrize("name", [name for name in SAVED_OPS if "." in name])
 def test_every_kept_operation_exists_under_its_name(name: str) -> None:
     namespace, operation = name.split(".")
     packet = getattr(getattr(torch.ops, namespace), operation)
-    assert {operation_name(getattr(packet, overload)) for overload in packet.overloads()} == {name}
+    assert {get_op_name(getattr(packet, overload)) for overload in packet.overloads()} == {name}
 
 
 def test_higher_order_operations_have_a_name_without_a_namespace() -> None:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: F401 (it registers the operation)
 
-    assert operation_name(torch.ops.higher_order.flex_attention) in KEPT
+    assert get_op_name(torch.ops.higher_order.flex_attention) in SAVED_OPS

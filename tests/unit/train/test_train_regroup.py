@@ -7,24 +7,26 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.run.pulse import Silent
-from phalanx.train.gang import Summoned
-from phalanx.train.orders import Connections
-from phalanx.train.place import Place
-from phalanx.train.regroup import NOTHING, Found, Regrouping, calls_for
-from phalanx.train.state import Progress, Standing
+from phalanx.run.pulse import NullHeartbeat
+from phalanx.train.gang import MembershipChanged
+from phalanx.train.orders import SocketRegistry
+from phalanx.train.place import DistEnv
+from phalanx.train.regroup import NO_STEP, PeerStates, Reconfiguration, requires_reconfiguration
+from phalanx.train.state import SurvivorState, TrainState
 
 
 def listening(orders: Any, compiled: bool = False) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     unused: Any = None
-    regrouping = Regrouping(orders, Connections(), Connections(), 0, Place(), unused, Silent(), unused, "")
-    regrouping.listen([model], compiled)
+    regrouping = Reconfiguration(
+        orders, SocketRegistry(), SocketRegistry(), 0, DistEnv(), unused, NullHeartbeat(), unused, ""
+    )
+    regrouping.install_membership_hooks([model], compiled)
     return model
 
 
 def test_backward_ends_where_it_is_when_somebody_is_gone() -> None:
-    orders = SimpleNamespace(urgent=False)
+    orders = SimpleNamespace(worker_lost=False)
     model = listening(orders)
 
     class Lost(torch.autograd.Function):
@@ -36,13 +38,13 @@ def test_backward_ends_where_it_is_when_somebody_is_gone() -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            orders.urgent = True
+            orders.worker_lost = True
             return gradient
 
     loss = model[1](Lost.apply(model[0](torch.ones(2, 4)))).sum()
-    with pytest.raises(Summoned) as raised:
+    with pytest.raises(MembershipChanged) as raised:
         loss.backward()
-    assert calls_for(raised.value)
+    assert requires_reconfiguration(raised.value)
     assert model[1].weight.grad is not None
     assert [parameter.grad is None for parameter in model[0].parameters()].count(True) == 1
 
@@ -55,34 +57,34 @@ class Gone(nn.Module):
         self.orders = orders
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.orders.urgent = True
+        self.orders.worker_lost = True
         return x
 
 
 def test_forward_ends_where_it_is_when_somebody_is_gone() -> None:
-    orders = SimpleNamespace(urgent=False)
+    orders = SimpleNamespace(worker_lost=False)
     model = listening(orders)
     reached: list[str] = []
     model[1].register_forward_hook(lambda *_: reached.append("the end"))
-    with pytest.raises(Summoned):
+    with pytest.raises(MembershipChanged):
         nn.Sequential(model[0], Gone(orders), model[1])(torch.ones(2, 4))
     assert not reached
 
 
 def test_an_evaluation_goes_on_when_somebody_is_gone() -> None:
-    model = listening(SimpleNamespace(urgent=True)).eval()
+    model = listening(SimpleNamespace(worker_lost=True)).eval()
     assert model(torch.ones(2, 4)).shape == (2, 1)
 
 
 def test_a_compiled_forward_is_left_alone() -> None:
-    model = listening(SimpleNamespace(urgent=True), compiled=True)
+    model = listening(SimpleNamespace(worker_lost=True), compiled=True)
     loss = model(torch.ones(2, 4)).sum()
-    with pytest.raises(Summoned):
+    with pytest.raises(MembershipChanged):
         loss.backward()
 
 
 def test_an_order_that_can_wait_does_not_end_it() -> None:
-    model = listening(SimpleNamespace(urgent=False, waiting=True))
+    model = listening(SimpleNamespace(worker_lost=False, has_update=True))
     model(torch.ones(2, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -90,13 +92,13 @@ def test_an_order_that_can_wait_does_not_end_it() -> None:
 @pytest.mark.parametrize(
     ("reached", "saving", "at_odds"),
     [
-        ([7, 7], [NOTHING, NOTHING], False),
+        ([7, 7], [NO_STEP, NO_STEP], False),
         ([7, 8], [6, 6], False),
-        ([7, NOTHING], [NOTHING, NOTHING], False),
-        ([8, 7], [8, NOTHING], True),
-        ([8, 7], [NOTHING, 6], True),
+        ([7, NO_STEP], [NO_STEP, NO_STEP], False),
+        ([8, 7], [8, NO_STEP], True),
+        ([8, 7], [NO_STEP, 6], True),
     ],
 )
 def test_whether_a_save_can_go_along(reached: list[int], saving: list[int], at_odds: bool) -> None:
-    found = Found(reached, [False, False], saving, 0, Standing(Progress(), 0), {}, None)
-    assert found.at_odds is at_odds
+    found = PeerStates(reached, [False, False], saving, 0, SurvivorState(TrainState(), 0), {}, None)
+    assert found.saves_diverged is at_odds

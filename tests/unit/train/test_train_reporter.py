@@ -9,7 +9,7 @@ import pytest
 
 from made_events import made
 from phalanx.run import Event, Run, read_events
-from phalanx.run.channel import drain, pair, receive
+from phalanx.run.channel import drain, make_socket_pair, receive
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointSaved,
@@ -23,21 +23,21 @@ from phalanx.run.event_types import (
     WorkerStarted,
 )
 from phalanx.run.messages import RunResult, WorkerError
-from phalanx.train.reporter import ToAgent, ToRun, reporter
+from phalanx.train.reporter import AgentReporter, RunReporter, make_reporter
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    near, far = pair()
+    near, far = make_socket_pair()
     yield near, far
     near.close()
     far.close()
 
 
 @pytest.fixture
-def agent(ends: tuple[socket.socket, socket.socket]) -> Iterator[ToAgent]:
+def agent(ends: tuple[socket.socket, socket.socket]) -> Iterator[AgentReporter]:
     """A reporter to the agent, whose end is `ends[1]`."""
-    report = ToAgent(ends[0].fileno(), rank=3, patience=0.1)
+    report = AgentReporter(ends[0].fileno(), rank=3, max_delay_s=0.1)
     yield report
     report._socket.close()
 
@@ -55,55 +55,57 @@ def packets(far: socket.socket) -> list[list[int | str]]:
         found.append([getattr(message, "step", message.kind) for message in messages])
 
 
-def test_steps_are_held_back_until_patience_ends(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
+def test_steps_are_held_back_until_patience_ends(
+    ends: tuple[socket.socket, socket.socket], agent: AgentReporter
+) -> None:
     for step in (1, 2, 3):
-        agent.event(made(StepDone, step=step, time=50.0 + 0.04 * step))
+        agent.report_event(made(StepDone, step=step, time=50.0 + 0.04 * step))
     assert packets(ends[1]) == []
-    agent.event(made(StepDone, step=4, time=50.16))
+    agent.report_event(made(StepDone, step=4, time=50.16))
     assert packets(ends[1]) == [[1, 2, 3, 4]]
 
 
-def test_patience_begins_anew_with_each_bunch(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
+def test_patience_begins_anew_with_each_bunch(ends: tuple[socket.socket, socket.socket], agent: AgentReporter) -> None:
     for step in (1, 2, 3, 4):
-        agent.event(made(StepDone, step=step, time=50.0 + 0.101 * step))
+        agent.report_event(made(StepDone, step=step, time=50.0 + 0.101 * step))
     assert packets(ends[1]) == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("kind", [EvaluationDone, CheckpointSaved, NonFiniteStep, RunWarning, AttemptStarted, RunEnded])
 def test_any_other_event_goes_out_at_once_behind_the_steps_before_it(
-    ends: tuple[socket.socket, socket.socket], agent: ToAgent, kind: type[RunEvent]
+    ends: tuple[socket.socket, socket.socket], agent: AgentReporter, kind: type[RunEvent]
 ) -> None:
-    agent.event(made(StepDone, step=1))
-    agent.event(made(kind))  # type: ignore[arg-type]
+    agent.report_event(made(StepDone, step=1))
+    agent.report_event(made(kind))  # type: ignore[arg-type]
     (found,) = packets(ends[1])
     assert len(found) == 2
 
 
-def test_a_flush_sends_what_is_held_back(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
-    agent.event(made(StepDone, step=1))
+def test_a_flush_sends_what_is_held_back(ends: tuple[socket.socket, socket.socket], agent: AgentReporter) -> None:
+    agent.report_event(made(StepDone, step=1))
     agent.flush()
-    agent.event(made(StepDone, step=2))
+    agent.report_event(made(StepDone, step=2))
     assert packets(ends[1]) == [[1]]
 
 
-def test_close_sends_what_is_held_back_once(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
-    agent.event(made(StepDone, step=1))
+def test_close_sends_what_is_held_back_once(ends: tuple[socket.socket, socket.socket], agent: AgentReporter) -> None:
+    agent.report_event(made(StepDone, step=1))
     agent.close()
     agent.close()
     assert packets(ends[1]) == [[1]]
 
 
-def test_an_event_arrives_as_it_was_reported(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
+def test_an_event_arrives_as_it_was_reported(ends: tuple[socket.socket, socket.socket], agent: AgentReporter) -> None:
     events = [made(StepDone, step=1, time=50.0), made(StepDone, step=2, time=50.05)]
     for event in events:
-        agent.event(event)
+        agent.report_event(event)
     agent.close()
     assert list(drain(ends[1])) == events
 
 
-def test_errors_and_results_go_out_at_once(ends: tuple[socket.socket, socket.socket], agent: ToAgent) -> None:
-    agent.error("out of memory", 78)
-    agent.result({"status": "done"})
+def test_errors_and_results_go_out_at_once(ends: tuple[socket.socket, socket.socket], agent: AgentReporter) -> None:
+    agent.report_error("out of memory", 78)
+    agent.report_result({"status": "done"})
     assert list(drain(ends[1])) == [
         WorkerError(rank=3, message="out of memory", exit_code=78),
         RunResult(value={"status": "done"}),
@@ -111,12 +113,12 @@ def test_errors_and_results_go_out_at_once(ends: tuple[socket.socket, socket.soc
 
 
 def test_a_bunch_that_is_too_large_for_a_packet_goes_in_several(
-    ends: tuple[socket.socket, socket.socket], agent: ToAgent, monkeypatch: pytest.MonkeyPatch
+    ends: tuple[socket.socket, socket.socket], agent: AgentReporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.run.channel.PACKET", 1000)
+    monkeypatch.setattr("phalanx.run.channel.MAX_PACKET_BYTES", 1000)
     for step in range(8):
-        agent.keep(made(NonFiniteStep, step=step + 1))
-    agent.recall(0)
+        agent.remember_event(made(NonFiniteStep, step=step + 1))
+    agent.resend_events(0)
     found = packets(ends[1])
     assert len(found) > 1
     assert [step for packet in found for step in packet] == list(range(1, 9))
@@ -130,10 +132,10 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_without_an_agent_the_leading_worker_writes_the_run(run: Run) -> None:
-    report = reporter(run, leads=True, events=None)
-    report.event(made(StepDone, step=1))
-    report.error("broken", 65)
-    report.result({"status": "done"})
+    report = make_reporter(run, is_rank_zero=True, events_fd=None)
+    report.report_event(made(StepDone, step=1))
+    report.report_error("broken", 65)
+    report.report_result({"status": "done"})
     report.close()
     step, failure = read_events(run.events)
     assert isinstance(step, StepDone)
@@ -143,32 +145,32 @@ def test_without_an_agent_the_leading_worker_writes_the_run(run: Run) -> None:
 
 
 def test_without_an_agent_the_other_workers_write_nothing(run: Run) -> None:
-    report = reporter(run, leads=False, events=None)
-    report.event(made(StepDone, step=1))
-    report.error("broken", 65)
-    report.result({"status": "done"})
+    report = make_reporter(run, is_rank_zero=False, events_fd=None)
+    report.report_event(made(StepDone, step=1))
+    report.report_error("broken", 65)
+    report.report_result({"status": "done"})
     report.close()
     assert not run.events.read_bytes()
     assert not run.result.exists()
 
 
 def test_the_number_of_the_socket_leads_to_the_agent(run: Run, ends: tuple[socket.socket, socket.socket]) -> None:
-    report = reporter(run, leads=True, events=str(ends[0].fileno()))
-    assert isinstance(report, ToAgent)
-    report.event(made(WorkerStarted))
+    report = make_reporter(run, is_rank_zero=True, events_fd=str(ends[0].fileno()))
+    assert isinstance(report, AgentReporter)
+    report.report_event(made(WorkerStarted))
     assert packets(ends[1]) == [["worker_started"]]
     report._socket.close()
-    assert isinstance(reporter(run, leads=False, events=None), ToRun)
+    assert isinstance(make_reporter(run, is_rank_zero=False, events_fd=None), RunReporter)
 
 
 def test_without_an_agent_written_events_are_handed_on_and_errors_told_by_any_worker(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown: list[Event] = []
-    leading = reporter(run, leads=True, events=None, show=shown.append)
-    leading.event(made(StepDone, step=1))
+    leading = make_reporter(run, is_rank_zero=True, events_fd=None, show=shown.append)
+    leading.report_event(made(StepDone, step=1))
     leading.close()
     assert shown == list(read_events(run.events))
-    reporter(run, leads=False, events=None, show=shown.append).error("broken", 65)
+    make_reporter(run, is_rank_zero=False, events_fd=None, show=shown.append).report_error("broken", 65)
     assert len(shown) == 1
     assert capsys.readouterr().err == "error: broken\n"

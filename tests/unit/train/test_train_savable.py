@@ -10,9 +10,16 @@ from torch import Tensor, nn
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.parallel.parallelize import Choices, outline
-from phalanx.train.parallel.shard import check_groups
-from phalanx.train.savable import check_model, extra_state, load_extra_state, own_memory, packed, unpacked
+from phalanx.train.parallel.parallelize import ParallelConfig, plan_model
+from phalanx.train.parallel.shard import check_fsdp_groups
+from phalanx.train.savable import (
+    check_model_can_be_saved,
+    ensure_own_memory,
+    get_extra_state,
+    load_extra_state,
+    pack_value,
+    unpack_value,
+)
 
 
 def with_buffer(value: Tensor, persistent: bool = True) -> nn.Module:
@@ -84,9 +91,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_what_cannot_be_saved_or_trained_is_refused_by_name(name: str) -> None:
     build, said = REFUSED[name]
     model = build()
-    own_memory(model)
+    ensure_own_memory(model)
     with pytest.raises(RecipeError, match=said):
-        check_model(model)
+        check_model_can_be_saved(model)
 
 
 @pytest.mark.parametrize("kind", ["parameter 'weight'", "buffer 'odd'"])
@@ -95,9 +102,9 @@ def test_what_was_built_in_inference_mode_is_refused(kind: str) -> None:
         model, value = nn.Linear(2, 2), torch.ones(2)
     if kind != "parameter 'weight'":
         model = with_buffer(value, persistent=False)
-    own_memory(model)
+    ensure_own_memory(model)
     with pytest.raises(RecipeError, match=rf"^model.build: {kind} was made in torch.inference_mode\(\), so nothing"):
-        check_model(model)
+        check_model_can_be_saved(model)
 
 
 class Failing(nn.Linear):
@@ -111,7 +118,7 @@ def returns_tensor() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("step", [own_memory, check_model])
+@pytest.mark.parametrize("step", [ensure_own_memory, check_model_can_be_saved])
 @pytest.mark.parametrize("build", [lambda: Failing(2, 2), returns_tensor])
 def test_a_state_dict_that_fails_is_named_with_its_line(
     build: Callable[[], nn.Module], step: Callable[[nn.Module], None]
@@ -121,7 +128,7 @@ def test_a_state_dict_that_fails_is_named_with_its_line(
 
 
 def test_a_buffer_that_is_not_saved_may_be_anything() -> None:
-    check_model(with_buffer(torch.eye(2, dtype=torch.complex128).to_sparse(), persistent=False))
+    check_model_can_be_saved(with_buffer(torch.eye(2, dtype=torch.complex128).to_sparse(), persistent=False))
 
 
 SHARING: dict[str, Callable[[], Tensor]] = {
@@ -135,7 +142,7 @@ SHARING: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("name", SHARING)
 def test_elements_that_share_memory_get_their_own_with_the_same_values(name: str) -> None:
     model = with_buffer(SHARING[name]())
-    own_memory(model)
+    ensure_own_memory(model)
     found = model.get_buffer("odd")
     assert found.equal(SHARING[name]().clone())
     assert found.is_contiguous()
@@ -149,7 +156,7 @@ def test_what_is_tied_stays_tied() -> None:
     buffer = torch.ones(1).expand(3)
     for module in (one, other):
         module.register_buffer("scale", buffer)
-    own_memory(nn.Sequential(one, other))
+    ensure_own_memory(nn.Sequential(one, other))
     assert one.weight is other.weight
     assert one.scale is other.scale
     assert one.weight.stride() == (3, 1)
@@ -160,7 +167,7 @@ def test_a_transposed_weight_and_a_plain_buffer_stay_as_they_are() -> None:
     model = with_parameter(torch.ones(2, 3).t())
     buffer = torch.ones(0, 4)
     model.register_buffer("plain", buffer)
-    own_memory(model)
+    ensure_own_memory(model)
     assert model.get_parameter("odd").stride() == (1, 3)
     assert model.get_buffer("plain") is buffer
 
@@ -171,8 +178,8 @@ VALUES = [None, 1.1, float("nan"), {"a": [1, (True, 7.5)], "b": {"t": torch.aran
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_extra_state_comes_back_as_it_was(value: Any) -> None:
     model, other = nn.Sequential(Extra(value)), nn.Sequential(Extra("other"))
-    check_model(model)
-    load_extra_state(other, extra_state(model), "here")
+    check_model_can_be_saved(model)
+    load_extra_state(other, get_extra_state(model), "here")
     torch.testing.assert_close(other[0].value, value, rtol=0, atol=0, equal_nan=True)
     assert type(other[0].value) is type(value)
 
@@ -185,7 +192,7 @@ def test_a_checkpoint_without_extra_state_that_the_model_needs_is_told() -> None
 @pytest.mark.parametrize("harm", [lambda c: c[:5], lambda c: c[1:], lambda c: c * 0])
 def test_damaged_extra_state_is_told(harm: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(DataError, match="here: extra state that is not what was saved"):
-        unpacked(harm(packed({"a": 1}, "it")), "here")
+        unpack_value(harm(pack_value({"a": 1}, "it")), "here")
 
 
 UNSHARDABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -199,7 +206,7 @@ UNSHARDABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_what_fsdp_cannot_shard_is_refused_by_name(name: str) -> None:
     build, said = UNSHARDABLE[name]
     with pytest.raises(RecipeError, match="parallelism.shard: .*" + said):
-        check_groups(build(), [])
+        check_fsdp_groups(build(), [])
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -208,12 +215,12 @@ def test_parameters_with_hooks_are_refused_where_others_take_their_place(hook: s
     removable = getattr(model[1].weight, hook)(lambda gradient: None)
     for layout in ({"shard": 2}, {"pipeline": 2}, {"replicate": 2, "shard": 2}):
         with pytest.raises(RecipeError, match=r"parallelism: parameter '1.weight' has a hook \(register_hook\)"):
-            outline(model, Parallelism(**layout), Choices(sequence=8))
-    outline(model, Parallelism(replicate=2), Choices())
+            plan_model(model, Parallelism(**layout), ParallelConfig(seq_len=8))
+    plan_model(model, Parallelism(replicate=2), ParallelConfig())
     removable.remove()
-    outline(model, Parallelism(shard=2), Choices())
+    plan_model(model, Parallelism(shard=2), ParallelConfig())
 
 
 def test_blocks_may_have_dtypes_of_their_own_and_what_is_frozen_any() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).half().requires_grad_(False))
-    check_groups(model, [model[1]])
+    check_fsdp_groups(model, [model[1]])

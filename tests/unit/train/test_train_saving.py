@@ -16,14 +16,14 @@ from phalanx.errors import UsageError
 from phalanx.run import Event, Run
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved
 from phalanx.train import saving as saving_module
-from phalanx.train.checkpoint import Saver, list_checkpoints, load_tensors, read_manifest, step_of
+from phalanx.train.checkpoint import CheckpointSaver, list_checkpoints, load_tensors, parse_step, read_manifest
 from phalanx.train.checkpoint import save as save_module
-from phalanx.train.gang import Gang
-from phalanx.train.parallel.cuts import Holding
-from phalanx.train.parallel.divided import Held
-from phalanx.train.place import Place
-from phalanx.train.saving import SAVE_FLAGS, Saving, best_file
-from phalanx.train.state import Progress
+from phalanx.train.gang import Trainer
+from phalanx.train.parallel.cuts import GlobalBlocks
+from phalanx.train.parallel.divided import LocalTensor
+from phalanx.train.place import DistEnv
+from phalanx.train.saving import SAVE_FLAG_NAMES, CheckpointManager, best_checkpoint_file
+from phalanx.train.state import TrainState
 
 Told = list[Event]
 
@@ -35,57 +35,64 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def make_saving(run: Run, told: Told, keep: int = 3) -> Saving:
+def make_saving(run: Run, told: Told, keep: int = 3) -> CheckpointManager:
     common = {"fingerprint": "f" * 32}
-    return Saving(run, Place(), mesh_of(), keep, common, told.append, lambda: None)
+    return CheckpointManager(run, DistEnv(), mesh_of(), keep, common, told.append, lambda: None)
 
 
-def settle(saving: Saving) -> None:
+def settle(saving: CheckpointManager) -> None:
     """What the loop does after each step with the agreement of all workers; here there is one."""
-    saving.settle(dict(zip(SAVE_FLAGS, map(int, saving.flags()), strict=True)))
+    saving.handle_flags(dict(zip(SAVE_FLAG_NAMES, map(int, saving.local_flags()), strict=True)))
 
 
 def weights(value: float = 1.0) -> dict[str, Tensor]:
     return {"weight": torch.full((1000,), value), "buffer": torch.full((3,), value)}
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, Held]:
+def whole(tensors: dict[str, Tensor]) -> dict[str, LocalTensor]:
     """Tensors that every replica holds alike."""
-    return {name: Held(tensor, Holding.whole(tensor.shape), ("replicate",)) for name, tensor in tensors.items()}
+    return {
+        name: LocalTensor(tensor, GlobalBlocks.full_tensor(tensor.shape), ("replicate",))
+        for name, tensor in tensors.items()
+    }
 
 
-def save(saving: Saving, step: int, best: float | None = None, tensors: dict[str, Tensor] | None = None) -> None:
+def save(
+    saving: CheckpointManager, step: int, best: float | None = None, tensors: dict[str, Tensor] | None = None
+) -> None:
     state = whole(tensors or weights(step))
-    saving.start(Progress(step=step, samples=16 * step, best=best), state, [], best is not None)
-    saving.finish()
+    saving.start_save(TrainState(step=step, samples_consumed=16 * step, best_loss=best), state, [], best is not None)
+    saving.wait_until_saved()
 
 
 def steps_on_disk(run: Run) -> list[int]:
-    return sorted(step_of(path) for path in list_checkpoints(run.checkpoints))
+    return sorted(parse_step(path) for path in list_checkpoints(run.checkpoints))
 
 
 def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     told: Told = []
     saving = make_saving(run, told)
-    assert saving.flags() == (False,) * 5
-    saving.start(Progress(step=5, samples=80), whole(weights()), [], best=False)
-    assert saving.in_flight == 5
-    saving.wait_copied()
-    saving._saver.wait()
-    assert saving.flags() == (True, False, False, False, False)
+    assert saving.local_flags() == (False,) * 5
+    saving.start_save(TrainState(step=5, samples_consumed=80), whole(weights()), [], is_best=False)
+    assert saving.step_in_flight == 5
+    saving.wait_snapshot_copied()
+    saving._saver.poll_when_idle()
+    assert saving.local_flags() == (True, False, False, False, False)
     settle(saving)
     assert not told
-    saving._saver.wait()
-    assert saving.flags() == (False, False, True, False, False)
+    saving._saver.poll_when_idle()
+    assert saving.local_flags() == (False, False, True, False, False)
     settle(saving)
     assert [event.kind for event in told] == ["checkpoint_saved"]
-    assert (saving.in_flight, saving.last_saved, saving.flags()) == (None, 5, (False,) * 5)
+    assert (saving.step_in_flight, saving.last_saved, saving.local_flags()) == (None, 5, (False,) * 5)
     saving.close()
 
 
 def test_events_are_sent_before_a_commit_so_that_no_death_takes_those_of_steps_that_count(run: Run) -> None:
     seen: list[list[int]] = []
-    saving = Saving(run, Place(), mesh_of(), 3, {}, lambda *_: None, lambda: seen.append(steps_on_disk(run)))
+    saving = CheckpointManager(
+        run, DistEnv(), mesh_of(), 3, {}, lambda *_: None, lambda: seen.append(steps_on_disk(run))
+    )
     save(saving, 5)
     save(saving, 6)
     assert seen == [[], [5]]
@@ -109,14 +116,14 @@ def test_a_checkpoint_carries_progress_and_what_is_common_to_the_run(run: Run) -
     save(saving, 5)
     saving.close()
     meta = read_manifest(run.checkpoints / "step-000000005").meta
-    assert (meta["step"], meta["samples"], meta["fingerprint"], meta["best"]) == (5, 80, "f" * 32, None)
+    assert (meta["step"], meta["samples_consumed"], meta["fingerprint"], meta["best_loss"]) == (5, 80, "f" * 32, None)
 
 
 def test_what_changes_after_wait_copied_is_not_saved(run: Run) -> None:
     saving = make_saving(run, [])
     tensors = weights(1.0)
-    saving.start(Progress(step=1), whole(tensors), [], best=False)
-    saving.wait_copied()
+    saving.start_save(TrainState(step=1), whole(tensors), [], is_best=False)
+    saving.wait_snapshot_copied()
     tensors["weight"].fill_(9.0)
     saving.close()
     assert load_tensors(run.checkpoints / "step-000000001")["weight"].eq(1.0).all()
@@ -125,7 +132,7 @@ def test_what_changes_after_wait_copied_is_not_saved(run: Run) -> None:
 def test_buffers_may_change_at_once(run: Run) -> None:
     saving = make_saving(run, [])
     tensors = weights(1.0)
-    saving.start(Progress(step=1), whole(tensors), ["buffer"], best=False)
+    saving.start_save(TrainState(step=1), whole(tensors), ["buffer"], is_best=False)
     tensors["buffer"].fill_(9.0)
     saving.close()
     assert load_tensors(run.checkpoints / "step-000000001")["buffer"].eq(1.0).all()
@@ -135,8 +142,8 @@ def test_flags_and_turns_without_a_save_do_nothing(run: Run) -> None:
     told: Told = []
     saving = make_saving(run, told)
     settle(saving)
-    saving.finish()
-    saving.wait_copied()
+    saving.wait_until_saved()
+    saving.wait_snapshot_copied()
     saving.close()
     assert (told, steps_on_disk(run)) == ([], [])
 
@@ -154,7 +161,7 @@ def test_the_best_checkpoint_stays_and_is_recorded(run: Run) -> None:
     for step, best in ((1, None), (2, 0.5), (3, None), (4, None)):
         save(saving, step, best)
     saving.close()
-    assert run.read_json(best_file(run)) == {"step": 2, "loss": 0.5}
+    assert run.read_json(best_checkpoint_file(run)) == {"step": 2, "loss": 0.5}
     assert steps_on_disk(run) == [2, 4]
 
 
@@ -163,7 +170,7 @@ def test_a_better_checkpoint_takes_the_place_of_the_best(run: Run) -> None:
     for step, best in ((1, 0.5), (2, 0.4), (3, None)):
         save(saving, step, best)
     saving.close()
-    assert run.read_json(best_file(run)) == {"step": 2, "loss": 0.4}
+    assert run.read_json(best_checkpoint_file(run)) == {"step": 2, "loss": 0.4}
     assert steps_on_disk(run) == [2, 3]
 
 
@@ -173,7 +180,7 @@ def test_a_run_that_goes_on_makes_room_for_a_smaller_keep_before_its_first_save(
         save(before, step, best)
     before.close()
     saving = make_saving(run, [], keep=1)
-    saving.resume(9)  # the newest could not be read
+    saving.set_last_saved(9)  # the newest could not be read
     saving.close()
     assert steps_on_disk(run) == [3, 9, 12]
     assert saving.last_saved == 9
@@ -182,13 +189,13 @@ def test_a_run_that_goes_on_makes_room_for_a_smaller_keep_before_its_first_save(
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Let writes fail, or no longer."""
-    write = save_module.write_image
+    write = save_module.write_with_checksums
 
     def switch(full: bool) -> None:
         def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-        monkeypatch.setattr(save_module, "write_image", refuse if full else write)
+        monkeypatch.setattr(save_module, "write_with_checksums", refuse if full else write)
 
     return switch
 
@@ -226,18 +233,18 @@ def test_a_failure_of_the_best_is_not_recorded_as_the_best(run: Run, full_disk: 
     full_disk(True)
     save(saving, 1, best=0.5)
     saving.close()
-    assert run.read_json(best_file(run)) is None
+    assert run.read_json(best_checkpoint_file(run)) is None
 
 
 def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Saver, *_: Any, **__: Any) -> None:
+    def refuse(self: CheckpointSaver, *_: Any, **__: Any) -> None:
         raise UsageError("no room: a checkpoint takes 8 GB")
 
-    monkeypatch.setattr(Saver, "start", refuse)
+    monkeypatch.setattr(CheckpointSaver, "start", refuse)
     told: Told = []
     saving = make_saving(run, told)
-    saving.start(Progress(step=3), whole(weights()), [], best=False)
-    assert saving.flags() == (False, True, False, False, False)
+    saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
+    assert saving.local_flags() == (False, True, False, False, False)
     settle(saving)
     saving.close()
     assert [(event.step, event.reason) for event in told] == [(3, "no room: a checkpoint takes 8 GB")]
@@ -246,8 +253,8 @@ def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pyt
 def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
     told: Told = []
     saving = make_saving(run, told)
-    saving.start(Progress(step=3), whole(weights()), [], best=False)
-    saving.settle({"written": 0, "failed": 1, "committed": 0})
+    saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
+    saving.handle_flags({"written": 0, "failed": 1, "committed": 0})
     saving.close()
     assert [(event.step, event.reason) for event in told] == [(3, "another worker could not write its part")]
     assert list(run.checkpoints.iterdir()) == []
@@ -255,26 +262,27 @@ def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
 
 def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
     told: Told = []
-    saving = Saving(run, Place(0, 2), mesh_of(replicate=2), 3, {}, told.append, lambda: None)
-    saving.start(Progress(step=3), whole(weights()), [], best=False)
-    saving._saver.wait()
-    saving.settle({"written": 1, "failed": 0, "committed": 0})
+    saving = CheckpointManager(run, DistEnv(0, 2), mesh_of(replicate=2), 3, {}, told.append, lambda: None)
+    saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
+    saving._saver.poll_when_idle()
+    saving.handle_flags({"written": 1, "failed": 0, "committed": 0})
     assert saving._saver.poll().phase == "written"
-    saving.settle({"written": 0, "failed": 1, "committed": 0})
+    saving.handle_flags({"written": 0, "failed": 1, "committed": 0})
     saving.close()
 
 
 def test_workers_divide_the_tensors_among_them(run: Run) -> None:
     savings = [
-        Saving(run, Place(rank, 2), mesh_of(rank, replicate=2), 3, {}, lambda *_: None, lambda: None) for rank in (0, 1)
+        CheckpointManager(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), 3, {}, lambda *_: None, lambda: None)
+        for rank in (0, 1)
     ]
     for saving in savings:
-        saving.start(Progress(step=3), whole(weights()), [], best=False)
-        saving._saver.wait()
+        saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
+        saving._saver.poll_when_idle()
     shares = [json.loads(path.read_text())["tensors"] for path in sorted(run.checkpoints.glob("*/rank-*.json"))]
     assert [list(share) for share in shares] == [["weight"], ["buffer"]]
     for saving in savings:
-        saving.settle({"written": 0, "failed": 1, "committed": 0})
+        saving.handle_flags({"written": 0, "failed": 1, "committed": 0})
         saving.close()
 
 
@@ -284,7 +292,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_reason_to_stop(
     def refuse(*_: Any) -> list[Path]:
         raise PermissionError(errno.EACCES, "Permission denied", "step-000000001")
 
-    monkeypatch.setattr(saving_module, "retain", refuse)
+    monkeypatch.setattr(saving_module, "apply_retention", refuse)
     told: Told = []
     saving = make_saving(run, told, keep=1)
     save(saving, 1)
@@ -303,19 +311,20 @@ def test_tensors_that_appear_later_are_saved_too(run: Run) -> None:
     assert set(load_tensors(run.checkpoints / "step-000000002")) == {"weight", "buffer", "optimizer/weight/exp_avg"}
 
 
-def lost_one(run: Run, told: Told, moment: str) -> Saving:
+def lost_one(run: Run, told: Told, moment: str) -> CheckpointManager:
     """The saving of one of two workers in the world that is left after the other was lost while step 3 was saved."""
     both = [
-        Saving(run, Place(rank, 2), mesh_of(rank, replicate=2), 3, {}, lambda *_: None, lambda: None) for rank in (0, 1)
+        CheckpointManager(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), 3, {}, lambda *_: None, lambda: None)
+        for rank in (0, 1)
     ]
     for saving in both if moment == "written" else both[:1]:
-        saving.start(Progress(step=3), whole(weights()), [], best=False)
-        saving._saver.wait()
-    unfinished = both[0].leave()
+        saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
+        saving._saver.poll_when_idle()
+    unfinished = both[0].detach()
     assert unfinished is not None
     assert unfinished.step == 3
     saving = make_saving(run, told)
-    saving.take_along(unfinished)
+    saving.adopt_pending_save(unfinished)
     return saving
 
 
@@ -331,8 +340,8 @@ def test_a_save_that_was_taken_along_ends_and_others_follow(
 ) -> None:
     told: Told = []
     saving = lost_one(run, told, moment)
-    assert saving.in_flight == 3
-    saving.finish()
+    assert saving.step_in_flight == 3
+    saving.wait_until_saved()
     save(saving, 4)
     saving.close()
     assert [event.kind for event in told] == kinds
@@ -341,20 +350,20 @@ def test_a_save_that_was_taken_along_ends_and_others_follow(
 
 
 def test_who_leaves_while_nothing_is_saved_takes_nothing_along(run: Run) -> None:
-    assert make_saving(run, []).leave() is None
+    assert make_saving(run, []).detach() is None
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written until this is set."""
     held = threading.Event()
-    write = save_module.write_image
+    write = save_module.write_with_checksums
 
     def slow(path: Path, image: Any, given_up: Any = None) -> list[str]:
         assert held.wait(30)
         return write(path, image, given_up)
 
-    monkeypatch.setattr(save_module, "write_image", slow)
+    monkeypatch.setattr(save_module, "write_with_checksums", slow)
     return held
 
 
@@ -365,26 +374,26 @@ def test_who_waits_for_the_disk_heeds_that_somebody_is_gone(run: Run, held: thre
     def heed() -> None:
         raise Gone
 
-    saving = Saving(run, Place(), mesh_of(), 3, {}, lambda *_: None, lambda: None, heed=heed)
-    saving.start(Progress(step=3), whole(weights()), [], best=False)
+    saving = CheckpointManager(run, DistEnv(), mesh_of(), 3, {}, lambda *_: None, lambda: None, check_membership=heed)
+    saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
     with pytest.raises(Gone):
-        saving.finish()
-    assert saving.in_flight == 3
+        saving.wait_until_saved()
+    assert saving.step_in_flight == 3
     held.set()
 
 
 def test_who_leaves_does_not_wait_for_the_disk(run: Run, held: threading.Event) -> None:
     saving = make_saving(run, [])
     tensors = weights(1.0)
-    saving.start(Progress(step=3), whole(tensors), [], best=False)
-    unfinished = saving.leave()
+    saving.start_save(TrainState(step=3), whole(tensors), [], is_best=False)
+    unfinished = saving.detach()
     assert unfinished is not None
     assert unfinished.saver.poll().phase == "writing"
     tensors["weight"].fill_(2.0)  # the next world's
     held.set()
     after = make_saving(run, [])
-    after.take_along(unfinished)
-    after.finish()
+    after.adopt_pending_save(unfinished)
+    after.wait_until_saved()
     after.close()
     assert load_tensors(run.checkpoints / "step-000000003")["weight"].eq(1.0).all()
 
@@ -392,7 +401,7 @@ def test_who_leaves_does_not_wait_for_the_disk(run: Run, held: threading.Event) 
 def test_nothing_is_removed_while_old_checkpoints_are_needed(run: Run) -> None:
     saving = make_saving(run, [], keep=1)
     save(saving, 1)
-    saving.tidies = False
+    saving.prunes_old = False
     save(saving, 2)
     saving.close()
     assert steps_on_disk(run) == [1, 2]
@@ -402,7 +411,7 @@ def test_what_is_undone_was_never_saved(run: Run) -> None:
     saving = make_saving(run, [])
     for step in (1, 3, 4):
         save(saving, step)
-    saving.undo(2)
+    saving.delete_after(2)
     assert steps_on_disk(run) == [1]
 
 
@@ -411,12 +420,12 @@ def test_frozen_parameters_that_forwards_change_are_copied_before_training_goes_
     tmp_path: Path, counted: bool
 ) -> None:
     parts = make_parts(tmp_path)
-    (model,) = parts.divided.modules
+    (model,) = parts.parallel_model.modules
     for name in ("embedding", "hidden"):
         model.get_submodule(name).requires_grad_(False)
-    gang = Gang(parts, Progress(), {})
+    gang = Trainer(parts, TrainState(), {})
     weight = model.get_submodule("embedding").weight
     assert isinstance(weight, torch.Tensor)
     with torch.no_grad():
         (weight if counted else weight.data).mul_(0.5)
-    assert [name for name in gang.keeping._changing_early() if "weight" in name] == ["embedding.weight"]
+    assert [name for name in gang.checkpoint_policy._names_to_copy_now() if "weight" in name] == ["embedding.weight"]

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import DistError, HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from phalanx.train.signed import LARGEST, SignedStore
+from phalanx.train.signed import MAX_VALUE_BYTES, SignedStore
 
 
 def test_what_one_says_another_with_the_key_reads() -> None:
@@ -12,7 +12,7 @@ def test_what_one_says_another_with_the_key_reads() -> None:
     assert SignedStore(beneath, b"key").get("a") == b"value"
 
 
-@pytest.mark.parametrize("said", [b"", b"value", b"x" * 32 + b"value", b"x" * (LARGEST + 1)])
+@pytest.mark.parametrize("said", [b"", b"value", b"x" * 32 + b"value", b"x" * (MAX_VALUE_BYTES + 1)])
 def test_what_was_written_without_the_key_is_an_error(said: bytes) -> None:
     beneath = HashStore()
     beneath.set("a", said)

@@ -8,9 +8,17 @@ from small_train import Clock, SmallStepper, cut, make_stepper, mean_gradients, 
 from torch import Tensor, nn
 
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.precision import LossScale
-from phalanx.train.step import CHANGED, FLAGS, Outcome, joined, many, split, told
-from phalanx.train.timing import HostStopwatch
+from phalanx.train.precision import GradScaler
+from phalanx.train.step import (
+    BUFFERS_CHANGED_FLAG,
+    STEP_FLAGS,
+    StepResult,
+    changed_flag_unit,
+    merge_fp64,
+    split_fp64,
+    unpack_step_metrics,
+)
+from phalanx.train.timing import HostStepTimer
 
 
 def settled(
@@ -19,14 +27,14 @@ def settled(
     gradient: list[float],
     *,
     clip: float | None = None,
-    scale: LossScale | None = None,
-    flags: tuple[int, ...] = (0,) * len(FLAGS),
-) -> tuple[Outcome, float]:
+    scale: GradScaler | None = None,
+    flags: tuple[int, ...] = (0,) * len(STEP_FLAGS),
+) -> tuple[StepResult, float]:
     """Settle a step whose micro-batches had these losses and terms, and whose summed gradient is this."""
     model = nn.Linear(len(gradient), 1, bias=False)
     stepper = make_stepper(model, len(losses), clip=clip, scale=scale)
     model.weight.grad = torch.tensor([gradient])
-    return stepper.settle(torch.tensor([*losses, *terms, *flags, 0.0], dtype=torch.float64))
+    return stepper.finalize(torch.tensor([*losses, *terms, *flags, 0.0], dtype=torch.float64))
 
 
 def test_the_loss_is_the_sum_over_all_micro_batches_divided_once() -> None:
@@ -34,7 +42,7 @@ def test_the_loss_is_the_sum_over_all_micro_batches_divided_once() -> None:
     assert outcome.loss == 2.0
     assert outcome.grad_norm == pytest.approx(5.0 / 4)
     assert factor == 0.25
-    assert outcome.skipped is None
+    assert outcome.skip_reason is None
 
 
 def test_a_gradient_above_the_bound_is_scaled_down_to_it() -> None:
@@ -50,68 +58,72 @@ def test_a_gradient_below_the_bound_is_left_alone() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_skips_the_step(value: float) -> None:
     outcome, _ = settled([1.0, value], [1.0, 1.0], [1.0], clip=1.0)
-    assert outcome.skipped == "non-finite loss"
+    assert outcome.skip_reason == "non-finite loss"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_skips_the_step(value: float) -> None:
     outcome, _ = settled([1.0], [1.0], [value, 1.0], clip=1.0)
-    assert outcome.skipped == "non-finite gradient"
+    assert outcome.skip_reason == "non-finite gradient"
     assert not math.isfinite(outcome.grad_norm)
 
 
 def test_losses_that_cancel_each_others_infinity_are_not_finite() -> None:
-    assert settled([math.inf, -math.inf], [1.0, 1.0], [1.0])[0].skipped == "non-finite loss"
+    assert settled([math.inf, -math.inf], [1.0, 1.0], [1.0])[0].skip_reason == "non-finite loss"
 
 
 def test_a_batch_without_terms_teaches_nothing() -> None:
     outcome, factor = settled([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], clip=1.0)
-    assert (outcome.loss, outcome.grad_norm, outcome.skipped, factor) == (0.0, 0.0, None, 1.0)
+    assert (outcome.loss, outcome.grad_norm, outcome.skip_reason, factor) == (0.0, 0.0, None, 1.0)
 
 
 def test_the_loss_scale_is_divided_out_of_the_gradient_and_not_of_the_loss() -> None:
-    outcome, factor = settled([8.0], [2.0], [3.0 * 1024, 4.0 * 1024], scale=LossScale(1024.0, dynamic=True))
+    outcome, factor = settled([8.0], [2.0], [3.0 * 1024, 4.0 * 1024], scale=GradScaler(1024.0, dynamic=True))
     assert (outcome.loss, outcome.grad_norm, factor) == (4.0, 2.5, 1 / 2048)
 
 
 def test_flags_count_the_workers_that_raised_them() -> None:
-    raised = (2, 0, 1, 3, *[0] * (len(FLAGS) - 4))
-    _, _, flags = told([1.0, 1.0, *raised], 1, world=3)
-    assert flags == {**dict(zip(FLAGS, raised, strict=True)), CHANGED: 0}
+    raised = (2, 0, 1, 3, *[0] * (len(STEP_FLAGS) - 4))
+    _, _, flags = unpack_step_metrics([1.0, 1.0, *raised], 1, world_size=3)
+    assert flags == {**dict(zip(STEP_FLAGS, raised, strict=True)), BUFFERS_CHANGED_FLAG: 0}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 1000])
 def test_the_flag_of_changed_state_is_counted_apart_from_the_wish_to_stop(world: int) -> None:
     for stopping in (0, 1, world):
         for changed in (0, 1, world):
-            values = [1.0, 1.0, stopping + changed * many(world), *[0] * (len(FLAGS) - 1)]
-            _, _, flags = told(joined(split(torch.tensor(values, dtype=torch.float64))).tolist(), 1, world)
-            assert (flags["stop"], flags[CHANGED]) == (stopping, changed)
+            values = [1.0, 1.0, stopping + changed * changed_flag_unit(world), *[0] * (len(STEP_FLAGS) - 1)]
+            _, _, flags = unpack_step_metrics(
+                merge_fp64(split_fp64(torch.tensor(values, dtype=torch.float64))).tolist(), 1, world
+            )
+            assert (flags["stop"], flags[BUFFERS_CHANGED_FLAG]) == (stopping, changed)
 
 
-def agreement_of(stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * len(FLAGS)) -> Tensor:
-    watch = HostStopwatch()
+def agreement_of(
+    stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * len(STEP_FLAGS)
+) -> Tensor:
+    watch = HostStepTimer()
     watch.start()
     return stepper.gradients(1, cut(token_batch(6), micro), lambda: raised, watch)
 
 
 def test_every_micro_batch_has_a_slot_of_its_own_in_the_agreement() -> None:
-    agreement = agreement_of(make_stepper(tiny_lm(), 3), raised=(True, *[False] * (len(FLAGS) - 2), True)).tolist()
-    assert len(agreement) == 2 * 3 + len(FLAGS) + 1
+    agreement = agreement_of(make_stepper(tiny_lm(), 3), raised=(True, *[False] * (len(STEP_FLAGS) - 2), True)).tolist()
+    assert len(agreement) == 2 * 3 + len(STEP_FLAGS) + 1
     assert all(loss > 0 for loss in agreement[:3])
     assert agreement[3:6] == [12.0] * 3
-    assert agreement[6:] == [1.0, *[0.0] * (len(FLAGS) - 2), 1.0, 0.0]
+    assert agreement[6:] == [1.0, *[0.0] * (len(STEP_FLAGS) - 2), 1.0, 0.0]
 
 
 def test_numbers_that_are_split_for_their_journey_come_back_bit_for_bit() -> None:
     values = torch.tensor([0.0, -1.5, 1 / 3, math.pi * 1e30, -math.e * 1e-20, 2.0**53 - 1], dtype=torch.float64)
-    assert split(values).dtype == torch.float32
-    assert joined(split(values)).equal(values)
+    assert split_fp64(values).dtype == torch.float32
+    assert merge_fp64(split_fp64(values)).equal(values)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300])
 def test_what_is_not_finite_in_fp32_comes_back_as_such(value: float) -> None:
-    assert not joined(split(torch.tensor([value], dtype=torch.float64))).isfinite()
+    assert not merge_fp64(split_fp64(torch.tensor([value], dtype=torch.float64))).isfinite()
 
 
 def test_flags_are_asked_after_the_last_forward_and_before_its_backward() -> None:
@@ -119,7 +131,7 @@ def test_flags_are_asked_after_the_last_forward_and_before_its_backward() -> Non
     moments: list[str] = []
     model.register_forward_hook(lambda *_: moments.append("forward"))
     model.hidden.weight.register_post_accumulate_grad_hook(lambda _: moments.append("backward"))
-    watch = HostStopwatch()
+    watch = HostStepTimer()
     watch.start()
 
     def flags() -> tuple[bool, ...]:
@@ -132,7 +144,7 @@ def test_flags_are_asked_after_the_last_forward_and_before_its_backward() -> Non
 
 def test_forward_backward_and_exchange_are_timed_apart() -> None:
     clock = Clock()
-    watch = HostStopwatch(clock)
+    watch = HostStepTimer(clock)
     model = tiny_lm()
     model.register_forward_hook(lambda *_: clock.tick(1.0))
     model.hidden.weight.register_post_accumulate_grad_hook(lambda _: clock.tick(10.0))
@@ -166,7 +178,7 @@ def test_micro_batches_of_a_step_draw_different_random_numbers() -> None:
     model = tiny_lm(dropout=0.5).train()
     same = token_batch(2)
     losses = make_stepper(model, 2)
-    watch = HostStopwatch()
+    watch = HostStepTimer()
     watch.start()
     one, other = losses.gradients(1, [same, same], lambda: (), watch)[:2].tolist()
     assert one != other
@@ -179,7 +191,7 @@ def test_update_applies_the_factor_and_the_rate() -> None:
         model, 1, optim=OptimizerConfig.model_validate({"name": "sgd", "momentum": 0.0, "weight_decay": 0.0})
     )
     model.weight.grad = torch.tensor([[4.0, 8.0]])
-    stepper.update(factor=0.25, lr=0.5)
+    stepper.optimizer_step(factor=0.25, lr=0.5)
     torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[0.5, 1.0]]))
 
 
@@ -202,7 +214,7 @@ def test_an_unused_parameter_is_updated_as_by_a_zero_gradient(replicas: bool) ->
 
 
 def test_fp16_gradients_carry_the_loss_scale() -> None:
-    scale = LossScale(256.0, dynamic=True)
+    scale = GradScaler(256.0, dynamic=True)
     plain = mean_gradients(make_stepper(tiny_lm(), 2), cut(token_batch(4), 2))[1]
     stepper = make_stepper(tiny_lm(), 2, scale=scale)
     scaled = mean_gradients(stepper, cut(token_batch(4), 2))[1]

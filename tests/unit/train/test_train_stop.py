@@ -16,7 +16,7 @@ def request_to_stop() -> Iterator[StopRequest]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     request = StopRequest()
-    request.install()
+    request.install_handlers()
     yield request
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for number, handler in handlers.items():
@@ -24,19 +24,19 @@ def request_to_stop() -> Iterator[StopRequest]:
 
 
 def test_nobody_asks_at_first(request_to_stop: StopRequest) -> None:
-    assert not request_to_stop.asked
+    assert not request_to_stop.requested
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_sets_it_and_interrupts_nothing(request_to_stop: StopRequest, number: signal.Signals) -> None:
     signal.raise_signal(number)
-    assert request_to_stop.asked
+    assert request_to_stop.requested
 
 
 def test_asked_twice_is_asked_once(request_to_stop: StopRequest) -> None:
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)
-    assert request_to_stop.asked
+    assert request_to_stop.requested
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -45,6 +45,6 @@ def test_a_signal_that_was_held_back_counts_once_it_is_installed(
 ) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     signal.raise_signal(number)
-    assert not request_to_stop.asked
-    request_to_stop.install()
-    assert request_to_stop.asked
+    assert not request_to_stop.requested
+    request_to_stop.install_handlers()
+    assert request_to_stop.requested

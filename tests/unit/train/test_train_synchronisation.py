@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.data import Feed
+from phalanx.data import Prefetcher
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.exchange.int8 import BLOCK, forget
-from phalanx.train.exchange.powersgd import _Thin
-from phalanx.train.gang import Gang
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.state import Progress
-from phalanx.train.timing import CudaStopwatch
+from phalanx.train.exchange.int8 import QUANT_BLOCK_ELEMENTS, reset_bad_residuals
+from phalanx.train.exchange.powersgd import _LowRankGrad
+from phalanx.train.gang import Trainer
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.state import TrainState
+from phalanx.train.timing import GpuStepTimer
 
 STEPS = 6
 INSIDE = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal")
@@ -64,7 +64,7 @@ def waits_of(parts: SmallParts, steps: int = STEPS) -> list[list[str]]:
         return [value for name, value in parts.optimizer.state().items() if name.endswith("/step")]
 
     with Inside(waits, steps_taken), Outside(waits):
-        for _ in steps_of(Gang(parts, Progress(), {})):
+        for _ in steps_of(Trainer(parts, TrainState(), {})):
             found.append(list(waits))
             waits.clear()
     assert len(found) == steps
@@ -96,7 +96,7 @@ def test_a_step_waits_once(precision: str, tmp_path: Path) -> None:
 )
 def test_no_optimizer_waits(optim: dict[str, str], tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
-    parts.optimizer = parts.stepper.optimizer = Optimizer(
+    parts.optimizer = parts.train_step.optimizer = OptimizerContainer(
         parts.model, OptimizerConfig.model_validate({"lr": 0.01, **optim})
     )
     assert waits_of(parts) == [["tolist"]] * STEPS
@@ -104,7 +104,7 @@ def test_no_optimizer_waits(optim: dict[str, str], tmp_path: Path) -> None:
 
 def test_a_step_that_is_skipped_waits_no_more_than_others(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, precision="fp16", steps=2)
-    parts.scale.scale = 2.0**40  # overflows
+    parts.scaler.scale = 2.0**40  # overflows
     assert waits_of(parts, 2) == [["tolist"]] * 2
 
 
@@ -121,15 +121,17 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
     device = torch.device("cuda")
     parts = make_parts(tmp_path)
     parts.model.to(device)
-    stepper = parts.stepper
-    stepper.place = type(stepper.place)(device=device)
-    parts.optimizer = stepper.optimizer = Optimizer(parts.model, OptimizerConfig())
-    stepper._parameters = list(parts.optimizer.names)
-    watch = CudaStopwatch()
-    with Feed(parts.data, global_batch=GLOBAL, micro=MICRO, rank=0, world=1, consumed=0) as feed:
+    stepper = parts.train_step
+    stepper.dist_env = type(stepper.dist_env)(device=device)
+    parts.optimizer = stepper.optimizer = OptimizerContainer(parts.model, OptimizerConfig())
+    stepper._parameters = list(parts.optimizer.parameter_names)
+    watch = GpuStepTimer()
+    with Prefetcher(
+        parts.data, global_batch=GLOBAL, micro_size=MICRO, rank=0, num_groups=1, samples_consumed=0
+    ) as feed:
         for step in range(1, 4):
             watch.start()
-            stepper.begin(step)
+            stepper.start_step(step)
             batches = [{k: torch.from_numpy(v).to(device) for k, v in arrays.items()} for arrays in next(feed)]
             try:
                 forbid_waits()
@@ -137,12 +139,12 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
                     logits = parts.model(batch["tokens"])
                     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
                     stepper.backward(loss, 1, lambda: (), watch)  # type: ignore[arg-type]
-                agreement = stepper.finish(watch)
+                agreement = stepper.reduce_gradients(watch)
                 torch.cuda.set_sync_debug_mode("default")
-                outcome, factor = stepper.settle(agreement)
+                outcome, factor = stepper.finalize(agreement)
                 forbid_waits()
-                stepper.update(factor, 0.001)
-                stepper.follow(outcome.flags)
+                stepper.optimizer_step(factor, 0.001)
+                stepper.update_aux_state(outcome.flags)
                 watch.stop()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -151,8 +153,8 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
 def test_exchanges_that_hold_back_what_they_round_look_at_no_number_on_the_host() -> None:
     waits: list[str] = []
     matrix, left = torch.randn(6, 4), torch.randn(6, 2)
-    thin = _Thin(0, matrix, torch.randn(4, 2), left, torch.zeros(4, 2))
+    thin = _LowRankGrad(0, matrix, torch.randn(4, 2), left, torch.zeros(4, 2))
     with Inside(waits), Outside(waits):
         thin.project()
-        forget(torch.randn(1, 2, BLOCK), torch.ones(1, 2, 1))
+        reset_bad_residuals(torch.randn(1, 2, QUANT_BLOCK_ELEMENTS), torch.ones(1, 2, 1))
     assert waits == []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.data import Batch
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.train.exchange import GradientExchange
+from phalanx.train.exchange import BucketedReducer
 from phalanx.train.tasks import Classification, LanguageModeling, Task, TensorBatch, load_task
 
 
@@ -44,8 +44,8 @@ def assert_cut_alike(model: nn.Module, batch: Batch, task: Task, micros: list[in
         for replicas in (False, True):
             stepper = make_stepper(model, len(batches), task, replicas=replicas)
             assert_alike(whole, mean_gradients(stepper, batches))
-            if isinstance(stepper.summed, GradientExchange):
-                stepper.summed.close()
+            if isinstance(stepper.reducer, BucketedReducer):
+                stepper.reducer.close()
 
 
 @settings(derandomize=True, deadline=None, max_examples=15)

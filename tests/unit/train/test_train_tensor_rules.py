@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.train.parallel.families import family_of
-from phalanx.train.parallel.tensor import check_rules, cut_model, match
+from phalanx.train.parallel.families import find_tp_plan
+from phalanx.train.parallel.tensor import apply_tensor_parallel, check_tp_plan, resolve_styles
 
 
 class Net(nn.Module):
@@ -42,7 +42,7 @@ RULES = {"blocks.*": "region", "blocks.*.up": "columns", "blocks.*.norm": "share
 
 
 def test_a_pattern_gives_each_module_that_it_matches_its_style() -> None:
-    assert match(net(), {"blocks.*.up": "columns", "head": "head"}) == {
+    assert resolve_styles(net(), {"blocks.*.up": "columns", "head": "head"}) == {
         "blocks.0.up": "columns",
         "blocks.1.up": "columns",
         "head": "head",
@@ -50,7 +50,7 @@ def test_a_pattern_gives_each_module_that_it_matches_its_style() -> None:
 
 
 def test_two_rules_may_agree() -> None:
-    assert match(net(), {"blocks.*.up": "columns", "blocks.0.up": "columns"})["blocks.0.up"] == "columns"
+    assert resolve_styles(net(), {"blocks.*.up": "columns", "blocks.0.up": "columns"})["blocks.0.up"] == "columns"
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_two_rules_may_agree() -> None:
 )
 def test_rules_that_cannot_be_are_told_with_rule_and_module(rules: dict[str, str], expected: str) -> None:
     with pytest.raises(RecipeError, match=f"^{expected}"):
-        check_rules(net(), rules, 2)
+        check_tp_plan(net(), rules, 2)
 
 
 def test_rules_that_fit_give_the_styles() -> None:
-    styles = check_rules(net(), RULES, 3)
+    styles = check_tp_plan(net(), RULES, 3)
     assert styles["blocks.1.norm"] == "shared"
     assert len(styles) == 8
 
@@ -101,7 +101,7 @@ def test_rules_that_fit_give_the_styles() -> None:
 )
 def test_features_that_do_not_divide_are_told_with_the_layer(rules: dict[str, str], expected: str) -> None:
     with pytest.raises(RecipeError, match=f"^{expected}"):
-        check_rules(net(), rules, 5)
+        check_tp_plan(net(), rules, 5)
 
 
 class Conv1D(nn.Module):
@@ -115,49 +115,49 @@ class Conv1D(nn.Module):
 
 def test_each_part_of_a_fused_matrix_must_divide() -> None:
     model = nn.Sequential(Conv1D(4, 18))
-    check_rules(model, {"0": "columns-conv1d:3"}, 2)
-    check_rules(model, {"0": "columns-conv1d"}, 9)
+    check_tp_plan(model, {"0": "columns-conv1d:3"}, 2)
+    check_tp_plan(model, {"0": "columns-conv1d"}, 9)
     with pytest.raises(
         RecipeError, match=r"^parallelism.tensor: 0 .* has 18 features \(3 x 6\), which 9 ranks cannot share"
     ):
-        check_rules(model, {"0": "columns-conv1d:3"}, 9)
+        check_tp_plan(model, {"0": "columns-conv1d:3"}, 9)
 
 
 def test_a_vocabulary_of_any_size_can_be_cut() -> None:
-    check_rules(net(vocab=11), {"embedding": "vocabulary", "head": "head"}, 4)
+    check_tp_plan(net(vocab=11), {"embedding": "vocabulary", "head": "head"}, 4)
 
 
 @pytest.mark.parametrize("rules", [{"embedding": "vocabulary"}, {"head": "head"}, {"head": "rows"}])
 def test_a_tied_weight_that_only_one_place_would_cut_is_told_with_both(rules: dict[str, str]) -> None:
     tied = r"^model.tp_plan: embedding and head share a weight \(tied\), but only one of them would be cut, or each"
     with pytest.raises(RecipeError, match=tied):
-        check_rules(net(tie=True), rules, 2)
+        check_tp_plan(net(tie=True), rules, 2)
 
 
 def test_a_tied_weight_that_is_cut_differently_in_its_places_is_told() -> None:
     with pytest.raises(RecipeError, match=r"^model.tp_plan: embedding and head share a weight \(tied\)"):
-        check_rules(net(tie=True), {"embedding": "vocabulary", "head": "rows"}, 2)
+        check_tp_plan(net(tie=True), {"embedding": "vocabulary", "head": "rows"}, 2)
 
 
 def test_a_tied_weight_may_be_cut_alike_in_its_places() -> None:
-    check_rules(net(tie=True), {"embedding": "vocabulary", "head": "head"}, 2)
+    check_tp_plan(net(tie=True), {"embedding": "vocabulary", "head": "head"}, 2)
 
 
 def test_a_tied_weight_may_stay_whole_in_all_its_places() -> None:
-    check_rules(net(tie=True), RULES, 2)
+    check_tp_plan(net(tie=True), RULES, 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}, {"qk_norm": False}, {"activation": "relu2"}])
 def test_what_is_known_of_our_transformer_passes(options: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = transformer(vocab_size=64, seq_len=16, layers=2, hidden_size=32, num_heads=4, **options)
-    family = family_of(model)
+    family = find_tp_plan(model)
     assert family is not None
-    check_rules(model, family.rules, 2)
+    check_tp_plan(model, family.styles, 2)
 
 
 def test_a_group_of_one_cuts_nothing() -> None:
     model = net()
-    division = cut_model(model, RULES, None)
-    assert (division.cuts, division.partial, division.vocabulary) == ({}, set(), None)
+    division = apply_tensor_parallel(model, RULES, None)
+    assert (division.dim_shards, division.partial_grads, division.vocab_group) == ({}, set(), None)
     assert model.blocks[0]["up"].weight.shape == (12, 6)

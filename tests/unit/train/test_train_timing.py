@@ -4,12 +4,12 @@ import pytest
 import torch
 from small_train import Clock
 
-from phalanx.train.timing import PARTS, CudaStopwatch, HostStopwatch, stopwatch
+from phalanx.train.timing import STEP_PHASES, GpuStepTimer, HostStepTimer, make_step_timer
 
 
 def test_parts_sum_to_the_whole_and_the_rest_is_other() -> None:
     clock = Clock()
-    watch = HostStopwatch(clock)
+    watch = HostStepTimer(clock)
     watch.start()
     for part, seconds in (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("forward", 8.0), ("backward", 16.0)):
         clock.tick(seconds)
@@ -17,12 +17,12 @@ def test_parts_sum_to_the_whole_and_the_rest_is_other() -> None:
     clock.tick(32.0)
     seconds, parts = watch.stop()
     assert seconds == 63.0 == sum(parts.values())
-    assert parts == {**dict.fromkeys(PARTS, 0.0), "data": 1.0, "forward": 10.0, "backward": 20.0, "other": 32.0}
+    assert parts == {**dict.fromkeys(STEP_PHASES, 0.0), "data": 1.0, "forward": 10.0, "backward": 20.0, "other": 32.0}
 
 
 def test_what_is_skipped_belongs_to_no_part_and_not_to_the_whole() -> None:
     clock = Clock()
-    watch = HostStopwatch(clock)
+    watch = HostStepTimer(clock)
     watch.start()
     clock.tick(1.0)
     watch.lap("forward")
@@ -35,24 +35,24 @@ def test_what_is_skipped_belongs_to_no_part_and_not_to_the_whole() -> None:
 
 def test_each_step_starts_from_zero() -> None:
     clock = Clock()
-    watch = HostStopwatch(clock)
+    watch = HostStepTimer(clock)
     for expected in (1.0, 2.0):
         watch.start()
         clock.tick(expected)
         watch.lap("forward")
-        assert watch.stop() == (expected, {**dict.fromkeys(PARTS, 0.0), "forward": expected})
+        assert watch.stop() == (expected, {**dict.fromkeys(STEP_PHASES, 0.0), "forward": expected})
 
 
 def test_a_part_that_nobody_knows_is_a_mistake() -> None:
-    watch = HostStopwatch(Clock())
+    watch = HostStepTimer(Clock())
     watch.start()
     with pytest.raises(KeyError, match="forwards"):
         watch.lap("forwards")
 
 
 def test_the_host_measures_for_a_cpu_and_events_for_a_gpu() -> None:
-    assert isinstance(stopwatch(torch.device("cpu")), HostStopwatch)
-    assert isinstance(stopwatch(torch.device("cuda")), CudaStopwatch)
+    assert isinstance(make_step_timer(torch.device("cpu")), HostStepTimer)
+    assert isinstance(make_step_timer(torch.device("cuda")), GpuStepTimer)
 
 
 class Gpu:
@@ -87,7 +87,7 @@ class Gpu:
 
 def test_on_a_gpu_what_is_not_done_yet_goes_to_the_next_step_and_nobody_waits() -> None:
     gpu = Gpu()
-    watch = CudaStopwatch(gpu.event)
+    watch = GpuStepTimer(gpu.event)
     steps = []
     for _ in range(3):
         watch.start()
@@ -105,7 +105,7 @@ def test_on_a_gpu_what_is_not_done_yet_goes_to_the_next_step_and_nobody_waits() 
 
 def test_on_a_gpu_what_is_skipped_is_left_out_also_a_step_later() -> None:
     gpu = Gpu()
-    watch = CudaStopwatch(gpu.event)
+    watch = GpuStepTimer(gpu.event)
     watch.start()
     for again in range(2):
         gpu.queued += 2.0
@@ -118,7 +118,7 @@ def test_on_a_gpu_what_is_skipped_is_left_out_also_a_step_later() -> None:
 
 def test_on_a_gpu_it_waits_when_nothing_can_be_read_otherwise() -> None:
     gpu = Gpu()
-    watch = CudaStopwatch(gpu.event)
+    watch = GpuStepTimer(gpu.event)
     watch.start()
     gpu.queued += 2.0
     watch.lap("forward")
@@ -129,7 +129,7 @@ def test_on_a_gpu_it_waits_when_nothing_can_be_read_otherwise() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_on_a_gpu_parts_sum_to_the_whole_without_what_is_skipped() -> None:
-    watch = CudaStopwatch()
+    watch = GpuStepTimer()
     matrix = torch.ones(2000, 2000, device="cuda")
     watch.start()
     _ = matrix @ matrix

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from small_train import make_parts
 
-from phalanx.train.timing import PARTS
-from phalanx.train.trace import KINDS, OTHER, kind_of, trace
+from phalanx.train.timing import STEP_PHASES
+from phalanx.train.trace import OP_KINDS, OTHER_OP_KIND, classify_op, profile_steps
 
 
 @pytest.mark.parametrize(
@@ -23,21 +23,21 @@ from phalanx.train.trace import KINDS, OTHER, kind_of, trace
         ("aten::embedding_dense_backward", "embedding"),
         ("gloo:all_reduce", "communication"),
         ("aten::copy_", "copies and casts"),
-        ("aten::add_", OTHER),
+        ("aten::add_", OTHER_OP_KIND),
     ],
 )
 def test_operations_are_sorted_into_kinds_by_name(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert classify_op(name) == kind
 
 
 def test_a_trace_tells_means_of_a_step_by_part_and_kind(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
-    found = trace(parts, parts.objective, steps=2, warm_up=1, out=tmp_path / "trace.json")
+    found = profile_steps(parts, parts.objective, steps=2, warm_up=1, trace_path=tmp_path / "trace.json")
     assert found.steps == 2
-    assert set(found.parts) == set(PARTS)
-    assert found.seconds == pytest.approx(sum(found.parts.values()))
-    assert set(found.kinds) <= {*KINDS, OTHER}
-    assert 0 < found.kinds["matmul"] < found.seconds
-    seconds = [own for _, own, _ in found.operations]
+    assert set(found.breakdown_s) == set(STEP_PHASES)
+    assert found.step_s == pytest.approx(sum(found.breakdown_s.values()))
+    assert set(found.kinds_s) <= {*OP_KINDS, OTHER_OP_KIND}
+    assert 0 < found.kinds_s["matmul"] < found.step_s
+    seconds = [own for _, own, _ in found.ops]
     assert seconds == sorted(seconds, reverse=True)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -11,20 +11,20 @@ import torch
 from small_train import SEQUENCE, VOCAB
 
 from phalanx import cli
-from phalanx.data import Facts, prepare_source
+from phalanx.data import DataInfo, prepare_source
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe
 from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.checkpoint import Piece, Saver
+from phalanx.train.checkpoint import CheckpointSaver, TensorShard
 from phalanx.train.model import build_model
-from phalanx.train.saving import best_file
-from phalanx.train.state import model_tensors
-from phalanx.train.trained import check_data, given_device, load_trained
+from phalanx.train.saving import best_checkpoint_file
+from phalanx.train.state import get_model_tensors
+from phalanx.train.trained import check_data, given_device, load_trained_model
 
 CPU = torch.device("cpu")
-FACTS = Facts("tokens", VOCAB, None, SEQUENCE, None)
+FACTS = DataInfo("tokens", VOCAB, None, SEQUENCE, None)
 RECIPE = Recipe.model_validate(
     {
         "model": {"args": {"layers": 1, "hidden_size": 8, "num_heads": 2}},
@@ -51,20 +51,20 @@ def run(tmp_path: Path) -> Run:
 def save(run: Run, step: int, recipe: Recipe | None = RECIPE) -> None:
     """A checkpoint whose weights are all its step, with the recipe that it was trained with or, as of before, none."""
     model = build_model(RECIPE.model, FACTS, run.path, 0, CPU)
-    tensors = {name: torch.full_like(tensor, step) for name, tensor in model_tensors(model).items()}
+    tensors = {name: torch.full_like(tensor, step) for name, tensor in get_model_tensors(model).items()}
     tensors["optimizer/embedding.weight/exp_avg"] = torch.zeros(3)
-    meta: dict[str, Any] = {"step": step, "samples": step}
+    meta: dict[str, Any] = {"step": step, "samples_consumed": step}
     if recipe is not None:
         meta |= {"recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
-    saver = Saver(run.checkpoints, 0, 1)
-    saver.start(step, [Piece.whole(*item) for item in tensors.items()], meta)
-    saver.wait()
+    saver = CheckpointSaver(run.checkpoints, 0, 1)
+    saver.start(step, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
+    saver.poll_when_idle()
     saver.commit()
 
 
 def weight(run: Run, step: int | None = None, best: bool = False) -> float:
     """What all weights of the model that is chosen are."""
-    model = load_trained(run, step, best, CPU).model
+    model = load_trained_model(run, step, best, CPU).model
     (value,) = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).unique().tolist()
     return float(value)
 
@@ -78,7 +78,7 @@ def test_a_step_may_be_named(run: Run) -> None:
 
 
 def test_the_best_is_the_one_that_is_recorded(run: Run) -> None:
-    write_json(best_file(run), {"step": 2, "loss": 0.5})
+    write_json(best_checkpoint_file(run), {"step": 2, "loss": 0.5})
     assert weight(run, best=True) == 2.0
 
 
@@ -88,7 +88,7 @@ def test_a_damaged_newest_gives_way_to_the_one_before(run: Run) -> None:
 
 
 def test_the_model_is_ready_to_be_used(run: Run) -> None:
-    trained = load_trained(run, None, False, CPU)
+    trained = load_trained_model(run, None, False, CPU)
     assert not trained.model.training
     assert trained.model(torch.zeros(1, SEQUENCE, dtype=torch.int64)).shape == (1, SEQUENCE, VOCAB)
     assert trained.checkpoint.name == "step-000000004"
@@ -96,18 +96,18 @@ def test_the_model_is_ready_to_be_used(run: Run) -> None:
 
 def test_a_step_that_was_not_saved_is_told_with_those_that_were(run: Run) -> None:
     with pytest.raises(UsageError, match="no checkpoint of step 3; there are: step-000000004, step-000000002"):
-        load_trained(run, 3, False, CPU)
+        load_trained_model(run, 3, False, CPU)
 
 
 def test_a_best_that_is_gone_is_named_as_the_best(run: Run) -> None:
-    write_json(best_file(run), {"step": 3, "loss": 0.5})
+    write_json(best_checkpoint_file(run), {"step": 3, "loss": 0.5})
     with pytest.raises(UsageError, match="the best checkpoint was that of step 3, which is gone; there are: step-0"):
-        load_trained(run, None, True, CPU)
+        load_trained_model(run, None, True, CPU)
 
 
 def test_a_best_that_was_never_recorded_is_told(run: Run) -> None:
     with pytest.raises(UsageError, match="no best checkpoint is recorded"):
-        load_trained(run, None, True, CPU)
+        load_trained_model(run, None, True, CPU)
 
 
 def test_a_run_without_any_checkpoint_is_told(run: Run) -> None:
@@ -116,21 +116,21 @@ def test_a_run_without_any_checkpoint_is_told(run: Run) -> None:
     for path in run.checkpoints.iterdir():
         path.rmdir()
     with pytest.raises(UsageError, match="no checkpoint yet"):
-        load_trained(run, None, False, CPU)
+        load_trained_model(run, None, False, CPU)
 
 
 def test_when_every_checkpoint_is_damaged_each_is_named(run: Run) -> None:
     for path in run.checkpoints.glob("*/MANIFEST.json"):
         path.write_text("{}")
     with pytest.raises(DataError) as caught:
-        load_trained(run, None, False, CPU)
+        load_trained_model(run, None, False, CPU)
     assert all(f"step-00000000{step}" in str(caught.value) for step in (2, 4))
 
 
 @pytest.mark.parametrize("content", [None, "", "model: [", "layers: 3\n", "\0"])
 def test_where_the_resolved_recipe_is_lost_it_is_that_of_the_checkpoint(run: Run, content: str | None) -> None:
     run.resolved.unlink() if content is None else run.resolved.write_text(content)
-    trained = load_trained(run, None, False, CPU)
+    trained = load_trained_model(run, None, False, CPU)
     assert trained.recipe == RECIPE
     assert trained.notes
     assert "step-000000004" in trained.notes[0]
@@ -139,7 +139,7 @@ def test_where_the_resolved_recipe_is_lost_it_is_that_of_the_checkpoint(run: Run
 
 def test_a_resolved_recipe_that_was_changed_is_not_what_was_trained(run: Run) -> None:
     run.resolved.write_text(dump_recipe(RECIPE).replace("heads: 2", "heads: 4"))
-    trained = load_trained(run, None, False, CPU)
+    trained = load_trained_model(run, None, False, CPU)
     assert trained.recipe == RECIPE
     assert trained.notes == (
         f"{run.resolved}: is not what step-000000004 was trained with, which is taken: model.args.num_heads: 2 -> 4",
@@ -148,14 +148,14 @@ def test_a_resolved_recipe_that_was_changed_is_not_what_was_trained(run: Run) ->
 
 def test_where_data_lie_may_be_said_again(run: Run) -> None:
     run.resolved.write_text(dump_recipe(RECIPE.model_copy(update={"device": "cpu", "steps": 5})))
-    trained = load_trained(run, None, False, CPU)
+    trained = load_trained_model(run, None, False, CPU)
     assert (trained.recipe.device, trained.recipe.steps, trained.notes) == ("cpu", 5, ())
 
 
 def test_a_recipe_that_is_not_resolved_is_not_taken_for_a_resolved_one(run: Run) -> None:
     given = RECIPE.model_copy(update={"data": DataConfig(source=DataSource(text="*.txt"))})
     run.resolved.write_text(dump_recipe(given))
-    trained = load_trained(run, None, False, CPU)
+    trained = load_trained_model(run, None, False, CPU)
     assert trained.recipe == RECIPE
     assert trained.notes == (f"{run.resolved}: is not resolved; the recipe is taken from step-000000004",)
 
@@ -165,12 +165,12 @@ def test_a_checkpoint_of_before_needs_the_resolved_recipe(run: Run) -> None:
     assert weight(run) == 6.0
     run.resolved.unlink()
     with pytest.raises(RecipeError, match="there is no such file"):
-        load_trained(run, None, False, CPU)
+        load_trained_model(run, None, False, CPU)
 
 
 def test_a_damaged_newest_is_named_beside_what_is_taken(run: Run) -> None:
     (run.checkpoints / "step-000000004" / "MANIFEST.json").write_text("{}")
-    (note,) = load_trained(run, None, False, CPU).notes
+    (note,) = load_trained_model(run, None, False, CPU).notes
     assert "step-000000004" in note
     assert note.endswith("; step-000000002 is taken")
 
@@ -181,17 +181,17 @@ def test_where_the_plan_is_lost_the_data_tell_what_the_model_was_built_for(
 ) -> None:
     run.plan.unlink() if content is None else run.plan.write_text(content)
     with pytest.raises(DataError, match=r"plan\.json: is .*, and the data do not tell what the model was built for"):
-        load_trained(run, None, False, CPU)
+        load_trained_model(run, None, False, CPU)
     (tmp_path / "a.txt").write_text("some words " * 300)
     source = DataSource(text="*.txt")
-    prepare_source(source, DataConfig(source=source), tmp_path, tmp_path / "data", workers=1)
+    prepare_source(source, DataConfig(source=source), tmp_path, tmp_path / "data", num_workers=1)
     data = DataConfig(source=DataSource(prepared=str(tmp_path / "data")), seq_len=SEQUENCE)
     args = {**RECIPE.model.args, "vocab_size": VOCAB}
     recipe = RECIPE.model_copy(update={"data": data, "model": RECIPE.model.model_copy(update={"args": args})})
     save(run, 6, recipe)
     run.resolved.unlink()
-    trained = load_trained(run, None, False, CPU)
-    assert trained.facts.sequence == SEQUENCE
+    trained = load_trained_model(run, None, False, CPU)
+    assert trained.facts.seq_len == SEQUENCE
     assert trained.notes[-1].endswith("what the model was built for is taken from the data")
 
 
@@ -202,7 +202,7 @@ def test_without_code_of_ones_own_the_environment_may_be_lost(run: Run, content:
     save(run, 6, OWN)
     run.resolved.unlink()
     with pytest.raises(DataError, match=r"environment\.json: .*; it tells in which folder the code of the model lies"):
-        load_trained(run, None, False, CPU)
+        load_trained_model(run, None, False, CPU)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_run_that_names_a_command_runs_nothing(run: Run, tmp_path: Path, monke
     command = {"build": "os:system", "args": {"command": f"touch {tmp_path}/ran"}}
     save(run, 6, Recipe.model_validate({"model": command}))
     with pytest.raises(UsageError, match="would run code that you have not trained with here: os:system"):
-        load_trained(run, None, False, CPU)
+        load_trained_model(run, None, False, CPU)
     assert not (tmp_path / "ran").exists()
 
 
@@ -234,21 +234,25 @@ def test_modules_beside_a_received_run_are_not_imported(run: Run, tmp_path: Path
 @pytest.mark.parametrize(
     "facts",
     [
-        *([], None, "a", {"x": 1}, {**asdict(FACTS), "kind": 1}, {**asdict(FACTS), "vocab": -1}),
-        *({**asdict(FACTS), "vocab": 10**30}, {**asdict(FACTS), "sequence": 1.5}, {**asdict(FACTS), "shape": [1]}),
+        *([], None, "a", {"x": 1}, {**asdict(FACTS), "kind": 1}, {**asdict(FACTS), "vocab_size": -1}),
+        *(
+            {**asdict(FACTS), "vocab_size": 10**30},
+            {**asdict(FACTS), "seq_len": 1.5},
+            {**asdict(FACTS), "image_shape": [1]},
+        ),
     ],
 )
 def test_facts_that_no_data_have_are_refused(run: Run, facts: object) -> None:
     write_json(run.plan, {"data_info": facts})
     with pytest.raises(DataError, match=r"plan.json: facts is not what data have"):
-        load_trained(run, None, False, CPU)
+        load_trained_model(run, None, False, CPU)
 
 
 @pytest.mark.parametrize("step", ["x", None, [1], 1.5, True])
 def test_a_best_step_that_is_no_number_is_refused(run: Run, step: object) -> None:
-    write_json(best_file(run), {"step": step})
+    write_json(best_checkpoint_file(run), {"step": step})
     with pytest.raises(DataError, match=r"best.json: step is .*, expected a number"):
-        load_trained(run, None, True, CPU)
+        load_trained_model(run, None, True, CPU)
 
 
 @pytest.mark.parametrize("folder", [None, 1, [], "", "logs"])
@@ -256,7 +260,7 @@ def test_a_folder_that_is_no_absolute_path_is_refused(run: Run, folder: object) 
     write_json(run.environment, {"folder": folder})
     save(run, 6, OWN)
     with pytest.raises(DataError, match="expected an absolute path"):
-        load_trained(run, None, False, CPU)
+        load_trained_model(run, None, False, CPU)
 
 
 def test_text_is_not_made_without_the_tokenizer_that_the_model_was_trained_with(

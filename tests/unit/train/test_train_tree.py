@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.train.tree import Node, cover, merges_after, split, total
+from phalanx.train.tree import TreeNode, count_merges_after, cover_range, split_point, sum_tree
 
 seeded = settings(derandomize=True, deadline=None)
 
@@ -30,27 +30,27 @@ def whole_tree(leaves: int) -> str:
     return visit(0, leaves)
 
 
-def by_worker(leaves: int, first: int, last: int) -> tuple[list[Node], list[str]]:
+def by_worker(leaves: int, first: int, last: int) -> tuple[list[TreeNode], list[str]]:
     """What a worker that owns leaves [first, last) holds after its last one: nodes, and their sums as expressions."""
     stack: list[str] = []
     for leaf in range(first, last):
         stack.append(str(leaf))
-        for _ in range(merges_after(leaves, first, leaf)):
+        for _ in range(count_merges_after(leaves, first, leaf)):
             right = stack.pop()
             stack[-1] = add(stack[-1], right)
-    return cover(leaves, first, last), stack
+    return cover_range(leaves, first, last), stack
 
 
 def by_workers(leaves: int, bounds: Sequence[int]) -> str:
     """The whole sum when workers own the leaves between neighbouring bounds."""
-    nodes: list[Node] = []
+    nodes: list[TreeNode] = []
     values: list[str] = []
     for first, last in pairwise(bounds):
         own_nodes, own_values = by_worker(leaves, first, last)
         assert len(own_nodes) == len(own_values)
         nodes += own_nodes
         values += own_values
-    return total(leaves, nodes, values, add)
+    return sum_tree(leaves, nodes, values, add)
 
 
 @st.composite
@@ -76,7 +76,7 @@ def test_the_order_of_addition_is_the_same_for_equal_shares(world: int) -> None:
 @seeded
 @given(st.integers(0, 100), st.integers(2, 1000))
 def test_the_left_child_is_the_largest_power_of_two_below_the_size(first: int, size: int) -> None:
-    left = split((first, first + size)) - first
+    left = split_point((first, first + size)) - first
     assert left & (left - 1) == 0
     assert left < size <= 2 * left
 
@@ -86,18 +86,18 @@ def test_the_left_child_is_the_largest_power_of_two_below_the_size(first: int, s
 def test_a_cover_holds_exactly_its_leaves_in_order(division: tuple[int, list[int]]) -> None:
     leaves, bounds = division
     for first, last in pairwise(bounds):
-        held = [leaf for node in cover(leaves, first, last) for leaf in range(*node)]
+        held = [leaf for node in cover_range(leaves, first, last) for leaf in range(*node)]
         assert held == list(range(first, last))
 
 
 def test_a_cover_takes_the_fewest_nodes() -> None:
-    assert cover(8, 0, 8) == [(0, 8)]
-    assert cover(8, 2, 8) == [(2, 4), (4, 8)]
-    assert cover(6, 3, 6) == [(3, 4), (4, 6)]
+    assert cover_range(8, 0, 8) == [(0, 8)]
+    assert cover_range(8, 2, 8) == [(2, 4), (4, 8)]
+    assert cover_range(6, 3, 6) == [(3, 4), (4, 6)]
 
 
 def test_a_cover_of_no_leaves_is_empty() -> None:
-    assert cover(8, 3, 3) == []
+    assert cover_range(8, 3, 3) == []
 
 
 def test_a_single_worker_ends_with_the_root_alone() -> None:
@@ -108,4 +108,4 @@ def test_a_single_worker_ends_with_the_root_alone() -> None:
 
 def test_total_wants_a_value_for_every_node() -> None:
     with pytest.raises(ValueError, match="zip"):
-        total(2, [(0, 1), (1, 2)], ["0"], add)
+        sum_tree(2, [(0, 1), (1, 2)], ["0"], add)

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from phalanx.compat import set_determinism
+from phalanx.compat import set_deterministic
 from phalanx.data import prepare_source
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
-from phalanx.recipe.exchanges import NONDETERMINISTIC
+from phalanx.recipe.exchanges import NONDETERMINISTIC_OP_KEY
 from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.resolving import check_forward
 from phalanx.train import trial
-from phalanx.train.trial import imagined, importable, profile, race
+from phalanx.train.trial import check_imports, profile_model, profile_model_meta, time_precisions
 
 SEQUENCE, WIDTH = 16, 24
 MODEL = f"""
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "own_trial_model.py").write_text(MODEL)
     (folder / "a.txt").write_text("0123456789abcdef" * 200)
     source = DataSource(text="*.txt")
-    prepare_source(source, DataConfig(source=source), folder, folder / "data", workers=1)
+    prepare_source(source, DataConfig(source=source), folder, folder / "data", num_workers=1)
     return folder
 
 
@@ -49,7 +49,7 @@ def payload(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_a_profile_counts_parameters_and_flops_by_its_rule(folder: Path) -> None:
-    found = profile(payload(folder))
+    found = profile_model(payload(folder))
     assert found["trainable_parameters"] == 256 * WIDTH + WIDTH * (WIDTH + 1) + 256 * (WIDTH + 1)
     assert found["flops_per_sample"] == 3 * 2 * SEQUENCE * (WIDTH * WIDTH + WIDTH * 256)
     assert (found["unit"], found["units_per_sample"]) == ("tokens", SEQUENCE)
@@ -59,7 +59,7 @@ def test_a_profile_counts_parameters_and_flops_by_its_rule(folder: Path) -> None
 def test_a_profile_tells_what_a_sample_takes_at_the_peak_without_the_weights(folder: Path) -> None:
     hidden, logits = 4 * WIDTH, 4 * 256
     least = SEQUENCE * (2 * hidden + 2 * logits)  # scores and their gradient, say
-    assert least <= profile(payload(folder))["peaks"]["whole"]["none"] <= 2 * least
+    assert least <= profile_model(payload(folder))["peaks"]["whole"]["none"] <= 2 * least
 
 
 CHANGING = """
@@ -91,7 +91,7 @@ def test_parameters_that_a_forward_changes_are_found_and_refused_where_they_are_
     (folder / "own_changing_model.py").write_text(CHANGING)
     asked = payload(folder)
     asked["recipe"]["model"] = {"build": "own_changing_model:Bounded", "args": {"how": how}}
-    found = profile(asked)
+    found = profile_model(asked)
     assert found["parameters_changed_by_forward"] == expected
     for layout in ({"replicate": 2}, {"replicate": 2, "shard": 2}, {"context": 2}):
         given = Recipe.model_validate({"parallelism": layout})
@@ -129,18 +129,18 @@ def test_what_a_model_registers_in_its_first_forward_is_refused_before_a_run(fol
     asked = payload(folder)
     asked["recipe"]["model"] = {"build": "own_growing_model:Growing", "args": {"how": how}}
     if how == "buffer that is not saved":
-        assert profile(asked)["trainable_parameters"] == 256 * 8
+        assert profile_model(asked)["trainable_parameters"] == 256 * 8
         return
     name = "seen" if how == "buffer" else "scale"
     with pytest.raises(
         RecipeError, match=f"^a trial forward of the model: {how} {name} came after the model was built"
     ):
-        profile(asked)
+        profile_model(asked)
 
 
 def test_a_profile_tells_the_facts_that_build_the_model(folder: Path) -> None:
-    facts = profile(payload(folder))["data_info"]
-    assert (facts["kind"], facts["vocab"], facts["sequence"]) == ("tokens", 256, SEQUENCE)
+    facts = profile_model(payload(folder))["data_info"]
+    assert (facts["kind"], facts["vocab_size"], facts["seq_len"]) == ("tokens", 256, SEQUENCE)
 
 
 def shipped(folder: Path, **model: Any) -> dict[str, Any]:
@@ -154,31 +154,33 @@ def test_a_model_of_more_bytes_than_the_machine_has_is_refused_before_it_is_buil
     with pytest.raises(
         RecipeError, match=r"model.args: phalanx.models:transformer has .* parameters with them, .* GiB"
     ):
-        profile(shipped(folder, args={"layers": 2, "hidden_size": 1 << 20, "num_heads": 1 << 13}))
+        profile_model(shipped(folder, args={"layers": 2, "hidden_size": 1 << 20, "num_heads": 1 << 13}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_imagined_is_what_a_profile_finds(folder: Path, precision: str) -> None:
     given = shipped(folder, args={"layers": 2, "hidden_size": 64, "num_heads": 2}) | {"precision": precision}
-    assert imagined(given) == profile(given)
+    assert profile_model_meta(given) == profile_model(given)
 
 
 def test_a_hugging_face_model_is_imagined_without_its_weights(tmp_path: Path, folder: Path) -> None:
     tiny = pytest.importorskip("tiny_huggingface")
-    tiny.saved(tmp_path / "llama", "llama")
+    tiny.save_random_model(tmp_path / "llama", "llama")
     given = shipped(folder, build=f"hf:{tmp_path / 'llama'}", args={"vocab_size": 256})
     (tmp_path / "llama" / "model.safetensors").unlink()
-    found = imagined(given)
+    found = profile_model_meta(given)
     assert found["trainable_parameters"] == sum(
         p.numel()
-        for p in tiny.transformers.AutoModelForCausalLM.from_config(tiny.config("llama", vocab_size=256)).parameters()
+        for p in tiny.transformers.AutoModelForCausalLM.from_config(
+            tiny.make_config("llama", vocab_size=256)
+        ).parameters()
     )
     assert found["peaks"]["whole"]["full"] < found["peaks"]["whole"]["none"]
 
 
 def test_nothing_is_allocated_for_a_model_that_is_imagined(folder: Path) -> None:
     """Its 26 billion parameters would take 100 GB."""
-    found = imagined(shipped(folder, args={"layers": 2, "hidden_size": 32768, "num_heads": 64}))
+    found = profile_model_meta(shipped(folder, args={"layers": 2, "hidden_size": 32768, "num_heads": 64}))
     assert found["trainable_parameters"] > 25e9
     assert found["flops_per_sample"] > 6 * SEQUENCE * 25e9
     assert found["peaks"]["whole"]["full"] < found["peaks"]["whole"]["none"]
@@ -194,12 +196,12 @@ def test_a_model_that_asks_for_values_cannot_be_imagined(tmp_path: Path, folder:
     )
     given = payload(folder)
     given["recipe"]["model"]["build"], given["folder"] = "own_trial_values:make", str(tmp_path)
-    assert imagined(given) == {}
-    assert profile(given)["trainable_parameters"] == 256 * 256
+    assert profile_model_meta(given) == {}
+    assert profile_model(given)["trainable_parameters"] == 256 * 256
 
 
 def test_a_race_times_each_precision_and_the_update(folder: Path) -> None:
-    seconds = race(payload(folder, threads=1, micro=2, precisions=["fp32", "bf16"]))
+    seconds = time_precisions(payload(folder, threads=1, micro=2, precisions=["fp32", "bf16"]))
     assert set(seconds) == {"fp32", "bf16", "update"}
     assert all(value > 0 for value in seconds.values())
 
@@ -230,14 +232,14 @@ def test_an_operation_of_loss_or_metrics_without_a_deterministic_kernel_is_named
 ) -> None:
     (tmp_path / "own_trial_strict.py").write_text(STRICT)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trial, "set_kernels", lambda device, precision, strict: set_determinism(strict))
+    monkeypatch.setattr(trial, "configure_kernels", lambda device, precision, strict: set_deterministic(strict))
     given = payload(folder, micro=2, precisions=["fp32"], determinism="fixed-world")
     given["recipe"]["task"] = f"own_trial_strict:{task}"
     try:
-        found = race(given)
+        found = time_precisions(given)
     finally:
-        set_determinism(False)
-    assert found[NONDETERMINISTIC] == name
+        set_deterministic(False)
+    assert found[NONDETERMINISTIC_OP_KEY] == name
     assert found["fp32"] > 0
 
 
@@ -253,7 +255,7 @@ def test_a_forward_that_fails_is_told_with_the_users_line(tmp_path: Path, folder
     given["recipe"]["model"]["build"] = "own_trial_bad:make"
     given["folder"] = str(tmp_path)
     with pytest.raises(RecipeError, match=r"a trial forward of the model and its loss failed: ValueError: shapes diff"):
-        profile(given)
+        profile_model(given)
 
 
 BACKWARDS = {
@@ -273,12 +275,12 @@ def test_a_model_that_fails_in_backward_is_refused(kind: str, folder: Path, tmp_
     given["recipe"]["model"]["build"] = f"{name}:make"
     given["folder"] = str(tmp_path)
     with pytest.raises(RecipeError, match=rf"a trial backward of the model failed: RuntimeError: .*{why}"):
-        profile(given)
+        profile_model(given)
 
 
 def imported(folder: Path, **names: Any) -> str:
     base = {"build": "own_trial_model:make", "task": "language-modeling", "callbacks": [], "folder": str(folder)}
-    return importable({**base, **names})
+    return check_imports({**base, **names})
 
 
 def test_what_can_be_imported_is_told_apart_by_its_source(folder: Path) -> None:

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.data import Facts
+from phalanx.data import DataInfo
 from phalanx.recipe.schema import ModelConfig
 from phalanx.train.model import build_model
-from phalanx.train.undrawn import Undrawn
+from phalanx.train.undrawn import SkipInit
 
-FACTS = Facts("tokens", 64, None, 16, None)
+FACTS = DataInfo("tokens", 64, None, 16, None)
 
 
 def built(builder: str, folder: Path, draw: bool) -> nn.Module:
     spec = ModelConfig(build=f"{builder}")
-    return build_model(spec, FACTS, folder, 0, torch.device("cpu"), draw=draw)
+    return build_model(spec, FACTS, folder, 0, torch.device("cpu"), init_weights=draw)
 
 
 def own(source: str, folder: Path) -> str:
@@ -46,9 +46,9 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_torch_makes_needs_no_random_numbers(name: str) -> None:
     before = torch.get_rng_state()
-    with Undrawn() as undrawn:
+    with SkipInit() as undrawn:
         LAYERS[name]()
-    assert undrawn.alike
+    assert undrawn.only_parameters_differ
     assert torch.get_rng_state().equal(before)
 
 
@@ -116,7 +116,7 @@ def hidden(model: nn.Module) -> list[Tensor]:
 
 
 def test_a_parameter_that_the_builder_drops_need_not_be_drawn() -> None:
-    with Undrawn() as undrawn:
+    with SkipInit() as undrawn:
         model = tied()
     assert undrawn.only_of(model)
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.models import transformer
 from phalanx.train.tasks import LanguageModeling
-from phalanx.train.vocab import cross_entropy, current_vocabulary, linear_cross_entropy, vocabulary_group
+from phalanx.train.vocab import cross_entropy, get_current_vocab_shard, linear_cross_entropy, vocab_parallel
 
 N, V, W = 41, 97, 16
 
@@ -48,21 +48,21 @@ def assert_near(found: list[Tensor], expected: list[Tensor], rtol: float = 1e-5)
 def test_value_and_gradients_are_those_of_whole_logits(chunk: int | None, bias: bool) -> None:
     hidden, weight, shift, targets = case(bias=bias)
     expected = whole(hidden, weight, shift, targets)
-    found = linear_cross_entropy(hidden, weight, targets, bias=shift, chunk=chunk)
+    found = linear_cross_entropy(hidden, weight, targets, bias=shift, chunk_rows=chunk)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
     assert_near(gradients(3 * found, hidden, weight, shift), gradients(3 * expected, hidden, weight, shift))
 
 
 def test_double_precision_stays_double() -> None:
     hidden, weight, _, targets = case(torch.float64)
-    expected, found = whole(hidden, weight, None, targets), linear_cross_entropy(hidden, weight, targets, chunk=5)
+    expected, found = whole(hidden, weight, None, targets), linear_cross_entropy(hidden, weight, targets, chunk_rows=5)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0.0)
     assert_near(gradients(found, hidden, weight), gradients(expected, hidden, weight), rtol=1e-13)
 
 
 def test_very_large_logits_do_not_overflow() -> None:
     hidden, weight, _, targets = case(scale=1e4)
-    expected, found = whole(hidden, weight, None, targets), linear_cross_entropy(hidden, weight, targets, chunk=8)
+    expected, found = whole(hidden, weight, None, targets), linear_cross_entropy(hidden, weight, targets, chunk_rows=8)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
     assert_near(gradients(found, hidden, weight), gradients(expected, hidden, weight))
 
@@ -75,7 +75,7 @@ def test_under_autocast_products_are_low_and_the_result_as_near_to_fp32_as_that_
     exact = whole(hidden, weight, None, targets)
     with torch.autocast("cpu", dtype):
         plain = whole(hidden, weight, None, targets)
-        found = linear_cross_entropy(hidden, weight, targets, chunk=10)
+        found = linear_cross_entropy(hidden, weight, targets, chunk_rows=10)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, plain, rtol=1e-6, atol=0.0)
     reference = gradients(exact, hidden, weight)
@@ -88,7 +88,7 @@ def test_under_autocast_products_are_low_and_the_result_as_near_to_fp32_as_that_
 
 def test_parameters_in_bf16_get_gradients_in_bf16() -> None:
     hidden, weight, _, targets = case(torch.bfloat16)
-    found = linear_cross_entropy(hidden, weight, targets, chunk=10)
+    found = linear_cross_entropy(hidden, weight, targets, chunk_rows=10)
     assert [gradient.dtype for gradient in gradients(found, hidden, weight)] == [torch.bfloat16] * 2
     assert found.dtype == torch.float32
 
@@ -107,7 +107,7 @@ def test_in_fp16_the_small_probabilities_of_a_large_vocabulary_are_not_lost() ->
 
 def test_ignored_rows_count_nothing_even_if_all_are_ignored() -> None:
     hidden, weight, _, _ = case()
-    loss = linear_cross_entropy(hidden, weight, torch.full((N,), -100), chunk=10)
+    loss = linear_cross_entropy(hidden, weight, torch.full((N,), -100), chunk_rows=10)
     assert float(loss.detach()) == 0.0
     assert all(not gradient.any() for gradient in gradients(loss, hidden, weight))
 
@@ -115,7 +115,7 @@ def test_ignored_rows_count_nothing_even_if_all_are_ignored() -> None:
 def test_another_number_may_mean_ignored() -> None:
     hidden, weight, _, targets = case(ignored=0.0)
     expected = F.cross_entropy(hidden @ weight.T, targets, reduction="sum", ignore_index=int(targets[0]))
-    found = linear_cross_entropy(hidden, weight, targets, ignore=int(targets[0]))
+    found = linear_cross_entropy(hidden, weight, targets, ignore_index=int(targets[0]))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
 
 
@@ -136,7 +136,7 @@ def test_no_tensor_is_ever_as_large_as_the_logits() -> None:
     n, v, w = 500, 4000, 8
     hidden, weight = torch.randn(n, w, requires_grad=True), torch.randn(v, w, requires_grad=True)
     with Largest() as chunked, torch.autocast("cpu", torch.bfloat16):
-        linear_cross_entropy(hidden, weight, torch.zeros(n, dtype=torch.int64), chunk=25).backward()
+        linear_cross_entropy(hidden, weight, torch.zeros(n, dtype=torch.int64), chunk_rows=25).backward()
     with Largest() as plain:
         whole(hidden, weight, None, torch.zeros(n, dtype=torch.int64)).backward()
     assert plain.elements == n * v
@@ -155,7 +155,7 @@ def test_what_needs_no_gradient_gets_none_and_the_other_its_own(frozen: str) -> 
     hidden, weight, _, targets = case()
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
     leaf = weight if frozen == "hidden" else hidden
-    found = gradients(linear_cross_entropy(hidden, weight, targets, chunk=9), leaf)
+    found = gradients(linear_cross_entropy(hidden, weight, targets, chunk_rows=9), leaf)
     assert_near(found, gradients(whole(hidden, weight, None, targets), leaf))
 
 
@@ -169,7 +169,7 @@ def products(*, gradients: bool) -> int:
 
     hidden, weight, _, targets = case()
     with Products() as found, torch.set_grad_enabled(gradients):
-        linear_cross_entropy(hidden, weight, targets, chunk=N)
+        linear_cross_entropy(hidden, weight, targets, chunk_rows=N)
     return found.count
 
 
@@ -204,9 +204,9 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"targets \[40\] must be \[41\]"):
         linear_cross_entropy(hidden, weight, targets[:40])
     with pytest.raises(ValueError, match="chunk=0 must be at least 1"):
-        linear_cross_entropy(hidden, weight, targets, chunk=0)
+        linear_cross_entropy(hidden, weight, targets, chunk_rows=0)
     with pytest.raises(ValueError, match="holds 97 rows of a vocabulary of 98, expected 98"):
-        linear_cross_entropy(hidden, weight, targets, vocab=98)
+        linear_cross_entropy(hidden, weight, targets, vocab_size=98)
 
 
 def test_it_runs_on_the_meta_device() -> None:
@@ -242,9 +242,9 @@ def test_the_tasks_loss_from_hidden_states_is_that_from_logits_also_for_a_tied_w
 
 
 def test_the_ambient_vocabulary_holds_within_its_context_only() -> None:
-    with vocabulary_group(None, size=5):
-        assert current_vocabulary().size == 5
-    assert current_vocabulary().size is None
+    with vocab_parallel(None, size=5):
+        assert get_current_vocab_shard().size == 5
+    assert get_current_vocab_shard().size is None
 
 
 @pytest.mark.gpu
@@ -259,7 +259,7 @@ def test_on_a_gpu_the_weights_gradient_is_added_up_in_fp32(dtype: torch.dtype) -
     weight.requires_grad_()
     expected = gradients(whole(hidden, weight, None, targets), hidden, weight)
     with torch.autocast("cuda", dtype):
-        found = linear_cross_entropy(hidden, weight, targets, chunk=10)
+        found = linear_cross_entropy(hidden, weight, targets, chunk_rows=10)
     for one, other in zip(gradients(found, hidden, weight), expected, strict=True):
         assert one.dtype == torch.float32
         assert float((one - other).norm()) <= 0.02 * float(other.norm())

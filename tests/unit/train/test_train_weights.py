@@ -10,14 +10,14 @@ from torch import nn
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import LoraConfig
-from phalanx.train.adapter import add_adapters
-from phalanx.train.checkpoint import Piece, Saver, export_huggingface, list_checkpoints
-from phalanx.train.gang import Gang
-from phalanx.train.loop import train
-from phalanx.train.parallel.divided import Divided
-from phalanx.train.parallel.mesh import alone
-from phalanx.train.state import Progress, model_tensors
-from phalanx.train.weights import allocate, files, origin
+from phalanx.train.adapter import add_lora
+from phalanx.train.checkpoint import CheckpointSaver, TensorShard, export_huggingface, list_checkpoints
+from phalanx.train.gang import Trainer
+from phalanx.train.loop import fit
+from phalanx.train.parallel.divided import ParallelModel
+from phalanx.train.parallel.mesh import make_single_worker_mesh
+from phalanx.train.state import TrainState, get_model_tensors
+from phalanx.train.weights import allocate_meta_parameters, open_hf_weights, open_initial_weights
 
 CPU = torch.device("cpu")
 SPEC = LoraConfig(rank=2, target_modules=["hidden", "head"])
@@ -26,26 +26,30 @@ SPEC = LoraConfig(rank=2, target_modules=["hidden", "head"])
 def trained(folder: Path) -> nn.Module:
     """A model after a short run in `folder`."""
     parts = make_parts(folder)
-    train(Gang(parts, Progress(), {}), parts.objective)
+    fit(Trainer(parts, TrainState(), {}), parts.objective)
     return parts.model
 
 
 def saved(folder: Path, model: nn.Module) -> None:
     """A model in a checkpoint."""
-    saver = Saver(folder, rank=0, world=1)
-    saver.start(6, [Piece.whole(*item) for item in model_tensors(model).items()], {"step": 6, "samples": 24})
-    saver.wait_copied()
-    saver.wait()
+    saver = CheckpointSaver(folder, rank=0, world_size=1)
+    saver.start(
+        6,
+        [TensorShard.full_tensor(*item) for item in get_model_tensors(model).items()],
+        {"step": 6, "samples_consumed": 24},
+    )
+    saver.wait_snapshot_copied()
+    saver.poll_when_idle()
     saver.commit()
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    add_adapters(model, SPEC, torch.Generator().manual_seed(0))
+    add_lora(model, SPEC, torch.Generator().manual_seed(0))
     return model
 
 
 def fill(model: nn.Module, where: str, folder: Path) -> None:
-    origin(where, folder, model).fill(Divided(alone(), (model,)))
+    open_initial_weights(where, folder, model).fill_parameters(ParallelModel(make_single_worker_mesh(), (model,)))
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -86,8 +90,8 @@ def test_adapters_are_not_dropped_silently(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"init_from: .*step-000000006 was trained with adapters \(head.lora_a\), and this"
     ):
-        origin("", tmp_path, tiny_lm())
-    origin("", tmp_path, tiny_lm(), adapters_follow=True)
+        open_initial_weights("", tmp_path, tiny_lm())
+    open_initial_weights("", tmp_path, tiny_lm(), lora_added_later=True)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +104,12 @@ def test_adapters_are_not_dropped_silently(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path, model: nn.Module, message: str) -> None:
     trained(tmp_path)
     with pytest.raises(DataError, match=message):
-        origin("", tmp_path, model)
+        open_initial_weights("", tmp_path, model)
 
 
 def test_a_directory_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="init_from: found 'hf:nowhere', expected hf:PATH"):
-        origin("hf:nowhere", tmp_path, tiny_lm())
+        open_initial_weights("hf:nowhere", tmp_path, tiny_lm())
 
 
 def test_memory_comes_without_losing_ties_buffers_or_what_is_frozen() -> None:
@@ -115,7 +119,7 @@ def test_memory_comes_without_losing_ties_buffers_or_what_is_frozen() -> None:
     model.a.bias.requires_grad_(False)
     model.real = nn.Parameter(torch.ones(2))
     model.register_buffer("table", torch.arange(3))
-    allocate([model], CPU)
+    allocate_meta_parameters([model], CPU)
     assert model.b.weight is model.a.weight
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["a.bias"]
@@ -127,11 +131,11 @@ def test_files_fill_a_model_that_was_built_without_memory(tmp_path: Path) -> Non
     tiny = pytest.importorskip("tiny_huggingface")
     from phalanx.train import huggingface
 
-    expected = tiny.saved(tmp_path, "llama-tied")
-    model = huggingface.build(tmp_path, {})
-    found = files(tmp_path, model)
-    allocate([model], CPU)
-    found.fill(Divided(alone(), (model,)))
+    expected = tiny.save_random_model(tmp_path, "llama-tied")
+    model = huggingface.build_on_meta(tmp_path, {})
+    found = open_hf_weights(tmp_path, model)
+    allocate_meta_parameters([model], CPU)
+    found.fill_parameters(ParallelModel(make_single_worker_mesh(), (model,)))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with torch.no_grad():
-        assert torch.equal(model.eval()(tiny.tokens()).logits, expected(tiny.tokens()).logits)
+        assert torch.equal(model.eval()(tiny.random_tokens()).logits, expected(tiny.random_tokens()).logits)

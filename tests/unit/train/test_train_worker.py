@@ -11,39 +11,41 @@ import torch.distributed as dist
 from small_train import GLOBAL, E, Remembering, Samples, make_parts, mesh_of, tiny_lm, token_batch
 from torch import nn
 
-from phalanx.data import Data, Facts
+from phalanx.data import DataInfo, RunData
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.run.event_types import AttemptStarted, CheckpointRejected, RunWarning
 from phalanx.train import ends, worker
 from phalanx.train.checkpoint import list_checkpoints
-from phalanx.train.ends import make_stepper
-from phalanx.train.exchange import GradientExchange
-from phalanx.train.gang import Gang
-from phalanx.train.gradients import LocalGradients
-from phalanx.train.loop import train
-from phalanx.train.model import Seeds
-from phalanx.train.optimizers import Optimizer
-from phalanx.train.parallel.divided import Divided
-from phalanx.train.parts import Parts
-from phalanx.train.place import Place
-from phalanx.train.precision import LossScale
-from phalanx.train.state import Progress
-from phalanx.train.step import NOISE_EVERY, Stepper
+from phalanx.train.ends import make_train_step
+from phalanx.train.exchange import BucketedReducer
+from phalanx.train.gang import Trainer
+from phalanx.train.gradients import LocalReducer
+from phalanx.train.loop import fit
+from phalanx.train.model import MicroBatchSeeds
+from phalanx.train.optimizers import OptimizerContainer
+from phalanx.train.parallel.divided import ParallelModel
+from phalanx.train.parts import TrainContext
+from phalanx.train.place import DistEnv
+from phalanx.train.precision import GradScaler
+from phalanx.train.state import TrainState
+from phalanx.train.step import NOISE_SCALE_EVERY_STEPS, TrainStep
 from phalanx.train.tasks import LanguageModeling, TensorBatch
-from phalanx.train.worker import _own_head_loss, head_of, prepare_torch, units_per_sample
+from phalanx.train.worker import _has_built_in_head_loss, configure_torch, count_units_per_sample, make_lm_head
 
 
-def stepper(world: int = 1, **values: Any) -> Stepper:
+def stepper(world: int = 1, **values: Any) -> TrainStep:
     recipe = Recipe.model_validate({"precision": "fp32", "num_threads": 1, **values})
     model = tiny_lm()
     mesh = mesh_of(replicate=world)
     if world > 1:
-        mesh = replace(mesh, replicate=dist.ProcessGroup(0, world))
-    divided = Divided(mesh, (model,))
-    seeds = Seeds(0, torch.device("cpu"))
-    return make_stepper(recipe, Place(0, world), divided, Optimizer(model, OptimizerConfig()), LossScale(), seeds)
+        mesh = replace(mesh, replicate_group=dist.ProcessGroup(0, world))
+    divided = ParallelModel(mesh, (model,))
+    seeds = MicroBatchSeeds(0, torch.device("cpu"))
+    return make_train_step(
+        recipe, DistEnv(0, world), divided, OptimizerContainer(model, OptimizerConfig()), GradScaler(), seeds
+    )
 
 
 BATCH = {"global_size": 12, "micro_size": 2}
@@ -51,59 +53,59 @@ BATCH = {"global_size": 12, "micro_size": 2}
 
 def test_alone_and_without_replicas_there_is_nothing_to_exchange() -> None:
     made = stepper(batch=BATCH)
-    assert isinstance(made.summed, LocalGradients)
+    assert isinstance(made.reducer, LocalReducer)
     assert made.micro_batches == 6
 
 
 def test_several_workers_exchange_in_buckets_of_the_given_size() -> None:
-    exchange = stepper(world=3, batch=BATCH, grad_sync={"bucket_mib": 0.0001}).summed
-    assert isinstance(exchange, GradientExchange)
-    assert (exchange.world, exchange.micro_batches, exchange.replicas) == (3, 6, False)
+    exchange = stepper(world=3, batch=BATCH, grad_sync={"bucket_mib": 0.0001}).reducer
+    assert isinstance(exchange, BucketedReducer)
+    assert (exchange.world_size, exchange.micro_batches, exchange.is_elastic) == (3, 6, False)
     assert len(exchange.buckets) > 1
 
 
 def test_under_replicas_a_single_worker_adds_in_the_tree_too() -> None:
-    exchange = stepper(batch=BATCH, determinism="elastic").summed
-    assert isinstance(exchange, GradientExchange)
-    assert (exchange.world, exchange.replicas) == (1, True)
+    exchange = stepper(batch=BATCH, determinism="elastic").reducer
+    assert isinstance(exchange, BucketedReducer)
+    assert (exchange.world_size, exchange.is_elastic) == (1, True)
 
 
 def test_under_replicas_a_single_micro_batch_needs_no_tree() -> None:
     made = stepper(batch={"global_size": 12, "micro_size": 12}, determinism="elastic")
-    assert isinstance(made.summed, LocalGradients)
+    assert isinstance(made.reducer, LocalReducer)
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
-    [(Facts("tokens", 10, None, 64, None), 64), (Facts("images", None, 10, None, (28, 28, 1)), 1)],
+    [(DataInfo("tokens", 10, None, 64, None), 64), (DataInfo("images", None, 10, None, (28, 28, 1)), 1)],
 )
-def test_text_is_counted_in_tokens_and_images_in_samples(facts: Facts, expected: int) -> None:
-    assert units_per_sample(facts) == expected
+def test_text_is_counted_in_tokens_and_images_in_samples(facts: DataInfo, expected: int) -> None:
+    assert count_units_per_sample(facts) == expected
 
 
 def trained(path: Path, fingerprint: str = "0" * 32) -> None:
     parts = make_parts(path)
-    train(Gang(parts, Progress(), {"fingerprint": fingerprint}), parts.objective)
+    fit(Trainer(parts, TrainState(), {"fingerprint": fingerprint}), parts.objective)
 
 
-def resume(parts: Parts, force: bool = False) -> Progress:
+def resume(parts: TrainContext, force: bool = False) -> TrainState:
     """Go on over the data that the run had, unless it was trained with another fingerprint."""
-    return ends.resume(parts, "0" * 32, force)
+    return ends.resume_training(parts, "0" * 32, force)
 
 
-def events(parts: Parts, kind: type[E]) -> list[E]:
+def events(parts: TrainContext, kind: type[E]) -> list[E]:
     assert isinstance(parts.reporter, Remembering)
     return parts.reporter.of(kind)
 
 
 def test_a_new_run_begins_at_the_beginning(tmp_path: Path) -> None:
-    assert resume(make_parts(tmp_path)) == Progress()
+    assert resume(make_parts(tmp_path)) == TrainState()
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     trained(tmp_path)
     progress = resume(make_parts(tmp_path))
-    assert (progress.step, progress.samples, progress.units) == (6, 24, 144)
+    assert (progress.step, progress.samples_consumed, progress.units_trained) == (6, 24, 144)
 
 
 def test_a_run_does_not_go_on_over_other_data(tmp_path: Path) -> None:
@@ -130,14 +132,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     assert [event.path for event in events(parts, CheckpointRejected)] == ["checkpoints/step-000000006"]
 
 
-def tell_start(parts: Parts, progress: Progress) -> None:
+def tell_start(parts: TrainContext, progress: TrainState) -> None:
     assert isinstance(parts.data, Samples)
-    ends.tell_start(parts, parts.data.train_samples, progress)
+    ends.report_start(parts, parts.data.num_train_samples, progress)
 
 
 def test_the_start_tells_world_attempt_and_steps(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
-    tell_start(parts, Progress(step=2))
+    tell_start(parts, TrainState(step=2))
     (started,) = events(parts, AttemptStarted)
     assert replace(started, time=0.0) == AttemptStarted(
         time=0.0, world_size=1, attempt=0, start_step=2, total_steps=6, device="cpu", num_micro_batches=2
@@ -148,27 +150,27 @@ def test_the_start_tells_world_attempt_and_steps(tmp_path: Path) -> None:
 def test_batch_norm_is_warned_of(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     parts.model.add_module("extra", nn.BatchNorm1d(3))
-    tell_start(parts, Progress())
+    tell_start(parts, TrainState())
     (warning,) = events(parts, RunWarning)
     assert "BatchNorm" in warning.text
 
 
 def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, batch={"global_size": 64, "micro_size": 32})
-    tell_start(parts, Progress())
+    tell_start(parts, TrainState())
     (warning,) = events(parts, RunWarning)
     assert "the data have only 20 training samples" in warning.text
 
 
 def test_prepared_torch_has_the_threads_of_the_recipe() -> None:
-    prepare_torch(Recipe.model_validate({"num_threads": 2}), Place())
+    configure_torch(Recipe.model_validate({"num_threads": 2}), DistEnv())
     assert torch.get_num_threads() == 2
 
 
 def trained_with(path: Path, **changes: Any) -> None:
     parts = make_parts(path, **changes)
     meta = {"fingerprint": "0" * 32, "recipe": parts.recipe.model_dump(mode="json")}
-    train(Gang(parts, Progress(), meta), parts.objective)
+    fit(Trainer(parts, TrainState(), meta), parts.objective)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +232,12 @@ class Doubled(Smoothed):
 def test_the_output_layer_is_left_out_where_the_tasks_own_loss_can_do_without(
     task: type[LanguageModeling], head: bool
 ) -> None:
-    data = cast(Data, Samples(token_batch(4)))
-    assert (head_of(tiny_lm(), task(), data) is not None) == head
+    data = cast(RunData, Samples(token_batch(4)))
+    assert (make_lm_head(tiny_lm(), task(), data) is not None) == head
 
 
 def test_only_our_own_loss_is_computed_over_parts_of_the_vocabulary() -> None:
-    assert [_own_head_loss(task()) for task in (LanguageModeling, Smoothed, Doubled)] == [True, True, False]
+    assert [_has_built_in_head_loss(task()) for task in (LanguageModeling, Smoothed, Doubled)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("world", "estimates"), [(1, True), (3, True), (4, False)])
@@ -243,8 +245,8 @@ def test_the_gradient_noise_is_estimated_where_all_workers_have_as_many_micro_ba
     world: int, estimates: bool
 ) -> None:
     made = stepper(world=world, batch=BATCH, determinism="elastic")
-    made.begin(NOISE_EVERY)
-    assert made._squared == estimates
+    made.start_step(NOISE_SCALE_EVERY_STEPS)
+    assert made._measures_noise == estimates
 
 
 @pytest.mark.parametrize(
@@ -256,16 +258,16 @@ def test_the_first_evaluation_of_a_compiled_model_may_be_silent(
 ) -> None:
     """It is compiled again, for no gradients: nothing is stuck then."""
 
-    def evaluate(*_: Any, stop: Any, **__: Any) -> None:
-        assert [stop(), stop()] == [False, False]  # after each of two batches
+    def evaluate(*_: Any, stop_requested: Any, **__: Any) -> None:
+        assert [stop_requested(), stop_requested()] == [False, False]  # after each of two batches
 
     monkeypatch.setattr(worker, "evaluate", evaluate)
     recipe = Recipe.model_validate({"compile": compiled, "batch": BATCH})
     signs: list[str] = []
-    pulse, stop = SimpleNamespace(beat=signs.append), SimpleNamespace(asked=False)
-    data = SimpleNamespace(held_out_samples=4)
-    score = worker._scorer(
-        recipe, cast(Any, None), cast(Any, data), cast(Any, stop), cast(Any, pulse), Place(), mesh_of()
+    pulse, stop = SimpleNamespace(record=signs.append), SimpleNamespace(requested=False)
+    data = SimpleNamespace(num_validation_samples=4)
+    score = worker._make_evaluator(
+        recipe, cast(Any, None), cast(Any, data), cast(Any, stop), cast(Any, pulse), DistEnv(), mesh_of()
     )
     found = []
     for _ in range(2):

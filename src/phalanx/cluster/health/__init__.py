@@ -2,8 +2,8 @@
 it, each check within its time; `fleet` judges nodes beside each other; `quick` is what an agent asks before an attempt.
 """
 
-from phalanx.cluster.health.finding import Finding, Verdict, worst
-from phalanx.cluster.health.quick import quick
-from phalanx.cluster.health.site import Site
+from phalanx.cluster.health.finding import HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.quick import run_preflight
+from phalanx.cluster.health.site import CheckContext
 
-__all__ = ["Finding", "Site", "Verdict", "quick", "worst"]
+__all__ = ["CheckContext", "HealthFinding", "HealthVerdict", "run_preflight", "worst_verdict"]

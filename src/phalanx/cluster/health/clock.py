@@ -11,24 +11,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cluster.disks import mount_of
-from phalanx.cluster.health.disk import existing
-from phalanx.cluster.health.finding import Figure, Finding, Verdict
-from phalanx.cluster.health.site import Site
-from phalanx.cluster.health.thresholds import judge
+from phalanx.cluster.disks import find_mount
+from phalanx.cluster.health.disk import nearest_existing
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict
+from phalanx.cluster.health.site import CheckContext
+from phalanx.cluster.health.thresholds import evaluate_threshold
 
-UNSYNCHRONISED = 0x40
+STA_UNSYNC = 0x40
 """STA_UNSYNC of <sys/timex.h>."""
-SERVED = frozenset({"nfs", "nfs4", "ceph", "9p", "virtiofs"})
+SERVER_TIMESTAMP_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "ceph", "9p", "virtiofs"})
 """File systems on which the server, not the client, says when a file was written."""
 
 
 @dataclass(frozen=True)
 class KernelClock:
-    """What the kernel believes of its clock. `error`: seconds that it may be wrong at most."""
+    """What the kernel believes of its clock. `max_error_s`: seconds that it may be wrong at most."""
 
     synchronised: bool
-    error: float
+    max_error_s: float
 
 
 class _Timex(ctypes.Structure):
@@ -45,22 +45,26 @@ class _Timex(ctypes.Structure):
     )
 
 
-def kernel_clock() -> KernelClock | None:
+def read_kernel_clock() -> KernelClock | None:
     """Asked of the kernel, nothing changed; None where it does not answer, as in some containers."""
     if sys.platform != "linux":
         return None
     found = _Timex()
     if ctypes.CDLL(None).adjtimex(ctypes.byref(found)) < 0:
         return None
-    return KernelClock(not found.status & UNSYNCHRONISED, found.maxerror / 1e6)
+    return KernelClock(not found.status & STA_UNSYNC, found.maxerror / 1e6)
 
 
-def server_offset(folder: Path, site: Site, now: Callable[[], float] = time.time) -> float | None:
+def server_offset(folder: Path, context: CheckContext, now: Callable[[], float] = time.time) -> float | None:
     """Seconds that this machine's clock is ahead of the file server's of `folder`; None where the folder is not served,
     or cannot be written to. Good to a hundredth of a second."""
-    nearest = existing(folder.absolute())
-    mount = mount_of(nearest, site.root)
-    if mount is None or mount.kind not in SERVED or not os.access(nearest, os.W_OK | os.X_OK):
+    nearest = nearest_existing(folder.absolute())
+    mount = find_mount(nearest, context.root)
+    if (
+        mount is None
+        or mount.file_system not in SERVER_TIMESTAMP_FILE_SYSTEMS
+        or not os.access(nearest, os.W_OK | os.X_OK)
+    ):
         return None
     with tempfile.NamedTemporaryFile(prefix=".phalanx-doctor-", dir=nearest) as file:
         before = now()
@@ -70,26 +74,31 @@ def server_offset(folder: Path, site: Site, now: Callable[[], float] = time.time
         return (before + now()) / 2 - os.stat(file.name).st_mtime
 
 
-def evaluate(kernel: KernelClock | None, offset: float | None) -> list[Finding]:
+def evaluate_clock(kernel: KernelClock | None, server_offset_s: float | None) -> list[HealthFinding]:
     """What the kernel says, and beside it the server's clock where there is one."""
-    figures: dict[str, Figure] = {
+    figures: dict[str, FindingValue] = {
         "synchronised": None if kernel is None else kernel.synchronised,
-        "error": None if kernel is None else kernel.error,
-        "server_offset": offset,
+        "error": None if kernel is None else kernel.max_error_s,
+        "server_offset": server_offset_s,
     }
-    if offset is not None and (verdict := judge("clock skew", abs(offset))) is not Verdict.OK:
-        way = "ahead of" if offset > 0 else "behind"
-        text = f"this clock is {abs(offset):.1f} s {way} the file server's: start a time service (chrony) on both"
-        return [Finding("clock", verdict, text, figures)]
+    if (
+        server_offset_s is not None
+        and (verdict := evaluate_threshold("clock skew", abs(server_offset_s))) is not HealthVerdict.PASS
+    ):
+        direction = "ahead of" if server_offset_s > 0 else "behind"
+        text = f"this clock is {abs(server_offset_s):.1f} s {direction} the file server's: start a time service (chrony) on both"
+        return [HealthFinding("clock", verdict, text, figures)]
     if kernel is None:
         text = "not known: the kernel does not tell whether its time is kept right"
-        return [Finding("clock", Verdict.UNKNOWN, text, figures)]
+        return [HealthFinding("clock", HealthVerdict.UNKNOWN, text, figures)]
     if not kernel.synchronised:
         text = "the kernel says that nothing keeps its time right: start a time service (chrony, systemd-timesyncd)"
-        return [Finding("clock", Verdict.WARN, text, figures)]
-    verdict = judge("clock error", kernel.error)
-    return [Finding("clock", verdict, f"kept right to {kernel.error:.3g} s, as the kernel believes", figures)]
+        return [HealthFinding("clock", HealthVerdict.WARN, text, figures)]
+    verdict = evaluate_threshold("clock error", kernel.max_error_s)
+    return [
+        HealthFinding("clock", verdict, f"kept right to {kernel.max_error_s:.3g} s, as the kernel believes", figures)
+    ]
 
 
-def check(site: Site) -> list[Finding]:
-    return evaluate(kernel_clock(), server_offset(site.run, site))
+def check_clock(context: CheckContext) -> list[HealthFinding]:
+    return evaluate_clock(read_kernel_clock(), server_offset(context.run_dir, context))

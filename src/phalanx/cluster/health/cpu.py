@@ -4,60 +4,62 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from phalanx.cluster.discover import cgroup_cores
-from phalanx.cluster.health.finding import Figure, Finding, Verdict, worst
-from phalanx.cluster.health.site import Site, read
-from phalanx.cluster.health.thresholds import judge
-from phalanx.cluster.probe.quiet import busy_cores
+from phalanx.cluster.discover import read_cgroup_cores
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.site import CheckContext, read_small_file
+from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.cluster.probe.quiet import count_busy_cores
 
 
-def look(
-    site: Site, affinity: Sequence[int] | None = None, sleep: Callable[[float], None] = time.sleep
-) -> dict[str, Figure]:
+def measure_cpu(
+    context: CheckContext, affinity: Sequence[int] | None = None, sleep: Callable[[float], None] = time.sleep
+) -> dict[str, FindingValue]:
     """What there is of the CPU."""
-    folder = site.root / "sys/devices/system/cpu"
+    folder = context.root / "sys/devices/system/cpu"
     allowed = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
     return {
-        "present": len(numbers(read(folder / "present"))) or None,
-        "online": len(numbers(read(folder / "online"))) or None,
+        "present": len(parse_cpu_list(read_small_file(folder / "present"))) or None,
+        "online": len(parse_cpu_list(read_small_file(folder / "online"))) or None,
         "allowed": len(allowed),
-        "quota": cgroup_cores(site.root),
-        "smt": read(folder / "smt/control") or None,
-        "clock_limit": clock_limit(site, allowed),
-        "busy": busy_cores(site.root, sleep),
+        "quota": read_cgroup_cores(context.root),
+        "smt": read_small_file(folder / "smt/control") or None,
+        "clock_limit": clock_limit_share(context, allowed),
+        "busy": count_busy_cores(context.root, sleep),
     }
 
 
-def evaluate(figures: dict[str, Figure]) -> list[Finding]:
+def evaluate_cpu(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     """What is wrong with it."""
-    present, online, allowed, quota = (_number(figures[name]) for name in ("present", "online", "allowed", "quota"))
-    limit, busy = _number(figures["clock_limit"]), _number(figures["busy"])
-    wrong, verdicts = [], [Verdict.OK]
+    present, online, allowed, quota = (_as_number(figures[name]) for name in ("present", "online", "allowed", "quota"))
+    limit, busy = _as_number(figures["clock_limit"]), _as_number(figures["busy"])
+    problems, verdicts = [], [HealthVerdict.PASS]
     # with hyper-threading switched off, the second thread of each core is present and not online
     if present and online and online < present and figures["smt"] not in ("off", "forceoff"):
-        wrong.append(f"{present - online:g} of {present:g} cores are switched off")
-        verdicts.append(Verdict.WARN)
+        problems.append(f"{present - online:g} of {present:g} cores are switched off")
+        verdicts.append(HealthVerdict.WARN)
     if allowed == 1 and online is not None and online > 1:
-        wrong.append(f"this process may use one of {online:g} cores (srun: repeat --cpus-per-task, which it forgets)")
-        verdicts.append(Verdict.WARN)
+        problems.append(
+            f"this process may use one of {online:g} cores (srun: repeat --cpus-per-task, which it forgets)"
+        )
+        verdicts.append(HealthVerdict.WARN)
     if quota is not None and allowed is not None and quota < allowed:
-        wrong.append(f"the control group grants the time of {quota:g} cores where {allowed:g} are allowed")
-        verdicts.append(Verdict.WARN)
-    if limit is not None and (verdict := judge("clock under load", limit)) is not Verdict.OK:
-        wrong.append(f"the clock is limited to {limit:.0%} of its highest (scaling_max_freq)")
+        problems.append(f"the control group grants the time of {quota:g} cores where {allowed:g} are allowed")
+        verdicts.append(HealthVerdict.WARN)
+    if limit is not None and (verdict := evaluate_threshold("clock under load", limit)) is not HealthVerdict.PASS:
+        problems.append(f"the clock is limited to {limit:.0%} of its highest (scaling_max_freq)")
         verdicts.append(verdict)
-    if busy is not None and (verdict := judge("busy cores", busy)) is not Verdict.OK:
-        wrong.append(f"other programs keep {busy:.1f} cores busy")
+    if busy is not None and (verdict := evaluate_threshold("busy cores", busy)) is not HealthVerdict.PASS:
+        problems.append(f"other programs keep {busy:.1f} cores busy")
         verdicts.append(verdict)
-    fine = f"{_told(allowed)} cores allowed of {_told(online)} online"
-    return [Finding("cpu", worst(verdicts), "; ".join(wrong) if wrong else fine, figures)]
+    summary = f"{_format_number(allowed)} cores allowed of {_format_number(online)} online"
+    return [HealthFinding("cpu", worst_verdict(verdicts), "; ".join(problems) if problems else summary, figures)]
 
 
-def check(site: Site) -> list[Finding]:
-    return evaluate(look(site))
+def check_cpu(context: CheckContext) -> list[HealthFinding]:
+    return evaluate_cpu(measure_cpu(context))
 
 
-def numbers(text: str) -> list[int]:
+def parse_cpu_list(text: str) -> list[int]:
     """The kernel's lists of CPUs: "0-3,8" -> 0, 1, 2, 3, 8."""
     found: list[int] = []
     for part in text.split(",") if text else []:
@@ -66,20 +68,20 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def clock_limit(site: Site, cpus: Sequence[int]) -> float | None:
+def clock_limit_share(context: CheckContext, cpus: Sequence[int]) -> float | None:
     """The lowest clock that any core is limited to, over its highest; None in virtual machines, as a rule."""
     shares = []
     for cpu in cpus:
-        folder = site.root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq"
-        limit, most = read(folder / "scaling_max_freq"), read(folder / "cpuinfo_max_freq")
-        if limit.isdigit() and most.isdigit() and int(most) > 0:
-            shares.append(int(limit) / int(most))
+        folder = context.root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq"
+        limit, max_khz = read_small_file(folder / "scaling_max_freq"), read_small_file(folder / "cpuinfo_max_freq")
+        if limit.isdigit() and max_khz.isdigit() and int(max_khz) > 0:
+            shares.append(int(limit) / int(max_khz))
     return min(shares, default=None)
 
 
-def _number(value: Figure) -> float | None:
+def _as_number(value: FindingValue) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _told(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "?" if value is None else f"{value:g}"

@@ -8,100 +8,103 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phalanx.cluster.health.checks import Check
-from phalanx.cluster.health.finding import Finding, Verdict, finding, worst
-from phalanx.cluster.health.helper import Helper, Unfinished
-from phalanx.cluster.health.site import Site
+from phalanx.cluster.health.checks import HealthCheck
+from phalanx.cluster.health.finding import HealthFinding, HealthVerdict, parse_finding, worst_verdict
+from phalanx.cluster.health.helper import CheckAborted, CheckProcess
+from phalanx.cluster.health.site import CheckContext
 
-FORMAT = 1
-HERE = "phalanx.cluster.health"
-CLEANING = 5.0
+REPORT_FORMAT = 1
+HEALTH_PACKAGE = "phalanx.cluster.health"
+CLEANUP_TIMEOUT_S = 5.0
 
 
-class Caller(Protocol):
+class CheckRunner(Protocol):
     """Who runs `module:function(payload)` within so many seconds, or raises Unfinished."""
 
-    def call(self, function: str, payload: Any, seconds: float) -> Any: ...
+    def call(self, function: str, payload: Any, timeout_s: float) -> Any: ...
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was found on one node. `time`: Unix seconds, by its own clock, when it was written."""
+class NodeHealthReport:
+    """What was found on one node. `written_at`: Unix seconds, by its own clock, when it was written."""
 
     node: str
-    time: float
-    seconds: float
-    findings: tuple[Finding, ...]
+    written_at: float
+    duration_s: float
+    findings: tuple[HealthFinding, ...]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> HealthVerdict:
         """The gravest of all."""
-        return worst(each.verdict for each in self.findings)
+        return worst_verdict(each.verdict for each in self.findings)
 
     @property
-    def fit(self) -> bool:
+    def is_fit(self) -> bool:
         """Whether this node may train."""
-        return not any(each.verdict.unfit for each in self.findings)
+        return not any(each.verdict.is_unfit for each in self.findings)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "format": FORMAT,
+            "format": REPORT_FORMAT,
             "node": self.node,
-            "time": self.time,
-            "seconds": round(self.seconds, 3),
+            "time": self.written_at,
+            "seconds": round(self.duration_s, 3),
             "verdict": str(self.verdict),
-            "fit": self.fit,
+            "fit": self.is_fit,
             "findings": [each.as_json() for each in self.findings],
         }
 
 
-def report(value: Mapping[str, Any]) -> Report:
+def parse_report(value: Mapping[str, Any]) -> NodeHealthReport:
     """The report of plain values. KeyError, TypeError or ValueError when they are none."""
-    if value["format"] != FORMAT:
-        raise ValueError(f"format {value['format']}: expected {FORMAT}")
-    findings = tuple(finding(each) for each in value["findings"])
-    return Report(str(value["node"]), float(value["time"]), float(value["seconds"]), findings)
+    if value["format"] != REPORT_FORMAT:
+        raise ValueError(f"format {value['format']}: expected {REPORT_FORMAT}")
+    findings = tuple(parse_finding(each) for each in value["findings"])
+    return NodeHealthReport(str(value["node"]), float(value["time"]), float(value["seconds"]), findings)
 
 
-def examine(
-    site: Site,
-    checks: Sequence[Check],
+def run_checks(
+    context: CheckContext,
+    checks: Sequence[HealthCheck],
     progress: Callable[[str], None] = lambda name: None,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
-) -> Report:
+) -> NodeHealthReport:
     """Do the checks; Ctrl-C leaves no process behind."""
-    begun, found = clock(), list[Finding]()
-    with Helper() as looker:
+    started, found = clock(), list[HealthFinding]()
+    with CheckProcess() as shared_process:
         for check in checks:
             progress(check.name)
-            if check.measures:
-                with Helper() as own:
-                    found += one(check, site, own)
+            if check.is_benchmark:
+                with CheckProcess() as own_process:
+                    found += run_check(check, context, own_process)
             else:
-                found += one(check, site, looker)
-    return Report(platform.node(), now(), clock() - begun, tuple(found))
+                found += run_check(check, context, shared_process)
+    return NodeHealthReport(platform.node(), now(), clock() - started, tuple(found))
 
 
-def one(check: Check, site: Site, caller: Caller) -> list[Finding]:
+def run_check(check: HealthCheck, context: CheckContext, runner: CheckRunner) -> list[HealthFinding]:
     """One check's findings, or that it came to no end."""
-    payload = {"check": check.name, "site": site.as_json()}
+    payload = {"check": check.name, "site": context.as_json()}
     try:
-        return [finding(each) for each in caller.call(f"{HERE}.checks:run", payload, check.seconds)]
-    except Unfinished as error:
-        left = _cleaned(site, caller) if check.name == "disk-throughput" else ""
-        return [Finding(check.name, Verdict.UNFINISHED, f"{error}{left}", {"limit": check.seconds})]
+        return [
+            parse_finding(each)
+            for each in runner.call(f"{HEALTH_PACKAGE}.checks:run_check_in_process", payload, check.timeout_s)
+        ]
+    except CheckAborted as error:
+        cleanup_note = _clean_up(context, runner) if check.name == "disk-throughput" else ""
+        return [HealthFinding(check.name, HealthVerdict.ERROR, f"{error}{cleanup_note}", {"limit": check.timeout_s})]
     except KeyboardInterrupt:
         if check.name == "disk-throughput":
-            _cleaned(site, caller)
+            _clean_up(context, runner)
         raise
 
 
-def _cleaned(site: Site, caller: Caller) -> str:
+def _clean_up(context: CheckContext, runner: CheckRunner) -> str:
     """Remove the file of a measurement that was killed; words where that fails, too."""
     try:
-        caller.call(f"{HERE}.disk_rate:clean", site.as_json(), CLEANING)
-    except Unfinished:
-        return f"; its file may be left in {site.run}"
+        runner.call(f"{HEALTH_PACKAGE}.disk_rate:remove_scratch", context.as_json(), CLEANUP_TIMEOUT_S)
+    except CheckAborted:
+        return f"; its file may be left in {context.run_dir}"
     return ""

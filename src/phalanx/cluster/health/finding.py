@@ -5,46 +5,46 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-Figure = float | int | str | bool | None
+FindingValue = float | int | str | bool | None
 
 
-class Verdict(StrEnum):
+class HealthVerdict(StrEnum):
     """How fit a machine is by one check."""
 
-    OK = "PASS"
+    PASS = "PASS"
     UNKNOWN = "UNKNOWN"  # nothing here tells: said, and neither passed nor held against the machine
     WARN = "WARN"
-    UNFINISHED = "ERROR"  # the check raised, hung or died: no pass
-    BAD = "FAIL"
+    ERROR = "ERROR"  # the check raised, hung or died: no pass
+    FAIL = "FAIL"
 
     @property
-    def unfit(self) -> bool:
+    def is_unfit(self) -> bool:
         """Whether nothing should be trained on a machine of which this is said."""
-        return self in (Verdict.UNFINISHED, Verdict.BAD)
+        return self in (HealthVerdict.ERROR, HealthVerdict.FAIL)
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """One thing that a check says. Its figures are what the reason was made of, in base units, for comparing."""
 
     check: str
-    verdict: Verdict
+    verdict: HealthVerdict
     reason: str
-    figures: Mapping[str, Figure] = field(default_factory=dict)
+    values: Mapping[str, FindingValue] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        figures = dict(self.figures)
+        figures = dict(self.values)
         return {"check": self.check, "verdict": str(self.verdict), "reason": self.reason, "figures": figures}
 
 
-def finding(value: Mapping[str, Any]) -> Finding:
+def parse_finding(value: Mapping[str, Any]) -> HealthFinding:
     """The finding of plain values. KeyError, TypeError or ValueError when they are none."""
-    figures: Mapping[str, Figure] = value["figures"]
-    return Finding(str(value["check"]), Verdict(value["verdict"]), str(value["reason"]), dict(figures))
+    figures: Mapping[str, FindingValue] = value["figures"]
+    return HealthFinding(str(value["check"]), HealthVerdict(value["verdict"]), str(value["reason"]), dict(figures))
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
+def worst_verdict(verdicts: Iterable[HealthVerdict]) -> HealthVerdict:
     """The gravest of them; OK of none."""
-    order = list(Verdict)
-    return max(verdicts, key=order.index, default=Verdict.OK)
+    order = list(HealthVerdict)
+    return max(verdicts, key=order.index, default=HealthVerdict.PASS)

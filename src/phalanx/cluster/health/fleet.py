@@ -8,135 +8,150 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from phalanx.cluster.health.examine import Report
-from phalanx.cluster.health.finding import Figure, Finding, Verdict, worst
-from phalanx.cluster.health.product import PEERS, beside, lost
-from phalanx.cluster.health.thresholds import judge
+from phalanx.cluster.health.examine import NodeHealthReport
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.product import MIN_PEERS, format_relative_speed, slowdown_share
+from phalanx.cluster.health.thresholds import evaluate_threshold
 
-SAME = ("torch", "phalanx", "python")
+REQUIRED_EQUAL = ("torch", "phalanx", "python")
 """What must be the same everywhere: other releases compute other bits, or do not understand each other."""
-ALIKE = ("numpy", "kernel", "driver")
+EXPECTED_EQUAL = ("numpy", "kernel", "driver")
 """What should be."""
 
 
-def compare(reports: Sequence[Report]) -> dict[str, list[Finding]]:
+def compare_nodes(reports: Sequence[NodeHealthReport]) -> dict[str, list[HealthFinding]]:
     """What stands out, by node; each node has an entry, with a finding for each thing that was compared."""
-    found: dict[str, list[Finding]] = {each.node: [] for each in reports}
-    for part in (paces(reports), disks(reports), versions(reports), clocks(reports)):
-        for node, one in part.items():
+    found: dict[str, list[HealthFinding]] = {each.node: [] for each in reports}
+    for findings in (
+        compare_matmul(reports),
+        compare_disks(reports),
+        compare_versions(reports),
+        compare_clocks(reports),
+    ):
+        for node, one in findings.items():
             found[node].append(one)
     return found
 
 
-def figures_of(report: Report, check: str) -> list[Mapping[str, Figure]]:
+def values_of_check(report: NodeHealthReport, check: str) -> list[Mapping[str, FindingValue]]:
     """The figures of all findings of a check, "matmul/gpu3" and the like included."""
-    return [each.figures for each in report.findings if each.check.partition("/")[0] == check]
+    return [each.values for each in report.findings if each.check.partition("/")[0] == check]
 
 
-def paces(reports: Sequence[Report]) -> dict[str, Finding]:
+def compare_matmul(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
     """The reference product: each node's slowest device against those of the nodes with the same device."""
-    kinds: dict[str, dict[str, float]] = {}
+    times_by_device: dict[str, dict[str, float]] = {}
     for report in reports:
-        here = [each for each in figures_of(report, "matmul") if isinstance(each.get("seconds"), float)]
-        if here:
-            slowest = max(float(each["seconds"] or 0.0) for each in here)
-            kinds.setdefault(str(here[0].get("device")), {})[report.node] = slowest
+        device_values = [each for each in values_of_check(report, "matmul") if isinstance(each.get("seconds"), float)]
+        if device_values:
+            slowest = max(float(each["seconds"] or 0.0) for each in device_values)
+            times_by_device.setdefault(str(device_values[0].get("device")), {})[report.node] = slowest
     found = {}
-    for nodes in kinds.values():
-        baseline = _baseline(nodes.values(), min)
+    for nodes in times_by_device.values():
+        baseline = _choose_baseline(nodes.values(), min)
         for node, seconds in nodes.items():
-            found[node] = _pace(seconds, baseline, len(nodes))
+            found[node] = _matmul_finding(seconds, baseline, len(nodes))
     for report in reports:
         if report.node not in found:
-            found[report.node] = Finding("fleet/matmul", Verdict.UNKNOWN, "its report has no rate of matrix products")
+            found[report.node] = HealthFinding(
+                "fleet/matmul", HealthVerdict.UNKNOWN, "its report has no rate of matrix products"
+            )
     return found
 
 
-def _pace(seconds: float, baseline: float, nodes: int) -> Finding:
-    share = lost(seconds, baseline)
-    whom = _whom(nodes)
-    figures: dict[str, Figure] = {"seconds": seconds, "baseline_seconds": baseline, "nodes": nodes}
+def _matmul_finding(seconds: float, baseline: float, nodes: int) -> HealthFinding:
+    slowdown = slowdown_share(seconds, baseline)
+    reference = _describe_reference(nodes)
+    figures: dict[str, FindingValue] = {"seconds": seconds, "baseline_seconds": baseline, "nodes": nodes}
     if nodes == 1:
         text = "no other node has this device: nothing to compare with"
-        return Finding("fleet/matmul", Verdict.UNKNOWN, text, figures)
-    return Finding("fleet/matmul", judge("matmul slowdown", share), f"{beside(share)} {whom}", figures)
+        return HealthFinding("fleet/matmul", HealthVerdict.UNKNOWN, text, figures)
+    return HealthFinding(
+        "fleet/matmul",
+        evaluate_threshold("matmul slowdown", slowdown),
+        f"{format_relative_speed(slowdown)} {reference}",
+        figures,
+    )
 
 
-def disks(reports: Sequence[Report]) -> dict[str, Finding]:
+def compare_disks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
     """The rate at which a file was written."""
     rates = {}
     for report in reports:
-        for each in figures_of(report, "disk-throughput"):
+        for each in values_of_check(report, "disk-throughput"):
             if isinstance(rate := each.get("written"), float):
                 rates[report.node] = rate
     if len(rates) < 2:
         return {}
-    baseline = _baseline(rates.values(), max)
+    baseline = _choose_baseline(rates.values(), max)
     return {
-        node: Finding(
+        node: HealthFinding(
             "fleet/disk",
-            judge("disk slowdown", 1 - rate / baseline),
-            f"writes {rate / 1e6:.3g} MB/s, {rate / baseline:.0%} of {_whom(len(rates))}",
+            evaluate_threshold("disk slowdown", 1 - rate / baseline),
+            f"writes {rate / 1e6:.3g} MB/s, {rate / baseline:.0%} of {_describe_reference(len(rates))}",
             {"written": rate, "baseline": baseline},
         )
         for node, rate in rates.items()
     }
 
 
-def versions(reports: Sequence[Report]) -> dict[str, Finding]:
+def compare_versions(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
     """Software that differs from what most nodes have."""
-    here = {report.node: each for report in reports for each in figures_of(report, "versions")}
-    usual = {name: Counter(str(each.get(name)) for each in here.values()).most_common() for name in (*SAME, *ALIKE)}
+    versions_by_node = {report.node: each for report in reports for each in values_of_check(report, "versions")}
+    counts_by_name = {
+        name: Counter(str(each.get(name)) for each in versions_by_node.values()).most_common()
+        for name in (*REQUIRED_EQUAL, *EXPECTED_EQUAL)
+    }
     found = {}
-    for node, each in here.items():
-        told, verdicts = [], [Verdict.OK]
-        for name in (*SAME, *ALIKE):
-            mine, (most, *others) = str(each.get(name)), usual[name]
-            if not others or (mine == most[0] and most[1] > others[0][1]):
+    for node, each in versions_by_node.items():
+        differences, verdicts = [], [HealthVerdict.PASS]
+        for name in (*REQUIRED_EQUAL, *EXPECTED_EQUAL):
+            own, (most, *others) = str(each.get(name)), counts_by_name[name]
+            if not others or (own == most[0] and most[1] > others[0][1]):
                 continue
-            other, count = most if mine != most[0] else others[0]
-            told.append(f"{name} {mine}, where {count} of {len(here)} nodes have {other}")
-            verdicts.append(Verdict.BAD if name in SAME else Verdict.WARN)
-        found[node] = Finding("fleet/versions", worst(verdicts), "; ".join(told) or "as on the other nodes")
+            other, count = most if own != most[0] else others[0]
+            differences.append(f"{name} {own}, where {count} of {len(versions_by_node)} nodes have {other}")
+            verdicts.append(HealthVerdict.FAIL if name in REQUIRED_EQUAL else HealthVerdict.WARN)
+        found[node] = HealthFinding(
+            "fleet/versions", worst_verdict(verdicts), "; ".join(differences) or "as on the other nodes"
+        )
     return found
 
 
-def clocks(reports: Sequence[Report]) -> dict[str, Finding]:
+def compare_clocks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
     """How far clocks are apart: by a file server's, where all nodes saw one; else by the moments of the reports, which
     lie as far apart as the nodes started, so that they give no more than a warning."""
     offsets = {}
     for report in reports:
-        for each in figures_of(report, "clock"):
+        for each in values_of_check(report, "clock"):
             if isinstance(offset := each.get("server_offset"), float):
                 offsets[report.node] = offset
-    served = len(offsets) == len(reports)
-    values = offsets if served else {report.node: report.time for report in reports}
+    by_server = len(offsets) == len(reports)
+    values = offsets if by_server else {report.node: report.written_at for report in reports}
     if len(values) < 2:
         return {}
     middle, found = statistics.median(values.values()), {}
     for node, value in values.items():
         skew = value - middle
-        way = "ahead of" if skew > 0 else "behind"
-        figures: dict[str, Figure] = {"skew": skew, "by": "file server" if served else "reports"}
-        if served:
-            text = f"{abs(skew):.2f} s {way} the others, by the file server's clock"
-            found[node] = Finding("fleet/clock", judge("clock skew", abs(skew)), text, figures)
-        elif judge("clock skew (report times)", abs(skew)) is Verdict.OK:
-            text = f"less than {abs(skew) + 1:.0f} s {way} the others, by the times of the reports"
-            found[node] = Finding("fleet/clock", Verdict.OK, text, figures)
+        direction = "ahead of" if skew > 0 else "behind"
+        figures: dict[str, FindingValue] = {"skew": skew, "by": "file server" if by_server else "reports"}
+        if by_server:
+            text = f"{abs(skew):.2f} s {direction} the others, by the file server's clock"
+            found[node] = HealthFinding("fleet/clock", evaluate_threshold("clock skew", abs(skew)), text, figures)
+        elif evaluate_threshold("clock skew (report times)", abs(skew)) is HealthVerdict.PASS:
+            text = f"less than {abs(skew) + 1:.0f} s {direction} the others, by the times of the reports"
+            found[node] = HealthFinding("fleet/clock", HealthVerdict.PASS, text, figures)
         else:
-            text = (
-                f"its report is {abs(skew):.0f} s {way} the others': its clock is wrong, or it was made at another time"
-            )
-            found[node] = Finding("fleet/clock", Verdict.WARN, text, figures)
+            text = f"its report is {abs(skew):.0f} s {direction} the others': its clock is wrong, or it was made at another time"
+            found[node] = HealthFinding("fleet/clock", HealthVerdict.WARN, text, figures)
     return found
 
 
-def _baseline(values: Iterable[float], best: Callable[[list[float]], float]) -> float:
+def _choose_baseline(values: Iterable[float], best: Callable[[list[float]], float]) -> float:
     """The median, or of fewer than three the best."""
     known = list(values)
-    return statistics.median(known) if len(known) >= PEERS else best(known)
+    return statistics.median(known) if len(known) >= MIN_PEERS else best(known)
 
 
-def _whom(nodes: int) -> str:
-    return f"the median of {nodes} nodes" if nodes >= PEERS else "the other node"
+def _describe_reference(nodes: int) -> str:
+    return f"the median of {nodes} nodes" if nodes >= MIN_PEERS else "the other node"

@@ -20,19 +20,19 @@ from typing import Any, Self
 from phalanx.compat import die_with_parent
 from phalanx.errors import PhalanxError
 
-START = 60.0
+START_TIMEOUT_S = 60.0
 """Seconds until the process must be there; a loaded machine may take long to start Python, and is not unfit by that."""
-LAST = 2.0
+KILL_TIMEOUT_S = 2.0
 """Seconds for a killed process to be gone. The kernel keeps one that waits for a disk as long as it likes."""
-WORDS = 300
+MAX_ERROR_CHARS = 300
 """Characters of why something failed."""
 
 
-class Unfinished(Exception):
+class CheckAborted(Exception):
     """A request came to no end; the text says why."""
 
 
-class Helper:
+class CheckProcess:
     """The asking side. A context manager: leaving it ends the process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,27 +43,27 @@ class Helper:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._kill()
 
-    def call(self, function: str, payload: Any, seconds: float) -> Any:
+    def call(self, function: str, payload: Any, timeout_s: float) -> Any:
         """`module:function(payload)` in the process, within so many seconds. Unfinished when it takes longer, raises,
         or dies."""
         try:
-            process = self._started()
+            process = self._ensure_started()
             assert process.stdin is not None
             process.stdin.write(json.dumps({"function": function, "payload": payload}).encode() + b"\n")
             process.stdin.flush()
-            reply = json.loads(self._line(process, seconds, f"it did not finish within {seconds:g} s"))
+            reply = json.loads(self._read_line(process, timeout_s, f"it did not finish within {timeout_s:g} s"))
         except BrokenPipeError:
-            raise Unfinished(self._ended("its process died")) from None
+            raise CheckAborted(self._kill_and_explain("its process died")) from None
         except KeyboardInterrupt:
-            self._end()  # it is in the middle of something, and would give that answer to the next request
+            self._kill()  # it is in the middle of something, and would give that answer to the next request
             raise
         if "error" in reply:
-            raise Unfinished(reply["error"])
+            raise CheckAborted(reply["error"])
         return reply["value"]
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _ensure_started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(os.getpid())],
@@ -71,35 +71,35 @@ class Helper:
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # so that a signal reaches all that it starts
             )
-            self._line(self._process, START, f"its process did not start within {START:g} s")
+            self._read_line(self._process, START_TIMEOUT_S, f"its process did not start within {START_TIMEOUT_S:g} s")
         return self._process
 
-    def _line(self, process: subprocess.Popen[bytes], seconds: float, late: str) -> bytes:
+    def _read_line(self, process: subprocess.Popen[bytes], timeout_s: float, timeout_text: str) -> bytes:
         assert process.stdout is not None
-        until, received = self._clock() + seconds, b""
+        deadline, received = self._clock() + timeout_s, b""
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while not received.endswith(b"\n"):
-                left = until - self._clock()
-                if left <= 0 or not selector.select(left):
-                    raise Unfinished(self._ended(late))
+                remaining = deadline - self._clock()
+                if remaining <= 0 or not selector.select(remaining):
+                    raise CheckAborted(self._kill_and_explain(timeout_text))
                 part = os.read(process.stdout.fileno(), 1 << 16)
                 if not part:
-                    raise Unfinished(self._ended("its process died"))
+                    raise CheckAborted(self._kill_and_explain("its process died"))
                 received += part
         return received
 
-    def _ended(self, why: str) -> str:
+    def _kill_and_explain(self, reason: str) -> str:
         """End the process; the words, with how it ended or that it could not be ended."""
         process = self._process
         assert process is not None
-        killed = process.poll() is None and not why.endswith("died")
-        gone = self._end()
+        killed = process.poll() is None and not reason.endswith("died")
+        gone = self._kill()
         if not gone:
-            return f"{why}, and its process {process.pid} cannot be killed: it waits within the kernel"
-        return why if killed else f"{why} ({_how(process.returncode)})"
+            return f"{reason}, and its process {process.pid} cannot be killed: it waits within the kernel"
+        return reason if killed else f"{reason} ({_describe_exit(process.returncode)})"
 
-    def _end(self) -> bool:
+    def _kill(self) -> bool:
         """Kill the process with its group; whether it is gone."""
         process, self._process = self._process, None
         if process is None:
@@ -112,17 +112,17 @@ class Helper:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         try:
-            process.wait(LAST)
+            process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return False
         return True
 
 
-def _how(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def serve(parent: int) -> None:
+def serve_requests(parent: int) -> None:
     """The process: answer requests from standard input until it closes."""
     die_with_parent(parent)
     # libraries print, too: what they print must not be taken for an answer
@@ -130,18 +130,18 @@ def serve(parent: int) -> None:
         os.dup2(2, 1)
         answers.write(b"{}\n")
         for line in sys.stdin.buffer:
-            answers.write(json.dumps(_answer(json.loads(line))).encode() + b"\n")
+            answers.write(json.dumps(_handle_request(json.loads(line))).encode() + b"\n")
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def _handle_request(request: dict[str, Any]) -> dict[str, Any]:
     module, _, name = request["function"].partition(":")
     try:
         return {"value": getattr(importlib.import_module(module), name)(request["payload"])}
     except PhalanxError as error:
-        return {"error": str(error)[:WORDS]}
+        return {"error": str(error)[:MAX_ERROR_CHARS]}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it crosses a process boundary and is told there
-        return {"error": f"{type(error).__name__}: {error}"[:WORDS]}
+        return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve_requests(int(sys.argv[1]))

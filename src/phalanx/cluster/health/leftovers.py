@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cluster.health.finding import Figure, Finding, Verdict
-from phalanx.cluster.health.site import Site, read
-from phalanx.cluster.health.thresholds import MIB, judge
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict
+from phalanx.cluster.health.site import CheckContext, read_small_file
+from phalanx.cluster.health.thresholds import BYTES_PER_MIB, evaluate_threshold
 
-NURSERY = "phalanx.jobs.nursery"
+FORKSERVER_MODULE = "phalanx.jobs.nursery"
 """In the command of the process that forks workers, and of these."""
-INITIAL = frozenset({"init", "systemd", "tini", "dumb-init", "catatonit"})
+INIT_PROCESS_NAMES = frozenset({"init", "systemd", "tini", "dumb-init", "catatonit"})
 """Who adopts processes whose parent is gone."""
-LOOKS, BETWEEN = 3, 0.1
+NUM_LOOKS, LOOK_INTERVAL_S = 3, 0.1
 """How often, and how many seconds apart, a process must be found waiting within the kernel: a moment of it is usual."""
-SHOWN = 5
+MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessInfo:
     """One process. `state`: R running, S sleeping, D waiting within the kernel, Z zombie."""
 
     pid: int
@@ -33,74 +33,77 @@ class Process:
     name: str
     state: str
     command: tuple[str, ...]
-    mine: bool
+    is_own: bool
     """Whether it belongs to the user for whom is looked; for root all do."""
 
 
-INIT = Process(1, 0, "init", "S", (), False)
+UNKNOWN_PARENT = ProcessInfo(1, 0, "init", "S", (), False)
 """Stands for a parent that cannot be seen."""
 
 
-def processes(site: Site) -> list[Process]:
+def list_processes(context: CheckContext) -> list[ProcessInfo]:
     """All processes."""
-    folder = site.root / "proc"
-    found = (_process(each, site.uid) for each in folder.iterdir() if each.name.isdigit())
+    folder = context.root / "proc"
+    found = (_read_process(each, context.uid) for each in folder.iterdir() if each.name.isdigit())
     return sorted((each for each in found if each is not None), key=lambda each: each.pid)
 
 
-def _process(folder: Path, uid: int) -> Process | None:
-    stat = read(folder / "stat")
+def _read_process(folder: Path, uid: int) -> ProcessInfo | None:
+    stat = read_small_file(folder / "stat")
     begin, end = stat.find("("), stat.rfind(")")
     try:
         mine = uid in (0, folder.stat().st_uid)
         state, parent = stat[end + 1 :].split()[:2]
-        command = tuple(word for word in read(folder / "cmdline").split("\0") if word)
+        command = tuple(word for word in read_small_file(folder / "cmdline").split("\0") if word)
     except (OSError, ValueError):  # it ended meanwhile
         return None
-    return Process(int(folder.name), int(parent), stat[begin + 1 : end], state, command, mine)
+    return ProcessInfo(int(folder.name), int(parent), stat[begin + 1 : end], state, command, mine)
 
 
-def orphans(found: list[Process], variables: Callable[[int], str]) -> list[Process]:
+def find_orphans(found: list[ProcessInfo], environment_of: Callable[[int], str]) -> list[ProcessInfo]:
     """Workers of a run that nobody looks after any more: ours whose agent is gone, and torchrun's which were adopted.
-    `variables` gives a process's environment, empty where it may not be seen."""
+    `environment_of` gives a process's environment, empty where it may not be seen."""
     by_pid = {each.pid: each for each in found}
-    return [each for each in found if each.mine and each.state != "Z" and _orphan(each, by_pid, variables)]
+    return [each for each in found if each.is_own and each.state != "Z" and _is_orphan(each, by_pid, environment_of)]
 
 
-def _orphan(one: Process, by_pid: dict[int, Process], variables: Callable[[int], str]) -> bool:
-    top = one
-    while NURSERY in top.command and NURSERY in (above := by_pid.get(top.parent, INIT)).command:
+def _is_orphan(process: ProcessInfo, by_pid: dict[int, ProcessInfo], environment_of: Callable[[int], str]) -> bool:
+    top = process
+    while (
+        FORKSERVER_MODULE in top.command
+        and FORKSERVER_MODULE in (above := by_pid.get(top.parent, UNKNOWN_PARENT)).command
+    ):
         top = above
     # who is adopted has lost its parent; the numbers in commands may be those of another namespace
-    if by_pid.get(top.parent, INIT).name not in INITIAL:
+    if by_pid.get(top.parent, UNKNOWN_PARENT).name not in INIT_PROCESS_NAMES:
         return False
-    if NURSERY in one.command:
+    if FORKSERVER_MODULE in process.command:
         return True
-    words = variables(one.pid)
+    words = environment_of(process.pid)
     return all(re.search(rf"(^|\0){name}=", words) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
-def abandoned(site: Site, found: list[Process]) -> dict[str, int]:
+def find_abandoned_shm(context: CheckContext, found: list[ProcessInfo]) -> dict[str, int]:
     """Files of the user (for root: all) in /dev/shm that no process has open or mapped, by name, with their bytes."""
-    folder = site.root / "dev/shm"
-    here = {each.name: each for each in folder.iterdir()} if folder.is_dir() else {}
+    folder = context.root / "dev/shm"
+    files_by_name = {each.name: each for each in folder.iterdir()} if folder.is_dir() else {}
     files = {}
-    for name, path in here.items():
+    for name, path in files_by_name.items():
         try:
             stat = path.lstat()
         except FileNotFoundError:  # its owner has just removed it
             continue
-        if site.uid in (0, stat.st_uid) and path.is_file() and not path.is_symlink():
+        if context.uid in (0, stat.st_uid) and path.is_file() and not path.is_symlink():
             files[name] = stat.st_size
     if not files:
         return {}
-    used = {name for each in found if each.mine for name in _in_shm(site.root / "proc" / str(each.pid))}
-    return {name: size for name, size in files.items() if name not in used and not _semaphore(name)}
+    used = {name for each in found if each.is_own for name in _shm_names_of(context.root / "proc" / str(each.pid))}
+    return {name: size for name, size in files.items() if name not in used and not _is_semaphore(name)}
 
 
-def _in_shm(folder: Path) -> Iterator[str]:
+def _shm_names_of(folder: Path) -> Iterator[str]:
     """Names below /dev/shm that a process has open or mapped."""
-    for line in read(folder / "maps").splitlines():
+    for line in read_small_file(folder / "maps").splitlines():
         if "/dev/shm/" in line:
             yield line.partition("/dev/shm/")[2]
     try:
@@ -116,55 +119,63 @@ def _in_shm(folder: Path) -> Iterator[str]:
             yield link.removeprefix("/dev/shm/")
 
 
-def _semaphore(name: str) -> bool:
+def _is_semaphore(name: str) -> bool:
     """Named semaphores take 32 bytes, and databases keep theirs for ever."""
     return name.startswith("sem.")
 
 
-def check(site: Site, sleep: Callable[[float], None] = time.sleep) -> list[Finding]:
-    found = processes(site)
-    left = orphans(found, lambda pid: read(site.root / "proc" / str(pid) / "environ"))
-    return [_processes(left), _files(abandoned(site, found)), _stuck(site, found, sleep)]
+def check_leaked_resources(context: CheckContext, sleep: Callable[[float], None] = time.sleep) -> list[HealthFinding]:
+    found = list_processes(context)
+    left = find_orphans(found, lambda pid: read_small_file(context.root / "proc" / str(pid) / "environ"))
+    return [
+        _orphan_finding(left),
+        _shm_finding(find_abandoned_shm(context, found)),
+        _blocked_finding(context, found, sleep),
+    ]
 
 
-def _processes(left: list[Process]) -> Finding:
-    figures: dict[str, Figure] = {"pids": " ".join(str(each.pid) for each in left)}
-    if not left:
-        return Finding("leaked-resources/workers", Verdict.OK, "no worker without its agent", figures)
-    numbers = ", ".join(str(each.pid) for each in left[:SHOWN]) + (" ..." if len(left) > SHOWN else "")
-    text = f"{len(left)} workers of a run whose agent is gone still hold memory or devices: end them (kill {numbers})"
-    return Finding("leaked-resources/workers", Verdict.BAD, text, figures)
+def _orphan_finding(orphans_left: list[ProcessInfo]) -> HealthFinding:
+    figures: dict[str, FindingValue] = {"pids": " ".join(str(each.pid) for each in orphans_left)}
+    if not orphans_left:
+        return HealthFinding("leaked-resources/workers", HealthVerdict.PASS, "no worker without its agent", figures)
+    numbers = ", ".join(str(each.pid) for each in orphans_left[:MAX_SHOWN]) + (
+        " ..." if len(orphans_left) > MAX_SHOWN else ""
+    )
+    text = f"{len(orphans_left)} workers of a run whose agent is gone still hold memory or devices: end them (kill {numbers})"
+    return HealthFinding("leaked-resources/workers", HealthVerdict.FAIL, text, figures)
 
 
-def _files(files: dict[str, int]) -> Finding:
+def _shm_finding(files: dict[str, int]) -> HealthFinding:
     size = sum(files.values())
-    figures: dict[str, Figure] = {"files": len(files), "bytes": size}
+    figures: dict[str, FindingValue] = {"files": len(files), "bytes": size}
     if not files:
-        return Finding("leaked-resources/shm", Verdict.OK, "no file in /dev/shm that nobody has open", figures)
-    names = ", ".join(sorted(files)[:SHOWN]) + (" ..." if len(files) > SHOWN else "")
-    text = f"{len(files)} files in /dev/shm ({size / MIB:.1f} MiB) that no process has open: {names}"
-    return Finding("leaked-resources/shm", Verdict.WARN, text, figures)
+        return HealthFinding(
+            "leaked-resources/shm", HealthVerdict.PASS, "no file in /dev/shm that nobody has open", figures
+        )
+    names = ", ".join(sorted(files)[:MAX_SHOWN]) + (" ..." if len(files) > MAX_SHOWN else "")
+    text = f"{len(files)} files in /dev/shm ({size / BYTES_PER_MIB:.1f} MiB) that no process has open: {names}"
+    return HealthFinding("leaked-resources/shm", HealthVerdict.WARN, text, figures)
 
 
-def _stuck(site: Site, found: list[Process], sleep: Callable[[float], None]) -> Finding:
-    stuck = _waiting(found)
-    for _ in range(LOOKS - 1):
-        if stuck:
-            sleep(BETWEEN)
-            stuck &= _waiting(processes(site))
+def _blocked_finding(context: CheckContext, found: list[ProcessInfo], sleep: Callable[[float], None]) -> HealthFinding:
+    blocked = _find_blocked(found)
+    for _ in range(NUM_LOOKS - 1):
+        if blocked:
+            sleep(LOOK_INTERVAL_S)
+            blocked &= _find_blocked(list_processes(context))
     zombies = [each for each in found if each.state == "Z"]
     names = {each.pid: each.name for each in found}
-    figures: dict[str, Figure] = {"stuck": len(stuck), "zombies": len(zombies)}
-    if (verdict := judge("uninterruptible processes", len(stuck))) is not Verdict.OK:
-        told = ", ".join(f"{names[pid]} ({pid})" for pid in sorted(stuck)[:SHOWN])
-        text = f"{len(stuck)} processes wait within the kernel, as for a dead disk or GPU: {told}"
-        return Finding("leaked-resources/uninterruptible", verdict, text, figures)
-    verdict = judge("zombies", len(zombies))
-    return Finding(
+    figures: dict[str, FindingValue] = {"stuck": len(blocked), "zombies": len(zombies)}
+    if (verdict := evaluate_threshold("uninterruptible processes", len(blocked))) is not HealthVerdict.PASS:
+        shown = ", ".join(f"{names[pid]} ({pid})" for pid in sorted(blocked)[:MAX_SHOWN])
+        text = f"{len(blocked)} processes wait within the kernel, as for a dead disk or GPU: {shown}"
+        return HealthFinding("leaked-resources/uninterruptible", verdict, text, figures)
+    verdict = evaluate_threshold("zombies", len(zombies))
+    return HealthFinding(
         "leaked-resources/uninterruptible", verdict, f"none waits within the kernel; {len(zombies)} zombies", figures
     )
 
 
-def _waiting(found: list[Process]) -> set[int]:
+def _find_blocked(found: list[ProcessInfo]) -> set[int]:
     """Those in state D; the kernel's own threads, which have no command, wait there as a habit."""
     return {each.pid for each in found if each.state == "D" and each.command}

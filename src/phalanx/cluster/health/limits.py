@@ -3,41 +3,41 @@
 import resource
 from collections.abc import Callable
 
-from phalanx.cluster.cards import cards
-from phalanx.cluster.health.finding import Figure, Finding, Verdict, worst
-from phalanx.cluster.health.site import Site
-from phalanx.cluster.health.thresholds import MIB, judge
+from phalanx.cluster.cards import discover_nics
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.site import CheckContext
+from phalanx.cluster.health.thresholds import BYTES_PER_MIB, evaluate_threshold
 
-Limit = Callable[[int], tuple[int, int]]
-LOCKED = 64 * MIB
+GetRlimit = Callable[[int], tuple[int, int]]
+TYPICAL_LOCKED_BYTES = 64 * BYTES_PER_MIB
 """Bytes: what many systems grant, and RDMA needs far more."""
 
 
-def look(site: Site, limit: Limit = resource.getrlimit) -> dict[str, Figure]:
+def measure_ulimits(context: CheckContext, limit: GetRlimit = resource.getrlimit) -> dict[str, FindingValue]:
     """Limits of this process; None: there is none."""
-    files, most = limit(resource.RLIMIT_NOFILE)
+    files, hard_limit = limit(resource.RLIMIT_NOFILE)
     locked, _ = limit(resource.RLIMIT_MEMLOCK)
     return {
         "open_files": None if files == resource.RLIM_INFINITY else files,
-        "open_files_most": None if most == resource.RLIM_INFINITY else most,
+        "open_files_most": None if hard_limit == resource.RLIM_INFINITY else hard_limit,
         "locked": None if locked == resource.RLIM_INFINITY else locked,
-        "rdma_ports": sum(card.up and card.kind != "ethernet" for card in cards(site.root)),
+        "rdma_ports": sum(card.is_up and card.link_kind != "ethernet" for card in discover_nics(context.root)),
     }
 
 
-def evaluate(figures: dict[str, Figure]) -> list[Finding]:
+def evaluate_ulimits(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     files, locked = figures["open_files"], figures["locked"]
-    verdicts, told = [Verdict.OK], "no limit of open files"
+    verdicts, summary = [HealthVerdict.PASS], "no limit of open files"
     if isinstance(files, int):
-        verdicts.append(judge("open files", files))
-        told = f"{files} open files a process"
-        if verdicts[-1] is not Verdict.OK:
-            told += f": raise it (ulimit -n; at most {figures['open_files_most']} here)"
-    if figures["rdma_ports"] and isinstance(locked, int) and locked <= LOCKED:
-        verdicts.append(Verdict.WARN)
-        told += f"; only {locked / MIB:.0f} MiB may be locked, and RDMA needs more: ulimit -l unlimited"
-    return [Finding("ulimits", worst(verdicts), told, figures)]
+        verdicts.append(evaluate_threshold("open files", files))
+        summary = f"{files} open files a process"
+        if verdicts[-1] is not HealthVerdict.PASS:
+            summary += f": raise it (ulimit -n; at most {figures['open_files_most']} here)"
+    if figures["rdma_ports"] and isinstance(locked, int) and locked <= TYPICAL_LOCKED_BYTES:
+        verdicts.append(HealthVerdict.WARN)
+        summary += f"; only {locked / BYTES_PER_MIB:.0f} MiB may be locked, and RDMA needs more: ulimit -l unlimited"
+    return [HealthFinding("ulimits", worst_verdict(verdicts), summary, figures)]
 
 
-def check(site: Site) -> list[Finding]:
-    return evaluate(look(site))
+def check_ulimits(context: CheckContext) -> list[HealthFinding]:
+    return evaluate_ulimits(measure_ulimits(context))

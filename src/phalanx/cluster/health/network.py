@@ -10,76 +10,83 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from phalanx.cluster.cards import Card, cards
-from phalanx.cluster.health.finding import Figure, Finding, Verdict, worst
-from phalanx.cluster.health.site import Site
-from phalanx.cluster.health.thresholds import judge
-from phalanx.cluster.interfaces import missing
+from phalanx.cluster.cards import Nic, discover_nics
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.site import CheckContext
+from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.cluster.interfaces import find_missing_interfaces
 
-Resolve = Callable[[str], list[str]]
+ResolveName = Callable[[str], list[str]]
 
 
-def addresses(name: str) -> list[str]:
+def resolve_addresses(name: str) -> list[str]:
     """IP addresses of a name. OSError when there are none."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return sorted({str(each[4][0]).partition("%")[0] for each in found})
 
 
-def usable(address: str) -> bool:
+def is_reachable(address: str) -> bool:
     """Whether another machine could reach it."""
     ip = ipaddress.ip_address(address)
     return not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)
 
 
-def check(
-    site: Site,
+def check_network(
+    context: CheckContext,
     name: str | None = None,
-    resolve: Resolve = addresses,
+    resolve: ResolveName = resolve_addresses,
     clock: Callable[[], float] = time.monotonic,
     environ: Mapping[str, str] = os.environ,
-) -> list[Finding]:
-    return [resolved(name or socket.gethostname(), resolve, clock), interfaces(cards(site.root), environ)]
+) -> list[HealthFinding]:
+    return [
+        evaluate_hostname(name or socket.gethostname(), resolve, clock),
+        evaluate_interfaces(discover_nics(context.root), environ),
+    ]
 
 
-def resolved(name: str, resolve: Resolve, clock: Callable[[], float]) -> Finding:
+def evaluate_hostname(name: str, resolve: ResolveName, clock: Callable[[], float]) -> HealthFinding:
     """Of the machine's own name."""
-    begun = clock()
+    started = clock()
     try:
         found = resolve(name)
     except OSError as error:
         text = (
             f"the name of this machine, {name}, has no address ({error.strerror or error}); add it to /etc/hosts or DNS"
         )
-        return Finding("network/name", Verdict.WARN, text, {"name": name, "seconds": clock() - begun})
-    seconds = clock() - begun
-    figures: dict[str, Figure] = {"name": name, "seconds": seconds, "addresses": " ".join(found)}
-    if not any(usable(each) for each in found):
+        return HealthFinding("network/name", HealthVerdict.WARN, text, {"name": name, "seconds": clock() - started})
+    seconds = clock() - started
+    figures: dict[str, FindingValue] = {"name": name, "seconds": seconds, "addresses": " ".join(found)}
+    if not any(is_reachable(each) for each in found):
         text = (
             f"{name} is {', '.join(found)}, which only this machine can reach: workers of other nodes would wait in "
             "vain; mend /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         )
-        return Finding("network/name", Verdict.WARN, text, figures)
-    verdict = judge("name resolution", seconds)
-    slow = f", found in {seconds:.1f} s: names should be answered in milliseconds" if verdict is not Verdict.OK else ""
-    return Finding("network/name", verdict, f"{name} is {', '.join(found)}{slow}", figures)
+        return HealthFinding("network/name", HealthVerdict.WARN, text, figures)
+    verdict = evaluate_threshold("name resolution", seconds)
+    slow = (
+        f", found in {seconds:.1f} s: names should be answered in milliseconds"
+        if verdict is not HealthVerdict.PASS
+        else ""
+    )
+    return HealthFinding("network/name", verdict, f"{name} is {', '.join(found)}{slow}", figures)
 
 
-def interfaces(found: tuple[Card, ...], environ: Mapping[str, str]) -> Finding:
+def evaluate_interfaces(nics: tuple[Nic, ...], environ: Mapping[str, str]) -> HealthFinding:
     """Of what the libraries were told to use, and which links are up."""
-    names = {card.name for card in found if card.kind == "ethernet"} | {"lo"}
-    up = [card.name for card in found if card.up and card.physical]
-    figures: dict[str, Figure] = {"up": " ".join(up), "down": " ".join(_down(found))}
-    verdicts, told = [Verdict.OK], [f"up: {', '.join(up)}" if up else "no network card is up"]
-    for problem in missing(environ, names):
-        verdicts.append(Verdict.BAD)
-        told.insert(0, problem)
-    rdma = [card for card in found if card.kind != "ethernet"]
-    down = [card.name for card in rdma if not card.up]
+    names = {nic.name for nic in nics if nic.link_kind == "ethernet"} | {"lo"}
+    up = [nic.name for nic in nics if nic.is_up and nic.is_physical]
+    figures: dict[str, FindingValue] = {"up": " ".join(up), "down": " ".join(_down_nics(nics))}
+    verdicts, texts = [HealthVerdict.PASS], [f"up: {', '.join(up)}" if up else "no network card is up"]
+    for problem in find_missing_interfaces(environ, names):
+        verdicts.append(HealthVerdict.FAIL)
+        texts.insert(0, problem)
+    rdma = [nic for nic in nics if nic.link_kind != "ethernet"]
+    down = [nic.name for nic in rdma if not nic.is_up]
     if down and len(down) < len(rdma):
-        verdicts.append(Verdict.WARN)
-        told.insert(0, f"{len(down)} of {len(rdma)} RDMA ports are down: {', '.join(down)}; see cable and switch")
-    return Finding("network/links", worst(verdicts), "; ".join(told), figures)
+        verdicts.append(HealthVerdict.WARN)
+        texts.insert(0, f"{len(down)} of {len(rdma)} RDMA ports are down: {', '.join(down)}; see cable and switch")
+    return HealthFinding("network/links", worst_verdict(verdicts), "; ".join(texts), figures)
 
 
-def _down(found: tuple[Card, ...]) -> list[str]:
-    return [card.name for card in found if card.physical and not card.up]
+def _down_nics(nics: tuple[Nic, ...]) -> list[str]:
+    return [nic.name for nic in nics if nic.is_physical and not nic.is_up]

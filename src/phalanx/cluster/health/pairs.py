@@ -16,292 +16,341 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from phalanx.cluster.health.finding import Figure, Finding, Verdict, finding, worst
-from phalanx.cluster.health.links import CONNECTIONS, JOIN, Caller, Link, answer, called, callers, greeted, measure
-from phalanx.cluster.health.product import PEERS, beside
-from phalanx.cluster.health.thresholds import judge
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, parse_finding, worst_verdict
+from phalanx.cluster.health.links import (
+    CONNECTIONS_PER_MEASUREMENT,
+    JOIN_REQUEST,
+    Connection,
+    LinkMeasurement,
+    accept_caller,
+    accept_connections,
+    connect_to_listener,
+    measure_link,
+    serve_measurement,
+)
+from phalanx.cluster.health.product import MIN_PEERS, format_relative_speed
+from phalanx.cluster.health.thresholds import evaluate_threshold
 from phalanx.errors import UsageError
-from phalanx.run.membership import Membership
-from phalanx.run.wire import WAITING, Greeter, Refused, token_from
+from phalanx.run.membership import NodeEnv
+from phalanx.run.wire import MAX_PENDING_HANDSHAKES, AuthenticationError, HandshakeServer, load_token
 
-COMING = 60.0
+JOIN_TIMEOUT_S = 60.0
 """Seconds within which all nodes must be there."""
-ROUND = 60.0
+ROUND_TIMEOUT_S = 60.0
 """Seconds for a round; each measurement gives up a silent partner far earlier."""
-ROUNDS = 15
+MAX_ROUNDS = 15
 """At most, so that a thousand nodes take no longer than sixteen: a node with 15 other partners is known."""
-AGAIN = 0.1
+CONNECT_RETRY_INTERVAL_S = 0.1
 """Seconds between two attempts to reach a leader that is not there yet."""
 
-Pair = tuple[int, int]
+NodePair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlacement:
     """Which of how many nodes this is, and where the first one listens."""
 
-    node: int
-    nodes: int
+    node_rank: int
+    num_nodes: int
     leader: tuple[str, int]
     token: bytes
 
 
 @dataclass
-class Member:
-    """A node, as its leader knows it. `control` is None for the leader itself."""
+class Peer:
+    """A node, as its leader knows it. `connection` is None for the leader itself."""
 
     name: str
     address: tuple[str, int]
-    control: socket.socket | None = None
-    unread: bytearray = field(default_factory=bytearray)
+    connection: socket.socket | None = None
+    buffer: bytearray = field(default_factory=bytearray)
 
 
-def place_of(environ: Mapping[str, str]) -> Place:
+def placement_from_environment(environ: Mapping[str, str]) -> NodePlacement:
     """What the engine says. UsageError when it says nothing, or what cannot be."""
     try:
-        found = Membership.from_environment(environ)
+        membership = NodeEnv.from_environment(environ)
     except UsageError as error:
         raise UsageError(f"--network: {error}") from None
-    if found.leader is None:
+    if membership.leader_address is None:
         raise UsageError(
             "--network is for jobs on several nodes: their backend sets PHALANX_NUM_NODES, to two or more, "
             "PHALANX_NODE_RANK and PHALANX_LEADER_ADDR"
         )
-    return Place(found.node, found.nodes, found.leader, token_from(environ))
+    return NodePlacement(membership.node_rank, membership.num_nodes, membership.leader_address, load_token(environ))
 
 
 @dataclass(frozen=True)
-class Own:
+class LocalListener:
     """Where this node can be reached by others that measure."""
 
     port: int
-    arrived: "queue.SimpleQueue[Caller]"
+    connections: "queue.SimpleQueue[Connection]"
 
 
-def rounds(nodes: int) -> Iterator[list[Pair]]:
+def round_robin_pairs(num_nodes: int) -> Iterator[list[NodePair]]:
     """Everybody meets everybody once: a round has each node in one pair at most (the circle method)."""
-    ring: list[int] = list(range(nodes)) + ([-1] if nodes % 2 else [])
+    ring: list[int] = list(range(num_nodes)) + ([-1] if num_nodes % 2 else [])
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
         yield [(a, b) for a, b in zip(ring[:half], reversed(ring[half:]), strict=True) if -1 not in (a, b)]
         ring = [ring[0], ring[-1], *ring[1:-1]]
 
 
-def pairs(place: Place, settled: Callable[[], None] = lambda: None) -> list[Finding]:
-    """This node's findings, after all have measured. `settled` is called as soon as they are here; only when it has
+def measure_all_pairs(placement: NodePlacement, on_finished: Callable[[], None] = lambda: None) -> list[HealthFinding]:
+    """This node's findings, after all have measured. `on_finished` is called as soon as they are here; only when it has
     returned on all nodes does any of them leave, since engines end the others when one leaves with an error."""
-    arrived: queue.SimpleQueue[Caller] = queue.SimpleQueue()
-    with callers(socket.create_server(("", 0), backlog=WAITING), place.token, arrived.put) as greeter:
-        own = Own(greeter.listener.getsockname()[1], arrived)
-        return _lead(place, own, settled) if place.node == 0 else _follow(place, own, settled)
+    connections: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    with accept_connections(
+        socket.create_server(("", 0), backlog=MAX_PENDING_HANDSHAKES), placement.token, connections.put
+    ) as acceptor:
+        local = LocalListener(acceptor.listener.getsockname()[1], connections)
+        return (
+            _run_leader(placement, local, on_finished)
+            if placement.node_rank == 0
+            else _run_peer(placement, local, on_finished)
+        )
 
 
-def _lead(place: Place, own: "Own", settled: Callable[[], None]) -> list[Finding]:
-    members = {0: Member(platform.node(), (place.leader[0], own.port))}
+def _run_leader(
+    placement: NodePlacement, local: "LocalListener", on_finished: Callable[[], None]
+) -> list[HealthFinding]:
+    peers = {0: Peer(platform.node(), (placement.leader[0], local.port))}
     with contextlib.ExitStack() as stack:
-        _gather(place, members, stack)
-        links: dict[Pair, Link | str] = {}
-        for number, matches in enumerate(rounds(place.nodes)):
-            if number == ROUNDS:
+        _wait_for_peers(placement, peers, stack)
+        links: dict[NodePair, LinkMeasurement | str] = {}
+        for number, pairs_of_round in enumerate(round_robin_pairs(placement.num_nodes)):
+            if number == MAX_ROUNDS:
                 break
-            links |= _round([pair for pair in matches if set(pair) <= set(members)], members, own, place.token)
-        names = {node: member.name for node, member in members.items()}
-        missing = [f"node {node}" for node in range(place.nodes) if node not in members]
-        findings = {node: evaluate(node, names, links, missing) for node in members}
-        for node, member in members.items():
-            if member.control is not None:
-                _tell(member.control, {"do": "end", "findings": [each.as_json() for each in findings[node]]})
-        for member in members.values():
-            if member.control is not None:
-                with contextlib.suppress(OSError, Refused):  # it is gone, and needs no waiting for
-                    _heard(member)
-        settled()
+            links |= _run_round(
+                [pair for pair in pairs_of_round if set(pair) <= set(peers)], peers, local, placement.token
+            )
+        names = {node: peer.name for node, peer in peers.items()}
+        missing = [f"node {node}" for node in range(placement.num_nodes) if node not in peers]
+        findings = {node: evaluate_node_links(node, names, links, missing) for node in peers}
+        for node, peer in peers.items():
+            if peer.connection is not None:
+                _send_message(peer.connection, {"do": "end", "findings": [each.as_json() for each in findings[node]]})
+        for peer in peers.values():
+            if peer.connection is not None:
+                with contextlib.suppress(OSError, AuthenticationError):  # it is gone, and needs no waiting for
+                    _receive_message(peer)
+        on_finished()
     return findings[0]
 
 
-def _gather(place: Place, members: dict[int, Member], stack: contextlib.ExitStack) -> None:
+def _wait_for_peers(placement: NodePlacement, peers: dict[int, Peer], stack: contextlib.ExitStack) -> None:
     """Wait until all nodes are there, or for so long as they may take."""
-    until = time.monotonic() + COMING
-    arrived: queue.SimpleQueue[tuple[int, Member]] = queue.SimpleQueue()
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    joined: queue.SimpleQueue[tuple[int, Peer]] = queue.SimpleQueue()
 
-    def prove(sock: socket.socket, until: float) -> tuple[int, Member]:
-        if greeted(sock, place.token, until - time.monotonic()) != JOIN:
-            raise Refused("it wants something else")
-        member = Member("", (sock.getpeername()[0], 0), sock)
+    def prove(sock: socket.socket, until: float) -> tuple[int, Peer]:
+        if accept_caller(sock, placement.token, until - time.monotonic()) != JOIN_REQUEST:
+            raise AuthenticationError("it wants something else")
+        member = Peer("", (sock.getpeername()[0], 0), sock)
         sock.settimeout(max(0.001, until - time.monotonic()))
-        said = _heard(member)
+        said = _receive_message(member)
         member.name, member.address = str(said["name"]), (member.address[0], int(said["port"]))
-        sock.settimeout(ROUND)
+        sock.settimeout(ROUND_TIMEOUT_S)
         return int(said["node"]), member
 
-    listener = socket.create_server(("", place.leader[1]), backlog=WAITING)
-    with Greeter(listener, prove, arrived.put):
-        while len(members) < place.nodes and (left := until - time.monotonic()) > 0:
+    listener = socket.create_server(("", placement.leader[1]), backlog=MAX_PENDING_HANDSHAKES)
+    with HandshakeServer(listener, prove, joined.put):
+        while len(peers) < placement.num_nodes and (remaining := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                node, member = arrived.get(timeout=left)
-                assert member.control is not None
-                stack.callback(member.control.close)
-                members[node] = member
+                node, peer = joined.get(timeout=remaining)
+                assert peer.connection is not None
+                stack.callback(peer.connection.close)
+                peers[node] = peer
 
 
-def _round(matches: Sequence[Pair], members: Mapping[int, Member], own: "Own", token: bytes) -> dict[Pair, Link | str]:
+def _run_round(
+    pairs_of_round: Sequence[NodePair], peers: Mapping[int, Peer], local: "LocalListener", token: bytes
+) -> dict[NodePair, LinkMeasurement | str]:
     """One round's links, or why there is none. The leader's own part is done between asking and hearing."""
-    found: dict[Pair, Link | str] = {}
-    for one, other in matches:
-        for node, command in ((other, {"do": "answer"}), (one, {"do": "measure", "address": members[other].address})):
-            control = members[node].control
+    found: dict[NodePair, LinkMeasurement | str] = {}
+    for one, other in pairs_of_round:
+        for node, command in ((other, {"do": "answer"}), (one, {"do": "measure", "address": peers[other].address})):
+            control = peers[node].connection
             if control is not None:
-                _tell(control, command)
-    for one, other in matches:
+                _send_message(control, command)
+    for one, other in pairs_of_round:
         if one == 0:
-            found[one, other] = _measured(members[other].address, token)
+            found[one, other] = _measure_or_error(peers[other].address, token)
         elif other == 0:
-            _answered(own)
-    for one, other in matches:
+            _serve_one_measurement(local)
+    for one, other in pairs_of_round:
         for node in (other, one):
-            if members[node].control is None:
+            if peers[node].connection is None:
                 continue
             try:
-                said = _heard(members[node])
-            except (OSError, Refused, ValueError) as error:
-                found[one, other] = f"{members[node].name} fell silent ({error})"
+                reply = _receive_message(peers[node])
+            except (OSError, AuthenticationError, ValueError) as error:
+                found[one, other] = f"{peers[node].name} fell silent ({error})"
                 continue
             if node == one:
-                found.setdefault((one, other), Link(**said["link"]) if "link" in said else str(said["error"]))
+                found.setdefault(
+                    (one, other), LinkMeasurement(**reply["link"]) if "link" in reply else str(reply["error"])
+                )
     return found
 
 
-def _follow(place: Place, own: "Own", settled: Callable[[], None]) -> list[Finding]:
+def _run_peer(placement: NodePlacement, local: "LocalListener", on_finished: Callable[[], None]) -> list[HealthFinding]:
     try:
-        with _leader(place) as control:
-            leader = Member("the leader", place.leader, control)
-            control.settimeout(COMING + ROUNDS * ROUND)
-            _tell(control, {"node": place.node, "name": platform.node(), "port": own.port})
-            while (said := _heard(leader))["do"] != "end":
-                if said["do"] == "answer":
-                    _answered(own)
-                    _tell(control, {})
+        with _connect_to_leader(placement) as connection:
+            leader = Peer("the leader", placement.leader, connection)
+            connection.settimeout(JOIN_TIMEOUT_S + MAX_ROUNDS * ROUND_TIMEOUT_S)
+            _send_message(connection, {"node": placement.node_rank, "name": platform.node(), "port": local.port})
+            while (message := _receive_message(leader))["do"] != "end":
+                if message["do"] == "answer":
+                    _serve_one_measurement(local)
+                    _send_message(connection, {})
                 else:
-                    link = _measured(tuple(said["address"]), place.token)
-                    _tell(control, {"link": asdict(link)} if isinstance(link, Link) else {"error": link})
-            settled()
-            _tell(control, {})
+                    link = _measure_or_error(tuple(message["address"]), placement.token)
+                    _send_message(
+                        connection, {"link": asdict(link)} if isinstance(link, LinkMeasurement) else {"error": link}
+                    )
+            on_finished()
+            _send_message(connection, {})
             with contextlib.suppress(OSError):
-                control.recv(1)  # its end: all are settled
-            return [finding(each) for each in said["findings"]]
-    except (OSError, Refused) as error:
-        where = f"{place.leader[0]}:{place.leader[1]}"
-        return [Finding("link-bandwidth", Verdict.UNFINISHED, f"the first node, {where}, does not lead: {error}")]
+                connection.recv(1)  # its end: all are settled
+            return [parse_finding(each) for each in message["findings"]]
+    except (OSError, AuthenticationError) as error:
+        address = f"{placement.leader[0]}:{placement.leader[1]}"
+        return [
+            HealthFinding("link-bandwidth", HealthVerdict.ERROR, f"the first node, {address}, does not lead: {error}")
+        ]
 
 
-def _leader(place: Place) -> socket.socket:
+def _connect_to_leader(placement: NodePlacement) -> socket.socket:
     """The connection to the leader, as soon as it listens."""
-    until = time.monotonic() + COMING
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
-            return called(place.leader, place.token, JOIN)
+            return connect_to_listener(placement.leader, placement.token, JOIN_REQUEST)
         except ConnectionRefusedError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
-            time.sleep(AGAIN)
+            time.sleep(CONNECT_RETRY_INTERVAL_S)
 
 
-def _measured(address: tuple[Any, ...], token: bytes) -> Link | str:
+def _measure_or_error(address: tuple[Any, ...], token: bytes) -> LinkMeasurement | str:
     try:
-        return measure((str(address[0]), int(address[1])), token)
-    except (OSError, Refused) as error:
+        return measure_link((str(address[0]), int(address[1])), token)
+    except (OSError, AuthenticationError) as error:
         return str(error)
 
 
-def _answered(own: "Own") -> None:
+def _serve_one_measurement(local: "LocalListener") -> None:
     """Answer one measurement. Where it breaks off, the partner tells why."""
     with contextlib.suppress(OSError, queue.Empty):
-        for _ in range(CONNECTIONS):
-            sock, what = own.arrived.get(timeout=ROUND / 4)
+        for _ in range(CONNECTIONS_PER_MEASUREMENT):
+            sock, request = local.connections.get(timeout=ROUND_TIMEOUT_S / 4)
             with sock:
-                answer(sock, what)
+                serve_measurement(sock, request)
 
 
-def _tell(sock: socket.socket, value: dict[str, Any]) -> None:
+def _send_message(sock: socket.socket, value: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # it is gone: who waits for its answer will know
         sock.sendall(json.dumps(value).encode() + b"\n")
 
 
-def _heard(member: Member) -> dict[str, Any]:
+def _receive_message(peer: Peer) -> dict[str, Any]:
     """The next line of a member."""
-    assert member.control is not None
-    while b"\n" not in member.unread:
-        part = member.control.recv(1 << 16)
+    assert peer.connection is not None
+    while b"\n" not in peer.buffer:
+        part = peer.connection.recv(1 << 16)
         if not part:
-            raise Refused("it hung up")
-        member.unread += part
-    line, _, rest = bytes(member.unread).partition(b"\n")
-    member.unread = bytearray(rest)
+            raise AuthenticationError("it hung up")
+        peer.buffer += part
+    line, _, rest = bytes(peer.buffer).partition(b"\n")
+    peer.buffer = bytearray(rest)
     value: dict[str, Any] = json.loads(line)
     return value
 
 
-def evaluate(
-    node: int, names: Mapping[int, str], links: Mapping[Pair, Link | str], missing: Sequence[str]
-) -> list[Finding]:
+def evaluate_node_links(
+    node: int, names: Mapping[int, str], links: Mapping[NodePair, LinkMeasurement | str], missing: Sequence[str]
+) -> list[HealthFinding]:
     """What is said of one node by all links. A node whose links are slow, most of them, is slow itself, which is not
     held against the others; a single slow link is a matter of the way between two."""
-    rates = {pair: min(link.out, link.back) for pair, link in links.items() if isinstance(link, Link)}
-    mine = _of(node, rates)
-    failed = {_other(pair, node): why for pair, why in links.items() if node in pair and isinstance(why, str)}
-    figures: dict[str, Figure] = {names[other]: rate for other, rate in mine.items()}
-    told, verdicts = [], [Verdict.OK]
+    rates = {
+        pair: min(link.send_bytes_per_s, link.receive_bytes_per_s)
+        for pair, link in links.items()
+        if isinstance(link, LinkMeasurement)
+    }
+    own_rates = _rates_of_node(node, rates)
+    failed = {
+        _other_node(pair, node): reason for pair, reason in links.items() if node in pair and isinstance(reason, str)
+    }
+    figures: dict[str, FindingValue] = {names[other]: rate for other, rate in own_rates.items()}
+    texts, verdicts = [], [HealthVerdict.PASS]
     if missing:
-        told.append(f"{', '.join(missing)} did not come within {COMING:g} s")
-        verdicts.append(Verdict.WARN)
+        texts.append(f"{', '.join(missing)} did not come within {JOIN_TIMEOUT_S:g} s")
+        verdicts.append(HealthVerdict.WARN)
     if failed:
-        several = len(failed) > len(mine)
-        verdicts.append(Verdict.UNFINISHED if several else Verdict.WARN)
-        told.append("no link to " + ", ".join(f"{names[other]} ({why})" for other, why in sorted(failed.items())))
-    if not mine:
-        verdicts.append(Verdict.UNFINISHED)
-        return [Finding("link-bandwidth", worst(verdicts), "; ".join(told) or "no link was measured", figures)]
-    usual = statistics.median(mine.values())
-    verdicts.append(judge("link throughput", usual))
-    told.append(f"{usual / 1e6:.0f} MB/s to {len(mine)} other nodes")
-    bad = [other for other in mine if len(names) >= PEERS and _slow(other, rates)]
-    rest = {pair: rate for pair, rate in rates.items() if not set(pair) & set(bad)}
-    median = _elsewhere(node, rest)
-    if len(names) >= PEERS and median is not None:
-        verdicts.append(judge("link slowdown", 1 - usual / median))
-        count = sum(node not in pair for pair in rest)
-        told[-1] += f", {beside(1 - usual / median)} the {f'median of the {count} links' if count > 1 else 'link'}"
-        told[-1] += " between others"
-        slow = [other for other, rate in mine.items() if judge("link slowdown", 1 - rate / median) is not Verdict.OK]
-        slow = [other for other in slow if other not in bad]
-        if slow and verdicts[-1] is Verdict.OK:
-            verdicts.append(Verdict.WARN)
-            told.append("slow to " + ", ".join(f"{names[other]} ({mine[other] / 1e6:.0f} MB/s)" for other in slow))
-    if bad:
-        told.append(
-            "slow by their own fault: " + ", ".join(f"{names[each]} ({mine[each] / 1e6:.0f} MB/s)" for each in bad)
+        mostly_failed = len(failed) > len(own_rates)
+        verdicts.append(HealthVerdict.ERROR if mostly_failed else HealthVerdict.WARN)
+        texts.append(
+            "no link to " + ", ".join(f"{names[other]} ({reason})" for other, reason in sorted(failed.items()))
         )
-    return [Finding("link-bandwidth", worst(verdicts), "; ".join(told), figures)]
+    if not own_rates:
+        verdicts.append(HealthVerdict.ERROR)
+        return [
+            HealthFinding(
+                "link-bandwidth", worst_verdict(verdicts), "; ".join(texts) or "no link was measured", figures
+            )
+        ]
+    median_rate = statistics.median(own_rates.values())
+    verdicts.append(evaluate_threshold("link throughput", median_rate))
+    texts.append(f"{median_rate / 1e6:.0f} MB/s to {len(own_rates)} other nodes")
+    slow_nodes = [other for other in own_rates if len(names) >= MIN_PEERS and _is_slow_node(other, rates)]
+    healthy_rates = {pair: rate for pair, rate in rates.items() if not set(pair) & set(slow_nodes)}
+    median = _median_of_other_links(node, healthy_rates)
+    if len(names) >= MIN_PEERS and median is not None:
+        verdicts.append(evaluate_threshold("link slowdown", 1 - median_rate / median))
+        count = sum(node not in pair for pair in healthy_rates)
+        texts[-1] += (
+            f", {format_relative_speed(1 - median_rate / median)} the {f'median of the {count} links' if count > 1 else 'link'}"
+        )
+        texts[-1] += " between others"
+        slow = [
+            other
+            for other, rate in own_rates.items()
+            if evaluate_threshold("link slowdown", 1 - rate / median) is not HealthVerdict.PASS
+        ]
+        slow = [other for other in slow if other not in slow_nodes]
+        if slow and verdicts[-1] is HealthVerdict.PASS:
+            verdicts.append(HealthVerdict.WARN)
+            texts.append(
+                "slow to " + ", ".join(f"{names[other]} ({own_rates[other] / 1e6:.0f} MB/s)" for other in slow)
+            )
+    if slow_nodes:
+        texts.append(
+            "slow by their own fault: "
+            + ", ".join(f"{names[each]} ({own_rates[each] / 1e6:.0f} MB/s)" for each in slow_nodes)
+        )
+    return [HealthFinding("link-bandwidth", worst_verdict(verdicts), "; ".join(texts), figures)]
 
 
-def _of(node: int, rates: Mapping[Pair, float]) -> dict[int, float]:
+def _rates_of_node(node: int, rates: Mapping[NodePair, float]) -> dict[int, float]:
     """A node's links, by who is at the other end."""
-    return {_other(pair, node): rate for pair, rate in rates.items() if node in pair}
+    return {_other_node(pair, node): rate for pair, rate in rates.items() if node in pair}
 
 
-def _elsewhere(node: int, rates: Mapping[Pair, float]) -> float | None:
+def _median_of_other_links(node: int, rates: Mapping[NodePair, float]) -> float | None:
     """The median of the links that do not end at a node: of few nodes, a slow one has half of all links and more."""
     found = [rate for pair, rate in rates.items() if node not in pair]
     return statistics.median(found) if found else None
 
 
-def _slow(node: int, rates: Mapping[Pair, float]) -> bool:
+def _is_slow_node(node: int, rates: Mapping[NodePair, float]) -> bool:
     """Whether a node is so slow that its links cannot be held against those at their other ends."""
-    mine, median = _of(node, rates), _elsewhere(node, rates)
-    if not mine or median is None:
+    own_rates, median = _rates_of_node(node, rates), _median_of_other_links(node, rates)
+    if not own_rates or median is None:
         return False
-    return judge("link slowdown", 1 - statistics.median(mine.values()) / median) is Verdict.BAD
+    return evaluate_threshold("link slowdown", 1 - statistics.median(own_rates.values()) / median) is HealthVerdict.FAIL
 
 
-def _other(pair: Pair, node: int) -> int:
+def _other_node(pair: NodePair, node: int) -> int:
     return pair[1] if pair[0] == node else pair[0]

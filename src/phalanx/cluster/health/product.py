@@ -10,151 +10,165 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.description import Measured
-from phalanx.cluster.discover import Machine, this_machine
-from phalanx.cluster.health.finding import Figure, Finding, Verdict
-from phalanx.cluster.health.remembered import remembered
-from phalanx.cluster.health.site import Site
-from phalanx.cluster.health.thresholds import judge
-from phalanx.cluster.probe.key import key_of
-from phalanx.cluster.probe.quiet import busy_cores
-from phalanx.cluster.probe.reference import KIND, time_reference
+from phalanx.cluster.description import Measurements
+from phalanx.cluster.discover import Machine, discover_machine
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict
+from phalanx.cluster.health.remembered import find_baseline
+from phalanx.cluster.health.site import CheckContext
+from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.cluster.probe.key import hardware_key
+from phalanx.cluster.probe.quiet import count_busy_cores
+from phalanx.cluster.probe.reference import REFERENCE_OP, time_reference_gemm
 
-SECONDS = 0.3
-AGAIN = 8
+MEASUREMENT_S = 0.3
+MAX_REPEATS = 8
 """How often a slow one is measured at most: what else runs comes in bursts, and the best counts."""
-PAUSE = 0.3
+REPEAT_INTERVAL_S = 0.3
 """Seconds between, so that a burst may pass."""
 
 
 @dataclass(frozen=True)
-class Pace:
+class MatmulTiming:
     """The reference product on one device: the least seconds of it, and its clock over the highest, if known."""
 
-    seconds: float
+    time_s: float
     flops: float
-    clock: float | None = None
-    others: float | None = None
+    clock_share: float | None = None
+    other_busy_cores: float | None = None
     """Cores that other programs kept busy meanwhile; of CPUs only."""
 
     @property
     def tflops(self) -> float:
-        return self.flops / self.seconds / 1e12
+        return self.flops / self.time_s / 1e12
 
 
-def measure(
+def measure_matmul_timing(
     machine: Machine,
-    call: Callable[[str, Any], Any],
+    run_in_process: Callable[[str, Any], Any],
     baseline: float | None,
     root: Path = Path("/"),
     clock: Callable[[], float] = time.monotonic,
-    own: Callable[[], float] = time.process_time,
+    own_cpu_time: Callable[[], float] = time.process_time,
     sleep: Callable[[float], None] = time.sleep,
-) -> Pace:
-    """As `time_reference` finds it; again, for a few times, while it is slower than the baseline allows. `own` tells
+) -> MatmulTiming:
+    """As `time_reference_gemm` finds it; again, for a few times, while it is slower than the baseline allows. `own_cpu_time` tells
     how many seconds all threads of this process, in which it is measured, have computed."""
-    best: Pace | None = None
-    for number in range(AGAIN):
+    best: MatmulTiming | None = None
+    for number in range(MAX_REPEATS):
         if number:
-            sleep(PAUSE)
-        now = _once(machine, call, root, clock, own)
-        clocks = [each.clock for each in (best, now) if each is not None and each.clock is not None]
-        best = now if best is None or now.seconds < best.seconds else best
-        best = replace(best, clock=max(clocks, default=None))
-        if baseline is None or judge("matmul slowdown", lost(best.seconds, baseline)) is Verdict.OK:
+            sleep(REPEAT_INTERVAL_S)
+        timing = _measure_once(machine, run_in_process, root, clock, own_cpu_time)
+        clock_shares = [
+            each.clock_share for each in (best, timing) if each is not None and each.clock_share is not None
+        ]
+        best = timing if best is None or timing.time_s < best.time_s else best
+        best = replace(best, clock_share=max(clock_shares, default=None))
+        if (
+            baseline is None
+            or evaluate_threshold("matmul slowdown", slowdown_share(best.time_s, baseline)) is HealthVerdict.PASS
+        ):
             break
     assert best is not None
     return best
 
 
-def _once(
+def _measure_once(
     machine: Machine,
-    call: Callable[[str, Any], Any],
+    run_in_process: Callable[[str, Any], Any],
     root: Path,
     clock: Callable[[], float],
-    own: Callable[[], float],
-) -> Pace:
+    own_cpu_time: Callable[[], float],
+) -> MatmulTiming:
     found: dict[str, Any] = {}
-    begun, computed = clock(), own()
-    busy = busy_cores(root, lambda _: found.update(time_reference(machine, call, SECONDS)))
-    mine = (own() - computed) / max(clock() - begun, 1e-9)
-    others = max(0.0, busy - mine) if busy is not None and machine.device == "cpu" else None
-    return Pace(found["timed"]["seconds"], found["timed"]["flops"], found["clock_share"], others)
+    started, cpu_started = clock(), own_cpu_time()
+    busy = count_busy_cores(root, lambda _: found.update(time_reference_gemm(machine, run_in_process, MEASUREMENT_S)))
+    own_cores = (own_cpu_time() - cpu_started) / max(clock() - started, 1e-9)
+    others = max(0.0, busy - own_cores) if busy is not None and machine.device == "cpu" else None
+    return MatmulTiming(found["timed"]["seconds"], found["timed"]["flops"], found["clock_share"], others)
 
 
-def lost(seconds: float, baseline: float) -> float:
+def slowdown_share(seconds: float, baseline: float) -> float:
     """The share of the baseline's rate that is missing; negative when it is faster."""
     return 1 - baseline / seconds
 
 
-def beside(share: float) -> str:
+def format_relative_speed(share: float) -> str:
     """A share of a rate that is missing, in words before whom it is held against."""
     if abs(share) < 0.005:
         return "as fast as"
     return f"{abs(share):.0%} {'below' if share > 0 else 'above'}"
 
 
-def baseline_of(measured: Measured | None) -> float | None:
+def baseline_seconds(measurements: Measurements | None) -> float | None:
     """Seconds of the reference product when the machine was probed."""
-    operations = measured.operations if measured else []
-    return next((timed.seconds for timed in operations if timed.kind == KIND), None)
+    operations = measurements.operations if measurements else []
+    return next((timed.seconds for timed in operations if timed.kind == REFERENCE_OP), None)
 
 
-def evaluate(name: str, paces: Sequence[Pace], baseline: float | None, when: str) -> list[Finding]:
+def evaluate_matmul(
+    name: str, timings: Sequence[MatmulTiming], baseline: float | None, baseline_date: str
+) -> list[HealthFinding]:
     """One finding a device: against the baseline of that date, else against the median of at least three devices."""
-    median = statistics.median(pace.seconds for pace in paces)
-    whom, against = (f"the probe of {when}", baseline) if baseline is not None else ("the median of its peers", median)
+    median = statistics.median(timing.time_s for timing in timings)
+    reference, reference_s = (
+        (f"the probe of {baseline_date}", baseline) if baseline is not None else ("the median of its peers", median)
+    )
     found = []
-    for index, pace in enumerate(paces):
-        check = "matmul" if len(paces) == 1 else f"matmul/gpu{index}"
-        told, verdict = f"{pace.tflops:.3g} TFLOP/s", Verdict.OK
-        figures: dict[str, Figure] = {
+    for index, timing in enumerate(timings):
+        check = "matmul" if len(timings) == 1 else f"matmul/gpu{index}"
+        summary, verdict = f"{timing.tflops:.3g} TFLOP/s", HealthVerdict.PASS
+        figures: dict[str, FindingValue] = {
             "device": name,
-            "seconds": pace.seconds,
-            "tflops": pace.tflops,
-            "clock_share": pace.clock,
+            "seconds": timing.time_s,
+            "tflops": timing.tflops,
+            "clock_share": timing.clock_share,
             "baseline_seconds": baseline,
-            "others": pace.others,
+            "others": timing.other_busy_cores,
         }
-        if baseline is None and len(paces) < PEERS:
-            told += "; nothing to compare with: `phalanx calibrate` remembers this machine's rate"
+        if baseline is None and len(timings) < MIN_PEERS:
+            summary += "; nothing to compare with: `phalanx calibrate` remembers this machine's rate"
         else:
-            share = lost(pace.seconds, against or median)
-            verdict = judge("matmul slowdown", share)
-            told += f", {beside(share)} {whom}"
-            if verdict is not Verdict.OK:
-                told += _cause(pace.others)
-        if pace.clock is not None and verdict is Verdict.OK:
-            verdict = judge("clock under load", pace.clock)
-            told += f"; clock at {pace.clock:.0%} of its highest" if verdict is not Verdict.OK else ""
-        found.append(Finding(check, verdict, told, figures))
+            share = slowdown_share(timing.time_s, reference_s or median)
+            verdict = evaluate_threshold("matmul slowdown", share)
+            summary += f", {format_relative_speed(share)} {reference}"
+            if verdict is not HealthVerdict.PASS:
+                summary += _explain_slowness(timing.other_busy_cores)
+        if timing.clock_share is not None and verdict is HealthVerdict.PASS:
+            verdict = evaluate_threshold("clock under load", timing.clock_share)
+            summary += (
+                f"; clock at {timing.clock_share:.0%} of its highest" if verdict is not HealthVerdict.PASS else ""
+            )
+        found.append(HealthFinding(check, verdict, summary, figures))
     return found
 
 
-def _cause(others: float | None) -> str:
+def _explain_slowness(other_busy_cores: float | None) -> str:
     """Why it may be slow."""
-    if others is not None and judge("busy cores", others) is not Verdict.OK:
-        return f"; other programs kept {others:.1f} cores busy meanwhile: end them, or look again when it is quiet"
+    if other_busy_cores is not None and evaluate_threshold("busy cores", other_busy_cores) is not HealthVerdict.PASS:
+        return f"; other programs kept {other_busy_cores:.1f} cores busy meanwhile: end them, or look again when it is quiet"
     return "; see heat and power limits, or what else runs here"
 
 
-PEERS = 3
+MIN_PEERS = 3
 """Devices, or nodes, among which a median says who is slow."""
 
 
-def check(site: Site) -> list[Finding]:
-    machine = this_machine(site.root)
-    cluster = remembered(site, key_of(machine, site.root), ignoring={"count"})
-    measured = cluster.measured if cluster else None
-    baseline = baseline_of(measured)
-    each = [measure(machine, on(index), baseline, site.root) for index in range(machine.count)]
-    return evaluate(machine.name, each, baseline, measured.when[:10] if measured else "")
+def check_matmul(context: CheckContext) -> list[HealthFinding]:
+    machine = discover_machine(context.root)
+    cluster = find_baseline(context, hardware_key(machine, context.root), ignored_fields={"count"})
+    measurements = cluster.measured if cluster else None
+    baseline = baseline_seconds(measurements)
+    each = [
+        measure_matmul_timing(machine, call_on_device(index), baseline, context.root)
+        for index in range(machine.device_count)
+    ]
+    return evaluate_matmul(machine.device_name, each, baseline, measurements.when[:10] if measurements else "")
 
 
-def on(index: int) -> Callable[[str, Any], Any]:
+def call_on_device(index: int) -> Callable[[str, Any], Any]:
     """Calls in this very process, on the GPU of that number where there are any."""
 
-    def call(function: str, payload: dict[str, Any]) -> Any:
+    def call_function(function: str, payload: dict[str, Any]) -> Any:
         if (device := payload["device"]) != "cpu":
             import torch
 
@@ -162,4 +176,4 @@ def on(index: int) -> Callable[[str, Any], Any]:
         module, _, name = function.partition(":")
         return getattr(importlib.import_module(module), name)(payload)
 
-    return call
+    return call_function

@@ -10,46 +10,49 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.cluster.health import clock, disk, gpus, memory
-from phalanx.cluster.health.finding import Finding, Verdict
-from phalanx.cluster.health.site import Site
+from phalanx.cluster.health.finding import HealthFinding, HealthVerdict
+from phalanx.cluster.health.site import CheckContext
 
 
-def quick(
-    run: Path,
+def run_preflight(
+    run_dir: Path,
     expect_devices: int | None = None,
     root: Path = Path("/"),
-    kernel: Callable[[], clock.KernelClock | None] = clock.kernel_clock,
-    space: Callable[[Path], os.statvfs_result] = os.statvfs,
-) -> list[Finding]:
+    read_clock: Callable[[], clock.KernelClock | None] = clock.read_kernel_clock,
+    statvfs: Callable[[Path], os.statvfs_result] = os.statvfs,
+) -> list[HealthFinding]:
     """Room for the run, memory, /dev/shm, the number of GPUs that the driver still has, the clock. Unfit is the node
-    when any finding is (`Verdict.unfit`)."""
-    site = Site(run, root=root, expect_devices=expect_devices, quick=True)
+    when any finding is (`HealthVerdict.is_unfit`)."""
+    context = CheckContext(run_dir, root=root, expected_devices=expect_devices, is_quick=True)
     return [
-        *disk.check(site, space)[:1],
-        *memory.evaluate(memory.look(site, space)),
-        *present(site, expect_devices),
-        *clock.evaluate(kernel(), None),
+        *disk.check_disk_space(context, statvfs)[:1],
+        *memory.evaluate_memory(memory.measure_memory(context, statvfs)),
+        *check_gpus_present(context, expect_devices),
+        *clock.evaluate_clock(read_clock(), None),
     ]
 
 
-def present(site: Site, expected: int | None) -> list[Finding]:
+def check_gpus_present(context: CheckContext, expected: int | None) -> list[HealthFinding]:
     """GPUs, without asking their driver: as many as expected, and none of them silent on the PCI bus. Where the
     driver's folder is hidden (gVisor, WSL2), nothing is known of them."""
-    here = gpus.counted(site.root)
-    if here == 0 and expected and not gpus.countable(site.root):
-        why = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
-        return [Finding("gpus/count", Verdict.UNKNOWN, why)]
-    return [gpus.number(here, expected, "as planned"), *(_silent(bus) for bus in silent(site.root))]
+    count = gpus.count_gpus(context.root)
+    if count == 0 and expected and not gpus.can_count_gpus(context.root):
+        reason = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
+        return [HealthFinding("gpus/count", HealthVerdict.UNKNOWN, reason)]
+    return [
+        gpus.evaluate_gpu_count(count, expected, "as planned"),
+        *(_lost_gpu_finding(bus) for bus in find_lost_gpus(context.root)),
+    ]
 
 
-def silent(root: Path) -> list[str]:
+def find_lost_gpus(root: Path) -> list[str]:
     """Addresses of NVIDIA's GPUs that fell off the bus: reading their configuration gives nothing but ones."""
     folder = root / "proc/driver/nvidia/gpus"
     found = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
-    return [bus for bus in found if _vendor(root / "sys/bus/pci/devices" / bus / "config") == b"\xff\xff"]
+    return [bus for bus in found if _read_vendor(root / "sys/bus/pci/devices" / bus / "config") == b"\xff\xff"]
 
 
-def _vendor(path: Path) -> bytes | None:
+def _read_vendor(path: Path) -> bytes | None:
     try:
         with path.open("rb") as file:
             return file.read(2)
@@ -57,6 +60,6 @@ def _vendor(path: Path) -> bytes | None:
         return None
 
 
-def _silent(bus: str) -> Finding:
+def _lost_gpu_finding(bus: str) -> HealthFinding:
     text = f"GPU {bus} fell off the bus (its configuration reads as ones): restart the machine, see XID 79 in dmesg"
-    return Finding("gpus/count", Verdict.BAD, text, {"bus": bus})
+    return HealthFinding("gpus/count", HealthVerdict.FAIL, text, {"bus": bus})

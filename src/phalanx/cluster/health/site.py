@@ -10,32 +10,32 @@ from phalanx.run.cache import cache_root
 
 
 @dataclass(frozen=True)
-class Site:
+class CheckContext:
     """A machine as it is looked at. `root` is where its /proc and /sys lie."""
 
-    run: Path
+    run_dir: Path
     """The folder whose disk a run would write to; it need not exist yet."""
-    cache: Path = field(default_factory=cache_root)
-    temp: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    cache_dir: Path = field(default_factory=cache_root)
+    temp_dir: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     root: Path = Path("/")
     uid: int = field(default_factory=os.getuid)
-    expect_devices: int | None = None
+    expected_devices: int | None = None
     """GPUs that must be here; None leaves it to what was measured once."""
-    quick: bool = False
+    is_quick: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        paths = {name: str(getattr(self, name)) for name in ("run", "cache", "temp", "root")}
-        return {**paths, "uid": self.uid, "expect_devices": self.expect_devices, "quick": self.quick}
+        paths = {name: str(getattr(self, name)) for name in ("run_dir", "cache_dir", "temp_dir", "root")}
+        return {**paths, "uid": self.uid, "expected_devices": self.expected_devices, "is_quick": self.is_quick}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         """The site of plain values."""
-        paths = {name: Path(value[name]) for name in ("run", "cache", "temp", "root")}
-        return cls(**paths, uid=value["uid"], expect_devices=value["expect_devices"], quick=value["quick"])
+        paths = {name: Path(value[name]) for name in ("run_dir", "cache_dir", "temp_dir", "root")}
+        return cls(**paths, uid=value["uid"], expected_devices=value["expected_devices"], is_quick=value["is_quick"])
 
 
-def read(path: Path) -> str:
+def read_small_file(path: Path) -> str:
     """A small file of /proc or /sys; empty where it is absent on this kernel, or hidden in this container."""
     try:
         return path.read_text(errors="replace").strip()

@@ -4,16 +4,16 @@ import platform
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from phalanx.cluster.health.finding import Figure, Finding, Verdict
-from phalanx.cluster.health.remembered import host_key
-from phalanx.cluster.health.site import Site, read
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict
+from phalanx.cluster.health.remembered import read_host_key
+from phalanx.cluster.health.site import CheckContext, read_small_file
 
-PACKAGES = ("torch", "phalanx", "numpy")
-LEAST, BELOW = (2, 11), (2, 16)
+RECORDED_PACKAGES = ("torch", "phalanx", "numpy")
+MIN_TORCH_VERSION, TORCH_VERSION_LIMIT = (2, 11), (2, 16)
 """Releases of torch that are supported."""
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Its version, without importing it."""
     try:
         return version(package)
@@ -21,33 +21,37 @@ def installed(package: str) -> str | None:
         return None
 
 
-def look(site: Site, version_of: Callable[[str], str | None] = installed) -> dict[str, Figure]:
+def measure_versions(
+    context: CheckContext, version_of: Callable[[str], str | None] = installed_version
+) -> dict[str, FindingValue]:
     return {
         "python": platform.python_version(),
-        **{name: version_of(name) for name in PACKAGES},
-        "kernel": read(site.root / "proc/sys/kernel/osrelease") or platform.release(),
-        "driver": host_key(site.root).get("driver"),
+        **{name: version_of(name) for name in RECORDED_PACKAGES},
+        "kernel": read_small_file(context.root / "proc/sys/kernel/osrelease") or platform.release(),
+        "driver": read_host_key(context.root).get("driver"),
     }
 
 
-def evaluate(figures: dict[str, Figure]) -> list[Finding]:
+def evaluate_versions(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     torch, driver = figures["torch"], figures["driver"]
-    told = ", ".join(f"{name} {value}" for name, value in figures.items() if value)
+    summary = ", ".join(f"{name} {value}" for name, value in figures.items() if value)
     if torch is None:
-        return [Finding("versions", Verdict.BAD, f"torch is not installed in this Python; {told}", figures)]
+        return [
+            HealthFinding("versions", HealthVerdict.FAIL, f"torch is not installed in this Python; {summary}", figures)
+        ]
     release = tuple(int(part) for part in str(torch).split("+")[0].split(".")[:2] if part.isdigit())
-    if not LEAST <= release < BELOW:
-        text = f"torch {torch}: expected {_told(LEAST)} up to below {_told(BELOW)}; {told}"
-        return [Finding("versions", Verdict.WARN, text, figures)]
+    if not MIN_TORCH_VERSION <= release < TORCH_VERSION_LIMIT:
+        text = f"torch {torch}: expected {_format_version(MIN_TORCH_VERSION)} up to below {_format_version(TORCH_VERSION_LIMIT)}; {summary}"
+        return [HealthFinding("versions", HealthVerdict.WARN, text, figures)]
     if driver is not None and str(torch).endswith("+cpu"):
-        text = f"there is a GPU driver, but torch {torch} is built for CPUs only: GPUs would lie idle; {told}"
-        return [Finding("versions", Verdict.WARN, text, figures)]
-    return [Finding("versions", Verdict.OK, told, figures)]
+        text = f"there is a GPU driver, but torch {torch} is built for CPUs only: GPUs would lie idle; {summary}"
+        return [HealthFinding("versions", HealthVerdict.WARN, text, figures)]
+    return [HealthFinding("versions", HealthVerdict.PASS, summary, figures)]
 
 
-def check(site: Site) -> list[Finding]:
-    return evaluate(look(site))
+def check_versions(context: CheckContext) -> list[HealthFinding]:
+    return evaluate_versions(measure_versions(context))
 
 
-def _told(release: tuple[int, int]) -> str:
+def _format_version(release: tuple[int, int]) -> str:
     return ".".join(str(part) for part in release)

@@ -2,17 +2,17 @@
 them, each other file measures one thing; torch is imported only in the processes that measure.
 """
 
-from phalanx.cluster.probe.key import default_cluster_file, key_of
-from phalanx.cluster.probe.reference import time_reference, verify_reference
-from phalanx.cluster.probe.session import Means, NotMeasured, default_processes, probe
+from phalanx.cluster.probe.key import default_calibration_path, hardware_key
+from phalanx.cluster.probe.reference import reference_slowdown, time_reference_gemm
+from phalanx.cluster.probe.session import Executor, MeasurementFailed, calibrate_machine, default_num_processes
 
 __all__ = [
-    "Means",
-    "NotMeasured",
-    "default_cluster_file",
-    "default_processes",
-    "key_of",
-    "probe",
-    "time_reference",
-    "verify_reference",
+    "Executor",
+    "MeasurementFailed",
+    "calibrate_machine",
+    "default_calibration_path",
+    "default_num_processes",
+    "hardware_key",
+    "reference_slowdown",
+    "time_reference_gemm",
 ]

@@ -5,22 +5,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.cards import Card, cards, scale_out
-from phalanx.cluster.catalogue import accelerator
-from phalanx.cluster.datasheet import peak
-from phalanx.cluster.description import Accelerator, Cluster, Measured, Node, Storage
+from phalanx.cluster.cards import Nic, choose_scale_out, discover_nics
+from phalanx.cluster.catalogue import find_accelerator
+from phalanx.cluster.datasheet import find_data_sheet
+from phalanx.cluster.description import AcceleratorSpec, Cluster, Measurements, NodeSpec, StorageSpec
 from phalanx.cluster.discover import Machine
-from phalanx.cluster.disks import Disk, Mount, disks, mount_of
-from phalanx.cluster.entries import find
-from phalanx.cluster.gpu_links import GpuLinks, gpu_links, scale_up
-from phalanx.cluster.probe.odd import best_rates, memory_rate
+from phalanx.cluster.disks import Disk, Mount, discover_disks, find_mount
+from phalanx.cluster.entries import find_entry
+from phalanx.cluster.gpu_links import GpuLinks, choose_scale_up, discover_gpu_links
+from phalanx.cluster.probe.odd import best_gemm_tflops, measured_memory_bandwidth
 
 
 @dataclass(frozen=True)
-class Parts:
+class DiscoveredHardware:
     """What was found in the machine beside its processors: nothing of it measured."""
 
-    cards: tuple[Card, ...]
+    nics: tuple[Nic, ...]
     disks: tuple[Disk, ...]
     gpu_links: tuple[GpuLinks, ...]
     mount: Mount | None
@@ -28,76 +28,78 @@ class Parts:
 
     def notes(self) -> dict[str, Any]:
         """As plain values; what is not known left out."""
-        links = [_known({**asdict(each), "host_gbps": each.host_gbps}) for each in self.gpu_links]
+        links = [_drop_unknown({**asdict(each), "host_gbps": each.host_gbps}) for each in self.gpu_links]
         found = {
-            "cards": [_known(asdict(each)) for each in self.cards],
-            "disks": [_known(asdict(each)) for each in self.disks],
+            "cards": [_drop_unknown(asdict(each)) for each in self.nics],
+            "disks": [_drop_unknown(asdict(each)) for each in self.disks],
             "gpu_links": links,
-            "folder": _known({**asdict(self.mount), "disk": None}) if self.mount else None,
+            "folder": _drop_unknown({**asdict(self.mount), "disk": None}) if self.mount else None,
         }
         return {name: value for name, value in found.items() if value}
 
 
-def look(machine: Machine, folder: Path, root: Path = Path("/")) -> Parts:
+def discover_hardware(machine: Machine, scratch_dir: Path, root: Path = Path("/")) -> DiscoveredHardware:
     """Discover the parts; a machine that trains on its CPU has no GPU links worth telling."""
-    links = gpu_links(root) if machine.gpus else ()
-    return Parts(cards(root), disks(root), links, mount_of(folder, root))
+    links = discover_gpu_links(root) if machine.num_gpus else ()
+    return DiscoveredHardware(discover_nics(root), discover_disks(root), links, find_mount(scratch_dir, root))
 
 
-def data_sheet(machine: Machine) -> Accelerator | None:
+def data_sheet_of(machine: Machine) -> AcceleratorSpec | None:
     """The device on paper: of the catalogue, or a CPU's peak rates by cores, clock and instruction set; None where
     neither knows it."""
-    if machine.gpus:
-        return accelerator(machine.name) if find("accelerators", machine.name) else None
-    sheet = peak(machine)
+    if machine.num_gpus:
+        return find_accelerator(machine.device_name) if find_entry("accelerators", machine.device_name) else None
+    sheet = find_data_sheet(machine)
     if sheet is None:
         return None
     rates: Any = sheet.tflops
-    return Accelerator(name=machine.name, vendor=machine.cpu.vendor, tflops=rates, memory_gib=_gib(machine))
-
-
-def device_of(machine: Machine, measured: Measured) -> Accelerator:
-    """The device with measured rates. Of a CPU the peak is raised to what it does: clocks above the nominal one."""
-    best: Any = {name: round(rate, 4) for name, rate in best_rates(measured.products).items() if rate >= 1e-4}
-    sheet = data_sheet(machine)
-    if sheet is None:
-        sheet = Accelerator(name=machine.name, tflops=best, memory_gib=_gib(machine))
-    rates = dict(sheet.tflops)
-    if machine.device == "cpu":
-        sheet = sheet.model_copy(update={"generation": "cpu"})
-        rates = {name: max(rate, best.get(name, 0.0)) for name, rate in {**best, **rates}.items()}
-    update: dict[str, Any] = {"tflops": rates, "memory_gib": _gib(machine), "achieved_tflops": best}
-    if machine.device == "cpu" and measured.launch_us is not None:  # a GPU's kernels do not wait for each launch
-        update["kernel_us"] = measured.launch_us
-    if sheet.memory_gbps is None and (rate := memory_rate(measured.operations)) is not None:
-        update["memory_gbps"] = round(rate, 2)
-    return Accelerator.model_validate({**sheet.model_dump(), **update})
-
-
-def describe(machine: Machine, parts: Parts, measured: Measured) -> Cluster:
-    """The machine as a cluster of one node."""
-    node = Node(
-        name=_short(machine.name),
-        accelerator=device_of(machine, measured),
-        count=machine.count,
-        scale_up=scale_up(parts.gpu_links),
-        scale_out=scale_out(parts.cards),
-        host_memory_gib=round(machine.memory_bytes / 2**30, 2),
-        cores=machine.cores,
+    return AcceleratorSpec(
+        name=machine.device_name, vendor=machine.cpu.vendor, tflops=rates, memory_gib=_memory_gib(machine)
     )
-    storage = measured.storage or Storage()
-    many = f"{machine.count} x " if machine.count > 1 else ""
-    name = f"{many}{_short(machine.name)}"
-    return Cluster(name=name, nodes=1, node=node, storage=storage, measured=measured, notes=parts.notes())
 
 
-def _gib(machine: Machine) -> float:
+def describe_accelerator(machine: Machine, measurements: Measurements) -> AcceleratorSpec:
+    """The device with measured rates. Of a CPU the peak is raised to what it does: clocks above the nominal one."""
+    best: Any = {name: round(rate, 4) for name, rate in best_gemm_tflops(measurements.products).items() if rate >= 1e-4}
+    accelerator = data_sheet_of(machine)
+    if accelerator is None:
+        accelerator = AcceleratorSpec(name=machine.device_name, tflops=best, memory_gib=_memory_gib(machine))
+    rates = dict(accelerator.tflops)
+    if machine.device == "cpu":
+        accelerator = accelerator.model_copy(update={"generation": "cpu"})
+        rates = {name: max(rate, best.get(name, 0.0)) for name, rate in {**best, **rates}.items()}
+    update: dict[str, Any] = {"tflops": rates, "memory_gib": _memory_gib(machine), "achieved_tflops": best}
+    if machine.device == "cpu" and measurements.launch_us is not None:  # a GPU's kernels do not wait for each launch
+        update["kernel_us"] = measurements.launch_us
+    if accelerator.memory_gbps is None and (rate := measured_memory_bandwidth(measurements.operations)) is not None:
+        update["memory_gbps"] = round(rate, 2)
+    return AcceleratorSpec.model_validate({**accelerator.model_dump(), **update})
+
+
+def describe_cluster(machine: Machine, hardware: DiscoveredHardware, measurements: Measurements) -> Cluster:
+    """The machine as a cluster of one node."""
+    node = NodeSpec(
+        name=_squeeze(machine.device_name),
+        accelerator=describe_accelerator(machine, measurements),
+        count=machine.device_count,
+        scale_up=choose_scale_up(hardware.gpu_links),
+        scale_out=choose_scale_out(hardware.nics),
+        host_memory_gib=round(machine.memory_bytes / 2**30, 2),
+        cores=machine.physical_cores,
+    )
+    storage = measurements.storage or StorageSpec()
+    count_text = f"{machine.device_count} x " if machine.device_count > 1 else ""
+    name = f"{count_text}{_squeeze(machine.device_name)}"
+    return Cluster(name=name, nodes=1, node=node, storage=storage, measured=measurements, notes=hardware.notes())
+
+
+def _memory_gib(machine: Machine) -> float:
     return round(machine.device_memory_bytes / 2**30, 2)
 
 
-def _short(name: str) -> str:
+def _squeeze(name: str) -> str:
     return " ".join(name.split())
 
 
-def _known(values: dict[str, Any]) -> dict[str, Any]:
+def _drop_unknown(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != ""}

@@ -1,7 +1,7 @@
 """The operations of a training step that are bound by memory: which are measured, with what shapes and bytes.
 
 A kind is the name that torch's dispatcher has for it ("native_layer_norm_backward"): what one sees when one follows a
-training step operation by operation, forward and backward. `bytes` are those of all tensors that go in and come out,
+training step operation by operation, forward and backward. `moved_bytes` are those of all tensors that go in and come out,
 and where the table says so, of less or more.
 
 | kind | shape | bytes, where they are not all of what goes in and out |
@@ -26,40 +26,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.probe.pool import Pool
+from phalanx.cluster.probe.pool import ColdBufferPool
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-COLUMNS = 1024
-HEADS, HEAD_DIM = 8, 64
-WIDTH, VOCAB = 512, 8192
-CHANNELS, SIDE, GROUPS = 64, 16, 32
-NORM_ROW = 4096
+NUM_COLUMNS = 1024
+NUM_HEADS, HEAD_DIM = 8, 64
+HIDDEN_SIZE, VOCAB_SIZE = 512, 8192
+NUM_CHANNELS, IMAGE_SIDE, NUM_NORM_GROUPS = 64, 16, 32
+GRAD_NORM_ROW = 4096
 """Elements whose squares are added up in fp32 (train/norms.py)."""
-ADAMW_BYTES = 28
+ADAMW_BYTES_PER_PARAMETER = 28
 
 
 @dataclass
-class Work:
+class OpCase:
     """One operation ready to be done on several sets of arguments, each in memory of its own."""
 
-    do: Callable[..., Any]
-    sets: Sequence[tuple[Any, ...]]
+    run_op: Callable[..., Any]
+    argument_sets: Sequence[tuple[Any, ...]]
     shape: tuple[int, ...]
-    bytes: float | None = None
+    moved_bytes: float | None = None
     """None: of all tensors that go in and come out."""
     flops: float = 0.0
-    alive: list[Any] = field(default_factory=list)
+    keep_alive: list[Any] = field(default_factory=list)
     """What must not be freed meanwhile."""
 
 
-Make = Callable[[Pool, int, int, "torch.dtype"], Work]
+MakeOpCase = Callable[[ColdBufferPool, int, int, "torch.dtype"], OpCase]
 """From a pool, the bytes of the largest tensor, how many sets of arguments, and a dtype."""
 
 
-def kinds(dtype: torch.dtype) -> dict[str, Make]:
+def memory_op_cases(dtype: torch.dtype) -> dict[str, MakeOpCase]:
     """How each kind is made that is measured with tensors of this dtype."""
     import torch
     from torch.nn import functional as F
@@ -84,27 +84,29 @@ def kinds(dtype: torch.dtype) -> dict[str, Make]:
         "_log_softmax_backward_data": (2, lambda g, y: aten._log_softmax_backward_data(g, y, -1, y.dtype)),
         "matrix_transposed": (1, lambda x: x.t().contiguous()),
     }
-    found: dict[str, Make] = {name: _rows(count, do) for name, (count, do) in rows_of.items()}
+    found: dict[str, MakeOpCase] = {name: _make_row_op(count, do) for name, (count, do) in rows_of.items()}
     found |= {
-        "zeros": _zeros,
-        "fill_": lambda pool, size, sets, dtype: _in_place(pool, size, sets, dtype, lambda x: x.fill_(0.5), reads=0),
-        "mul_": lambda pool, size, sets, dtype: _in_place(pool, size, sets, dtype, lambda x: x.mul_(1.0), reads=1),
-        "add_": _accumulate,
-        "_to_copy": _cast,
-        "native_layer_norm": _layer_norm,
-        "native_layer_norm_backward": _layer_norm_backward,
-        "native_group_norm": _group_norm,
-        "native_group_norm_backward": _group_norm_backward,
-        "transposed": _transposed,
-        "embedding": _embedding,
-        "embedding_dense_backward": _embedding_backward,
+        "zeros": _make_zeros,
+        "fill_": lambda pool, size, sets, dtype: _make_in_place(
+            pool, size, sets, dtype, lambda x: x.fill_(0.5), reads=0
+        ),
+        "mul_": lambda pool, size, sets, dtype: _make_in_place(pool, size, sets, dtype, lambda x: x.mul_(1.0), reads=1),
+        "add_": _make_accumulate,
+        "_to_copy": _make_cast,
+        "native_layer_norm": _make_layer_norm,
+        "native_layer_norm_backward": _make_layer_norm_backward,
+        "native_group_norm": _make_group_norm,
+        "native_group_norm_backward": _make_group_norm_backward,
+        "transposed": _make_transpose_heads,
+        "embedding": _make_embedding,
+        "embedding_dense_backward": _make_embedding_backward,
     }
     if dtype == torch.float32:
-        found |= {"mul_complex": _rotary, "_fused_adamw_": _adamw, "clip_norm": _clip_norm}
+        found |= {"mul_complex": _make_rotary, "_fused_adamw_": _make_adamw, "clip_norm": _make_grad_norm}
     return found
 
 
-def moved(arguments: Sequence[Any], result: Any) -> float:
+def count_moved_bytes(arguments: Sequence[Any], result: Any) -> float:
     """Bytes of all tensors that go in and come out; one that repeats itself counts as its storage."""
     import torch
 
@@ -113,194 +115,213 @@ def moved(arguments: Sequence[Any], result: Any) -> float:
     return float(sum(min(each.numel() * each.element_size(), each.untyped_storage().nbytes()) for each in tensors))
 
 
-def _lines(size: int, dtype: torch.dtype, columns: int = COLUMNS) -> int:
+def _num_rows(size: int, dtype: torch.dtype, columns: int = NUM_COLUMNS) -> int:
     return max(1, size // (dtype.itemsize * columns))
 
 
-def _rows(count: int, do: Callable[..., Any]) -> Make:
+def _make_row_op(count: int, do: Callable[..., Any]) -> MakeOpCase:
     """Operations on `count` equal matrices."""
 
-    def make(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
-        shape = (_lines(size, dtype), COLUMNS)
-        return Work(do, [tuple(pool.take(*shape, dtype=dtype) for _ in range(count)) for _ in range(sets)], shape)
+    def make(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
+        shape = (_num_rows(size, dtype), NUM_COLUMNS)
+        return OpCase(
+            do, [tuple(pool.take_tensor(*shape, dtype=dtype) for _ in range(count)) for _ in range(sets)], shape
+        )
 
     return make
 
 
-def _zeros(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_zeros(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    shape = (_lines(size, dtype), COLUMNS)
-    return Work(lambda: torch.zeros(shape, dtype=dtype, device=pool.device), [()] * sets, shape)
+    shape = (_num_rows(size, dtype), NUM_COLUMNS)
+    return OpCase(lambda: torch.zeros(shape, dtype=dtype, device=pool.device), [()] * sets, shape)
 
 
-def _in_place(pool: Pool, size: int, sets: int, dtype: torch.dtype, do: Callable[[Tensor], object], reads: int) -> Work:
-    """`do` changes a tensor of its own: the pool's data must stay what they are."""
-    shape = (_lines(size, dtype), COLUMNS)
-    owned = [(pool.take(*shape, dtype=dtype).clone(),) for _ in range(sets)]
+def _make_in_place(
+    pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype, do: Callable[[Tensor], object], reads: int
+) -> OpCase:
+    """`run_op` changes a tensor of its own: the pool's data must stay what they are."""
+    shape = (_num_rows(size, dtype), NUM_COLUMNS)
+    owned = [(pool.take_tensor(*shape, dtype=dtype).clone(),) for _ in range(sets)]
     nbytes = float(shape[0] * shape[1] * dtype.itemsize)
 
     def work(x: Tensor) -> None:
         do(x)
 
-    return Work(work, owned, shape, bytes=nbytes * (1 + reads))
+    return OpCase(work, owned, shape, moved_bytes=nbytes * (1 + reads))
 
 
-def _accumulate(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
-    shape = (_lines(size, dtype), COLUMNS)
+def _make_accumulate(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
+    shape = (_num_rows(size, dtype), NUM_COLUMNS)
     # the sum grows by one term each time: far from overflow, and not a constant that a cache could know
-    owned = [(pool.take(*shape, dtype=dtype).clone(), pool.take(*shape, dtype=dtype)) for _ in range(sets)]
+    owned = [
+        (pool.take_tensor(*shape, dtype=dtype).clone(), pool.take_tensor(*shape, dtype=dtype)) for _ in range(sets)
+    ]
 
     def work(total: Tensor, x: Tensor) -> None:
         total.add_(x)
 
-    return Work(work, owned, shape, bytes=3.0 * shape[0] * shape[1] * dtype.itemsize)
+    return OpCase(work, owned, shape, moved_bytes=3.0 * shape[0] * shape[1] * dtype.itemsize)
 
 
-def _cast(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_cast(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     """Into `dtype`, from the one that mixed precision has beside it."""
     import torch
 
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
-    shape = (_lines(size, torch.float32), COLUMNS)
-    return Work(lambda x: x.to(dtype), [(pool.take(*shape, dtype=other),) for _ in range(sets)], shape)
+    shape = (_num_rows(size, torch.float32), NUM_COLUMNS)
+    return OpCase(lambda x: x.to(dtype), [(pool.take_tensor(*shape, dtype=other),) for _ in range(sets)], shape)
 
 
-def _layer_norm(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_layer_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    rows = _lines(size, dtype)
-    weight, bias = pool.take(COLUMNS, dtype=dtype), pool.take(COLUMNS, dtype=dtype)
+    rows = _num_rows(size, dtype)
+    weight, bias = pool.take_tensor(NUM_COLUMNS, dtype=dtype), pool.take_tensor(NUM_COLUMNS, dtype=dtype)
 
     def work(x: Tensor) -> Any:
-        return torch.ops.aten.native_layer_norm(x, [COLUMNS], weight, bias, 1e-5)
+        return torch.ops.aten.native_layer_norm(x, [NUM_COLUMNS], weight, bias, 1e-5)
 
-    return Work(work, [(pool.take(rows, COLUMNS, dtype=dtype),) for _ in range(sets)], (rows, COLUMNS))
+    return OpCase(work, [(pool.take_tensor(rows, NUM_COLUMNS, dtype=dtype),) for _ in range(sets)], (rows, NUM_COLUMNS))
 
 
-def _layer_norm_backward(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_layer_norm_backward(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    rows = _lines(size, dtype)
-    weight, bias = pool.take(COLUMNS, dtype=dtype), pool.take(COLUMNS, dtype=dtype)
+    rows = _num_rows(size, dtype)
+    weight, bias = pool.take_tensor(NUM_COLUMNS, dtype=dtype), pool.take_tensor(NUM_COLUMNS, dtype=dtype)
     # kept by forward in fp32 on a CPU as on a GPU, where the input has fewer bits
-    of = torch.ops.aten.native_layer_norm(pool.take(rows, COLUMNS, dtype=dtype), [COLUMNS], weight, bias, 1e-5)
+    of = torch.ops.aten.native_layer_norm(
+        pool.take_tensor(rows, NUM_COLUMNS, dtype=dtype), [NUM_COLUMNS], weight, bias, 1e-5
+    )
     mean, deviation = of[1], of[2]
 
     def work(gradient: Tensor, x: Tensor) -> Any:
         backward = torch.ops.aten.native_layer_norm_backward
-        return backward(gradient, x, [COLUMNS], mean, deviation, weight, bias, [True, True, True])
+        return backward(gradient, x, [NUM_COLUMNS], mean, deviation, weight, bias, [True, True, True])
 
-    pairs = [tuple(pool.take(rows, COLUMNS, dtype=dtype) for _ in range(2)) for _ in range(sets)]
-    return Work(work, pairs, (rows, COLUMNS))
-
-
-def _images(size: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    return (_lines(size, dtype, CHANNELS * SIDE * SIDE), CHANNELS, SIDE, SIDE)
+    pairs = [tuple(pool.take_tensor(rows, NUM_COLUMNS, dtype=dtype) for _ in range(2)) for _ in range(sets)]
+    return OpCase(work, pairs, (rows, NUM_COLUMNS))
 
 
-def _group_norm(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _image_shape(size: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    return (_num_rows(size, dtype, NUM_CHANNELS * IMAGE_SIDE * IMAGE_SIDE), NUM_CHANNELS, IMAGE_SIDE, IMAGE_SIDE)
+
+
+def _make_group_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    shape = _images(size, dtype)
-    weight, bias = pool.take(CHANNELS, dtype=dtype), pool.take(CHANNELS, dtype=dtype)
+    shape = _image_shape(size, dtype)
+    weight, bias = pool.take_tensor(NUM_CHANNELS, dtype=dtype), pool.take_tensor(NUM_CHANNELS, dtype=dtype)
 
     def work(x: Tensor) -> Any:
-        return torch.ops.aten.native_group_norm(x, weight, bias, shape[0], CHANNELS, SIDE * SIDE, GROUPS, 1e-5)
+        return torch.ops.aten.native_group_norm(
+            x, weight, bias, shape[0], NUM_CHANNELS, IMAGE_SIDE * IMAGE_SIDE, NUM_NORM_GROUPS, 1e-5
+        )
 
-    return Work(work, [(pool.take(*shape, dtype=dtype),) for _ in range(sets)], shape)
+    return OpCase(work, [(pool.take_tensor(*shape, dtype=dtype),) for _ in range(sets)], shape)
 
 
-def _group_norm_backward(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_group_norm_backward(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    shape, aten = _images(size, dtype), torch.ops.aten
-    weight, bias = pool.take(CHANNELS, dtype=dtype), pool.take(CHANNELS, dtype=dtype)
-    numbers = (shape[0], CHANNELS, SIDE * SIDE, GROUPS)
-    _, mean, deviation = aten.native_group_norm(pool.take(*shape, dtype=dtype), weight, bias, *numbers, 1e-5)
+    shape, aten = _image_shape(size, dtype), torch.ops.aten
+    weight, bias = pool.take_tensor(NUM_CHANNELS, dtype=dtype), pool.take_tensor(NUM_CHANNELS, dtype=dtype)
+    numbers = (shape[0], NUM_CHANNELS, IMAGE_SIDE * IMAGE_SIDE, NUM_NORM_GROUPS)
+    _, mean, deviation = aten.native_group_norm(pool.take_tensor(*shape, dtype=dtype), weight, bias, *numbers, 1e-5)
 
     def work(gradient: Tensor, x: Tensor) -> Any:
         return aten.native_group_norm_backward(gradient, x, mean, deviation, weight, *numbers, [True, True, True])
 
-    return Work(work, [tuple(pool.take(*shape, dtype=dtype) for _ in range(2)) for _ in range(sets)], shape)
+    return OpCase(work, [tuple(pool.take_tensor(*shape, dtype=dtype) for _ in range(2)) for _ in range(sets)], shape)
 
 
-def _transposed(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_transpose_heads(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     """[b, s, h, d] laid out anew as [b, h, s, d]."""
-    tokens = _lines(size, dtype, HEADS * HEAD_DIM)
+    tokens = _num_rows(size, dtype, NUM_HEADS * HEAD_DIM)
     batch = max(1, tokens // 256)
-    shape = (batch, tokens // batch, HEADS, HEAD_DIM)
-    return Work(
-        lambda x: x.transpose(1, 2).contiguous(), [(pool.take(*shape, dtype=dtype),) for _ in range(sets)], shape
+    shape = (batch, tokens // batch, NUM_HEADS, HEAD_DIM)
+    return OpCase(
+        lambda x: x.transpose(1, 2).contiguous(), [(pool.take_tensor(*shape, dtype=dtype),) for _ in range(sets)], shape
     )
 
 
-def _rotary(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_rotary(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     """Pairs of features as complex numbers, turned by angles that all samples share."""
     import torch
 
-    tokens = _lines(size, dtype, HEADS * HEAD_DIM)
+    tokens = _num_rows(size, dtype, NUM_HEADS * HEAD_DIM)
     batch = max(1, tokens // 256)
-    shape = (batch, tokens // batch, HEADS, HEAD_DIM)
-    angles = pool.take(shape[1], 1, HEAD_DIM // 2)
-    turns = torch.polar(torch.ones_like(angles), angles)
-    pairs = [(torch.view_as_complex(pool.take(*shape[:-1], HEAD_DIM // 2, 2)), turns) for _ in range(sets)]
-    return Work(torch.mul, pairs, shape)
+    shape = (batch, tokens // batch, NUM_HEADS, HEAD_DIM)
+    angles = pool.take_tensor(shape[1], 1, HEAD_DIM // 2)
+    rotations = torch.polar(torch.ones_like(angles), angles)
+    pairs = [(torch.view_as_complex(pool.take_tensor(*shape[:-1], HEAD_DIM // 2, 2)), rotations) for _ in range(sets)]
+    return OpCase(torch.mul, pairs, shape)
 
 
-def _indices(tokens: int, device: str) -> Tensor:
+def _random_token_ids(tokens: int, device: str) -> Tensor:
     import torch
 
-    return torch.randint(0, VOCAB, (tokens,), device=device)
+    return torch.randint(0, VOCAB_SIZE, (tokens,), device=device)
 
 
-def _embedding(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_embedding(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    tokens, table = _lines(size, dtype, WIDTH), pool.take(VOCAB, WIDTH, dtype=dtype)
-    nbytes = 2.0 * tokens * WIDTH * dtype.itemsize + 8 * tokens
-    found = [(_indices(tokens, pool.device),) for _ in range(sets)]
-    return Work(lambda at: torch.ops.aten.embedding(table, at), found, (tokens, VOCAB, WIDTH), bytes=nbytes)
+    tokens, table = _num_rows(size, dtype, HIDDEN_SIZE), pool.take_tensor(VOCAB_SIZE, HIDDEN_SIZE, dtype=dtype)
+    nbytes = 2.0 * tokens * HIDDEN_SIZE * dtype.itemsize + 8 * tokens
+    found = [(_random_token_ids(tokens, pool.device),) for _ in range(sets)]
+    return OpCase(
+        lambda at: torch.ops.aten.embedding(table, at), found, (tokens, VOCAB_SIZE, HIDDEN_SIZE), moved_bytes=nbytes
+    )
 
 
-def _embedding_backward(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_embedding_backward(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    tokens = _lines(size, dtype, WIDTH)
-    pairs = [(pool.take(tokens, WIDTH, dtype=dtype), _indices(tokens, pool.device)) for _ in range(sets)]
+    tokens = _num_rows(size, dtype, HIDDEN_SIZE)
+    pairs = [
+        (pool.take_tensor(tokens, HIDDEN_SIZE, dtype=dtype), _random_token_ids(tokens, pool.device))
+        for _ in range(sets)
+    ]
 
     def work(gradient: Tensor, at: Tensor) -> Any:
-        return torch.ops.aten.embedding_dense_backward(gradient, at, VOCAB, -1, False)
+        return torch.ops.aten.embedding_dense_backward(gradient, at, VOCAB_SIZE, -1, False)
 
-    return Work(work, pairs, (tokens, VOCAB, WIDTH))
+    return OpCase(work, pairs, (tokens, VOCAB_SIZE, HIDDEN_SIZE))
 
 
-def _adamw(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_adamw(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     """A step over `size` bytes of parameters in matrices of up to a million elements."""
     import torch
 
     count = size // dtype.itemsize
     each = min(count, 1 << 20)
-    parameters = [torch.nn.Parameter(pool.take(each).clone()) for _ in range(count // each)]
+    parameters = [torch.nn.Parameter(pool.take_tensor(each).clone()) for _ in range(count // each)]
     for parameter in parameters:
-        parameter.grad = pool.take(each).clone()
+        parameter.grad = pool.take_tensor(each).clone()
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
     optimizer.step()  # makes its state
 
     def work() -> None:
         optimizer.step()
 
-    return Work(work, [()], (each * len(parameters),), bytes=float(ADAMW_BYTES * each * len(parameters)))
+    return OpCase(
+        work, [()], (each * len(parameters),), moved_bytes=float(ADAMW_BYTES_PER_PARAMETER * each * len(parameters))
+    )
 
 
-def _clip_norm(pool: Pool, size: int, sets: int, dtype: torch.dtype) -> Work:
+def _make_grad_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     """Squares are added up as training does it: on a CPU in rows (train/norms.py)."""
     import torch
 
-    count = max(NORM_ROW, size // dtype.itemsize // NORM_ROW * NORM_ROW)
-    shape = (-1, NORM_ROW) if pool.device == "cpu" else (-1,)
+    count = max(GRAD_NORM_ROW, size // dtype.itemsize // GRAD_NORM_ROW * GRAD_NORM_ROW)
+    shape = (-1, GRAD_NORM_ROW) if pool.device == "cpu" else (-1,)
 
     def work(x: Tensor) -> Any:
         return torch.linalg.vector_norm(x.view(shape), dim=-1)
 
-    return Work(work, [(pool.take(count),) for _ in range(sets)], (count,), bytes=float(count * dtype.itemsize))
+    return OpCase(
+        work, [(pool.take_tensor(count),) for _ in range(sets)], (count,), moved_bytes=float(count * dtype.itemsize)
+    )

@@ -14,67 +14,69 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.cluster.probe.pool import MMAP_MOST
-from phalanx.cluster.probe.timing import Watch, medians, rounded, watch_for
+from phalanx.cluster.probe.pool import MMAP_THRESHOLD_BYTES
+from phalanx.cluster.probe.timing import BenchTimer, make_timer, median_seconds_of, round_seconds
 
-CHAIN = 200
+CHAIN_LENGTH = 200
 """Operations in a row: as many as a layer or two have."""
-TINY = 16
+TINY_TENSOR_ELEMENTS = 16
 """Elements: less than any thread would be started for."""
-BLOCKS = 4
+NUM_TINY_BLOCKS = 4
 """Of the tiny transformer."""
-PINNED = 256 * 2**20
+PINNED_BUFFER_BYTES = 256 * 2**20
 """Bytes that are copied to and from a GPU."""
 
 
-def measure(payload: dict[str, Any], watch: Watch | None = None) -> dict[str, Any]:
+def measure_overheads(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
     """`launch_us`, of forward alone, and `operations`. `payload`: `device`, `threads` (CPU), `seconds`."""
     import torch
 
     device = payload["device"]
-    watch = watch or watch_for(device)
+    timer = timer or make_timer(device)
     if device == "cpu":
         torch.set_num_threads(payload["threads"])
-    share = payload["seconds"] / 3
-    forward, backward = chain(device, share, watch)
-    seconds, count = block(device, share, watch)
+    budget_s = payload["seconds"] / 3
+    forward, backward = time_op_chain(device, budget_s, timer)
+    seconds, count = time_tiny_blocks(device, budget_s, timer)
     operations = [
-        _timed("autograd_op", 3 * 4.0 * TINY, forward + backward, TINY),
-        _timed("eager_op", 3 * 4.0 * TINY, seconds, count),
+        _timing_row("autograd_op", 3 * 4.0 * TINY_TENSOR_ELEMENTS, forward + backward, TINY_TENSOR_ELEMENTS),
+        _timing_row("eager_op", 3 * 4.0 * TINY_TENSOR_ELEMENTS, seconds, count),
     ]
     if device == "cpu":
-        count = 2 * MMAP_MOST // 4
-        (fresh,) = medians(lambda: (watch.took(lambda: torch.empty(count).fill_(1.0)),), share, watch)
-        operations.append(_timed("fresh_memory", 4.0 * count, fresh, 4 * count))
+        count = 2 * MMAP_THRESHOLD_BYTES // 4
+        (fill_s,) = median_seconds_of(
+            lambda: (timer.time_call(lambda: torch.empty(count).fill_(1.0)),), budget_s, timer
+        )
+        operations.append(_timing_row("fresh_memory", 4.0 * count, fill_s, 4 * count))
     else:
-        operations += transfers(device, share, watch)
-    return {"launch_us": rounded(forward * 1e6), "operations": operations}
+        operations += time_transfers(device, budget_s, timer)
+    return {"launch_us": round_seconds(forward * 1e6), "operations": operations}
 
 
-def chain(device: str, share: float, watch: Watch) -> tuple[float, float]:
+def time_op_chain(device: str, budget_s: float, timer: BenchTimer) -> tuple[float, float]:
     """Seconds of one tiny operation in a chain of many, forward and backward."""
     import torch
 
-    x = torch.randn(TINY, device=device, requires_grad=True)
-    other = torch.ones(TINY, device=device)
+    x = torch.randn(TINY_TENSOR_ELEMENTS, device=device, requires_grad=True)
+    other = torch.ones(TINY_TENSOR_ELEMENTS, device=device)
     results: list[torch.Tensor] = []
 
     def forward() -> None:
         y = x
-        for _ in range(CHAIN):
+        for _ in range(CHAIN_LENGTH):
             y = y * other
         results.append(y)
 
     def run() -> tuple[float, float]:
-        ahead = watch.took(forward)
+        ahead = timer.time_call(forward)
         result = results.pop()
-        return ahead / CHAIN, watch.took(lambda: torch.autograd.grad(result, x, other)) / CHAIN
+        return ahead / CHAIN_LENGTH, timer.time_call(lambda: torch.autograd.grad(result, x, other)) / CHAIN_LENGTH
 
-    ahead, back = medians(run, share, watch)
-    return ahead, back
+    forward_s, backward_s = median_seconds_of(run, budget_s, timer)
+    return forward_s, backward_s
 
 
-def block(device: str, share: float, watch: Watch) -> tuple[float, int]:
+def time_tiny_blocks(device: str, budget_s: float, timer: BenchTimer) -> tuple[float, int]:
     """Seconds of an operation in a block of a tiny transformer, and how many operations it has in both directions."""
     import torch
     from torch import nn
@@ -83,9 +85,9 @@ def block(device: str, share: float, watch: Watch) -> tuple[float, int]:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.LayerNorm(TINY), nn.LayerNorm(TINY)
+            self.first, self.second = nn.LayerNorm(TINY_TENSOR_ELEMENTS), nn.LayerNorm(TINY_TENSOR_ELEMENTS)
             self.query, self.key, self.value, self.out, self.up, self.down = (
-                nn.Linear(TINY, TINY, bias=False) for _ in range(6)
+                nn.Linear(TINY_TENSOR_ELEMENTS, TINY_TENSOR_ELEMENTS, bias=False) for _ in range(6)
             )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,23 +97,23 @@ def block(device: str, share: float, watch: Watch) -> tuple[float, int]:
             out: torch.Tensor = x + self.down(F.gelu(self.up(self.second(x))))
             return out
 
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device)
-    x = torch.randn(1, 4, TINY, device=device)
+    model = nn.Sequential(*(Block() for _ in range(NUM_TINY_BLOCKS))).to(device)
+    x = torch.randn(1, 4, TINY_TENSOR_ELEMENTS, device=device)
 
     def both() -> None:
         model.zero_grad(set_to_none=True)
         model(x).sum().backward()
 
-    (seconds,) = medians(lambda: (watch.took(both),), share, watch)
-    count = computing(both)
+    (seconds,) = median_seconds_of(lambda: (timer.time_call(both),), budget_s, timer)
+    count = count_computing_ops(both)
     return seconds / count, count
 
 
-def computing(work: Callable[[], None]) -> int:
-    """How many operations of `work` compute something: those that return what is no view of what they were given."""
+def count_computing_ops(function: Callable[[], None]) -> int:
+    """How many operations of `function` compute something: those that return what is no view of what they were given."""
     import torch
 
-    from phalanx.compat import handling
+    from phalanx.compat import intercept_operations
 
     found = 0
 
@@ -125,23 +127,29 @@ def computing(work: Callable[[], None]) -> int:
             found += first.untyped_storage().data_ptr() not in given or str(operation).split(".")[1].endswith("_")
         return result
 
-    with handling(handle):
-        work()
+    with intercept_operations(handle):
+        function()
     return found
 
 
-def transfers(device: str, share: float, watch: Watch) -> list[dict[str, Any]]:
+def time_transfers(device: str, budget_s: float, timer: BenchTimer) -> list[dict[str, Any]]:
     """Copies between a GPU and the memory that its host keeps in place for that."""
     import torch
 
-    here = torch.empty(PINNED // 4, pin_memory=True).normal_()
-    there = here.to(device)
-    (to_device,) = medians(lambda: (watch.took(lambda: there.copy_(here, non_blocking=True)),), share / 2, watch)
-    (from_device,) = medians(lambda: (watch.took(lambda: here.copy_(there, non_blocking=True)),), share / 2, watch)
+    host_buffer = torch.empty(PINNED_BUFFER_BYTES // 4, pin_memory=True).normal_()
+    device_buffer = host_buffer.to(device)
+    (to_device,) = median_seconds_of(
+        lambda: (timer.time_call(lambda: device_buffer.copy_(host_buffer, non_blocking=True)),), budget_s / 2, timer
+    )
+    (from_device,) = median_seconds_of(
+        lambda: (timer.time_call(lambda: host_buffer.copy_(device_buffer, non_blocking=True)),), budget_s / 2, timer
+    )
     found = {"to_device": to_device, "from_device": from_device}
-    return [_timed(kind, float(PINNED), seconds, PINNED) for kind, seconds in found.items()]
+    return [
+        _timing_row(kind, float(PINNED_BUFFER_BYTES), seconds, PINNED_BUFFER_BYTES) for kind, seconds in found.items()
+    ]
 
 
-def _timed(kind: str, nbytes: float, seconds: float, shape: int) -> dict[str, Any]:
-    found = {"kind": kind, "precision": "fp32", "bytes": nbytes, "flops": 0.0, "seconds": rounded(seconds)}
+def _timing_row(kind: str, nbytes: float, seconds: float, shape: int) -> dict[str, Any]:
+    found = {"kind": kind, "precision": "fp32", "bytes": nbytes, "flops": 0.0, "seconds": round_seconds(seconds)}
     return {**found, "shape": [shape]}

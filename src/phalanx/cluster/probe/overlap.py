@@ -10,88 +10,90 @@ import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.probe.timing import Watch, medians
-from phalanx.recipe.devices import sizes_for
+from phalanx.cluster.probe.timing import BenchTimer, median_seconds_of
+from phalanx.recipe.devices import size_table_of
 
 if TYPE_CHECKING:
     import torch
 
-SIDE = {"cpu": 256, "cuda": 4096}
+MATRIX_SIDE = {"cpu": 256, "cuda": 4096}
 """Of the square matrices: a product takes a small part of the all-reduce's time."""
-BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+BUFFER_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """Of the all-reduce: a large bucket of gradients."""
-ROUNDS = 9
+MAX_ROUNDS = 9
 
 
-def measure(payload: dict[str, Any], watch: Watch) -> dict[str, float]:
+def measure_overlap(payload: dict[str, Any], timer: BenchTimer) -> dict[str, float]:
     """`compute` and `communication`: times while both run over the times alone, not below 1. `payload`: `device`,
     `seconds`; `watch.agree` must be that of all ranks. The same on every rank."""
     import torch
 
-    device, share = payload["device"], payload["seconds"] / 4
-    side = SIDE[sizes_for(device)]
+    device, budget_s = payload["device"], payload["seconds"] / 4
+    side = MATRIX_SIDE[size_table_of(device)]
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    buffer = torch.ones(BYTES[sizes_for(device)] // 4, device=device)
+    buffer = torch.ones(BUFFER_BYTES[size_table_of(device)] // 4, device=device)
 
-    def product() -> object:
+    def multiply() -> object:
         return torch.mm(a, b)
 
     def communicate() -> tuple[float]:
         buffer.fill_(1.0)
-        watch.wait()
-        watch.agree(0.0)
-        return (watch.took(lambda: _all_reduce(buffer).wait()),)
+        timer.synchronize()
+        timer.max_over_ranks(0.0)
+        return (timer.time_call(lambda: _start_all_reduce(buffer).wait()),)
 
-    (alone,) = medians(lambda: (watch.took(lambda: [product() for _ in range(20)]) / 20,), share, watch)
-    (moving,) = medians(communicate, share, watch)
-    beside = _on_cpu if device == "cpu" else _on_gpu
-    rounds = max(3, min(ROUNDS, round(2 * share / (2 * moving))))
-    pairs = [beside(buffer, product, alone, moving, watch) for _ in range(rounds)]
-    slower = [statistics.median(each) for each in zip(*pairs, strict=True)]
-    compute, communication = (max(1.0, watch.agree(each)) for each in slower)
+    (gemm_s,) = median_seconds_of(
+        lambda: (timer.time_call(lambda: [multiply() for _ in range(20)]) / 20,), budget_s, timer
+    )
+    (all_reduce_s,) = median_seconds_of(communicate, budget_s, timer)
+    measure_pair = _measure_on_cpu if device == "cpu" else _measure_on_gpu
+    rounds = max(3, min(MAX_ROUNDS, round(2 * budget_s / (2 * all_reduce_s))))
+    pairs = [measure_pair(buffer, multiply, gemm_s, all_reduce_s, timer) for _ in range(rounds)]
+    slowdowns = [statistics.median(each) for each in zip(*pairs, strict=True)]
+    compute, communication = (max(1.0, timer.max_over_ranks(each)) for each in slowdowns)
     return {"compute": round(compute, 4), "communication": round(communication, 4)}
 
 
-def _on_cpu(
-    buffer: torch.Tensor, product: Callable[[], object], alone: float, moving: float, watch: Watch
+def _measure_on_cpu(
+    buffer: torch.Tensor, multiply: Callable[[], object], gemm_s: float, all_reduce_s: float, timer: BenchTimer
 ) -> tuple[float, float]:
     """Products for as long as the all-reduce takes: that is the time of both, and how many there were tells theirs."""
     buffer.fill_(1.0)
-    watch.agree(0.0)
-    begun, count = watch.clock(), 0
-    work = _all_reduce(buffer)
+    timer.max_over_ranks(0.0)
+    started, count = timer.clock(), 0
+    work = _start_all_reduce(buffer)
     while not work.is_completed():
-        product()
+        multiply()
         count += 1
-    taken = watch.clock() - begun
+    taken = timer.clock() - started
     work.wait()
-    return taken / max(count, 1) / alone, taken / moving
+    return taken / max(count, 1) / gemm_s, taken / all_reduce_s
 
 
-def _on_gpu(
-    buffer: torch.Tensor, product: Callable[[], object], alone: float, moving: float, watch: Watch
+def _measure_on_gpu(
+    buffer: torch.Tensor, multiply: Callable[[], object], gemm_s: float, all_reduce_s: float, timer: BenchTimer
 ) -> tuple[float, float]:
     """As many products as alone take as long as the all-reduce, on another stream than it."""
     import torch
 
     buffer.fill_(1.0)
-    watch.wait()
-    watch.agree(0.0)
+    timer.synchronize()
+    timer.max_over_ranks(0.0)
     begin, computed, moved = (torch.get_device_module(buffer.device).Event(enable_timing=True) for _ in range(3))
-    count = max(1, round(moving / alone))
+    count = max(1, round(all_reduce_s / gemm_s))
     begin.record()
-    work = _all_reduce(buffer)
+    work = _start_all_reduce(buffer)
     for _ in range(count):
-        product()
+        multiply()
     computed.record()
     work.wait()  # the stream waits, not this process
     moved.record()
-    watch.wait()
+    timer.synchronize()
     # if computing ends last, `moved` is when it ends: then communication was not slower than that
-    return begin.elapsed_time(computed) / 1e3 / (count * alone), begin.elapsed_time(moved) / 1e3 / moving
+    return begin.elapsed_time(computed) / 1e3 / (count * gemm_s), begin.elapsed_time(moved) / 1e3 / all_reduce_s
 
 
-def _all_reduce(buffer: torch.Tensor) -> Any:
+def _start_all_reduce(buffer: torch.Tensor) -> Any:
     import torch.distributed as dist
 
     return dist.all_reduce(buffer, async_op=True)

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ALIGNMENT = 64
+ALIGNMENT_BYTES = 64
 """Bytes: a cache line, and what vector units like best."""
-DRAWN = 1 << 23
+NUM_RANDOM_ELEMENTS = 1 << 23
 """Elements that are drawn; the rest of the buffer repeats them, since drawing is slow."""
-MMAP_MOST = 32 << 20
+MMAP_THRESHOLD_BYTES = 32 << 20
 """Bytes from which glibc always asks the kernel for memory, and gives it back (M_MMAP_THRESHOLD, mallopt(3))."""
 
 
-class Pool:
+class ColdBufferPool:
     """A buffer of normally distributed numbers, `nbytes` large in each dtype of 4 bytes, from which operands are
     sliced. Zeros would be multiplied with less power and at a higher clock than training's data are."""
 
@@ -38,11 +38,11 @@ class Pool:
         self.device = device
         self.nbytes = nbytes
         elements = max(nbytes // 4, 1)
-        drawn = torch.randn(min(elements, DRAWN), device=device)
-        self._flat = {torch.float32: drawn.repeat(math.ceil(elements / len(drawn)))[:elements]}
+        random_values = torch.randn(min(elements, NUM_RANDOM_ELEMENTS), device=device)
+        self._flat = {torch.float32: random_values.repeat(math.ceil(elements / len(random_values)))[:elements]}
         self._next = 0
 
-    def take(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def take_tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The next tensor of this shape, contiguous, in fp32 unless another dtype is given. It overlaps with others
         once the buffer has been gone through."""
         import torch
@@ -51,7 +51,7 @@ class Pool:
         flat = self._flat.get(dtype)
         if flat is None:
             flat = self._flat[dtype] = self._flat[torch.float32].to(dtype)
-        elements, step = math.prod(shape), ALIGNMENT // dtype.itemsize
+        elements, step = math.prod(shape), ALIGNMENT_BYTES // dtype.itemsize
         if elements > len(flat):
             raise ValueError(f"{elements} elements asked of a pool of {len(flat)}")
         start = self._next % len(flat) // step * step
@@ -61,7 +61,7 @@ class Pool:
         return flat[start : start + elements].view(shape)
 
 
-def cache_bytes(root: Path = Path("/")) -> int:
+def last_level_cache_bytes(root: Path = Path("/")) -> int:
     """Of all last-level caches of this machine together; 0 where nothing tells. Servers have up to a gigabyte."""
     found = {}
     for folder in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index3"):
@@ -80,9 +80,9 @@ def warm_allocator(device: str, nbytes: int) -> Tensor | None:
 
     if device != "cpu":
         return None
-    piece = MMAP_MOST - (1 << 20)
+    piece = MMAP_THRESHOLD_BYTES - (1 << 20)
     torch.ones(piece // 4)  # freeing it raises glibc's threshold, so that the next ones come from the heap
-    held = [torch.ones(piece // 4) for _ in range(math.ceil(nbytes / piece))]
-    lid = torch.ones(1024)  # lies above them and keeps the heap from shrinking
-    held.clear()
-    return lid
+    blocks = [torch.ones(piece // 4) for _ in range(math.ceil(nbytes / piece))]
+    guard = torch.ones(1024)  # lies above them and keeps the heap from shrinking
+    blocks.clear()
+    return guard

@@ -4,22 +4,22 @@ show in the reference product, which then is as slow at the end as at the beginn
 from collections.abc import Callable
 from pathlib import Path
 
-SECONDS = 0.4
+OBSERVATION_S = 0.4
 """Of waiting; /proc counts in hundredths."""
 
 
-def busy_cores(root: Path, sleep: Callable[[float], None]) -> float | None:
+def count_busy_cores(root: Path, sleep: Callable[[float], None]) -> float | None:
     """How many cores others use, those that a hypervisor gave away included; None where nothing tells."""
-    before = _counted(root)
-    sleep(SECONDS)
-    after = _counted(root)
+    before = _read_cpu_ticks(root)
+    sleep(OBSERVATION_S)
+    after = _read_cpu_ticks(root)
     if before is None or after is None:
         return None
     (busy, total, cores), (busy_then, total_then, _) = after, before
     return cores * (busy - busy_then) / (total - total_then) if total > total_then else None
 
 
-def _counted(root: Path) -> tuple[int, int, int] | None:
+def _read_cpu_ticks(root: Path) -> tuple[int, int, int] | None:
     """Ticks of all cores that were busy, all ticks, and the number of cores."""
     try:
         lines = (root / "proc/stat").read_text().splitlines()

@@ -1,7 +1,7 @@
 """How fast a folder writes and reads: one file, large blocks, synced to the disk, then read past the page cache.
 
 Of a read that comes from memory one learns nothing, so what was written is dropped from the page cache, and read with
-O_DIRECT where the file system can; `cache` says which it was. A short pilot decides how much is written, so that a slow
+O_DIRECT where the file system can; `read_mode` says which it was. A short pilot decides how much is written, so that a slow
 disk costs no more time than a fast one. The caller gives a folder of its own and removes it.
 """
 
@@ -15,74 +15,74 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 
-Clock = Callable[[], float]
-BLOCK = 16 * 2**20
+ClockFn = Callable[[], float]
+BLOCK_BYTES = 16 * 2**20
 """Bytes of one write or read."""
-PILOT = 2 * BLOCK
-MOST = {True: 128 * 10**6, False: 10**9}
+PILOT_BYTES = 2 * BLOCK_BYTES
+MAX_WRITTEN_BYTES = {True: 128 * 10**6, False: 10**9}
 """Bytes that are written at most, by quickness."""
-SPARE = 1.1
+FREE_SPACE_FACTOR = 1.1
 """Free space that is asked for, over what is written."""
 
 
 @dataclass(frozen=True)
-class Rates:
-    """GB/s of one writer and one reader; `cache`: how the read kept clear of the page cache, "direct", "dropped", or
+class StorageRates:
+    """GB/s of one writer and one reader; `read_mode`: how the read kept clear of the page cache, "direct", "dropped", or
     "cached" where it could not, which makes `read_gbps` None."""
 
     write_gbps: float
     read_gbps: float | None
-    bytes: int
-    cache: str
+    num_bytes: int
+    read_mode: str
 
 
-def check_room(folder: Path, quick: bool) -> None:
-    """UsageError unless the file system of `folder` has room for what is written there."""
-    needed, free = MOST[quick] * SPARE, shutil.disk_usage(folder).free
-    if free < needed:
+def check_free_space(folder: Path, quick: bool) -> None:
+    """UsageError unless the file system of `directory` has room for what is written there."""
+    needed_bytes, free_bytes = MAX_WRITTEN_BYTES[quick] * FREE_SPACE_FACTOR, shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
         raise UsageError(
-            f"{folder}: no room to measure the disk: it takes {needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free; "
+            f"{folder}: no room to measure the disk: it takes {needed_bytes / 1e6:,.0f} MB, {free_bytes / 1e6:,.0f} MB are free; "
             "choose another --dir"
         )
 
 
-def measure(folder: Path, quick: bool, seconds: float, clock: Clock) -> Rates:
-    """Write and read a file in `folder` within about `seconds`. OSError where the disk fails."""
-    path = folder / "probe.bin"
-    block = mmap.mmap(-1, BLOCK)  # aligned to pages, as O_DIRECT wants its buffers
-    block.write(os.urandom(BLOCK))  # a disk that compresses must not look faster
+def measure_storage(directory: Path, quick: bool, seconds: float, clock: ClockFn) -> StorageRates:
+    """Write and read a file in `directory` within about `seconds`. OSError where the disk fails."""
+    path = directory / "probe.bin"
+    block = mmap.mmap(-1, BLOCK_BYTES)  # aligned to pages, as O_DIRECT wants its buffers
+    block.write(os.urandom(BLOCK_BYTES))  # a disk that compresses must not look faster
     try:
-        pilot = write(path, block, PILOT, clock)
-        rate = PILOT / max(pilot, 1e-9)
-        nbytes = max(BLOCK, int(min(MOST[quick], rate * seconds / 2) // BLOCK * BLOCK))
-        writing = write(path, block, nbytes, clock)
-        reading, cache = read(path, block, nbytes, seconds / 2, clock)
-        return Rates(nbytes / writing / 1e9, None if cache == "cached" else reading / 1e9, nbytes, cache)
+        pilot = write_file(path, block, PILOT_BYTES, clock)
+        rate = PILOT_BYTES / max(pilot, 1e-9)
+        nbytes = max(BLOCK_BYTES, int(min(MAX_WRITTEN_BYTES[quick], rate * seconds / 2) // BLOCK_BYTES * BLOCK_BYTES))
+        writing = write_file(path, block, nbytes, clock)
+        reading, cache = read_file(path, block, nbytes, seconds / 2, clock)
+        return StorageRates(nbytes / writing / 1e9, None if cache == "cached" else reading / 1e9, nbytes, cache)
     finally:
         path.unlink(missing_ok=True)
         block.close()
 
 
-def write(path: Path, block: mmap.mmap, nbytes: int, clock: Clock) -> float:
+def write_file(path: Path, block: mmap.mmap, nbytes: int, clock: ClockFn) -> float:
     """Seconds of writing `nbytes` anew, fsync included."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        begun, left = clock(), nbytes
-        while left > 0:
-            left -= os.write(fd, memoryview(block)[: min(left, BLOCK)])
+        started, remaining = clock(), nbytes
+        while remaining > 0:
+            remaining -= os.write(fd, memoryview(block)[: min(remaining, BLOCK_BYTES)])
         os.fsync(fd)
-        return clock() - begun
+        return clock() - started
     finally:
         os.close(fd)
 
 
-def read(path: Path, block: mmap.mmap, nbytes: int, seconds: float, clock: Clock) -> tuple[float, str]:
+def read_file(path: Path, block: mmap.mmap, nbytes: int, seconds: float, clock: ClockFn) -> tuple[float, str]:
     """Bytes a second of reading the file for at most `seconds`, and how the page cache was avoided."""
-    dropped = drop(path)
-    fd, direct = open_direct(path)
+    dropped = drop_page_cache(path)
+    fd, direct = open_for_direct_read(path)
     try:
-        begun, done = clock(), 0
-        while done < nbytes and (done == 0 or clock() - begun < seconds):
+        started, done = clock(), 0
+        while done < nbytes and (done == 0 or clock() - started < seconds):
             try:
                 got = os.preadv(fd, [block], done)
             except OSError as error:
@@ -94,13 +94,13 @@ def read(path: Path, block: mmap.mmap, nbytes: int, seconds: float, clock: Clock
             if got == 0:
                 break
             done += got
-        rate = done / max(clock() - begun, 1e-9)
+        rate = done / max(clock() - started, 1e-9)
     finally:
         os.close(fd)
     return rate, "direct" if direct else "dropped" if dropped else "cached"
 
 
-def drop(path: Path) -> bool:
+def drop_page_cache(path: Path) -> bool:
     """Have the kernel forget what it keeps of a file that is synced; whether it could be asked to."""
     if not hasattr(os, "posix_fadvise"):
         return False
@@ -114,7 +114,7 @@ def drop(path: Path) -> bool:
     return True
 
 
-def open_direct(path: Path) -> tuple[int, bool]:
+def open_for_direct_read(path: Path) -> tuple[int, bool]:
     """The file, open past the page cache where the file system can."""
     if hasattr(os, "O_DIRECT"):
         try:

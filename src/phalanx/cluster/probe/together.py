@@ -8,41 +8,41 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.cluster.probe import collectives, operations, overlap, products
-from phalanx.cluster.probe.timing import Watch, watch_for
+from phalanx.cluster.probe.timing import BenchTimer, make_timer
 
-WEIGHTS = {"collectives": 5.0, "overlap": 1.0, "products": 4.0, "operations": 4.0, "trained": 2.0}
+TIME_WEIGHTS = {"collectives": 5.0, "overlap": 1.0, "products": 4.0, "operations": 4.0, "trained": 2.0}
 """How the time is shared out."""
-LEAST = 1 / 4
+MIN_SHARE_OF_BUDGET = 1 / 4
 """Of its even share that a part gets even where the parts before it took all the time: each finds something."""
 
 
-def measure(payload: dict[str, Any], watch: Watch | None = None) -> dict[str, Any]:
+def measure_concurrently(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
     """`collectives`, `overlap`, `products` and `operations`, as their modules return them, the same on every rank.
     `payload`: `device`, `threads` of each process, `processes`, `seconds` in all, `quick`, `memory_bytes`."""
     import torch
 
     device = payload["device"]
-    watch = replace(watch or watch_for(device), agree=collectives.agreement())
+    timer = replace(timer or make_timer(device), max_over_ranks=collectives.make_agreement())
     if device == "cpu":
         torch.set_num_threads(payload["threads"])
-    wanted = ["collectives", "overlap"]
+    parts_to_run = ["collectives", "overlap"]
     if device == "cpu":
-        wanted += ["products", "operations", *([] if payload["quick"] else ["trained"])]
-    begun, whole = watch.clock(), sum(WEIGHTS[name] for name in wanted)
-    least = LEAST * payload["seconds"] / whole
+        parts_to_run += ["products", "operations", *([] if payload["quick"] else ["trained"])]
+    started, weight_left = timer.clock(), sum(TIME_WEIGHTS[name] for name in parts_to_run)
+    min_budget_s = MIN_SHARE_OF_BUDGET * payload["seconds"] / weight_left
     found: dict[str, Any] = {"products": [], "operations": []}
-    for name in wanted:
-        left = payload["seconds"] - watch.agree(watch.clock() - begun)
-        part = {**payload, "seconds": max(left / whole, least) * WEIGHTS[name]}
-        whole -= WEIGHTS[name]
+    for name in parts_to_run:
+        remaining_s = payload["seconds"] - timer.max_over_ranks(timer.clock() - started)
+        part_payload = {**payload, "seconds": max(remaining_s / weight_left, min_budget_s) * TIME_WEIGHTS[name]}
+        weight_left -= TIME_WEIGHTS[name]
         if name == "collectives":
-            found[name] = collectives.measure(part, watch)
+            found[name] = collectives.measure_collectives(part_payload, timer)
         elif name == "overlap":
-            found[name] = overlap.measure(part, watch)
+            found[name] = overlap.measure_overlap(part_payload, timer)
         elif name == "products":
-            found[name] = products.measure(part, watch)
+            found[name] = products.measure_gemms(part_payload, timer)
         elif name == "operations":
-            found[name] += operations.measure(part, watch)
+            found[name] += operations.measure_memory_ops(part_payload, timer)
         else:
-            found["operations"] += operations.measure_trained(part, watch)
+            found["operations"] += operations.measure_autograd_ops(part_payload, timer)
     return found

@@ -15,43 +15,45 @@ from phalanx.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of fault. `ends`: the attempt that it strikes ends of it. `shared`: needs workers besides the one that is
+class FaultKind:
+    """A kind of fault. `ends_attempt`: the attempt that it strikes ends of it. `needs_peers`: needs workers besides the one that is
     struck; `nodes`: needs several nodes; `queue`: needs a run in the queue."""
 
-    what: str
-    ends: bool = True
-    shared: bool = False
-    nodes: bool = False
-    queue: bool = False
+    description: str
+    ends_attempt: bool = True
+    needs_peers: bool = False
+    needs_nodes: bool = False
+    needs_queue: bool = False
     weight: int = 1
     """How often it comes, beside the others."""
-    asked: bool = False
+    is_opt_in: bool = False
     """Whether it comes only where it is asked for: it takes long, or another one is much like it."""
 
 
-KINDS = {
-    "kill": Kind("a worker is killed (SIGKILL)", weight=4),
-    "crash": Kind("a worker crashes (SIGSEGV)"),
-    "abort": Kind("a worker aborts (SIGABRT)"),
-    "fork-server": Kind("the fork server of a node is killed"),
-    "agent": Kind("the leader agent is killed, with all processes below it"),
-    "preempt": Kind("the run is asked to stop (SIGTERM), and started again"),
-    "interrupt": Kind("Ctrl-C in the run (SIGINT), and it is started again", asked=True),
-    "time-limit": Kind("a time limit: SIGTERM, and SIGKILL up to a second later"),
-    "corrupt-checkpoint": Kind("a bit of the newest checkpoint flips, and a worker is killed"),
-    "disk-full": Kind("a worker can write no file until a save has failed of it", ends=False),
-    "storage-outage": Kind("checkpoints cannot be reached until a save or an attempt has failed of it", ends=False),
-    "freeze": Kind("a worker is stopped for up to 2 s (SIGSTOP, SIGCONT)", ends=False),
-    "hang": Kind("a worker is stopped for good (SIGSTOP)", shared=True),
-    "node-loss": Kind("a node that does not lead dies with all its processes", nodes=True),
-    "partition": Kind("a node is cut off until it is given up, and comes back", nodes=True, asked=True),
-    "job-runner": Kind("the process above the job is killed, and everything with it", queue=True),
-    "queue-daemon": Kind("the queue's daemon is killed", ends=False, queue=True),
+FAULT_KINDS = {
+    "kill": FaultKind("a worker is killed (SIGKILL)", weight=4),
+    "crash": FaultKind("a worker crashes (SIGSEGV)"),
+    "abort": FaultKind("a worker aborts (SIGABRT)"),
+    "fork-server": FaultKind("the fork server of a node is killed"),
+    "agent": FaultKind("the leader agent is killed, with all processes below it"),
+    "preempt": FaultKind("the run is asked to stop (SIGTERM), and started again"),
+    "interrupt": FaultKind("Ctrl-C in the run (SIGINT), and it is started again", is_opt_in=True),
+    "time-limit": FaultKind("a time limit: SIGTERM, and SIGKILL up to a second later"),
+    "corrupt-checkpoint": FaultKind("a bit of the newest checkpoint flips, and a worker is killed"),
+    "disk-full": FaultKind("a worker can write no file until a save has failed of it", ends_attempt=False),
+    "storage-outage": FaultKind(
+        "checkpoints cannot be reached until a save or an attempt has failed of it", ends_attempt=False
+    ),
+    "freeze": FaultKind("a worker is stopped for up to 2 s (SIGSTOP, SIGCONT)", ends_attempt=False),
+    "hang": FaultKind("a worker is stopped for good (SIGSTOP)", needs_peers=True),
+    "node-loss": FaultKind("a node that does not lead dies with all its processes", needs_nodes=True),
+    "partition": FaultKind("a node is cut off until it is given up, and comes back", needs_nodes=True, is_opt_in=True),
+    "job-runner": FaultKind("the process above the job is killed, and everything with it", needs_queue=True),
+    "queue-daemon": FaultKind("the queue's daemon is killed", ends_attempt=False, needs_queue=True),
 }
 
 
-class Phase(StrEnum):
+class FaultPhase(StrEnum):
     """What a run is doing when a fault strikes."""
 
     STEP = "step"
@@ -60,151 +62,161 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
-class Moment:
+class FaultTrigger:
     """When a fault strikes: `share` of what a step, a save or a restart usually takes, after one was seen to begin.
-    `step`: not before this one was done, where there is one. `fresh`: not before there is a checkpoint that is newer
+    `min_step`: not before this one was done, where there is one. `after_new_checkpoint`: not before there is a checkpoint that is newer
     than all that were there when the fault before struck."""
 
-    phase: Phase
-    share: float
-    step: int | None = None
-    fresh: bool = False
+    phase: FaultPhase
+    fraction: float
+    min_step: int | None = None
+    after_new_checkpoint: bool = False
 
     def __str__(self) -> str:
-        share = f"{100 * self.share:.0f}%"
-        if self.phase is Phase.RESTART:
-            return f"{share} into the restart"
-        behind = "" if self.step is None else f" after step {self.step}"
-        new = " and a new checkpoint" if self.fresh else ""
-        where = "of a step" if self.phase is Phase.STEP else "into a save"
-        return f"{share} {where}{behind}{new}"
+        percent = f"{100 * self.fraction:.0f}%"
+        if self.phase is FaultPhase.RESTART:
+            return f"{percent} into the restart"
+        step_text = "" if self.min_step is None else f" after step {self.min_step}"
+        checkpoint_text = " and a new checkpoint" if self.after_new_checkpoint else ""
+        phase_text = "of a step" if self.phase is FaultPhase.STEP else "into a save"
+        return f"{percent} {phase_text}{step_text}{checkpoint_text}"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `rank`: the worker that it strikes, or whose node. `luck` in [0, 1): how long, which file, which
+    """One fault. `rank`: the worker that it strikes, or whose node. `randomness` in [0, 1): how long, which file, which
     bit."""
 
     number: int
     kind: str
     rank: int
-    moment: Moment
-    luck: float
+    trigger: FaultTrigger
+    randomness: float
 
 
 @dataclass(frozen=True)
-class Course:
-    """What a run will be, as far as a list of faults depends on it. `every`: steps from one save to the next, None for
-    one at the end only; `each`: workers of a node."""
+class RunShape:
+    """What a run will be, as far as a list of faults depends on it. `checkpoint_every`: steps from one save to the next, None for
+    one at the end only; `workers_per_node`: workers of a node."""
 
     steps: int
-    every: int | None
+    checkpoint_every: int | None
     keep: int
-    attempts: int
-    world: int
-    nodes: int = 1
-    queue: bool = False
+    max_restarts: int
+    world_size: int
+    num_nodes: int = 1
+    uses_queue: bool = False
 
     @property
-    def each(self) -> int:
+    def workers_per_node(self) -> int:
         """Workers of a node."""
-        return self.world // self.nodes
+        return self.world_size // self.num_nodes
 
     @property
-    def saves(self) -> int:
+    def num_saves(self) -> int:
         """Saves on the way."""
-        return 0 if self.every is None else (self.steps - 1) // self.every
+        return 0 if self.checkpoint_every is None else (self.steps - 1) // self.checkpoint_every
 
 
-def possible(course: Course) -> tuple[str, ...]:
+def list_possible_kinds(run_shape: RunShape) -> tuple[str, ...]:
     """The kinds that can strike such a run, but for those that must be asked for."""
-    return tuple(name for name, kind in KINDS.items() if not kind.asked and _obstacle(name, course) is None)
+    return tuple(
+        name for name, kind in FAULT_KINDS.items() if not kind.is_opt_in and _why_impossible(name, run_shape) is None
+    )
 
 
-def kinds_of(text: str | None, course: Course) -> tuple[str, ...]:
+def parse_kinds(text: str | None, run_shape: RunShape) -> tuple[str, ...]:
     """The kinds that a list such as `kill,agent` names; all that are possible without one. UsageError for one that
     does not exist, or that cannot strike this run."""
     if text is None:
-        return possible(course)
+        return list_possible_kinds(run_shape)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if name not in KINDS:
-            raise UsageError(f"--kinds {text}: there is no kind {name!r}; there are {', '.join(KINDS)}")
-        if (obstacle := _obstacle(name, course)) is not None:
+        if name not in FAULT_KINDS:
+            raise UsageError(f"--kinds {text}: there is no kind {name!r}; there are {', '.join(FAULT_KINDS)}")
+        if (obstacle := _why_impossible(name, run_shape)) is not None:
             raise UsageError(f"--kinds {text}: {name} {obstacle}")
     return names
 
 
-def _obstacle(name: str, course: Course) -> str | None:
+def _why_impossible(name: str, run_shape: RunShape) -> str | None:
     """Why a kind cannot strike this run."""
-    kind = KINDS[name]
-    if kind.shared and course.world < 2:
+    kind = FAULT_KINDS[name]
+    if kind.needs_peers and run_shape.world_size < 2:
         return "needs another worker, to distinguish a hang from a slow machine: --nproc-per-node 2"
-    if kind.nodes and course.nodes < 2:
+    if kind.needs_nodes and run_shape.num_nodes < 2:
         return "needs several nodes: --nodes 2"
-    if kind.queue and not course.queue:
+    if kind.needs_queue and not run_shape.uses_queue:
         return "needs a run in the queue: --queue"
-    if name == "corrupt-checkpoint" and course.keep < 2:
+    if name == "corrupt-checkpoint" and run_shape.keep < 2:
         return "needs an older checkpoint: checkpoint.keep=2"
-    if name == "corrupt-checkpoint" and course.saves < 2:
-        return f"needs two checkpoints, and in {course.steps} steps the run saves {course.saves} times on its way"
+    if name == "corrupt-checkpoint" and run_shape.num_saves < 2:
+        return f"needs two checkpoints, and in {run_shape.steps} steps the run saves {run_shape.num_saves} times on its way"
     return None
 
 
-def draw(seed: int, count: int, kinds: Sequence[str], course: Course) -> tuple[Fault, ...]:
+def draw_faults(seed: int, count: int, kinds: Sequence[str], run_shape: RunShape) -> tuple[Fault, ...]:
     """The list of faults. UsageError when the run saves too seldom to go on after so many."""
     rng = random.Random(seed)
-    sizes = _rounds(rng, count, set(kinds), course)
-    firsts = {sum(sizes[:index]): index for index in range(len(sizes))}
-    names = _names(rng, count, kinds, set(firsts))
-    phases = _phases(rng, names, set(firsts))
+    sizes = _draw_rounds(rng, count, set(kinds), run_shape)
+    round_starts = {sum(sizes[:index]): index for index in range(len(sizes))}
+    names = _draw_kinds(rng, count, kinds, set(round_starts))
+    phases = _draw_phases(rng, names, set(round_starts))
     faults = []
     round_, step = 0, 1
     for index, (name, phase) in enumerate(zip(names, phases, strict=True)):
-        if index in firsts:
-            round_ = firsts[index]
+        if index in round_starts:
+            round_ = round_starts[index]
             # some time is left at the end for the last to strike, and the first half of a round's share for it to come
-            step = max(1, int(0.8 * course.steps * (round_ + rng.random() / 2) / len(sizes)))
-        fresh = index in firsts and (round_ > 0 or name == "corrupt-checkpoint" or course.attempts == 1)
-        moment = Moment(phase, round(rng.random(), 2), None if phase is Phase.RESTART else step, fresh)
-        rank = rng.randrange(course.each if KINDS[name].nodes else 0, course.world)
-        faults.append(Fault(index + 1, name, rank, moment, rng.random()))
+            step = max(1, int(0.8 * run_shape.steps * (round_ + rng.random() / 2) / len(sizes)))
+        after_new_checkpoint = index in round_starts and (
+            round_ > 0 or name == "corrupt-checkpoint" or run_shape.max_restarts == 1
+        )
+        trigger = FaultTrigger(
+            phase, round(rng.random(), 2), None if phase is FaultPhase.RESTART else step, after_new_checkpoint
+        )
+        rank = rng.randrange(run_shape.workers_per_node if FAULT_KINDS[name].needs_nodes else 0, run_shape.world_size)
+        faults.append(Fault(index + 1, name, rank, trigger, rng.random()))
     return tuple(faults)
 
 
-def _rounds(rng: random.Random, count: int, kinds: set[str], course: Course) -> list[int]:
+def _draw_rounds(rng: random.Random, count: int, kinds: set[str], run_shape: RunShape) -> list[int]:
     """How many faults strike between two new checkpoints, round by round."""
-    most = 1 if kinds == {"corrupt-checkpoint"} else course.attempts
-    first = max(1, most - 1)  # nothing has been saved by then that would count as progress
-    full = [first] + [most] * -(-max(0, count - first) // most)
-    if len(full) > max(1, course.saves) or (course.attempts == 1 and not course.saves):
-        fits = first + most * max(0, course.saves - 1) if course.attempts > 1 else course.saves
+    max_size = 1 if kinds == {"corrupt-checkpoint"} else run_shape.max_restarts
+    first_size = max(1, max_size - 1)  # nothing has been saved by then that would count as progress
+    full = [first_size] + [max_size] * -(-max(0, count - first_size) // max_size)
+    if len(full) > max(1, run_shape.num_saves) or (run_shape.max_restarts == 1 and not run_shape.num_saves):
+        max_faults = (
+            first_size + max_size * max(0, run_shape.num_saves - 1)
+            if run_shape.max_restarts > 1
+            else run_shape.num_saves
+        )
         raise UsageError(
-            f"{count} faults are too many: in {course.steps} steps the run saves {course.saves} times on its way, and "
-            f"fault_tolerance.max_restarts={course.attempts} lets it go on after {fits} faults; give it more steps, "
+            f"{count} faults are too many: in {run_shape.steps} steps the run saves {run_shape.num_saves} times on its way, and "
+            f"fault_tolerance.max_restarts={run_shape.max_restarts} lets it go on after {max_faults} faults; give it more steps, "
             "save more often (checkpoint.every) or ask for fewer (--faults)"
         )
     sizes: list[int] = []
     while sum(sizes) < count:
-        sizes.append(rng.randint(1, min(3, most if sizes else first)))
-    if len(sizes) > max(1, course.saves):
+        sizes.append(rng.randint(1, min(3, max_size if sizes else first_size)))
+    if len(sizes) > max(1, run_shape.num_saves):
         sizes = full
     sizes[-1] -= sum(sizes) - count
-    if max(sizes) == 1 and most > 1 and len(sizes) > (1 if first > 1 else 2):
+    if max(sizes) == 1 and max_size > 1 and len(sizes) > (1 if first_size > 1 else 2):
         sizes = [*sizes[1:-1], 2]  # a restart should be struck, too
     return sizes
 
 
-def _names(rng: random.Random, count: int, kinds: Sequence[str], firsts: set[int]) -> list[str]:
+def _draw_kinds(rng: random.Random, count: int, kinds: Sequence[str], round_starts: set[int]) -> list[str]:
     """The kind of each fault: each kind once if there is room, then by weight. Damage comes first in its round: there
     must be a checkpoint newer than what was damaged before."""
     names = rng.sample(list(kinds), min(count, len(kinds)))
-    names += rng.choices(list(kinds), [KINDS[name].weight for name in kinds], k=count - len(names))
+    names += rng.choices(list(kinds), [FAULT_KINDS[name].weight for name in kinds], k=count - len(names))
     rng.shuffle(names)
     for index, name in enumerate(names):
-        if name != "corrupt-checkpoint" or index in firsts:
+        if name != "corrupt-checkpoint" or index in round_starts:
             continue
-        free = sorted(first for first in firsts if names[first] != "corrupt-checkpoint")
+        free = sorted(first for first in round_starts if names[first] != "corrupt-checkpoint")
         if free:
             other = rng.choice(free)
             names[index], names[other] = names[other], name
@@ -213,18 +225,18 @@ def _names(rng: random.Random, count: int, kinds: Sequence[str], firsts: set[int
     return names
 
 
-def _phases(rng: random.Random, names: Sequence[str], firsts: set[int]) -> list[Phase]:
+def _draw_phases(rng: random.Random, names: Sequence[str], round_starts: set[int]) -> list[FaultPhase]:
     """What the run is doing when each strikes. A restart is only there after a fault that ends an attempt. One of each
     phase is among them where there is room."""
-    restarts = [i for i in range(1, len(names)) if i not in firsts and KINDS[names[i - 1]].ends]
+    restarts = [i for i in range(1, len(names)) if i not in round_starts and FAULT_KINDS[names[i - 1]].ends_attempt]
     phases = []
     for index in range(len(names)):
-        choices = [Phase.STEP, Phase.SAVE] + [Phase.RESTART] * 2 * (index in restarts)
+        choices = [FaultPhase.STEP, FaultPhase.SAVE] + [FaultPhase.RESTART] * 2 * (index in restarts)
         phases.append(rng.choice(choices))
-    if restarts and Phase.RESTART not in phases:
-        phases[rng.choice(restarts)] = Phase.RESTART
-    others = [index for index, phase in enumerate(phases) if phase is not Phase.RESTART]
-    for wanted in (Phase.SAVE, Phase.STEP):
+    if restarts and FaultPhase.RESTART not in phases:
+        phases[rng.choice(restarts)] = FaultPhase.RESTART
+    others = [index for index, phase in enumerate(phases) if phase is not FaultPhase.RESTART]
+    for wanted in (FaultPhase.SAVE, FaultPhase.STEP):
         if len(others) > 1 and wanted not in phases:
             phases[rng.choice(others)] = wanted
     return phases

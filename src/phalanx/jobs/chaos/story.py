@@ -18,80 +18,80 @@ from phalanx.run.event_types import (
 
 
 @dataclass(frozen=True)
-class Usual:
+class TypicalDurations:
     """Seconds that a step, a save and a start of workers usually take."""
 
-    step: float
-    save: float
-    restart: float
+    step_s: float
+    save_s: float
+    restart_s: float
 
 
-def usual_of(events: Iterable[Event]) -> Usual:
+def measure_durations(events: Iterable[Event]) -> TypicalDurations:
     """As an undisturbed run took them; 0 for what it never did."""
-    steps, saves, starts, begun = [], [], [], None
+    steps, saves, starts, started_at = [], [], [], None
     for event in events:
         if isinstance(event, WorkerStarted):
-            begun = begun or event.time
-        elif isinstance(event, AttemptStarted) and begun is not None:
-            starts.append(event.time - begun)
-            begun = None
+            started_at = started_at or event.time
+        elif isinstance(event, AttemptStarted) and started_at is not None:
+            starts.append(event.time - started_at)
+            started_at = None
         elif isinstance(event, StepDone):
             steps.append(event.duration_s)
         elif isinstance(event, CheckpointSaved):
             saves.append(event.duration_s)
-    return Usual(*(median(found) if found else 0.0 for found in (steps, saves, starts)))
+    return TypicalDurations(*(median(found) if found else 0.0 for found in (steps, saves, starts)))
 
 
-class Story:
-    """A run that is told so far. `read` takes what is new."""
+class RunMonitor:
+    """A run that is told so far. `read_new` takes what is new."""
 
     def __init__(self, run: Run):
         self.run = run
         self.attempt = -1
-        self.workers: dict[int, int] = {}
+        self.worker_pids: dict[int, int] = {}
         """Process ids of the newest attempt's workers, by rank."""
-        self.started = False
+        self.is_training = False
         """Whether the newest attempt trains."""
-        self.step: int | None = None
+        self.last_step: int | None = None
         """Last step of the newest attempt."""
-        self.saved = 0
+        self.saved_step = 0
         """Highest step of a checkpoint, ever."""
-        self.failed = self.faults = 0
+        self.failed_saves = self.num_faults = 0
         """Saves and attempts that failed."""
-        self.last: float | None = None
+        self.last_event_at: float | None = None
         """When it was last told anything: unix seconds."""
-        self.began = 0.0
+        self.attempt_started_at = 0.0
         """When the newest attempt began: unix seconds."""
         self._tail = EventTail(run.events)
 
-    def read(self) -> list[Event]:
+    def read_new(self) -> list[Event]:
         """What is new, in order."""
         found = list(self._tail.read())
         for event in found:
-            self.take(event)
+            self.update(event)
         return found
 
-    def take(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         """Go on by one event."""
-        self.last = event.time
+        self.last_event_at = event.time
         if isinstance(event, WorkerStarted):
             if event.attempt > self.attempt:
-                self.attempt, self.workers, self.started, self.step = event.attempt, {}, False, None
-                self.began = event.time
-            self.workers[event.rank] = event.pid
+                self.attempt, self.worker_pids, self.is_training, self.last_step = event.attempt, {}, False, None
+                self.attempt_started_at = event.time
+            self.worker_pids[event.rank] = event.pid
         elif isinstance(event, AttemptStarted):
-            self.started = True
+            self.is_training = True
         elif isinstance(event, StepDone):
-            self.step = event.step
+            self.last_step = event.step
         elif isinstance(event, CheckpointSaved):
-            self.saved = max(self.saved, event.step)
+            self.saved_step = max(self.saved_step, event.step)
         elif isinstance(event, CheckpointFailed):
-            self.failed += 1
+            self.failed_saves += 1
         elif isinstance(event, WorkerFailure):
-            self.faults += 1
+            self.num_faults += 1
 
     @property
-    def saving(self) -> bool:
+    def is_saving(self) -> bool:
         """Whether a checkpoint is being written by the newest attempt: its temporary directory bears the number."""
         with contextlib.suppress(FileNotFoundError):
             return any(name.endswith(f".tmp-{self.attempt}") for name in os.listdir(self.run.checkpoints))

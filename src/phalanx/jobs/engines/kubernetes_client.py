@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.engines.kubernetes_errors import explained
+from phalanx.jobs.engines.kubernetes_errors import translate_api_errors
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-ANSWER = 10.0
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+EXEC_TIMEOUT_S = 10.0
 """Seconds that `kill` in a container may take."""
-INSTALL = "jobs on Kubernetes need its client: pip install 'phalanx[kubernetes]'"
+INSTALL_HINT = "jobs on Kubernetes need its client: pip install 'phalanx[kubernetes]'"
 
 
 @dataclass(frozen=True)
-class Client:
+class KubernetesClient:
     """The parts of the API that are used."""
 
     core: Any
@@ -26,19 +26,19 @@ class Client:
     api: Any
 
 
-def connect(config: Path | None, context: str | None, environ: Mapping[str, str]) -> tuple[Client, str]:
+def connect(config: Path | None, context: str | None, environ: Mapping[str, str]) -> tuple[KubernetesClient, str]:
     """A client and the namespace to use when none is named. UsageError when there is nothing to go by."""
     try:
         from kubernetes import client
         from kubernetes import config as configuration
     except ImportError:
-        raise UsageError(INSTALL) from None
+        raise UsageError(INSTALL_HINT) from None
 
     settings = type.__call__(client.Configuration)
     try:
         if config is None and context is None and "KUBERNETES_SERVICE_HOST" in environ and "KUBECONFIG" not in environ:
             configuration.load_incluster_config(client_configuration=settings)
-            namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
+            namespace = (SERVICE_ACCOUNT_DIR / "namespace").read_text().strip()
         else:
             file = None if config is None else str(config)
             configuration.load_kube_config(file, context, client_configuration=settings)
@@ -51,18 +51,18 @@ def connect(config: Path | None, context: str | None, environ: Mapping[str, str]
         ) from error
     settings.retries = 1
     api = client.ApiClient(settings)
-    return Client(client.CoreV1Api(api), client.BatchV1Api(api), client.CustomObjectsApi(api), api), namespace
+    return KubernetesClient(client.CoreV1Api(api), client.BatchV1Api(api), client.CustomObjectsApi(api), api), namespace
 
 
-def send(client: Client, pod: Mapping[str, Any], container: str, number: int) -> None:
+def send_signal_to_pod(client: KubernetesClient, pod: Mapping[str, Any], container: str, number: int) -> None:
     """Send a signal to the first process of a pod's container."""
     from kubernetes.client import CoreV1Api
     from kubernetes.stream import stream
     from kubernetes.stream.ws_client import ERROR_CHANNEL
 
     name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
-    with explained(f"sending signal {number} to pod {name}"):
-        talk = stream(
+    with translate_api_errors(f"sending signal {number} to pod {name}"):
+        stream_client = stream(
             CoreV1Api(client.api).connect_get_namespaced_pod_exec,
             name,
             namespace,
@@ -75,11 +75,11 @@ def send(client: Client, pod: Mapping[str, Any], container: str, number: int) ->
             _preload_content=False,
         )
         try:
-            talk.run_forever(timeout=ANSWER)
-            ended = json.loads(talk.read_channel(ERROR_CHANNEL) or "{}")
-            told = talk.read_all().strip()
+            stream_client.run_forever(timeout=EXEC_TIMEOUT_S)
+            result = json.loads(stream_client.read_channel(ERROR_CHANNEL) or "{}")
+            message = stream_client.read_all().strip()
         finally:
-            talk.sock.shutdown()  # its own close() leaves the socket open when the server closed first
-    if ended.get("status") != "Success":
-        told = told or ended.get("message") or f"it did not tell in {ANSWER:g} s what became of it"
-        raise UsageError(f"pod {name} could not be sent signal {number}: {told}")
+            stream_client.sock.shutdown()  # its own close() leaves the socket open when the server closed first
+    if result.get("status") != "Success":
+        message = message or result.get("message") or f"it did not tell in {EXEC_TIMEOUT_S:g} s what became of it"
+        raise UsageError(f"pod {name} could not be sent signal {number}: {message}")

@@ -7,16 +7,16 @@ from typing import Any
 
 from phalanx.errors import UsageError
 
-MISSING = "the server could not find the requested resource"
+MISSING_RESOURCE_TEXT = "the server could not find the requested resource"
 """How an API server says that it does not know a kind of object; Trainer's and JobSet's are installed apart."""
 
 
-class NotThere(UsageError):
+class ObjectNotFoundError(UsageError):
     """The server knows no such object, or no such kind."""
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
+def translate_api_errors(what: str) -> Iterator[None]:
     """UsageError, beginning with what was done, for every way in which a request can fail."""
     import urllib3
     from kubernetes.client import ApiException
@@ -24,15 +24,17 @@ def explained(what: str) -> Iterator[None]:
     try:
         yield
     except ApiException as error:
-        kind = NotThere if error.status == 404 else UsageError
-        raise kind(f"{what}: {words(error.status, error.body) if error.status else error.reason}") from error
+        kind = ObjectNotFoundError if error.status == 404 else UsageError
+        raise kind(
+            f"{what}: {describe_api_error(error.status, error.body) if error.status else error.reason}"
+        ) from error
     except urllib3.exceptions.HTTPError as error:
-        raise UsageError(f"{what}: the cluster does not answer: {_root(error)}") from error
+        raise UsageError(f"{what}: the cluster does not answer: {_root_cause(error)}") from error
 
 
-def words(status: int | None, body: str | bytes | None) -> str:
+def describe_api_error(status: int | None, body: str | bytes | None) -> str:
     """One answer that is no success. `body` is a Status object, or whatever a proxy in between has sent."""
-    answer = _answer(body)
+    answer = _parse_body(body)
     message = answer.get("message") or f"it answered with HTTP status {status}"
     details = answer.get("details") or {}
     kind = ".".join(filter(None, (str(details.get("kind") or ""), str(details.get("group") or ""))))
@@ -41,7 +43,7 @@ def words(status: int | None, body: str | bytes | None) -> str:
     if status == 403:
         return f"you may not do this: {message}"
     if status == 404:
-        missing = MISSING in message or not answer
+        missing = MISSING_RESOURCE_TEXT in message or not answer
         return f"{message}; is this kind of object installed there?" if missing else message
     if status == 409:
         return f"there is one of that name already ({message}); stop it first, or take another name"
@@ -51,7 +53,7 @@ def words(status: int | None, body: str | bytes | None) -> str:
     return f"the cluster could not do it (HTTP status {status}): {message}"
 
 
-def _answer(body: str | bytes | None) -> dict[str, Any]:
+def _parse_body(body: str | bytes | None) -> dict[str, Any]:
     try:
         found = json.loads(body or "")
     except ValueError:
@@ -59,6 +61,6 @@ def _answer(body: str | bytes | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _root(error: Exception) -> str:
+def _root_cause(error: Exception) -> str:
     """What stands behind the retries."""
     return str(getattr(error, "reason", None) or error)

@@ -9,36 +9,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.engines.kubernetes_options import Options, object_name
+from phalanx.jobs.engines.kubernetes_options import KubernetesOptions, make_object_name
 from phalanx.jobs.spec import Job
 
 Manifest = dict[str, Any]
 
-PORT = 29417
+LEADER_PORT = 29417
 """Of the leader. Each pod has a network of its own, so that no other program can hold it."""
-CONTAINER = "node"
-MANAGED_BY = {"app.kubernetes.io/managed-by": "phalanx"}
+CONTAINER_NAME = "node"
+MANAGED_BY_LABELS = {"app.kubernetes.io/managed-by": "phalanx"}
 """The label by which our jobs are found again."""
-NAME = "phalanx-job"
+NAME_ANNOTATION = "phalanx-job"
 """The annotation that keeps a job's own name."""
-RUN = "phalanx-run"
+RUN_ANNOTATION = "phalanx-run"
 """The annotation that names the run that a job trains."""
-INDEX = "batch.kubernetes.io/job-completion-index"
-KEPT = 7 * 24 * 3600
+INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
+TTL_AFTER_FINISHED_S = 7 * 24 * 3600
 """Seconds for which an ended job, its logs and its name stay."""
 
-UNFINISHED = (ExitCode.UNFINISHED, ExitCode.UNFIT_NODE, 137, 143)
+RESTART_EXIT_CODES = (ExitCode.UNFINISHED, ExitCode.UNFIT_NODE, 137, 143)
 """Codes after which a job is started again. Who was killed by SIGKILL or SIGTERM (137, 143) could not say its own."""
-FINAL = (ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE, ExitCode.GAVE_UP)
+FINAL_EXIT_CODES = (ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE, ExitCode.GAVE_UP)
 
-TOKEN = "PHALANX_TOKEN"
-DRAWN = "<drawn at random when it is submitted>"
-FROM_ENVIRONMENT = "<from the environment of who submits>"
+TOKEN_VARIABLE = "PHALANX_TOKEN"
+GENERATED_PLACEHOLDER = "<drawn at random when it is submitted>"
+ENVIRONMENT_PLACEHOLDER = "<from the environment of who submits>"
 
 
-def secret(job: Job, options: Options) -> Manifest:
+def make_secret(job: Job, options: KubernetesOptions) -> Manifest:
     """The Secret of a job, with words where its values will be."""
-    values = {TOKEN: DRAWN} | dict.fromkeys(job.secrets, FROM_ENVIRONMENT)
+    values = {TOKEN_VARIABLE: GENERATED_PLACEHOLDER} | dict.fromkeys(job.secrets, ENVIRONMENT_PLACEHOLDER)
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -48,30 +48,30 @@ def secret(job: Job, options: Options) -> Manifest:
     }
 
 
-def workload(job: Job, options: Options) -> Manifest:
+def make_workload(job: Job, options: KubernetesOptions) -> Manifest:
     """What runs the job."""
-    return jobset(job, options) if options.kind == "jobset" else trainjob(job, options)
+    return make_jobset(job, options) if options.kind == "jobset" else make_trainjob(job, options)
 
 
-def jobset(job: Job, options: Options) -> Manifest:
+def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
     """A JobSet with one Job that has one pod a node. It fails as a whole, and is started again as a whole when the exit
     code says so."""
-    workers = options.workers
+    workers = options.worker_group_name
     template: Manifest = {
-        "parallelism": job.nodes,
-        "completions": job.nodes,
+        "parallelism": job.num_nodes,
+        "completions": job.num_nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": pod_failures(),
-        "template": pod(job, options),
+        "podFailurePolicy": make_pod_failure_policy(),
+        "template": make_pod_template(job, options),
     }
-    if job.limit is not None:
-        template["activeDeadlineSeconds"] = _deadline(job)
+    if job.time_limit_s is not None:
+        template["activeDeadlineSeconds"] = _active_deadline_s(job)
     spec: Manifest = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "coordinator": {"replicatedJob": workers, "jobIndex": 0, "podIndex": 0},
-        "failurePolicy": failure_policy(options.max_restarts),
-        "ttlSecondsAfterFinished": KEPT,
+        "failurePolicy": make_failure_policy(options.max_restarts),
+        "ttlSecondsAfterFinished": TTL_AFTER_FINISHED_S,
         "replicatedJobs": [{"name": workers, "replicas": 1, "template": {"spec": template}}],
     }
     if options.queue is not None:
@@ -80,8 +80,8 @@ def jobset(job: Job, options: Options) -> Manifest:
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
-def pod_failures() -> Manifest:
-    """One bad end fails the Job at once, with a message that holds the code; `failure_policy` goes by that message.
+def make_pod_failure_policy() -> Manifest:
+    """One bad end fails the Job at once, with a message that holds the code; `make_failure_policy` goes by that message.
     Without the first rule a pod that was evicted would be made anew alone, while the others wait for it."""
     return {
         "rules": [
@@ -89,18 +89,22 @@ def pod_failures() -> Manifest:
             *(
                 {
                     "action": "FailJob",
-                    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": sorted(map(int, codes))},
+                    "onExitCodes": {
+                        "containerName": CONTAINER_NAME,
+                        "operator": "In",
+                        "values": sorted(map(int, codes)),
+                    },
                 }
-                for codes in (UNFINISHED, FINAL)
+                for codes in (RESTART_EXIT_CODES, FINAL_EXIT_CODES)
             ),
         ]
     }
 
 
-def failure_policy(max_restarts: int) -> Manifest:
+def make_failure_policy(max_restarts: int) -> Manifest:
     """Which failures of the Job start everything again. Disruptions are nobody's fault and count for nothing; any other
     failure than an unfinished run is final, the time limit too."""
-    codes = "|".join(str(int(code)) for code in UNFINISHED)
+    codes = "|".join(str(int(code)) for code in RESTART_EXIT_CODES)
     restart = {"onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "maxRestarts": max_restarts,
@@ -117,41 +121,45 @@ def failure_policy(max_restarts: int) -> Manifest:
     }
 
 
-def pod(job: Job, options: Options) -> Manifest:
+def make_pod_template(job: Job, options: KubernetesOptions) -> Manifest:
     """The template of a JobSet's pods."""
     container: Manifest = {
-        "name": CONTAINER,
+        "name": CONTAINER_NAME,
         "image": options.image,
-        "command": [literal(word) for word in job.command],
-        "workingDir": str(job.folder),
-        "env": environment(job, options),
-        "volumeMounts": _mounts(options),
+        "command": [escape_literal(word) for word in job.command],
+        "workingDir": str(job.working_dir),
+        "env": make_environment(job, options),
+        "volumeMounts": _volume_mounts(options),
     }
-    wanted = resources(job)
+    wanted = make_resources(job)
     if wanted:
         container["resources"] = wanted
     spec: Manifest = {"restartPolicy": "Never"} | _pod_spec(job, options) | {"containers": [container]}
     if options.queue is None and options.priority_class is not None:
         spec["priorityClassName"] = options.priority_class
-    return {"metadata": {"labels": dict(MANAGED_BY), "annotations": _pod_annotations(job, options)}, "spec": spec}
+    return {
+        "metadata": {"labels": dict(MANAGED_BY_LABELS), "annotations": _pod_annotations(job, options)},
+        "spec": spec,
+    }
 
 
-def trainjob(job: Job, options: Options) -> Manifest:
+def make_trainjob(job: Job, options: KubernetesOptions) -> Manifest:
     """A TrainJob: the runtime that it refers to decides about restarts; our part is patched into its pods."""
     trainer: Manifest = {
         "image": options.image,
-        "command": [literal(word) for word in _from_folder(job)],
-        "env": environment(job, options),
-        "numNodes": job.nodes,
+        "command": [escape_literal(word) for word in _with_working_dir(job)],
+        "env": make_environment(job, options),
+        "numNodes": job.num_nodes,
     }
-    wanted = resources(job)
+    wanted = make_resources(job)
     if wanted:
         trainer["resourcesPerNode"] = wanted
     patched = {
-        "metadata": {"labels": dict(MANAGED_BY), "annotations": _pod_annotations(job, options)},
-        "spec": _pod_spec(job, options) | {"containers": [{"name": CONTAINER, "volumeMounts": _mounts(options)}]},
+        "metadata": {"labels": dict(MANAGED_BY_LABELS), "annotations": _pod_annotations(job, options)},
+        "spec": _pod_spec(job, options)
+        | {"containers": [{"name": CONTAINER_NAME, "volumeMounts": _volume_mounts(options)}]},
     }
-    group = {"name": options.workers, "template": {"spec": {"template": patched}}}
+    group = {"name": options.worker_group_name, "template": {"spec": {"template": patched}}}
     spec: Manifest = {
         "runtimeRef": {"name": options.runtime},
         "trainer": trainer,
@@ -159,29 +167,32 @@ def trainjob(job: Job, options: Options) -> Manifest:
             {"manager": "phalanx", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [group]}}}}
         ],
     }
-    if job.limit is not None:
-        spec["activeDeadlineSeconds"] = _deadline(job)
+    if job.time_limit_s is not None:
+        spec["activeDeadlineSeconds"] = _active_deadline_s(job)
     if options.queue is not None:
         spec["suspend"] = True
     metadata = _metadata(job, options, _queue_labels(options))
     return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
 
 
-def environment(job: Job, options: Options) -> list[Manifest]:
+def make_environment(job: Job, options: KubernetesOptions) -> list[Manifest]:
     """The variables of the node contract, the job's own, and its secrets by reference."""
-    name = object_name(job, options)
-    plain = {**job.environment, "PHALANX_NUM_NODES": str(job.nodes)}
-    plain["PHALANX_LEADER_ADDR"] = f"{name}-{options.workers}-0-0.{name}:{PORT}"
+    name = make_object_name(job, options)
+    plain = {**job.environment, "PHALANX_NUM_NODES": str(job.num_nodes)}
+    plain["PHALANX_LEADER_ADDR"] = f"{name}-{options.worker_group_name}-0-0.{name}:{LEADER_PORT}"
     plain.pop("PHALANX_NODE_RANK", None)
-    secrets = (TOKEN, *job.secrets)
+    secrets = (TOKEN_VARIABLE, *job.secrets)
     return [
-        *({"name": key, "value": literal(value)} for key, value in plain.items() if key not in secrets),
-        {"name": "PHALANX_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
+        *({"name": key, "value": escape_literal(value)} for key, value in plain.items() if key not in secrets),
+        {
+            "name": "PHALANX_NODE_RANK",
+            "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX_ANNOTATION}']"}},
+        },
         *({"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in secrets),
     ]
 
 
-def literal(text: str) -> str:
+def escape_literal(text: str) -> str:
     """Text that Kubernetes, which puts variables in for $(NAME), leaves as it was."""
     try:
         text.encode()
@@ -190,35 +201,35 @@ def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def resources(job: Job) -> Manifest:
+def make_resources(job: Job) -> Manifest:
     """What a node needs, as limits and requests, so that nothing else on the machine can take it."""
     wanted: Mapping[str, str | None] = {
-        "cpu": None if job.cores is None else str(job.cores),
-        "memory": None if job.memory is None else str(job.memory),
-        "nvidia.com/gpu": str(job.devices) if job.devices else None,
+        "cpu": None if job.cpus_per_node is None else str(job.cpus_per_node),
+        "memory": None if job.memory_bytes is None else str(job.memory_bytes),
+        "nvidia.com/gpu": str(job.gpus_per_node) if job.gpus_per_node else None,
     }
     amounts = {key: value for key, value in wanted.items() if value is not None}
     return {"limits": amounts, "requests": dict(amounts)} if amounts else {}
 
 
-def _from_folder(job: Job) -> tuple[str, ...]:
+def _with_working_dir(job: Job) -> tuple[str, ...]:
     """A TrainJob has no working directory: `env` of GNU goes there and becomes the command, and no shell reads it."""
     if "=" in job.command[0]:
         raise UsageError(f"job {job.name}: a TrainJob cannot run {job.command[0]!r}: its name holds a '='")
-    return ("env", "-C", str(job.folder), *job.command)
+    return ("env", "-C", str(job.working_dir), *job.command)
 
 
-def _deadline(job: Job) -> int:
+def _active_deadline_s(job: Job) -> int:
     """Seconds of work: pods are asked to end when they are over, and may then save for as long as the warning is."""
-    assert job.limit is not None
-    return max(1, math.floor(job.limit - job.warning))
+    assert job.time_limit_s is not None
+    return max(1, math.floor(job.time_limit_s - job.warning_s))
 
 
-def _pod_spec(job: Job, options: Options) -> Manifest:
+def _pod_spec(job: Job, options: KubernetesOptions) -> Manifest:
     volumes: list[Manifest] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     for number, (claim, _) in enumerate(options.pvc):
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
-    spec: Manifest = {"terminationGracePeriodSeconds": max(30, math.ceil(job.warning)), "volumes": volumes}
+    spec: Manifest = {"terminationGracePeriodSeconds": max(30, math.ceil(job.warning_s)), "volumes": volumes}
     if options.service_account is not None:
         spec["serviceAccountName"] = options.service_account
     if options.node_selector:
@@ -228,22 +239,22 @@ def _pod_spec(job: Job, options: Options) -> Manifest:
     return spec
 
 
-def _mounts(options: Options) -> list[Manifest]:
+def _volume_mounts(options: KubernetesOptions) -> list[Manifest]:
     claims = [{"name": f"claim-{number}", "mountPath": path} for number, (_, path) in enumerate(options.pvc)]
     return [{"name": "shared-memory", "mountPath": "/dev/shm"}, *claims]
 
 
-def _metadata(job: Job, options: Options, labels: Mapping[str, str]) -> Manifest:
-    place = {} if options.namespace is None else {"namespace": options.namespace}
-    run = {} if job.run is None else {RUN: str(job.run)}
+def _metadata(job: Job, options: KubernetesOptions, labels: Mapping[str, str]) -> Manifest:
+    namespace_field = {} if options.namespace is None else {"namespace": options.namespace}
+    run = {} if job.run_dir is None else {RUN_ANNOTATION: str(job.run_dir)}
     return (
-        {"name": object_name(job, options)}
-        | place
-        | {"labels": {**MANAGED_BY, **labels}, "annotations": {NAME: job.name} | run}
+        {"name": make_object_name(job, options)}
+        | namespace_field
+        | {"labels": {**MANAGED_BY_LABELS, **labels}, "annotations": {NAME_ANNOTATION: job.name} | run}
     )
 
 
-def _queue_labels(options: Options) -> dict[str, str]:
+def _queue_labels(options: KubernetesOptions) -> dict[str, str]:
     if options.queue is None:
         return {}
     chosen = {"kueue.x-k8s.io/queue-name": options.queue}
@@ -252,7 +263,7 @@ def _queue_labels(options: Options) -> dict[str, str]:
     return chosen
 
 
-def _pod_annotations(job: Job, options: Options) -> dict[str, str]:
+def _pod_annotations(job: Job, options: KubernetesOptions) -> dict[str, str]:
     wanted = {"required": options.topology_required, "preferred": options.topology_preferred}
     levels = {f"kueue.x-k8s.io/podset-{how}-topology": level for how, level in wanted.items() if level is not None}
-    return {NAME: job.name, **levels}
+    return {NAME_ANNOTATION: job.name, **levels}

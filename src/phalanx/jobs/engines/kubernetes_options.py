@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 from phalanx.errors import UsageError
 from phalanx.jobs.spec import Job
 
-T = TypeVar("T")
+OptionT = TypeVar("OptionT")
 
-LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+LABEL_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 """RFC 1123: the names of namespaces, queues and most else."""
-SERVICE = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+SERVICE_PATTERN = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 """RFC 1035: the names of services, which a JobSet's becomes."""
-KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-KINDS = ("jobset", "trainjob")
-SUFFIX = len("-abcde")
+LABEL_KEY_PATTERN = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+LABEL_VALUE_PATTERN = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+TAINT_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+WORKLOAD_KINDS = ("jobset", "trainjob")
+POD_SUFFIX_CHARS = len("-abcde")
 """What Kubernetes adds to the names of pods."""
 
 
 @dataclass(frozen=True)
-class Options:
+class KubernetesOptions:
     """A job's options, checked."""
 
     image: str
@@ -44,30 +44,30 @@ class Options:
     max_restarts: int = 10
 
     @property
-    def workers(self) -> str:
+    def worker_group_name(self) -> str:
         """What the group of pods is called; of a TrainJob, the runtime decides, and all that Kubeflow ships say so."""
         return "workers" if self.kind == "jobset" else "node"
 
 
-def options_of(job: Job) -> Options:
+def parse_options(job: Job) -> KubernetesOptions:
     """A job's options; UsageError names the first that is wrong, and what would be right."""
     readers: dict[str, Callable[[str], Any]] = {
-        "image": _image,
-        "kind": _kind,
-        "namespace": _label,
-        "runtime": _subdomain,
-        "queue": _label,
-        "priority-class": _subdomain,
-        "topology-required": _key,
-        "topology-preferred": _key,
-        "service-account": _subdomain,
-        "pvc": lambda text: _each(text, _claim),
-        "node-selector": lambda text: dict(_each(text, _selector)),
-        "tolerations": lambda text: _each(text, _toleration),
-        "max-restarts": _count,
+        "image": _parse_image,
+        "kind": _parse_kind,
+        "namespace": _parse_label,
+        "runtime": _parse_subdomain,
+        "queue": _parse_label,
+        "priority-class": _parse_subdomain,
+        "topology-required": _parse_label_key,
+        "topology-preferred": _parse_label_key,
+        "service-account": _parse_subdomain,
+        "pvc": lambda text: _parse_list(text, _parse_claim),
+        "node-selector": lambda text: dict(_parse_list(text, _parse_selector)),
+        "tolerations": lambda text: _parse_list(text, _parse_toleration),
+        "max-restarts": _parse_count,
     }
     found: dict[str, Any] = {}
-    for name, text in job.options.items():
+    for name, text in job.backend_options.items():
         if name not in readers:
             near = difflib.get_close_matches(name, readers, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(readers)}"
@@ -81,27 +81,27 @@ def options_of(job: Job) -> Options:
             f"job {job.name}: Kubernetes starts jobs from a container image, and none is given; name one that holds "
             "Phalanx and what the recipe needs with the option image=REGISTRY/NAME:TAG"
         )
-    options = Options(**found)
-    _check_together(job, options)
+    options = KubernetesOptions(**found)
+    _check_combinations(job, options)
     return options
 
 
-def object_name(job: Job, options: Options) -> str:
+def make_object_name(job: Job, options: KubernetesOptions) -> str:
     """The name of a job's objects: its own, where Kubernetes would take it; else with small letters and '-' for '.' and
     '_'. UsageError when that is not enough."""
     name = re.sub(r"[._]+", "-", job.name.lower()).strip("-")
-    if not SERVICE.fullmatch(name):
+    if not SERVICE_PATTERN.fullmatch(name):
         raise UsageError(f"job name {job.name!r}: on Kubernetes it becomes a DNS name and must begin with a letter")
-    room = 63 - len(f"-{options.workers}-0-{job.nodes - 1}") - SUFFIX
-    if len(name) > room:
+    max_chars = 63 - len(f"-{options.worker_group_name}-0-{job.num_nodes - 1}") - POD_SUFFIX_CHARS
+    if len(name) > max_chars:
         raise UsageError(
-            f"job name {job.name!r}: on Kubernetes the names of its {job.nodes} pods are made of it, which leaves it "
-            f"{room} characters; it has {len(name)}"
+            f"job name {job.name!r}: on Kubernetes the names of its {job.num_nodes} pods are made of it, which leaves it "
+            f"{max_chars} characters; it has {len(name)}"
         )
     return name
 
 
-def _check_together(job: Job, options: Options) -> None:
+def _check_combinations(job: Job, options: KubernetesOptions) -> None:
     where = f"job {job.name}"
     if options.topology_required and options.topology_preferred:
         raise UsageError(f"{where}: options topology-required and topology-preferred exclude each other; give one")
@@ -112,81 +112,85 @@ def _check_together(job: Job, options: Options) -> None:
             f"{where}: Kubernetes knows no numbers for priorities, but classes; leave priority away, and name one "
             "with priority-class=NAME (`kubectl get workloadpriorityclasses,priorityclasses` lists them)"
         )
-    if options.kind == "trainjob" and "max-restarts" in job.options:
+    if options.kind == "trainjob" and "max-restarts" in job.backend_options:
         raise UsageError(f"{where}: a TrainJob is restarted as its runtime says; max-restarts is for kind=jobset")
     if options.kind == "trainjob" and options.queue is None and options.priority_class is not None:
         raise UsageError(f"{where}: a TrainJob takes a priority-class only together with a queue of Kueue's")
-    if options.kind == "jobset" and "runtime" in job.options:
+    if options.kind == "jobset" and "runtime" in job.backend_options:
         raise UsageError(f"{where}: option runtime is for kind=trainjob")
 
 
-def _each(text: str, read: Callable[[str], T]) -> tuple[T, ...]:
+def _parse_list(text: str, read: Callable[[str], OptionT]) -> tuple[OptionT, ...]:
     return tuple(read(part.strip()) for part in text.split(","))
 
 
-def _matching(pattern: re.Pattern[str], text: str, expected: str, longest: int = 63) -> str:
+def _match_pattern(pattern: re.Pattern[str], text: str, expected: str, longest: int = 63) -> str:
     if len(text) > longest or not pattern.fullmatch(text):
         raise ValueError(f"expected {expected}")
     return text
 
 
-def _label(text: str) -> str:
-    return _matching(LABEL, text, "up to 63 small letters, digits and '-', with a letter or digit at both ends")
+def _parse_label(text: str) -> str:
+    return _match_pattern(
+        LABEL_PATTERN, text, "up to 63 small letters, digits and '-', with a letter or digit at both ends"
+    )
 
 
-def _subdomain(text: str) -> str:
+def _parse_subdomain(text: str) -> str:
     for part in text.split("."):
-        _label(part)
-    return _matching(re.compile(".*"), text, "at most 253 characters", 253)
+        _parse_label(part)
+    return _match_pattern(re.compile(".*"), text, "at most 253 characters", 253)
 
 
-def _key(text: str) -> str:
-    return _matching(KEY, text, "the key of a label, such as cloud.provider.com/topology-block", 317)
+def _parse_label_key(text: str) -> str:
+    return _match_pattern(LABEL_KEY_PATTERN, text, "the key of a label, such as cloud.provider.com/topology-block", 317)
 
 
-def _value(text: str) -> str:
-    return _matching(VALUE, text, "as value of a label up to 63 letters, digits, '.', '_' and '-'")
+def _parse_label_value(text: str) -> str:
+    return _match_pattern(LABEL_VALUE_PATTERN, text, "as value of a label up to 63 letters, digits, '.', '_' and '-'")
 
 
-def _image(text: str) -> str:
+def _parse_image(text: str) -> str:
     if not text or len(text) > 500 or not text.isprintable() or " " in text:
         raise ValueError("expected an image, such as REGISTRY/NAME:TAG")
     return text
 
 
-def _kind(text: str) -> str:
-    if text not in KINDS:
-        raise ValueError(f"expected one of {', '.join(KINDS)}")
+def _parse_kind(text: str) -> str:
+    if text not in WORKLOAD_KINDS:
+        raise ValueError(f"expected one of {', '.join(WORKLOAD_KINDS)}")
     return text
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text):
         raise ValueError("expected a whole number, 0 or more")
     return int(text)
 
 
-def _claim(text: str) -> tuple[str, str]:
+def _parse_claim(text: str) -> tuple[str, str]:
     claim, colon, path = text.partition(":")
     if not colon or not path.startswith("/") or ":" in path:
         raise ValueError("expected CLAIM:/PATH, several divided by commas")
-    return _subdomain(claim), path
+    return _parse_subdomain(claim), path
 
 
-def _selector(text: str) -> tuple[str, str]:
+def _parse_selector(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError("expected KEY=VALUE, several divided by commas")
-    return _key(key), _value(value)
+    return _parse_label_key(key), _parse_label_value(value)
 
 
-def _toleration(text: str) -> Mapping[str, Any]:
+def _parse_toleration(text: str) -> Mapping[str, Any]:
     """KEY[=VALUE][:EFFECT], as `kubectl taint` writes taints."""
     rest, _, effect = text.partition(":")
     key, equals, value = rest.partition("=")
-    if effect and effect not in EFFECTS:
-        raise ValueError(f"{effect!r} is no effect of a taint; expected KEY[=VALUE][:EFFECT] with {', '.join(EFFECTS)}")
-    toleration: dict[str, Any] = {"key": _key(key), "operator": "Equal" if equals else "Exists"}
+    if effect and effect not in TAINT_EFFECTS:
+        raise ValueError(
+            f"{effect!r} is no effect of a taint; expected KEY[=VALUE][:EFFECT] with {', '.join(TAINT_EFFECTS)}"
+        )
+    toleration: dict[str, Any] = {"key": _parse_label_key(key), "operator": "Equal" if equals else "Exists"}
     if equals:
-        toleration["value"] = _value(value)
+        toleration["value"] = _parse_label_value(value)
     return toleration | ({"effect": effect} if effect else {})

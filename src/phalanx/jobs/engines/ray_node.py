@@ -16,40 +16,42 @@ from pathlib import Path
 
 from phalanx.compat import die_with_parent
 from phalanx.errors import ExitCode
-from phalanx.jobs.code import unpack
-from phalanx.jobs.engines.ray_task import CODE_FILE
-from phalanx.recipe.travelled import CODE
+from phalanx.jobs.code import unpack_snapshot
+from phalanx.jobs.engines.ray_task import SNAPSHOT_FILE
+from phalanx.recipe.travelled import SNAPSHOT_DIR_VARIABLE
 
-LEAVING = 10.0
+OUTPUT_TIMEOUT_S = 10.0
 """Seconds in which the output of a command that has ended must be read."""
-BATCH = 1000
+MAX_LINES_PER_READ = 1000
 """Lines that are handed on at once."""
 
 
-class Node:
+class NodeActor:
     """The actor. Its methods may be called at the same time."""
 
     def __init__(self) -> None:
-        self._lines: queue.Queue[str | None] = queue.Queue(10 * BATCH)  # who prints faster than is read has to wait
+        self._lines: queue.Queue[str | None] = queue.Queue(
+            10 * MAX_LINES_PER_READ
+        )  # who prints faster than is read has to wait
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.mkdtemp(prefix="phalanx-node-")
 
-    def port(self) -> int:
+    def find_free_port(self) -> int:
         """A port above 1024 that nobody listens on."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            return int(sock.getsockname()[1])
 
     def start(self, command: Sequence[str], folder: str, environment: Mapping[str, str], token: str) -> None:
         """Start the command. A relative `folder` lies in the code that travelled to where the actor is."""
         file = Path(self._folder) / "token"
         file.touch(mode=0o600)
         file.write_text(token)
-        copied: dict[str, str] = {}
+        snapshot_variables: dict[str, str] = {}
         if not os.path.isabs(folder):
-            copy = Path(self._folder) / "code"
-            unpack(Path(CODE_FILE).read_bytes(), copy)
-            folder, copied = str(copy / folder), {CODE: str(copy)}
+            snapshot_dir = Path(self._folder) / "code"
+            unpack_snapshot(Path(SNAPSHOT_FILE).read_bytes(), snapshot_dir)
+            folder, snapshot_variables = str(snapshot_dir / folder), {SNAPSHOT_DIR_VARIABLE: str(snapshot_dir)}
         if not Path(folder).is_dir():
             self._lines.put(
                 f"there is no directory {folder} on this machine; submit with --snapshot workdir, which copies it there"
@@ -59,24 +61,24 @@ class Node:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, str(os.getpid()), *command],
             cwd=folder,
-            env={**os.environ, **environment, **copied, "PHALANX_TOKEN_FILE": str(file)},
+            env={**os.environ, **environment, **snapshot_variables, "PHALANX_TOKEN_FILE": str(file)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        reader = threading.Thread(target=self._read_output, args=(self._process,), daemon=True)
         reader.start()
-        threading.Thread(target=self._reap, args=(self._process, reader), daemon=True).start()
+        threading.Thread(target=self._wait_for_exit, args=(self._process, reader), daemon=True).start()
 
     def read(self) -> tuple[list[str], int | None]:
         """Lines since the last call, as soon as there is one; and the exit code when there will be no more."""
         lines: list[str] = []
         with contextlib.suppress(queue.Empty):
-            while len(lines) < BATCH:
+            while len(lines) < MAX_LINES_PER_READ:
                 line = self._lines.get(timeout=None if not lines else 0)
                 if line is None:
-                    return lines, self._end()
+                    return lines, self._finish()
                 lines.append(line)
         return lines, None
 
@@ -93,21 +95,21 @@ class Node:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
+    def _read_output(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         with process.stdout:
             for raw in process.stdout:
                 self._lines.put(raw.decode(errors="replace").removesuffix("\n"))
         self._lines.put(None)
 
-    def _reap(self, process: subprocess.Popen[bytes], reader: threading.Thread) -> None:
+    def _wait_for_exit(self, process: subprocess.Popen[bytes], reader: threading.Thread) -> None:
         """See the command to its end, also where something that it left behind keeps its output open."""
         process.wait()
         self.kill()
-        reader.join(LEAVING)
+        reader.join(OUTPUT_TIMEOUT_S)
         self._lines.put(None)
 
-    def _end(self) -> int:
+    def _finish(self) -> int:
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._process is None:
             return int(ExitCode.USAGE)
@@ -116,7 +118,7 @@ class Node:
         return code
 
 
-def become(parent: int, command: list[str]) -> None:
+def exec_command(parent: int, command: list[str]) -> None:
     """Become the command, which the kernel kills when the actor dies. A process of its own does this: between fork and
     exec of the actor, its other threads may hold any lock."""
     die_with_parent(parent)
@@ -128,4 +130,4 @@ def become(parent: int, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    become(int(sys.argv[1]), sys.argv[2:])
+    exec_command(int(sys.argv[1]), sys.argv[2:])

@@ -11,7 +11,7 @@ from phalanx.jobs.spec import Job
 
 Version = tuple[int, ...]
 
-PLAIN: dict[str, Version] = {
+PASSTHROUGH_OPTIONS: dict[str, Version] = {
     "partition": (0,),
     "account": (0,),
     "qos": (0,),
@@ -26,63 +26,63 @@ PLAIN: dict[str, Version] = {
     "dependency": (0,),
 }
 """Options that sbatch takes by the same name, and the first version that does."""
-OWN = ("exclusive", "container-image", "container-mounts", "apptainer-image", "max-requeues")
+TRANSLATED_OPTIONS = ("exclusive", "container-image", "container-mounts", "apptainer-image", "max-requeues")
 """Options that become something else than one option of sbatch."""
-LONGEST_WARNING = 65535
+MAX_WARNING_S = 65535
 """Seconds, of --signal."""
-LOOKS, STARTS = 30, 15
+LIMIT_CHECK_INTERVAL_S, MAX_SCRIPT_START_S = 30, 15
 """Seconds between Slurm's looks at limits, by which it may warn early; and until a job's script runs on a slow node."""
-PASSED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "USER")
+EXPORTED_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "USER")
 """What a job gets of the environment of who submits, besides what it names."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """A job's options, checked. `header`: those of sbatch."""
+class SbatchOptions:
+    """A job's options, checked. `sbatch_options`: those of sbatch."""
 
-    header: tuple[str, ...]
-    step: tuple[str, ...] = ()
+    sbatch_options: tuple[str, ...]
+    srun_options: tuple[str, ...] = ()
     """Those of srun."""
-    apptainer: str | None = None
+    apptainer_image: str | None = None
     max_requeues: int = 100
 
 
-def options_of(job: Job, version: Version) -> Options:
+def parse_options(job: Job, version: Version) -> SbatchOptions:
     """What to ask Slurm for; UsageError names the first option that is wrong, and what would be right."""
-    for name, text in job.options.items():
-        _check(job, name, text, version)
-    given = job.options
+    for name, text in job.backend_options.items():
+        _check_option(job, name, text, version)
+    given = job.backend_options
     if "container-mounts" in given and "container-image" not in given:
         raise UsageError(f"job {job.name}: option container-mounts needs container-image")
     if "container-image" in given and "apptainer-image" in given:
         raise UsageError(f"job {job.name}: options container-image and apptainer-image exclude each other; give one")
-    exclusive = _exclusive(job)
+    exclusive = _exclusive_option(job)
     header = [
         f"--job-name={job.name}",
-        f"--nodes={job.nodes}",
+        f"--nodes={job.num_nodes}",
         "--ntasks-per-node=1",
-        *([f"--gpus-per-node={job.devices}"] if job.devices else []),
-        *([f"--cpus-per-task={job.cores}"] if job.cores else []),
-        *_memory(job, exclusive),
-        *_limits(job),
+        *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
+        *([f"--cpus-per-task={job.cpus_per_node}"] if job.cpus_per_node else []),
+        *_memory_option(job, exclusive),
+        *_time_options(job),
         *([f"--nice={-job.priority}"] if job.priority else []),
         *([exclusive] if exclusive else []),
         "--requeue",
         "--open-mode=append",
-        f"--export={','.join(PASSED_ON)}",
-        *(f"--{name}={given[name]}" for name in PLAIN if name in given),
+        f"--export={','.join(EXPORTED_VARIABLES)}",
+        *(f"--{name}={given[name]}" for name in PASSTHROUGH_OPTIONS if name in given),
     ]
     requeues = given.get("max-requeues", "100")
     if not re.fullmatch(r"[0-9]{1,6}", requeues):
         raise UsageError(f"job {job.name}: option max-requeues={requeues}: expected a whole number, 0 or more")
-    step = [f"--cpus-per-task={job.cores}"] if job.cores else []
+    step = [f"--cpus-per-task={job.cpus_per_node}"] if job.cpus_per_node else []
     if image := given.get("container-image"):
         step.append(f"--container-image={image}")
-    return Options(tuple(header), tuple(step), given.get("apptainer-image"), int(requeues))
+    return SbatchOptions(tuple(header), tuple(step), given.get("apptainer-image"), int(requeues))
 
 
-def _check(job: Job, name: str, text: str, version: Version) -> None:
-    known = (*PLAIN, *OWN)
+def _check_option(job: Job, name: str, text: str, version: Version) -> None:
+    known = (*PASSTHROUGH_OPTIONS, *TRANSLATED_OPTIONS)
     if name not in known:
         near = get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
@@ -91,18 +91,20 @@ def _check(job: Job, name: str, text: str, version: Version) -> None:
         raise UsageError(f"job {job.name}: option {name} is empty; expected a value")
     if not text.isprintable() and text:
         raise UsageError(f"job {job.name}: option {name}={text!r}: a line break or control character cannot be in it")
-    needed = PLAIN.get(name, (0,))
+    needed = PASSTHROUGH_OPTIONS.get(name, (0,))
     if version < needed:
-        raise UsageError(f"job {job.name}: option {name} needs Slurm {words(needed)}; here is {words(version)}")
+        raise UsageError(
+            f"job {job.name}: option {name} needs Slurm {format_version(needed)}; here is {format_version(version)}"
+        )
 
 
-def words(version: Version) -> str:
+def format_version(version: Version) -> str:
     """As Slurm writes versions: 24.05, 22.05.8."""
     return ".".join([f"{version[0]}", *(f"{number:02}" for number in version[1:2]), *map(str, version[2:])])
 
 
-def _exclusive(job: Job) -> str | None:
-    wanted = job.options.get("exclusive", "no")
+def _exclusive_option(job: Job) -> str | None:
+    wanted = job.backend_options.get("exclusive", "no")
     meaning = {"": "--exclusive", "yes": "--exclusive", "true": "--exclusive", "user": "--exclusive=user"}
     if wanted in ("no", "false"):
         return None
@@ -111,22 +113,22 @@ def _exclusive(job: Job) -> str | None:
     return meaning[wanted]
 
 
-def _memory(job: Job, exclusive: str | None) -> list[str]:
-    if job.memory is not None:
-        return [f"--mem={math.ceil(job.memory / 2**20)}M"]
+def _memory_option(job: Job, exclusive: str | None) -> list[str]:
+    if job.memory_bytes is not None:
+        return [f"--mem={math.ceil(job.memory_bytes / 2**20)}M"]
     return ["--mem=0"] if exclusive == "--exclusive" else []
 
 
-def _limits(job: Job) -> list[str]:
+def _time_options(job: Job) -> list[str]:
     """Slurm counts limits in whole minutes, and sends the signal at the last look at which it is not late yet. In a
     short job one that came at the start would let it do nothing at all; one that comes before the script runs is lost,
     since Slurm sends it once."""
-    if job.limit is None:
-        return [f"--signal=B:USR1@{_whole(job.warning)}"]
-    minutes = math.ceil(job.limit / 60)
-    warning = min(job.warning, job.limit / 2, 60 * minutes - LOOKS - STARTS)
-    return [f"--time={minutes}", f"--signal=B:USR1@{_whole(warning)}"]
+    if job.time_limit_s is None:
+        return [f"--signal=B:USR1@{_round_warning(job.warning_s)}"]
+    minutes = math.ceil(job.time_limit_s / 60)
+    warning = min(job.warning_s, job.time_limit_s / 2, 60 * minutes - LIMIT_CHECK_INTERVAL_S - MAX_SCRIPT_START_S)
+    return [f"--time={minutes}", f"--signal=B:USR1@{_round_warning(warning)}"]
 
 
-def _whole(warning: float) -> int:
-    return min(math.ceil(warning), LONGEST_WARNING)
+def _round_warning(warning: float) -> int:
+    return min(math.ceil(warning), MAX_WARNING_S)

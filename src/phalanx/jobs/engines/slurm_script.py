@@ -2,7 +2,7 @@
 Pure: what was found out about the cluster goes in. Who sends them stands in slurm.
 
 All that a job, or a member of an array, writes lies in its folder, on a file system that all nodes share: `log`,
-`token.<attempt>`, `code.<attempt>.<node>`, `result`, `deaths` (in a row), and `unfit` when nodes are to be avoided. In
+`token.<attempt>`, `code.<attempt>.<render_node_script>`, `result`, `deaths` (in a row), and `unfit` when nodes are to be avoided. In
 `code` lies what travelled with it.
 """
 
@@ -12,37 +12,39 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.engines.slurm_options import Options, Version, options_of
-from phalanx.jobs.spec import DEATHS, PROGRESS, Job, placed
+from phalanx.jobs.engines.slurm_options import SbatchOptions, Version, parse_options
+from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, with_unpacked_snapshot
 
-BATCH, NODE, SECRETS, CODE = "batch.sh", "node.sh", "secrets.sh", "code"
-LOG, RESULT, UNFIT, CANCELLED, RUN = "log", "result", "unfit", "cancelled", "run"
+BATCH_FILE, NODE_FILE, SECRETS_FILE, SNAPSHOT_DIR = "batch.sh", "node.sh", "secrets.sh", "code"
+LOG_FILE, RESULT_FILE, UNFIT_FILE, CANCELLED_FILE, RUN_FILE = "log", "result", "unfit", "cancelled", "run"
 
 
-def scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
+def render_scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
     """Both scripts, by name. UsageError for what this version of Slurm cannot do."""
-    options = options_of(job, version)
-    job = placed(job, folder / CODE)
+    options = parse_options(job, version)
+    job = with_unpacked_snapshot(job, folder / SNAPSHOT_DIR)
     _check_folders(job, folder)
-    return {BATCH: batch(job, options, folder), NODE: node(job, options, folder)}
+    return {BATCH_FILE: render_batch_script(job, options, folder), NODE_FILE: render_node_script(job, options, folder)}
 
 
-def array_scripts(jobs: Sequence[Job], version: Version, folder: Path) -> dict[str, str]:
+def render_array_scripts(jobs: Sequence[Job], version: Version, folder: Path) -> dict[str, str]:
     """The scripts of a job array, whose members differ in what they run and in nothing that Slurm is asked for: one
-    batch script, and for each member its node script in a folder named by its index. UsageError as for `scripts`."""
+    batch script, and for each member its node script in a folder named by its index. UsageError as for `render_scripts`."""
     texts = {}
     for index, job in enumerate(jobs):
-        own = folder / str(index)
-        job = placed(job, own / CODE)
-        _check_folders(job, own)
-        texts[f"{index}/{NODE}"] = node(job, options_of(job, version), own)
-    whole = replace(jobs[0], name=jobs[0].array or jobs[0].name, folder=folder)
-    starts = tuple(placed(job, folder / str(index) / CODE).folder for index, job in enumerate(jobs))
-    return {BATCH: batch(whole, options_of(whole, version), folder, starts), **texts}
+        member_dir = folder / str(index)
+        job = with_unpacked_snapshot(job, member_dir / SNAPSHOT_DIR)
+        _check_folders(job, member_dir)
+        texts[f"{index}/{NODE_FILE}"] = render_node_script(job, parse_options(job, version), member_dir)
+    array_job = replace(jobs[0], name=jobs[0].array_name or jobs[0].name, working_dir=folder)
+    start_dirs = tuple(
+        with_unpacked_snapshot(job, folder / str(index) / SNAPSHOT_DIR).working_dir for index, job in enumerate(jobs)
+    )
+    return {BATCH_FILE: render_batch_script(array_job, parse_options(array_job, version), folder, start_dirs), **texts}
 
 
 def _check_folders(job: Job, folder: Path) -> None:
-    for path in (folder, job.folder):
+    for path in (folder, job.working_dir):
         if not str(path).isprintable():
             raise UsageError(f"job {job.name}: the folder {str(path)!r} has a control character in its name")
     if "\\" in str(folder):
@@ -51,75 +53,81 @@ def _check_folders(job: Job, folder: Path) -> None:
         )
 
 
-def batch(job: Job, options: Options, folder: Path, members: Sequence[Path] = ()) -> str:
-    """What runs on the first node: starts the step, passes the warning on, and decides what its end means. `members`:
+def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_dirs: Sequence[Path] = ()) -> str:
+    """What runs on the first node: starts the step, passes the warning on, and decides what its end means. `member_dirs`:
     where those of an array start; each has a folder in `folder`."""
     output = str(folder).replace("%", "%%")  # Slurm puts numbers and names in for %j and the like
-    output = f"{output}/%a/{LOG}" if members else f"{output}/{LOG}"
-    most = f"%{job.at_most}" if job.at_most else ""
-    header = [*options.header, *([f"--array=0-{len(members) - 1}{most}"] if members else [])]
-    header += [f"--chdir={job.folder}", f"--output={output}"]
-    return BATCH_TEXT.format(
-        header="\n".join(f"#SBATCH {directive(option)}" for option in header),
+    output = f"{output}/%a/{LOG_FILE}" if member_dirs else f"{output}/{LOG_FILE}"
+    parallel_suffix = f"%{job.max_parallel}" if job.max_parallel else ""
+    header = [*options.sbatch_options, *([f"--array=0-{len(member_dirs) - 1}{parallel_suffix}"] if member_dirs else [])]
+    header += [f"--chdir={job.working_dir}", f"--output={output}"]
+    return BATCH_TEMPLATE.format(
+        header="\n".join(f"#SBATCH {quote_directive(option)}" for option in header),
         name=job.name,
-        folder=shlex.quote(str(folder)) + ("/$SLURM_ARRAY_TASK_ID" if members else ""),
+        folder=shlex.quote(str(folder)) + ("/$SLURM_ARRAY_TASK_ID" if member_dirs else ""),
         # a member's own number would do, but for one member, whose number means the whole array
-        id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if members else "$SLURM_JOB_ID",
-        cores=f"export SRUN_CPUS_PER_TASK={job.cores}\n" if job.cores else "",
-        step=" ".join(shlex.quote(word) for word in (*options.step, *_mounts(job, (folder, job.folder, *members)))),
-        grace=GRACE,
+        id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if member_dirs else "$SLURM_JOB_ID",
+        cores=f"export SRUN_CPUS_PER_TASK={job.cpus_per_node}\n" if job.cpus_per_node else "",
+        step=" ".join(
+            shlex.quote(word)
+            for word in (*options.srun_options, *_container_options(job, (folder, job.working_dir, *member_dirs)))
+        ),
+        grace=SIGNAL_GRACE_S,
         requeues=options.max_requeues,
         unfinished=int(ExitCode.UNFINISHED),
         unfit=int(ExitCode.UNFIT_NODE),
-        deaths=DEATHS,
-        progress=int(PROGRESS),
+        deaths=MAX_KILLS_IN_A_ROW,
+        progress=int(MIN_PROGRESS_S),
     )
 
 
-def node(job: Job, options: Options, folder: Path) -> str:
+def render_node_script(job: Job, options: SbatchOptions, folder: Path) -> str:
     """What runs on each node: the command, whose exit code it writes down."""
     words = job.command
-    if options.apptainer is not None:
-        binds = [f"--bind={path}:{path}" for path in (folder, job.folder)]
-        nvidia = ["--nv"] if job.devices else []
-        words = ("apptainer", "exec", *nvidia, *binds, f"--pwd={job.folder}", options.apptainer, *words)
+    if options.apptainer_image is not None:
+        binds = [f"--bind={path}:{path}" for path in (folder, job.working_dir)]
+        nvidia = ["--nv"] if job.gpus_per_node else []
+        words = ("apptainer", "exec", *nvidia, *binds, f"--pwd={job.working_dir}", options.apptainer_image, *words)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-    return NODE_TEXT.format(
+    return NODE_TEMPLATE.format(
         name=job.name,
         folder=shlex.quote(str(folder)),
-        start=shlex.quote(str(job.folder)),
+        start=shlex.quote(str(job.working_dir)),
         environment="".join(f"{line}\n" for line in exports),
-        secrets=f'. "$folder/{SECRETS}"\n' if job.secrets else "",
+        secrets=f'. "$folder/{SECRETS_FILE}"\n' if job.secrets else "",
         command=shlex.join(words),
         unfinished=int(ExitCode.UNFINISHED),
         unfit=int(ExitCode.UNFIT_NODE),
     )
 
 
-def secret_file(values: dict[str, str]) -> str:
+def render_secret_file(values: dict[str, str]) -> str:
     """What `node.sh` reads the secrets from."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
 
 
-def directive(option: str) -> str:
+def quote_directive(option: str) -> str:
     """An option as it must stand behind #SBATCH, where sbatch, not a shell, reads quotes."""
     if all(letter.isalnum() or letter in "-_=.,:/@+" for letter in option):
         return option
     return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _mounts(job: Job, folders: Sequence[Path]) -> list[str]:
+def _container_options(job: Job, folders: Sequence[Path]) -> list[str]:
     """A container sees the job's folders by their own names, besides what is asked for."""
-    if "container-image" not in job.options:
+    if "container-image" not in job.backend_options:
         return []
     own = [f"{path}:{path}" for path in dict.fromkeys(folders)]
-    given = job.options.get("container-mounts")
-    return [f"--container-mounts={','.join([*([given] if given else []), *own])}", f"--container-workdir={job.folder}"]
+    given = job.backend_options.get("container-mounts")
+    return [
+        f"--container-mounts={','.join([*([given] if given else []), *own])}",
+        f"--container-workdir={job.working_dir}",
+    ]
 
 
-GRACE = 5
+SIGNAL_GRACE_S = 5
 """Seconds after which what a step runs is taken to know what to do when it is told to stop."""
-BATCH_TEXT = r"""#!/bin/bash
+BATCH_TEMPLATE = r"""#!/bin/bash
 {header}
 # Job {name}, one attempt: Slurm starts this on the first of its nodes.
 set -o pipefail
@@ -220,7 +228,7 @@ rm -f "$folder"/token.* "$folder/secrets.sh"
 exit "$code"
 """
 
-NODE_TEXT = r"""#!/bin/bash
+NODE_TEMPLATE = r"""#!/bin/bash
 # Job {name}: srun starts this once on each node, with the number of the attempt.
 trap : HUP INT QUIT USR1 USR2 ALRM TERM # they reach every process; the command decides, and its code is to be told
 

@@ -1,28 +1,28 @@
 """What Slurm says of a job, read: `scontrol show job` and the result that the job's script leaves, since there need not
-be an accounting database. Text goes in, a `Status` comes out."""
+be an accounting database. Text goes in, a `JobStatus` comes out."""
 
 from dataclasses import dataclass
 from datetime import datetime
 
-from phalanx.jobs.spec import State, Status, state_of
+from phalanx.jobs.spec import JobState, JobStatus, state_from_exit_code
 
-LINES = ("Command", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut")
+WHOLE_LINE_FIELDS = ("Command", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut")
 """Fields whose value is the rest of the line."""
-WAITING = frozenset(
+QUEUED_STATES = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "PREEMPTED"}
 )
 """A job that was preempted is queued again, unless the site cancels such jobs; then it is gone from Slurm soon."""
-BUSY = frozenset(
+RUNNING_STATES = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "REVOKED"}
 )
-ENDINGS = {
-    "TIMEOUT": (State.UNFINISHED, "its time limit ended it"),
-    "NODE_FAIL": (State.UNFINISHED, "a node failed"),
-    "BOOT_FAIL": (State.UNFINISHED, "a node did not start"),
-    "DEADLINE": (State.FAILED, "its deadline passed"),
-    "OUT_OF_MEMORY": (State.FAILED, "the memory that it asked for ran out"),
+FINAL_STATES = {
+    "TIMEOUT": (JobState.INTERRUPTED, "its time limit ended it"),
+    "NODE_FAIL": (JobState.INTERRUPTED, "a node failed"),
+    "BOOT_FAIL": (JobState.INTERRUPTED, "a node did not start"),
+    "DEADLINE": (JobState.FAILED, "its deadline passed"),
+    "OUT_OF_MEMORY": (JobState.FAILED, "the memory that it asked for ran out"),
 }
-REASONS = {
+REASON_TEXTS = {
     "Resources": "waits for nodes to become free",
     "Priority": "waits behind jobs that come first",
     "BeginTime": "was queued again a moment ago",
@@ -42,32 +42,32 @@ REASONS = {
 }
 
 
-KILLED = 128
+SIGNAL_EXIT_BASE = 128
 """What shells add to the number of the signal that ended a program, to make its exit code."""
 
 
 @dataclass(frozen=True)
-class Result:
+class SlurmResult:
     """What the batch script wrote at the end of an attempt."""
 
-    code: int
+    exit_code: int
     attempt: int
     nodes: tuple[str, ...]
     ended: float
 
 
-def read_result(text: str) -> Result:
+def parse_result(text: str) -> SlurmResult:
     """The contents of a job's `result`."""
     found = dict(line.split(" ", 1) for line in text.splitlines())
-    return Result(int(found["code"]), int(found["attempt"]), tuple(found["nodes"].split()), float(found["ended"]))
+    return SlurmResult(int(found["code"]), int(found["attempt"]), tuple(found["nodes"].split()), float(found["ended"]))
 
 
-def fields(text: str) -> dict[str, str]:
+def parse_fields(text: str) -> dict[str, str]:
     """What `scontrol show job` prints, by name; what Slurm leaves open is not in it."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, rest = line.strip().partition("=")
-        if equals and name in LINES:
+        if equals and name in WHOLE_LINE_FIELDS:
             found[name] = rest
             continue
         for word in line.split():
@@ -77,46 +77,46 @@ def fields(text: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if value not in ("", "(null)", "N/A", "Unknown", "None")}
 
 
-def live_status(
-    id: str, name: str, found: dict[str, str], nodes: tuple[str, ...], submitted: float, result: Result | None
-) -> Status:
+def parse_live_status(
+    id: str, name: str, found: dict[str, str], nodes: tuple[str, ...], submitted: float, result: SlurmResult | None
+) -> JobStatus:
     """The status of a job that Slurm knows, from its fields. `nodes`: its node list, written out."""
-    word = found.get("JobState", "PENDING").partition(" ")[0]
+    slurm_state = found.get("JobState", "PENDING").partition(" ")[0]
     restarts = int(found.get("Restarts", "0"))
-    waits = word in WAITING
+    is_queued = slurm_state in QUEUED_STATES
     started = "NodeList" in found
-    attempts = restarts + (1 if started and not waits else 0)
-    over = not waits and word not in BUSY
-    current = result if result is not None and (waits or (over and result.attempt == restarts)) else None
-    state, reason = _meaning(word, found, current)
-    return Status(
+    attempts = restarts + (1 if started and not is_queued else 0)
+    is_over = not is_queued and slurm_state not in RUNNING_STATES
+    current = result if result is not None and (is_queued or (is_over and result.attempt == restarts)) else None
+    state, reason = _translate_state(slurm_state, found, current)
+    return JobStatus(
         id,
         name,
         state,
-        code=_code(found, current, over, word),
-        attempts=attempts,
+        exit_code=_parse_exit_code(found, current, is_over, slurm_state),
+        num_attempts=attempts,
         nodes=nodes or (result.nodes if result is not None else ()),
         reason=reason,
         submitted=submitted,  # Slurm's own changes whenever the job is queued again
-        started=_time(found.get("StartTime")) if started and not waits else None,
-        ended=_time(found.get("EndTime")) if over else None,
+        started=_parse_time(found.get("StartTime")) if started and not is_queued else None,
+        ended=_parse_time(found.get("EndTime")) if is_over else None,
     )
 
 
-def past_status(id: str, name: str, cancelled: bool, submitted: float, result: Result | None) -> Status:
+def parse_past_status(id: str, name: str, cancelled: bool, submitted: float, result: SlurmResult | None) -> JobStatus:
     """The status of a job that Slurm has forgotten, from what it left in its folder."""
     if cancelled:
-        state, reason = State.CANCELLED, "was cancelled"
+        state, reason = JobState.CANCELLED, "was cancelled"
     elif result is None:
-        state, reason = State.UNFINISHED, "Slurm ended it and has forgotten why; its script did not get to its end"
+        state, reason = JobState.INTERRUPTED, "Slurm ended it and has forgotten why; its script did not get to its end"
     else:
-        state, reason = state_of(result.code), ended_with(result.code)
-    return Status(
+        state, reason = state_from_exit_code(result.exit_code), describe_exit(result.exit_code)
+    return JobStatus(
         id,
         name,
         state,
-        code=None if result is None else result.code,
-        attempts=0 if result is None else result.attempt + 1,
+        exit_code=None if result is None else result.exit_code,
+        num_attempts=0 if result is None else result.attempt + 1,
         nodes=() if result is None else result.nodes,
         reason=reason,
         submitted=submitted,
@@ -124,40 +124,44 @@ def past_status(id: str, name: str, cancelled: bool, submitted: float, result: R
     )
 
 
-def ended_with(code: int) -> str:
+def describe_exit(code: int) -> str:
     """An exit code in words."""
     return "ended well" if code == 0 else f"ended with exit code {code}"
 
 
-def _meaning(word: str, found: dict[str, str], result: Result | None) -> tuple[State, str | None]:
-    if word in WAITING:
+def _translate_state(
+    slurm_state: str, found: dict[str, str], result: SlurmResult | None
+) -> tuple[JobState, str | None]:
+    if slurm_state in QUEUED_STATES:
         reason = found.get("Reason", "")
-        return State.QUEUED, REASONS.get(reason.partition(",")[0].strip("("), reason or None)
-    if word in BUSY:
-        return State.RUNNING, None if word == "RUNNING" else word.lower()
-    if word == "CANCELLED":
-        return State.CANCELLED, "was cancelled"
-    if word == "COMPLETED":
-        return State.DONE, ended_with(0)
-    killed = result is None or result.code >= KILLED
-    if result is not None and (word == "FAILED" or (word in ("TIMEOUT", "NODE_FAIL") and not killed)):
-        how = ended_with(result.code)
-        return state_of(result.code), f"{ENDINGS[word][1]}; it {how}" if word in ENDINGS else how
-    if word in ENDINGS:
-        return ENDINGS[word]
-    return State.FAILED, f"Slurm calls it {word}"
+        return JobState.QUEUED, REASON_TEXTS.get(reason.partition(",")[0].strip("("), reason or None)
+    if slurm_state in RUNNING_STATES:
+        return JobState.RUNNING, None if slurm_state == "RUNNING" else slurm_state.lower()
+    if slurm_state == "CANCELLED":
+        return JobState.CANCELLED, "was cancelled"
+    if slurm_state == "COMPLETED":
+        return JobState.DONE, describe_exit(0)
+    killed = result is None or result.exit_code >= SIGNAL_EXIT_BASE
+    if result is not None and (slurm_state == "FAILED" or (slurm_state in ("TIMEOUT", "NODE_FAIL") and not killed)):
+        how = describe_exit(result.exit_code)
+        return state_from_exit_code(
+            result.exit_code
+        ), f"{FINAL_STATES[slurm_state][1]}; it {how}" if slurm_state in FINAL_STATES else how
+    if slurm_state in FINAL_STATES:
+        return FINAL_STATES[slurm_state]
+    return JobState.FAILED, f"Slurm calls it {slurm_state}"
 
 
-def _code(found: dict[str, str], result: Result | None, over: bool, word: str) -> int | None:
+def _parse_exit_code(found: dict[str, str], result: SlurmResult | None, over: bool, word: str) -> int | None:
     if result is not None:
-        return result.code
+        return result.exit_code
     code, _, number = found.get("ExitCode", "").partition(":")
     if not over or word == "CANCELLED" or not code.isdigit():
         return None
-    return KILLED + int(number) if number not in ("", "0") else int(code)
+    return SIGNAL_EXIT_BASE + int(number) if number not in ("", "0") else int(code)
 
 
-def _time(text: str | None) -> float | None:
+def _parse_time(text: str | None) -> float | None:
     try:
         return None if text is None else datetime.fromisoformat(text).timestamp()
     except ValueError:  # the user has set SLURM_TIME_FORMAT

@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from phalanx.compat import adopt_orphans, die_with_parent
-from phalanx.jobs.below import end_below
+from phalanx.compat import become_subreaper, die_with_parent
+from phalanx.jobs.below import kill_descendants
 from phalanx.run.directory import write_json
 from phalanx.run.fields import ExitStatus, read_as
-from phalanx.run.steady import ticks
+from phalanx.run.steady import seconds_since_boot
 
-GRACE = 30.0
+EXIT_GRACE_S = 30.0
 """Seconds after a last warning that a job has before it is killed; its `warning` where that is longer."""
-OUTPUT = "output.log"
+OUTPUT_FILE = "output.log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,95 +58,95 @@ class AttemptEnd:
 
 def main() -> None:
     """Run one attempt, as `attempt-N.json` in the folder says."""
-    home, attempt = Path(sys.argv[1]), int(sys.argv[2])
-    spec: AttemptSpec = read_as(AttemptSpec, json.loads((home / f"attempt-{attempt}.json").read_text()))
-    adopt_orphans()
-    wake, far = socket.socketpair()
-    far.setblocking(False)
-    signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)
+    job_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
+    spec: AttemptSpec = read_as(AttemptSpec, json.loads((job_dir / f"attempt-{attempt}.json").read_text()))
+    become_subreaper()
+    wake_socket, wake_writer = socket.socketpair()
+    wake_writer.setblocking(False)
+    signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
     received: list[int] = []
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(each, lambda number, _: received.append(number))
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    begun = Begun()
+    started = AttemptStart()
     try:
         process = subprocess.Popen(
             spec.command,
             cwd=spec.working_dir,
-            env={**spec.environment, **secrets_in(home)},
+            env={**spec.environment, **read_secrets(job_dir)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
     except OSError as error:
         print(f"error: {error.filename or spec.command[0]}: {error.strerror}", flush=True)
-        finish(home, attempt, begun, 127, f"could not be started: {error.strerror}")
+        write_ending(job_dir, attempt, started, 127, f"could not be started: {error.strerror}")
         return
     limit, warning = spec.time_limit_s, spec.warning_s
-    until = None if limit is None else time.monotonic() + limit
-    warn = None if until is None else max(time.monotonic(), until - warning)
+    kill_deadline = None if limit is None else time.monotonic() + limit
+    warn_at = None if kill_deadline is None else max(time.monotonic(), kill_deadline - warning)
     reason = None
     with selectors.DefaultSelector() as selector:
-        selector.register(wake, selectors.EVENT_READ)
+        selector.register(wake_socket, selectors.EVENT_READ)
         while process.poll() is None:
-            moments = [moment for moment in (warn, until) if moment is not None]
-            patience = max(0.0, min(moments) - time.monotonic()) if moments else None
+            wake_times = [moment for moment in (warn_at, kill_deadline) if moment is not None]
+            patience = max(0.0, min(wake_times) - time.monotonic()) if wake_times else None
             if selector.select(patience):
-                wake.recv(4096)
+                wake_socket.recv(4096)
             while received:
                 number = received.pop(0)
                 process.send_signal(number)
                 if number == signal.SIGTERM:
-                    patience = time.monotonic() + max(GRACE, warning)
-                    until, reason = min(until or patience, patience), "was asked to stop"
+                    patience = time.monotonic() + max(EXIT_GRACE_S, warning)
+                    kill_deadline, reason = min(kill_deadline or patience, patience), "was asked to stop"
             now = time.monotonic()
-            if warn is not None and now >= warn:
-                warn, reason = None, "reached its time limit"
+            if warn_at is not None and now >= warn_at:
+                warn_at, reason = None, "reached its time limit"
                 process.send_signal(signal.SIGTERM)
-            if until is not None and now >= until:
-                until = None
+            if kill_deadline is not None and now >= kill_deadline:
+                kill_deadline = None
                 process.kill()
     code = process.returncode
-    end_below()
-    finish(home, attempt, begun, code, reason if code else None)
+    kill_descendants()
+    write_ending(job_dir, attempt, started, code, reason if code else None)
 
 
-def secrets_in(home: Path) -> dict[str, str]:
+def read_secrets(job_dir: Path) -> dict[str, str]:
     """Values that only this process's user can read."""
     with contextlib.suppress(FileNotFoundError):
-        found: dict[str, str] = json.loads((home / "secrets.json").read_text())
+        found: dict[str, str] = json.loads((job_dir / "secrets.json").read_text())
         return found
     return {}
 
 
 @dataclass(frozen=True)
-class Begun:
+class AttemptStart:
     """When an attempt began: for people, and by the clock that is never set."""
 
-    wall: float = field(default_factory=time.time)
-    ticks: float = field(default_factory=ticks)
+    wall_time: float = field(default_factory=time.time)
+    boot_time: float = field(default_factory=seconds_since_boot)
 
 
-def finish(home: Path, attempt: int, begun: Begun, code: int, reason: str | None) -> None:
+def write_ending(job_dir: Path, attempt: int, started: AttemptStart, exit_code: int, reason: str | None) -> None:
     """Write how the attempt ended, whole."""
     end = AttemptEnd(
-        exit_code=code,
+        exit_code=exit_code,
         reason=reason,
-        started_at=begun.wall,
+        started_at=started.wall_time,
         ended_at=time.time(),
-        duration_s=ticks() - begun.ticks,
+        duration_s=seconds_since_boot() - started.boot_time,
     )
-    write_json(ending(home, attempt), asdict(end))
+    write_json(ending_path(job_dir, attempt), asdict(end))
 
 
-def ending(home: Path, attempt: int) -> Path:
+def ending_path(job_dir: Path, attempt: int) -> Path:
     """Where the end of an attempt is told."""
-    return home / f"ended-{attempt}.json"
+    return job_dir / f"ended-{attempt}.json"
 
 
-def read_ending(home: Path, attempt: int) -> AttemptEnd | None:
+def read_ending(job_dir: Path, attempt: int) -> AttemptEnd | None:
     """How an attempt ended; None while it has not. What another Phalanx wrote of it counts as that it was killed."""
-    path = ending(home, attempt)
+    path = ending_path(job_dir, attempt)
     try:
         found: AttemptEnd = read_as(AttemptEnd, json.loads(path.read_text()))
     except FileNotFoundError:

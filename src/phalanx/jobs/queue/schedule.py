@@ -5,99 +5,106 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-AGEING = 3600.0
+AGING_S_PER_PRIORITY = 3600.0
 """Seconds of waiting that are worth one point of priority: nobody waits for ever."""
 
 
 @dataclass(frozen=True)
-class Size:
+class Resources:
     """A part of a machine: its GPUs and cores."""
 
-    devices: int
-    cores: int
+    gpus: int
+    cpus: int
 
-    def __add__(self, other: "Size") -> "Size":
-        return Size(self.devices + other.devices, self.cores + other.cores)
+    def __add__(self, other: "Resources") -> "Resources":
+        return Resources(self.gpus + other.gpus, self.cpus + other.cpus)
 
-    def __sub__(self, other: "Size") -> "Size":
-        return Size(self.devices - other.devices, self.cores - other.cores)
+    def __sub__(self, other: "Resources") -> "Resources":
+        return Resources(self.gpus - other.gpus, self.cpus - other.cpus)
 
-    def holds(self, other: "Size") -> bool:
+    def fits(self, other: "Resources") -> bool:
         """Whether so much fits into this."""
-        return other.devices <= self.devices and other.cores <= self.cores
+        return other.gpus <= self.gpus and other.cpus <= self.cpus
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A job that wants to run. `limit`: the seconds that it takes at most, None where nobody knows."""
+class PendingJob:
+    """A job that wants to run. `time_limit_s`: the seconds that it takes at most, None where nobody knows."""
 
     id: int
-    size: Size
+    resources: Resources
     priority: int
-    since: float
-    limit: float | None = None
+    queued_since: float
+    time_limit_s: float | None = None
 
 
 @dataclass(frozen=True)
-class Running:
-    """A job that runs. `until`: when it ends at the latest, None where nobody knows."""
+class RunningJob:
+    """A job that runs. `ends_by`: when it ends at the latest, None where nobody knows."""
 
     id: int
-    size: Size
-    until: float | None
+    resources: Resources
+    ends_by: float | None
 
 
-def ordered(waiting: Sequence[Waiting], now: float) -> list[Waiting]:
+def sort_by_priority(pending: Sequence[PendingJob], now: float) -> list[PendingJob]:
     """Who comes first: priority and a point for each hour of waiting, then who came first."""
-    return sorted(waiting, key=lambda job: (-(job.priority + (now - job.since) / AGEING), job.since, job.id))
+    return sorted(
+        pending,
+        key=lambda job: (-(job.priority + (now - job.queued_since) / AGING_S_PER_PRIORITY), job.queued_since, job.id),
+    )
 
 
-def starts(waiting: Sequence[Waiting], running: Sequence[Running], machine: Size, now: float) -> list[int]:
+def select_jobs_to_start(
+    pending: Sequence[PendingJob], running: Sequence[RunningJob], capacity: Resources, now: float
+) -> list[int]:
     """Ids of the jobs to start now, in order.
 
     The first that does not fit holds a place from the moment at which it will fit at the latest. Those behind it may
     start if they fit now and are either over by then or leave enough for it.
     """
-    free = machine
+    free = capacity
     for other in running:
-        free -= other.size
+        free -= other.resources
     chosen: list[int] = []
-    queue = ordered(waiting, now)
-    taken = list(running)
-    while queue and free.holds(queue[0].size):
+    queue = sort_by_priority(pending, now)
+    started = list(running)
+    while queue and free.fits(queue[0].resources):
         job = queue.pop(0)
         chosen.append(job.id)
-        free -= job.size
-        taken.append(Running(job.id, job.size, None if job.limit is None else now + job.limit))
+        free -= job.resources
+        started.append(RunningJob(job.id, job.resources, None if job.time_limit_s is None else now + job.time_limit_s))
     if not queue:
         return chosen
     head = queue.pop(0)
-    moment, then = _when(head, taken, free, now)
-    spare = then - head.size
+    reserved_at, free_then = _earliest_fit(head, started, free, now)
+    spare_then = free_then - head.resources
     for job in queue:
-        if not free.holds(job.size):
+        if not free.fits(job.resources):
             continue
-        in_time = job.limit is not None and now + job.limit <= moment
-        if not in_time and not spare.holds(job.size):
+        in_time = job.time_limit_s is not None and now + job.time_limit_s <= reserved_at
+        if not in_time and not spare_then.fits(job.resources):
             continue
         chosen.append(job.id)
-        free -= job.size
+        free -= job.resources
         if not in_time:
-            spare -= job.size
+            spare_then -= job.resources
     return chosen
 
 
-def _when(head: Waiting, running: Sequence[Running], free: Size, now: float) -> tuple[float, Size]:
+def _earliest_fit(
+    head: PendingJob, running: Sequence[RunningJob], free: Resources, now: float
+) -> tuple[float, Resources]:
     """The moment at which a job fits at the latest, and what is free then; infinity where nobody knows."""
-    for job in sorted(running, key=lambda each: math.inf if each.until is None else each.until):
-        if job.until is None:
+    for job in sorted(running, key=lambda each: math.inf if each.ends_by is None else each.ends_by):
+        if job.ends_by is None:
             break
-        free += job.size
-        if free.holds(head.size):
-            return max(now, job.until), free
+        free += job.resources
+        if free.fits(head.resources):
+            return max(now, job.ends_by), free
     return math.inf, free
 
 
-def devices_for(count: int, all_of_them: int, taken: Sequence[int]) -> list[int]:
+def select_gpus(count: int, num_gpus: int, used: Sequence[int]) -> list[int]:
     """Indices of free devices for a job, the lowest ones."""
-    return [index for index in range(all_of_them) if index not in taken][:count]
+    return [index for index in range(num_gpus) if index not in used][:count]

@@ -1,6 +1,21 @@
-"""From an `nn.Module` to its `Profile`, without memory and without time; see following.py."""
+"""From an `nn.Module` to its `ModelProfile`, without memory and without time; see following.py."""
 
-from phalanx.plan.tracing.blocks import repeated
-from phalanx.plan.tracing.following import build, image_loss, language_loss, profile, profile_fake, profile_mixed
+from phalanx.plan.tracing.blocks import find_repeated_blocks
+from phalanx.plan.tracing.following import (
+    build_on_meta,
+    image_classification_forward,
+    language_modeling_forward,
+    profile_autocast,
+    profile_fake_tensors,
+    profile_model,
+)
 
-__all__ = ["build", "image_loss", "language_loss", "profile", "profile_fake", "profile_mixed", "repeated"]
+__all__ = [
+    "build_on_meta",
+    "find_repeated_blocks",
+    "image_classification_forward",
+    "language_modeling_forward",
+    "profile_autocast",
+    "profile_fake_tensors",
+    "profile_model",
+]

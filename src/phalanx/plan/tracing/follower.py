@@ -18,212 +18,229 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from phalanx.plan.profile import (
-    Attention,
-    Divided,
-    Move,
-    Phase,
-    Product,
-    Reduce,
+    AttentionOp,
+    Gemm,
+    MemoryOp,
+    PassDirection,
+    TensorAllReduce,
+    TpSplitDim,
 )
-from phalanx.plan.tracing.trees import bytes_of, name_of, tensors
+from phalanx.plan.tracing.trees import list_tensors, op_name, tensor_read_bytes
 
-NARROW = 16
+NARROW_GEMM_RATIO = 16
 """A product whose result is so many times narrower than what it reads (a router, a gate) is not worth dividing."""
-FREE = frozenset(
+FREE_OPS = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"}
 )
 """Operations that cost nothing, beside views."""
 
 
 @dataclass
-class Op:
+class RecordedOp:
     """An operation for one number of samples: its kind, numbers that may grow with them, and the rest."""
 
-    kind: type
+    op_type: type
     sizes: dict[str, float]
-    rest: dict[str, Any]
+    attributes: dict[str, Any]
 
 
 @dataclass
-class Part:
+class RecordedSegment:
     """A segment as it is being followed."""
 
     name: str
     is_block: bool
-    repeats: int = 1
-    operations: list[Op] = field(default_factory=list)
-    named: dict[str, int] = field(default_factory=dict)
+    num_repeats: int = 1
+    ops: list[RecordedOp] = field(default_factory=list)
+    parameter_elements: dict[str, int] = field(default_factory=dict)
     """Elements of its parameters."""
-    divided: dict[str, Divided] = field(default_factory=dict)
+    tp_dims: dict[str, TpSplitDim] = field(default_factory=dict)
     """How tensor parallelism divides each of its parameters: by "n" columns, "k" rows."""
-    experts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    expert_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of its parameters that are stacks of experts' matrices."""
-    frozen: set[str] = field(default_factory=set)
-    kept: dict[int, tuple[float, bool]] = field(default_factory=dict)
-    results: dict[int, tuple[float, bool]] = field(default_factory=dict)
-    boundary: float = 0.0
-    reads: list[tuple[int, dict[int, float], dict[int, float]]] = field(default_factory=list)
+    frozen_names: set[str] = field(default_factory=set)
+    saved: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    selective_results: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    input_bytes: float = 0.0
+    memory_accesses: list[tuple[int, dict[int, float], dict[int, float]]] = field(default_factory=list)
     """Of each operation bound by memory: its index, and bytes of storages read and written."""
-    touched: dict[int, list[int]] = field(default_factory=dict)
+    readers: dict[int, list[int]] = field(default_factory=dict)
     """Indices of operations that read a storage."""
-    made: dict[int, int] = field(default_factory=dict)
+    producer: dict[int, int] = field(default_factory=dict)
     """Index of the operation that made a storage."""
-    storages: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    forward_storages: dict[int, tuple[float, bool]] = field(default_factory=dict)
     """Bytes of what was made or read in forward, and whether it is divided."""
-    sizes: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    storage_sizes: dict[int, tuple[float, bool]] = field(default_factory=dict)
     """The same of both phases, without weights and their gradients."""
 
     @property
-    def backward(self) -> set[int]:
+    def backward_ops(self) -> set[int]:
         """Indices of the operations of backward."""
-        return {index for index, each in enumerate(self.operations) if each.rest["phase"] == "backward"}
+        return {index for index, each in enumerate(self.ops) if each.attributes["phase"] == "backward"}
 
 
-class Follower:
+class OpRecorder:
     """Records what is done, in the part that is being computed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.phase: Phase = "forward"
-        self.course = [Part("before the blocks", False)]
-        self.part = self.course[0]
-        self.stepped: list[str] = []
+    def __init__(self, module: nn.Module) -> None:
+        self.pass_direction: PassDirection = "forward"
+        self.segments = [RecordedSegment("before the blocks", False)]
+        self.segment = self.segments[0]
+        self.block_names: list[str] = []
         """Names of the blocks in the course, in order: most are stood for by the first of their shape."""
-        self.known: dict[tuple[Any, ...], tuple[Part, Any]] = {}
-        self.names: dict[int, str] = {}
+        self.traced_blocks: dict[tuple[Any, ...], tuple[RecordedSegment, Any]] = {}
+        self.weight_names: dict[int, str] = {}
         self.parameters: dict[str, nn.Parameter] = {}
-        self.divided: dict[int, bool] = {}
-        self.partial: set[int] = set()
+        self.tp_sharded: dict[int, bool] = {}
+        self.partial_sums: set[int] = set()
         """Storages of which each tensor-parallel rank has a term of a sum that has not been taken yet."""
-        self.gradients: set[int] = set()
+        self.weight_gradients: set[int] = set()
         """Storages that hold gradients of weights."""
-        self.routed: set[int] = set()
+        self.expert_storages: set[int] = set()
         """Storages of tokens that experts multiply with their matrices, and of these."""
-        self.keepers: dict[int, Part] = {}
+        self.saved_by: dict[int, RecordedSegment] = {}
         """Which part keeps a storage for backward: the first that does, if the next keeps it as well."""
         self.anchors: list[Tensor] = []
         """What stands for the trained weights of blocks that nothing trained comes before."""
-        self._alive: list[Any] = []
-        for name, parameter in model.named_parameters():  # tied ones once
-            self.names[self.key(parameter)] = name
+        self._storages: list[Any] = []
+        for name, parameter in module.named_parameters():  # tied ones once
+            self.weight_names[self.storage_key(parameter)] = name
             self.parameters[name] = parameter
 
-    def key(self, tensor: Tensor) -> int:
+    def storage_key(self, tensor: Tensor) -> int:
         """What tells a storage from others, kept alive so that it stays so."""
         storage = tensor.untyped_storage()
-        self._alive.append(storage)
+        self._storages.append(storage)
         return id(storage)
 
-    def keeping(self) -> contextlib.AbstractContextManager[None]:
+    def record_saved_tensors(self) -> contextlib.AbstractContextManager[None]:
         """A context that records what autograd keeps for backward."""
 
         def pack(tensor: Tensor) -> Tensor:
-            key = self.key(tensor)
+            key = self.storage_key(tensor)
             if (
-                key not in self.names
-                and self.phase == "forward"
-                and self.keepers.setdefault(key, self.part) is self.part
+                key not in self.weight_names
+                and self.pass_direction == "forward"
+                and self.saved_by.setdefault(key, self.segment) is self.segment
             ):
-                self.part.kept[key] = (tensor.untyped_storage().nbytes(), self.divided.get(key, False))
+                self.segment.saved[key] = (tensor.untyped_storage().nbytes(), self.tp_sharded.get(key, False))
             return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
-    def handle(self, operation: Any, args: Any, kwargs: Any) -> Any:
+    def record_op(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Do an operation and record it."""
-        result = operation(*args, **kwargs)
-        name, inputs, outputs = name_of(operation), tensors((args, kwargs)), tensors(result)
-        if name in FREE or not outputs:
+        result = op(*args, **kwargs)
+        name, inputs, outputs = op_name(op), list_tensors((args, kwargs)), list_tensors(result)
+        if name in FREE_OPS or not outputs:
             return result
-        known = {self.key(each) for each in inputs}
-        made = [each for each in outputs if self.key(each) not in known]
-        if not made and not name.endswith("_"):  # a view
+        known = {self.storage_key(each) for each in inputs}
+        new_tensors = [each for each in outputs if self.storage_key(each) not in known]
+        if not new_tensors and not name.endswith("_"):  # a view
             return result
         if name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"):
-            self._product(name, inputs, outputs[0])
+            self._record_gemm(name, inputs, outputs[0])
         elif name in ("convolution", "convolution_backward"):
-            self._convolution(name, args, outputs)
+            self._record_convolution(name, args, outputs)
         else:
-            self._move(name, inputs, outputs)
+            self._record_memory_op(name, inputs, outputs)
         return result
 
-    def attention(self, phase: Phase, query: Tensor, key: Tensor, value: Tensor, causal: bool, *others: Tensor) -> None:
-        """Record a fused attention. `others`: what else it reads."""
+    def record_attention(
+        self,
+        pass_direction: PassDirection,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool,
+        *other_inputs: Tensor,
+    ) -> None:
+        """Record a fused attention. `other_inputs`: what else it reads."""
         batch = math.prod(query.shape[:-3])
-        self.whole(query, key)
-        self._read(query, key, value, *others)
-        divided = self.divided.get(self.key(query), False)
+        self.reduce_partial_sums(query, key)
+        self._record_inputs(query, key, value, *other_inputs)
+        divided = self.tp_sharded.get(self.storage_key(query), False)
         rest = {
-            "phase": phase,
-            "heads": query.shape[-3],
-            "kv_heads": key.shape[-3],
-            "queries": query.shape[-2],
-            "keys": key.shape[-2],
+            "phase": pass_direction,
+            "num_heads": query.shape[-3],
+            "num_kv_heads": key.shape[-3],
+            "num_queries": query.shape[-2],
+            "num_keys": key.shape[-2],
             "head_dim": query.shape[-1],
             "causal": causal,
-            "width": query.element_size(),
-            "divided": divided,
+            "element_bytes": query.element_size(),
+            "tp_sharded": divided,
         }
-        self.part.operations.append(Op(Attention, {"samples": batch}, rest))
+        self.segment.ops.append(RecordedOp(AttentionOp, {"samples": batch}, rest))
 
-    def result_of_attention(self, outputs: list[Tensor], like: Tensor) -> None:
+    def record_attention_result(self, outputs: list[Tensor], source: Tensor) -> None:
         """Outputs are divided as what they were made from, and selective recomputation keeps them."""
-        self._made(*outputs)
+        self._record_outputs(*outputs)
         for each in outputs:
-            self.divided[self.key(each)] = self.divided.get(self.key(like), False)
-            if self.phase == "forward":
-                self.part.results[self.key(each)] = (each.untyped_storage().nbytes(), self.divided[self.key(each)])
+            self.tp_sharded[self.storage_key(each)] = self.tp_sharded.get(self.storage_key(source), False)
+            if self.pass_direction == "forward":
+                self.segment.selective_results[self.storage_key(each)] = (
+                    each.untyped_storage().nbytes(),
+                    self.tp_sharded[self.storage_key(each)],
+                )
 
-    def whole(self, *tensors: Tensor) -> None:
+    def reduce_partial_sums(self, *tensors: Tensor) -> None:
         """Take the sums over ranks that are still to be taken of tensors."""
         for each in tensors:
-            if self.key(each) in self.partial:
-                self.partial.discard(self.key(each))
-                self.part.operations.append(Op(Reduce, {"size": bytes_of(each)}, {"phase": self.phase}))
+            if self.storage_key(each) in self.partial_sums:
+                self.partial_sums.discard(self.storage_key(each))
+                self.segment.ops.append(
+                    RecordedOp(TensorAllReduce, {"num_bytes": tensor_read_bytes(each)}, {"phase": self.pass_direction})
+                )
 
-    def _made(self, *outputs: Tensor) -> None:
+    def _record_outputs(self, *outputs: Tensor) -> None:
         """Remember which operation makes a tensor."""
         for each in outputs:
-            self.part.made.setdefault(self.key(each), len(self.part.operations) - 1)
-            self._met(each)
+            self.segment.producer.setdefault(self.storage_key(each), len(self.segment.ops) - 1)
+            self._record_size(each)
 
-    def _met(self, tensor: Tensor) -> None:
+    def _record_size(self, tensor: Tensor) -> None:
         """Remember how large a tensor is, if it is no weight."""
-        if (key := self.key(tensor)) not in self.names:
-            self.part.sizes[key] = (tensor.untyped_storage().nbytes(), False)
+        if (key := self.storage_key(tensor)) not in self.weight_names:
+            self.segment.storage_sizes[key] = (tensor.untyped_storage().nbytes(), False)
 
-    def _gradient_of_weight(self, *outputs: Tensor) -> None:
+    def _mark_weight_gradients(self, *outputs: Tensor) -> None:
         """Remember that tensors are gradients of weights."""
-        self.gradients |= {self.key(each) for each in outputs}
+        self.weight_gradients |= {self.storage_key(each) for each in outputs}
 
-    def _product(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
+    def _record_gemm(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
         *added, left, right = inputs
-        self.whole(left, right)
+        self.reduce_partial_sums(left, right)
         count = left.shape[0] if left.dim() == 3 else 1
         if name == "_grouped_mm":
             count = right.shape[0] if right.dim() == 3 else left.shape[0]
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-        divided, result_is, weight = self._divide(left, right, count, k, n)
-        expert = self._of_expert(left, right)
-        self._read(*inputs)
-        self._biased(added, divided)
-        rest = {"phase": self.phase, "width": left.element_size(), "divided": divided}
-        rest |= {"expert": expert, "grouped": expert and count > 1, "weight": weight or expert}
-        self.part.operations.append(Op(Product, {"count": count, "m": m, "n": n, "k": k}, rest))
-        self._made(out)
-        self.divided[self.key(out)] = result_is
-        if self.phase == "backward" and weight and not any(self.key(each) in self.names for each in (left, right)):
-            self._gradient_of_weight(out)
-        if self.phase == "forward":
-            self.part.results[self.key(out)] = (out.untyped_storage().nbytes(), result_is)
+        divided, result_is, weight = self._choose_tp_dim(left, right, count, k, n)
+        expert = self._is_expert_gemm(left, right)
+        self._record_inputs(*inputs)
+        self._mark_bias(added, divided)
+        rest = {"phase": self.pass_direction, "element_bytes": left.element_size(), "tp_dim": divided}
+        rest |= {"is_expert": expert, "is_grouped": expert and count > 1, "has_weight": weight or expert}
+        self.segment.ops.append(RecordedOp(Gemm, {"count": count, "m": m, "n": n, "k": k}, rest))
+        self._record_outputs(out)
+        self.tp_sharded[self.storage_key(out)] = result_is
+        if (
+            self.pass_direction == "backward"
+            and weight
+            and not any(self.storage_key(each) in self.weight_names for each in (left, right))
+        ):
+            self._mark_weight_gradients(out)
+        if self.pass_direction == "forward":
+            self.segment.selective_results[self.storage_key(out)] = (out.untyped_storage().nbytes(), result_is)
         if weight and divided == "k":
-            self.partial.add(self.key(out))
+            self.partial_sums.add(self.storage_key(out))
 
-    def _divide(self, left: Tensor, right: Tensor, count: int, k: int, n: int) -> tuple[Divided, bool, bool]:
+    def _choose_tp_dim(self, left: Tensor, right: Tensor, count: int, k: int, n: int) -> tuple[TpSplitDim, bool, bool]:
         """The dimension that tensor parallelism divides, whether the result is divided, and whether weights take part.
         In backward what forward decided holds."""
-        split_left = self.divided.get(self.key(left), False)
-        split_right = self.divided.get(self.key(right), False)
-        weight = self.names.get(self.key(right)) or self.names.get(self.key(left))
+        split_left = self.tp_sharded.get(self.storage_key(left), False)
+        split_right = self.tp_sharded.get(self.storage_key(right), False)
+        weight = self.weight_names.get(self.storage_key(right)) or self.weight_names.get(self.storage_key(left))
         if weight is None:
             if count > 1:
                 return ("count" if split_left or split_right else ""), split_left or split_right, False
@@ -231,140 +248,147 @@ class Follower:
                 return "k", False, True
             # the gradient of a weight, or what stands for one
             return ("m" if split_left else "n" if split_right else ""), split_left or split_right, True
-        if self._is_expert(weight):
-            self.part.experts[weight] = tuple(self.parameters[weight].shape)
+        if self._is_expert_weight(weight):
+            self.segment.expert_shapes[weight] = tuple(self.parameters[weight].shape)
             return "", False, True
-        how = self.part.divided.get(weight)
+        how = self.segment.tp_dims.get(weight)
         if how is None:
-            how = "k" if split_left else "n" if n * NARROW >= k else ""
-            self.part.divided[weight] = how
-        if self.phase == "forward":
+            how = "k" if split_left else "n" if n * NARROW_GEMM_RATIO >= k else ""
+            self.segment.tp_dims[weight] = how
+        if self.pass_direction == "forward":
             return how, how == "n", True
         # The gradient of a product's input: columns became what is summed over, and the other way round.
         if how == "n":
             return "k", False, True
         return ("n", True, True) if how == "k" else ("", False, True)
 
-    def _biased(self, added: list[Tensor], divided: Divided) -> None:
+    def _mark_bias(self, added: list[Tensor], divided: TpSplitDim) -> None:
         """Divide biases as the columns that they are added to."""
         for each in added:
-            if (bias := self.names.get(self.key(each))) is not None:
-                self.part.divided.setdefault(bias, "n" if divided == "n" else "")
+            if (bias := self.weight_names.get(self.storage_key(each))) is not None:
+                self.segment.tp_dims.setdefault(bias, "n" if divided == "n" else "")
 
-    def _is_expert(self, name: str) -> bool:
+    def _is_expert_weight(self, name: str) -> bool:
         return self.parameters[name].dim() == 3
 
-    def _of_expert(self, left: Tensor, right: Tensor) -> bool:
+    def _is_expert_gemm(self, left: Tensor, right: Tensor) -> bool:
         """Whether a product is one of an expert: with its matrix, or, for that one's gradient, with what was multiplied
         by it in forward."""
-        sides = {self.key(left), self.key(right)}
-        if any(self._is_expert(self.names[key]) for key in sides if key in self.names):
-            if self.phase == "forward":
-                self.routed |= sides
+        sides = {self.storage_key(left), self.storage_key(right)}
+        if any(self._is_expert_weight(self.weight_names[key]) for key in sides if key in self.weight_names):
+            if self.pass_direction == "forward":
+                self.expert_storages |= sides
             return True
-        return self.phase == "backward" and bool(sides & self.routed)
+        return self.pass_direction == "backward" and bool(sides & self.expert_storages)
 
-    def _convolution(self, name: str, args: Any, outputs: list[Tensor]) -> None:
+    def _record_convolution(self, name: str, args: Any, outputs: list[Tensor]) -> None:
         """A convolution as the product it amounts to: one row for each place of its result, and the backward one as the
         two products of its gradients."""
         if name == "convolution":
             image, kernel, groups, out = args[0], args[1], args[8], outputs[0]
             added = [args[2]] if args[2] is not None else []
-            self._read(image, kernel, *added)
-            self._biased(added, "")
+            self._record_inputs(image, kernel, *added)
+            self._mark_bias(added, "")
         else:
             out, image, kernel, groups = args[0], args[1], args[2], args[9]
-            self._read(out, image, kernel)
+            self._record_inputs(out, image, kernel)
         rows = out.shape[0] * math.prod(out.shape[2:])
         columns, depth = kernel.shape[0] // groups, math.prod(kernel.shape[1:])
-        if weight := self.names.get(self.key(kernel)):
-            self.part.divided.setdefault(weight, "")
+        if weight := self.weight_names.get(self.storage_key(kernel)):
+            self.segment.tp_dims.setdefault(weight, "")
         shapes = [(rows, columns, depth)]
         if name == "convolution_backward":
             wanted = args[10]
             shapes = [(rows, depth, columns)] * bool(wanted[0]) + [(depth, columns, rows)] * bool(wanted[1])
         for m, n, k in shapes:
-            rest = {"phase": self.phase, "width": image.element_size(), "divided": "", "weight": True}
-            self.part.operations.append(Op(Product, {"count": groups, "m": m, "n": n, "k": k}, rest))
-        self._made(*outputs)
+            rest = {
+                "phase": self.pass_direction,
+                "element_bytes": image.element_size(),
+                "tp_dim": "",
+                "has_weight": True,
+            }
+            self.segment.ops.append(RecordedOp(Gemm, {"count": groups, "m": m, "n": n, "k": k}, rest))
+        self._record_outputs(*outputs)
         if name == "convolution_backward":
-            self._gradient_of_weight(*outputs[1 if args[10][0] else 0 :])
-        if self.phase == "forward":
-            self.part.results[self.key(out)] = (out.untyped_storage().nbytes(), False)
+            self._mark_weight_gradients(*outputs[1 if args[10][0] else 0 :])
+        if self.pass_direction == "forward":
+            self.segment.selective_results[self.storage_key(out)] = (out.untyped_storage().nbytes(), False)
 
-    def _move(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        terms = {self.key(each) for each in inputs if each.is_floating_point()}
-        if terms and terms <= self.partial and name in ("add", "add_"):
-            self.partial |= {self.key(each) for each in outputs}  # a sum of terms can wait, too
+    def _record_memory_op(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        terms = {self.storage_key(each) for each in inputs if each.is_floating_point()}
+        if terms and terms <= self.partial_sums and name in ("add", "add_"):
+            self.partial_sums |= {self.storage_key(each) for each in outputs}  # a sum of terms can wait, too
         else:
-            self.whole(*inputs)
-        divided = any(self.divided.get(self.key(each), False) for each in inputs)
+            self.reduce_partial_sums(*inputs)
+        divided = any(self.tp_sharded.get(self.storage_key(each), False) for each in inputs)
         for each in outputs:
-            self.divided[self.key(each)] = divided
-        read = {self.key(each): bytes_of(each) for each in inputs}
-        written = {self.key(each): bytes_of(each) for each in outputs}
+            self.tp_sharded[self.storage_key(each)] = divided
+        read = {self.storage_key(each): tensor_read_bytes(each) for each in inputs}
+        written = {self.storage_key(each): tensor_read_bytes(each) for each in outputs}
         if name in ("embedding", "index", "index_select", "gather"):
-            read[self.key(inputs[0])] = sum(written.values())  # only the rows that are picked
-        if name == "embedding" and (weight := self.names.get(self.key(inputs[0]))):
-            self.part.divided.setdefault(weight, "n")
+            read[self.storage_key(inputs[0])] = sum(written.values())  # only the rows that are picked
+        if name == "embedding" and (weight := self.weight_names.get(self.storage_key(inputs[0]))):
+            self.segment.tp_dims.setdefault(weight, "n")
         largest = max([*inputs, *outputs], key=lambda each: each.numel())
-        self.part.reads.append((len(self.part.operations), read, written))
-        self._read(*inputs)
-        rest = {"phase": self.phase, "name": name, "divided": divided, "shape": tuple(largest.shape)}
-        rest["width"] = largest.element_size()
-        if name == "_to_copy" and (weight := self.names.get(self.key(inputs[0]))) is not None:
-            self.names[self.key(outputs[0])] = weight  # a weight in another precision is that weight
-        self.part.operations.append(Op(Move, {"moved": sum(read.values()) + sum(written.values())}, rest))
-        self._made(*outputs)
+        self.segment.memory_accesses.append((len(self.segment.ops), read, written))
+        self._record_inputs(*inputs)
+        rest = {"phase": self.pass_direction, "name": name, "tp_sharded": divided, "shape": tuple(largest.shape)}
+        rest["element_bytes"] = largest.element_size()
+        if name == "_to_copy" and (weight := self.weight_names.get(self.storage_key(inputs[0]))) is not None:
+            self.weight_names[self.storage_key(outputs[0])] = weight  # a weight in another precision is that weight
+        self.segment.ops.append(
+            RecordedOp(MemoryOp, {"unfused_bytes": sum(read.values()) + sum(written.values())}, rest)
+        )
+        self._record_outputs(*outputs)
         floating = [each for each in inputs if each.is_floating_point()]
-        of_weights = floating and all(self.key(each) in self.gradients for each in floating)
+        of_weights = floating and all(self.storage_key(each) in self.weight_gradients for each in floating)
         if name == "embedding_dense_backward" or of_weights:
-            self._gradient_of_weight(*outputs)
+            self._mark_weight_gradients(*outputs)
 
-    def _read(self, *inputs: Tensor) -> None:
+    def _record_inputs(self, *inputs: Tensor) -> None:
         for each in inputs:
-            key = self.key(each)
-            self.part.touched.setdefault(key, []).append(len(self.part.operations))
-            self._met(each)
-            if self.phase == "forward" and key not in self.names:
-                self.part.storages[key] = (each.untyped_storage().nbytes(), self.divided.get(key, False))
-            if (name := self.names.get(key)) is not None:
-                self.part.named[name] = self.parameters[name].numel()
+            key = self.storage_key(each)
+            self.segment.readers.setdefault(key, []).append(len(self.segment.ops))
+            self._record_size(each)
+            if self.pass_direction == "forward" and key not in self.weight_names:
+                self.segment.forward_storages[key] = (each.untyped_storage().nbytes(), self.tp_sharded.get(key, False))
+            if (name := self.weight_names.get(key)) is not None:
+                self.segment.parameter_elements[name] = self.parameters[name].numel()
                 if not self.parameters[name].requires_grad:
-                    self.part.frozen.add(name)
+                    self.segment.frozen_names.add(name)
 
 
-class _Attend(torch.autograd.Function):
+class _FakeFusedAttention(torch.autograd.Function):
     """Fused attention that computes nothing: outputs of the right shape, and a record of both phases. It keeps what a
     fused kernel keeps: queries, keys, values, the result, and a sum for each query (Dao et al. 2022)."""
 
     @staticmethod
-    def forward(ctx: Any, follower: Follower, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    def forward(ctx: Any, recorder: OpRecorder, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         # Laid out as fused kernels do it, [.., s, h, d]: what follows joins the heads without copying.
         out = query.new_empty((*query.shape[:-3], query.shape[-2], query.shape[-3], value.shape[-1])).transpose(-3, -2)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        follower.attention("forward", query, key, value, causal)
-        follower.result_of_attention([out, sums], query)
+        recorder.record_attention("forward", query, key, value, causal)
+        recorder.record_attention_result([out, sums], query)
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.follower, ctx.causal = follower, causal
+        ctx.recorder, ctx.causal = recorder, causal
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, out, sums = ctx.saved_tensors
-        ctx.follower.attention("backward", query, key, value, ctx.causal, out, sums, grad)
+        ctx.recorder.record_attention("backward", query, key, value, ctx.causal, out, sums, grad)
         found = [torch.empty_like(each) for each in (query, key, value)]
-        ctx.follower.result_of_attention(found, query)
+        ctx.recorder.record_attention_result(found, query)
         return (None, *found, None)
 
 
-class Catching(TorchFunctionMode):
-    """Puts `_Attend` in the place of torch's fused attention, and dropout as GPUs do it, which keeps a mask of a byte
+class AttentionCaptureMode(TorchFunctionMode):
+    """Puts `_FakeFusedAttention` in the place of torch's fused attention, and dropout as GPUs do it, which keeps a mask of a byte
     for each element, in the place of the meta device's, which keeps a factor."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
-        self._follower = follower
+        self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -373,7 +397,7 @@ class Catching(TorchFunctionMode):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             # a mask over all pairs is computed in full by every kernel
             causal = bool(given.get("is_causal", False))
-            return _Attend.apply(self._follower, given["query"], given["key"], given["value"], causal)
+            return _FakeFusedAttention.apply(self._recorder, given["query"], given["key"], given["value"], causal)
         if func is F.dropout:
             given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
             if given.get("training", True) and given.get("p", 0.5) > 0:

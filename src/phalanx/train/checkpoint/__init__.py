@@ -1,46 +1,52 @@
 """Checkpoints: saved lazily beside training, whole or not there, every byte verified when read, under any layout.
 
-`Saver` writes what one rank holds, `newest_good` finds the newest good one, `digest` tells whether two runs are
+`CheckpointSaver` writes what one rank holds, `find_newest_good` finds the newest good one, `digest` tells whether two runs are
 the same run. The format is plain safetensors and JSON, described in `format.py`; nothing is ever pickled.
 """
 
-from phalanx.train.checkpoint.digest import digest, digest_checkpoint
+from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.format import (
-    CorruptError,
-    Manifest,
-    checkpoint_name,
+    CheckpointManifest,
+    CorruptCheckpointError,
+    format_checkpoint_name,
     list_checkpoints,
+    parse_step,
     read_manifest,
-    step_of,
 )
-from phalanx.train.checkpoint.load import Loaded, load_blocks, load_tensors, newest_good, verify
-from phalanx.train.checkpoint.publish import clean, discard
-from phalanx.train.checkpoint.retain import retain
-from phalanx.train.checkpoint.save import Phase, Saver, SaveState, share_out
-from phalanx.train.checkpoint.staging import Piece
+from phalanx.train.checkpoint.load import (
+    LoadedCheckpoint,
+    find_newest_good,
+    load_blocks,
+    load_tensors,
+    verify_checkpoint,
+)
+from phalanx.train.checkpoint.publish import clean_checkpoint_dir, discard_directory
+from phalanx.train.checkpoint.retain import apply_retention
+from phalanx.train.checkpoint.save import CheckpointSaver, SavePhase, SaveStatus, assign_to_ranks
+from phalanx.train.checkpoint.staging import TensorShard
 
 __all__ = [
-    "CorruptError",
-    "Loaded",
-    "Manifest",
-    "Phase",
-    "Piece",
-    "SaveState",
-    "Saver",
-    "checkpoint_name",
-    "clean",
-    "digest",
+    "CheckpointManifest",
+    "CheckpointSaver",
+    "CorruptCheckpointError",
+    "LoadedCheckpoint",
+    "SavePhase",
+    "SaveStatus",
+    "TensorShard",
+    "apply_retention",
+    "assign_to_ranks",
+    "clean_checkpoint_dir",
+    "compute_digest",
     "digest_checkpoint",
-    "discard",
+    "discard_directory",
     "export_huggingface",
+    "find_newest_good",
+    "format_checkpoint_name",
     "list_checkpoints",
     "load_blocks",
     "load_tensors",
-    "newest_good",
+    "parse_step",
     "read_manifest",
-    "retain",
-    "share_out",
-    "step_of",
-    "verify",
+    "verify_checkpoint",
 ]

@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from phalanx.recipe.devices import kind_of
+from phalanx.recipe.devices import device_kind_of
 
 Bytes = npt.NDArray[np.uint8]
 
-BLOCK = 64 * 2**20
+PIN_BLOCK_BYTES = 64 * 2**20
 """Bytes that are locked in one call. No copy from a GPU crosses the border of two blocks."""
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
-class Buffer:
+class PinnedBuffer:
     """`nbytes` of memory, touched; locked for the GPU `device` where one is given, in the background: `wait` before
     its bytes are used."""
 
@@ -33,43 +33,46 @@ class Buffer:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
-        self.locked = True
+        self.is_pinned = True
         """Whether all of it is page-locked where that was asked for: else copies from the GPU hold up the host."""
-        self._prepared: Future[None] | None = None
-        if device is None or not kind_of(device.type).page_locks:
-            self.locked = device is None
+        self._pinning: Future[None] | None = None
+        if device is None or not device_kind_of(device.type).can_pin_existing_memory:
+            self.is_pinned = device is None
             self.bytes[:] = 0  # the pages come now, not during the first save
             return
         registered: list[int] = []
-        weakref.finalize(self, _unlock, registered, device, self.bytes).atexit = False
+        weakref.finalize(self, _unpin, registered, device, self.bytes).atexit = False
         executor = ThreadPoolExecutor(1, thread_name_prefix="pinning")
-        self._prepared = executor.submit(self._lock, device, registered)
+        self._pinning = executor.submit(self._pin, device, registered)
         executor.shutdown(wait=False)
 
     def wait(self) -> None:
         """Until the memory is there."""
-        if self._prepared is not None:
-            self._prepared.result()
-            self._prepared = None
+        if self._pinning is not None:
+            self._pinning.result()
+            self._pinning = None
 
     def blocks(self, start: int, end: int) -> list[tuple[int, int]]:
         """The bytes from `start` to `end`, cut at the borders of blocks."""
-        cuts = [start, *range((start // BLOCK + 1) * BLOCK, end, BLOCK), end]
+        cuts = [start, *range((start // PIN_BLOCK_BYTES + 1) * PIN_BLOCK_BYTES, end, PIN_BLOCK_BYTES), end]
         return list(itertools.pairwise(cuts))
 
-    def _lock(self, device: torch.device, registered: list[int]) -> None:
+    def _pin(self, device: torch.device, registered: list[int]) -> None:
         cudart = torch.cuda.cudart()
         address = self.bytes.ctypes.data
         with torch.cuda.device(device):
             for start, end in self.blocks(0, len(self.bytes)):
                 self.bytes[start:end] = 0
-                if self.locked and int(cudart.cudaHostRegister(address + start, end - start, PORTABLE)) == 0:
+                if (
+                    self.is_pinned
+                    and int(cudart.cudaHostRegister(address + start, end - start, CUDA_HOST_REGISTER_PORTABLE)) == 0
+                ):
                     registered.append(address + start)
                 else:
-                    self.locked = False
+                    self.is_pinned = False
 
 
-def _unlock(registered: list[int], device: torch.device, memory: Bytes) -> None:
+def _unpin(registered: list[int], device: torch.device, memory: Bytes) -> None:
     """Unlock the blocks that begin at these addresses, while `memory` still holds them."""
     cudart = torch.cuda.cudart()
     with torch.cuda.device(device):

@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.recipe.imports import CONFIG, HUGGING_FACE
+from phalanx.recipe.imports import HF_CONFIG_FILE, HF_PREFIX
 from phalanx.run import Run
 from phalanx.train.checkpoint.publish import write_synced
 
-Notes = Callable[[str], object]
+NoteFn = Callable[[str], object]
 """Takes a sentence on what was copied, or was not."""
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-COMPANIONS = (
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+COMPANION_FILES = (
     "generation_config.json",
-    TOKENIZER,
-    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -35,23 +35,23 @@ COMPANIONS = (
     "chat_template.json",
 )
 """Files of a Hugging Face directory that go with its weights wherever they go."""
-LARGEST = 2**28
+MAX_COMPANION_BYTES = 2**28
 """Bytes of one of them at most."""
 
 
-def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: Notes) -> None:
+def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: NoteFn) -> None:
     """Write to `folder` the tokenizer of a run whose model came from a Hugging Face directory, and its other files."""
     directory = Path(meta["model"]["huggingface"]["directory"])
-    own = _read(run.tokenizer, run.path, notes)
-    named = _names(meta, directory)
-    theirs = _read(directory / TOKENIZER, directory, notes) if named else None
+    own = _read_contained(run.tokenizer, run.path, notes)
+    named = _recipe_names_directory(meta, directory)
+    theirs = _read_contained(directory / TOKENIZER_FILE, directory, notes) if named else None
     if own is not None and own != theirs:
-        write_synced(folder / TOKENIZER, own)
-        notes(f"{TOKENIZER} copied from {run.path}")
+        write_synced(folder / TOKENIZER_FILE, own)
+        notes(f"{TOKENIZER_FILE} copied from {run.path}")
         if named and directory.is_dir():
-            _adapt(folder, _separator(run.tokenizer))
+            _write_tokenizer_config(folder, _find_separator(run.tokenizer))
         return
-    if own is None and _data(meta).get("tokenizer") == "bytes":
+    if own is None and _data_section(meta).get("tokenizer") == "bytes":
         notes("no tokenizer: the run's tokens are bytes")
         return
     if not named:
@@ -59,8 +59,8 @@ def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: Not
             notes(f"nothing copied from {directory}, which the checkpoint names and its recipe does not")
         return
     copied = []
-    for name in COMPANIONS:
-        content = theirs if name == TOKENIZER else _read(directory / name, directory, notes)
+    for name in COMPANION_FILES:
+        content = theirs if name == TOKENIZER_FILE else _read_contained(directory / name, directory, notes)
         if content is not None:
             write_synced(folder / name, content)
             copied.append(name)
@@ -68,23 +68,23 @@ def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: Not
         notes(f"{', '.join(copied)} copied from {directory}")
 
 
-def _data(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+def _data_section(meta: Mapping[str, Any]) -> Mapping[str, Any]:
     found = meta.get("recipe", {}).get("data")
     return found if isinstance(found, Mapping) else {}
 
 
-def _names(meta: Mapping[str, Any], directory: Path) -> bool:
+def _recipe_names_directory(meta: Mapping[str, Any], directory: Path) -> bool:
     """Whether the recipe's `model.build` is `hf:` and this directory."""
     spec = meta.get("recipe", {}).get("model") or meta["model"]
     build = str(spec.get("build", ""))
-    if not build.startswith(HUGGING_FACE):
+    if not build.startswith(HF_PREFIX):
         return False
-    path = Path(os.path.normpath(Path(build.removeprefix(HUGGING_FACE)).expanduser()))
+    path = Path(os.path.normpath(Path(build.removeprefix(HF_PREFIX)).expanduser()))
     parts = [part for part in path.parts if part not in (os.pardir, os.curdir)]
     return parts == list(Path(os.path.normpath(directory)).parts[-len(parts) :]) if parts else True
 
 
-def _read(file: Path, root: Path, notes: Notes) -> bytes | None:
+def _read_contained(file: Path, root: Path, notes: NoteFn) -> bytes | None:
     """A regular file below `root`, if it is there; links may lead to where `root` leads, and within the cache that a
     snapshot of Hugging Face's hub is part of, nowhere else."""
     if not os.path.lexists(file):
@@ -101,30 +101,30 @@ def _read(file: Path, root: Path, notes: Notes) -> bytes | None:
         return None
     with open(descriptor, "rb") as opened:
         about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > LARGEST:
-            notes(f"{file} not copied: not a regular file of at most {LARGEST >> 20} MiB")
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_COMPANION_BYTES:
+            notes(f"{file} not copied: not a regular file of at most {MAX_COMPANION_BYTES >> 20} MiB")
             return None
         return opened.read()
 
 
-def _adapt(folder: Path, separator: tuple[int, str] | None) -> None:
+def _write_tokenizer_config(folder: Path, separator: tuple[int, str] | None) -> None:
     """For a tokenizer.json that is not the directory's: a tokenizer_config.json by which transformers reads it, and its
     end of text in config.json, where other tokens stood."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if separator is not None:
         config["eos_token"] = separator[1]
-    write_synced(folder / TOKENIZER_CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-    of_model = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    write_synced(folder / TOKENIZER_CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+    of_model = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
     end = None if separator is None else separator[0]
     tokens = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end}
     of_model.update({key: value for key, value in tokens.items() if key in of_model})
-    write_synced(folder / CONFIG, (json.dumps(of_model, indent=2) + "\n").encode())
+    write_synced(folder / HF_CONFIG_FILE, (json.dumps(of_model, indent=2) + "\n").encode())
 
 
-def _separator(file: Path) -> tuple[int, str] | None:
+def _find_separator(file: Path) -> tuple[int, str] | None:
     """The token between documents, number and text."""
     from phalanx.data.tokenizers import load_tokenizer
 
-    number = load_tokenizer(file).separator
+    number = load_tokenizer(file).separator_token
     added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
     return next(((each["id"], str(each["content"])) for each in added if each.get("id") == number), None)

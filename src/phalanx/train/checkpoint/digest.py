@@ -23,33 +23,33 @@ import torch
 import xxhash
 
 from phalanx.errors import DataError
-from phalanx.train.checkpoint.format import DTYPE_NAMES, MANIFEST, Manifest, read_manifest
+from phalanx.train.checkpoint.format import DTYPE_NAMES, MANIFEST_NAME, CheckpointManifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.staging import as_bytes
 
 
-def digest(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:
+def compute_digest(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:
     """The digest of whole tensors by their logical names, in any order and on any device."""
-    return _digest(sorted(records, key=lambda record: record[0]), samples)
+    return _digest_sorted(sorted(records, key=lambda record: record[0]), samples)
 
 
-def digest_checkpoint(path: Path, threads: int = 2, hold: int = 128 << 20) -> str:
-    """The digest of the state in a checkpoint, verified while it is read. It never holds more than `hold` bytes of
+def digest_checkpoint(path: Path, threads: int = 2, max_bytes: int = 128 << 20) -> str:
+    """The digest of the state in a checkpoint, verified while it is read. It never holds more than `max_bytes` bytes of
     tensors, or the largest one if that is larger. CorruptError names a bad file."""
     manifest = read_manifest(path)
-    samples = manifest.meta.get("samples")
+    samples = manifest.meta.get("samples_consumed")
     if not isinstance(samples, int):
-        raise DataError(f"{path / MANIFEST}: does not say how many samples were consumed (meta.samples)")
+        raise DataError(f"{path / MANIFEST_NAME}: does not say how many samples were consumed (meta.samples)")
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for names in _batches(manifest, hold):
+        for names in _batch_names(manifest, max_bytes):
             yield from load_tensors(path, names, threads=threads, manifest=manifest).items()
 
-    return _digest(stream(), samples)
+    return _digest_sorted(stream(), samples)
 
 
-def _digest(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:
-    """`digest` of records that come sorted by name."""
+def _digest_sorted(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:
+    """`compute_digest` of records that come sorted by name."""
     hasher = xxhash.xxh3_128()
     for name, tensor in records:
         text, dtype = name.encode(), DTYPE_NAMES[tensor.dtype].encode()
@@ -60,13 +60,13 @@ def _digest(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:
     return hasher.hexdigest()
 
 
-def _batches(manifest: Manifest, hold: int) -> Iterator[Sequence[str]]:
+def _batch_names(manifest: CheckpointManifest, max_bytes: int) -> Iterator[Sequence[str]]:
     """All names, sorted, in groups that are worth a read and small enough to hold."""
     batch: list[str] = []
     size = 0
     for name in sorted(manifest.tensors):
         nbytes = manifest.tensors[name].nbytes
-        if batch and size + nbytes > hold:
+        if batch and size + nbytes > max_bytes:
             yield batch
             batch, size = [], 0
         batch.append(name)

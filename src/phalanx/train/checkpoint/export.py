@@ -12,27 +12,29 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from phalanx.errors import DataError, UsageError
-from phalanx.recipe.imports import CONFIG
+from phalanx.recipe.imports import HF_CONFIG_FILE
 from phalanx.recipe.schema import LoraConfig
 from phalanx.run import Run
-from phalanx.run.directory import sync
-from phalanx.train.adapter import A, B, folded, is_adapter, scale_of
-from phalanx.train.checkpoint.companions import Notes, write_companions
-from phalanx.train.checkpoint.format import EXTRA, Manifest, read_manifest
+from phalanx.run.directory import fsync_if_supported
+from phalanx.train.adapter import LORA_A_NAME, LORA_B_NAME, is_lora_name, lora_scale, merge_lora_tensors
+from phalanx.train.checkpoint.companions import NoteFn, write_companions
+from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX, CheckpointManifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
-from phalanx.train.checkpoint.publish import sync_directory, temporary_name, write_synced
-from phalanx.train.weight_source import aliases, plain_name
+from phalanx.train.checkpoint.publish import make_temporary_path, sync_directory, write_synced
+from phalanx.train.weight_source import find_tied_names, strip_wrapper_parts
 
-STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/", EXTRA, "settings/")
-_FILE_BYTES = 5_000_000_000
+STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/", EXTRA_STATE_PREFIX, "settings/")
+_MAX_FILE_BYTES = 5_000_000_000
 
 
-def is_weight(name: str) -> bool:
+def is_weight_name(name: str) -> bool:
     """Whether a logical name is a parameter or buffer of the model."""
     return not name.startswith(STATE_PREFIXES)
 
 
-def export_huggingface(checkpoint: Path, out: Path, file_bytes: int = _FILE_BYTES, notes: Notes | None = None) -> Path:
+def export_huggingface(
+    checkpoint: Path, out: Path, file_bytes: int = _MAX_FILE_BYTES, notes: NoteFn | None = None
+) -> Path:
     """Write the model's weights to the new directory `out`: `model.safetensors`, or several files of at most
     `file_bytes` with `model.safetensors.index.json`; and `config.json` when the checkpoint's meta has the recipe's
     `model`. Adapters are folded in; a tied weight that has one is untied. A model that came from a Hugging Face
@@ -44,12 +46,12 @@ def export_huggingface(checkpoint: Path, out: Path, file_bytes: int = _FILE_BYTE
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: exists already; export writes a new directory")
     manifest = read_manifest(checkpoint)
-    if not any(is_weight(name) for name in manifest.tensors):
+    if not any(is_weight_name(name) for name in manifest.tensors):
         raise DataError(f"{checkpoint}: holds no model weights")
-    temporary = temporary_name(out.absolute(), f"export-{os.getpid()}")
+    temporary = make_temporary_path(out.absolute(), f"export-{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
-        _write(checkpoint, manifest, temporary, file_bytes, notes or _ignored)
+        _write_export(checkpoint, manifest, temporary, file_bytes, notes or _ignore_note)
         sync_directory(temporary)
         os.rename(temporary, out)
     except BaseException:
@@ -59,17 +61,17 @@ def export_huggingface(checkpoint: Path, out: Path, file_bytes: int = _FILE_BYTE
     return out
 
 
-def _ignored(note: str) -> None:
+def _ignore_note(note: str) -> None:
     """Takes notes that are not wanted."""
 
 
 @dataclass(frozen=True)
-class _Tensors:
+class _ExportPlan:
     """What is written: `groups` of the checkpoint's tensors that must be in one file, each with the names that tensors
     of it get there."""
 
     groups: list[list[str]]
-    own: Mapping[str, str]
+    source_names: Mapping[str, str]
     """The checkpoint's name of a tensor that is written twice, because it is tied no more."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     converted: Mapping[str, list[str]] = field(default_factory=dict)
@@ -77,14 +79,14 @@ class _Tensors:
     model: nn.Module | None = None
 
 
-def _write(checkpoint: Path, manifest: Manifest, folder: Path, file_bytes: int, notes: Notes) -> None:
+def _write_export(checkpoint: Path, manifest: CheckpointManifest, folder: Path, file_bytes: int, notes: NoteFn) -> None:
     origin = manifest.meta.get("model", {}).get("huggingface", {})
     if origin:
-        _write_json(folder / CONFIG, _config(origin["config"], manifest))
+        _write_json(folder / HF_CONFIG_FILE, _config_with_dtype(origin["config"], manifest))
     elif "model" in manifest.meta:
-        _write_json(folder / CONFIG, manifest.meta["model"])
-    plan = _planned(manifest, origin, folder)
-    files = list(_files(plan, manifest, file_bytes))
+        _write_json(folder / HF_CONFIG_FILE, manifest.meta["model"])
+    plan = _plan_export(manifest, origin, folder)
+    files = list(_split_into_files(plan, manifest, file_bytes))
     single = len(files) == 1
     where: dict[str, str] = {}
     total = 0
@@ -92,16 +94,18 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, file_bytes: int, 
         file = "model.safetensors" if single else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for group in groups:
-            tensors |= _made(checkpoint, manifest, plan, group)
+            tensors |= _make_group_tensors(checkpoint, manifest, plan, group)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only its owner read what it writes
         with open(folder / file, "rb") as written:
-            sync(written.fileno())
+            fsync_if_supported(written.fileno())
         where |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if not single:
         _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
-    if extra := [name.removeprefix(EXTRA) for name in manifest.tensors if name.startswith(EXTRA)]:
+    if extra := [
+        name.removeprefix(EXTRA_STATE_PREFIX) for name in manifest.tensors if name.startswith(EXTRA_STATE_PREFIX)
+    ]:
         kind = str(manifest.meta.get("model", {}).get("build", "the model")).rpartition(":")[2]
         named = ", ".join(name or kind for name in sorted(extra))
         notes(f"what get_extra_state of {named} gives is not in the export, which holds weights")
@@ -109,88 +113,99 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, file_bytes: int, 
         write_companions(manifest.meta, Run(checkpoint.absolute().parent.parent), folder, notes)
 
 
-def _planned(manifest: Manifest, origin: Mapping[str, Any], folder: Path) -> _Tensors:
+def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder: Path) -> _ExportPlan:
     """Which tensors are written, and how."""
-    names = sorted(name for name in manifest.tensors if is_weight(name) and not is_adapter(name))
-    adapted = {f"{name.rpartition('.')[0]}.weight" for name in manifest.tensors if is_adapter(name)}
+    names = sorted(name for name in manifest.tensors if is_weight_name(name) and not is_lora_name(name))
+    adapted = {f"{name.rpartition('.')[0]}.weight" for name in manifest.tensors if is_lora_name(name)}
     converted = {tuple(each["tensors"]): each["held"] for each in origin.get("converted", [])}
     for name in (name for group in converted for name in group):
         if name not in manifest.tensors:
             raise DataError(f"the checkpoint says that {name} was made of other tensors, and does not hold it")
     shared: Mapping[str, str] | None = origin.get("tied")  # checkpoints of before have none
-    model = _model(folder) if converted or (adapted and origin and shared is None) else None
+    model = _build_meta_model(folder) if converted or (adapted and origin and shared is None) else None
     if shared is None:
-        shared = aliases(model) if model is not None else {}
+        shared = find_tied_names(model) if model is not None else {}
     tied = sorted((adapted - set(names)) | (adapted & set(shared.values())))
     if tied and not origin:
         raise DataError(
             f"there are adapters at {tied[0]}, which is tied to another weight, so they cannot be folded in; "
             "train without the adapter there (lora.target_modules), or with a model that ties nothing"
         )
-    own = _untied(shared, tied, names, folder) if tied else {}
-    together = {name: list(group) for group in converted for name in group}
-    groups = [[name] for name in [*names, *own] if name not in together]
+    source_names = _untie_weights(shared, tied, names, folder) if tied else {}
+    converted_groups = {name: list(group) for group in converted for name in group}
+    groups = [[name] for name in [*names, *source_names] if name not in converted_groups]
     groups += [list(group) for group in converted]
-    clean = _clean([*names, *own])
-    return _Tensors(
+    clean = _strip_wrapper_prefixes([*names, *source_names])
+    return _ExportPlan(
         sorted(groups),
-        own,
+        source_names,
         {**{name: clean[name] for name in clean if clean[name] != name}, **origin.get("names", {})},
-        {group[0]: held for group, held in converted.items()},
+        {group[0]: file_names for group, file_names in converted.items()},
         model,
     )
 
 
-def _model(folder: Path) -> nn.Module:
+def _build_meta_model(folder: Path) -> nn.Module:
     """The architecture of the config.json that was written, without memory."""
     from phalanx.train import huggingface
 
-    return huggingface.build(folder, {})
+    return huggingface.build_on_meta(folder, {})
 
 
-def _untied(owners: Mapping[str, str], tied: list[str], names: list[str], folder: Path) -> dict[str, str]:
+def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str], folder: Path) -> dict[str, str]:
     """Has config.json tie nothing, and says which tensor of the checkpoint a weight is that has one of its own then.
     DataError when the adapters' weights are none of them."""
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    _write_json(folder / CONFIG, {**config, "tie_word_embeddings": False})
-    model = _model(folder)
-    left = aliases(model)
+    config = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
+    _write_json(folder / HF_CONFIG_FILE, {**config, "tie_word_embeddings": False})
+    model = _build_meta_model(folder)
+    still_tied = find_tied_names(model)
     for name in tied:
-        if name in left or name in left.values() or (name not in owners and name not in names):
+        if name in still_tied or name in still_tied.values() or (name not in owners and name not in names):
             raise DataError(
                 f"there are adapters at {name}, which {type(model).__name__} always ties to another weight, so they "
                 "cannot be folded in; train without the adapter there (lora.target_modules)"
             )
-    return {name: owner for name, owner in owners.items() if name not in left}
+    return {name: owner for name, owner in owners.items() if name not in still_tied}
 
 
-def _made(checkpoint: Path, manifest: Manifest, plan: _Tensors, group: list[str]) -> dict[str, Tensor]:
+def _make_group_tensors(
+    checkpoint: Path, manifest: CheckpointManifest, plan: _ExportPlan, group: list[str]
+) -> dict[str, Tensor]:
     """The tensors of a group under the names that they get, with their adapters folded in."""
-    from phalanx.train.huggingface_names import reverted
+    from phalanx.train.huggingface_names import revert_conversion
 
     paths = [name.rpartition(".")[0] for name in group if name.endswith(".weight")]
-    adapters = [f"{path}.{part}" for path in paths for part in (A, B) if f"{path}.{part}" in manifest.tensors]
-    held = load_tensors(checkpoint, [*(plan.own.get(name, name) for name in group), *adapters], manifest=manifest)
-    tensors = {name: held[plan.own.get(name, name)] for name in group} | {name: held[name] for name in adapters}
+    adapters = [
+        f"{path}.{part}"
+        for path in paths
+        for part in (LORA_A_NAME, LORA_B_NAME)
+        if f"{path}.{part}" in manifest.tensors
+    ]
+    loaded = load_tensors(
+        checkpoint, [*(plan.source_names.get(name, name) for name in group), *adapters], manifest=manifest
+    )
+    tensors = {name: loaded[plan.source_names.get(name, name)] for name in group} | {
+        name: loaded[name] for name in adapters
+    }
     if adapters:
-        tensors = folded(tensors, scale_of(LoraConfig(**manifest.meta["recipe"]["lora"])))
+        tensors = merge_lora_tensors(tensors, lora_scale(LoraConfig(**manifest.meta["recipe"]["lora"])))
     if group[0] in plan.converted:
         assert plan.model is not None
-        return reverted(plan.model, tensors, plan.converted[group[0]])
+        return revert_conversion(plan.model, tensors, plan.converted[group[0]])
     return {plan.renamed.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def _clean(names: list[str]) -> dict[str, str]:
+def _strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:
     """Names without what wrappers put there: those of torch, and `module.` of data parallelism, where all have it."""
-    plain = {name: plain_name(name) for name in names}
+    plain = {name: strip_wrapper_parts(name) for name in names}
     if all(name.startswith("module.") for name in plain.values()):
         plain = {name: value.removeprefix("module.") for name, value in plain.items()}
     return plain
 
 
-def _config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+def _config_with_dtype(config: Mapping[str, Any], manifest: CheckpointManifest) -> dict[str, Any]:
     """config.json with the number format of what is written: readers would round weights to another one."""
-    floating = (t.torch_dtype for name, t in manifest.tensors.items() if is_weight(name))
+    floating = (t.torch_dtype for name, t in manifest.tensors.items() if is_weight_name(name))
     dtype = str(next(dtype for dtype in floating if dtype.is_floating_point)).removeprefix("torch.")
     key = "dtype" if "dtype" in config else "torch_dtype"  # the name that it had before transformers 5
     return {**config, key: dtype}
@@ -200,12 +215,12 @@ def _write_json(path: Path, value: Any) -> None:
     write_synced(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def _files(plan: _Tensors, manifest: Manifest, file_bytes: int) -> Iterator[list[list[str]]]:
+def _split_into_files(plan: _ExportPlan, manifest: CheckpointManifest, file_bytes: int) -> Iterator[list[list[str]]]:
     """The groups of each file; one that is larger has a file of its own."""
     file: list[list[str]] = []
     size = 0
     for group in plan.groups:
-        nbytes = sum(manifest.tensors[plan.own.get(name, name)].nbytes for name in group)
+        nbytes = sum(manifest.tensors[plan.source_names.get(name, name)].nbytes for name in group)
         if file and size + nbytes > file_bytes:
             yield file
             file, size = [], 0

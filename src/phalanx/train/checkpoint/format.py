@@ -28,18 +28,18 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from phalanx.bounded import read_bytes
-from phalanx.errors import DataError, storage_failed
+from phalanx.errors import DataError, is_storage_error
 from phalanx.recipe.schema import LoraConfig
 
-FORMAT = 1
-CHUNK = 1 << 20
-MANIFEST = "MANIFEST.json"
-SIDECAR = "MANIFEST.xxh3"
-EXTRA = "extra/"
+CHECKPOINT_FORMAT = 1
+CHUNK_BYTES = 1 << 20
+MANIFEST_NAME = "MANIFEST.json"
+MANIFEST_HASH_NAME = "MANIFEST.xxh3"
+EXTRA_STATE_PREFIX = "extra/"
 """Begins the logical names of what modules say in `get_extra_state`; the module's own name follows."""
 
 # Names of the safetensors format.
-DTYPES = {
+TORCH_DTYPES = {
     "C64": torch.complex64,
     "F64": torch.float64,
     "F32": torch.float32,
@@ -57,34 +57,34 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 62)], ...], Field(max_length=64)]
 """torch knows no more dimensions."""
-LARGEST = 1 << 30
+MAX_MANIFEST_BYTES = 1 << 30
 """Bytes of a manifest."""
-MOST_CUTS = 50
+MAX_CUTS_PER_SHARD = 50
 """How often each piece of a tensor may be looked at, on average, to see that it meets no other."""
 
 
-class CorruptError(DataError):
-    """A file of a checkpoint is missing, torn or changed: the next older checkpoint may still be good. `storage`: what
+class CorruptCheckpointError(DataError):
+    """A file of a checkpoint is missing, torn or changed: the next older checkpoint may still be good. `storage_error`: what
     storage said that could not read it, where it was that: it may be able to later."""
 
-    def __init__(self, file: Path, reason: str, storage: OSError | None = None):
+    def __init__(self, file: Path, reason: str, storage_error: OSError | None = None):
         super().__init__(f"{file}: {reason}")
         self.file = file
         self.reason = reason
-        self.storage = storage
+        self.storage_error = storage_error
 
 
-def unreadable(file: Path, error: OSError, where: str = "") -> CorruptError:
+def make_unreadable_error(file: Path, error: OSError, where: str = "") -> CorruptCheckpointError:
     """What a file is that cannot be opened or read; `where`: how far it could be."""
     reason = "missing" if isinstance(error, FileNotFoundError) else f"{where}{error.strerror}"
-    return CorruptError(file, reason, error if storage_failed(error) else None)
+    return CorruptCheckpointError(file, reason, error if is_storage_error(error) else None)
 
 
-class _Record(BaseModel):
+class _FrozenRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -92,12 +92,12 @@ FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.
 """Of a file within its checkpoint's folder, and nowhere else."""
 
 
-def rank_file(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     """The name of what a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
-class PieceRecord(_Record):
+class ShardRecord(_FrozenRecord):
     """One block of a tensor: `extent` elements from `offset` on, in C order in the bytes [start, end) of a file."""
 
     file: FileName
@@ -106,79 +106,79 @@ class PieceRecord(_Record):
     extent: Shape
 
 
-class TensorRecord(_Record):
+class TensorRecord(_FrozenRecord):
     dtype: str
     shape: Shape
-    pieces: tuple[PieceRecord, ...]
+    pieces: tuple[ShardRecord, ...]
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return TORCH_DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
-class FileRecord(_Record):
+class FileRecord(_FrozenRecord):
     bytes: Annotated[int, Field(ge=0)]
     chunks: tuple[str, ...]
 
 
-class Share(_Record):
+class RankManifest(_FrozenRecord):
     """What one rank wrote; the shares of all ranks make the manifest."""
 
     files: dict[FileName, FileRecord]
     tensors: dict[str, TensorRecord]
 
 
-class _Meta(BaseModel):
+class _MetaSection(BaseModel):
     """A part of what goes along with a checkpoint that is read for more than its own sake; other keys are anything."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Converted(_Meta):
+class _ConvertedMeta(_MetaSection):
     tensors: list[str]
 
 
-class _Origin(_Meta):
-    """Where the model's architecture came from (`huggingface.describe`)."""
+class _OriginMeta(_MetaSection):
+    """Where the model's architecture came from (`huggingface.describe_for_export`)."""
 
     directory: str
     config: dict[str, Any]
-    converted: list[_Converted] = []
+    converted: list[_ConvertedMeta] = []
     tied: dict[str, str] | None = None
     names: dict[str, str] = {}
 
 
-class _Model(_Meta):
+class _ModelMeta(_MetaSection):
     build: str = ""
-    huggingface: _Origin | None = None
+    huggingface: _OriginMeta | None = None
 
 
-class _Recipe(_Meta):
-    model: _Model = _Model()
+class _RecipeMeta(_MetaSection):
+    model: _ModelMeta = _ModelMeta()
     adapter: LoraConfig | None = None
 
 
-class _Known(_Meta):
+class _KnownMeta(_MetaSection):
     samples: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
-    model: _Model = _Model()
-    recipe: _Recipe = _Recipe()
+    model: _ModelMeta = _ModelMeta()
+    recipe: _RecipeMeta = _RecipeMeta()
 
 
-class Manifest(Share):
+class CheckpointManifest(RankManifest):
     """What a checkpoint holds. Making one checks that every tensor is held whole, each element once."""
 
     format: Literal[1] = 1
-    chunk_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = CHUNK
+    chunk_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = CHUNK_BYTES
     meta: dict[str, Any]
 
     @field_validator("meta")
     @classmethod
-    def _known(cls, meta: dict[str, Any]) -> dict[str, Any]:
-        _Known.model_validate(meta)
+    def _check_meta(cls, meta: dict[str, Any]) -> dict[str, Any]:
+        _KnownMeta.model_validate(meta)
         return meta
 
     @property
@@ -187,16 +187,16 @@ class Manifest(Share):
         return sum(file.bytes for file in self.files.values())
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistent(self) -> Self:
         for name, file in self.files.items():
             if len(file.chunks) != math.ceil(file.bytes / self.chunk_bytes):
                 raise ValueError(f"file {name}: {len(file.chunks)} chunk hashes do not cover {file.bytes} bytes")
         for name, tensor in self.tensors.items():
-            if tensor.dtype not in DTYPES:
+            if tensor.dtype not in TORCH_DTYPES:
                 raise ValueError(f"tensor {name}: unknown dtype {tensor.dtype}")
-            for piece in tensor.pieces:
-                self._check_piece(name, tensor, piece)
-            if not _covered(tensor):
+            for shard in tensor.pieces:
+                self._check_shard(name, tensor, shard)
+            if not _covers_tensor_once(tensor):
                 raise ValueError(f"tensor {name}: its pieces do not hold each element exactly once")
         self._check_bytes()
         return self
@@ -213,125 +213,129 @@ class Manifest(Share):
                 if start < end:
                     raise ValueError(f"tensors {first} and {second} are the same bytes of {file}")
 
-    def _check_piece(self, name: str, tensor: TensorRecord, piece: PieceRecord) -> None:
-        start, end = piece.bytes
-        if not len(piece.offset) == len(piece.extent) == len(tensor.shape):
+    def _check_shard(self, name: str, tensor: TensorRecord, shard: ShardRecord) -> None:
+        start, end = shard.bytes
+        if not len(shard.offset) == len(shard.extent) == len(tensor.shape):
             raise ValueError(f"tensor {name}: a piece has other dimensions than the tensor")
-        if any(a + n > whole for a, n, whole in zip(piece.offset, piece.extent, tensor.shape, strict=True)):
+        if any(a + n > full_size for a, n, full_size in zip(shard.offset, shard.extent, tensor.shape, strict=True)):
             raise ValueError(f"tensor {name}: a piece reaches beyond the shape {list(tensor.shape)}")
-        if end - start != math.prod(piece.extent) * tensor.torch_dtype.itemsize:
-            raise ValueError(f"tensor {name}: bytes {start} to {end} do not fit a piece of {list(piece.extent)}")
-        if piece.file not in self.files or not 0 <= start <= end <= self.files[piece.file].bytes:
-            raise ValueError(f"tensor {name}: bytes {start} to {end} are not in {piece.file}")
+        if end - start != math.prod(shard.extent) * tensor.torch_dtype.itemsize:
+            raise ValueError(f"tensor {name}: bytes {start} to {end} do not fit a piece of {list(shard.extent)}")
+        if shard.file not in self.files or not 0 <= start <= end <= self.files[shard.file].bytes:
+            raise ValueError(f"tensor {name}: bytes {start} to {end} are not in {shard.file}")
 
 
-def _covered(tensor: TensorRecord) -> bool:
+def _covers_tensor_once(tensor: TensorRecord) -> bool:
     """Whether the pieces fill the tensor without overlap: as many elements as it has, and no two blocks meet."""
-    if sum(math.prod(piece.extent) for piece in tensor.pieces) != math.prod(tensor.shape):
+    if sum(math.prod(shard.extent) for shard in tensor.pieces) != math.prod(tensor.shape):
         return False
     if not tensor.shape:
         return True
-    return _apart([piece for piece in tensor.pieces if math.prod(piece.extent)])
+    return _are_disjoint([shard for shard in tensor.pieces if math.prod(shard.extent)])
 
 
-def _apart(pieces: Sequence[PieceRecord]) -> bool:
+def _are_disjoint(shards: Sequence[ShardRecord]) -> bool:
     """Whether no two pieces meet: they are cut, in one dimension after the other, into groups that cannot, down to
     single pieces. ValueError where that takes too long; tensors that are cut along dimensions take few cuts."""
-    groups, left = [list(pieces)], MOST_CUTS * len(pieces) + MOST_CUTS**2
+    groups, left = [list(shards)], MAX_CUTS_PER_SHARD * len(shards) + MAX_CUTS_PER_SHARD**2
     while groups:
         group = groups.pop()
         for dimension in range(len(group[0].offset)) if len(group) > 1 else ():
             left -= len(group)
-            if len(parted := _cut(group, dimension)) > 1:
-                groups += parted
+            if len(subgroups := _split_along(group, dimension)) > 1:
+                groups += subgroups
                 break
         else:
             left -= len(group) ** 2
-            if left > 0 and any(_meet(a, b) for a, b in itertools.combinations(group, 2)):
+            if left > 0 and any(_overlap(a, b) for a, b in itertools.combinations(group, 2)):
                 return False
         if left < 0:
             raise ValueError("its pieces are cut in too many ways")
     return True
 
 
-def _cut(group: Sequence[PieceRecord], dimension: int) -> list[list[PieceRecord]]:
+def _split_along(group: Sequence[ShardRecord], dimension: int) -> list[list[ShardRecord]]:
     """Pieces that may meet, as far as one dimension tells, stay together."""
-    parted: list[list[PieceRecord]] = []
+    subgroups: list[list[ShardRecord]] = []
     end = -1
-    for piece in sorted(group, key=lambda piece: piece.offset[dimension]):
-        if piece.offset[dimension] >= end:
-            parted.append([])
-        parted[-1].append(piece)
-        end = max(end, piece.offset[dimension] + piece.extent[dimension])
-    return parted
+    for shard in sorted(group, key=lambda shard: shard.offset[dimension]):
+        if shard.offset[dimension] >= end:
+            subgroups.append([])
+        subgroups[-1].append(shard)
+        end = max(end, shard.offset[dimension] + shard.extent[dimension])
+    return subgroups
 
 
-def _meet(a: PieceRecord, b: PieceRecord) -> bool:
+def _overlap(a: ShardRecord, b: ShardRecord) -> bool:
     ranges = zip(a.offset, a.extent, b.offset, b.extent, strict=True)
     return all(x < y + m and y < x + n for x, n, y, m in ranges)
 
 
-def merge(shares: Iterable[Share], meta: dict[str, Any]) -> Manifest:
-    """The manifest of a checkpoint whose ranks wrote `shares`. ValueError if together they do not hold every tensor."""
+def merge_rank_manifests(rank_manifests: Iterable[RankManifest], meta: dict[str, Any]) -> CheckpointManifest:
+    """The manifest of a checkpoint whose ranks wrote `rank_manifests`. ValueError if together they do not hold every tensor."""
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
-    for share in shares:
-        files |= share.files
-        for name, tensor in share.tensors.items():
+    for rank_manifest in rank_manifests:
+        files |= rank_manifest.files
+        for name, tensor in rank_manifest.tensors.items():
             known = tensors.setdefault(name, tensor)
             if known is tensor:
                 continue
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(f"tensor {name}: ranks disagree about its dtype or shape")
             tensors[name] = known.model_copy(update={"pieces": known.pieces + tensor.pieces})
-    return Manifest(files=files, tensors=dict(sorted(tensors.items())), meta=meta)
+    return CheckpointManifest(files=files, tensors=dict(sorted(tensors.items())), meta=meta)
 
 
-def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
+def encode_manifest(manifest: CheckpointManifest) -> tuple[bytes, bytes]:
     """The bytes of MANIFEST.json and of MANIFEST.xxh3."""
     content = json.dumps(manifest.model_dump(mode="json"), indent=1).encode() + b"\n"
-    return content, _sidecar(content)
+    return content, _manifest_hash(content)
 
 
-def _sidecar(content: bytes) -> bytes:
+def _manifest_hash(content: bytes) -> bytes:
     """The manifest's hash, and the hash of that hash: so it can be told which of the two files was damaged."""
     digest = xxhash.xxh3_128_hexdigest(content)
     return f"{digest} {xxhash.xxh3_64_hexdigest(digest.encode())}\n".encode()
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """The verified manifest. CorruptError when it or its sidecar is missing, damaged or malformed; DataError when a
     newer Phalanx wrote it."""
-    file = checkpoint / MANIFEST
-    content, sidecar = _read(file), _read(checkpoint / SIDECAR)
-    if sidecar != _sidecar(content):
+    file = checkpoint / MANIFEST_NAME
+    content, sidecar = _read_manifest_file(file), _read_manifest_file(checkpoint / MANIFEST_HASH_NAME)
+    if sidecar != _manifest_hash(content):
         digest, _, check = sidecar.partition(b" ")
         if check != xxhash.xxh3_64_hexdigest(digest).encode() + b"\n":
-            raise CorruptError(checkpoint / SIDECAR, "damaged (its own checksum differs)")
-        raise CorruptError(file, f"damaged (its checksum differs from {SIDECAR})")
+            raise CorruptCheckpointError(checkpoint / MANIFEST_HASH_NAME, "damaged (its own checksum differs)")
+        raise CorruptCheckpointError(file, f"damaged (its checksum differs from {MANIFEST_HASH_NAME})")
     try:
         value = json.loads(content)
-        if isinstance(value, dict) and value.get("format") != FORMAT:
-            raise DataError(f"{file}: checkpoint format {value.get('format')!r}; this Phalanx reads format {FORMAT}")
-        return Manifest.model_validate(value)
+        if isinstance(value, dict) and value.get("format") != CHECKPOINT_FORMAT:
+            raise DataError(
+                f"{file}: checkpoint format {value.get('format')!r}; this Phalanx reads format {CHECKPOINT_FORMAT}"
+            )
+        return CheckpointManifest.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(key) for key in first["loc"])
-        raise CorruptError(file, f"malformed manifest: {where + ': ' if where else ''}{first['msg']}") from None
+        raise CorruptCheckpointError(
+            file, f"malformed manifest: {where + ': ' if where else ''}{first['msg']}"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise CorruptError(file, f"malformed manifest: {error}") from None
+        raise CorruptCheckpointError(file, f"malformed manifest: {error}") from None
 
 
-def _read(file: Path) -> bytes:
+def _read_manifest_file(file: Path) -> bytes:
     try:
-        return read_bytes(file, LARGEST)
+        return read_bytes(file, MAX_MANIFEST_BYTES)
     except DataError as error:
-        raise CorruptError(file, str(error).partition(": ")[2]) from None
+        raise CorruptCheckpointError(file, str(error).partition(": ")[2]) from None
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise make_unreadable_error(file, error) from None
 
 
-def safetensors_header(entries: Sequence[tuple[str, str, Sequence[int], int, int]]) -> bytes:
+def make_safetensors_header(entries: Sequence[tuple[str, str, Sequence[int], int, int]]) -> bytes:
     """The head of a safetensors file of `entries` (key, dtype, shape, start, end; positions from the end of the head).
     It is padded to 64 bytes, so that tensors laid out from the widest element to the narrowest are all aligned."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -342,18 +346,18 @@ def safetensors_header(entries: Sequence[tuple[str, str, Sequence[int], int, int
     return struct.pack("<Q", len(text)) + text
 
 
-_STEP = re.compile(r"step-(\d{9,})")
+_STEP_PATTERN = re.compile(r"step-(\d{9,})")
 
 
-def checkpoint_name(step: int) -> str:
+def format_checkpoint_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def step_of(checkpoint: Path) -> int:
+def parse_step(checkpoint: Path) -> int:
     """The step in a checkpoint's name; DataError when it is no checkpoint's name."""
-    match = _STEP.fullmatch(checkpoint.name)
+    match = _STEP_PATTERN.fullmatch(checkpoint.name)
     if match is None:
-        raise DataError(f"{checkpoint}: not a checkpoint (its name would be like {checkpoint_name(60)})")
+        raise DataError(f"{checkpoint}: not a checkpoint (its name would be like {format_checkpoint_name(60)})")
     return int(match[1])
 
 
@@ -364,4 +368,4 @@ def list_checkpoints(directory: Path) -> list[Path]:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((directory / name for name in names if _STEP.fullmatch(name)), key=step_of, reverse=True)
+    return sorted((directory / name for name in names if _STEP_PATTERN.fullmatch(name)), key=parse_step, reverse=True)

@@ -25,40 +25,42 @@ from phalanx.errors import DataError
 from phalanx.train.checkpoint.buffer import Bytes
 from phalanx.train.checkpoint.format import (
     DTYPE_NAMES,
-    CorruptError,
+    CheckpointManifest,
+    CorruptCheckpointError,
     FileRecord,
-    Manifest,
-    PieceRecord,
+    ShardRecord,
     TensorRecord,
     list_checkpoints,
+    make_unreadable_error,
     read_manifest,
-    unreadable,
 )
 from phalanx.train.checkpoint.staging import as_bytes
 
-Block = tuple[tuple[int, ...], tuple[int, ...]]
+BlockRange = tuple[tuple[int, ...], tuple[int, ...]]
 """A block of a global tensor: offset and extent in each dimension."""
 
 OnReject = Callable[[Path, str, str], None]
 """Told of each checkpoint that is not good: its path, the file's name, the reason."""
 
-T = TypeVar("T")
+ResultT = TypeVar("ResultT")
 
-_RUN = 64  # chunks that one thread reads in one go
-_PIECE = 256 << 20  # bytes on their way to another device that are in host memory at once
-_BLOCK = 256 << 10  # bytes that are hashed right after they were read, while a core's own cache still holds them
+_CHUNKS_PER_READ = 64  # chunks that one thread reads in one go
+_PIECE_BYTES = 256 << 20  # bytes on their way to another device that are in host memory at once
+_HASH_BLOCK_BYTES = (
+    256 << 10
+)  # bytes that are hashed right after they were read, while a core's own cache still holds them
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that was read and found good."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
     tensors: dict[str, torch.Tensor]
 
 
-class _Span(NamedTuple):
+class _ByteSpan(NamedTuple):
     """The bytes [start, end) of a file belong into `target`, which is as long."""
 
     start: int
@@ -70,9 +72,9 @@ def load_tensors(
     path: Path,
     names: Iterable[str] | None = None,
     into: Mapping[str, torch.Tensor] | None = None,
-    ranges: Mapping[str, Block] | None = None,
+    ranges: Mapping[str, BlockRange] | None = None,
     threads: int = 2,
-    manifest: Manifest | None = None,
+    manifest: CheckpointManifest | None = None,
 ) -> dict[str, torch.Tensor]:
     """Tensors of the checkpoint at `path`, verified.
 
@@ -85,25 +87,25 @@ def load_tensors(
     given, blocks = into or {}, ranges or {}
     chosen = list(names) if names is not None else list(given) or list(manifest.tensors)
     loaded: dict[str, torch.Tensor] = {}
-    wanted = []
+    requested = []
     for name in chosen:
-        record = _record(path, manifest, name)
+        record = _get_record(path, manifest, name)
         offset, extent = blocks.get(name, ((0,) * len(record.shape), record.shape))
-        loaded[name] = _target(path, name, record, offset, extent, given.get(name))
-        wanted.append((name, offset, loaded[name]))
-    load_blocks(path, wanted, threads, manifest)
+        loaded[name] = _check_target(path, name, record, offset, extent, given.get(name))
+        requested.append((name, offset, loaded[name]))
+    load_blocks(path, requested, threads, manifest)
     return loaded
 
 
 def load_blocks(
-    path: Path, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]], threads: int, manifest: Manifest
+    path: Path, requested: Sequence[tuple[str, Sequence[int], torch.Tensor]], threads: int, manifest: CheckpointManifest
 ) -> None:
     """Fill each tensor, on any device and in any layout, with the block of the named logical tensor that begins at an
     offset and has the tensor's shape. Only the files' chunks that are touched are read, and these are verified.
     CorruptError names a bad file; DataError a tensor that is not there or has another dtype. No element may be wanted
     twice."""
     bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
-    spans: dict[str, list[_Span]] = {}
+    spans: dict[str, list[_ByteSpan]] = {}
 
     def read() -> None:
         _read_files(path, manifest, spans, threads)
@@ -112,38 +114,42 @@ def load_blocks(
         spans.clear()
         bounced.clear()
 
-    for name, offset, tensor in wanted:
-        record, extent = _record(path, manifest, name), tuple(tensor.shape)
-        target = tensor = _target(path, name, record, offset, extent, tensor)
+    for name, offset, tensor in requested:
+        record, extent = _get_record(path, manifest, name), tuple(tensor.shape)
+        target = tensor = _check_target(path, name, record, offset, extent, tensor)
         if target.device.type != "cpu" or not target.is_contiguous():
-            if sum(arrived.nbytes for _, arrived in bounced) + target.nbytes > _PIECE:
+            if sum(arrived.nbytes for _, arrived in bounced) + target.nbytes > _PIECE_BYTES:
                 read()
             target = torch.empty(extent, dtype=record.torch_dtype)
             bounced.append((tensor, target))
         flat = as_bytes(target)
-        for piece in record.pieces:
-            spans.setdefault(piece.file, []).extend(_spans(piece, offset, extent, flat, record.torch_dtype.itemsize))
+        for shard in record.pieces:
+            spans.setdefault(shard.file, []).extend(
+                _make_spans(shard, offset, extent, flat, record.torch_dtype.itemsize)
+            )
     read()
 
 
-def files_of(manifest: Manifest, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> set[str]:
+def find_needed_files(
+    manifest: CheckpointManifest, requested: Sequence[tuple[str, Sequence[int], torch.Tensor]]
+) -> set[str]:
     """The files that `load_blocks` reads for these."""
     found = set()
-    for name, offset, tensor in wanted:
-        for piece in manifest.tensors[name].pieces if name in manifest.tensors else ():
-            if any(True for _ in _runs(piece.offset, piece.extent, offset, tensor.shape)):
-                found.add(piece.file)
+    for name, offset, tensor in requested:
+        for shard in manifest.tensors[name].pieces if name in manifest.tensors else ():
+            if any(True for _ in _overlapping_runs(shard.offset, shard.extent, offset, tensor.shape)):
+                found.add(shard.file)
     return found
 
 
-def _record(path: Path, manifest: Manifest, name: str) -> TensorRecord:
+def _get_record(path: Path, manifest: CheckpointManifest, name: str) -> TensorRecord:
     record = manifest.tensors.get(name)
     if record is None:
         raise DataError(f"{path}: holds no tensor {name!r}")
     return record
 
 
-def _target(
+def _check_target(
     path: Path,
     name: str,
     record: TensorRecord,
@@ -152,7 +158,7 @@ def _target(
     given: torch.Tensor | None,
 ) -> torch.Tensor:
     """The tensor to fill: `given` if it fits, else a new one."""
-    if any(a + n > whole for a, n, whole in zip(offset, extent, record.shape, strict=True)):
+    if any(a + n > full_size for a, n, full_size in zip(offset, extent, record.shape, strict=True)):
         raise DataError(
             f"{path}: tensor {name!r} has shape {list(record.shape)}, {list(extent)} from {list(offset)} asked"
         )
@@ -166,16 +172,18 @@ def _target(
     return given.detach()
 
 
-def _spans(
-    piece: PieceRecord, offset: Sequence[int], extent: Sequence[int], target: Bytes, itemsize: int
-) -> Iterator[_Span]:
+def _make_spans(
+    shard: ShardRecord, offset: Sequence[int], extent: Sequence[int], target: Bytes, itemsize: int
+) -> Iterator[_ByteSpan]:
     """Which bytes of the piece's file belong where in the wanted block, whose bytes are `target`."""
-    for source, destination, count in _runs(piece.offset, piece.extent, offset, extent):
-        start = piece.bytes[0] + source * itemsize
-        yield _Span(start, start + count * itemsize, target[destination * itemsize : (destination + count) * itemsize])
+    for source, destination, count in _overlapping_runs(shard.offset, shard.extent, offset, extent):
+        start = shard.bytes[0] + source * itemsize
+        yield _ByteSpan(
+            start, start + count * itemsize, target[destination * itemsize : (destination + count) * itemsize]
+        )
 
 
-def _runs(
+def _overlapping_runs(
     a_offset: Sequence[int], a_extent: Sequence[int], b_offset: Sequence[int], b_extent: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     """Where the blocks a and b of one tensor meet, as runs of elements that lie together in both, in C order: (first
@@ -194,10 +202,10 @@ def _runs(
     count = math.prod(meet[split:])
     for index in itertools.product(*map(range, meet[:split])):
         position = [first + i for first, i in itertools.zip_longest(low, index, fillvalue=0)]
-        yield _flat(position, a_offset, a_extent), _flat(position, b_offset, b_extent), count
+        yield _flat_index(position, a_offset, a_extent), _flat_index(position, b_offset, b_extent), count
 
 
-def _flat(position: Sequence[int], offset: Sequence[int], extent: Sequence[int]) -> int:
+def _flat_index(position: Sequence[int], offset: Sequence[int], extent: Sequence[int]) -> int:
     """The number, in C order, of the element at a global position within a block."""
     number = 0
     for at, first, length in zip(position, offset, extent, strict=True):
@@ -205,12 +213,12 @@ def _flat(position: Sequence[int], offset: Sequence[int], extent: Sequence[int])
     return number
 
 
-def _read_files(path: Path, manifest: Manifest, spans: Mapping[str, list[_Span]], threads: int) -> None:
+def _read_files(path: Path, manifest: CheckpointManifest, spans: Mapping[str, list[_ByteSpan]], threads: int) -> None:
     """Read the spans of each file, and verify each chunk that they touch and each file's head."""
-    works = []
+    tasks = []
     heads: dict[str, int] = {}
-    for piece in itertools.chain.from_iterable(tensor.pieces for tensor in manifest.tensors.values()):
-        heads[piece.file] = min(piece.bytes[0], heads.get(piece.file, piece.bytes[0]))
+    for shard in itertools.chain.from_iterable(tensor.pieces for tensor in manifest.tensors.values()):
+        heads[shard.file] = min(shard.bytes[0], heads.get(shard.file, shard.bytes[0]))
     for name in spans:
         file, size = manifest.files[name], manifest.chunk_bytes
         ordered = sorted((span for span in spans[name] if span.end > span.start), key=lambda span: span.start)
@@ -220,40 +228,42 @@ def _read_files(path: Path, manifest: Manifest, spans: Mapping[str, list[_Span]]
         for span in ordered:
             wanted.update(range(span.start // size, math.ceil(span.end / size)))
         chunks = sorted(wanted)
-        runs = [chunks[i : i + _RUN] for i in range(0, len(chunks), _RUN)]
-        works += [partial(_read_run, path / name, file, size, run, ordered) for run in runs]
-    _in_threads(works, threads)
+        runs = [chunks[i : i + _CHUNKS_PER_READ] for i in range(0, len(chunks), _CHUNKS_PER_READ)]
+        tasks += [partial(_read_chunks, path / name, file, size, run, ordered) for run in runs]
+    _run_in_threads(tasks, threads)
 
 
-def _read_run(path: Path, file: FileRecord, size: int, chunks: Sequence[int], spans: Sequence[_Span]) -> None:
+def _read_chunks(path: Path, file: FileRecord, size: int, chunks: Sequence[int], spans: Sequence[_ByteSpan]) -> None:
     """Read some chunks of a file, in ascending order, each part into its place, and verify each chunk."""
     unwanted = np.empty(min(size, file.bytes), dtype=np.uint8)
     try:
         fd = open_regular(path)
     except DataError as error:
-        raise CorruptError(path, str(error).partition(": ")[2]) from None
+        raise CorruptCheckpointError(path, str(error).partition(": ")[2]) from None
     except OSError as error:
-        raise unreadable(path, error) from None
+        raise make_unreadable_error(path, error) from None
     try:
         actual = os.fstat(fd).st_size
         if actual != file.bytes:
-            raise CorruptError(path, f"has {actual:,} bytes, its manifest says {file.bytes:,}")
+            raise CorruptCheckpointError(path, f"has {actual:,} bytes, its manifest says {file.bytes:,}")
         for chunk in chunks:
             start, end = chunk * size, min((chunk + 1) * size, file.bytes)
             hasher, at = xxhash.xxh3_64(), start
-            for part in _parts(start, end, spans, unwanted):
-                for first in range(0, len(part), _BLOCK):
-                    buffer = part.data[first : first + _BLOCK]
+            for part in _split_by_span(start, end, spans, unwanted):
+                for first in range(0, len(part), _HASH_BLOCK_BYTES):
+                    buffer = part.data[first : first + _HASH_BLOCK_BYTES]
                     _read_exactly(fd, buffer, at, path)
                     hasher.update(buffer)
                     at += len(buffer)
             if hasher.hexdigest() != file.chunks[chunk]:
-                raise CorruptError(path, f"damaged between bytes {start:,} and {end:,} (their checksum differs)")
+                raise CorruptCheckpointError(
+                    path, f"damaged between bytes {start:,} and {end:,} (their checksum differs)"
+                )
     finally:
         os.close(fd)
 
 
-def _parts(start: int, end: int, spans: Sequence[_Span], unwanted: Bytes) -> Iterator[Bytes]:
+def _split_by_span(start: int, end: int, spans: Sequence[_ByteSpan], unwanted: Bytes) -> Iterator[Bytes]:
     """Where the bytes [start, end) go, one part after the other; what no span wants goes to `unwanted`."""
     at = start
     for i in range(bisect_right(spans, start, key=lambda span: span.end), len(spans)):
@@ -276,13 +286,13 @@ def _read_exactly(fd: int, buffer: memoryview, start: int, path: Path) -> None:
         try:
             count = os.preadv(fd, [buffer[done:] if done else buffer], start + done)
         except OSError as error:
-            raise unreadable(path, error, f"cannot be read at byte {start + done:,}: ") from None
+            raise make_unreadable_error(path, error, f"cannot be read at byte {start + done:,}: ") from None
         if count == 0:
-            raise CorruptError(path, f"ends at byte {start + done:,}")
+            raise CorruptCheckpointError(path, f"ends at byte {start + done:,}")
         done += count
 
 
-def verify(path: Path, threads: int = 2) -> Manifest:
+def verify_checkpoint(path: Path, threads: int = 2) -> CheckpointManifest:
     """Read every byte of a checkpoint; return its manifest, or raise CorruptError naming the first bad file."""
     manifest = read_manifest(path)
     verify_files(path, manifest.files, manifest.chunk_bytes, threads)
@@ -291,18 +301,20 @@ def verify(path: Path, threads: int = 2) -> Manifest:
 
 def verify_files(folder: Path, files: Mapping[str, FileRecord], chunk: int, threads: int) -> None:
     """Read every byte of files whose chunks have so many bytes. CorruptError names the first bad one."""
-    works = [
-        partial(_read_run, folder / name, file, chunk, range(first, min(first + _RUN, len(file.chunks))), ())
+    tasks = [
+        partial(
+            _read_chunks, folder / name, file, chunk, range(first, min(first + _CHUNKS_PER_READ, len(file.chunks))), ()
+        )
         for name, file in files.items()
-        for first in range(0, len(file.chunks), _RUN)
+        for first in range(0, len(file.chunks), _CHUNKS_PER_READ)
     ]
-    _in_threads(works, threads)
+    _run_in_threads(tasks, threads)
 
 
-def _in_threads(works: Sequence[Callable[[], None]], threads: int) -> None:
+def _run_in_threads(tasks: Sequence[Callable[[], None]], threads: int) -> None:
     """Do all the works. The first error, in their order, is raised, and what was not begun by then is left."""
     with ThreadPoolExecutor(threads) as pool:
-        jobs = [pool.submit(work) for work in works]
+        jobs = [pool.submit(work) for work in tasks]
         try:
             for job in jobs:
                 job.result()
@@ -311,25 +323,25 @@ def _in_threads(works: Sequence[Callable[[], None]], threads: int) -> None:
                 job.cancel()
 
 
-def newest_good(directory: Path, on_reject: OnReject, threads: int = 2) -> Path | None:
+def find_newest_good(directory: Path, on_reject: OnReject, threads: int = 2) -> Path | None:
     """The newest checkpoint of a directory in which every byte of every file is good; None when there is none. OSError
     when there is none because storage could not read one that may be good. A bad one is reported."""
 
     def check(path: Path) -> Path:
-        verify(path, threads)
+        verify_checkpoint(path, threads)
         return path
 
-    return _first_good(directory, check, on_reject)
+    return _use_first_good(directory, check, on_reject)
 
 
-def _first_good(directory: Path, use: Callable[[Path], T], on_reject: OnReject) -> T | None:
+def _use_first_good(directory: Path, use: Callable[[Path], ResultT], on_reject: OnReject) -> ResultT | None:
     storage = None
     for path in list_checkpoints(directory):
         try:
             return use(path)
-        except CorruptError as error:
+        except CorruptCheckpointError as error:
             on_reject(path, error.file.name, error.reason)
-            storage = storage or error.storage
+            storage = storage or error.storage_error
     if storage is not None:
         raise storage
     return None

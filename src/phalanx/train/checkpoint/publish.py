@@ -1,7 +1,7 @@
 """From a directory full of written files to a checkpoint, in one step that cannot be seen half done.
 
 Everything happens under names that no reader looks at, is fsynced, and is then renamed. A process that dies at any
-moment leaves either the whole checkpoint or a temporary directory, which `clean` removes. Nothing here knows tensors.
+moment leaves either the whole checkpoint or a temporary directory, which `clean_checkpoint_dir` removes. Nothing here knows tensors.
 """
 
 import errno
@@ -13,71 +13,78 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from phalanx.run.directory import sync
-from phalanx.train.checkpoint.format import MANIFEST, SIDECAR, Share, checkpoint_name, encode_manifest, merge
+from phalanx.run.directory import fsync_if_supported
+from phalanx.train.checkpoint.format import (
+    MANIFEST_HASH_NAME,
+    MANIFEST_NAME,
+    RankManifest,
+    encode_manifest,
+    format_checkpoint_name,
+    merge_rank_manifests,
+)
 
-_TEMPORARY = ".tmp-"
-_OLD = ".old"
-_GOING = "deleted"
-DELETED = f"{_TEMPORARY}{_GOING}"
+_TEMPORARY_TAG = ".tmp-"
+_OLD_SUFFIX = ".old"
+_DELETED_TAG = "deleted"
+DELETED_SUFFIX = f"{_TEMPORARY_TAG}{_DELETED_TAG}"
 """How the name of a directory ends that is being removed."""
 
 
-def temporary_name(final: Path, tag: str) -> Path:
-    return final.with_name(f"{final.name}{_TEMPORARY}{tag}")
+def make_temporary_path(final: Path, tag: str) -> Path:
+    return final.with_name(f"{final.name}{_TEMPORARY_TAG}{tag}")
 
 
 def write_synced(path: Path, content: bytes) -> None:
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
-        sync(file.fileno())
+        fsync_if_supported(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        sync(fd)
+        fsync_if_supported(fd)
     finally:
         os.close(fd)
 
 
-def publish(temporary: Path, final: Path, shares: Sequence[Path], meta: dict[str, Any]) -> int:
+def commit_checkpoint(temporary: Path, final: Path, rank_manifest_paths: Sequence[Path], meta: dict[str, Any]) -> int:
     """Make `temporary`, in which every rank's data lie fsynced, the checkpoint `final`; return its bytes.
 
-    `shares` are the ranks' own manifests (JSON); they are merged and removed. A checkpoint that has the name already (a
+    `rank_manifest_paths` are the ranks' own manifests (JSON); they are merged and removed. A checkpoint that has the name already (a
     step done again after a fall-back) is moved aside first and removed when the new one stands. OSError when the disk
     refuses, or a rank never wrote its share; what was there before then still stands.
     """
-    manifest = merge([_read_share(path) for path in shares], meta)
+    manifest = merge_rank_manifests([_read_rank_manifest(path) for path in rank_manifest_paths], meta)
     content, sidecar = encode_manifest(manifest)
-    write_synced(temporary / MANIFEST, content)
-    write_synced(temporary / SIDECAR, sidecar)
+    write_synced(temporary / MANIFEST_NAME, content)
+    write_synced(temporary / MANIFEST_HASH_NAME, sidecar)
     for path in temporary.iterdir():
-        if path.name not in {MANIFEST, SIDECAR, *manifest.files}:
+        if path.name not in {MANIFEST_NAME, MANIFEST_HASH_NAME, *manifest.files}:
             path.unlink()
     sync_directory(temporary)
-    _put(temporary, final)
+    _rename_to_final(temporary, final)
     return manifest.nbytes + len(content) + len(sidecar)
 
 
-def _read_share(path: Path) -> Share:
+def _read_rank_manifest(path: Path) -> RankManifest:
     """A rank's manifest, which it writes last, when its data are on the disk."""
     try:
-        return Share.model_validate_json(path.read_bytes())
+        return RankManifest.model_validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):  # killed before it began with it, or within
         raise OSError(errno.ENODATA, "the worker was lost before it had written its part", str(path)) from None
 
 
-def _put(temporary: Path, final: Path) -> None:
+def _rename_to_final(temporary: Path, final: Path) -> None:
     if not final.exists():
         os.rename(temporary, final)
         sync_directory(final.parent)
         return
-    old = final.with_name(final.name + _OLD)
+    old = final.with_name(final.name + _OLD_SUFFIX)
     if old.exists():
-        discard(old)
+        discard_directory(old)
     os.rename(final, old)
     try:
         os.rename(temporary, final)
@@ -85,35 +92,38 @@ def _put(temporary: Path, final: Path) -> None:
         os.rename(old, final)
         raise
     sync_directory(final.parent)
-    discard(old)
+    discard_directory(old)
 
 
-def discard(path: Path) -> None:
-    """Remove a directory so that one who dies meanwhile leaves only what `clean` removes."""
-    if _TEMPORARY not in path.name:
-        doomed = temporary_name(path, _GOING)
+def discard_directory(path: Path) -> None:
+    """Remove a directory so that one who dies meanwhile leaves only what `clean_checkpoint_dir` removes."""
+    if _TEMPORARY_TAG not in path.name:
+        doomed = make_temporary_path(path, _DELETED_TAG)
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         path = doomed
     shutil.rmtree(path)
 
 
-def clean(directory: Path, spare: int | None = None) -> list[Path]:
+def clean_checkpoint_dir(directory: Path, keep_step: int | None = None) -> list[Path]:
     """Finish or undo what a killed process left in a directory of checkpoints, and return what was removed.
 
-    One process calls it before any starts to save, or while they save the step to `spare` and no other. A checkpoint
+    One process calls it before any starts to save, or while they save the step to `keep_step` and no other. A checkpoint
     that had been moved aside comes back if the one that was to replace it never got its place.
     """
     if not directory.is_dir():
         return []
     removed = []
     for path in sorted(directory.iterdir()):
-        if spare is not None and path.name.startswith(checkpoint_name(spare)):
+        if keep_step is not None and path.name.startswith(format_checkpoint_name(keep_step)):
             continue
-        if path.name.endswith(_OLD) and not (final := path.with_name(path.name.removesuffix(_OLD))).exists():
+        if (
+            path.name.endswith(_OLD_SUFFIX)
+            and not (final := path.with_name(path.name.removesuffix(_OLD_SUFFIX))).exists()
+        ):
             os.rename(path, final)
-        elif path.name.endswith(_OLD) or _TEMPORARY in path.name:
-            discard(path)
+        elif path.name.endswith(_OLD_SUFFIX) or _TEMPORARY_TAG in path.name:
+            discard_directory(path)
             removed.append(path)
         elif path.name.startswith(".") and path.name.endswith(".tmp"):  # a small file that was being written
             path.unlink()

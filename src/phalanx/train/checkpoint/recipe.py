@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
 from phalanx.run import Run
-from phalanx.train.checkpoint.format import Manifest, list_checkpoints, read_manifest
+from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
 
 
-def recipe_in(checkpoint: Path, manifest: Manifest) -> Recipe:
+def recipe_in(checkpoint: Path, manifest: CheckpointManifest) -> Recipe:
     """The resolved recipe of a checkpoint with this manifest. DataError where it holds none that this Phalanx knows."""
     try:
         return Recipe.model_validate(manifest.meta["recipe"])

@@ -3,11 +3,11 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from phalanx.train.checkpoint.format import CorruptError, list_checkpoints, read_manifest, step_of
-from phalanx.train.checkpoint.publish import DELETED, discard
+from phalanx.train.checkpoint.format import CorruptCheckpointError, list_checkpoints, parse_step, read_manifest
+from phalanx.train.checkpoint.publish import DELETED_SUFFIX, discard_directory
 
 
-def retain(directory: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
+def apply_retention(directory: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
     """Remove what is older than the `keep` newest whole checkpoints, except the protected steps (the best one); return
     what was removed.
 
@@ -15,23 +15,23 @@ def retain(directory: Path, keep: int, protect: Collection[int] = ()) -> list[Pa
     not whole does not count as one of those kept. One that is killed meanwhile leaves what `clean` removes. What could
     not be removed before is tried again; OSError when storage fails.
     """
-    for path in directory.glob(f"step-*{DELETED}"):
-        discard(path)
+    for path in directory.glob(f"step-*{DELETED_SUFFIX}"):
+        discard_directory(path)
     whole = 0
     removed = []
     for path in list_checkpoints(directory):
         if whole >= keep:
-            if step_of(path) not in protect:
-                discard(path)
+            if parse_step(path) not in protect:
+                discard_directory(path)
                 removed.append(path)
-        elif _is_whole(path):
+        elif _has_good_manifest(path):
             whole += 1
     return removed
 
 
-def _is_whole(path: Path) -> bool:
+def _has_good_manifest(path: Path) -> bool:
     try:
         read_manifest(path)
-    except CorruptError:
+    except CorruptCheckpointError:
         return False
     return True

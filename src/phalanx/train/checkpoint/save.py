@@ -31,28 +31,28 @@ from typing import Any
 import xxhash
 
 from phalanx.errors import UsageError
-from phalanx.recipe.devices import kind_of
-from phalanx.run.directory import sync
+from phalanx.recipe.devices import device_kind_of
+from phalanx.run.directory import fsync_if_supported
 from phalanx.train.checkpoint.buffer import Bytes
 from phalanx.train.checkpoint.format import (
-    CHUNK,
-    CorruptError,
+    CHUNK_BYTES,
+    CorruptCheckpointError,
     FileRecord,
-    Share,
-    checkpoint_name,
+    RankManifest,
+    format_checkpoint_name,
     list_checkpoints,
-    rank_file,
+    rank_file_name,
     read_manifest,
 )
-from phalanx.train.checkpoint.publish import publish, sync_directory, temporary_name, write_synced
-from phalanx.train.checkpoint.staging import Layout, Piece, Staging, lay_out
+from phalanx.train.checkpoint.publish import commit_checkpoint, make_temporary_path, sync_directory, write_synced
+from phalanx.train.checkpoint.staging import ShardFileSpec, StagingBuffer, TensorShard, plan_shard_file
 
-_BLOCK = 8 * CHUNK  # bytes of one write: long enough to keep a disk busy, short enough to fail early
-_ALIGNMENT = 4096
-_NICENESS = 10
+_WRITE_BLOCK_BYTES = 8 * CHUNK_BYTES  # bytes of one write: long enough to keep a disk busy, short enough to fail early
+_DIRECT_IO_ALIGNMENT_BYTES = 4096
+_WRITER_NICENESS = 10
 
 
-class Phase(StrEnum):
+class SavePhase(StrEnum):
     IDLE = "idle"
     WRITING = "writing"  # the snapshot is being copied, hashed, written
     WRITTEN = "written"  # this rank's file is on disk; the checkpoint does not exist yet
@@ -62,27 +62,27 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
-class SaveState:
-    """How far a save is. `bytes` are this rank's when written, the checkpoint's when committed; `seconds` is the
+class SaveStatus:
+    """How far a save is. `size_bytes` are this rank's when written, the checkpoint's when committed; `seconds` is the
     background's time since `start`."""
 
-    phase: Phase
+    phase: SavePhase
     step: int = 0
     reason: str = ""
     path: Path | None = None
-    bytes: int = 0
-    seconds: float = 0.0
+    size_bytes: int = 0
+    duration_s: float = 0.0
 
     @property
-    def busy(self) -> bool:
-        return self.phase in (Phase.WRITING, Phase.COMMITTING)
+    def is_busy(self) -> bool:
+        return self.phase in (SavePhase.WRITING, SavePhase.COMMITTING)
 
 
-def share_out(sizes: Mapping[str, int], world: int) -> list[list[str]]:
+def assign_to_ranks(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
     """Which rank writes which of the tensors that every rank holds: for each rank their names, sorted. Balanced by
     bytes (the largest first, to the least loaded) and the same on every rank."""
-    ranks: list[list[str]] = [[] for _ in range(world)]
-    load = [(0, rank) for rank in range(world)]
+    ranks: list[list[str]] = [[] for _ in range(num_ranks)]
+    load = [(0, rank) for rank in range(num_ranks)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         total, rank = load[0]
         heapq.heapreplace(load, (total + sizes[name], rank))
@@ -90,219 +90,234 @@ def share_out(sizes: Mapping[str, int], world: int) -> list[list[str]]:
     return [sorted(names) for names in ranks]
 
 
-class Saver:
+class CheckpointSaver:
     """One rank's saver of checkpoints into `directory`. `attempt`, the same on all ranks, keeps the temporary files of
     a process that was thought dead apart from ours."""
 
     def __init__(
-        self, directory: Path, rank: int, world: int, attempt: int = 0, clock: Callable[[], float] = time.perf_counter
+        self,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        attempt: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self._directory = directory
-        self._rank, self._world, self._attempt, self._clock = rank, world, attempt, clock
-        self._file = rank_file(rank)
-        self._layout_key: object = None
-        self._layout = Layout(b"", (), {}, 0)
-        self._staging: Staging | None = None
-        self._has_room = False  # it was looked for
+        self._rank, self._world_size, self._attempt, self._clock = rank, world_size, attempt, clock
+        self._file = rank_file_name(rank)
+        self._file_spec_key: object = None
+        self._file_spec = ShardFileSpec(b"", (), {}, 0)
+        self._staging: StagingBuffer | None = None
+        self._space_checked = False  # it was looked for
         self._copied = threading.Event()
         self._copied.set()
-        self._given_up = threading.Event()
-        self._job: Future[SaveState] | None = None
-        self._state = SaveState(Phase.IDLE)
+        self._cancelled = threading.Event()
+        self._job: Future[SaveStatus] | None = None
+        self._status = SaveStatus(SavePhase.IDLE)
         self._meta: dict[str, Any] = {}
-        self._began = 0.0
-        self._left: set[int] = set()  # steps of which something is left that could not be removed
+        self._start_time = 0.0
+        self._steps_to_clean: set[int] = set()  # steps of which something is left that could not be removed
 
-    def share(self, pieces: Sequence[Piece]) -> Share:
-        """What a save of `pieces` would write; the hashes of its content are empty."""
-        layout = self._laid_out(pieces)
-        return self._written(layout, [""] * math.ceil(layout.nbytes / CHUNK))
+    def share(self, pieces: Sequence[TensorShard]) -> RankManifest:
+        """What a save of `shards` would write; the hashes of its content are empty."""
+        layout = self._get_file_spec(pieces)
+        return self._written(layout, [""] * math.ceil(layout.nbytes / CHUNK_BYTES))
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
+    def allocate_buffer(self, shards: Sequence[TensorShard]) -> None:
         """Allocate the staging buffer before the first save; for a GPU's tensors in the background."""
-        layout = self._laid_out(pieces)
-        device = next((piece.tensor.device for piece in pieces if kind_of(piece.tensor.device.type).is_gpu), None)
-        if self._staging is None or not self._staging.fits(layout.nbytes, device):
+        file_spec = self._get_file_spec(shards)
+        device = next(
+            (shard.tensor.device for shard in shards if device_kind_of(shard.tensor.device.type).is_gpu), None
+        )
+        if self._staging is None or not self._staging.fits_bytes(file_spec.nbytes, device):
             self._staging = None  # let go of the old one first
-            self._staging = Staging(layout.nbytes, device)
+            self._staging = StagingBuffer(file_spec.nbytes, device)
 
-    def reserve(self, pieces: Sequence[Piece]) -> int:
+    def reserve_space(self, shards: Sequence[TensorShard]) -> int:
         """Allocate the staging buffer and see that the disk has room, before training starts; return the bytes that
         this rank will write. `start` does it by itself when it was not done. UsageError when there is no room."""
-        nbytes = self._laid_out(pieces).nbytes
-        if not self._has_room:
-            self._check_room(nbytes)
-            self._has_room = True
-        self.prepare(pieces)
+        nbytes = self._get_file_spec(shards).nbytes
+        if not self._space_checked:
+            self._check_free_space(nbytes)
+            self._space_checked = True
+        self.allocate_buffer(shards)
         return nbytes
 
     @property
-    def holds_up(self) -> bool:
+    def blocks_training(self) -> bool:
         """Whether saves hold up the host, because the buffer could not be page-locked; known once one has begun."""
-        return self._staging is not None and not self._staging.locked
+        return self._staging is not None and not self._staging.is_pinned
 
-    def start(self, step: int, pieces: Sequence[Piece], meta: dict[str, Any], eager: Collection[str] = ()) -> None:
-        """Begin to save `pieces` as they are now. The tensors must not change before `wait_copied`, except those named
-        in `eager` (buffers that forward changes): these are copied before this returns. `meta` is anything JSON can
+    def start(
+        self, step: int, shards: Sequence[TensorShard], meta: dict[str, Any], copy_now: Collection[str] = ()
+    ) -> None:
+        """Begin to save `shards` as they are now. The tensors must not change before `wait_snapshot_copied`, except those named
+        in `copy_now` (buffers that forward changes): these are copied before this returns. `meta` is anything JSON can
         hold, the same on all ranks; `step` and `samples` belong into it. UsageError when there is no room; OSError
         when that cannot be known, because storage fails."""
-        if self.poll().busy or self._state.phase is Phase.WRITTEN:
-            raise RuntimeError(f"step {step}: the save of step {self._state.step} is neither committed nor given up")
-        self._given_up.clear()
-        self._began = self._clock()
-        self.sweep()
-        self.reserve(pieces)
+        if self.poll().is_busy or self._status.phase is SavePhase.WRITTEN:
+            raise RuntimeError(f"step {step}: the save of step {self._status.step} is neither committed nor given up")
+        self._cancelled.clear()
+        self._start_time = self._clock()
+        self.retry_cleanup()
+        self.reserve_space(shards)
         assert self._staging is not None
-        self._meta, pieces = dict(meta), list(pieces)
-        self._state = SaveState(Phase.WRITING, step)
-        self._staging.begin(self._layout, pieces, eager)
+        self._meta, shards = dict(meta), list(shards)
+        self._status = SaveStatus(SavePhase.WRITING, step)
+        self._staging.start_copy(self._file_spec, shards, copy_now)
         self._copied.clear()
-        self._job = _in_background(partial(self._write, self._staging, self._layout, pieces, eager))
+        self._job = _run_in_background(partial(self._copy_and_write, self._staging, self._file_spec, shards, copy_now))
 
-    def wait_copied(self) -> float:
+    def wait_snapshot_copied(self) -> float:
         """Wait until the snapshot is taken; return the seconds waited. On a GPU only the GPU waits."""
-        began = self._clock()
+        start_time = self._clock()
         self._copied.wait()
         if self._staging is not None:
-            self._staging.order_after()
-        return self._clock() - began
+            self._staging.make_stream_wait()
+        return self._clock() - start_time
 
-    def poll(self) -> SaveState:
+    def poll(self) -> SaveStatus:
         """How far the save is, at once. An error that is no fault of the disk is raised here."""
         if self._job is not None and self._job.done():
-            self._state, self._job = self._job.result(), None
-        return self._state
+            self._status, self._job = self._job.result(), None
+        return self._status
 
-    def wait(self, seconds: float | None = None) -> SaveState:
+    def poll_when_idle(self, timeout_s: float | None = None) -> SaveStatus:
         """`poll` when there is nothing left to wait for: written, committed, failed or idle; or after so long."""
         if self._job is not None:
-            wait([self._job], seconds)
+            wait([self._job], timeout_s)
         return self.poll()
 
     def commit_async(self) -> None:
         """One rank, when every rank that is left has written: make the checkpoint in the background; `poll` tells when
         it stands. It fails where a lost rank's part is missing."""
-        if self.poll().phase is not Phase.WRITTEN:
-            raise RuntimeError(f"rank {self._rank} cannot commit a save that is {self._state.phase}")
-        self._state = replace(self._state, phase=Phase.COMMITTING)
-        self._job = _in_background(partial(self._commit, self._state.step, self._meta))
+        if self.poll().phase is not SavePhase.WRITTEN:
+            raise RuntimeError(f"rank {self._rank} cannot commit a save that is {self._status.phase}")
+        self._status = replace(self._status, phase=SavePhase.COMMITTING)
+        self._job = _run_in_background(partial(self._commit, self._status.step, self._meta))
 
-    def commit(self) -> SaveState:
+    def commit(self) -> SaveStatus:
         """`commit_async`, and wait: committed with the checkpoint's path, bytes, seconds, or failed with a reason."""
         self.commit_async()
-        return self.wait()
+        return self.poll_when_idle()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Give up the save in flight, if there is one, and remove what this rank wrote of it: what is not written yet
         never is. When a rank failed, all ranks call this."""
-        self._given_up.set()
-        state = self.wait()
-        if state.phase in (Phase.WRITTEN, Phase.FAILED):
+        self._cancelled.set()
+        state = self.poll_when_idle()
+        if state.phase in (SavePhase.WRITTEN, SavePhase.FAILED):
             self._remove_own(state.step)
-        self._settle()
+        self._reset()
 
-    def sweep(self) -> None:
+    def retry_cleanup(self) -> None:
         """Try again to remove what failing storage would not let go of. Call when nothing is in flight."""
-        for step in sorted(self._left):
+        for step in sorted(self._steps_to_clean):
             if self._rank == 0:
                 self._remove_all(step)
             else:
                 self._remove_own(step)
 
-    def _settle(self) -> None:
-        self._state = SaveState(Phase.IDLE)
+    def _reset(self) -> None:
+        self._status = SaveStatus(SavePhase.IDLE)
 
-    def _laid_out(self, pieces: Sequence[Piece]) -> Layout:
-        key = [(p.name, p.tensor.dtype, p.tensor.shape, p.shape, p.offset) for p in pieces]
-        if key != self._layout_key:
-            self._layout, self._layout_key = lay_out(pieces, self._file), key
-        return self._layout
+    def _get_file_spec(self, shards: Sequence[TensorShard]) -> ShardFileSpec:
+        key = [(p.name, p.tensor.dtype, p.tensor.shape, p.shape, p.offset) for p in shards]
+        if key != self._file_spec_key:
+            self._file_spec, self._file_spec_key = plan_shard_file(shards, self._file), key
+        return self._file_spec
 
-    def _final(self, step: int) -> Path:
-        return self._directory / checkpoint_name(step)
+    def _final_path(self, step: int) -> Path:
+        return self._directory / format_checkpoint_name(step)
 
-    def _folder(self, step: int) -> Path:
+    def _write_dir(self, step: int) -> Path:
         """Where ranks write."""
-        return temporary_name(self._final(step), str(self._attempt))
+        return make_temporary_path(self._final_path(step), str(self._attempt))
 
-    def _share(self, step: int, rank: int) -> Path:
-        return self._folder(step) / f"rank-{rank:05d}.json"
+    def _rank_manifest_path(self, step: int, rank: int) -> Path:
+        return self._write_dir(step) / f"rank-{rank:05d}.json"
 
-    def _check_room(self, nbytes: int) -> None:
+    def _check_free_space(self, nbytes: int) -> None:
         copies = 1 if list_checkpoints(self._directory) else 2
-        check_space(self._directory, nbytes * self._world, copies)
+        check_free_space(self._directory, nbytes * self._world_size, copies)
 
-    def _write(self, staging: Staging, layout: Layout, pieces: list[Piece], eager: Collection[str]) -> SaveState:
+    def _copy_and_write(
+        self, staging: StagingBuffer, file_spec: ShardFileSpec, shards: list[TensorShard], copy_now: Collection[str]
+    ) -> SaveStatus:
         """The background thread's work: snapshot, then file, then this rank's share of the manifest."""
         try:
-            staging.copy(layout, pieces, eager)
+            staging.copy_from_cpu(file_spec, shards, copy_now)
         finally:
             self._copied.set()
-        staging.complete()
-        pieces.clear()  # a model that was rebuilt meanwhile needs the memory of the one before
-        step = self._state.step
+        staging.wait_gpu_copies()
+        shards.clear()  # a model that was rebuilt meanwhile needs the memory of the one before
+        step = self._status.step
         try:
-            _step_aside()
-            self._store(step, staging.image(layout), layout)
+            _lower_thread_priority()
+            self._write_durably(step, staging.file_bytes(file_spec), file_spec)
         except OSError as error:
             self._remove_own(step)
-            return self._ended(Phase.FAILED, step, reason=_reason(error, self._folder(step) / self._file))
-        return self._ended(Phase.WRITTEN, step, bytes=layout.nbytes)
+            return self._make_status(
+                SavePhase.FAILED, step, reason=_describe_error(error, self._write_dir(step) / self._file)
+            )
+        return self._make_status(SavePhase.WRITTEN, step, size_bytes=file_spec.nbytes)
 
-    def _store(self, step: int, image: Bytes, layout: Layout) -> None:
+    def _write_durably(self, step: int, image: Bytes, file_spec: ShardFileSpec) -> None:
         """Put the snapshot where it lasts. OSError when that fails."""
-        share = self._share(step, self._rank)
-        share.parent.mkdir(parents=True, exist_ok=True)
-        share.unlink(missing_ok=True)
-        chunks = write_image(share.parent / self._file, image, self._given_up)
-        write_synced(share, self._written(layout, chunks).model_dump_json().encode())
-        sync_directory(share.parent)
+        rank_manifest_path = self._rank_manifest_path(step, self._rank)
+        rank_manifest_path.parent.mkdir(parents=True, exist_ok=True)
+        rank_manifest_path.unlink(missing_ok=True)
+        chunks = write_with_checksums(rank_manifest_path.parent / self._file, image, self._cancelled)
+        write_synced(rank_manifest_path, self._written(file_spec, chunks).model_dump_json().encode())
+        sync_directory(rank_manifest_path.parent)
 
-    def _written(self, layout: Layout, chunks: Sequence[str]) -> Share:
+    def _written(self, layout: ShardFileSpec, chunks: Sequence[str]) -> RankManifest:
         files = {self._file: FileRecord(bytes=layout.nbytes, chunks=tuple(chunks))}
-        return Share(files=files, tensors=layout.tensors)
+        return RankManifest(files=files, tensors=layout.tensors)
 
-    def _commit(self, step: int, meta: dict[str, Any]) -> SaveState:
-        temporary, final = self._folder(step), self._final(step)
+    def _commit(self, step: int, meta: dict[str, Any]) -> SaveStatus:
+        temporary, final = self._write_dir(step), self._final_path(step)
         try:
-            if not _stands(temporary) and _bears(final, meta):  # the rank that was lost had come so far
+            if not _path_exists(temporary) and _has_meta(final, meta):  # the rank that was lost had come so far
                 nbytes = sum(path.stat().st_size for path in final.iterdir())
-                return self._ended(Phase.COMMITTED, step, path=final, bytes=nbytes)
-            nbytes = publish(temporary, final, [self._share(step, rank) for rank in range(self._world)], meta)
+                return self._make_status(SavePhase.COMMITTED, step, path=final, size_bytes=nbytes)
+            nbytes = commit_checkpoint(
+                temporary, final, [self._rank_manifest_path(step, rank) for rank in range(self._world_size)], meta
+            )
         except OSError as error:
             self._remove_all(step)
-            return self._ended(Phase.FAILED, step, reason=_reason(error, temporary))
-        return self._ended(Phase.COMMITTED, step, path=final, bytes=nbytes)
+            return self._make_status(SavePhase.FAILED, step, reason=_describe_error(error, temporary))
+        return self._make_status(SavePhase.COMMITTED, step, path=final, size_bytes=nbytes)
 
-    def _ended(self, phase: Phase, step: int, **facts: Any) -> SaveState:
-        return SaveState(phase, step, seconds=self._clock() - self._began, **facts)
+    def _make_status(self, phase: SavePhase, step: int, **facts: Any) -> SaveStatus:
+        return SaveStatus(phase, step, duration_s=self._clock() - self._start_time, **facts)
 
     def _remove_own(self, step: int) -> None:
         """Remove this rank's files; the last rank to do so removes the directory. What failing storage will not let go
         of is tried again before the next save and at the end, and is then left to `clean`."""
-        share = self._share(step, self._rank)
-        self._left.discard(step)
+        rank_manifest_path = self._rank_manifest_path(step, self._rank)
+        self._steps_to_clean.discard(step)
         try:
-            share.unlink(missing_ok=True)
-            (share.parent / self._file).unlink(missing_ok=True)
-            share.parent.rmdir()
+            rank_manifest_path.unlink(missing_ok=True)
+            (rank_manifest_path.parent / self._file).unlink(missing_ok=True)
+            rank_manifest_path.parent.rmdir()
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # gone, or another rank is the last
-                self._left.add(step)
+                self._steps_to_clean.add(step)
 
     def _remove_all(self, step: int) -> None:
         """The rank that commits: remove what all ranks wrote of a save that is given up; see `_remove_own`."""
-        self._left.discard(step)
-        folder = self._folder(step)
+        self._steps_to_clean.discard(step)
+        folder = self._write_dir(step)
         try:
-            while _stands(folder):
+            while _path_exists(folder):
                 with suppress(FileNotFoundError):  # others remove their own meanwhile: there is less each time
                     shutil.rmtree(folder)
         except OSError:
-            self._left.add(step)
+            self._steps_to_clean.add(step)
 
 
-def _stands(path: Path) -> bool:
+def _path_exists(path: Path) -> bool:
     """Whether it is there. OSError where storage fails, of which `Path.exists` says that nothing is there."""
     try:
         os.stat(path)
@@ -311,20 +326,20 @@ def _stands(path: Path) -> bool:
     return True
 
 
-def check_space(directory: Path, nbytes: int, copies: int) -> None:
+def check_free_space(directory: Path, nbytes: int, copies: int) -> None:
     """UsageError unless the file system of `directory`, which need not exist, has room for `copies` checkpoints."""
-    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    existing_parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing_parent).free
     if free < nbytes * copies:
-        beside = ", and each is written before the one before it is removed" if copies > 1 else ""
+        note = ", and each is written before the one before it is removed" if copies > 1 else ""
         raise UsageError(
-            f"{directory}: no room: a checkpoint takes {nbytes / 1e6:,.1f} MB{beside}; {free / 1e6:,.1f} MB are free, "
+            f"{directory}: no room: a checkpoint takes {nbytes / 1e6:,.1f} MB{note}; {free / 1e6:,.1f} MB are free, "
             f"so {(nbytes * copies - free) / 1e6:,.1f} MB more are needed there"
         )
 
 
-def write_image(path: Path, image: Bytes, given_up: threading.Event | None = None) -> list[str]:
-    """Write the bytes to a file, fsync it, and return the xxh3 of each chunk. OSError once it is `given_up`.
+def write_with_checksums(path: Path, image: Bytes, cancelled: threading.Event | None = None) -> list[str]:
+    """Write the bytes to a file, fsync it, and return the xxh3 of each chunk. OSError once it is `cancelled`.
 
     Where the file system can, the bytes go to the disk without a copy into the page cache: that spares training a
     quarter of a core and a second gigabyte for every gigabyte saved.
@@ -333,30 +348,30 @@ def write_image(path: Path, image: Bytes, given_up: threading.Event | None = Non
     content = image.data
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        direct = _bypass_cache(fd, True)
-        for start in range(0, len(content), _BLOCK):
-            if given_up is not None and given_up.is_set():
+        direct = _set_direct_io(fd, True)
+        for start in range(0, len(content), _WRITE_BLOCK_BYTES):
+            if cancelled is not None and cancelled.is_set():
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), str(path))
-            block = content[start : start + _BLOCK]
-            chunks += (xxhash.xxh3_64_hexdigest(block[i : i + CHUNK]) for i in range(0, len(block), CHUNK))
+            block = content[start : start + _WRITE_BLOCK_BYTES]
+            chunks += (xxhash.xxh3_64_hexdigest(block[i : i + CHUNK_BYTES]) for i in range(0, len(block), CHUNK_BYTES))
             while block:
-                if direct and len(block) % _ALIGNMENT:
-                    direct = _bypass_cache(fd, False)  # the last block, or the rest of a short write
+                if direct and len(block) % _DIRECT_IO_ALIGNMENT_BYTES:
+                    direct = _set_direct_io(fd, False)  # the last block, or the rest of a short write
                 try:
                     written = os.write(fd, block)
                 except OSError as error:
                     if not direct or error.errno != errno.EINVAL:
                         raise
-                    direct = _bypass_cache(fd, False)
+                    direct = _set_direct_io(fd, False)
                     continue
                 block = block[written:]
-        sync(fd)
+        fsync_if_supported(fd)
     finally:
         os.close(fd)
     return chunks
 
 
-def _bypass_cache(fd: int, wanted: bool) -> bool:
+def _set_direct_io(fd: int, wanted: bool) -> bool:
     """Switch direct I/O on or off; return whether it is on."""
     if not hasattr(os, "O_DIRECT"):
         return False
@@ -370,7 +385,7 @@ def _bypass_cache(fd: int, wanted: bool) -> bool:
     return wanted
 
 
-def _in_background(work: Callable[[], SaveState]) -> "Future[SaveState]":
+def _run_in_background(work: Callable[[], SaveStatus]) -> "Future[SaveStatus]":
     """Run `work` in a thread of its own, new each time because a thread that gave way cannot take it back."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     future = executor.submit(work)
@@ -378,19 +393,19 @@ def _in_background(work: Callable[[], SaveState]) -> "Future[SaveState]":
     return future
 
 
-def _step_aside() -> None:
+def _lower_thread_priority() -> None:
     """Let training go first from here on: on Linux a thread has its own niceness."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
 
 
-def _bears(path: Path, meta: dict[str, Any]) -> bool:
+def _has_meta(path: Path, meta: dict[str, Any]) -> bool:
     """Whether a checkpoint is there, whole as far as its manifest tells, and this is its meta."""
     try:
         return read_manifest(path).meta == meta
-    except CorruptError:
+    except CorruptCheckpointError:
         return False
 
 
-def _reason(error: OSError, path: Path) -> str:
+def _describe_error(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: {error.strerror or error}"

@@ -10,7 +10,7 @@ messages    from one worker to another, for strategies that the library has not
 ways        the strategies by the names that recipes give them
 """
 
-from phalanx.train.exchange.bucketed import GradientExchange
-from phalanx.train.exchange.buckets import ALIGNMENT, Bucket, make_buckets
+from phalanx.train.exchange.bucketed import BucketedReducer
+from phalanx.train.exchange.buckets import GRAD_ALIGNMENT_ELEMENTS, Bucket, make_buckets
 
-__all__ = ["ALIGNMENT", "Bucket", "GradientExchange", "make_buckets"]
+__all__ = ["GRAD_ALIGNMENT_ELEMENTS", "Bucket", "BucketedReducer", "make_buckets"]

@@ -3,17 +3,17 @@
 import torch.distributed as dist
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.strategy import Exact, Pending, Site
+from phalanx.train.exchange.strategy import CommContext, LosslessAlgorithm, PendingWork
 
 
-class AllReduce(Exact):
+class AllReduceAlgorithm(LosslessAlgorithm):
     """One stage, which the library overlaps with backward by itself."""
 
-    answers = False
+    is_two_phase = False
 
-    def __init__(self, site: Site, buckets: object):
-        self._group = site.first
+    def __init__(self, comm: CommContext, buckets: object):
+        self._group = comm.group
 
-    def send(self, number: int, bucket: Bucket) -> Pending | None:
-        work: Pending | None = dist.all_reduce(bucket.slab.flat, group=self._group, async_op=True)
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        work: PendingWork | None = dist.all_reduce(bucket.buffer.flat, group=self._group, async_op=True)
         return work

@@ -17,33 +17,33 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.data.feed import share
+from phalanx.data.feed import micro_batch_range
 from phalanx.errors import RecipeError
-from phalanx.recipe.devices import kind_of
+from phalanx.recipe.devices import device_kind_of
 from phalanx.train.exchange.buckets import Bucket, make_buckets
-from phalanx.train.exchange.courier import Courier
-from phalanx.train.exchange.fixed_tree import FixedTree
-from phalanx.train.exchange.powersgd import bases_of
-from phalanx.train.exchange.strategy import Site, Strategy
-from phalanx.train.exchange.ways import WAYS
+from phalanx.train.exchange.courier import CommQueue
+from phalanx.train.exchange.fixed_tree import DeterministicTree
+from phalanx.train.exchange.powersgd import make_projection_bases
+from phalanx.train.exchange.strategy import CommContext, GradSyncAlgorithm
+from phalanx.train.exchange.ways import GRAD_SYNC_ALGORITHMS
 from phalanx.train.norms import total_norm
-from phalanx.train.optimizers.local import local
+from phalanx.train.optimizers.local import to_local
 from phalanx.train.parallel.collectives import Group
-from phalanx.train.place import twin
-from phalanx.train.tree import Node, cover, merges_after
+from phalanx.train.place import clone_group
+from phalanx.train.tree import TreeNode, count_merges_after, cover_range
 
 
-class GradientExchange:
+class BucketedReducer:
     """Sums gradients over micro-batches and workers.
 
-    For every micro-batch: `begin`, backward, `end`; then once `finish`, after which every parameter's `.grad` is a view
+    For every micro-batch: `begin_backward`, backward, `end_backward`; then once `reduce_gradients`, after which every parameter's `.grad` is a view
     of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
     all counts as zero. Under `fixed-world`, what is written into `slots` (fp32, of the number asked for) before the
     last backward is summed with the gradients; it is None where they could not travel in one operation.
 
-    Each worker owns its `feed.share` of the micro-batches; `group` is theirs (None: everybody). Of a parameter that
-    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. `low_rank` is that of
-    what `powersgd` sends after the first `start` steps, of which `begin_step` tells. RecipeError when one backward
+    Each worker owns its `feed.micro_batch_range` of the micro-batches; `group` is theirs (None: everybody). Of a parameter that
+    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. `powersgd_rank` is that of
+    what `powersgd` sends after the first `warmup_steps` steps, of which `start_step` tells. RecipeError when one backward
     makes a gradient twice, as re-entrant checkpointing of activations can.
     """
 
@@ -52,220 +52,235 @@ class GradientExchange:
         parameters: Sequence[nn.Parameter],
         *,
         rank: int,
-        world: int,
+        world_size: int,
         micro_batches: int,
-        replicas: bool,
-        capacity: float = 25 * 2**20,
+        is_elastic: bool,
+        bucket_bytes: float = 25 * 2**20,
         group: Group = None,
-        slots: int = 0,
-        strategy: str = "all-reduce",
-        nodes: Sequence[int] | None = None,
-        low_rank: int = 4,
-        start: int = 0,
+        num_metric_slots: int = 0,
+        algorithm: str = "all-reduce",
+        node_of_rank: Sequence[int] | None = None,
+        powersgd_rank: int = 4,
+        warmup_steps: int = 0,
     ):
         self.rank = rank
-        self.world = world
-        self.replicas = replicas
+        self.world_size = world_size
+        self.is_elastic = is_elastic
         self.micro_batches = micro_batches
-        shares = [share(micro_batches, r, world) for r in range(world)]
-        self._first, self._last = shares[rank].start, shares[rank].stop - 1
-        self._cover: list[list[Node]] = [cover(micro_batches, own.start, own.stop) for own in shares]
-        way = WAYS[strategy]
-        plain = way.plain and not replicas
-        takes = slots > 0 and plain and world > 1 and parameters[0].dtype == torch.float32
-        self.buckets = make_buckets(parameters, capacity, world, slots if takes else 0, beside=True)
-        if way.projects and not replicas:
+        indices_by_rank = [micro_batch_range(micro_batches, r, world_size) for r in range(world_size)]
+        self._first_micro_batch, self._last_micro_batch = indices_by_rank[rank].start, indices_by_rank[rank].stop - 1
+        self._tree_nodes_by_rank: list[list[TreeNode]] = [
+            cover_range(micro_batches, own_indices.start, own_indices.stop) for own_indices in indices_by_rank
+        ]
+        factory = GRAD_SYNC_ALGORITHMS[algorithm]
+        carries_metrics = factory.carries_metrics and not is_elastic
+        has_metric_slots = (
+            num_metric_slots > 0 and carries_metrics and world_size > 1 and parameters[0].dtype == torch.float32
+        )
+        self.buckets = make_buckets(
+            parameters, bucket_bytes, world_size, num_metric_slots if has_metric_slots else 0, overlaps_backward=True
+        )
+        if factory.is_low_rank and not is_elastic:
             first = 0
             for bucket in self.buckets:
-                bucket.bases = bases_of(bucket, low_rank, first)
+                bucket.projection_bases = make_projection_bases(bucket, powersgd_rank, first)
                 first += len(bucket.parameters)
-        self._courier: Courier | None = None
-        self._opened = world == 1
-        self._second: Group = None  # kept when strategies take turns: groups cost connections
-        self._group, self._way = group, way
-        if way.holds_back and not replicas:
-            self.hold_back()
-        self._nodes, self._capacity = range(world) if nodes is None else nodes, capacity
+        self._comm_queue: CommQueue | None = None
+        self._started = world_size == 1
+        self._second_group: Group = None  # kept when strategies take turns: groups cost connections
+        self._group, self._factory = group, factory
+        if factory.uses_error_feedback and not is_elastic:
+            self.enable_error_feedback()
+        self._node_of_rank, self._bucket_bytes = (
+            range(world_size) if node_of_rank is None else node_of_rank,
+            bucket_bytes,
+        )
         last = self.buckets[-1]
-        self._room = last.slab.flat[last.used : last.used + slots] if takes else None
-        self.slots = self._room
+        self._metric_slots_memory = (
+            last.buffer.flat[last.num_used : last.num_used + num_metric_slots] if has_metric_slots else None
+        )
+        self.metric_slots = self._metric_slots_memory
         self._parameters = list(parameters)
-        self._next = 0  # the first bucket that is not complete yet
-        self._armed = False
-        self._leaf = 0
-        self._start = start
+        self._next_bucket = 0  # the first bucket that is not complete yet
+        self._collects = False
+        self._micro_batch_index = 0
+        self._warmup_steps = warmup_steps
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, index))
+            parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, bucket, index))
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.parameters)
-            # On a GPU FSDP may still be writing then, on a stream of its own; `end` comes after it.
-            if not (isinstance(parameter, DTensor) and kind_of(parameter.device.type).is_gpu)
+            # On a GPU FSDP may still be writing then, on a stream of its own; `end_backward` comes after it.
+            if not (isinstance(parameter, DTensor) and device_kind_of(parameter.device.type).is_gpu)
         ]
 
     def close(self) -> None:
         """Take the hooks off the model, and let go of the group."""
         for hook in self._hooks:
             hook.remove()
-        if self._courier is not None:
-            self._courier.close()
-        self._courier = self._group = self._second = None
+        if self._comm_queue is not None:
+            self._comm_queue.close()
+        self._comm_queue = self._group = self._second_group = None
 
-    def switch(self, strategy: str) -> None:
+    def switch_algorithm(self, algorithm: str) -> None:
         """Between two steps: sum by another strategy from now on; every worker does so. Buckets stay as they are. What
         the one before held back is sent with the next step, or goes on being held back."""
-        way = WAYS[strategy]
-        if way is self._way:
+        factory = GRAD_SYNC_ALGORITHMS[algorithm]
+        if factory is self._factory:
             return
-        if self._courier is not None:
-            self._courier.close()
-        self._courier, self._opened, self._way = None, self.world == 1, way
-        if self._room is not None:
-            self._room.zero_()  # or what was last agreed would be summed again and again, and be rounded with gradients
-        self.slots = self._room if way.plain else None
-        if way.holds_back:
-            self.hold_back()
+        if self._comm_queue is not None:
+            self._comm_queue.close()
+        self._comm_queue, self._started, self._factory = None, self.world_size == 1, factory
+        if self._metric_slots_memory is not None:
+            self._metric_slots_memory.zero_()  # or what was last agreed would be summed again and again, and be rounded with gradients
+        self.metric_slots = self._metric_slots_memory if factory.carries_metrics else None
+        if factory.uses_error_feedback:
+            self.enable_error_feedback()
 
-    def hold_back(self) -> None:
+    def enable_error_feedback(self) -> None:
         """Have room for what a strategy cannot send yet, or what one before did not."""
         for bucket in self.buckets:
-            bucket.hold_back()
+            bucket.enable_error_feedback()
 
-    def _open(self) -> None:
+    def _start_algorithm(self) -> None:
         """Before the first step: meet the others in the groups of the strategy."""
-        self._opened = True
-        device, answers = self.buckets[0].slab.flat.device, self.replicas or self._way.answers
-        if answers and self._second is None:
-            self._second = twin(self._group)
-        second = self._second if answers else self._group
+        self._started = True
+        device, two_phase = self.buckets[0].buffer.flat.device, self.is_elastic or self._factory.is_two_phase
+        if two_phase and self._second_group is None:
+            self._second_group = clone_group(self._group)
+        second_group = self._second_group if two_phase else self._group
         # One that projects begins sums of the library's in a thread, so others must not be begun in the same group.
-        first = twin(self._group) if self._way.projects and not self.replicas else self._group
-        site = Site(self.rank, self.world, first, second, device, self._nodes)
-        if self.replicas:
-            strategy: Strategy = FixedTree(site, self.micro_batches, self._cover, self._capacity)
+        group = clone_group(self._group) if self._factory.is_low_rank and not self.is_elastic else self._group
+        comm = CommContext(self.rank, self.world_size, group, second_group, device, self._node_of_rank)
+        if self.is_elastic:
+            algorithm: GradSyncAlgorithm = DeterministicTree(
+                comm, self.micro_batches, self._tree_nodes_by_rank, self._bucket_bytes
+            )
         else:
-            strategy = self._way(site, self.buckets)
-        self._courier = Courier(strategy, beside=site.on_cpu)
+            algorithm = self._factory(comm, self.buckets)
+        self._comm_queue = CommQueue(algorithm, use_threads=comm.on_cpu)
 
-    def begin_step(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """The step of a run that has this number comes next."""
         for bucket in self.buckets:
-            bucket.whole = step <= self._start
+            bucket.send_uncompressed = step <= self._warmup_steps
 
-    def begin(self, leaf: int) -> None:
-        """The backward of micro-batch number `leaf` of the global batch comes next."""
-        if not self._opened:
-            self._open()
-        self._leaf = leaf
+    def begin_backward(self, micro_batch_index: int) -> None:
+        """The backward of micro-batch number `micro_batch_index` of the global batch comes next."""
+        if not self._started:
+            self._start_algorithm()
+        self._micro_batch_index = micro_batch_index
         # Under `fixed-world`, earlier micro-batches add up in `.grad` by themselves; only the last one fills the
         # buckets.
-        self._armed = self.replicas or leaf == self._last
-        if self._armed:
-            self._next = 0
+        self._collects = self.is_elastic or micro_batch_index == self._last_micro_batch
+        if self._collects:
+            self._next_bucket = 0
             for bucket in self.buckets:
-                bucket.missing = set(range(len(bucket.parameters)))
-                if self.replicas and leaf == self._first:
-                    bucket.spare += bucket.finished
-                    bucket.finished = []
+                bucket.missing_grads = set(range(len(bucket.parameters)))
+                if self.is_elastic and micro_batch_index == self._first_micro_batch:
+                    bucket.free_buffers += bucket.tree_nodes
+                    bucket.tree_nodes = []
 
-    def end(self) -> None:
+    def end_backward(self) -> None:
         """That backward is done."""
-        if not self._armed:
+        if not self._collects:
             return
         for bucket in self.buckets:
-            if bucket.missing:  # of those, an earlier micro-batch may have left gradients
-                bucket.missing = set()
-                bucket.collect()
-        self._advance()
-        self._armed = False
+            if bucket.missing_grads:  # of those, an earlier micro-batch may have left gradients
+                bucket.missing_grads = set()
+                bucket.take_grads()
+        self._send_complete_buckets()
+        self._collects = False
 
-    def finish(self) -> None:
+    def reduce_gradients(self) -> None:
         """Wait for the sums and make them the parameters' gradients."""
-        if self._courier is not None:
-            self._courier.finish()
+        if self._comm_queue is not None:
+            self._comm_queue.wait_all()
         for bucket in self.buckets:
-            if self.replicas and self.world == 1:  # the root of the tree is here
-                (root,) = bucket.finished
-                bucket.spare.append(bucket.slab)
-                bucket.finished, bucket.slab = [], root
-            if bucket.residual is not None and self.world == 1:
-                bucket.sum().copy_(bucket.residual[: bucket.used])
+            if self.is_elastic and self.world_size == 1:  # the root of the tree is here
+                (root,) = bucket.tree_nodes
+                bucket.free_buffers.append(bucket.buffer)
+                bucket.tree_nodes, bucket.buffer = [], root
+            if bucket.residual is not None and self.world_size == 1:
+                bucket.flat_grads().copy_(bucket.residual[: bucket.num_used])
                 bucket.residual.zero_()
-            for parameter, gradient in zip(bucket.parameters, bucket.slab.gradients, strict=True):
+            for parameter, gradient in zip(bucket.parameters, bucket.buffer.gradients, strict=True):
                 parameter.grad = gradient
 
-    def norm(self) -> Tensor:
-        """Euclidean norm of the whole sum (0-d). Under `replicas` parameter by parameter, which takes longer: in what
+    def grad_norm(self) -> Tensor:
+        """Euclidean norm of the whole sum (0-d). Under `is_elastic` parameter by parameter, which takes longer: in what
         order squares are added must not depend on the size of buckets, for a run may have others elsewhere."""
-        return total_norm(self._gradients() if self.replicas else self.tensors())
+        return total_norm(self._local_grads() if self.is_elastic else self.grad_tensors())
 
-    def tensors(self) -> list[Tensor]:
+    def grad_tensors(self) -> list[Tensor]:
         """The sum as a few large tensors."""
-        return [bucket.sum() for bucket in self.buckets]
+        return [bucket.flat_grads() for bucket in self.buckets]
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
         """What this worker has not sent yet of each parameter's gradients, live; empty where nothing is held back."""
         found: dict[nn.Parameter, Tensor] = {}
         for bucket in self.buckets:
-            found |= dict(zip(bucket.parameters, bucket.held, strict=False))
+            found |= dict(zip(bucket.parameters, bucket.residual_views, strict=False))
         return found
 
-    def bases(self) -> dict[nn.Parameter, Tensor]:
+    def projection_bases(self) -> dict[nn.Parameter, Tensor]:
         """On what gradients are projected, live [columns, rank], alike on all workers; empty where none is."""
-        pairs = (pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.bases, strict=False))
+        pairs = (
+            pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.projection_bases, strict=False)
+        )
         return {parameter: basis for parameter, basis in pairs if basis is not None}
 
-    def square(self) -> Tensor | None:
-        """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `replicas`, whose
+    def local_squared_norm(self) -> Tensor | None:
+        """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `is_elastic`, whose
         micro-batches stay apart."""
-        gradients = self._gradients()
+        gradients = self._local_grads()
         return total_norm(gradients).square() if gradients else None
 
-    def _gradients(self) -> list[Tensor]:
+    def _local_grads(self) -> list[Tensor]:
         """What is here of each parameter's gradient."""
-        return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        return [to_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     @property
-    def parts(self) -> int:
+    def num_norm_samples(self) -> int:
         """Workers whose squares are of different samples."""
-        return self.world
+        return self.world_size
 
-    def _ready(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+    def _on_grad_ready(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Hook: backward has finished this parameter's gradient."""
-        if not self._armed:
+        if not self._collects:
             return
-        if index not in bucket.missing:
+        if index not in bucket.missing_grads:
             raise RecipeError(
                 f"model.build: one backward made the gradient of a parameter of shape {list(parameter.shape)} twice; "
                 "checkpoint activations with use_reentrant=False"
             )
-        bucket.missing.discard(index)
-        if not bucket.missing:
-            bucket.collect()
-            self._advance()
+        bucket.missing_grads.discard(index)
+        if not bucket.missing_grads:
+            bucket.take_grads()
+            self._send_complete_buckets()
 
-    def _advance(self) -> None:
+    def _send_complete_buckets(self) -> None:
         """Close complete buckets, strictly in bucket order, so that all workers issue the same operations alike."""
-        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            number, bucket = self._next, self.buckets[self._next]
-            self._next += 1
-            if self._courier is not None and self._leaf == self._last:
-                self._courier.send(number, bucket, self._fill)
+        while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].missing_grads:
+            bucket_index, bucket = self._next_bucket, self.buckets[self._next_bucket]
+            self._next_bucket += 1
+            if self._comm_queue is not None and self._micro_batch_index == self._last_micro_batch:
+                self._comm_queue.submit(bucket_index, bucket, self._fill_bucket)
             else:
-                self._fill(bucket)
+                self._fill_bucket(bucket)
 
-    def _fill(self, bucket: Bucket) -> None:
+    def _fill_bucket(self, bucket: Bucket) -> None:
         """Have in a bucket what is to be sent of the gradients that it has collected."""
-        bucket.fill()
-        if self.replicas:
-            self._grow_tree(bucket)
-        elif not self._way.holds_back:
-            bucket.pay_back()
+        bucket.copy_grads_in()
+        if self.is_elastic:
+            self._add_to_tree(bucket)
+        elif not self._factory.uses_error_feedback:
+            bucket.flush_error_feedback()
 
-    def _grow_tree(self, bucket: Bucket) -> None:
+    def _add_to_tree(self, bucket: Bucket) -> None:
         """Add a micro-batch's gradient to this worker's part of the tree."""
-        bucket.finished.append(bucket.slab)
-        for _ in range(merges_after(self.micro_batches, self._first, self._leaf)):
-            right = bucket.finished.pop()
-            bucket.finished[-1].flat.add_(right.flat)
-            bucket.spare.append(right)
-        bucket.slab = bucket.new_slab()
+        bucket.tree_nodes.append(bucket.buffer)
+        for _ in range(count_merges_after(self.micro_batches, self._first_micro_batch, self._micro_batch_index)):
+            right = bucket.tree_nodes.pop()
+            bucket.tree_nodes[-1].flat.add_(right.flat)
+            bucket.free_buffers.append(right)
+        bucket.buffer = bucket.take_buffer()

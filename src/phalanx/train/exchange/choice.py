@@ -11,152 +11,174 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.train.exchange.int8 import SHARE
+from phalanx.train.exchange.int8 import INT8_BYTES_FRACTION
 
-LIMIT = 0.05
+MAX_EXPOSED_FRACTION = 0.05
 """Share of a step that may be exposed."""
-TIE = 0.03
+MAX_SLOWDOWN_FOR_ACCURACY = 0.03
 """A more accurate strategy may be so much slower than the one that would be taken."""
-GAIN = 0.02
+MIN_PREDICTED_GAIN = 0.02
 """By so much of a step a strategy must promise to be faster to be tried."""
-CHANGED = 0.05
+MIN_FRACTION_CHANGE = 0.05
 """A share that is so far from what it was is another one."""
-DOUBTS = 2
+MIN_CHANGED_CHECKS = 2
 """Looks in a row that must find another share before strategies are tried again; doubled each time, so that a network
 that goes up and down does not keep a run trying."""
-MOST_DOUBTS = 64
-BYTES = {"all-reduce": 1.0, "bf16": 0.5, "int8": SHARE}
+MAX_CHANGED_CHECKS = 64
+BYTES_FRACTION_BY_ALGORITHM = {"all-reduce": 1.0, "bf16": 0.5, "int8": INT8_BYTES_FRACTION}
 """What a strategy sends, as a share of fp32."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepTiming:
     """What a step takes with a strategy, in seconds: all of it, the part of it that is exposed, and the backward beside
     which gradients travel."""
 
-    seconds: float
-    exposed: float
-    backward: float
+    step_s: float
+    exposed_s: float
+    backward_s: float
 
     @property
-    def share(self) -> float:
+    def exposed_fraction(self) -> float:
         """Of the step, exposed."""
-        return self.exposed / self.seconds if self.seconds > 0 else 0.0
+        return self.exposed_s / self.step_s if self.step_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How far the choice is; part of every checkpoint. `strategy` sums gradients among `world` replicas (0: nothing
-    was decided yet); `seen` are strategies that were tried, `settled` says that one of them was taken. `foretold` is
-    the efficiency that it was tried for. `doubts` counts looks that found another share, `again` how often strategies
+class SelectionState:
+    """How far the choice is; part of every checkpoint. `algorithm` sums gradients among `num_replicas` replicas (0: nothing
+    was decided yet); `seen` are strategies that were tried, `is_final` says that one of them was taken. `foretold` is
+    the efficiency that it was tried for. `num_changed_checks` counts looks that found another share, `num_restarts` how often strategies
     were tried anew."""
 
-    strategy: str = ""
-    world: int = 0
-    seen: Mapping[str, Seen] = field(default_factory=dict)
-    settled: bool = False
-    foretold: float | None = None
-    doubts: int = 0
-    again: int = 0
+    algorithm: str = ""
+    num_replicas: int = 0
+    timings: Mapping[str, StepTiming] = field(default_factory=dict)
+    is_final: bool = False
+    predicted_efficiency: float | None = None
+    num_changed_checks: int = 0
+    num_restarts: int = 0
 
     @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> "Choice":
+    def from_meta(cls, meta: Mapping[str, Any]) -> "SelectionState":
         """As a checkpoint's meta has it (`asdict`)."""
-        return cls(**{**meta, "seen": {name: Seen(**seen) for name, seen in meta.get("seen", {}).items()}})
+        return cls(
+            **{**meta, "timings": {name: StepTiming(**timing) for name, timing in meta.get("timings", {}).items()}}
+        )
 
 
-def begun(choice: Choice, candidates: Sequence[str], world: int) -> Choice:
+def resume_selection(selection: SelectionState, candidates: Sequence[str], num_replicas: int) -> SelectionState:
     """The choice of a run that goes on among so many replicas: what another number of them saw counts no more."""
-    if choice.world == world and choice.strategy in candidates:
-        return choice
-    return Choice(candidates[0], world)
+    if selection.num_replicas == num_replicas and selection.algorithm in candidates:
+        return selection
+    return SelectionState(candidates[0], num_replicas)
 
 
-def decided(choice: Choice, candidates: Sequence[str], seen: Seen) -> tuple[Choice, str]:
+def update_selection(
+    selection: SelectionState, candidates: Sequence[str], timing: StepTiming
+) -> tuple[SelectionState, str]:
     """The choice after a look at the present strategy, and why: empty where nothing was decided."""
-    if not choice.settled:
-        return _tried(replace(choice, seen={**choice.seen, choice.strategy: seen}), candidates)
-    before = choice.seen[choice.strategy]
-    other = abs(seen.share - before.share) > CHANGED and max(seen.share, before.share) > LIMIT
-    doubts = choice.doubts + 1 if other else 0
-    if doubts < min(DOUBTS << choice.again, MOST_DOUBTS):
-        return replace(choice, doubts=doubts), ""
-    anew = replace(choice, settled=False, doubts=0, again=choice.again + 1, seen={}, foretold=None)
-    why = f"with {choice.strategy} {seen.share:.1%} of a step is exposed, and no more {before.share:.1%}"
-    if seen.share > before.share and choice.strategy != candidates[-1]:
-        now, then = _tried(replace(anew, seen={choice.strategy: seen}), candidates)
-        return now, f"{why}; {then}"
-    return replace(anew, strategy=candidates[0]), f"{why}: trying anew"
+    if not selection.is_final:
+        return _select_after_trial(
+            replace(selection, timings={**selection.timings, selection.algorithm: timing}), candidates
+        )
+    before = selection.timings[selection.algorithm]
+    has_changed = (
+        abs(timing.exposed_fraction - before.exposed_fraction) > MIN_FRACTION_CHANGE
+        and max(timing.exposed_fraction, before.exposed_fraction) > MAX_EXPOSED_FRACTION
+    )
+    num_changed_checks = selection.num_changed_checks + 1 if has_changed else 0
+    if num_changed_checks < min(MIN_CHANGED_CHECKS << selection.num_restarts, MAX_CHANGED_CHECKS):
+        return replace(selection, num_changed_checks=num_changed_checks), ""
+    restarted = replace(
+        selection,
+        is_final=False,
+        num_changed_checks=0,
+        num_restarts=selection.num_restarts + 1,
+        timings={},
+        predicted_efficiency=None,
+    )
+    reason = f"with {selection.algorithm} {timing.exposed_fraction:.1%} of a step is exposed, and no more {before.exposed_fraction:.1%}"
+    if timing.exposed_fraction > before.exposed_fraction and selection.algorithm != candidates[-1]:
+        now, retry_reason = _select_after_trial(replace(restarted, timings={selection.algorithm: timing}), candidates)
+        return now, f"{reason}; {retry_reason}"
+    return replace(restarted, algorithm=candidates[0]), f"{reason}: trying anew"
 
 
-def _tried(choice: Choice, candidates: Sequence[str]) -> tuple[Choice, str]:
+def _select_after_trial(selection: SelectionState, candidates: Sequence[str]) -> tuple[SelectionState, str]:
     """What comes after a strategy was tried."""
-    current, seen, besides = choice.strategy, choice.seen, ""
-    untried = candidates[1 + max(candidates.index(name) for name in seen) :]
-    if untried and min(each.share for each in seen.values()) > LIMIT:
-        following, fastest = untried[0], min(each.seconds for each in seen.values())
-        seconds = foretold(following, seen)
-        if seconds <= (1 - GAIN) * fastest:
-            promise = computing(seen) / seconds
-            why = f"with {current} {seen[current].share:.1%} of a step is exposed{_results(choice)}"
-            why += f"; {following} is predicted {promise:.2f}"
-            return replace(choice, strategy=following, foretold=promise), why
-        besides = f"; {following} promises no faster step"
-    chosen = best(candidates, seen)
-    reason = f"{seen[chosen].share:.1%} of a step is exposed"
-    if seen[chosen].share > LIMIT and len(seen) > 1:
-        reason = f"no other is faster by more than {TIE:.0%}, {reason}"
-    return replace(choice, strategy=chosen, settled=True, foretold=None), f"{reason}{_results(choice)}{besides}"
+    current, timings, note = selection.algorithm, selection.timings, ""
+    untried = candidates[1 + max(candidates.index(name) for name in timings) :]
+    if untried and min(each.exposed_fraction for each in timings.values()) > MAX_EXPOSED_FRACTION:
+        next_algorithm, fastest = untried[0], min(each.step_s for each in timings.values())
+        predicted_s = predict_step_s(next_algorithm, timings)
+        if predicted_s <= (1 - MIN_PREDICTED_GAIN) * fastest:
+            predicted = compute_time_s(timings) / predicted_s
+            retry_reason = f"with {current} {timings[current].exposed_fraction:.1%} of a step is exposed{_format_efficiencies(selection)}"
+            retry_reason += f"; {next_algorithm} is predicted {predicted:.2f}"
+            return replace(selection, algorithm=next_algorithm, predicted_efficiency=predicted), retry_reason
+        note = f"; {next_algorithm} promises no faster step"
+    selected = select_best(candidates, timings)
+    reason = f"{timings[selected].exposed_fraction:.1%} of a step is exposed"
+    if timings[selected].exposed_fraction > MAX_EXPOSED_FRACTION and len(timings) > 1:
+        reason = f"no other is faster by more than {MAX_SLOWDOWN_FOR_ACCURACY:.0%}, {reason}"
+    return replace(
+        selection, algorithm=selected, is_final=True, predicted_efficiency=None
+    ), f"{reason}{_format_efficiencies(selection)}{note}"
 
 
-def _results(choice: Choice) -> str:
+def _format_efficiencies(selection: SelectionState) -> str:
     """What was measured, for people."""
-    listed = [f"{name} {value:.2f}" for name, value in efficiencies(choice.seen).items()]
-    if choice.foretold is not None:
-        listed[-1] += f" ({choice.foretold:.2f} was predicted)"
+    listed = [f"{name} {value:.2f}" for name, value in compute_efficiencies(selection.timings).items()]
+    if selection.predicted_efficiency is not None:
+        listed[-1] += f" ({selection.predicted_efficiency:.2f} was predicted)"
     return f" (efficiency: {', '.join(listed)})"
 
 
-def best(candidates: Sequence[str], seen: Mapping[str, Seen]) -> str:
+def select_best(candidates: Sequence[str], timings: Mapping[str, StepTiming]) -> str:
     """Of those that were tried the most accurate within the limit, else the fastest; or a more accurate one that is
     about as fast: what a strategy saves in waiting it may spend on arithmetic."""
-    ranked = [name for name in candidates if name in seen]
-    within = [name for name in ranked if seen[name].share <= LIMIT]
-    wanted = within[0] if within else min(ranked, key=lambda name: seen[name].seconds)
-    return next(name for name in ranked if seen[name].seconds <= (1 + TIE) * seen[wanted].seconds)
+    ranked = [name for name in candidates if name in timings]
+    within = [name for name in ranked if timings[name].exposed_fraction <= MAX_EXPOSED_FRACTION]
+    preferred = within[0] if within else min(ranked, key=lambda name: timings[name].step_s)
+    return next(
+        name for name in ranked if timings[name].step_s <= (1 + MAX_SLOWDOWN_FOR_ACCURACY) * timings[preferred].step_s
+    )
 
 
-def computing(seen: Mapping[str, Seen]) -> float:
+def compute_time_s(timings: Mapping[str, StepTiming]) -> float:
     """Seconds of a step without its exchange, as far as they are known."""
-    return min(each.seconds - each.exposed for each in seen.values())
+    return min(each.step_s - each.exposed_s for each in timings.values())
 
 
-def efficiencies(seen: Mapping[str, Seen]) -> dict[str, float]:
+def compute_efficiencies(timings: Mapping[str, StepTiming]) -> dict[str, float]:
     """The step without exchange over the step, of each strategy that was tried."""
-    alone = computing(seen)
-    return {name: alone / each.seconds if each.seconds > 0 else 1.0 for name, each in seen.items()}
+    compute_s = compute_time_s(timings)
+    return {name: compute_s / each.step_s if each.step_s > 0 else 1.0 for name, each in timings.items()}
 
 
-def foretold(name: str, seen: Mapping[str, Seen]) -> float:
+def predict_step_s(name: str, timings: Mapping[str, StepTiming]) -> float:
     """Seconds of a step with strategy `name`. From two others by the line through them: what latency and arithmetic
     cost is in it. From one as if gradients travelled from the beginning of backward on, without pause: the most that
     fewer bytes can bring."""
-    (share, last), *others = sorted(((BYTES[each], seen[each]) for each in seen), key=lambda pair: pair[0])
+    (bytes_fraction, last), *others = sorted(
+        ((BYTES_FRACTION_BY_ALGORITHM[each], timings[each]) for each in timings), key=lambda pair: pair[0]
+    )
     if others:
-        wider, before = others[0]
-        slope = (before.seconds - last.seconds) / (wider - share)
-        return max(computing(seen), last.seconds - slope * (share - BYTES[name]))
-    travelling = BYTES[name] / share * (last.exposed + last.backward)
-    return last.seconds - last.exposed + max(0.0, travelling - last.backward)
+        larger_fraction, before = others[0]
+        slope = (before.step_s - last.step_s) / (larger_fraction - bytes_fraction)
+        return max(compute_time_s(timings), last.step_s - slope * (bytes_fraction - BYTES_FRACTION_BY_ALGORITHM[name]))
+    comm_s = BYTES_FRACTION_BY_ALGORITHM[name] / bytes_fraction * (last.exposed_s + last.backward_s)
+    return last.step_s - last.exposed_s + max(0.0, comm_s - last.backward_s)
 
 
-def gain_of_no(seen: Seen) -> tuple[str, float]:
+def predict_lossy_gain(timing: StepTiming) -> tuple[str, float]:
     """What `determinism: off` would offer to a run that sends fp32: the most accurate strategy that may stay within the
     limit, else the one with the fewest bytes; and the efficiency that it could have at best."""
-    alone = seen.seconds - seen.exposed
-    found, efficiency = "all-reduce", 1.0 - seen.share
+    compute_s = timing.step_s - timing.exposed_s
+    algorithm, efficiency = "all-reduce", 1.0 - timing.exposed_fraction
     for name in ("bf16", "int8"):
-        if efficiency >= 1 - LIMIT:
+        if efficiency >= 1 - MAX_EXPOSED_FRACTION:
             break
-        found, efficiency = name, alone / foretold(name, {"all-reduce": seen})
-    return found, efficiency
+        algorithm, efficiency = name, compute_s / predict_step_s(name, {"all-reduce": timing})
+    return algorithm, efficiency

@@ -13,66 +13,72 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.compat import all_gather_into
-from phalanx.train.exchange.messages import Post, hanging_up
-from phalanx.train.exchange.ring import all_gather
-from phalanx.train.exchange.strategy import All, Pending, Site
+from phalanx.train.exchange.messages import P2PChannel, abort_groups_on_error
+from phalanx.train.exchange.ring import ring_all_gather
+from phalanx.train.exchange.strategy import CommContext, PendingWork, PendingWorks
 from phalanx.train.parallel.collectives import Group
 
-TAG = 2026
+ALL_TO_ALL_TAG = 2026
 """Of what is spread, so that other messages over the same group are not taken for it."""
 
 
-class Direct:
+class P2PScatterGather:
     """What goes between the workers of a site: it is spread over the first of its groups, and gathered over the second.
     Tensors are flat and contiguous."""
 
-    def __init__(self, site: Site):
-        self._site, self._post = site, Post(site.second, (site.first, site.second))
+    def __init__(self, comm: CommContext):
+        self._comm, self._channel = comm, P2PChannel(comm.second_group, (comm.group, comm.second_group))
 
-    def spread(self, sent: Tensor, received: Tensor, going: Sequence[int], coming: Sequence[int]) -> Pending | None:
-        """Begin to give each worker its part of what is here, so many numbers `going` to each rank and `coming` from
+    def all_to_all(
+        self, sent: Tensor, received: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> PendingWork | None:
+        """Begin to give each worker its part of what is here, so many numbers `send_counts` to each rank and `recv_counts` from
         each."""
-        if self._site.on_cpu:
-            return _Swap(sent.split(list(going)), received.split(list(coming)), self._site, self._site.first)
-        work: Pending | None = dist.all_to_all_single(
-            received, sent, list(coming), list(going), group=self._site.first, async_op=True
+        if self._comm.on_cpu:
+            return _P2PAllToAll(
+                sent.split(list(send_counts)), received.split(list(recv_counts)), self._comm, self._comm.group
+            )
+        work: PendingWork | None = dist.all_to_all_single(
+            received, sent, list(recv_counts), list(send_counts), group=self._comm.group, async_op=True
         )
         return work
 
-    def gather(self, number: int, own: Tensor, whole: Tensor) -> Pending | None:
-        """Bring the parts of all workers, which are equally long, to each of them. They are of bucket `number`: several
+    def all_gather(self, bucket_index: int, own: Tensor, whole: Tensor) -> PendingWork | None:
+        """Bring the parts of all workers, which are equally long, to each of them. They are of bucket `bucket_index`: several
         may be gathered side by side. On a CPU it is done by whoever waits for it."""
-        if not self._site.on_cpu:
-            return all_gather_into(whole, own, self._site.second, wait=False)
-        rank, world = self._site.rank, self._site.world
-        whole.view(world, -1)[rank].copy_(own)
-        return _Task(partial(all_gather, self._post.about(number), whole, range(world), rank))
+        if not self._comm.on_cpu:
+            return all_gather_into(whole, own, self._comm.second_group, wait=False)
+        rank, world_size = self._comm.rank, self._comm.world_size
+        whole.view(world_size, -1)[rank].copy_(own)
+        return _DeferredTask(
+            partial(ring_all_gather, self._channel.for_bucket(bucket_index), whole, range(world_size), rank)
+        )
 
 
 @dataclass(frozen=True)
-class _Task:
+class _DeferredTask:
     """What is done when it is waited for."""
 
     wait: Callable[[], None]
 
 
-class _Swap:
+class _P2PAllToAll:
     """Messages to each rank, and from each; the nearest in the ring first, so that not all begin with the same one. Who
     fails closes all connections of the site: the others may be waiting for what was to follow from here, and would not
     learn of the one that is gone before that has come."""
 
-    def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], site: Site, group: Group):
-        self._work: list[Pending | None] = []
-        self._connections = site.first, site.second
-        with hanging_up(self._connections):
-            for distance in range(1, site.world):
-                sender, reader = (site.rank - distance) % site.world, (site.rank + distance) % site.world
+    def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], comm: CommContext, group: Group):
+        self._work: list[PendingWork | None] = []
+        self._groups = comm.group, comm.second_group
+        with abort_groups_on_error(self._groups):
+            for distance in range(1, comm.world_size):
+                sender, receiver = (comm.rank - distance) % comm.world_size, (comm.rank + distance) % comm.world_size
                 if len(received[sender]):
-                    self._work.append(dist.irecv(received[sender], group=group, tag=TAG, group_src=sender))
-                if len(sent[reader]):
-                    self._work.append(dist.isend(sent[reader], group=group, tag=TAG, group_dst=reader))
-        received[site.rank].copy_(sent[site.rank])
+                    self._work.append(dist.irecv(received[sender], group=group, tag=ALL_TO_ALL_TAG, group_src=sender))
+                if len(sent[receiver]):
+                    self._work.append(dist.isend(sent[receiver], group=group, tag=ALL_TO_ALL_TAG, group_dst=receiver))
+        received[comm.rank].copy_(sent[comm.rank])
 
     def wait(self) -> None:
-        with hanging_up(self._connections):
-            All(self._work).wait()
+        with abort_groups_on_error(self._groups):
+            PendingWorks(self._work).wait()

@@ -13,72 +13,95 @@ from itertools import pairwise
 
 import torch
 
-from phalanx.train.exchange.buckets import ALIGNMENT, Bucket
-from phalanx.train.exchange.direct import Direct
-from phalanx.train.exchange.messages import LANES
-from phalanx.train.exchange.strategy import All, Exact, Pending, Site
-from phalanx.train.tree import Node, total
+from phalanx.train.exchange.buckets import GRAD_ALIGNMENT_ELEMENTS, Bucket
+from phalanx.train.exchange.direct import P2PScatterGather
+from phalanx.train.exchange.messages import P2P_CHANNELS
+from phalanx.train.exchange.strategy import CommContext, LosslessAlgorithm, PendingWork, PendingWorks
+from phalanx.train.tree import TreeNode, sum_tree
 
 
-class FixedTree(Exact):
-    """`cover`: of each worker the nodes of the tree over `leaves` that it has in `bucket.finished`. `capacity`: bytes
+class DeterministicTree(LosslessAlgorithm):
+    """`tree_nodes_by_rank`: of each worker the nodes of the tree over `num_micro_batches` that it has in `bucket.finished`. `max_bytes`: bytes
     that travel together. Buffers are kept from step to step: memory that is used for the first time is slow."""
 
-    plain = False
-    lanes = LANES
+    carries_metrics = False
+    num_channels = P2P_CHANNELS
 
-    def __init__(self, site: Site, leaves: int, cover: Sequence[Sequence[Node]], capacity: float):
-        self._site, self._leaves, self._cover, self._capacity = site, leaves, cover, capacity
-        self._direct = Direct(site)
-        self._pieces: dict[int, list[_Piece]] = {}
+    def __init__(
+        self,
+        comm: CommContext,
+        num_micro_batches: int,
+        tree_nodes_by_rank: Sequence[Sequence[TreeNode]],
+        max_bytes: float,
+    ):
+        self._comm, self._num_micro_batches, self._tree_nodes_by_rank, self._max_bytes = (
+            comm,
+            num_micro_batches,
+            tree_nodes_by_rank,
+            max_bytes,
+        )
+        self._scatter_gather = P2PScatterGather(comm)
+        self._chunks: dict[int, list[_BucketChunk]] = {}
 
-    def send(self, number: int, bucket: Bucket) -> Pending | None:
-        world = self._site.world
-        if number not in self._pieces:
-            nbytes = bucket.slab.flat.element_size()
-            spans = cut(bucket.length, world * ALIGNMENT, self._capacity / nbytes)
-            self._pieces[number] = [_Piece(span, world, self._cover, bucket) for span in spans]
-        for piece in self._pieces[number]:
-            piece.send(bucket, self._direct)
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        world_size = self._comm.world_size
+        if bucket_index not in self._chunks:
+            nbytes = bucket.buffer.flat.element_size()
+            spans = split_evenly(bucket.num_elements, world_size * GRAD_ALIGNMENT_ELEMENTS, self._max_bytes / nbytes)
+            self._chunks[bucket_index] = [
+                _BucketChunk(span, world_size, self._tree_nodes_by_rank, bucket) for span in spans
+            ]
+        for chunk in self._chunks[bucket_index]:
+            chunk.start(bucket, self._scatter_gather)
         return None  # each piece is waited for when it is added
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        return All([piece.answer(number, bucket, self._leaves, self._direct) for piece in self._pieces[number]])
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        return PendingWorks(
+            [
+                chunk.start_second_phase(bucket_index, bucket, self._num_micro_batches, self._scatter_gather)
+                for chunk in self._chunks[bucket_index]
+            ]
+        )
 
 
-class _Piece:
+class _BucketChunk:
     """Part `span` of a bucket, which every worker has a part of again."""
 
-    def __init__(self, span: slice, world: int, cover: Sequence[Sequence[Node]], bucket: Bucket):
-        part, own = (span.stop - span.start) // world, len(bucket.finished)
-        self._span, self._shape = span, (world, part)
-        self._nodes = [node for nodes in cover for node in nodes]
-        self._coming, self._going = [len(nodes) * part for nodes in cover], [own * part] * world
-        self._received = bucket.slab.flat.new_empty(sum(self._coming))
-        self._sent = bucket.slab.flat.new_empty(world, own, part) if own > 1 else None
-        self._pending: Pending | None = None
+    def __init__(self, span: slice, world_size: int, tree_nodes_by_rank: Sequence[Sequence[TreeNode]], bucket: Bucket):
+        part, num_own_nodes = (span.stop - span.start) // world_size, len(bucket.tree_nodes)
+        self._span, self._shape = span, (world_size, part)
+        self._nodes = [node for nodes in tree_nodes_by_rank for node in nodes]
+        self._recv_counts, self._send_counts = (
+            [len(nodes) * part for nodes in tree_nodes_by_rank],
+            [num_own_nodes * part] * world_size,
+        )
+        self._received = bucket.buffer.flat.new_empty(sum(self._recv_counts))
+        self._sent = bucket.buffer.flat.new_empty(world_size, num_own_nodes, part) if num_own_nodes > 1 else None
+        self._pending: PendingWork | None = None
 
-    def send(self, bucket: Bucket, direct: Direct) -> None:
+    def start(self, bucket: Bucket, scatter_gather: P2PScatterGather) -> None:
         """Give each worker its part of every node that is here."""
-        parts = [node.flat[self._span] for node in bucket.finished]
+        parts = [node.flat[self._span] for node in bucket.tree_nodes]
         sent = parts[0]
         if self._sent is not None:
             sent = torch.stack([part.view(self._shape) for part in parts], dim=1, out=self._sent)
-        self._pending = direct.spread(sent.view(-1), self._received, self._going, self._coming)
+        self._pending = scatter_gather.all_to_all(sent.view(-1), self._received, self._send_counts, self._recv_counts)
 
-    def answer(self, number: int, bucket: Bucket, leaves: int, direct: Direct) -> Pending | None:
+    def start_second_phase(
+        self, bucket_index: int, bucket: Bucket, num_micro_batches: int, scatter_gather: P2PScatterGather
+    ) -> PendingWork | None:
         """Add the nodes of the own part, and gather the sums."""
         if self._pending is not None:
             self._pending.wait()
         values = list(self._received.view(len(self._nodes), -1))
-        own = total(leaves, self._nodes, values, lambda left, right: left.add_(right))
-        return direct.gather(number, own, bucket.slab.flat[self._span])
+        own = sum_tree(num_micro_batches, self._nodes, values, lambda left, right: left.add_(right))
+        return scatter_gather.all_gather(bucket_index, own, bucket.buffer.flat[self._span])
 
 
-def cut(length: int, unit: int, most: float) -> list[slice]:
-    """[0, length) in as few nearly equal parts as have at most `most` elements each, whole units; a part has at least
+def split_evenly(length: int, unit: int, max_elements: float) -> list[slice]:
+    """[0, length) in as few nearly equal parts as have at most `max_elements` elements each, whole units; a part has at least
     one unit."""
     units = length // unit
-    count = min(math.ceil(length / most), units)
+    count = min(math.ceil(length / max_elements), units)
     ends = [units * k // count * unit for k in range(count + 1)]
     return [slice(*pair) for pair in pairwise(ends)]

@@ -9,44 +9,44 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.direct import Direct
-from phalanx.train.exchange.strategy import Exact, Pending, Site
+from phalanx.train.exchange.direct import P2PScatterGather
+from phalanx.train.exchange.strategy import CommContext, LosslessAlgorithm, PendingWork
 
 
-class Half(Exact):
+class Bf16Compression(LosslessAlgorithm):
     """bf16 on the wire. Its rounding is unbiased enough to need no memory of what it lost. Buffers are kept from step
     to step: memory that is used for the first time is slow."""
 
-    plain = False
+    carries_metrics = False
 
-    def __init__(self, site: Site, buckets: Sequence[Bucket]):
-        self._site, self._direct = site, Direct(site)
-        self._wires = [_Wire(bucket.length, site) for bucket in buckets]
-        self._sum = torch.zeros(max(wire.own.numel() for wire in self._wires), device=site.device)
+    def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
+        self._comm, self._scatter_gather = comm, P2PScatterGather(comm)
+        self._bf16_buffers = [_Bf16Buffers(bucket.num_elements, comm) for bucket in buckets]
+        self._sum = torch.zeros(max(buffers.own_sum.numel() for buffers in self._bf16_buffers), device=comm.device)
 
-    def send(self, number: int, bucket: Bucket) -> Pending | None:
-        wire = self._wires[number]
-        wire.sent.copy_(bucket.slab.flat)
-        parts = [wire.own.numel()] * self._site.world
-        return self._direct.spread(wire.sent, wire.received, parts, parts)
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        buffers = self._bf16_buffers[bucket_index]
+        buffers.sent.copy_(bucket.buffer.flat)
+        parts = [buffers.own_sum.numel()] * self._comm.world_size
+        return self._scatter_gather.all_to_all(buffers.sent, buffers.received, parts, parts)
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        wire = self._wires[number]
-        first, *others = wire.received.view(self._site.world, -1)
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        buffers = self._bf16_buffers[bucket_index]
+        first, *others = buffers.received.view(self._comm.world_size, -1)
         total = self._sum[: len(first)].copy_(first)
         for part in others:  # in turn, which is twice as fast as a reduction over the first dimension
             total.add_(part)
-        wire.own.copy_(total)
-        return self._direct.gather(number, wire.own, wire.received)
+        buffers.own_sum.copy_(total)
+        return self._scatter_gather.all_gather(bucket_index, buffers.own_sum, buffers.received)
 
-    def take(self, number: int, bucket: Bucket) -> None:
-        bucket.slab.flat.copy_(self._wires[number].received)
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        bucket.buffer.flat.copy_(self._bf16_buffers[bucket_index].received)
 
 
-class _Wire:
+class _Bf16Buffers:
     """A bucket's way in bf16: what is `sent`, what is `received` of all workers' parts and then of their sums, both
-    [length]; and the sum of the part that is this worker's, `own` [length / world]."""
+    [length]; and the sum of the part that is this worker's, `own_sum` [length / world]."""
 
-    def __init__(self, length: int, site: Site):
-        self.sent, self.received = (torch.zeros(length, dtype=torch.bfloat16, device=site.device) for _ in range(2))
-        self.own = torch.zeros(length // site.world, dtype=torch.bfloat16, device=site.device)
+    def __init__(self, length: int, comm: CommContext):
+        self.sent, self.received = (torch.zeros(length, dtype=torch.bfloat16, device=comm.device) for _ in range(2))
+        self.own_sum = torch.zeros(length // comm.world_size, dtype=torch.bfloat16, device=comm.device)

@@ -9,47 +9,49 @@ import torch
 from torch import Tensor
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.messages import Talking
-from phalanx.train.exchange.strategy import Pending, Site
+from phalanx.train.exchange.messages import P2PAlgorithm
+from phalanx.train.exchange.strategy import CommContext, PendingWork
 
 
-class Halving(Talking):
+class RecursiveHalving(P2PAlgorithm):
     """Ranks beyond the largest power of two are the surplus."""
 
-    def __init__(self, site: Site, buckets: object):
-        super().__init__(site, buckets)
-        self._power = 1 << (site.world.bit_length() - 1)
-        self._folded = site.rank + self._power if site.rank + self._power < site.world else None
+    def __init__(self, comm: CommContext, buckets: object):
+        super().__init__(comm, buckets)
+        self._largest_power_of_two = 1 << (comm.world_size.bit_length() - 1)
+        self._surplus_peer = (
+            comm.rank + self._largest_power_of_two if comm.rank + self._largest_power_of_two < comm.world_size else None
+        )
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        flat, rank, post = bucket.slab.flat, self._site.rank, self._post.about(number)
-        if rank >= self._power:
-            post.swap([(rank - self._power, flat)])
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        flat, rank, channel = bucket.buffer.flat, self._comm.rank, self._channel.for_bucket(bucket_index)
+        if rank >= self._largest_power_of_two:
+            channel.send_recv([(rank - self._largest_power_of_two, flat)])
             return None
-        if self._folded is not None:
+        if self._surplus_peer is not None:
             received = torch.empty_like(flat)
-            post.swap(receive=[(self._folded, received)])
+            channel.send_recv(receive=[(self._surplus_peer, received)])
             flat.add_(received)
-        for peer, own, other in self._halves(flat):
+        for peer, own, other in self._halving_steps(flat):
             received = torch.empty_like(own)
-            post.swap([(peer, other)], [(peer, received)])
+            channel.send_recv([(peer, other)], [(peer, received)])
             own.add_(received)
         return None
 
-    def take(self, number: int, bucket: Bucket) -> None:
-        flat, rank, post = bucket.slab.flat, self._site.rank, self._post.about(number)
-        if rank >= self._power:
-            post.swap(receive=[(rank - self._power, flat)])
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        flat, rank, channel = bucket.buffer.flat, self._comm.rank, self._channel.for_bucket(bucket_index)
+        if rank >= self._largest_power_of_two:
+            channel.send_recv(receive=[(rank - self._largest_power_of_two, flat)])
             return
-        for peer, own, other in reversed(self._halves(flat)):
-            post.swap([(peer, own)], [(peer, other)])
-        if self._folded is not None:
-            post.swap([(self._folded, flat)])
+        for peer, own, other in reversed(self._halving_steps(flat)):
+            channel.send_recv([(peer, own)], [(peer, other)])
+        if self._surplus_peer is not None:
+            channel.send_recv([(self._surplus_peer, flat)])
 
-    def _halves(self, part: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    def _halving_steps(self, part: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """With whom this worker, a rank of the power of two, swaps halves, first to last: which one it adds up, and
         which the other does."""
-        rank, distance, halves = self._site.rank, self._power // 2, []
+        rank, distance, halves = self._comm.rank, self._largest_power_of_two // 2, []
         while distance:
             own, other = part.tensor_split(2)
             if rank & distance:

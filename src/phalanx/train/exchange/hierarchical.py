@@ -9,39 +9,39 @@ worker on a node of its own it is the ring, with all on one node the sharded ser
 from torch import Tensor
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.messages import Talking
-from phalanx.train.exchange.ring import all_gather, reduce_scatter
-from phalanx.train.exchange.server import collect, hand_out
-from phalanx.train.exchange.strategy import Pending, Site
+from phalanx.train.exchange.messages import P2PAlgorithm
+from phalanx.train.exchange.ring import ring_all_gather, ring_reduce_scatter
+from phalanx.train.exchange.server import broadcast_from_servers, reduce_to_servers
+from phalanx.train.exchange.strategy import CommContext, PendingWork
 
 
-class Hierarchical(Talking):
+class HierarchicalAllReduce(P2PAlgorithm):
     """Two levels: the node, and all nodes."""
 
-    def __init__(self, site: Site, buckets: object):
-        super().__init__(site, buckets)
+    def __init__(self, comm: CommContext, buckets: object):
+        super().__init__(comm, buckets)
         nodes: dict[int, list[int]] = {}
-        for rank, node in enumerate(site.nodes):
+        for rank, node in enumerate(comm.node_of_rank):
             nodes.setdefault(node, []).append(rank)
-        self._mine = nodes[site.nodes[site.rank]]
+        self._ranks_on_node = nodes[comm.node_of_rank[comm.rank]]
         count = min(len(ranks) for ranks in nodes.values())
-        self._servers = self._mine[:count]
-        self._rings = [[ranks[number] for ranks in nodes.values()] for number in range(count)]
+        self._servers = self._ranks_on_node[:count]
+        self._inter_node_rings = [[ranks[number] for ranks in nodes.values()] for number in range(count)]
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        flat, rank, post = bucket.slab.flat, self._site.rank, self._post.about(number)
-        collect(post, flat, self._servers, self._mine, rank)
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        flat, rank, channel = bucket.buffer.flat, self._comm.rank, self._channel.for_bucket(bucket_index)
+        reduce_to_servers(channel, flat, self._servers, self._ranks_on_node, rank)
         if rank in self._servers:
-            reduce_scatter(post, *self._served(flat), rank)
+            ring_reduce_scatter(channel, *self._own_part_and_ring(flat), rank)
         return None
 
-    def take(self, number: int, bucket: Bucket) -> None:
-        flat, rank, post = bucket.slab.flat, self._site.rank, self._post.about(number)
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        flat, rank, channel = bucket.buffer.flat, self._comm.rank, self._channel.for_bucket(bucket_index)
         if rank in self._servers:
-            all_gather(post, *self._served(flat), rank)
-        hand_out(post, flat, self._servers, self._mine, rank)
+            ring_all_gather(channel, *self._own_part_and_ring(flat), rank)
+        broadcast_from_servers(channel, flat, self._servers, self._ranks_on_node, rank)
 
-    def _served(self, flat: Tensor) -> tuple[Tensor, list[int]]:
+    def _own_part_and_ring(self, flat: Tensor) -> tuple[Tensor, list[int]]:
         """The part of the gradients that this worker serves, and who serves it in other nodes."""
-        own = self._servers.index(self._site.rank)
-        return flat.tensor_split(len(self._servers))[own], self._rings[own]
+        own = self._servers.index(self._comm.rank)
+        return flat.tensor_split(len(self._servers))[own], self._inter_node_rings[own]

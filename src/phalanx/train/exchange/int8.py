@@ -15,92 +15,96 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from phalanx.train.exchange.buckets import BLOCK, Bucket
-from phalanx.train.exchange.direct import Direct
-from phalanx.train.exchange.strategy import Pending, Site
+from phalanx.train.exchange.buckets import QUANT_BLOCK_ELEMENTS, Bucket
+from phalanx.train.exchange.direct import P2PScatterGather
+from phalanx.train.exchange.strategy import CommContext, PendingWork
 
-LEVELS = 127
-FAINT = 1e-30
+MAX_INT8_LEVEL = 127
+MIN_RESIDUAL_SCALE = 1e-30
 """Scales below it are of rows that get no gradients any more, of which every step leaves less: they are let go before
 they are subnormal, with which processors reckon many times slower. (Adam adds 1e-8 to what it divides by.)"""
-PIECE = 384
+CPU_ENCODE_BLOCKS = 384
 """Blocks that are encoded at a time on a CPU: with the scratch 0.8 MB, which a core's cache holds."""
-SHARE = (1 + 4 / BLOCK) / 4
+INT8_BYTES_FRACTION = (1 + 4 / QUANT_BLOCK_ELEMENTS) / 4
 """Bytes of a gradient on the wire, as a share of fp32."""
 
 
-class Int8:
+class Int8Compression:
     """Buffers are kept from step to step, since memory that is used for the first time is slow, and so is every view of
     them: to make one takes as long as what is then done with it."""
 
-    plain = False
-    answers = True
-    holds_back = True
-    projects = False
-    lanes = 1
+    carries_metrics = False
+    is_two_phase = True
+    uses_error_feedback = True
+    is_low_rank = False
+    num_channels = 1
 
-    def __init__(self, site: Site, buckets: Sequence[Bucket]):
-        self._direct = Direct(site)
-        self._world = site.world
-        length = max(_bytes(bucket.length // site.world) for bucket in buckets) * site.world
+    def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
+        self._scatter_gather = P2PScatterGather(comm)
+        self._world_size = comm.world_size
+        length = max(_padded_bytes(bucket.num_elements // comm.world_size) for bucket in buckets) * comm.world_size
         # Buckets are sent while others are answered, by another thread.
-        sending, answering = (torch.zeros(length, device=site.device) for _ in range(2))
-        self._wires = [_Wire(bucket, site, sending, answering) for bucket in buckets]
+        sending, answering = (torch.zeros(length, device=comm.device) for _ in range(2))
+        self._int8_buffers = [_Int8Buffers(bucket, comm, sending, answering) for bucket in buckets]
 
-    def send(self, number: int, bucket: Bucket) -> Pending | None:
-        wire = self._wires[number]
-        wire.outgoing.encode()
-        parts = [wire.answer.numel()] * self._world
-        return self._direct.spread(wire.sent.view(-1), wire.received.view(-1), parts, parts)
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        buffers = self._int8_buffers[bucket_index]
+        buffers.gradient_encoder.encode()
+        parts = [buffers.own_sum.numel()] * self._world_size
+        return self._scatter_gather.all_to_all(buffers.sent.view(-1), buffers.received.view(-1), parts, parts)
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        wire = self._wires[number]
-        wire.add_up()
-        wire.answering.encode()
-        wire.residual.add_(wire.left)
-        return self._direct.gather(number, wire.answer.view(-1), wire.received.view(-1))
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        buffers = self._int8_buffers[bucket_index]
+        buffers.sum_parts()
+        buffers.sum_encoder.encode()
+        buffers.residual.add_(buffers.sum_residual)
+        return self._scatter_gather.all_gather(bucket_index, buffers.own_sum.view(-1), buffers.received.view(-1))
 
-    def take(self, number: int, bucket: Bucket) -> None:
-        numbers, scales = self._wires[number].arrived
-        whole = bucket.slab.flat.view(self._world, -1)
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        numbers, scales = self._int8_buffers[bucket_index].received_parts
+        whole = bucket.buffer.flat.view(self._world_size, -1)
         if whole.numel() == numbers.numel():
             whole.view_as(numbers).copy_(numbers).mul_(scales)
         else:
             whole.copy_((numbers * scales).view(len(whole), -1)[:, : whole.shape[1]])
 
 
-def _bytes(length: int) -> int:
+def _padded_bytes(length: int) -> int:
     """Of so many quantised numbers in whole blocks, without their scales."""
-    return -(-length // BLOCK) * BLOCK
+    return -(-length // QUANT_BLOCK_ELEMENTS) * QUANT_BLOCK_ELEMENTS
 
 
-class _Wire:
+class _Int8Buffers:
     """A bucket's way in bytes: for each worker's part first the quantised numbers, filled up to whole blocks, then the
     scales. `sent` and `received` [world, bytes]: what all have of one part, and later the sums of all parts; `answer`
-    [1, bytes]. What encoding has `left` of the sum of this worker's part belongs to `residual`."""
+    [1, bytes]. What encoding has `sum_residual` of the sum of this worker's part belongs to `residual`."""
 
-    def __init__(self, bucket: Bucket, site: Site, sending: Tensor, answering: Tensor):
+    def __init__(self, bucket: Bucket, comm: CommContext, sending: Tensor, answering: Tensor):
         assert bucket.residual is not None
-        length = bucket.length // site.world
-        blocks = _bytes(length) // BLOCK
-        self.sent = torch.zeros(site.world, blocks * (BLOCK + 4), dtype=torch.uint8, device=site.device)
-        self.received, self.answer = torch.zeros_like(self.sent), torch.zeros_like(self.sent[:1])
-        total = torch.zeros(1, blocks, BLOCK, device=site.device)
-        parts = bucket.residual.view(site.world, -1)
-        self.residual, self.left = parts[site.rank], total.view(-1)[:length]
-        self.arrived = parted(self.received)
-        self.outgoing = Encoder(parts, *parted(self.sent), sending)
-        self.answering = Encoder(total.view(1, -1), *parted(self.answer), answering)
-        self.add_up = partial(add_up, list(zip(*self.arrived, strict=True)), total[0], answering)
+        length = bucket.num_elements // comm.world_size
+        blocks = _padded_bytes(length) // QUANT_BLOCK_ELEMENTS
+        self.sent = torch.zeros(
+            comm.world_size, blocks * (QUANT_BLOCK_ELEMENTS + 4), dtype=torch.uint8, device=comm.device
+        )
+        self.received, self.own_sum = torch.zeros_like(self.sent), torch.zeros_like(self.sent[:1])
+        total = torch.zeros(1, blocks, QUANT_BLOCK_ELEMENTS, device=comm.device)
+        parts = bucket.residual.view(comm.world_size, -1)
+        self.residual, self.sum_residual = parts[comm.rank], total.view(-1)[:length]
+        self.received_parts = split_numbers_and_scales(self.received)
+        self.gradient_encoder = Int8Encoder(parts, *split_numbers_and_scales(self.sent), sending)
+        self.sum_encoder = Int8Encoder(total.view(1, -1), *split_numbers_and_scales(self.own_sum), answering)
+        self.sum_parts = partial(sum_dequantized, list(zip(*self.received_parts, strict=True)), total[0], answering)
 
 
-def parted(data: Tensor) -> tuple[Tensor, Tensor]:
+def split_numbers_and_scales(data: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers [n, blocks, BLOCK] and their scales [n, blocks, 1] that lie in [n, bytes]."""
-    size = data.shape[1] // (BLOCK + 4) * BLOCK
-    return data[:, :size].view(torch.int8).unflatten(1, (-1, BLOCK)), data[:, size:].view(torch.float32).unsqueeze(2)
+    size = data.shape[1] // (QUANT_BLOCK_ELEMENTS + 4) * QUANT_BLOCK_ELEMENTS
+    return data[:, :size].view(torch.int8).unflatten(1, (-1, QUANT_BLOCK_ELEMENTS)), data[:, size:].view(
+        torch.float32
+    ).unsqueeze(2)
 
 
-def add_up(parts: Sequence[tuple[Tensor, Tensor]], total: Tensor, scratch: Tensor) -> None:
+def sum_dequantized(parts: Sequence[tuple[Tensor, Tensor]], total: Tensor, scratch: Tensor) -> None:
     """Leave in `total` [blocks, BLOCK] the sum of `parts`, numbers [blocks, BLOCK] times scales [blocks, 1], in turn:
     what is read twice is small enough for a core's cache."""
     (numbers, scales), *others = parts
@@ -110,57 +114,57 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], total: Tensor, scratch: Tenso
         total.addcmul_(part.copy_(numbers), scales)
 
 
-class Encoder:
+class Int8Encoder:
     """Quantises `parts` [n, length], and leaves in them what was lost; nothing of what is not finite. In few passes,
     over what a core's cache holds: this goes on beside backward, on the same cores."""
 
-    def __init__(self, parts: Tensor, quantised: Tensor, scales: Tensor, scratch: Tensor):
-        count, blocks, _ = quantised.shape
+    def __init__(self, parts: Tensor, quantized: Tensor, scales: Tensor, scratch: Tensor):
+        count, blocks, _ = quantized.shape
         self._parts, self._padded = parts, None
-        if parts.numel() < quantised.numel():
-            self._padded = parts.new_zeros(count, blocks * BLOCK)
-        self._numbers = (parts if self._padded is None else self._padded).view_as(quantised)
-        self._scales, self._pieces = scales, []
-        for piece in pieces(count, blocks, parts.is_cpu):
-            some = self._numbers[piece]
+        if parts.numel() < quantized.numel():
+            self._padded = parts.new_zeros(count, blocks * QUANT_BLOCK_ELEMENTS)
+        self._numbers = (parts if self._padded is None else self._padded).view_as(quantized)
+        self._scales, self._chunks = scales, []
+        for chunk in split_into_chunks(count, blocks, parts.is_cpu):
+            some = self._numbers[chunk]
             rounded = scratch[: some.numel()].view_as(some)
-            self._pieces.append((some, rounded, quantised[piece], scales[piece], torch.empty_like(scales[piece])))
+            self._chunks.append((some, rounded, quantized[chunk], scales[chunk], torch.empty_like(scales[chunk])))
 
     def encode(self) -> None:
         """Do so with what the parts hold now."""
         length = self._parts.shape[1]
         if self._padded is not None:
             self._padded[:, :length] = self._parts
-        for some, rounded, quantised, scales, inverse in self._pieces:
-            torch.amax(torch.abs(some, out=rounded), dim=2, keepdim=True, out=scales).div_(LEVELS)
+        for some, rounded, quantized, scales, inverse in self._chunks:
+            torch.amax(torch.abs(some, out=rounded), dim=2, keepdim=True, out=scales).div_(MAX_INT8_LEVEL)
             torch.clamp(scales, min=torch.finfo(torch.float32).tiny, out=inverse).reciprocal_()
-            quantised.copy_(torch.mul(some, inverse, out=rounded).round_())
+            quantized.copy_(torch.mul(some, inverse, out=rounded).round_())
             some.addcmul_(rounded, scales, value=-1)
-        if not self._numbers.is_cpu or _suspect(self._scales):  # to look at them, a host would wait for its GPU
-            forget(self._numbers, self._scales)
+        if not self._numbers.is_cpu or _needs_reset(self._scales):  # to look at them, a host would wait for its GPU
+            reset_bad_residuals(self._numbers, self._scales)
         if self._padded is not None:
             self._parts.copy_(self._padded[:, :length])
 
 
-def _suspect(scales: Tensor) -> bool:
-    """Whether `forget` may have to do something."""
+def _needs_reset(scales: Tensor) -> bool:
+    """Whether `reset_bad_residuals` may have to do something."""
     least, largest = torch.stack(torch.aminmax(scales)).tolist()
-    return least < FAINT or not math.isfinite(largest)  # which it is not if any of them is not a number
+    return least < MIN_RESIDUAL_SCALE or not math.isfinite(largest)  # which it is not if any of them is not a number
 
 
-def forget(numbers: Tensor, scales: Tensor) -> None:
+def reset_bad_residuals(numbers: Tensor, scales: Tensor) -> None:
     """Leave nothing of what was lost [n, blocks, BLOCK] where any of its scales [n, blocks, 1] is not finite, nor of
     blocks whose scale is too small to divide by."""
-    faint = (scales < FAINT) & (scales > 0)
+    faint = (scales < MIN_RESIDUAL_SCALE) & (scales > 0)
     numbers.masked_fill_(faint | ~scales.isfinite().all(), 0.0)
 
 
-def pieces(count: int, blocks: int, small: bool) -> list[tuple[slice, slice]]:
+def split_into_chunks(count: int, blocks: int, cache_sized: bool) -> list[tuple[slice, slice]]:
     """Of `count` parts of so many blocks those that are encoded together: all, or as many as a cache holds if they are
-    to be `small`."""
-    if not small:
+    to be `cache_sized`."""
+    if not cache_sized:
         return [(slice(None), slice(None))]
-    rows, columns = max(1, PIECE // blocks), min(blocks, PIECE)
+    rows, columns = max(1, CPU_ENCODE_BLOCKS // blocks), min(blocks, CPU_ENCODE_BLOCKS)
     return [
         (slice(row, row + rows), slice(column, column + columns))
         for row in range(0, count, rows)

@@ -9,66 +9,66 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.train.exchange.strategy import Exact, Site
+from phalanx.train.exchange.strategy import CommContext, LosslessAlgorithm
 from phalanx.train.parallel.collectives import Group
 
-Letters = Iterable[tuple[int, Tensor]]
+P2PMessages = Iterable[tuple[int, Tensor]]
 """Ranks of a site's world, and what goes to them or comes from them (contiguous)."""
 
 
-LANES = 3
+P2P_CHANNELS = 3
 """Buckets under way side by side on CPUs. While one waits for a message others use the link: of a tree's levels, or of
 the two ways of a server's port, only one is busy with a bucket at any time."""
-TAG = 2
+FIRST_BUCKET_TAG = 2
 """Of the messages about the first bucket; the next ones follow."""
 
 
-class Talking(Exact):
+class P2PAlgorithm(LosslessAlgorithm):
     """A strategy that is nothing but messages: those towards the sum are its answer, and those that hand it out its
     taking."""
 
-    lanes = LANES
+    num_channels = P2P_CHANNELS
 
-    def __init__(self, site: Site, buckets: object):
-        self._site = site
-        self._post = Post(site.second, (site.second,) if site.on_cpu else ())
-        if not site.on_cpu:  # NCCL wants all workers to have met before some of them talk
-            dist.all_reduce(torch.zeros((), device=site.device), group=site.second)
+    def __init__(self, comm: CommContext, buckets: object):
+        self._comm = comm
+        self._channel = P2PChannel(comm.second_group, (comm.second_group,) if comm.on_cpu else ())
+        if not comm.on_cpu:  # NCCL wants all workers to have met before some of them talk
+            dist.all_reduce(torch.zeros((), device=comm.device), group=comm.second_group)
 
 
 @dataclass(frozen=True)
-class Post:
+class P2PChannel:
     """Carries messages over a group, one batch at a time, alike at both ends; on CPUs those of different tags side by
-    side. Whoever meets an error closes the `connections` of these groups of gloo's."""
+    side. Whoever meets an error closes the `groups_to_abort` of these groups of gloo's."""
 
     group: Group
-    connections: Sequence[Group]
-    tag: int = TAG
+    groups_to_abort: Sequence[Group]
+    tag: int = FIRST_BUCKET_TAG
 
-    def about(self, bucket: int) -> "Post":
+    def for_bucket(self, bucket_index: int) -> "P2PChannel":
         """For messages that are not taken for those about other buckets."""
-        return Post(self.group, self.connections, TAG + bucket)
+        return P2PChannel(self.group, self.groups_to_abort, FIRST_BUCKET_TAG + bucket_index)
 
-    def swap(self, send: Letters = (), receive: Letters = ()) -> None:
+    def send_recv(self, send: P2PMessages = (), receive: P2PMessages = ()) -> None:
         """Send and receive, all at once, until everything is here and may be written to again. Raises at once when an
         end is gone; then the other workers get an error, too, instead of waiting for what would have come from here."""
-        with hanging_up(self.connections):
-            for work in self._begin(send, receive):
+        with abort_groups_on_error(self.groups_to_abort):
+            for work in self._start(send, receive):
                 if work is not None:
                     work.wait()
 
-    def _begin(self, send: Letters, receive: Letters) -> Sequence[dist.Work | None]:
+    def _start(self, send: P2PMessages, receive: P2PMessages) -> Sequence[dist.Work | None]:
         group, tag = self.group, self.tag
-        if self.connections:  # torch's batch takes half as long again of the processor, for nothing
-            coming = [dist.irecv(tensor, group=group, tag=tag, group_src=rank) for rank, tensor in receive]
-            return coming + [dist.isend(tensor, group=group, tag=tag, group_dst=rank) for rank, tensor in send]
+        if self.groups_to_abort:  # torch's batch takes half as long again of the processor, for nothing
+            receives = [dist.irecv(tensor, group=group, tag=tag, group_src=rank) for rank, tensor in receive]
+            return receives + [dist.isend(tensor, group=group, tag=tag, group_dst=rank) for rank, tensor in send]
         batch = [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank) for rank, tensor in send]
         batch += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank) for rank, tensor in receive]
         return dist.batch_isend_irecv(batch) if batch else []
 
 
 @contextlib.contextmanager
-def hanging_up(groups: Iterable[Group]) -> Iterator[None]:
+def abort_groups_on_error(groups: Iterable[Group]) -> Iterator[None]:
     """Within it whoever meets an error closes the connections of these groups of gloo's, so that nobody at their other
     ends waits for what will not come. A wait that runs out of time is how gloo is told so: it has no call for it, and
     connections would else be open until the last reference to a group is gone."""
@@ -77,7 +77,7 @@ def hanging_up(groups: Iterable[Group]) -> Iterator[None]:
     except RuntimeError:
         for group in groups:
             with contextlib.suppress(RuntimeError):  # the error that is asked for; the one that matters is on its way
-                never = dist.irecv(torch.empty(1), group=group, tag=1)
-                if never is not None:
-                    never.wait(timedelta(milliseconds=1))
+                unanswered = dist.irecv(torch.empty(1), group=group, tag=1)
+                if unanswered is not None:
+                    unanswered.wait(timedelta(milliseconds=1))
         raise

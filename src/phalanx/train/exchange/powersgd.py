@@ -18,56 +18,56 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.strategy import Pending, Site
-from phalanx.train.optimizers.local import local
+from phalanx.train.exchange.strategy import CommContext, PendingWork
+from phalanx.train.optimizers.local import to_local
 from phalanx.train.parallel.collectives import Group
 
-SEED = 71
+BASIS_SEED = 71
 """Of the bases that a run starts with: alike on all workers."""
 
 
-class PowerSGD:
+class PowerSGDCompression:
     """Its two stages are all-reduces: of P with what travels whole, and of Q."""
 
-    plain = False
-    answers = True
-    holds_back = True
-    projects = True
-    lanes = 1
+    carries_metrics = False
+    is_two_phase = True
+    uses_error_feedback = True
+    is_low_rank = True
+    num_channels = 1
 
-    def __init__(self, site: Site, buckets: Sequence[Bucket]):
-        self._site = site
-        self._wires = [_Wire(bucket) for bucket in buckets]
+    def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
+        self._comm = comm
+        self._low_rank_buffers = [_PowerSGDBuffers(bucket) for bucket in buckets]
 
-    def send(self, number: int, bucket: Bucket) -> Pending | None:
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
         assert bucket.residual is not None
-        wire = self._wires[number]
-        if bucket.whole:
-            bucket.slab.flat.copy_(bucket.residual)
+        buffers = self._low_rank_buffers[bucket_index]
+        if bucket.send_uncompressed:
+            bucket.buffer.flat.copy_(bucket.residual)
             bucket.residual.zero_()
-            return _summed(bucket.slab.flat, self._site.first)
-        for each in wire.whole:
-            each.sent.copy_(each.here)
-            each.here.zero_()
-        for part in wire.thin:
+            return _all_reduce_async(bucket.buffer.flat, self._comm.group)
+        for each in buffers.uncompressed:
+            each.sent.copy_(each.residual)
+            each.residual.zero_()
+        for part in buffers.low_rank:
             torch.mm(part.matrix, part.basis, out=part.left)
-        return _summed(wire.first, self._site.first)
+        return _all_reduce_async(buffers.first_phase, self._comm.group)
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        wire = self._wires[number]
-        if bucket.whole or not wire.thin:
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        buffers = self._low_rank_buffers[bucket_index]
+        if bucket.send_uncompressed or not buffers.low_rank:
             return None
-        for part in wire.thin:
+        for part in buffers.low_rank:
             part.project()
-        return _summed(wire.second, self._site.second)
+        return _all_reduce_async(buffers.second_phase, self._comm.second_group)
 
-    def take(self, number: int, bucket: Bucket) -> None:
-        if bucket.whole:
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        if bucket.send_uncompressed:
             return
-        wire, flat = self._wires[number], bucket.slab.flat
-        for each in wire.whole:
+        buffers, flat = self._low_rank_buffers[bucket_index], bucket.buffer.flat
+        for each in buffers.uncompressed:
             flat[each.start : each.start + len(each.sent)].copy_(each.sent)
-        for part in wire.thin:
+        for part in buffers.low_rank:
             rows, columns = part.matrix.shape
             into = flat[part.start : part.start + rows * columns].view(rows, columns)
             into.copy_(part.left @ part.right.T)
@@ -75,23 +75,23 @@ class PowerSGD:
             part.basis.copy_(torch.where(good, part.right, part.basis))
 
 
-def _summed(tensor: Tensor, group: Group) -> Pending | None:
+def _all_reduce_async(tensor: Tensor, group: Group) -> PendingWork | None:
     """Begins to add up what all workers have in `tensor`."""
-    work: Pending | None = dist.all_reduce(tensor, group=group, async_op=True)
+    work: PendingWork | None = dist.all_reduce(tensor, group=group, async_op=True)
     return work
 
 
 @dataclass
-class _Whole:
+class _UncompressedGrad:
     """A parameter whose gradient, `here` in the residual, is `sent` as it is."""
 
     start: int
-    here: Tensor
+    residual: Tensor
     sent: Tensor
 
 
 @dataclass
-class _Thin:
+class _LowRankGrad:
     """A parameter whose gradient, `matrix` in the residual [rows, columns], travels as `left` [rows, rank] and `right`
     [columns, rank]."""
 
@@ -112,55 +112,57 @@ class _Thin:
         self.matrix.masked_fill_(~self.right.isfinite().all(), 0.0)
 
 
-class _Wire:
+class _PowerSGDBuffers:
     """What of a bucket travels first and second, and of whom each part is."""
 
     def __init__(self, bucket: Bucket):
         assert bucket.residual is not None
-        residual, bases = bucket.residual, bucket.bases
-        lengths = [local(parameter).numel() for parameter in bucket.parameters]
-        every = list(zip(bucket.parameters, bucket.starts, lengths, bases, strict=True))
+        residual, bases = bucket.residual, bucket.projection_bases
+        lengths = [to_local(parameter).numel() for parameter in bucket.parameters]
+        every = list(zip(bucket.parameters, bucket.offsets, lengths, bases, strict=True))
         size = sum(n if basis is None else n // len(basis) * basis.shape[1] for _, _, n, basis in every)
-        self.first = residual.new_zeros(size)
-        self.second = residual.new_zeros(sum(basis.numel() for basis in bases if basis is not None))
-        self.whole: list[_Whole] = []
-        self.thin: list[_Thin] = []
+        self.first_phase = residual.new_zeros(size)
+        self.second_phase = residual.new_zeros(sum(basis.numel() for basis in bases if basis is not None))
+        self.uncompressed: list[_UncompressedGrad] = []
+        self.low_rank: list[_LowRankGrad] = []
         first = second = 0
         for _, start, length, basis in every:
-            here = residual[start : start + length]
+            residual_part = residual[start : start + length]
             if basis is None:
-                self.whole.append(_Whole(start, here, self.first[first : first + length]))
+                self.uncompressed.append(
+                    _UncompressedGrad(start, residual_part, self.first_phase[first : first + length])
+                )
                 first += length
                 continue
             columns, rank = basis.shape
             rows = length // columns
-            left = self.first[first : first + rows * rank].view(rows, rank)
-            right = self.second[second : second + columns * rank].view(columns, rank)
-            self.thin.append(_Thin(start, here.view(rows, columns), basis, left, right))
+            left = self.first_phase[first : first + rows * rank].view(rows, rank)
+            right = self.second_phase[second : second + columns * rank].view(columns, rank)
+            self.low_rank.append(_LowRankGrad(start, residual_part.view(rows, columns), basis, left, right))
             first, second = first + left.numel(), second + right.numel()
 
 
-def bases_of(bucket: Bucket, rank: int, first: int) -> list[Tensor | None]:
+def make_projection_bases(bucket: Bucket, rank: int, first: int) -> list[Tensor | None]:
     """For each parameter of a bucket the columns [columns, rank] from which its first step starts, or None where two
-    thin matrices would be no smaller than the gradient. `first`: how many parameters came before."""
+    thin matrices would be no smaller than the gradient. `first_phase`: how many parameters came before."""
     found: list[Tensor | None] = []
     for number, parameter in enumerate(bucket.parameters, first):
-        rows, columns = as_matrix(parameter)
+        rows, columns = matrix_shape(parameter)
         width = min(rank, rows, columns)
         if width * (rows + columns) >= rows * columns:
             found.append(None)
             continue
-        generator = torch.Generator().manual_seed(SEED + number)
-        found.append(torch.randn(columns, width, generator=generator).to(bucket.slab.flat.device))
+        generator = torch.Generator().manual_seed(BASIS_SEED + number)
+        found.append(torch.randn(columns, width, generator=generator).to(bucket.buffer.flat.device))
     return found
 
 
-def as_matrix(parameter: nn.Parameter) -> tuple[int, int]:
+def matrix_shape(parameter: nn.Parameter) -> tuple[int, int]:
     """Rows and columns of a parameter as it lies in memory: rows are its outermost dimension there, such as the outputs
     of a layer, also where the channels of its kernels come last. (0, 0) for one that is empty."""
-    here = local(parameter)
-    if not here.numel() or not here.dim():
-        return here.numel(), here.numel()
-    outermost = max(range(here.dim()), key=lambda dim: torch.empty_like(here).stride(dim))
-    rows = here.shape[outermost]
-    return rows, here.numel() // rows
+    local_param = to_local(parameter)
+    if not local_param.numel() or not local_param.dim():
+        return local_param.numel(), local_param.numel()
+    outermost = max(range(local_param.dim()), key=lambda dim: torch.empty_like(local_param).stride(dim))
+    rows = local_param.shape[outermost]
+    return rows, local_param.numel() // rows

@@ -9,39 +9,39 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.messages import Talking
-from phalanx.train.exchange.strategy import Pending, Site
+from phalanx.train.exchange.messages import P2PAlgorithm
+from phalanx.train.exchange.strategy import CommContext, PendingWork
 
 
-class ReductionTree(Talking):
+class BinomialTree(P2PAlgorithm):
     """The parent of a rank is the rank without its lowest bit that is set."""
 
-    def __init__(self, site: Site, buckets: Sequence[Bucket]):
-        super().__init__(site, buckets)
-        self._several = len(buckets) > 1
-        rank, world = site.rank, site.world
-        lowest = rank & -rank or world  # rank 0 has no parent, and children up to the world's end
-        steps = [1 << bit for bit in range(world.bit_length()) if 1 << bit < lowest]
+    def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
+        super().__init__(comm, buckets)
+        self._has_several_buckets = len(buckets) > 1
+        rank, world_size = comm.rank, comm.world_size
+        lowest = rank & -rank or world_size  # rank 0 has no parent, and children up to the world's end
+        steps = [1 << bit for bit in range(world_size.bit_length()) if 1 << bit < lowest]
         self._parent = rank - lowest if rank else None
-        self._children = [rank + step for step in steps if rank + step < world]
+        self._children = [rank + step for step in steps if rank + step < world_size]
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        flat, post = bucket.slab.flat, self._post.about(number)
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        flat, channel = bucket.buffer.flat, self._channel.for_bucket(bucket_index)
         received = {child: torch.empty_like(flat) for child in self._children}
-        post.swap(receive=received.items())
+        channel.send_recv(receive=received.items())
         for each in received.values():  # the smallest subtree first
             flat.add_(each)
         if self._parent is not None:
-            post.swap([(self._parent, flat)])
+            channel.send_recv([(self._parent, flat)])
         return None
 
-    def take(self, number: int, bucket: Bucket) -> None:
-        flat, post = bucket.slab.flat, self._post.about(number)
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        flat, channel = bucket.buffer.flat, self._channel.for_bucket(bucket_index)
         if self._parent is not None:
-            post.swap(receive=[(self._parent, flat)])
-        letters = [(child, flat) for child in reversed(self._children)]
-        if self._several:  # all at once, while other buckets come up
-            post.swap(letters)
+            channel.send_recv(receive=[(self._parent, flat)])
+        messages = [(child, flat) for child in reversed(self._children)]
+        if self._has_several_buckets:  # all at once, while other buckets come up
+            channel.send_recv(messages)
             return
-        for letter in letters:  # the largest subtree has the longest way to go
-            post.swap([letter])
+        for message in messages:  # the largest subtree has the longest way to go
+            channel.send_recv([message])

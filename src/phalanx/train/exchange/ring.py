@@ -10,39 +10,43 @@ import torch
 from torch import Tensor
 
 from phalanx.train.exchange.buckets import Bucket
-from phalanx.train.exchange.messages import Post, Talking
-from phalanx.train.exchange.strategy import Pending
+from phalanx.train.exchange.messages import P2PAlgorithm, P2PChannel
+from phalanx.train.exchange.strategy import PendingWork
 
 
-class Ring(Talking):
+class RingAllReduce(P2PAlgorithm):
     """All workers in one ring."""
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
-        reduce_scatter(self._post.about(number), bucket.slab.flat, range(self._site.world), self._site.rank)
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        ring_reduce_scatter(
+            self._channel.for_bucket(bucket_index), bucket.buffer.flat, range(self._comm.world_size), self._comm.rank
+        )
         return None
 
-    def take(self, number: int, bucket: Bucket) -> None:
-        all_gather(self._post.about(number), bucket.slab.flat, range(self._site.world), self._site.rank)
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        ring_all_gather(
+            self._channel.for_bucket(bucket_index), bucket.buffer.flat, range(self._comm.world_size), self._comm.rank
+        )
 
 
-def reduce_scatter(post: Post, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
+def ring_reduce_scatter(channel: P2PChannel, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
     """Leave with each of `ranks`, of which `rank` is this one, the sum of its part of `flat` [at least as many elements
     as ranks]."""
-    count, here = len(ranks), ranks.index(rank)
-    left, right = ranks[here - 1], ranks[(here + 1) % count]
+    count, position = len(ranks), ranks.index(rank)
+    left, right = ranks[position - 1], ranks[(position + 1) % count]
     parts = flat.tensor_split(count)
-    room = torch.empty_like(parts[0])  # the first is never shorter than others
-    for turn in range(count - 1):
-        added = parts[(here - turn - 2) % count]
-        received = room[: len(added)]
-        post.swap([(right, parts[(here - turn - 1) % count])], [(left, received)])
+    receive_buffer = torch.empty_like(parts[0])  # the first is never shorter than others
+    for step in range(count - 1):
+        added = parts[(position - step - 2) % count]
+        received = receive_buffer[: len(added)]
+        channel.send_recv([(right, parts[(position - step - 1) % count])], [(left, received)])
         added.add_(received)
 
 
-def all_gather(post: Post, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
-    """Leave in `flat` the parts of all `ranks`, each of which has its own there, as `reduce_scatter` leaves it."""
-    count, here = len(ranks), ranks.index(rank)
-    left, right = ranks[here - 1], ranks[(here + 1) % count]
+def ring_all_gather(channel: P2PChannel, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
+    """Leave in `flat` the parts of all `ranks`, each of which has its own there, as `ring_reduce_scatter` leaves it."""
+    count, position = len(ranks), ranks.index(rank)
+    left, right = ranks[position - 1], ranks[(position + 1) % count]
     parts = flat.tensor_split(count)
-    for turn in range(count - 1):
-        post.swap([(right, parts[(here - turn) % count])], [(left, parts[(here - turn - 1) % count])])
+    for step in range(count - 1):
+        channel.send_recv([(right, parts[(position - step) % count])], [(left, parts[(position - step - 1) % count])])

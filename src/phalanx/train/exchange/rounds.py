@@ -13,225 +13,247 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat import foreach
+from phalanx.compat import call_foreach
 from phalanx.recipe.schema import OuterOptimizerConfig
-from phalanx.train.exchange.buckets import Bucket, make_buckets, views_of
-from phalanx.train.exchange.courier import Courier
-from phalanx.train.exchange.schedule import Schedule
-from phalanx.train.exchange.strategy import Site
-from phalanx.train.exchange.ways import WAYS
-from phalanx.train.optimizers.local import local
+from phalanx.train.exchange.buckets import Bucket, make_buckets, make_parameter_views
+from phalanx.train.exchange.courier import CommQueue
+from phalanx.train.exchange.schedule import SyncSchedule
+from phalanx.train.exchange.strategy import CommContext
+from phalanx.train.exchange.ways import GRAD_SYNC_ALGORITHMS
+from phalanx.train.optimizers.local import to_local
 from phalanx.train.parallel.collectives import Group
-from phalanx.train.place import twin
+from phalanx.train.place import clone_group
 
-PLAIN = OuterOptimizerConfig(lr=1.0, momentum=0.0)
+AVERAGING_OUTER_OPTIMIZER = OuterOptimizerConfig(lr=1.0, momentum=0.0)
 """The outer step that takes the mean of all workers' weights."""
-WIRES = {"fp32": "all-reduce", "bf16": "bf16", "int8": "int8"}
+ALGORITHM_BY_SYNC_DTYPE = {"fp32": "all-reduce", "bf16": "bf16", "int8": "int8"}
 """The strategy that carries what travels as this."""
-OWN = 0.5
+FRAGMENT_UPDATE_ALPHA = 0.5
 """How much a worker keeps of its own weights when a mean lands of what it told some steps ago, during which it went on
 (Douillard et al. 2025, section 2.3)."""
 
 
-class Rounds:
-    """A worker's part in what a `schedule` says. When it is made, and at `begin`, all workers hold the same weights.
-    `together`: whether they do now."""
+class LocalSGD:
+    """A worker's part in what a `schedule` says. When it is made, and at `start_round`, all workers hold the same weights.
+    `in_sync`: whether they do now."""
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         *,
         rank: int,
-        world: int,
-        schedule: Schedule,
-        outer: OuterOptimizerConfig = PLAIN,
-        wire: str = "fp32",
-        capacity: float = 25 * 2**20,
+        world_size: int,
+        schedule: SyncSchedule,
+        outer_optimizer: OuterOptimizerConfig = AVERAGING_OUTER_OPTIMIZER,
+        sync_dtype: str = "fp32",
+        bucket_bytes: float = 25 * 2**20,
         group: Group = None,
     ):
         self.schedule = schedule
-        self._rank, self._world, self._outer, self._group = rank, world, outer, group
-        self._way = WAYS[WIRES[wire]]
-        size = sum(local(p).numel() * p.element_size() for p in parameters)
-        self.buckets = make_buckets(parameters, min(capacity, size / schedule.fragments), world, dtype=torch.float32)
+        self._rank, self._world_size, self._outer_optimizer, self._group = rank, world_size, outer_optimizer, group
+        self._factory = GRAD_SYNC_ALGORITHMS[ALGORITHM_BY_SYNC_DTYPE[sync_dtype]]
+        size = sum(to_local(p).numel() * p.element_size() for p in parameters)
+        self.buckets = make_buckets(
+            parameters, min(bucket_bytes, size / schedule.num_fragments), world_size, dtype=torch.float32
+        )
         for bucket in self.buckets:
-            if self._way.holds_back:
-                bucket.hold_back()
-        self._starts = [torch.zeros_like(bucket.slab.flat) for bucket in self.buckets]
-        self._momenta = [torch.zeros_like(start) for start in self._starts] if outer.momentum else []
-        self._courier: Courier | None = None
-        self._flying: list[int] = []  # buckets that have left and not landed
-        self._arrived = True  # their sums are in them
-        self.together = True
-        self.begin()
+            if self._factory.uses_error_feedback:
+                bucket.enable_error_feedback()
+        self._global_params = [torch.zeros_like(bucket.buffer.flat) for bucket in self.buckets]
+        self._outer_momenta = (
+            [torch.zeros_like(start) for start in self._global_params] if outer_optimizer.momentum else []
+        )
+        self._comm_queue: CommQueue | None = None
+        self._in_flight: list[int] = []  # buckets that have left and not landed
+        self._in_flight_received = True  # their sums are in them
+        self.in_sync = True
+        self.start_round()
 
-    def follow(self, step: int) -> bool:
+    def after_step(self, step: int) -> bool:
         """After this step's update: tell the others what is due, and take what has come; whether there was anything.
         Every worker calls it after every step."""
-        last, flying = step == self.schedule.last, self.schedule.flying(step)
-        landed = [number for number in self._flying if self._fragment(number) not in flying]
-        if landed:
-            self._land(OWN)
-        leaving = set(self.schedule.leaving(step))
-        if leaving:
-            self._leave([number for number in range(len(self.buckets)) if self._fragment(number) in leaving])
-            if not leaving & set(flying):
-                self._land(outer=PLAIN if step <= self.schedule.start else None)
-            self.together = last or step <= self.schedule.start or not self.schedule.streams
-        return bool(landed or leaving)
+        last, in_flight = step == self.schedule.last_step, self.schedule.fragments_in_flight(step)
+        completed = [
+            bucket_index for bucket_index in self._in_flight if self._fragment_of(bucket_index) not in in_flight
+        ]
+        if completed:
+            self._complete_sync(FRAGMENT_UPDATE_ALPHA)
+        starting = set(self.schedule.fragments_starting(step))
+        if starting:
+            self._start_sync(
+                [
+                    bucket_index
+                    for bucket_index in range(len(self.buckets))
+                    if self._fragment_of(bucket_index) in starting
+                ]
+            )
+            if not starting & set(in_flight):
+                self._complete_sync(outer=AVERAGING_OUTER_OPTIMIZER if step <= self.schedule.warmup_steps else None)
+            self.in_sync = last or step <= self.schedule.warmup_steps or not self.schedule.is_streaming
+        return bool(completed or starting)
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def start_round(self) -> None:
         """A round begins with the weights of now, which all workers hold."""
-        for bucket, start in zip(self.buckets, self._starts, strict=True):
-            foreach("copy_", _views(bucket, start), [local(p) for p in bucket.parameters])
-        self.together = True
+        for bucket, start in zip(self.buckets, self._global_params, strict=True):
+            call_foreach("copy_", _bucket_views(bucket, start), [to_local(p) for p in bucket.parameters])
+        self.in_sync = True
 
     @torch.no_grad()
-    def end_agreed(self) -> None:
+    def step_outer_from_mean(self) -> None:
         """The outer step where the weights of this worker are the mean of all: nothing has to travel. Sums that have
         not landed are of no use: what they told of is still in the weights."""
-        self.drop()
-        for number in range(len(self.buckets)):
-            self._measure(number)
-            self._step(number, 0.0, self._outer)
-        self.together = True
+        self.discard_in_flight()
+        for bucket_index in range(len(self.buckets)):
+            self._compute_pseudogradient(bucket_index)
+            self._outer_step(bucket_index, 0.0, self._outer_optimizer)
+        self.in_sync = True
 
-    def agreed(self) -> AbstractContextManager[None]:
+    def use_global_params(self) -> AbstractContextManager[None]:
         """Within it parameters are what all workers agreed on last."""
-        return nullcontext() if self.together else self._as_agreed()
+        return nullcontext() if self.in_sync else self._swap_in_global_params()
 
     @contextmanager
-    def _as_agreed(self) -> Iterator[None]:
-        own = [[local(p).detach().clone() for p in bucket.parameters] for bucket in self.buckets]
+    def _swap_in_global_params(self) -> Iterator[None]:
+        own = [[to_local(p).detach().clone() for p in bucket.parameters] for bucket in self.buckets]
         try:
-            self._assign([_views(*each) for each in zip(self.buckets, self._starts, strict=True)])
+            self._copy_to_params([_bucket_views(*each) for each in zip(self.buckets, self._global_params, strict=True)])
             yield
         finally:
-            self._assign(own)
+            self._copy_to_params(own)
 
     @torch.no_grad()
-    def _assign(self, values: Sequence[list[Tensor]]) -> None:
+    def _copy_to_params(self, values: Sequence[list[Tensor]]) -> None:
         for bucket, each in zip(self.buckets, values, strict=True):
-            foreach("copy_", [local(p) for p in bucket.parameters], each)
+            call_foreach("copy_", [to_local(p) for p in bucket.parameters], each)
 
-    def flying(self) -> dict[nn.Parameter, Tensor]:
+    def in_flight_pseudogradients(self) -> dict[nn.Parameter, Tensor]:
         """Sums that have not landed, fp32, live, of how far workers had moved; it waits until they have come."""
-        self._arrive()
-        found = self._each([bucket.slab.flat for bucket in self.buckets])
-        return {p: found[p] for number in self._flying for p in self.buckets[number].parameters}
+        self._wait_in_flight()
+        found = self._views_by_param([bucket.buffer.flat for bucket in self.buckets])
+        return {p: found[p] for bucket_index in self._in_flight for p in self.buckets[bucket_index].parameters}
 
-    def take_up(self, step: int) -> dict[nn.Parameter, Tensor]:
+    def restore_in_flight(self, step: int) -> dict[nn.Parameter, Tensor]:
         """As `flying`, of a run that goes on after this step: the sums are to be written there."""
-        self.drop()
-        self._flying = self._under_way(step)
-        return self.flying()
+        self.discard_in_flight()
+        self._in_flight = self._in_flight_buckets(step)
+        return self.in_flight_pseudogradients()
 
-    def under_way(self, step: int) -> list[nn.Parameter]:
+    def in_flight_params(self, step: int) -> list[nn.Parameter]:
         """Whose sums are flying after this step."""
-        return [p for number in self._under_way(step) for p in self.buckets[number].parameters]
+        return [p for bucket_index in self._in_flight_buckets(step) for p in self.buckets[bucket_index].parameters]
 
-    def _under_way(self, step: int) -> list[int]:
-        flying = self.schedule.flying(step)
-        return [number for number in range(len(self.buckets)) if self._fragment(number) in flying]
+    def _in_flight_buckets(self, step: int) -> list[int]:
+        in_flight = self.schedule.fragments_in_flight(step)
+        return [
+            bucket_index for bucket_index in range(len(self.buckets)) if self._fragment_of(bucket_index) in in_flight
+        ]
 
-    def starts(self) -> dict[nn.Parameter, Tensor]:
+    def global_params(self) -> dict[nn.Parameter, Tensor]:
         """The weights with which the round began, fp32, live."""
-        return self._each(self._starts)
+        return self._views_by_param(self._global_params)
 
-    def momenta(self) -> dict[nn.Parameter, Tensor]:
+    def outer_momenta(self) -> dict[nn.Parameter, Tensor]:
         """The outer optimizer's state, fp32, live; empty where it has none."""
-        return self._each(self._momenta) if self._momenta else {}
+        return self._views_by_param(self._outer_momenta) if self._outer_momenta else {}
 
-    def drop(self) -> None:
+    def discard_in_flight(self) -> None:
         """Nothing is flying any more."""
-        self._arrive()
-        self._flying = []
+        self._wait_in_flight()
+        self._in_flight = []
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
         """What this worker has not told yet of how far it moved, live; empty where nothing is held back."""
-        return self._each([b.residual for b in self.buckets if b.residual is not None]) if self._way.holds_back else {}
+        return (
+            self._views_by_param([b.residual for b in self.buckets if b.residual is not None])
+            if self._factory.uses_error_feedback
+            else {}
+        )
 
     def close(self) -> None:
         """Let go of the group."""
-        if self._courier is not None:
-            self._courier.close()
-        self._courier = self._group = None
+        if self._comm_queue is not None:
+            self._comm_queue.close()
+        self._comm_queue = self._group = None
 
-    def _fragment(self, bucket: int) -> int:
+    def _fragment_of(self, bucket: int) -> int:
         """To which one a bucket belongs: by turns, so that each has some of all depths of a model."""
-        return bucket % self.schedule.fragments
+        return bucket % self.schedule.num_fragments
 
     @torch.no_grad()
-    def _leave(self, numbers: list[int]) -> None:
+    def _start_sync(self, bucket_indices: list[int]) -> None:
         """Tell the others how far this worker has moved."""
-        courier = self._open()
-        for number in numbers:
-            bucket = self.buckets[number]
-            self._measure(number)
+        comm_queue = self._get_comm_queue()
+        for bucket_index in bucket_indices:
+            bucket = self.buckets[bucket_index]
+            self._compute_pseudogradient(bucket_index)
             if bucket.residual is not None:
-                bucket.residual.add_(bucket.slab.flat)
-            if courier is not None:
-                courier.send(number, bucket)
+                bucket.residual.add_(bucket.buffer.flat)
+            if comm_queue is not None:
+                comm_queue.submit(bucket_index, bucket)
             elif bucket.residual is not None:
-                bucket.slab.flat.copy_(bucket.residual)
+                bucket.buffer.flat.copy_(bucket.residual)
                 bucket.residual.zero_()
-        self._flying, self._arrived = numbers, courier is None
+        self._in_flight, self._in_flight_received = bucket_indices, comm_queue is None
 
-    def _arrive(self) -> None:
+    def _wait_in_flight(self) -> None:
         """Wait until the sums are there."""
-        if not self._arrived and self._courier is not None:
-            self._courier.finish()
-        self._arrived = True
+        if not self._in_flight_received and self._comm_queue is not None:
+            self._comm_queue.wait_all()
+        self._in_flight_received = True
 
     @torch.no_grad()
-    def _land(self, own: float = 0.0, outer: OuterOptimizerConfig | None = None) -> None:
+    def _complete_sync(self, own_weight: float = 0.0, outer: OuterOptimizerConfig | None = None) -> None:
         """The outer step of what is flying, or another; this worker keeps so much of its own weights."""
-        self._arrive()
-        for number in self._flying:
-            self.buckets[number].slab.flat.div_(self._world)
-            self._step(number, own, outer or self._outer)
-        self._flying = []
+        self._wait_in_flight()
+        for bucket_index in self._in_flight:
+            self.buckets[bucket_index].buffer.flat.div_(self._world_size)
+            self._outer_step(bucket_index, own_weight, outer or self._outer_optimizer)
+        self._in_flight = []
 
-    def _open(self) -> Courier | None:
+    def _get_comm_queue(self) -> CommQueue | None:
         """When something leaves for the first time: meet the others in the groups of the strategy. What takes its time
         has one of its own, for steps have messages of theirs meanwhile."""
-        if self._world > 1 and self._courier is None:
-            device = self.buckets[0].slab.flat.device
-            first = twin(self._group) if self.schedule.delay else self._group
-            second = twin(self._group) if self._way.answers else first
-            site = Site(self._rank, self._world, first, second, device, range(self._world))
-            self._courier = Courier(self._way(site, self.buckets), beside=site.on_cpu)
-        return self._courier
+        if self._world_size > 1 and self._comm_queue is None:
+            device = self.buckets[0].buffer.flat.device
+            group = clone_group(self._group) if self.schedule.sync_delay else self._group
+            second_group = clone_group(self._group) if self._factory.is_two_phase else group
+            comm = CommContext(self._rank, self._world_size, group, second_group, device, range(self._world_size))
+            self._comm_queue = CommQueue(self._factory(comm, self.buckets), use_threads=comm.on_cpu)
+        return self._comm_queue
 
-    def _measure(self, number: int) -> None:
+    def _compute_pseudogradient(self, bucket_index: int) -> None:
         """Leave in the bucket how far its parameters have moved against their direction: the outer gradient."""
-        bucket, flat = self.buckets[number], self.buckets[number].slab.flat
-        foreach("copy_", bucket.slab.views, [local(p) for p in bucket.parameters])
-        torch.sub(self._starts[number], flat, out=flat)
+        bucket, flat = self.buckets[bucket_index], self.buckets[bucket_index].buffer.flat
+        call_foreach("copy_", bucket.buffer.views, [to_local(p) for p in bucket.parameters])
+        torch.sub(self._global_params[bucket_index], flat, out=flat)
 
-    def _step(self, number: int, own: float, outer: OuterOptimizerConfig) -> None:
+    def _outer_step(self, bucket_index: int, own_weight: float, outer: OuterOptimizerConfig) -> None:
         """Follow the outer gradient from where the round began, as torch.optim.SGD does; the next begins there, and
-        parameters with it, but for what is kept of their `own`."""
-        bucket, start, direction = self.buckets[number], self._starts[number], self.buckets[number].slab.flat
+        parameters with it, but for what is kept of their `own_weight`."""
+        bucket, start, direction = (
+            self.buckets[bucket_index],
+            self._global_params[bucket_index],
+            self.buckets[bucket_index].buffer.flat,
+        )
         if outer.momentum:
-            momentum = self._momenta[number].mul_(outer.momentum).add_(direction)
+            momentum = self._outer_momenta[bucket_index].mul_(outer.momentum).add_(direction)
             direction.add_(momentum, alpha=outer.momentum)
         start.sub_(direction, alpha=outer.lr)
-        here, views = [local(p) for p in bucket.parameters], _views(bucket, start)
-        before = [p.detach().clone() for p in here] if own else []
-        foreach("copy_", here, views)
-        foreach("copy_", views, here)  # rounded, as parameters are
-        if own:
-            foreach("lerp_", here, before, own)
+        local_params, views = [to_local(p) for p in bucket.parameters], _bucket_views(bucket, start)
+        before = [p.detach().clone() for p in local_params] if own_weight else []
+        call_foreach("copy_", local_params, views)
+        call_foreach("copy_", views, local_params)  # rounded, as parameters are
+        if own_weight:
+            call_foreach("lerp_", local_params, before, own_weight)
 
-    def _each(self, flats: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+    def _views_by_param(self, flats: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
         return {
             parameter: view
             for bucket, flat in zip(self.buckets, flats, strict=True)
-            for parameter, view in zip(bucket.parameters, _views(bucket, flat), strict=True)
+            for parameter, view in zip(bucket.parameters, _bucket_views(bucket, flat), strict=True)
         }
 
 
-def _views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    return views_of(flat, bucket.parameters, bucket.starts)
+def _bucket_views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    return make_parameter_views(flat, bucket.parameters, bucket.offsets)

@@ -1,8 +1,8 @@
 """What an exchange asks of a strategy: how one bucket after the other is summed over the workers.
 
-A sum has up to two stages on the network, with arithmetic before, between and after them. `send` begins the first as
-soon as backward has filled the bucket; `answer` runs when that has arrived, beside backward, and begins the second;
-`take` runs at the end of the step. All workers send buckets in the same order, and answer them in the same order. The
+A sum has up to two stages on the network, with arithmetic before, between and after them. `start` begins the first as
+soon as backward has filled the bucket; `start_second_phase` runs when that has arrived, beside backward, and begins the second;
+`finish` runs at the end of the step. All workers send buckets in the same order, and answer them in the same order. The
 two stages go over groups of their own: which of several buckets is at which stage depends on time, and operations of
 one group must come in one order everywhere.
 """
@@ -17,7 +17,7 @@ from phalanx.train.exchange.buckets import Bucket
 from phalanx.train.parallel.collectives import Group
 
 
-class Pending(Protocol):
+class PendingWork(Protocol):
     """An operation under way, as torch.distributed returns it."""
 
     def wait(self) -> object:
@@ -25,10 +25,10 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class All:
+class PendingWorks:
     """Several operations, begun one after the other."""
 
-    pending: Sequence[Pending | None]
+    pending: Sequence[PendingWork | None]
 
     def wait(self) -> None:
         for each in self.pending:
@@ -37,16 +37,16 @@ class All:
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a strategy works: as `rank` of `world`, over `first` and `second`, two groups of the same workers. `nodes`
+class CommContext:
+    """Where a strategy works: as `rank` of `world_size`, over `group` and `second_group`, two groups of the same workers. `node_of_rank`
     tells of each rank on which machine it is, by number."""
 
     rank: int
-    world: int
-    first: Group
-    second: Group
+    world_size: int
+    group: Group
+    second_group: Group
     device: torch.device
-    nodes: Sequence[int]
+    node_of_rank: Sequence[int]
 
     @property
     def on_cpu(self) -> bool:
@@ -55,53 +55,53 @@ class Site:
         return self.device.type == "cpu"
 
 
-class Strategy(Protocol):
-    """Sums buckets. `plain`: fp32 is summed as it is, so that other numbers can go along in a bucket's slots.
-    `answers`: it has a second stage, or does everything there. `holds_back`: buckets need a `residual` for what could
-    not be sent yet; `projects`: and `bases`, on which gradients are projected. `lanes`: so many buckets may be at the
+class GradSyncAlgorithm(Protocol):
+    """Sums buckets. `carries_metrics`: fp32 is summed as it is, so that other numbers can go along in a bucket's slots.
+    `is_two_phase`: it has a second stage, or does everything there. `uses_error_feedback`: buckets need a `residual` for what could
+    not be sent yet; `is_low_rank`: and `bases`, on which gradients are projected. `num_channels`: so many buckets may be at the
     same stage side by side, for whoever can tell apart what arrives."""
 
-    plain: bool
-    answers: bool
-    holds_back: bool
-    projects: bool
-    lanes: int
+    carries_metrics: bool
+    is_two_phase: bool
+    uses_error_feedback: bool
+    is_low_rank: bool
+    num_channels: int
 
-    def send(self, number: int, bucket: Bucket) -> Pending | None:
-        """Bucket `number` is full: send what others need of it."""
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        """Bucket `bucket_index` is full: send what others need of it."""
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
         """What was sent has arrived."""
 
-    def take(self, number: int, bucket: Bucket) -> None:
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
         """What was answered has arrived: leave the sum in the bucket's slab."""
 
 
-class Way(Protocol):
+class AlgorithmFactory(Protocol):
     """Makes a strategy for the buckets of an exchange."""
 
-    plain: bool
-    answers: bool
-    holds_back: bool
-    projects: bool
+    carries_metrics: bool
+    is_two_phase: bool
+    uses_error_feedback: bool
+    is_low_rank: bool
 
-    def __call__(self, site: Site, buckets: Sequence[Bucket]) -> Strategy: ...
+    def __call__(self, comm: CommContext, buckets: Sequence[Bucket]) -> GradSyncAlgorithm: ...
 
 
-class Exact:
+class LosslessAlgorithm:
     """A strategy that holds nothing back."""
 
-    plain = True
-    answers = True
-    holds_back = False
-    projects = False
-    lanes = 1
+    carries_metrics = True
+    is_two_phase = True
+    uses_error_feedback = False
+    is_low_rank = False
+    num_channels = 1
 
-    def send(self, number: int, bucket: Bucket) -> Pending | None:
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
         return None
 
-    def answer(self, number: int, bucket: Bucket) -> Pending | None:
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
         return None
 
-    def take(self, number: int, bucket: Bucket) -> None:
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
         pass

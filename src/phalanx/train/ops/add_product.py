@@ -7,15 +7,15 @@ the operation reads when it runs: a constant would have two of each graph compil
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("phalanx", "FRAGMENT")
-_library.define("add_product(Tensor(a!) total, Tensor(b!) used, Tensor rows, Tensor inputs) -> ()")
+_torch_library = torch.library.Library("phalanx", "FRAGMENT")
+_torch_library.define("add_product(Tensor(a!) total, Tensor(b!) used, Tensor rows, Tensor inputs) -> ()")
 
 
-def _add_product(total: Tensor, used: Tensor, rows: Tensor, inputs: Tensor) -> None:
+def _accumulate_wgrad_impl(grad_sum: Tensor, started: Tensor, rows: Tensor, inputs: Tensor) -> None:
     # With version counters of their own: that they have changed since a forward saved them is what is wanted.
-    into, used = total.data, used.data
-    first = not used.item()
-    used.fill_(1)
+    into, started = grad_sum.data, started.data
+    first = not started.item()
+    started.fill_(1)
     if not into.is_cuda:
         product = rows.t().to(into.dtype) @ inputs.to(into.dtype)
         into.copy_(product) if first else into.add_(product)
@@ -25,11 +25,11 @@ def _add_product(total: Tensor, used: Tensor, rows: Tensor, inputs: Tensor) -> N
         torch.addmm(into, rows.t(), inputs, out_dtype=into.dtype, out=into)
 
 
-_library.impl("add_product", _add_product, "CompositeExplicitAutograd")
-torch.library.register_fake("phalanx::add_product", lambda total, used, rows, inputs: None, lib=_library)
+_torch_library.impl("add_product", _accumulate_wgrad_impl, "CompositeExplicitAutograd")
+torch.library.register_fake("phalanx::add_product", lambda total, used, rows, inputs: None, lib=_torch_library)
 
 
-def add_product(total: Tensor, used: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """total [o, i] += rows [n, o]^T inputs [n, i], in total's precision. Where `used` (0-d, on the CPU) is 0, total is
-    set to that, and `used` to 1."""
-    torch.ops.phalanx.add_product(total, used, rows, inputs)
+def accumulate_wgrad(grad_sum: Tensor, started: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    """total [o, i] += rows [n, o]^T inputs [n, i], in total's precision. Where `started` (0-d, on the CPU) is 0, total is
+    set to that, and `started` to 1."""
+    torch.ops.phalanx.add_product(grad_sum, started, rows, inputs)

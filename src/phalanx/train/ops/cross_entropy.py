@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192
+BLOCK_LOGITS = 8192
 """Logits that a program holds at a time."""
 
 
@@ -54,42 +54,42 @@ def _backward_kernel(logits, targets, sums, factor, out, V: tl.constexpr, IGNORE
 
 
 @torch.library.triton_op("phalanx::cross_entropy", mutates_args={})
-def losses_and_sums(logits: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
+def forward_losses_and_lse(logits: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
     """logits [n, v], targets [n] (int64) -> losses [n] and log-sum-exps [n], fp32."""
     losses, sums = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
     torch.library.wrap_triton(_forward_kernel)[(logits.shape[0],)](
-        logits, targets, losses, sums, V=logits.shape[1], IGNORE=ignore, BLOCK=BLOCK, num_warps=8
+        logits, targets, losses, sums, V=logits.shape[1], IGNORE=ignore, BLOCK=BLOCK_LOGITS, num_warps=8
     )
     return losses, sums
 
 
 @torch.library.triton_op("phalanx::cross_entropy_backward", mutates_args={})
-def slope_of(logits: Tensor, targets: Tensor, sums: Tensor, factor: Tensor, ignore: int) -> Tensor:
+def backward_logits_grad(logits: Tensor, targets: Tensor, sums: Tensor, factor: Tensor, ignore: int) -> Tensor:
     """The gradient [n, v] by the logits of factor (0-d) times the sum of losses, in the dtype of the logits."""
     out = torch.empty_like(logits)
     torch.library.wrap_triton(_backward_kernel)[(logits.shape[0],)](
-        logits, targets, sums, factor, out, V=logits.shape[1], IGNORE=ignore, BLOCK=BLOCK, num_warps=8
+        logits, targets, sums, factor, out, V=logits.shape[1], IGNORE=ignore, BLOCK=BLOCK_LOGITS, num_warps=8
     )
     return out
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _TritonCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
-        losses, sums = losses_and_sums(logits, targets, ignore)
+        losses, sums = forward_losses_and_lse(logits, targets, ignore)
         ctx.save_for_backward(logits, targets, sums)
-        ctx.ignore = ignore
+        ctx.ignore_index = ignore
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, sums = ctx.saved_tensors
-        by_logits: Tensor = slope_of(logits, targets, sums, grad.float(), ctx.ignore)
+        by_logits: Tensor = backward_logits_grad(logits, targets, sums, grad.float(), ctx.ignore_index)
         return by_logits, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignore: int = -100) -> Tensor:
+def triton_cross_entropy(logits: Tensor, targets: Tensor, ignore: int = -100) -> Tensor:
     """Sum (0-d, fp32) of the cross-entropies of logits [n, v], in any float dtype, with targets [n] (int64); rows whose
     target is `ignore` count nothing."""
-    loss: Tensor = _CrossEntropy.apply(logits.contiguous(), targets.contiguous(), ignore)
+    loss: Tensor = _TritonCrossEntropy.apply(logits.contiguous(), targets.contiguous(), ignore)
     return loss

@@ -3,19 +3,25 @@
 `choice.py` builds them, `combined.py` makes them act as one; the others are optimizers and ways to keep their state.
 """
 
-from phalanx.train.optimizers.choice import hidden_matrices, trainable
-from phalanx.train.optimizers.combined import ENTRIES, PREFIX, SETTINGS, Optimizer, entry_shape
-from phalanx.train.optimizers.local import NormOf, norms, squared_norms
+from phalanx.train.optimizers.choice import find_hidden_matrices, trainable_parameters
+from phalanx.train.optimizers.combined import (
+    OPTIMIZER_PREFIX,
+    SETTINGS_PREFIX,
+    STATE_ENTRIES,
+    OptimizerContainer,
+    state_entry_shape,
+)
+from phalanx.train.optimizers.local import NormFn, compute_norms, compute_squared_norms
 
 __all__ = [
-    "ENTRIES",
-    "PREFIX",
-    "SETTINGS",
-    "NormOf",
-    "Optimizer",
-    "entry_shape",
-    "hidden_matrices",
-    "norms",
-    "squared_norms",
-    "trainable",
+    "OPTIMIZER_PREFIX",
+    "SETTINGS_PREFIX",
+    "STATE_ENTRIES",
+    "NormFn",
+    "OptimizerContainer",
+    "compute_norms",
+    "compute_squared_norms",
+    "find_hidden_matrices",
+    "state_entry_shape",
+    "trainable_parameters",
 ]

@@ -12,46 +12,46 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError, UsageError
-from phalanx.train.optimizers.choice import trainable
-from phalanx.train.optimizers.combined import PREFIX, SETTINGS, Optimizer, laid_out_like
-from phalanx.train.optimizers.local import like, local
-from phalanx.train.savable import packed, unpacked
+from phalanx.train.optimizers.choice import trainable_parameters
+from phalanx.train.optimizers.combined import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, match_memory_format
+from phalanx.train.optimizers.local import distribute_like, to_local
+from phalanx.train.savable import pack_value, unpack_value
 
-GROUPS = SETTINGS + "groups"
-OURS = ("params", "lr", "initial_lr")
+GROUP_SETTINGS_KEY = SETTINGS_PREFIX + "groups"
+EXCLUDED_GROUP_KEYS = ("params", "lr", "initial_lr")
 """Keys of a group that are no state: the schedule sets the rate, and a scheduler of the loop's own is refused."""
-OWN_SCHEDULE = (
+SCHEDULER_REFUSED_HINT = (
     "the recipe's optimizer.schedule sets it before each step, and a checkpoint does not hold a scheduler's state: "
     "leave the scheduler out, and give its warmup and decay as optimizer.schedule in the recipe"
 )
 
 
-class Adopted(Optimizer):
-    """`rate` is the highest learning rate of its groups as the loop set it: what the schedule's factor is applied to;
+class UserOptimizer(OptimizerContainer):
+    """`base_lr` is the highest learning rate of its groups as the loop set it: what the schedule's factor is applied to;
     the other groups follow in proportion.
 
     UsageError when the optimizer does not train just the model's parameters: one that was built before the model was
-    divided would train nothing. `divided` says that workers hold parts of parameters: then the state must be cut like
+    divided would train nothing. `is_sharded` says that workers hold parts of parameters: then the state must be cut like
     them.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, divided: bool = False):
-        self.names = {parameter: name for name, parameter in trainable(model).items()}
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, is_sharded: bool = False):
+        self.parameter_names = {parameter: name for name, parameter in trainable_parameters(model).items()}
         owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if strange := owned - set(model.parameters()):
             raise UsageError(
                 f"gang.prepare: the optimizer has {len(strange)} parameters that are not the model's; make it of the "
                 "model that make_optimizer is given"
             )
-        if missing := [name for parameter, name in self.names.items() if parameter not in owned]:
+        if missing := [name for parameter, name in self.parameter_names.items() if parameter not in owned]:
             raise UsageError(
                 f"gang.prepare: the optimizer leaves out {len(missing)} parameters that require a gradient, such as "
                 f"{missing[0]}; give it all, or freeze these in build() by requires_grad_(False)"
             )
-        self.parts = [optimizer]
-        self._initial = [float(group["lr"]) for group in optimizer.param_groups]
-        self.rate = max(self._initial)
-        if self.rate <= 0:
+        self.optimizers = [optimizer]
+        self._initial_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.base_lr = max(self._initial_lrs)
+        if self.base_lr <= 0:
             raise UsageError(
                 "gang.prepare: the optimizer's learning rate is 0; give the highest, the schedule lowers it"
             )
@@ -60,103 +60,109 @@ class Adopted(Optimizer):
                 f"gang.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, which a "
                 "run has not; use an optimizer that steps from gradients"
             )
-        self._divided = divided
-        self._checked = 0  # entries of its state that were looked at
+        self._is_sharded = is_sharded
+        self._state_checked = 0  # entries of its state that were looked at
         self._own = _numbers(optimizer)
-        self._given = [deepcopy(self._kept(group)) for group in optimizer.param_groups]
+        self._initial_settings = [deepcopy(self._saved_settings(group)) for group in optimizer.param_groups]
         self._sizes = _sizes(optimizer)
-        self._left = list(self._initial)  # the rates that the groups had when this was done with them
+        self._expected_lrs = list(self._initial_lrs)  # the rates that the groups had when this was done with them
 
-    scales = False
+    supports_scaled_step = False
 
     def step(self, lr: float) -> None:
         """Update with `lr` in the group whose rate is the highest, in the others with as much less as the loop set.
         UsageError when the optimizer keeps state that a checkpoint could not hold, or when the loop changed a rate."""
-        (optimizer,) = self.parts
+        (optimizer,) = self.optimizers
         self._check_groups()
-        for group, left in zip(optimizer.param_groups, self._left, strict=True):
-            if float(group["lr"]) != left:
+        for group, expected_lr in zip(optimizer.param_groups, self._expected_lrs, strict=True):
+            if float(group["lr"]) != expected_lr:
                 raise UsageError(
-                    f"gang.step: the loop changed a learning rate to {float(group['lr']):g}; {OWN_SCHEDULE}"
+                    f"gang.step: the loop changed a learning rate to {float(group['lr']):g}; {SCHEDULER_REFUSED_HINT}"
                 )
             if "initial_lr" in group:  # as torch's schedulers leave it
-                raise UsageError(f"gang.step: the loop has a scheduler for the learning rate; {OWN_SCHEDULE}")
-        for group, initial in zip(optimizer.param_groups, self._initial, strict=True):
-            now = initial * (lr / self.rate)
+                raise UsageError(f"gang.step: the loop has a scheduler for the learning rate; {SCHEDULER_REFUSED_HINT}")
+        for group, initial in zip(optimizer.param_groups, self._initial_lrs, strict=True):
+            scaled_lr = initial * (lr / self.base_lr)
             if isinstance(group["lr"], Tensor):  # one that a captured or compiled step reads
-                group["lr"].fill_(now)
+                group["lr"].fill_(scaled_lr)
             else:
-                group["lr"] = now
-        self._left = [float(group["lr"]) for group in optimizer.param_groups]
+                group["lr"] = scaled_lr
+        self._expected_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         optimizer.step()
         entries = sum(map(len, optimizer.state.values()))
-        if not self._checked or entries != self._checked:
-            self._checked = entries
+        if not self._state_checked or entries != self._state_checked:
+            self._state_checked = entries
             self._check_state()
 
     def forget(self) -> None:
         """Drop the whole state."""
-        self.parts[0].state.clear()
+        self.optimizers[0].state.clear()
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Take over a state that `state` gave. DataError for one that does not fit the model."""
-        (optimizer,) = self.parts
-        parameters = {name: parameter for parameter, name in self.names.items()}
+        (optimizer,) = self.optimizers
+        parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         self.forget()
         for key, value in tensors.items():
-            name, _, entry = key.removeprefix(PREFIX).rpartition("/")
+            name, _, entry = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
             if name not in parameters:
                 raise DataError(f"{where}: has optimizer state for {name!r}, which this model does not train")
             parameter = parameters[name]
             if value.dim():
-                value = like(parameter, laid_out_like(local(parameter), local(value)))
+                value = distribute_like(parameter, match_memory_format(to_local(parameter), to_local(value)))
             elif entry != "step" or groups[parameter].get("fused") or groups[parameter].get("capturable"):
                 # As torch's own load_state_dict has it: a count of steps is on the host but for these two.
                 value = value.to(parameter.device)
             optimizer.state[parameter][entry] = value
 
-    def settings(self) -> dict[str, Tensor]:
+    def group_settings(self) -> dict[str, Tensor]:
         """What it changed in its groups, besides learning rates. RecipeError for what a checkpoint cannot hold."""
-        (optimizer,) = self.parts
+        (optimizer,) = self.optimizers
         self._check_groups()
         changed = [
-            {key: value for key, value in self._kept(group).items() if key not in given or _differs(value, given[key])}
-            for group, given in zip(optimizer.param_groups, self._given, strict=True)
+            {
+                key: value
+                for key, value in self._saved_settings(group).items()
+                if key not in given or _differs(value, given[key])
+            }
+            for group, given in zip(optimizer.param_groups, self._initial_settings, strict=True)
         ]
         what = f"gang.prepare: a parameter group of {type(optimizer).__name__}"
-        return {GROUPS: packed(changed, what)} if any(changed) else {}
+        return {GROUP_SETTINGS_KEY: pack_value(changed, what)} if any(changed) else {}
 
-    def load_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Groups as they were when `settings` was asked."""
-        (optimizer,) = self.parts
+    def load_group_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Groups as they were when `group_settings` was asked."""
+        (optimizer,) = self.optimizers
         self._check_groups()
-        changed: list[dict[str, Any]] = [{} for _ in self._given]
-        if GROUPS in tensors:
-            changed = unpacked(tensors[GROUPS], where)
-        if len(changed) != len(self._given):
-            raise DataError(f"{where}: has {len(changed)} groups of the optimizer, which now has {len(self._given)}")
-        for group, given, values in zip(optimizer.param_groups, self._given, changed, strict=True):
-            for key in self._kept(group):
+        changed: list[dict[str, Any]] = [{} for _ in self._initial_settings]
+        if GROUP_SETTINGS_KEY in tensors:
+            changed = unpack_value(tensors[GROUP_SETTINGS_KEY], where)
+        if len(changed) != len(self._initial_settings):
+            raise DataError(
+                f"{where}: has {len(changed)} groups of the optimizer, which now has {len(self._initial_settings)}"
+            )
+        for group, given, values in zip(optimizer.param_groups, self._initial_settings, changed, strict=True):
+            for key in self._saved_settings(group):
                 del group[key]
             group |= deepcopy(given) | values
 
     @staticmethod
-    def _kept(group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in group.items() if key not in OURS}
+    def _saved_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in EXCLUDED_GROUP_KEYS}
 
     def _check_groups(self) -> None:
         """UsageError when the loop added groups or parameters, or took some away, since it was adopted."""
-        if (now := _sizes(self.parts[0])) != self._sizes:
+        if (now := _sizes(self.optimizers[0])) != self._sizes:
             raise UsageError(
                 f"gang.prepare: the optimizer had groups of {self._sizes} parameters, and the loop made them {now}; "
                 "give it all of its groups in make_optimizer, since what comes later is neither divided nor saved"
             )
 
     def _check_state(self) -> None:
-        (optimizer,) = self.parts
+        (optimizer,) = self.optimizers
         kind = type(optimizer).__name__
-        self.settings()
+        self.group_settings()
         now = _numbers(optimizer)
         if moved := [name for name in now if _differs(now[name], self._own.get(name, []))]:
             raise UsageError(
@@ -168,7 +174,7 @@ class Adopted(Optimizer):
                 f"gang.prepare: {kind} keeps state under {strange[0]!r}, which is no parameter, and only what belongs "
                 "to one is saved: a run could not go on exactly"
             )
-        for parameter, name in self.names.items():
+        for parameter, name in self.parameter_names.items():
             for entry, value in optimizer.state.get(parameter, {}).items():
                 if value is None:
                     continue
@@ -177,7 +183,7 @@ class Adopted(Optimizer):
                         f"gang.prepare: {kind} keeps {entry!r} of {name} as {type(value).__name__}, and only tensors "
                         "are saved: a run could not go on exactly; use an optimizer whose state is tensors"
                     )
-                if self._divided and value.dim() and local(value).shape != local(parameter).shape:
+                if self._is_sharded and value.dim() and to_local(value).shape != to_local(parameter).shape:
                     raise UsageError(
                         f"gang.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, which "
                         "cannot be divided with it; use parallelism.replicate"

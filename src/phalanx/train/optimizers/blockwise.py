@@ -18,99 +18,103 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from phalanx.train.optimizers.low_precision import MOMENTS, LowPrecisionAdamW, State, half_of
+from phalanx.train.optimizers.low_precision import MOMENT_NAMES, LowPrecisionAdamW, StateDict, take_half
 
-BLOCK = 256
-SHORTEST = 64
+QUANT_BLOCK_SIZE = 256
+MIN_ROW_LENGTH = 64
 """Elements of the shortest row that is kept in 8 bits; below it, scales would eat up the gain."""
-SCALE = "_scale"
+SCALE_SUFFIX = "_scale"
 
 
 class AdamW8bit(LowPrecisionAdamW):
     """AdamW with both moments in 8 bits: about 2 bytes of state for a parameter. State: `step`; `exp_avg` and
     `exp_avg_sq`, the codes (uint8, shape of the parameter); their `_scale` (fp32, [rows, blocks in a row])."""
 
-    def fresh(self, part: Tensor) -> dict[str, Tensor]:
-        if not worthwhile(part):
-            return {name: torch.zeros_like(part, dtype=torch.float32) for name in MOMENTS}
+    def init_state(self, part: Tensor) -> dict[str, Tensor]:
+        if not should_quantize(part):
+            return {name: torch.zeros_like(part, dtype=torch.float32) for name in MOMENT_NAMES}
         # With a scale of zero any code means zero.
-        codes = {name: torch.zeros_like(part, dtype=torch.uint8) for name in MOMENTS}
-        return codes | {name + SCALE: torch.zeros(scale_shape(part.shape), device=part.device) for name in MOMENTS}
+        codes = {name: torch.zeros_like(part, dtype=torch.uint8) for name in MOMENT_NAMES}
+        return codes | {
+            name + SCALE_SUFFIX: torch.zeros(scale_shape(part.shape), device=part.device) for name in MOMENT_NAMES
+        }
 
-    def read(self, state: State, rows: slice) -> list[Tensor]:
+    def read_moments(self, state: StateDict, rows: slice) -> list[Tensor]:
         values = []
-        for index, name in enumerate(MOMENTS):
+        for index, name in enumerate(MOMENT_NAMES):
             stored = _as_matrix(state[name][rows])
-            if name + SCALE in state:
-                values.append(dequantised(stored, state[name + SCALE][rows], _table(index, stored)))
+            if name + SCALE_SUFFIX in state:
+                values.append(
+                    dequantize_blockwise(stored, state[name + SCALE_SUFFIX][rows], _moment_table(index, stored))
+                )
             else:
                 values.append(stored.clone())
         return values
 
-    def write(self, state: State, rows: slice, moments: list[Tensor], bits: Tensor | None) -> None:
-        for index, (name, moment) in enumerate(zip(MOMENTS, moments, strict=True)):
+    def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor | None) -> None:
+        for index, (name, moment) in enumerate(zip(MOMENT_NAMES, moments, strict=True)):
             stored = state[name][rows]
-            if name + SCALE in state:
-                chance = 0.5 if bits is None else half_of(bits, index) / 65536
-                codes, scale = quantised(moment, _table(index, moment), chance)
-                state[name + SCALE][rows].copy_(scale)
+            if name + SCALE_SUFFIX in state:
+                chance = 0.5 if bits is None else take_half(bits, index) / 65536
+                codes, scale = quantize_blockwise(moment, _moment_table(index, moment), chance)
+                state[name + SCALE_SUFFIX][rows].copy_(scale)
                 stored.copy_(codes.view(stored.shape))
             else:
                 stored.copy_(moment.view(stored.shape))
 
 
-def worthwhile(part: Tensor) -> bool:
+def should_quantize(part: Tensor) -> bool:
     """Whether a parameter with such a local part is kept in 8 bits."""
-    return part.dim() >= 2 and part.shape[1:].numel() >= SHORTEST
+    return part.dim() >= 2 and part.shape[1:].numel() >= MIN_ROW_LENGTH
 
 
 def scale_shape(shape: torch.Size) -> torch.Size:
     """Shape of the scales for a parameter, or a part of one, of this shape: [rows, blocks in a row]."""
-    return torch.Size([shape[0], -(-shape[1:].numel() // BLOCK)])
+    return torch.Size([shape[0], -(-shape[1:].numel() // QUANT_BLOCK_SIZE)])
 
 
-def quantised(x: Tensor, table: Tensor, chance: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Codes [rows, columns] (uint8) and scales [rows, blocks] of x (fp32, [rows, columns]). `chance` in [0, 1): an
+def quantize_blockwise(x: Tensor, table: Tensor, threshold: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Codes [rows, columns] (uint8) and scales [rows, blocks] of x (fp32, [rows, columns]). `threshold` in [0, 1): an
     element at this share of the way between two numbers of the table, or below, goes to the lower one."""
     columns = x.shape[1]
-    blocks = pad(x, (0, -columns % BLOCK)).view(len(x), -1, BLOCK)
+    blocks = pad(x, (0, -columns % QUANT_BLOCK_SIZE)).view(len(x), -1, QUANT_BLOCK_SIZE)
     low, high = blocks.aminmax(dim=2)
     scale = torch.where(-low > high, low, high)
-    normal = x / torch.where(scale == 0, 1.0, scale).repeat_interleave(BLOCK, dim=1)[:, :columns]
+    normal = x / torch.where(scale == 0, 1.0, scale).repeat_interleave(QUANT_BLOCK_SIZE, dim=1)[:, :columns]
     lower = torch.bucketize(normal, table, right=True, out_int32=True).sub_(1).clamp_(0, len(table) - 2)
     floor, ceiling = _look_up(table, lower), _look_up(table, lower + 1)
-    codes = lower.add_((normal - floor) > chance * (ceiling - floor))
+    codes = lower.add_((normal - floor) > threshold * (ceiling - floor))
     if table[0] == 0:
         codes.clamp_(min=1).mul_(normal > 0)
     return codes.to(torch.uint8), scale
 
 
-def dequantised(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+def dequantize_blockwise(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
     """The values [rows, columns] in fp32."""
-    return _look_up(table, codes.int()).mul_(scale.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]])
+    return _look_up(table, codes.int()).mul_(scale.repeat_interleave(QUANT_BLOCK_SIZE, dim=1)[:, : codes.shape[1]])
 
 
-def encoded(part: Tensor, entries: dict[str, Tensor]) -> dict[str, Tensor]:
+def encode_state(part: Tensor, entries: dict[str, Tensor]) -> dict[str, Tensor]:
     """AdamW's state, of whatever precision, of a parameter with this local part, as `AdamW8bit` keeps it. Codes stay as
     they are."""
-    if not worthwhile(part):
-        return {name: value.float() for name, value in decoded(entries).items()}
+    if not should_quantize(part):
+        return {name: value.float() for name, value in decode_state(entries).items()}
     result = dict(entries)
-    for index, name in enumerate(MOMENTS):
+    for index, name in enumerate(MOMENT_NAMES):
         value = entries.get(name)
         if value is not None and value.dtype != torch.uint8:
-            codes, scale = quantised(_as_matrix(value.float()), _table(index, value), 0.5)
-            result |= {name: codes.view(value.shape), name + SCALE: scale}
+            codes, scale = quantize_blockwise(_as_matrix(value.float()), _moment_table(index, value), 0.5)
+            result |= {name: codes.view(value.shape), name + SCALE_SUFFIX: scale}
     return result
 
 
-def decoded(entries: dict[str, Tensor]) -> dict[str, Tensor]:
+def decode_state(entries: dict[str, Tensor]) -> dict[str, Tensor]:
     """AdamW's state, of whatever precision, with moments in floating point."""
-    result = {name: value for name, value in entries.items() if not name.endswith(SCALE)}
-    for index, name in enumerate(MOMENTS):
-        codes, scale = entries.get(name), entries.get(name + SCALE)
+    result = {name: value for name, value in entries.items() if not name.endswith(SCALE_SUFFIX)}
+    for index, name in enumerate(MOMENT_NAMES):
+        codes, scale = entries.get(name), entries.get(name + SCALE_SUFFIX)
         if codes is not None and scale is not None:
-            result[name] = dequantised(_as_matrix(codes), scale, _table(index, codes)).view(codes.shape)
+            result[name] = dequantize_blockwise(_as_matrix(codes), scale, _moment_table(index, codes)).view(codes.shape)
     return result
 
 
@@ -118,23 +122,23 @@ def decoded(entries: dict[str, Tensor]) -> dict[str, Tensor]:
 def signed_table(device: torch.device) -> Tensor:
     """The dynamic table for numbers of either sign [256], ascending, from -0.993 to 1. Each decade from 1 down has half
     as many numbers as the one above it."""
-    positive = [number for decade in range(7) for number in _means(decade, 2**decade)]
+    positive = [number for decade in range(7) for number in _decade_midpoints(decade, 2**decade)]
     return torch.tensor([*(-number for number in reversed(positive)), 0.0, *positive, 1.0], device=device)
 
 
 @cache
 def unsigned_table(device: torch.device) -> Tensor:
     """The dynamic table for numbers of at least 0 [256], ascending, from 0 to 1: twice as dense."""
-    positive = [number for decade in range(7) for number in _means(decade, 2 ** (decade + 1))]
+    positive = [number for decade in range(7) for number in _decade_midpoints(decade, 2 ** (decade + 1))]
     return torch.tensor([0.0, *positive, 1.0], device=device)
 
 
-def _means(decade: int, count: int) -> list[float]:
+def _decade_midpoints(decade: int, count: int) -> list[float]:
     """Middles of `count` equal parts of [0.1, 1], times 10 to the power of decade - 6."""
     return [10.0 ** (decade - 6) * (0.1 + 0.9 * (index + 0.5) / count) for index in range(count)]
 
 
-def _table(moment: int, x: Tensor) -> Tensor:
+def _moment_table(moment: int, x: Tensor) -> Tensor:
     return (signed_table, unsigned_table)[moment](x.device)
 
 

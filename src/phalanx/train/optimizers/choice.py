@@ -15,17 +15,17 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optimizers.blockwise import AdamW8bit
 from phalanx.train.optimizers.large_batch import LAMB, LARS
-from phalanx.train.optimizers.local import NormOf, first_row
-from phalanx.train.optimizers.low_precision import AdamWBf16, LowPrecisionAdamW, Origin
-from phalanx.train.optimizers.offload import Offloaded
+from phalanx.train.optimizers.local import NormFn, first_row
+from phalanx.train.optimizers.low_precision import AdamWBf16, LowPrecisionAdamW, ParamOrigin
+from phalanx.train.optimizers.offload import OffloadedOptimizer
 
-Group = dict[str, Any]
-Make = Callable[[list[Group], Mapping[Tensor, Origin]], torch.optim.Optimizer]
+ParamGroup = dict[str, Any]
+OptimizerFactory = Callable[[list[ParamGroup], Mapping[Tensor, ParamOrigin]], torch.optim.Optimizer]
 
-LOW_PRECISION: dict[str, type[LowPrecisionAdamW]] = {"bf16": AdamWBf16, "int8": AdamW8bit}
+LOW_PRECISION_ADAMW: dict[str, type[LowPrecisionAdamW]] = {"bf16": AdamWBf16, "int8": AdamW8bit}
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that take part in training, by name; tied ones once. RecipeError when there are none."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
@@ -33,7 +33,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+def find_hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Weights that Muon is meant for: those of linear layers, except the output layer (the last linear layer of the
     model) and weights that an embedding shares."""
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -41,14 +41,14 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     return {weight for weight in linear[:-1] if id(weight) not in embedded}
 
 
-def build(
+def build_optimizers(
     model: nn.Module,
     names: Mapping[nn.Parameter, str],
     spec: OptimizerConfig,
     *,
     seed: int,
     offload: bool,
-    norm_of: NormOf,
+    norm_fn: NormFn,
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of a recipe for the parameters in `names`. RecipeError where the recipe asks for what does not go
     together or does not fit the model."""
@@ -63,17 +63,22 @@ def build(
             "the part that a worker holds"
         )
     if spec.name == "lars":
-        groups = _groups(parameters, spec.weight_decay)
-        return [LARS(groups, spec.lr, momentum=spec.momentum, norm_of=norm_of)]
+        groups = _make_param_groups(parameters, spec.weight_decay)
+        return [LARS(groups, spec.lr, momentum=spec.momentum, norm_fn=norm_fn)]
     if spec.name == "lamb":
-        return [LAMB(_groups(parameters, spec.weight_decay), spec.lr, betas=spec.betas, norm_of=norm_of)]
+        return [LAMB(_make_param_groups(parameters, spec.weight_decay), spec.lr, betas=spec.betas, norm_fn=norm_fn)]
     if spec.name == "muon":
-        return _muon_and_adamw(model, parameters, spec)
-    make = _maker(spec, seed)
-    groups = _groups(parameters, spec.weight_decay)
-    origins: dict[Tensor, Origin] = {p: Origin(name, first_row(p)) for p, name in names.items()}
+        return _build_muon_and_adamw(model, parameters, spec)
+    make = _make_optimizer_factory(spec, seed)
+    groups = _make_param_groups(parameters, spec.weight_decay)
+    origins: dict[Tensor, ParamOrigin] = {p: ParamOrigin(name, first_row(p)) for p, name in names.items()}
     if offload and _needs_offload(parameters):
-        return [Offloaded(groups, lambda twins, of: make(twins, {twin: origins[p] for twin, p in of.items()}))]
+        return [
+            OffloadedOptimizer(
+                groups,
+                lambda host_groups, of: make(host_groups, {host_copy: origins[p] for host_copy, p in of.items()}),
+            )
+        ]
     return [make(groups, origins)]
 
 
@@ -82,25 +87,25 @@ def _needs_offload(parameters: Iterable[Tensor]) -> bool:
     return any(parameter.device.type != "cpu" for parameter in parameters)
 
 
-def _maker(spec: OptimizerConfig, seed: int) -> Make:
+def _make_optimizer_factory(spec: OptimizerConfig, seed: int) -> OptimizerFactory:
     """What builds the optimizer, adamw or sgd, over given groups."""
 
-    def make(groups: list[Group], origins: Mapping[Tensor, Origin]) -> torch.optim.Optimizer:
+    def make(groups: list[ParamGroup], origins: Mapping[Tensor, ParamOrigin]) -> torch.optim.Optimizer:
         if spec.name == "sgd":
             # torch 2.13 has no fused SGD for sharded parameters.
             fused = not any(isinstance(p, DTensor) for group in groups for p in group["params"])
             return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.momentum > 0, fused=fused)
         if spec.state_dtype == "fp32":
-            return _adamw(groups, spec)
-        return LOW_PRECISION[spec.state_dtype](groups, spec.lr, betas=spec.betas, origins=origins, seed=seed)
+            return _build_adamw(groups, spec)
+        return LOW_PRECISION_ADAMW[spec.state_dtype](groups, spec.lr, betas=spec.betas, origins=origins, seed=seed)
 
     return make
 
 
-def _muon_and_adamw(
+def _build_muon_and_adamw(
     model: nn.Module, parameters: list[nn.Parameter], spec: OptimizerConfig
 ) -> list[torch.optim.Optimizer]:
-    matrices = hidden_matrices(model)
+    matrices = find_hidden_matrices(model)
     hidden = [p for p in parameters if p in matrices]
     if not hidden:
         raise RecipeError("optimizer.name: muon is for hidden matrices, and this model has none to train; use adamw")
@@ -113,18 +118,18 @@ def _muon_and_adamw(
         adjust_lr_fn="match_rms_adamw",
     )
     others = [p for p in parameters if p not in matrices]
-    return [muon, _adamw(_groups(others, spec.weight_decay), spec)] if others else [muon]
+    return [muon, _build_adamw(_make_param_groups(others, spec.weight_decay), spec)] if others else [muon]
 
 
-def _adamw(groups: list[Group], spec: OptimizerConfig) -> torch.optim.Optimizer:
+def _build_adamw(groups: list[ParamGroup], spec: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=True)
 
 
-def _groups(parameters: Iterable[nn.Parameter], decay: float) -> list[Group]:
+def _make_param_groups(parameters: Iterable[nn.Parameter], decay: float) -> list[ParamGroup]:
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     for parameter in parameters:
         (matrices if parameter.dim() >= 2 else vectors).append(parameter)
-    groups: list[Group] = [{"params": matrices, "weight_decay": decay}]
+    groups: list[ParamGroup] = [{"params": matrices, "weight_decay": decay}]
     groups.append({"params": vectors, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]

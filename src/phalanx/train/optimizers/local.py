@@ -12,18 +12,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from phalanx.train.norms import total_norm
 
-NormOf = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+NormFn = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 """`norm_of(parameters, tensors)`: Euclidean norms (0-d) of whole tensors. `tensors[i]` is laid out like the local part
 of `parameters[i]`, and is cut where that is cut. A parameter may occur more than once."""
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this process holds of the tensor, sharing its memory, without autograd."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(parameter: Tensor, part: Tensor) -> Tensor:
+def distribute_like(parameter: Tensor, part: Tensor) -> Tensor:
     """The local part as a tensor that is distributed as the parameter is, along dimension 0. Its other dimensions are
     its own."""
     if not isinstance(parameter, DTensor):
@@ -48,15 +48,15 @@ def first_row(parameter: Tensor) -> int:
     return first
 
 
-def squared_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def compute_squared_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """Squared Euclidean norms [n] in fp32 of tensors that are laid out like the local parts of `parameters`. One
     all-reduce for each way in which parameters are sharded, none where they are not."""
     squares = list(torch.stack([total_norm([tensor]).float() for tensor in tensors]).square_().unbind())
-    ways: dict[object, list[int]] = {}
+    indices_by_placement: dict[object, list[int]] = {}
     for index, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
-            ways.setdefault((parameter.device_mesh, parameter.placements), []).append(index)
-    for indices in ways.values():
+            indices_by_placement.setdefault((parameter.device_mesh, parameter.placements), []).append(index)
+    for indices in indices_by_placement.values():
         one = parameters[indices[0]]
         assert isinstance(one, DTensor)
         placements = [Partial() if placement.is_shard() else Replicate() for placement in one.placements]
@@ -68,6 +68,6 @@ def squared_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Te
     return torch.stack(squares)
 
 
-def norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The `NormOf` for parameters that are whole or sharded by FSDP."""
-    return list(squared_norms(parameters, tensors).sqrt_().unbind())
+def compute_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The `NormFn` for parameters that are whole or sharded by FSDP."""
+    return list(compute_squared_norms(parameters, tensors).sqrt_().unbind())

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.recipe.devices import kind_of
-from phalanx.train.optimizers.local import local
+from phalanx.recipe.devices import device_kind_of
+from phalanx.train.optimizers.local import to_local
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Twin:
+class _HostCopy:
     """A parameter, its copy on the host, and the optimizer of that copy alone."""
 
     parameter: Tensor
@@ -27,7 +27,7 @@ class _Twin:
     optimizer: torch.optim.Optimizer
 
 
-class Offloaded(torch.optim.Optimizer):
+class OffloadedOptimizer(torch.optim.Optimizer):
     """An optimizer over `groups` whose state stays on the CPU.
 
     `make(groups, of)` builds the optimizer of some host copies, `of` telling whose copies they are. The state of a
@@ -36,87 +36,94 @@ class Offloaded(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[Group],
-        make: Callable[[list[Group], Mapping[Tensor, Tensor]], torch.optim.Optimizer],
+        groups: list[ParamGroup],
+        make: Callable[[list[ParamGroup], Mapping[Tensor, Tensor]], torch.optim.Optimizer],
     ):
         super().__init__(groups, {"lr": 0.0})
-        self._twins: list[tuple[Group, list[_Twin]]] = []
+        self._host_copies: list[tuple[ParamGroup, list[_HostCopy]]] = []
         for group in self.param_groups:
-            twins = []
+            host_copies = []
             for parameter in group["params"]:
-                host = nn.Parameter(_host_copy(local(parameter)))
-                host.grad = _host_copy(local(parameter))
+                host = nn.Parameter(_copy_to_pinned_host(to_local(parameter)))
+                host.grad = _copy_to_pinned_host(to_local(parameter))
                 optimizer = make([{**group, "params": [host]}], {host: parameter})
-                twins.append(_Twin(parameter, host, optimizer))
+                host_copies.append(_HostCopy(parameter, host, optimizer))
                 self.state[parameter] = optimizer.state[host]  # one and the same dict
-            self._twins.append((group, twins))
-        self.kind = type(self._twins[0][1][0].optimizer)
-        self._hosts = {twin.parameter: twin.host for _, twins in self._twins for twin in twins}
+            self._host_copies.append((group, host_copies))
+        self.optimizer_type = type(self._host_copies[0][1][0].optimizer)
+        self._host_by_parameter = {
+            host_copy.parameter: host_copy.host for _, host_copies in self._host_copies for host_copy in host_copies
+        }
 
-    def host(self, parameter: Tensor) -> Tensor:
+    def host_copy_of(self, parameter: Tensor) -> Tensor:
         """The copy of a parameter with which its state goes."""
-        return self._hosts[parameter]
+        return self._host_by_parameter[parameter]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody evaluates the loss again
         """Update every parameter that has a gradient. Returns when the last of them is on its way back; the device
         goes on when it has arrived."""
-        work = [(group, twin) for group, twins in self._twins for twin in twins if twin.parameter.grad is not None]
+        work = [
+            (group, host_copy)
+            for group, host_copies in self._host_copies
+            for host_copy in host_copies
+            if host_copy.parameter.grad is not None
+        ]
         if not work:
             return
-        road = _Road(work[0][1].parameter.device)
-        arrivals = [road.down(twin) for _, twin in work]
-        for (group, twin), arrived in zip(work, arrivals, strict=True):
-            for own in twin.optimizer.param_groups:
+        streams = _CopyStreams(work[0][1].parameter.device)
+        arrivals = [streams.copy_to_host(host_copy) for _, host_copy in work]
+        for (group, host_copy), arrived in zip(work, arrivals, strict=True):
+            for own in host_copy.optimizer.param_groups:
                 own["lr"] = group["lr"]
             if arrived is not None:
                 arrived.synchronize()
-            twin.optimizer.step()
-            road.up(twin)
-        road.close()
+            host_copy.optimizer.step()
+            streams.copy_to_device(host_copy)
+        streams.finish()
 
 
-class _Road:
+class _CopyStreams:
     """Copies between device and host: on streams of their own on a GPU, at once elsewhere."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._gpu = torch.get_device_module(device) if kind_of(device.type).is_gpu else None
+        self._gpu = torch.get_device_module(device) if device_kind_of(device.type).is_gpu else None
         if self._gpu is not None:
             current = self._gpu.current_stream(device)
-            self._down, self._up = self._gpu.Stream(device), self._gpu.Stream(device)
-            self._down.wait_stream(current)
-            self._up.wait_stream(current)
+            self._to_host_stream, self._to_device_stream = self._gpu.Stream(device), self._gpu.Stream(device)
+            self._to_host_stream.wait_stream(current)
+            self._to_device_stream.wait_stream(current)
 
-    def down(self, twin: _Twin) -> torch.Event | None:
+    def copy_to_host(self, host_copy: _HostCopy) -> torch.Event | None:
         """Send gradient and value to the host; the event of their arrival."""
-        assert twin.parameter.grad is not None
-        assert twin.host.grad is not None
+        assert host_copy.parameter.grad is not None
+        assert host_copy.host.grad is not None
         if self._gpu is None:
-            twin.host.grad.copy_(local(twin.parameter.grad))
-            twin.host.copy_(local(twin.parameter))
+            host_copy.host.grad.copy_(to_local(host_copy.parameter.grad))
+            host_copy.host.copy_(to_local(host_copy.parameter))
             return None
-        with self._gpu.stream(self._down):
-            twin.host.grad.copy_(local(twin.parameter.grad), non_blocking=True)
-            twin.host.copy_(local(twin.parameter), non_blocking=True)
+        with self._gpu.stream(self._to_host_stream):
+            host_copy.host.grad.copy_(to_local(host_copy.parameter.grad), non_blocking=True)
+            host_copy.host.copy_(to_local(host_copy.parameter), non_blocking=True)
             event: torch.Event = self._gpu.Event()
             event.record()
         return event
 
-    def up(self, twin: _Twin) -> None:
+    def copy_to_device(self, host_copy: _HostCopy) -> None:
         """Send the value back."""
         if self._gpu is None:
-            local(twin.parameter).copy_(twin.host)
+            to_local(host_copy.parameter).copy_(host_copy.host)
             return
-        with self._gpu.stream(self._up):
-            local(twin.parameter).copy_(twin.host, non_blocking=True)
+        with self._gpu.stream(self._to_device_stream):
+            to_local(host_copy.parameter).copy_(host_copy.host, non_blocking=True)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Let the device's own work wait for the values."""
         if self._gpu is not None:
-            self._gpu.current_stream(self._device).wait_stream(self._up)
+            self._gpu.current_stream(self._device).wait_stream(self._to_device_stream)
 
 
-def _host_copy(part: Tensor) -> Tensor:
+def _copy_to_pinned_host(part: Tensor) -> Tensor:
     """The values on the host, in the same memory layout, pinned where they come from a GPU."""
-    return torch.empty_like(part, device="cpu", pin_memory=kind_of(part.device.type).is_gpu).copy_(part)
+    return torch.empty_like(part, device="cpu", pin_memory=device_kind_of(part.device.type).is_gpu).copy_(part)

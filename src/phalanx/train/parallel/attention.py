@@ -23,12 +23,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from phalanx.compat import causal_lower_right
 from phalanx.errors import RecipeError
-from phalanx.train.parallel.collectives import Group, exchange_rows, gather, rank_in, size_of
+from phalanx.train.parallel.collectives import Group, all_to_all_rows, gather_from_group, group_rank, group_size
 
-Way = Literal["gather", "alltoall"]
+ContextMethod = Literal["gather", "alltoall"]
 
 
-def choose(heads: int, kv_heads: int, n: int) -> Way:
+def choose_context_method(heads: int, kv_heads: int, n: int) -> ContextMethod:
     """The way for n ranks: `alltoall` where the heads divide by n, else `gather`, which needs nothing of them.
 
     With e bytes a number, one attention receives on each rank, in the forward pass (and again in the backward)
@@ -47,37 +47,37 @@ def choose(heads: int, kv_heads: int, n: int) -> Way:
     return "gather"
 
 
-def own_chunks(way: Way, rank: int, n: int) -> tuple[tuple[int, ...], int]:
+def local_chunks(method: ContextMethod, rank: int, n: int) -> tuple[tuple[int, ...], int]:
     """The numbers of the chunks that a rank holds, in its order, and into how many the sequence is cut."""
-    return ((rank, 2 * n - 1 - rank), 2 * n) if way == "gather" else ((rank,), n)
+    return ((rank, 2 * n - 1 - rank), 2 * n) if method == "gather" else ((rank,), n)
 
 
-def document_masks(documents: Tensor, way: Way, group: Group) -> tuple[Tensor, ...]:
+def make_document_masks(documents: Tensor, method: ContextMethod, group: Group) -> tuple[Tensor, ...]:
     """What a query may see, from the number of each position's document [b, s]: earlier keys in its own document.
 
     gather: for each of the rank's two chunks [b, 1, c, k], with the k keys up to the chunk's end.
     alltoall: one mask [b, 1, s, s].
     """
     length = documents.shape[1]
-    places = torch.arange(length, device=documents.device)
-    if way == "alltoall":
+    positions = torch.arange(length, device=documents.device)
+    if method == "alltoall":
         spans = [(0, length)]
     else:
-        chunks, count = own_chunks(way, rank_in(group), size_of(group))
+        chunks, count = local_chunks(method, group_rank(group), group_size(group))
         spans = [(chunk * length // count, (chunk + 1) * length // count) for chunk in chunks]
     return tuple(
         (documents[:, None, start:end, None] == documents[:, None, None, :end])
-        & (places[start:end, None] >= places[:end])
+        & (positions[start:end, None] >= positions[:end])
         for start, end in spans
     )
 
 
-def attend(
+def attention_over_context(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     group: Group,
-    way: Way,
+    method: ContextMethod,
     *,
     causal: bool,
     masks: tuple[Tensor, ...] | None = None,
@@ -85,15 +85,15 @@ def attend(
 ) -> Tensor:
     """Attention of this rank's queries [b, h, s/n, d] to the keys and values [b, g, s/n, d] of the whole sequence.
 
-    Causal or full; `masks`, those of `document_masks`, take the place of the causal rule. h must be a multiple of g.
+    Causal or full; `masks`, those of `make_document_masks`, take the place of the causal rule. h must be a multiple of g.
     Returns [b, h, s/n, dv]. RecipeError if `alltoall` cannot divide the heads.
     """
-    query, key, value = (_compute_dtype(x) for x in (query, key, value))
-    act = _gathered if way == "gather" else _exchanged
-    return act(query, key, value, group, causal, masks, scale)
+    query, key, value = (_cast_to_autocast_dtype(x) for x in (query, key, value))
+    attention_fn = _attention_all_gather if method == "gather" else _attention_all_to_all
+    return attention_fn(query, key, value, group, causal, masks, scale)
 
 
-def _gathered(
+def _attention_all_gather(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -102,16 +102,18 @@ def _gathered(
     masks: tuple[Tensor, ...] | None,
     scale: float | None,
 ) -> Tensor:
-    n = size_of(group)
+    n = group_size(group)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    whole = gather(torch.cat([key, value], dim=-1), group, dim=2)  # [b, g, s, d + dv], in the order of the ranks
+    whole = gather_from_group(
+        torch.cat([key, value], dim=-1), group, dim=2
+    )  # [b, g, s, d + dv], in the order of the ranks
     widths = [key.shape[-1], value.shape[-1]]
     if not causal and masks is None:  # the order of the keys does not matter
         keys, values = whole.split(widths, dim=-1)
         return scaled_dot_product_attention(query, keys, values, **options)
-    keys, values = _in_order(whole, n).split(widths, dim=-1)
+    keys, values = _to_sequence_order(whole, n).split(widths, dim=-1)
     size = query.shape[2] // 2
-    chunks, _ = own_chunks("gather", rank_in(group), n)
+    chunks, _ = local_chunks("gather", group_rank(group), n)
     results = []
     for index, (chunk, queries) in enumerate(zip(chunks, query.split(size, dim=2), strict=True)):
         end = (chunk + 1) * size
@@ -120,29 +122,29 @@ def _gathered(
         elif end == size:
             mask = {"is_causal": True}
         else:
-            mask = {"attn_mask": _up_to_the_last(size, end, query.device)}
+            mask = {"attn_mask": _causal_bias_at_end(size, end, query.device)}
         results.append(scaled_dot_product_attention(queries, keys[:, :, :end], values[:, :, :end], **mask, **options))
     return torch.cat(results, dim=2)
 
 
-def _up_to_the_last(queries: int, keys: int, device: torch.device) -> Tensor:
+def _causal_bias_at_end(queries: int, keys: int, device: torch.device) -> Tensor:
     """The causal rule for queries at the end of more keys. CUDA has kernels for the bias, which need no mask, but
     torch.compile cannot make one; on a CPU it would only be turned into this mask, which costs 3 to 13% of the time of
     attention without one."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         return causal_lower_right(queries, keys)
-    places = torch.arange(keys, device=device)
-    return places[keys - queries :, None] >= places
+    positions = torch.arange(keys, device=device)
+    return positions[keys - queries :, None] >= positions
 
 
-def _in_order(whole: Tensor, n: int) -> Tensor:
+def _to_sequence_order(whole: Tensor, n: int) -> Tensor:
     """Chunks 0, 2n-1, 1, 2n-2, ... along dimension 2 in the order of the sequence. Slices, not an index: the gradient
     of an index is a scattered addition, which is slow and on CUDA of no fixed order."""
     pairs = whole.unflatten(2, (n, 2, -1))  # [b, g, n, 2, c, d]
     return torch.cat([pairs[:, :, :, 0], pairs[:, :, :, 1].flip(2)], dim=2).flatten(2, 3)
 
 
-def _exchanged(
+def _attention_all_to_all(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -151,16 +153,16 @@ def _exchanged(
     masks: tuple[Tensor, ...] | None,
     scale: float | None,
 ) -> Tensor:
-    n, heads, kv_heads = size_of(group), query.shape[1], key.shape[1]
+    n, heads, kv_heads = group_size(group), query.shape[1], key.shape[1]
     if heads % n:
         raise RecipeError(
             f"parallelism.context: {heads} heads of attention do not divide by {n}, so all-to-all cannot; gather can"
         )
     # Each rank needs the key-value heads of its queries: as often as lcm(g, n), which divides h, makes it come out.
-    again = math.lcm(kv_heads, n) // kv_heads
-    if again > 1:
-        key, value = (x.repeat_interleave(again, dim=1) for x in (key, value))
-    query, key, value = _whole_sequences([query, key, value], group)
+    repeats = math.lcm(kv_heads, n) // kv_heads
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    query, key, value = _shard_heads_not_sequence([query, key, value], group)
     out = scaled_dot_product_attention(
         query,
         key,
@@ -170,31 +172,31 @@ def _exchanged(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return _all_heads(out, group)
+    return _shard_sequence_not_heads(out, group)
 
 
-def _whole_sequences(parts: list[Tensor], group: Group) -> list[Tensor]:
+def _shard_heads_not_sequence(parts: list[Tensor], group: Group) -> list[Tensor]:
     """All heads of a part of the sequence [b, h, s/n, d] -> the whole sequence of a part of the heads [b, h/n, s, d],
     for several tensors in one exchange."""
-    n = size_of(group)
+    n = group_size(group)
     rows = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in parts]  # [n, b, h/n, s/n, d]
     sent = torch.cat([row.reshape(n, -1) for row in rows], dim=1)
-    arrived = exchange_rows(sent, [1] * n, [1] * n, group).split([row[0].numel() for row in rows], dim=1)
+    arrived = all_to_all_rows(sent, [1] * n, [1] * n, group).split([row[0].numel() for row in rows], dim=1)
     return [
-        come.reshape(row.shape).movedim(0, 2).flatten(2, 3)  # [b, h/n, n, s/n, d]
-        for come, row in zip(arrived, rows, strict=True)
+        received.reshape(row.shape).movedim(0, 2).flatten(2, 3)  # [b, h/n, n, s/n, d]
+        for received, row in zip(arrived, rows, strict=True)
     ]
 
 
-def _all_heads(x: Tensor, group: Group) -> Tensor:
+def _shard_sequence_not_heads(x: Tensor, group: Group) -> Tensor:
     """The way back: [b, h/n, s, d] -> [b, h, s/n, d]."""
-    n = size_of(group)
+    n = group_size(group)
     rows = x.unflatten(2, (n, -1)).movedim(2, 0)  # [n, b, h/n, s/n, d]
-    arrived = exchange_rows(rows.reshape(n, -1), [1] * n, [1] * n, group)
+    arrived = all_to_all_rows(rows.reshape(n, -1), [1] * n, [1] * n, group)
     return arrived.reshape(rows.shape).movedim(0, 1).flatten(1, 2)
 
 
-def _compute_dtype(x: Tensor) -> Tensor:
+def _cast_to_autocast_dtype(x: Tensor) -> Tensor:
     """x as autocast would hand it to the kernel, so that no more bytes are sent than are used."""
     kind = x.device.type
     if kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):

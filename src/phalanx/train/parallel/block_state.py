@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat import has_values, version_of
-from phalanx.train.forward_state import NORMS, keeps_statistics
+from phalanx.compat import is_real_tensor, tensor_version
+from phalanx.train.forward_state import NORM_LAYER_TYPES, updates_running_stats
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN_ATTRIBUTE_TYPES = (bool, int, float, str, type(None))
 """Types of attributes that are kept."""
 
 
 @dataclass
-class _Buffer:
+class _BufferSnapshot:
     """A buffer as a forward found it: the tensor, how often it had been written to, and what it held."""
 
     owner: nn.Module
@@ -31,27 +31,27 @@ class _Buffer:
     tensor: Tensor
     version: int
     value: Tensor
-    silent: bool
+    untracked: bool
 
     @property
-    def unchanged(self) -> bool:
-        return not self.silent and self.now is self.tensor and version_of(self.tensor) == self.version
+    def is_unchanged(self) -> bool:
+        return not self.untracked and self.current is self.tensor and tensor_version(self.tensor) == self.version
 
     @property
-    def now(self) -> Any:
+    def current(self) -> Any:
         return getattr(self.owner, self.name)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in PLAIN}
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if type(value) in PLAIN_ATTRIBUTE_TYPES}
 
 
-def may_change(block: nn.Module) -> bool:
+def has_mutable_state(block: nn.Module) -> bool:
     """Whether forwards may change state of a block in a way that shows when they run twice: persistent buffers that are
     no masks, but for those of torch's normalisation, which a compiler updates once, and of what the engine ends each
     step (`after_step`)."""
     for module in block.modules():
-        known = isinstance(module, NORMS) or hasattr(module, "after_step")
+        known = isinstance(module, NORM_LAYER_TYPES) or hasattr(module, "after_step")
         persistent = module.state_dict(keep_vars=True)
         buffers = [buffer for name, buffer in module.named_buffers(recurse=False) if name in persistent]
         if not known and any(buffer.dtype != torch.bool for buffer in buffers):
@@ -64,80 +64,90 @@ class BlockState:
 
     def __init__(self, block: nn.Module):
         self._block = block
-        self._last: dict[tuple[int, str], _Buffer] = {}
-        self._silent: set[tuple[int, str]] | None = None  # written to without being counted
+        self._last_snapshots: dict[tuple[int, str], _BufferSnapshot] = {}
+        self._untracked: set[tuple[int, str]] | None = None  # written to without being counted
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Of one forward and its recomputation."""
-        before = _Before(self)
-        return before, _Again(before)
+        before = _ForwardContext(self)
+        return before, _BackwardContext(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockState":
         return BlockState(copy.deepcopy(self._block, memo))
 
-    def take(self) -> tuple[list[_Buffer], list[tuple[nn.Module, dict[str, Any]]]]:
+    def snapshot(self) -> tuple[list[_BufferSnapshot], list[tuple[nn.Module, dict[str, Any]]]]:
         """Buffers and plain values as they are now."""
         buffers, values = [], []
         for module in self._block.modules():
             for name, tensor in module.named_buffers(recurse=False):
-                key, silent = (id(module), name), keeps_statistics(module)
-                silent = silent or (self._silent is not None and key in self._silent)
-                if silent or key not in self._last or not self._last[key].unchanged:
+                key, untracked = (id(module), name), updates_running_stats(module)
+                untracked = untracked or (self._untracked is not None and key in self._untracked)
+                if untracked or key not in self._last_snapshots or not self._last_snapshots[key].is_unchanged:
                     value = tensor.detach().clone()
-                    self._last[key] = _Buffer(module, name, tensor, version_of(tensor), value, silent)
-                buffers.append(self._last[key])
-            values.append((module, _plain(module)))
+                    self._last_snapshots[key] = _BufferSnapshot(
+                        module, name, tensor, tensor_version(tensor), value, untracked
+                    )
+                buffers.append(self._last_snapshots[key])
+            values.append((module, _plain_attributes(module)))
         return buffers, values
 
-    def compare(self, buffers: list[_Buffer]) -> None:
+    def detect_untracked(self, buffers: list[_BufferSnapshot]) -> None:
         """After the first forward: find what it wrote to unnoticed."""
-        if self._silent is None:
-            unseen = [buffer for buffer in buffers if buffer.unchanged and has_values(buffer.tensor)]
-            found = [buffer for buffer in unseen if not buffer.value.equal(buffer.tensor)]
-            self._silent = {(id(buffer.owner), buffer.name) for buffer in found}
+        if self._untracked is None:
+            apparently_unchanged = [
+                buffer for buffer in buffers if buffer.is_unchanged and is_real_tensor(buffer.tensor)
+            ]
+            found = [buffer for buffer in apparently_unchanged if not buffer.value.equal(buffer.tensor)]
+            self._untracked = {(id(buffer.owner), buffer.name) for buffer in found}
             for buffer in found:
-                buffer.silent = True
+                buffer.untracked = True
 
 
-class _Before(AbstractContextManager[None]):
+class _ForwardContext(AbstractContextManager[None]):
     """Around a forward."""
 
     def __init__(self, state: BlockState):
         self._state = state
-        self.buffers: list[_Buffer] = []
+        self.buffers: list[_BufferSnapshot] = []
         self.values: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def __enter__(self) -> None:
-        self.buffers, self.values = self._state.take()
+        self.buffers, self.values = self._state.snapshot()
 
     def __exit__(self, *error: object) -> None:
-        self._state.compare(self.buffers)
+        self._state.detect_untracked(self.buffers)
 
 
 @dataclass
-class _Again(AbstractContextManager[None]):
+class _BackwardContext(AbstractContextManager[None]):
     """Around a recomputation. It can be entered again, as it is when a graph is kept for a second backward."""
 
-    before: _Before
-    _own: list[tuple[list[tuple[_Buffer, Any]], list[tuple[nn.Module, dict[str, Any]]]]] = field(default_factory=list)
+    forward_context: _ForwardContext
+    _saved_values: list[tuple[list[tuple[_BufferSnapshot, Any]], list[tuple[nn.Module, dict[str, Any]]]]] = field(
+        default_factory=list
+    )
 
     def __enter__(self) -> None:
-        changed = [(buffer, buffer.now) for buffer in self.before.buffers if not buffer.unchanged]
-        self._own.append((changed, [(module, _plain(module)) for module, _ in self.before.values]))
+        changed = [(buffer, buffer.current) for buffer in self.forward_context.buffers if not buffer.is_unchanged]
+        self._saved_values.append(
+            (changed, [(module, _plain_attributes(module)) for module, _ in self.forward_context.values])
+        )
         for buffer, _ in changed:
             setattr(buffer.owner, buffer.name, buffer.value.clone())
-        _put(self.before.values)
+        _restore_attributes(self.forward_context.values)
 
     def __exit__(self, *error: object) -> None:
-        changed, values = self._own.pop()
-        for buffer, own in changed:
-            setattr(buffer.owner, buffer.name, own)
-        _put(values)
+        changed, values = self._saved_values.pop()
+        for buffer, current in changed:
+            setattr(buffer.owner, buffer.name, current)
+        _restore_attributes(values)
 
 
-def _put(values: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+def _restore_attributes(values: list[tuple[nn.Module, dict[str, Any]]]) -> None:
     for module, before in values:
         own = vars(module)
-        for name in [name for name, value in own.items() if type(value) in PLAIN and name not in before]:
+        for name in [
+            name for name, value in own.items() if type(value) in PLAIN_ATTRIBUTE_TYPES and name not in before
+        ]:
             del own[name]
         own.update(before)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_PARAMETRIZATIONS = "parametrizations"  # where torch.nn.utils.parametrize keeps what it adds to a layer
+_CONTAINER_TYPES = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PARAMETRIZATIONS_NAME = "parametrizations"  # where torch.nn.utils.parametrize keeps what it adds to a layer
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -34,53 +34,59 @@ def find_blocks(model: nn.Module) -> list[str]:
     container, gives []: it is one unit. So does one with a single layer. A module that stands in several places counts
     once.
     """
-    return _repeated(model, plain=False) or _repeated(model, plain=True)
+    return _find_repeated(model, allow_sequential=False) or _find_repeated(model, allow_sequential=True)
 
 
-def _repeated(model: nn.Module, *, plain: bool) -> list[str]:
-    """Names of blocks; plain `nn.Sequential`s are among them if `plain`."""
+def _find_repeated(model: nn.Module, *, allow_sequential: bool) -> list[str]:
+    """Names of blocks; plain `nn.Sequential`s are among them if `allow_sequential`."""
     single: set[object] = set()
     while True:
         kinds: dict[object, dict[str, nn.Module]] = {}
-        for name, module in _outermost(model, "", single, plain):
-            kinds.setdefault(_kind(module), {})[name] = module
+        for name, module in _iterate_outermost(model, "", single, allow_sequential):
+            kinds.setdefault(_block_kind(module), {})[name] = module
         alone = {kind for kind, members in kinds.items() if len(members) == 1}
         if not alone:
             break
         single |= alone  # what occurs once is no block, and what lies in it comes into view
-    by_share = sorted(kinds.values(), key=_parameters, reverse=True)
-    return [name for members in by_share for name in members]
+    by_size = sorted(kinds.values(), key=_count_parameters, reverse=True)
+    return [name for members in by_size for name in members]
 
 
-def _outermost(module: nn.Module, prefix: str, refused: set[object], plain: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Children of containers that can be blocks, without those that lie in another; kinds in `refused` are not."""
+def _iterate_outermost(
+    module: nn.Module, prefix: str, excluded_kinds: set[object], allow_sequential: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    """Children of containers that can be blocks, without those that lie in another; kinds in `excluded_kinds` are not."""
     for name, child in module.named_children():
-        if name == _PARAMETRIZATIONS:
+        if name == _PARAMETRIZATIONS_NAME:
             continue
         path = f"{prefix}{name}"
-        if isinstance(module, _CONTAINERS) and _can_be_block(child, plain) and _kind(child) not in refused:
+        if (
+            isinstance(module, _CONTAINER_TYPES)
+            and _can_be_block(child, allow_sequential)
+            and _block_kind(child) not in excluded_kinds
+        ):
             yield path, child
         else:
-            yield from _outermost(child, f"{path}.", refused, plain)
+            yield from _iterate_outermost(child, f"{path}.", excluded_kinds, allow_sequential)
 
 
-def _can_be_block(module: nn.Module, plain: bool) -> bool:
-    if type(module) is nn.Sequential and not plain:
+def _can_be_block(module: nn.Module, allow_sequential: bool) -> bool:
+    if type(module) is nn.Sequential and not allow_sequential:
         return False
     callable_ = type(module).forward is not nn.Module.forward
     layer = type(module).__module__.startswith("torch.") and all(
-        name == _PARAMETRIZATIONS for name, _ in module.named_children()
+        name == _PARAMETRIZATIONS_NAME for name, _ in module.named_children()
     )
     return callable_ and not layer and any(True for _ in module.parameters())
 
 
-def _kind(module: nn.Module) -> object:
+def _block_kind(module: nn.Module) -> object:
     if type(module) is nn.Sequential:
         return tuple(type(child) for child in module)
     return type(module)
 
 
-def _parameters(members: dict[str, nn.Module]) -> int:
+def _count_parameters(members: dict[str, nn.Module]) -> int:
     """Elements of all distinct parameters."""
     distinct = {parameter for module in members.values() for parameter in module.parameters()}
     return sum(parameter.numel() for parameter in distinct)

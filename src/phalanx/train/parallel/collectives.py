@@ -25,49 +25,49 @@ from phalanx.compat import all_gather_into, reduce_scatter_into
 Group = dist.ProcessGroup | None
 
 
-def size_of(group: Group) -> int:
+def group_size(group: Group) -> int:
     """Ranks in the group."""
     return 1 if group is None else group.size()
 
 
-def rank_in(group: Group) -> int:
+def group_rank(group: Group) -> int:
     """This process's number in the group."""
     return 0 if group is None else group.rank()
 
 
-def copy_to(x: Tensor, group: Group) -> Tensor:
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """x, alike on all ranks, going into work that differs by rank: gradients of all ranks are summed."""
-    return x if size_of(group) == 1 else _CopyTo.apply(x, group)
+    return x if group_size(group) == 1 else _CopyToGroup.apply(x, group)
 
 
-def sum_from(x: Tensor, group: Group) -> Tensor:
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' partial x, on each of them; each gradient goes back as it is."""
-    return x if size_of(group) == 1 else _SumFrom.apply(x, group)
+    return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group)
 
 
-def gather(x: Tensor, group: Group, dim: int) -> Tensor:
+def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
     """All ranks' parts one after the other along `dim`, for work that differs by rank."""
-    return x if size_of(group) == 1 else _Gather.apply(x, group, dim)
+    return x if group_size(group) == 1 else _GatherFromGroup.apply(x, group, dim)
 
 
-def gather_alike(x: Tensor, group: Group, dim: int) -> Tensor:
+def gather_replicated(x: Tensor, group: Group, dim: int) -> Tensor:
     """All ranks' parts one after the other along `dim`, for work that every rank does alike."""
-    return x if size_of(group) == 1 else _GatherAlike.apply(x, group, dim)
+    return x if group_size(group) == 1 else _GatherReplicated.apply(x, group, dim)
 
 
-def scatter_sum(x: Tensor, group: Group, dim: int) -> Tensor:
+def reduce_scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of all ranks' x. The dimension must divide evenly."""
-    return x if size_of(group) == 1 else _ScatterSum.apply(x, group, dim)
+    return x if group_size(group) == 1 else _ReduceScatterToGroup.apply(x, group, dim)
 
 
-def split(x: Tensor, group: Group, dim: int) -> Tensor:
+def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part along `dim` of an x that is alike on all ranks. The dimension must divide evenly."""
-    return x if size_of(group) == 1 else _Split.apply(x, group, dim)
+    return x if group_size(group) == 1 else _ScatterToGroup.apply(x, group, dim)
 
 
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
     """Rows of x [sum(send), ...] to the ranks in order, `send[r]` of them to rank r; rows [sum(receive), ...] come."""
-    return x if size_of(group) == 1 else _ExchangeRows.apply(x, list(send), list(receive), group)
+    return x if group_size(group) == 1 else _AllToAllRows.apply(x, list(send), list(receive), group)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -86,20 +86,20 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return part.movedim(0, dim)
 
 
-def own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def local_chunk(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's slice of x along `dim`."""
     length = x.shape[dim] // group.size()
     return x.narrow(dim, group.rank() * length, length).contiguous()
 
 
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of all ranks' x as a new tensor, without a backward."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-class _CopyTo(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -107,20 +107,20 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return summed(grad, ctx.group), None
+        return all_reduce_copy(grad, ctx.group), None
 
 
-class _SumFrom(torch.autograd.Function):
+class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return summed(x, group)
+        return all_reduce_copy(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -131,7 +131,7 @@ class _Gather(torch.autograd.Function):
         return reduce_scatter(grad, ctx.group, ctx.dim), None, None
 
 
-class _GatherAlike(torch.autograd.Function):
+class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -139,10 +139,10 @@ class _GatherAlike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return own_part(grad, ctx.group, ctx.dim), None, None
+        return local_chunk(grad, ctx.group, ctx.dim), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ReduceScatterToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -153,18 +153,18 @@ class _ScatterSum(torch.autograd.Function):
         return all_gather(grad, ctx.group, ctx.dim), None, None
 
 
-class _Split(torch.autograd.Function):
+class _ScatterToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return own_part(x, group, dim)
+        return local_chunk(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return all_gather(grad, ctx.group, ctx.dim), None, None
 
 
-class _ExchangeRows(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.send, ctx.receive = group, send, receive

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from phalanx.compat import allow_recompilation
+from phalanx.compat import raise_recompile_limit
 
-Compile = bool | Literal["cuda-graphs"]
-TOLD = "blocks_are_compiled"
+CompileMode = bool | Literal["cuda-graphs"]
+BLOCKS_COMPILED_ATTR = "blocks_are_compiled"
 """Attribute of a model that wants to know whether its blocks are compiled while it is not itself: what it hands them
 (rotations, masks) may have a form that compilers like better."""
 
@@ -23,16 +23,16 @@ def compile_blocks(model: nn.Module, blocks: list[nn.Module], graphs: bool = Fal
     `graphs` also records each as a CUDA graph, so that one launch stands for all its kernels. The graphs of a forward
     share memory that the next forward writes over, so results must not be kept across two forwards of the model.
     """
-    if hasattr(model, TOLD):
-        setattr(model, TOLD, True)
+    if hasattr(model, BLOCKS_COMPILED_ATTR):
+        setattr(model, BLOCKS_COMPILED_ATTR, True)
     parts = blocks or [model]
-    allow_recompilation(len(parts))
+    raise_recompile_limit(len(parts))
     options: dict[str, Any] = {"mode": "reduce-overhead"} if graphs else {}
     for module in parts:
         module.compile(dynamic=False, **options)
     if graphs:
-        model.register_forward_pre_hook(_begin)
+        model.register_forward_pre_hook(_mark_cudagraph_step)
 
 
-def _begin(module: nn.Module, args: Any) -> None:
+def _mark_cudagraph_step(module: nn.Module, args: Any) -> None:
     torch.compiler.cudagraph_mark_step_begin()

@@ -1,7 +1,7 @@
 """What a worker holds of a logical tensor: pure arithmetic over blocks, no tensors and no processes.
 
-Tensor and expert parallel cut a parameter along one dimension (`Cut`); FSDP then cuts the rows of what is left into
-equal parts. `hold` turns both into blocks of the logical tensor, which is how checkpoints are written under one layout
+Tensor and expert parallel cut a parameter along one dimension (`DimShard`); FSDP then cuts the rows of what is left into
+equal parts. `compute_global_blocks` turns both into blocks of the logical tensor, which is how checkpoints are written under one layout
 and read under another.
 """
 
@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-Range = tuple[int, int]
+RowRange = tuple[int, int]
 """[start, end)."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimShard:
     """Of a logical dimension `dim` with `whole` elements this rank holds the `ranges`, one after the other: one range,
-    or for a fused matrix (queries, keys and values in one) one of each part. `axis` names the mesh dimension."""
+    or for a fused matrix (queries, keys and values in one) one of each part. `mesh_axis` names the mesh dimension."""
 
     dim: int
-    ranges: tuple[Range, ...]
-    whole: int
-    axis: str
+    ranges: tuple[RowRange, ...]
+    full_size: int
+    mesh_axis: str
 
     @property
     def length(self) -> int:
@@ -35,60 +35,62 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block that this rank holds: `start` in its local tensor, `offset` in the logical one, and `extent` in both."""
+class TensorBlock:
+    """A block that this rank holds: `local_start` in its local tensor, `global_offset` in the logical one, and `extent` in both."""
 
-    start: tuple[int, ...]
-    offset: tuple[int, ...]
+    local_start: tuple[int, ...]
+    global_offset: tuple[int, ...]
     extent: tuple[int, ...]
 
-    def of(self, tensor: "Tensor") -> "Tensor":
+    def slice_local(self, tensor: "Tensor") -> "Tensor":
         """The block's part of the local tensor, sharing its memory."""
-        return tensor[tuple(slice(first, first + n) for first, n in zip(self.start, self.extent, strict=True))]
+        return tensor[tuple(slice(first, first + n) for first, n in zip(self.local_start, self.extent, strict=True))]
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Blocks of a logical tensor of `shape` that a rank holds."""
+class GlobalBlocks:
+    """Blocks of a logical tensor of `global_shape` that a rank holds."""
 
-    shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    global_shape: tuple[int, ...]
+    blocks: tuple[TensorBlock, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Holding":
+    def full_tensor(cls, shape: Sequence[int]) -> "GlobalBlocks":
         """All of it."""
         zero = (0,) * len(shape)
-        return cls(tuple(shape), (Block(zero, zero, tuple(shape)),))
+        return cls(tuple(shape), (TensorBlock(zero, zero, tuple(shape)),))
 
 
-def cut_evenly(dim: int, whole: int, rank: int, size: int, axis: str, parts: int = 1) -> Cut:
+def shard_evenly(dim: int, full_size: int, rank: int, size: int, mesh_axis: str, parts: int = 1) -> DimShard:
     """Rank's equal share of a dimension made of `parts` equal parts, each of which is cut. It must divide."""
-    part = whole // parts
-    assert part * parts == whole
+    part = full_size // parts
+    assert part * parts == full_size
     assert part % size == 0
-    share = part // size
-    starts = (p * part + rank * share for p in range(parts))
-    return Cut(dim, tuple((start, start + share) for start in starts), whole, axis)
+    per_rank = part // size
+    starts = (p * part + rank * per_rank for p in range(parts))
+    return DimShard(dim, tuple((start, start + per_rank) for start in starts), full_size, mesh_axis)
 
 
-def rows_of_shard(rows: int, rank: int, size: int) -> Range:
+def fsdp_row_range(rows: int, rank: int, size: int) -> RowRange:
     """The rows that FSDP gives a rank: all shards as long as the first, as far as rows are left (torch.chunk)."""
     length = math.ceil(rows / size) if rows else 0
     start = min(rank * length, rows)
     return start, min(start + length, rows)
 
 
-def hold(local_shape: Sequence[int], cuts: Sequence[Cut] = (), rows: Range | None = None) -> Holding:
+def compute_global_blocks(
+    local_shape: Sequence[int], dim_shards: Sequence[DimShard] = (), rows: RowRange | None = None
+) -> GlobalBlocks:
     """What a rank holds of a logical tensor.
 
-    `local_shape` is the shape after `cuts`, before FSDP; `rows` the range of its first dimension that FSDP left here
+    `local_shape` is the shape after `dim_shards`, before FSDP; `rows` the range of its first dimension that FSDP left here
     (None: all). Cuts lie along different dimensions. Of a tensor without elements each rank holds a block without any.
     """
     shape = list(local_shape)
-    ranges: list[tuple[Range, ...]] = [((0, length),) for length in local_shape]
-    for cut in cuts:
-        shape[cut.dim] = cut.whole
-        ranges[cut.dim] = cut.ranges
+    ranges: list[tuple[RowRange, ...]] = [((0, length),) for length in local_shape]
+    for dim_shard in dim_shards:
+        shape[dim_shard.dim] = dim_shard.full_size
+        ranges[dim_shard.dim] = dim_shard.ranges
     # Along each dimension: (start in the local tensor, offset in the logical one, length).
     runs: list[list[tuple[int, int, int]]] = []
     for dim, parts in enumerate(ranges):
@@ -96,16 +98,18 @@ def hold(local_shape: Sequence[int], cuts: Sequence[Cut] = (), rows: Range | Non
         for start, end in parts:
             found.append((at, start, end - start))
             at += end - start
-        runs.append(_clip(found, rows) if dim == 0 and rows is not None else found)
+        runs.append(_intersect_runs(found, rows) if dim == 0 and rows is not None else found)
     if 0 in shape:  # nothing to hold, but its name must be in a checkpoint
         zero, offset = (0,) * len(shape), tuple(found[0][1] if found else 0 for found in runs)
-        return Holding(tuple(shape), (Block(zero, offset, tuple(sum(n for _, _, n in found) for found in runs)),))
+        return GlobalBlocks(
+            tuple(shape), (TensorBlock(zero, offset, tuple(sum(n for _, _, n in found) for found in runs)),)
+        )
     combinations = ([tuple(column) for column in zip(*runs_of, strict=True)] for runs_of in itertools.product(*runs))
-    blocks = [Block(*(combination or ((), (), ()))) for combination in combinations]
-    return Holding(tuple(shape), tuple(block for block in blocks if all(block.extent)))
+    blocks = [TensorBlock(*(combination or ((), (), ()))) for combination in combinations]
+    return GlobalBlocks(tuple(shape), tuple(block for block in blocks if all(block.extent)))
 
 
-def _clip(runs: Sequence[tuple[int, int, int]], rows: Range) -> list[tuple[int, int, int]]:
+def _intersect_runs(runs: Sequence[tuple[int, int, int]], rows: RowRange) -> list[tuple[int, int, int]]:
     """The parts of runs that lie in `rows` of the local tensor, with starts counted from the first of them."""
     first, last = rows
     clipped = []

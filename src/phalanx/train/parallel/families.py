@@ -29,9 +29,9 @@ from functools import cache
 
 from torch import nn
 
-from phalanx.models.transformer import Attention, FeedForward, Transformer
+from phalanx.models.transformer import CausalSelfAttention, FeedForward, Transformer
 
-STYLES = (
+TP_STYLES = (
     "region",
     "columns",
     "rows",
@@ -45,25 +45,25 @@ STYLES = (
 
 
 @dataclass(frozen=True)
-class Family:
+class TPPlan:
     """Models that are cut alike."""
 
-    rules: Mapping[str, str]
-    """Pattern -> style. Patterns are of the whole model; for one without its head (`base`), see `family_of`."""
-    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    styles: Mapping[str, str]
+    """Pattern -> style. Patterns are of the whole model; for one without its head (`base_prefix`), see `find_tp_plan`."""
+    divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Pattern of modules -> attributes that count heads or features, and are divided by the number of ranks with them.
     """
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    divisible_sizes: Mapping[str, str] = field(default_factory=dict)
     """What the number of ranks must divide: its name in words -> attribute of `model.config`; for our own transformer
-    they are read off its modules (`divisible`)."""
-    base: str = ""
+    they are read off its modules (`find_divisible_sizes`)."""
+    base_prefix: str = ""
     """Prefix that a model without a head lacks in all its names: `model.` of LlamaModel's."""
-    optional: frozenset[str] = frozenset()
+    optional_patterns: frozenset[str] = frozenset()
     """Patterns that some members of the family have no module for."""
 
 
-OURS = Family(
-    rules={
+TRANSFORMER_TP_PLAN = TPPlan(
+    styles={
         "embedding": "vocabulary",
         "blocks.*.attention": "region",
         "blocks.*.ffn": "region",
@@ -78,11 +78,11 @@ OURS = Family(
         "blocks.*.ffn.down": "rows",
         "head": "head",
     },
-    divided={"blocks.*.attention": ("heads", "kv_heads")},
-    optional=frozenset({"blocks.*.attention.query_norm", "blocks.*.attention.key_norm", "blocks.*.ffn.gate"}),
+    divided_attributes={"blocks.*.attention": ("num_heads", "num_kv_heads")},
+    optional_patterns=frozenset({"blocks.*.attention.query_norm", "blocks.*.attention.key_norm", "blocks.*.ffn.gate"}),
 )
 
-_LLAMA_RULES = {
+_LLAMA_STYLES = {
     "model.embed_tokens": "vocabulary",
     "model.layers.*.self_attn": "region",
     "model.layers.*.mlp": "region",
@@ -103,21 +103,23 @@ _LLAMA_SIZES = {
 }
 
 # Attention of these counts its local heads by itself: it views projections as [b, s, -1, d].
-LLAMA = Family(rules=_LLAMA_RULES, sizes=_LLAMA_SIZES, base="model.", optional=frozenset({"lm_head"}))
+LLAMA_TP_PLAN = TPPlan(
+    styles=_LLAMA_STYLES, divisible_sizes=_LLAMA_SIZES, base_prefix="model.", optional_patterns=frozenset({"lm_head"})
+)
 
-QWEN3 = Family(
-    rules={
-        **_LLAMA_RULES,
+QWEN3_TP_PLAN = TPPlan(
+    styles={
+        **_LLAMA_STYLES,
         "model.layers.*.self_attn.q_norm": "shared",
         "model.layers.*.self_attn.k_norm": "shared",
     },
-    sizes=_LLAMA_SIZES,
-    base="model.",
-    optional=frozenset({"lm_head"}),
+    divisible_sizes=_LLAMA_SIZES,
+    base_prefix="model.",
+    optional_patterns=frozenset({"lm_head"}),
 )
 
-GPT2 = Family(
-    rules={
+GPT2_TP_PLAN = TPPlan(
+    styles={
         "transformer.wte": "vocabulary",  # positions (wpe) are whole on each rank
         "transformer.h.*.attn": "region",
         "transformer.h.*.mlp": "region",
@@ -127,84 +129,91 @@ GPT2 = Family(
         "transformer.h.*.mlp.c_proj": "rows-conv1d",
         "lm_head": "head",
     },
-    divided={"transformer.h.*.attn": ("num_heads", "split_size")},
-    sizes={
+    divided_attributes={"transformer.h.*.attn": ("num_heads", "split_size")},
+    divisible_sizes={
         "attention heads": "n_head",
         "features": "n_embd",
         "tokens of the vocabulary": "vocab_size",
     },
-    base="transformer.",
-    optional=frozenset({"lm_head"}),
+    base_prefix="transformer.",
+    optional_patterns=frozenset({"lm_head"}),
 )
 
-HUGGING_FACE: Mapping[str, Family] = {"llama": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3, "gpt2": GPT2}
+HF_TP_PLANS: Mapping[str, TPPlan] = {
+    "llama": LLAMA_TP_PLAN,
+    "qwen2": LLAMA_TP_PLAN,
+    "qwen3": QWEN3_TP_PLAN,
+    "gpt2": GPT2_TP_PLAN,
+}
 """By `model.config.model_type`."""
 
 
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     parts = ("[^.]+" if part == "*" else re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("."))
     return re.compile(r"\.".join(parts))
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Whether a dotted name fits a pattern, part by part: `blocks.*.ffn` fits `blocks.0.ffn`, not `blocks.0.1.ffn`."""
-    return _compiled(pattern).fullmatch(name) is not None
+    return _compile_pattern(pattern).fullmatch(name) is not None
 
 
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
+def find_matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that fit, in their order."""
-    return [name for name in names if matches(pattern, name)]
+    return [name for name in names if matches_pattern(pattern, name)]
 
 
-def family_of(model: nn.Module) -> Family | None:
+def find_tp_plan(model: nn.Module) -> TPPlan | None:
     """What is known about a model: by class for our transformer, by `config.model_type` for Hugging Face's. None for
     any other. Patterns are as they fit this very model: without what it lacks, and without the base's prefix where it
     is the bare base."""
-    family = _ours(model) if isinstance(model, Transformer) else _of_hugging_face(model)
-    if family is None:
+    plan = _plan_for_transformer(model) if isinstance(model, Transformer) else _plan_for_hugging_face(model)
+    if plan is None:
         return None
     names = [name for name, _ in model.named_modules()]
-    bare = bool(family.base) and not hasattr(model, family.base.removesuffix("."))
+    bare = bool(plan.base_prefix) and not hasattr(model, plan.base_prefix.removesuffix("."))
 
-    def fitted(pattern: str) -> str:
-        return pattern.removeprefix(family.base) if bare else pattern
+    def fit_pattern(pattern: str) -> str:
+        return pattern.removeprefix(plan.base_prefix) if bare else pattern
 
-    rules = {fitted(pattern): style for pattern, style in family.rules.items()}
-    absent = {fitted(pattern) for pattern in family.optional if not matching(fitted(pattern), names)}
-    divided = {fitted(pattern): attributes for pattern, attributes in family.divided.items()}
-    kept = {pattern: style for pattern, style in rules.items() if pattern not in absent}
-    return Family(kept, divided, family.sizes, "" if bare else family.base)
+    styles = {fit_pattern(pattern): style for pattern, style in plan.styles.items()}
+    absent = {
+        fit_pattern(pattern) for pattern in plan.optional_patterns if not find_matching(fit_pattern(pattern), names)
+    }
+    divided_attributes = {fit_pattern(pattern): attributes for pattern, attributes in plan.divided_attributes.items()}
+    styles_present = {pattern: style for pattern, style in styles.items() if pattern not in absent}
+    return TPPlan(styles_present, divided_attributes, plan.divisible_sizes, "" if bare else plan.base_prefix)
 
 
-def _ours(model: Transformer) -> Family:
+def _plan_for_transformer(model: Transformer) -> TPPlan:
     """Our transformer's. A mixture of experts is no region: each tensor rank computes it for its own part of the
     sequence, so only feed-forwards that stand alone in their block are cut."""
     dense = [name for name, module in model.named_modules() if isinstance(module, FeedForward)]
-    dense = [name for name in dense if matches("blocks.*.ffn", name)]
+    dense = [name for name in dense if matches_pattern("blocks.*.ffn", name)]
     if len(dense) == len(model.blocks):
-        return OURS
-    rules = {pattern: style for pattern, style in OURS.rules.items() if ".ffn" not in pattern}
-    for pattern, style in OURS.rules.items():
+        return TRANSFORMER_TP_PLAN
+    styles = {pattern: style for pattern, style in TRANSFORMER_TP_PLAN.styles.items() if ".ffn" not in pattern}
+    for pattern, style in TRANSFORMER_TP_PLAN.styles.items():
         if pattern.startswith("blocks.*.ffn"):
-            rules |= {name + pattern.removeprefix("blocks.*.ffn"): style for name in dense}
-    optional = OURS.optional | {pattern for pattern in rules if pattern.endswith(".gate")}
-    return replace(OURS, rules=rules, optional=optional)
+            styles |= {name + pattern.removeprefix("blocks.*.ffn"): style for name in dense}
+    optional = TRANSFORMER_TP_PLAN.optional_patterns | {pattern for pattern in styles if pattern.endswith(".gate")}
+    return replace(TRANSFORMER_TP_PLAN, styles=styles, optional_patterns=optional)
 
 
-def divisible(model: nn.Module) -> dict[str, int]:
+def find_divisible_sizes(model: nn.Module) -> dict[str, int]:
     """What the number of tensor-parallel ranks must divide: its name in words -> its size. Empty for a model whose
     family is not known."""
     if isinstance(model, Transformer):
-        attention = next(module for module in model.modules() if isinstance(module, Attention))
-        sizes = {"attention heads": attention.heads, "key-value heads": attention.kv_heads}
+        attention = next(module for module in model.modules() if isinstance(module, CausalSelfAttention))
+        sizes = {"attention heads": attention.num_heads, "key-value heads": attention.num_kv_heads}
         for ffn in (module for module in model.modules() if isinstance(module, FeedForward)):
             sizes["features of the feed-forward"] = ffn.up.out_features
         return sizes | {"tokens of the vocabulary": model.embedding.num_embeddings}
-    family = _of_hugging_face(model)
-    return {} if family is None else {what: getattr(model.config, name) for what, name in family.sizes.items()}
+    plan = _plan_for_hugging_face(model)
+    return {} if plan is None else {what: getattr(model.config, name) for what, name in plan.divisible_sizes.items()}
 
 
-def _of_hugging_face(model: nn.Module) -> Family | None:
+def _plan_for_hugging_face(model: nn.Module) -> TPPlan | None:
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    return HUGGING_FACE.get(kind) if isinstance(kind, str) else None
+    return HF_TP_PLANS.get(kind) if isinstance(kind, str) else None

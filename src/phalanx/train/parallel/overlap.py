@@ -16,38 +16,38 @@ from torch import Tensor
 
 from phalanx.compat import all_gather_into, reduce_scatter_into
 
-CHUNKS = 2
+ASYNC_TP_CHUNKS = 2
 """Enough to hide half of what travels; more would make products too small to be fast."""
 
 
-def divides(x: Tensor, group: dist.ProcessGroup) -> bool:
+def can_chunk(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether hidden states x [b, s, k] can be cut so. A compiled block orders its communication by itself."""
-    return x.dim() == 3 and x.shape[1] % (group.size() * CHUNKS) == 0 and not torch.compiler.is_compiling()
+    return x.dim() == 3 and x.shape[1] % (group.size() * ASYNC_TP_CHUNKS) == 0 and not torch.compiler.is_compiling()
 
 
-def product_scattered(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`scatter_sum(F.linear(x, weight), group, 1)` for x [b, s, k] that `divides`: [b, s / ranks, w]."""
+def linear_reduce_scatter(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`reduce_scatter_to_group(F.linear(x, weight), group, 1)` for x [b, s, k] that `can_chunk`: [b, s / ranks, w]."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weight = x.to(dtype), weight.to(dtype)
-    scattered: Tensor = _ProductScattered.apply(x, weight, group)
+    scattered: Tensor = _LinearReduceScatter.apply(x, weight, group)
     return scattered
 
 
-class _ProductScattered(torch.autograd.Function):
+class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
         batch, ranks, width = x.shape[0], group.size(), weight.shape[0]
-        chunks = _chunks(x, ranks)
+        chunks = _view_as_chunks(x, ranks)
         sums, works = [], []
-        for i in range(CHUNKS):
+        for i in range(ASYNC_TP_CHUNKS):
             partial = F.linear(chunks[:, :, i], weight).movedim(1, 0)  # [ranks, b, s / ranks / CHUNKS, w]
             sums.append(partial.new_empty(partial.shape[1:]))
             works.append(reduce_scatter_into(sums[-1], partial.flatten(0, 1).contiguous(), group, wait=False))
-        _wait(works)
+        _wait_all(works)
         return torch.stack(sums, dim=1).view(batch, -1, width)
 
     @staticmethod
@@ -55,32 +55,34 @@ class _ProductScattered(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
         ranks = group.size()
-        parts = grad.unflatten(1, (CHUNKS, -1))
+        parts = grad.unflatten(1, (ASYNC_TP_CHUNKS, -1))
         gathered, works = [], []
-        for i in range(CHUNKS):
+        for i in range(ASYNC_TP_CHUNKS):
             part = parts[:, i].contiguous()
             gathered.append(part.new_empty((ranks * part.shape[0], *part.shape[1:])))
             works.append(all_gather_into(gathered[-1], part, group, wait=False))
-        wholes = [whole.unflatten(0, (ranks, -1)).movedim(0, 1) for whole in gathered]  # as chunks of x
+        gathered_chunks = [
+            gathered_chunk.unflatten(0, (ranks, -1)).movedim(0, 1) for gathered_chunk in gathered
+        ]  # as chunks of x
         grad_x = torch.empty_like(x)
-        chunks = _chunks(grad_x, ranks)
+        chunks = _view_as_chunks(grad_x, ranks)
         for i, work in enumerate(works):
-            _wait([work])
+            _wait_all([work])
             if ctx.needs_input_grad[0]:
-                chunks[:, :, i] = wholes[i] @ weight
+                chunks[:, :, i] = gathered_chunks[i] @ weight
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.stack(wholes, dim=2).flatten(0, 3).t() @ x.flatten(0, 1)
+            grad_weight = torch.stack(gathered_chunks, dim=2).flatten(0, 3).t() @ x.flatten(0, 1)
         return grad_x if ctx.needs_input_grad[0] else None, grad_weight, None
 
 
-def _chunks(x: Tensor, ranks: int) -> Tensor:
+def _view_as_chunks(x: Tensor, ranks: int) -> Tensor:
     """x [b, s, k] as [b, ranks, CHUNKS, s / ranks / CHUNKS, k], a view where x is contiguous."""
-    chunks: Tensor = x.unflatten(1, (ranks, CHUNKS, -1))
+    chunks: Tensor = x.unflatten(1, (ranks, ASYNC_TP_CHUNKS, -1))
     return chunks
 
 
-def _wait(works: "list[dist.Work | None]") -> None:
+def _wait_all(works: "list[dist.Work | None]") -> None:
     for work in works:
         if work is not None:
             work.wait()

@@ -15,145 +15,157 @@ from torch import nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.cast_once import cast_once, linear_in
+from phalanx.train.cast_once import linear_names_in_blocks, use_cached_casts
 from phalanx.train.parallel.blocks import find_blocks
 from phalanx.train.parallel.collectives import Group
-from phalanx.train.parallel.compiled import Compile, compile_blocks
-from phalanx.train.parallel.context import check_model
-from phalanx.train.parallel.cuts import Cut
-from phalanx.train.parallel.divided import Divided
-from phalanx.train.parallel.expert import check_experts, experts_in, split_experts
-from phalanx.train.parallel.families import divisible, family_of
+from phalanx.train.parallel.compiled import CompileMode, compile_blocks
+from phalanx.train.parallel.context import check_context_parallel
+from phalanx.train.parallel.cuts import DimShard
+from phalanx.train.parallel.divided import ParallelModel
+from phalanx.train.parallel.expert import apply_expert_parallel, check_experts, find_expert_modules
+from phalanx.train.parallel.families import find_divisible_sizes, find_tp_plan
 from phalanx.train.parallel.mesh import Mesh
-from phalanx.train.parallel.overlap import CHUNKS
-from phalanx.train.parallel.recompute import Recompute, apply_recompute
-from phalanx.train.parallel.shard import check_groups, check_hooks, check_ties, shard_model
-from phalanx.train.parallel.standins import StandIn
-from phalanx.train.parallel.tensor import check_rules, cut_model
-from phalanx.train.precision import AUTOCAST
+from phalanx.train.parallel.overlap import ASYNC_TP_CHUNKS
+from phalanx.train.parallel.recompute import ActivationCheckpointing, apply_activation_checkpointing
+from phalanx.train.parallel.shard import apply_fsdp, check_fsdp_groups, check_parameter_hooks, check_tied_params
+from phalanx.train.parallel.standins import ModuleStub
+from phalanx.train.parallel.tensor import apply_tensor_parallel, check_tp_plan
+from phalanx.train.precision import AUTOCAST_DTYPES
 
 
 @dataclass(frozen=True)
-class Choices:
+class ParallelConfig:
     """How the parts of a model are to be computed: what the recipe says besides the layout. `sequence` is the length
     of the sequences, where there are any; `vocabulary` whether the loss can be computed over parts of the vocabulary.
-    `fp8`, given a model and the names of its blocks, has linear layers in them computed in fp8, and returns which.
-    `cast_once`: linear layers in blocks, and the `output` layer, keep their weights in autocast's dtype for a step.
+    `float8_selector`, given a model and the names of its blocks, has linear layers in them computed in fp8, and returns which.
+    `cache_weight_casts`: linear layers in blocks, and the `lm_head` layer, keep their weights in autocast's dtype for a step.
     """
 
     precision: str = "fp32"
-    recompute: Recompute = "none"
-    compile: Compile = False
-    rules: Mapping[str, str] | None = None
-    sequence: int | None = None
-    vocabulary: bool = False
-    fp8: Callable[[nn.Module, Iterable[str]], list[str]] | None = None
-    cast_once: bool = False
-    output: str | None = None
+    activation_checkpointing: ActivationCheckpointing = "none"
+    compile: CompileMode = False
+    tp_plan: Mapping[str, str] | None = None
+    seq_len: int | None = None
+    vocab_parallel_loss: bool = False
+    float8_selector: Callable[[nn.Module, Iterable[str]], list[str]] | None = None
+    cache_weight_casts: bool = False
+    lm_head: str | None = None
 
 
 @dataclass(frozen=True)
-class Outline:
-    """What was found in a whole model before any of it is divided: its `blocks` in order, the tensor-parallel `styles`
-    of its modules, attributes that `counts` heads, and whether hidden states are cut along the `sequence`."""
+class ModelPlan:
+    """What was found in a whole model before any of it is divided: its `blocks` in order, the tensor-parallel `tp_styles`
+    of its modules, attributes that `divided_attributes` heads, and whether hidden states are cut along the `sequence`."""
 
     blocks: tuple[str, ...]
-    styles: Mapping[str, str]
-    counts: Mapping[str, Sequence[str]]
-    sequence: bool
+    tp_styles: Mapping[str, str]
+    divided_attributes: Mapping[str, Sequence[str]]
+    sequence_parallel: bool
 
 
-def outline(model: nn.Module, layout: Parallelism, choices: Choices) -> Outline:
+def plan_model(model: nn.Module, parallelism: Parallelism, config: ParallelConfig) -> ModelPlan:
     """Look at a whole model's names and shapes. RecipeError, naming the rule, when it cannot be divided so."""
-    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    blocks = tuple(sorted(find_blocks(model), key=places.__getitem__))
-    styles: Mapping[str, str] = {}
-    counts: Mapping[str, Sequence[str]] = {}
-    if layout.tensor > 1:
-        family = family_of(model)
-        styles = check_rules(model, _rules(model, layout.tensor, choices), layout.tensor)
-        counts = family.divided if family is not None and not choices.rules else {}
-    if layout.expert > 1:
-        check_experts(model, layout.expert)
-    if layout.context > 1:
-        if choices.sequence is None:
+    module_order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    blocks = tuple(sorted(find_blocks(model), key=module_order.__getitem__))
+    tp_styles: Mapping[str, str] = {}
+    divided_attributes: Mapping[str, Sequence[str]] = {}
+    if parallelism.tensor > 1:
+        tp_plan = find_tp_plan(model)
+        tp_styles = check_tp_plan(model, _get_tp_styles(model, parallelism.tensor, config), parallelism.tensor)
+        divided_attributes = tp_plan.divided_attributes if tp_plan is not None and not config.tp_plan else {}
+    if parallelism.expert > 1:
+        check_experts(model, parallelism.expert)
+    if parallelism.context > 1:
+        if config.seq_len is None:
             raise RecipeError("parallelism.context: is for models of sequences, and these data have none")
-        check_model(model, choices.sequence)
-    if layout.shard * layout.context * layout.pipeline * layout.expert > 1:
-        check_hooks(model)
-    if layout.shard * layout.context > 1:
+        check_context_parallel(model, config.seq_len)
+    if parallelism.shard * parallelism.context * parallelism.pipeline * parallelism.expert > 1:
+        check_parameter_hooks(model)
+    if parallelism.shard * parallelism.context > 1:
         modules = [model.get_submodule(name) for name in blocks]
-        check_ties(model, modules)
-        check_groups(model, modules, rest=layout.pipeline == 1)
-    length = None if choices.sequence is None else choices.sequence // layout.context
-    if layout.async_tp and (length is None or length % (layout.tensor * CHUNKS)):
+        check_tied_params(model, modules)
+        check_fsdp_groups(model, modules, rest=parallelism.pipeline == 1)
+    length = None if config.seq_len is None else config.seq_len // parallelism.context
+    if parallelism.async_tp and (length is None or length % (parallelism.tensor * ASYNC_TP_CHUNKS)):
         raise RecipeError(
-            f"parallelism.async_tp: needs sequences that {layout.tensor} ranks can share in {CHUNKS} chunks each; "
+            f"parallelism.async_tp: needs sequences that {parallelism.tensor} ranks can share in {ASYNC_TP_CHUNKS} chunks each; "
             f"a rank's have {length} positions"
         )
-    return Outline(blocks, styles, counts, length is not None and length % layout.tensor == 0)
+    return ModelPlan(blocks, tp_styles, divided_attributes, length is not None and length % parallelism.tensor == 0)
 
 
-def divide(model: nn.Module, root: nn.Module, mesh: Mesh, choices: Choices) -> tuple[Divided, Group]:
+def parallelize(model: nn.Module, root: nn.Module, mesh: Mesh, config: ParallelConfig) -> tuple[ParallelModel, Group]:
     """Divide `model`, which `root` contains, in place; the group over which its vocabulary is cut comes with it.
     RecipeError when it does not fit the layout."""
-    cuts, partial, vocabulary = divide_part(model, root, mesh, choices, outline(model, mesh.layout, choices))
-    return Divided(mesh, (model,), cuts, partial, root=None if mesh.fsdp is None else root), vocabulary
+    dim_shards, partial_grads, vocab_group = parallelize_part(
+        model, root, mesh, config, plan_model(model, mesh.parallelism, config)
+    )
+    return ParallelModel(
+        mesh, (model,), dim_shards, partial_grads, fsdp_root=None if mesh.fsdp_mesh is None else root
+    ), vocab_group
 
 
-def divide_part(
-    model: nn.Module, root: nn.Module, mesh: Mesh, choices: Choices, found: Outline
-) -> tuple[dict[str, tuple[Cut, ...]], frozenset[str], Group]:
+def parallelize_part(
+    model: nn.Module, root: nn.Module, mesh: Mesh, config: ParallelConfig, model_plan: ModelPlan
+) -> tuple[dict[str, tuple[DimShard, ...]], frozenset[str], Group]:
     """Divide a model or one pipeline stage of it, in place: cuts of parameters, those whose gradient is partial on each
     tensor rank, and the group over which its vocabulary is cut."""
-    tensor = cut_model(
+    tp_result = apply_tensor_parallel(
         model,
-        found.styles,
-        mesh.tensor,
-        blocks=found.blocks,
-        counts=found.counts,
-        sequence=found.sequence,
-        vocabulary=choices.vocabulary,
-        overlap=mesh.layout.async_tp,
+        model_plan.tp_styles,
+        mesh.tensor_group,
+        blocks=model_plan.blocks,
+        divided_attributes=model_plan.divided_attributes,
+        sequence_parallel=model_plan.sequence_parallel,
+        vocab_parallel_loss=config.vocab_parallel_loss,
+        async_tp=mesh.parallelism.async_tp,
     )
-    cuts: dict[str, tuple[Cut, ...]] = {name: (cut,) for name, cut in tensor.cuts.items()}
-    modules = {name: module for name, module in model.named_modules() if not isinstance(module, StandIn)}
-    blocks = [name for name in found.blocks if name in modules]
-    if mesh.expert is not None and experts_in(model):  # a pipeline stage may have none
-        for name, cut in split_experts(model, mesh.expert).items():
-            cuts[name] = (*cuts.get(name, ()), cut)
-    if choices.fp8 is not None:
-        choices.fp8(model, blocks)
-    if choices.cast_once and mesh.only_replicates:
-        cast_once(model, [*linear_in(model, blocks), *filter(None, [choices.output])], AUTOCAST[choices.precision])
-    apply_recompute(model, blocks, choices.recompute)
-    if choices.compile:
-        compile_blocks(model, [modules[name] for name in blocks], graphs=choices.compile == "cuda-graphs")
-    if mesh.fsdp is not None:
-        experts = [m for m in modules.values() if mesh.expert is not None and getattr(m, "expert_parallel", False)]
-        shard_model(
+    dim_shards: dict[str, tuple[DimShard, ...]] = {
+        name: (dim_shard,) for name, dim_shard in tp_result.dim_shards.items()
+    }
+    modules = {name: module for name, module in model.named_modules() if not isinstance(module, ModuleStub)}
+    blocks = [name for name in model_plan.blocks if name in modules]
+    if mesh.expert_group is not None and find_expert_modules(model):  # a pipeline stage may have none
+        for name, dim_shard in apply_expert_parallel(model, mesh.expert_group).items():
+            dim_shards[name] = (*dim_shards.get(name, ()), dim_shard)
+    if config.float8_selector is not None:
+        config.float8_selector(model, blocks)
+    if config.cache_weight_casts and mesh.is_pure_ddp:
+        use_cached_casts(
+            model,
+            [*linear_names_in_blocks(model, blocks), *filter(None, [config.lm_head])],
+            AUTOCAST_DTYPES[config.precision],
+        )
+    apply_activation_checkpointing(model, blocks, config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(model, [modules[name] for name in blocks], graphs=config.compile == "cuda-graphs")
+    if mesh.fsdp_mesh is not None:
+        experts = [
+            m for m in modules.values() if mesh.expert_group is not None and getattr(m, "expert_parallel", False)
+        ]
+        apply_fsdp(
             root,
             [modules[name] for name in blocks],
-            mesh.fsdp,
+            mesh.fsdp_mesh,
             experts=experts,
-            expert_mesh=mesh.expert_fsdp,
-            precision=choices.precision,
-            stage=mesh.pipeline is not None,
-            hooked=mesh.rounds and mesh.fsdp.device_type == "cpu",  # see GradientExchange
+            expert_mesh=mesh.expert_fsdp_mesh,
+            precision=config.precision,
+            stage=mesh.pipeline_group is not None,
+            hooked=mesh.is_tree_hsdp and mesh.fsdp_mesh.device_type == "cpu",  # see GradientExchange
         )
-    return cuts, frozenset(tensor.partial), tensor.vocabulary
+    return dim_shards, frozenset(tp_result.partial_grads), tp_result.vocab_group
 
 
-def _rules(model: nn.Module, size: int, choices: Choices) -> Mapping[str, str]:
+def _get_tp_styles(model: nn.Module, size: int, config: ParallelConfig) -> Mapping[str, str]:
     """The rules by which tensor ranks cut the model: the recipe's, or those of its family."""
-    family = family_of(model)
-    rules = choices.rules or (family.rules if family is not None else None)
-    if not rules:
+    family_plan = find_tp_plan(model)
+    styles = config.tp_plan or (family_plan.styles if family_plan is not None else None)
+    if not styles:
         raise RecipeError(
             f"parallelism.tensor: no rules are known for {type(model).__name__}; give model.tp_plan, such as "
             '{"blocks.*.attention.query": columns, "blocks.*.attention.out": rows}, or parallelism.tensor=1'
         )
-    for what, count in divisible(model).items():
+    for what, count in find_divisible_sizes(model).items():
         if count % size and "vocabulary" not in what:
             raise RecipeError(f"parallelism.tensor: {size} ranks cannot share the model's {count} {what}")
-    return rules
+    return styles

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from phalanx.train.parallel.block_state import BlockState, may_change
-from phalanx.train.parallel.context import recompute_contexts
+from phalanx.train.parallel.block_state import BlockState, has_mutable_state
+from phalanx.train.parallel.context import make_checkpoint_contexts
 
-Recompute = Literal["none", "selective", "full"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 
-MATMULS = (
+MATMUL_OPS = (
     # Work grows with the third power of the width, results only with the second: the most work for a byte kept.
     "aten.mm",
     "aten.addmm",
@@ -39,8 +39,8 @@ MATMULS = (
     "aten._scaled_grouped_mm",
 )
 
-KEPT = (
-    *MATMULS,
+SAVED_OPS = (
+    *MATMUL_OPS,
     # A convolution is a matmul too.
     "aten.convolution",
     # Attention: work grows with the square of the sequence, its result only with the sequence. Which kernel runs is
@@ -66,13 +66,13 @@ KEPT = (
 )
 """Operations whose results selective recomputation keeps, all overloads of each, by group with the reason."""
 
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def apply_recompute(
+def apply_activation_checkpointing(
     model: nn.Module,
     blocks: Iterable[str],
-    how: Recompute,
+    mode: ActivationCheckpointing,
     *,
     every_second_matmul: bool = False,
 ) -> None:
@@ -81,40 +81,40 @@ def apply_recompute(
     `every_second_matmul` lets selective recomputation keep only every second of a block's matmuls, for nearly the
     memory of full at half its price. A block that runs without gradients recomputes nothing. Raises ValueError for an
     unknown way, and for a block that already recomputes. A compiled block whose state forwards may change
-    (`block_state.may_change`) keeps its activations.
+    (`block_state.has_mutable_state`) keeps its activations.
 
     Selective cannot keep what the model then changes in place (`relu_` on what a Linear gave): torch raises in backward
     and says so; full can.
     """
-    if how not in ("none", "selective", "full"):
-        raise ValueError(f"recompute {how!r} must be 'none', 'selective' or 'full'")
-    if how == "none":
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"recompute {mode!r} must be 'none', 'selective' or 'full'")
+    if mode == "none":
         return
-    contexts = functools.partial(_selective_contexts, every_second_matmul) if how == "selective" else None
+    contexts = functools.partial(_make_selective_contexts, every_second_matmul) if mode == "selective" else None
     for name in blocks:
         block = model.get_submodule(name)
-        if isinstance(vars(block).get("forward"), _Recomputed):
+        if isinstance(vars(block).get("forward"), _CheckpointedForward):
             raise ValueError(f"block {name} recomputes already")
-        vars(block)["forward"] = _Recomputed(block, block.forward, contexts)
+        vars(block)["forward"] = _CheckpointedForward(block, block.forward, contexts)
 
 
-class _Recomputed:
+class _CheckpointedForward:
     """A block's forward under a checkpoint. An object, not a closure, so that a deep copy of the block has its own."""
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None):
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], _ContextPair] | None):
         self.forward = forward
         self.contexts = contexts
-        self.state = BlockState(block)
+        self.block_state = BlockState(block)
         # A compiler has the graph write to a block's state each time that it runs the forward.
-        self.compiles = not may_change(block)
+        self.supports_compile = not has_mutable_state(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            contexts = functools.partial(_nested, self.state.contexts, self.contexts)
+            contexts = functools.partial(_nest_contexts, self.block_state.checkpoint_contexts, self.contexts)
             return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        if not self.compiles:
+        if not self.supports_compile:
             return self.forward(*args, **kwargs)
         # A compiler reads from the contexts what to keep, and runs no Python in backward that would need more of them.
         if self.contexts is None:
@@ -122,18 +122,18 @@ class _Recomputed:
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
 
 
-def _nested(state: Callable[[], _Contexts], own: Callable[[], _Contexts] | None) -> _Contexts:
+def _nest_contexts(state: Callable[[], _ContextPair], selective: Callable[[], _ContextPair] | None) -> _ContextPair:
     """Contexts of forward and recomputation: those of selective recomputation, within those of the block's state and of
     context parallel."""
-    found = recompute_contexts()
-    for inner in (state, own):
+    found = make_checkpoint_contexts()
+    for inner in (state, selective):
         if inner is not None:
-            forward, again = inner()
-            found = _Nested(found[0], forward), _Nested(found[1], again)
+            forward, backward_context = inner()
+            found = _NestedContext(found[0], forward), _NestedContext(found[1], backward_context)
     return found
 
 
-class _Nested(AbstractContextManager[None]):
+class _NestedContext(AbstractContextManager[None]):
     """One context within another. It can be entered again, as it is when a graph is kept for a second backward."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]):
@@ -150,24 +150,24 @@ class _Nested(AbstractContextManager[None]):
         self._entered.pop().__exit__(*error)
 
 
-def _selective_contexts(every_second_matmul: bool) -> _Contexts:
+def _make_selective_contexts(every_second_matmul: bool) -> _ContextPair:
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = operation_name(operation)
-        if name not in KEPT:
+        name = get_op_name(operation)
+        if name not in SAVED_OPS:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if every_second_matmul and name in MATMULS:
+        if every_second_matmul and name in MATMUL_OPS:
             # Some releases of torch ask again during recomputation: the count then begins anew.
             seen[context.is_recompute] += 1
             if seen[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 
-    contexts: _Contexts = create_selective_checkpoint_contexts(policy)
+    contexts: _ContextPair = create_selective_checkpoint_contexts(policy)
     return contexts
 
 
-def operation_name(operation: Callable[..., Any]) -> str:
+def get_op_name(operation: Callable[..., Any]) -> str:
     """An operation's name as in KEPT: namespace and name without the overload."""
     return ".".join(str(operation).split(".")[:2])

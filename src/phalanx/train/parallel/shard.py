@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.compat import has_hooks, is_compiled, map_tensors
 from phalanx.errors import RecipeError
-from phalanx.train.forward_state import weights_now
+from phalanx.train.forward_state import snapshot_weight_versions
 
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+PARAM_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether FSDP can reduce zeros for what a backward did not use, as it can since torch 2.13. Where it cannot, it must
-not sum over replicas either: what only the backwards before the last used would stay behind (`sum_replicas`)."""
+not sum over replicas either: what only the backwards before the last used would stay behind (`set_all_reduce_required`)."""
 
 
-def shard_model(
+def apply_fsdp(
     root: nn.Module,
     blocks: Sequence[nn.Module],
     mesh: DeviceMesh,
@@ -42,16 +42,16 @@ def shard_model(
     of the parameters want to see each gradient once in a backward."""
     # Gathered in the precision in which they are used anyway; gradients are reduced in fp32.
     policy = MixedPrecisionPolicy(
-        param_dtype=COMPUTE.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=PARAM_DTYPES.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    check_ties(root, blocks)
+    fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    check_tied_params(root, blocks)
     for parameter in root.parameters():
         if not parameter.is_contiguous():  # a transposed weight, or channels_last
             parameter.data = parameter.data.contiguous()
     for module in list(root.modules()) if policy.param_dtype is not None else []:
-        if module not in experts and _beside_statistics(module):
-            fully_shard(module, mesh=mesh, mp_policy=whole, reshard_after_forward=reshard)
+        if module not in experts and _uses_fp32_buffers(module):
+            fully_shard(module, mesh=mesh, mp_policy=fp32_policy, reshard_after_forward=reshard)
     for module in experts:  # a mesh of one, too: optimizers want all parameters to be of one kind
         fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
     for block in blocks:
@@ -63,10 +63,10 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
             if not stage:  # what those use does not depend on the batch (survey.py)
                 _reduce_unused(module, hooked)
-    refuse_changes(root)
+    forbid_parameter_writes(root)
 
 
-def _beside_statistics(module: nn.Module) -> bool:
+def _uses_fp32_buffers(module: nn.Module) -> bool:
     """Whether its weights compute with buffers in fp32, as those of BatchNorm and spectral norm do: these autocast
     leaves as they are."""
     own = list(module.parameters(recurse=False))
@@ -74,27 +74,27 @@ def _beside_statistics(module: nn.Module) -> bool:
     return bool(own) and computes and len(own) == len(list(module.parameters()))
 
 
-def refuse_changes(root: nn.Module) -> None:
+def forbid_parameter_writes(root: nn.Module) -> None:
     """Have the first forward in training raise RecipeError where it writes to parameters that FSDP has gathered for it,
     since what it writes is lost. Modules that are compiled are not looked at."""
     for name, module in root.named_modules():
         if not is_compiled(module) and isinstance(module, FSDPModule):
-            _look_once(root.get_submodule(name), f"{name}." if name else "")
+            _check_first_forward(root.get_submodule(name), f"{name}." if name else "")
 
 
-def _look_once(module: nn.Module, prefix: str) -> None:
+def _check_first_forward(module: nn.Module, prefix: str) -> None:
     before: dict[str, tuple[int, int]] = {}
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def pre_hook(module: nn.Module, args: Any) -> None:
         if module.training:
-            before.update(weights_now(module))
+            before.update(snapshot_weight_versions(module))
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def post_hook(module: nn.Module, args: Any, output: Any) -> None:
         if not module.training:
             return
         for handle in handles:
             handle.remove()
-        after = weights_now(module)
+        after = snapshot_weight_versions(module)
         if changed := [name for name, weight in before.items() if name in after and after[name] != weight]:
             raise RecipeError(
                 f"parallelism.shard: the forward of the model changes parameter {prefix + changed[0]!r}, and of a "
@@ -102,7 +102,7 @@ def _look_once(module: nn.Module, prefix: str) -> None:
             )
 
     # FSDP's own hooks gather before the one and let go after the other
-    handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, prepend=True)]
+    handles = [module.register_forward_pre_hook(pre_hook), module.register_forward_hook(post_hook, prepend=True)]
 
 
 def _reduce_unused(module: FSDPModule, hooked: bool) -> None:
@@ -137,19 +137,19 @@ class _Using(torch.autograd.Function):
         return (*gradients, *(zero.expand(shape) for shape, zero in ctx.like))
 
 
-def deferring(root: nn.Module) -> list[FSDPModule]:
-    """The sharded modules below `root`, of which `sum_replicas` says when they sum over replicas."""
+def enable_deferred_all_reduce(root: nn.Module) -> list[FSDPModule]:
+    """The sharded modules below `root`, of which `set_all_reduce_required` says when they sum over replicas."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def sum_replicas(modules: Iterable[FSDPModule], now: bool) -> None:
+def set_all_reduce_required(modules: Iterable[FSDPModule], required: bool) -> None:
     """Whether the next backward sums gradients over replicas, those of the backwards before it included, or only over
     the ranks that shard."""
     for module in modules:
-        module.set_requires_all_reduce(now, recurse=False)
+        module.set_requires_all_reduce(required, recurse=False)
 
 
-def as_reduced(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def sort_in_reduction_order(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters so that FSDP tells their gradients roughly from the last to the first: those of a sharded module
     together, when backward is through with all that it contains. What belongs to none of these is the root's, whose
     module may be around them."""
@@ -158,18 +158,18 @@ def as_reduced(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter])
         for each in reversed([part for part in module.modules() if isinstance(part, FSDPModule)]):
             order |= dict.fromkeys(reversed([p for p in each.parameters() if p not in order]))
     given = list(parameters)
-    wanted = set(given)
-    return [*(p for p in given if p not in order), *(p for p in reversed(order) if p in wanted)]
+    requested = set(given)
+    return [*(p for p in given if p not in order), *(p for p in reversed(order) if p in requested)]
 
 
-def let_go(modules: Iterable[nn.Module]) -> None:
+def reshard_parameters(modules: Iterable[nn.Module]) -> None:
     """Keep only this worker's shards again, after a forward that no backward follows."""
     for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def check_ties(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def check_tied_params(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """RecipeError when a block shares a parameter with something outside of it."""
     owners: dict[nn.Parameter, int] = {}
     for i, block in enumerate(blocks):
@@ -188,7 +188,7 @@ def check_ties(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
             )
 
 
-def check_hooks(model: nn.Module) -> None:
+def check_parameter_hooks(model: nn.Module) -> None:
     """RecipeError for parameters with hooks: others take their place when a model is sharded or cut, without them."""
     for name, parameter in model.named_parameters():
         if has_hooks(parameter):
@@ -199,7 +199,7 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-def check_groups(model: nn.Module, blocks: Sequence[nn.Module], rest: bool = True) -> None:
+def check_fsdp_groups(model: nn.Module, blocks: Sequence[nn.Module], rest: bool = True) -> None:
     """RecipeError for parameters that FSDP cannot shard: those without a dimension or an element, and groups of several
     dtypes. A group is a block or the `rest` of the model, which is not looked at where pipeline stages share it."""
     for name, parameter in model.named_parameters():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 
-class StageEnd(BaseException):
+class StageEndSignal(BaseException):
     """Carries the activation out of the model's forward. Not an Exception, so that no model takes it for an error."""
 
     def __init__(self, hidden: Tensor):
@@ -26,22 +26,22 @@ class StageEnd(BaseException):
         self.hidden = hidden
 
 
-class StandIn(nn.Module):
+class ModuleStub(nn.Module):
     """Answers for the attributes of the module that it replaces, by a copy of it without memory (on meta)."""
 
     def __init__(self, original: nn.Module):
         super().__init__()
         # In a tuple, since a module or parameter of a replaced part must not count as the stage's.
-        self.shadow = (on_meta(original),)
+        self.meta_copy = (copy_to_meta(original),)
         self.train(original.training)
 
     def __getattr__(self, name: str) -> Any:
         if "shadow" not in self.__dict__:
             return super().__getattr__(name)
-        return getattr(self.shadow[0], name)
+        return getattr(self.meta_copy[0], name)
 
 
-class Ghost(StandIn):
+class ShapeStub(ModuleStub):
     """Returns what the replaced module would, but with the values NaN (0 for integers) and without memory for them.
 
     Shapes come from running the replaced module on the meta device, once for each shape of its inputs, so they follow
@@ -54,76 +54,76 @@ class Ghost(StandIn):
         self._results: dict[Any, Any] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        key = _signature((args, kwargs))
+        key = _input_signature((args, kwargs))
         if key not in self._results:
             args, kwargs = map_tensors((args, kwargs), lambda x: x.detach().to("meta"))
             with torch.no_grad():
-                self._results[key] = self.shadow[0](*args, **kwargs)
-        return map_tensors(self._results[key], lambda x: hollow(x, self.device))
+                self._results[key] = self.meta_copy[0](*args, **kwargs)
+        return map_tensors(self._results[key], lambda x: make_placeholder(x, self.device))
 
 
-class Passage(StandIn):
+class Passthrough(ModuleStub):
     """Returns its first argument, in the form in which the replaced block returns its own result."""
 
-    def __init__(self, original: nn.Module, form: Callable[[Tensor], Any]):
+    def __init__(self, original: nn.Module, wrap_output: Callable[[Tensor], Any]):
         super().__init__(original)
-        self._form = form
+        self._wrap_output = wrap_output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._form(first_argument(args, kwargs))
+        return self._wrap_output(get_first_argument(args, kwargs))
 
 
-class Inlet(StandIn):
+class StageInput(ModuleStub):
     """Returns `hidden`, which the stage sets before each forward."""
 
-    def __init__(self, original: nn.Module, form: Callable[[Tensor], Any]):
+    def __init__(self, original: nn.Module, wrap_output: Callable[[Tensor], Any]):
         super().__init__(original)
-        self._form = form
+        self._wrap_output = wrap_output
         self.hidden: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.hidden is not None
-        return self._form(self.hidden)
+        return self._wrap_output(self.hidden)
 
 
-class Outlet(StandIn):
-    """Ends the forward: raises `StageEnd` with its first argument, which is what the stage's last block returned."""
+class StageOutput(ModuleStub):
+    """Ends the forward: raises `StageEndSignal` with its first argument, which is what the stage's last block returned."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageEnd(first_argument(args, kwargs))
+        raise StageEndSignal(get_first_argument(args, kwargs))
 
 
-def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def get_first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The first argument of a call, given by position or else by name; None where there is none."""
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def hollow(like: Tensor, device: torch.device) -> Tensor:
+def make_placeholder(like: Tensor, device: torch.device) -> Tensor:
     """A tensor of the shape and dtype of `like` that takes no memory: one NaN (0 for integers), expanded."""
     value = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
     return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
 
 
-def on_meta(module: nn.Module) -> nn.Module:
+def copy_to_meta(module: nn.Module) -> nn.Module:
     """A copy of the module on the meta device, made without copying its memory first."""
-    held: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     for parameter in module.parameters():
-        held[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
     for buffer in module.buffers():
-        held[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(module, held)
+        copies[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(module, copies)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in nested sequences and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from iterate_tensors(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            yield from iterate_tensors(item)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -142,12 +142,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _signature(value: Any) -> Any:
+def _input_signature(value: Any) -> Any:
     """What the shapes of results depend on, as a key of a dictionary."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, Mapping):
-        return tuple((key, _signature(item)) for key, item in value.items())
+        return tuple((key, _input_signature(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return tuple(_signature(item) for item in value)
+        return tuple(_input_signature(item) for item in value)
     return value if isinstance(value, int | float | str | None) else id(value)

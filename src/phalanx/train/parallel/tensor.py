@@ -17,64 +17,66 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
-from phalanx.train.adapter import LEAVE, A, B, has_adapter
-from phalanx.train.fp8 import Fp8Linear
+from phalanx.train.adapter import LEAVE_REGION_ATTR, LORA_A_NAME, LORA_B_NAME, has_lora
+from phalanx.train.fp8 import Float8Linear
 from phalanx.train.parallel.collectives import (
     Group,
-    copy_to,
-    gather,
-    gather_alike,
-    rank_in,
-    scatter_sum,
-    size_of,
-    split,
-    sum_from,
+    copy_to_group,
+    gather_from_group,
+    gather_replicated,
+    group_rank,
+    group_size,
+    reduce_from_group,
+    reduce_scatter_to_group,
+    scatter_to_group,
 )
-from phalanx.train.parallel.cuts import Cut, cut_evenly, rows_of_shard
-from phalanx.train.parallel.families import STYLES, matching
-from phalanx.train.parallel.overlap import divides, product_scattered
-from phalanx.train.parallel.standins import StandIn
+from phalanx.train.parallel.cuts import DimShard, fsdp_row_range, shard_evenly
+from phalanx.train.parallel.families import TP_STYLES, find_matching
+from phalanx.train.parallel.overlap import can_chunk, linear_reduce_scatter
+from phalanx.train.parallel.standins import ModuleStub
 
-KEY = "model.tp_plan"
-BY_VOCABULARY = ("vocabulary", "head")
-SEQUENCE = 1  # the dimension of the sequence in hidden states [b, s, w]
+TP_PLAN_KEY = "model.tp_plan"
+VOCAB_STYLES = ("vocabulary", "head")
+SEQUENCE_DIM = 1  # the dimension of the sequence in hidden states [b, s, w]
 
 
 @dataclass
-class Division:
-    """What tensor parallel did: the `cuts` of parameters, and the whole ones whose gradient is `partial` on each rank,
+class TensorParallelResult:
+    """What tensor parallel did: the `dim_shards` of parameters, and the whole ones whose gradient is `partial_grads` on each rank,
     both by name (tied parameters by their first); `vocabulary` is the group over which the head is cut."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    partial: set[str] = field(default_factory=set)
-    vocabulary: Group = None
+    dim_shards: dict[str, DimShard] = field(default_factory=dict)
+    partial_grads: set[str] = field(default_factory=set)
+    vocab_group: Group = None
 
 
-def match(model: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+def resolve_styles(model: nn.Module, styles_by_pattern: Mapping[str, str]) -> dict[str, str]:
     """The style of each module that a rule matches. RecipeError for unknown styles, patterns that match nothing, and
     modules that two rules treat differently."""
     modules = dict(model.named_modules())
     found: dict[str, str] = {}
-    for pattern, style in rules.items():
-        if style not in STYLES:
-            raise RecipeError(f"{KEY}.{pattern}: no style {style!r}; expected {', '.join(STYLES)}")
-        names = matching(pattern, modules)
+    for pattern, style in styles_by_pattern.items():
+        if style not in TP_STYLES:
+            raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: no style {style!r}; expected {', '.join(TP_STYLES)}")
+        names = find_matching(pattern, modules)
         if not names:
-            raise RecipeError(f"{KEY}.{pattern}: matches no module; the model's are named {_examples(modules)}")
+            raise RecipeError(
+                f"{TP_PLAN_KEY}.{pattern}: matches no module; the model's are named {_example_names(modules)}"
+            )
         for name in names:
             if found.setdefault(name, style) != style:
-                raise RecipeError(f"{KEY}.{pattern}: makes {name} {style}, another rule makes it {found[name]}")
+                raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: makes {name} {style}, another rule makes it {found[name]}")
     return found
 
 
-def check_rules(model: nn.Module, rules: Mapping[str, str], size: int) -> dict[str, str]:
-    """`match`, and whether the model can be cut so over `size` ranks. RecipeError naming rule and module."""
-    styles = match(model, rules)
+def check_tp_plan(model: nn.Module, styles_by_pattern: Mapping[str, str], size: int) -> dict[str, str]:
+    """`resolve_styles`, and whether the model can be cut so over `size` ranks. RecipeError naming rule and module."""
+    styles = resolve_styles(model, styles_by_pattern)
     modules = dict(model.named_modules())
     for name, style in styles.items():
-        for parameter, dim, parts in _cut_dimensions(modules[name], style, name):
+        for parameter, dim, parts in _sharded_dims(modules[name], style, name):
             length = parameter.shape[dim]
-            if style not in BY_VOCABULARY and length % (parts * size):
+            if style not in VOCAB_STYLES and length % (parts * size):
                 features = f"{length} features" + (f" ({parts} x {length // parts})" if parts > 1 else "")
                 raise RecipeError(
                     f"parallelism.tensor: {name} ({style}) has {features}, which {size} ranks cannot share"
@@ -85,178 +87,194 @@ def check_rules(model: nn.Module, rules: Mapping[str, str], size: int) -> dict[s
         inside = next((region for region in regions if name.startswith(f"{region}.")), None)
         if bare and inside is not None:
             raise RecipeError(
-                f"{KEY}: {name} has parameters and lies in {inside} (region), so it needs a style; "
+                f"{TP_PLAN_KEY}: {name} has parameters and lies in {inside} (region), so it needs a style; "
                 "shared keeps it whole"
             )
-    _check_ties(model, styles)
+    _check_tied_styles(model, styles)
     return styles
 
 
-def cut_model(
+def apply_tensor_parallel(
     model: nn.Module,
     styles: Mapping[str, str],
     group: Group,
     *,
     blocks: Sequence[str] = (),
-    counts: Mapping[str, Sequence[str]] | None = None,
-    sequence: bool = False,
-    vocabulary: bool = False,
-    overlap: bool = False,
-) -> Division:
+    divided_attributes: Mapping[str, Sequence[str]] | None = None,
+    sequence_parallel: bool = False,
+    vocab_parallel_loss: bool = False,
+    async_tp: bool = False,
+) -> TensorParallelResult:
     """Cut the model's parameters in place and make its layers talk over `group`. Done before optimizer and FSDP.
 
-    `styles` are those that `check_rules` found for the whole model; a pipeline stage has only some of its modules.
-    `sequence`: hidden states between the first and last of `blocks` are cut along the sequence, whose length must
-    divide. `overlap`: so cut, what leaves a region travels in chunks, while others are computed. `vocabulary`: whether
-    the loss can be computed over parts of the vocabulary; otherwise embedding and head stay whole. `counts`: attributes
+    `styles` are those that `check_tp_plan` found for the whole model; a pipeline stage has only some of its modules.
+    `sequence_parallel`: hidden states between the first and last of `blocks` are cut along the sequence, whose length must
+    divide. `async_tp`: so cut, what leaves a region travels in chunks, while others are computed. `vocabulary`: whether
+    the loss can be computed over parts of the vocabulary; otherwise embedding and head stay whole. `divided_attributes`: attributes
     of modules (by pattern) that count heads or features, which are divided, too.
     """
-    division = Division()
-    if size_of(group) == 1:
-        return division
-    sequence = sequence and len(blocks) > 0  # else there is nothing between which it could be cut
-    modules = {name: m for name, m in model.named_modules() if not isinstance(m, StandIn)}
+    result = TensorParallelResult()
+    if group_size(group) == 1:
+        return result
+    sequence_parallel = sequence_parallel and len(blocks) > 0  # else there is nothing between which it could be cut
+    modules = {name: m for name, m in model.named_modules() if not isinstance(m, ModuleStub)}
     names = {p: name for name, p in model.named_parameters()}
-    styles = {name: style for name, style in styles.items() if name in modules and _is_here(modules[name], style)}
-    if not vocabulary:
-        styles = {name: style for name, style in styles.items() if style not in BY_VOCABULARY}
+    styles = {
+        name: style for name, style in styles.items() if name in modules and _has_parameters(modules[name], style)
+    }
+    if not vocab_parallel_loss:
+        styles = {name: style for name, style in styles.items() if style not in VOCAB_STYLES}
     elif "head" in styles.values():
-        division.vocabulary = group
-    done: dict[nn.Parameter, Cut] = {}
+        result.vocab_group = group
+    dim_shards: dict[nn.Parameter, DimShard] = {}
     for name, style in styles.items():
-        for parameter, dim, parts in _cut_dimensions(modules[name], style, name):
-            if parameter not in done:
-                done[parameter] = cut = _cut_of(parameter, dim, parts, style, group)
-                division.cuts[names[parameter]] = cut
-    for parameter, cut in done.items():
-        pieces = [parameter.data.narrow(cut.dim, start, end - start) for start, end in cut.ranges]
-        parameter.data = torch.cat(pieces, cut.dim).clone(memory_format=torch.contiguous_format)
+        for parameter, dim, parts in _sharded_dims(modules[name], style, name):
+            if parameter not in dim_shards:
+                dim_shards[parameter] = dim_shard = _make_dim_shard(parameter, dim, parts, style, group)
+                result.dim_shards[names[parameter]] = dim_shard
+    for parameter, dim_shard in dim_shards.items():
+        pieces = [parameter.data.narrow(dim_shard.dim, start, end - start) for start, end in dim_shard.ranges]
+        parameter.data = torch.cat(pieces, dim_shard.dim).clone(memory_format=torch.contiguous_format)
     for name, style in styles.items():
-        in_region = any(styles.get(parent) == "region" for parent in _parents(name))
-        _CONNECT[style.partition(":")[0]](modules[name], _Wires(group, sequence, in_region, overlap))
-    for pattern, attributes in (counts or {}).items():
-        for name in matching(pattern, modules):
+        in_region = any(styles.get(parent) == "region" for parent in _name_and_parents(name))
+        _APPLY_STYLE[style.partition(":")[0]](modules[name], _TPComm(group, sequence_parallel, in_region, async_tp))
+    for pattern, attributes in (divided_attributes or {}).items():
+        for name in find_matching(pattern, modules):
             for attribute in attributes:
-                setattr(modules[name], attribute, getattr(modules[name], attribute) // size_of(group))
-    whole = {names[p] for p in names if p not in done}
-    division.partial = {name for name in whole for parent in _parents(name) if styles.get(parent) == "shared"}
+                setattr(modules[name], attribute, getattr(modules[name], attribute) // group_size(group))
+    whole = {names[p] for p in names if p not in dim_shards}
+    result.partial_grads = {
+        name for name in whole for parent in _name_and_parents(name) if styles.get(parent) == "shared"
+    }
     # What an adapter makes of the inputs goes only into this rank's outputs.
     columns = {name for name, style in styles.items() if style.startswith("columns")}
-    division.partial |= {name for name in whole if name.endswith(f".{A}") and name.rpartition(".")[0] in columns}
-    if sequence:
-        _cut_between(modules, blocks, group)
-        division.partial |= {name for name in whole if any(name.startswith(f"{block}.") for block in blocks)}
-    return division
+    result.partial_grads |= {
+        name for name in whole if name.endswith(f".{LORA_A_NAME}") and name.rpartition(".")[0] in columns
+    }
+    if sequence_parallel:
+        _shard_sequence_between(modules, blocks, group)
+        result.partial_grads |= {name for name in whole if any(name.startswith(f"{block}.") for block in blocks)}
+    return result
 
 
-def _cut_between(modules: Mapping[str, nn.Module], blocks: Sequence[str], group: Group) -> None:
+def _shard_sequence_between(modules: Mapping[str, nn.Module], blocks: Sequence[str], group: Group) -> None:
     """Cut the hidden state along the sequence where it enters the first block, and join it after the last."""
     if blocks[0] in modules:
         modules[blocks[0]].register_forward_pre_hook(
-            _first_argument(lambda x: split(x, group, SEQUENCE)), with_kwargs=True
+            _transform_first_argument(lambda x: scatter_to_group(x, group, SEQUENCE_DIM)), with_kwargs=True
         )
     if blocks[-1] in modules:
-        modules[blocks[-1]].register_forward_hook(_first_output(lambda x: gather_alike(x, group, SEQUENCE)))
+        modules[blocks[-1]].register_forward_hook(
+            _transform_first_output(lambda x: gather_replicated(x, group, SEQUENCE_DIM))
+        )
 
 
-def _is_here(module: nn.Module, style: str) -> bool:
+def _has_parameters(module: nn.Module, style: str) -> bool:
     """Whether a pipeline stage has this module's parameters."""
     return style in ("region", "shared") or isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 @dataclass(frozen=True)
-class _Wires:
+class _TPComm:
     """How a layer talks: over which group, whether the hidden state is cut along the sequence, whether what enters the
     layer has entered a region already, and whether it talks while it computes."""
 
     group: Group
-    sequence: bool
+    sequence_parallel: bool
     in_region: bool
-    overlap: bool
+    async_tp: bool
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter_region(self, x: Tensor) -> Tensor:
         """From the hidden state into a region."""
-        return gather(x, self.group, SEQUENCE) if self.sequence else copy_to(x, self.group)
+        return (
+            gather_from_group(x, self.group, SEQUENCE_DIM) if self.sequence_parallel else copy_to_group(x, self.group)
+        )
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave_region(self, x: Tensor) -> Tensor:
         """From a region's partial results back to the hidden state."""
-        return scatter_sum(x, self.group, SEQUENCE) if self.sequence else sum_from(x, self.group)
+        return (
+            reduce_scatter_to_group(x, self.group, SEQUENCE_DIM)
+            if self.sequence_parallel
+            else reduce_from_group(x, self.group)
+        )
 
 
-def _cut_dimensions(module: nn.Module, style: str, name: str) -> list[tuple[nn.Parameter, int, int]]:
+def _sharded_dims(module: nn.Module, style: str, name: str) -> list[tuple[nn.Parameter, int, int]]:
     """Which parameters a style cuts along which dimension, and of how many fused parts that is made."""
     kind, _, fused = style.partition(":")
     parts = int(fused or 1)
     if kind in ("region", "shared"):
         return []
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    wanted = nn.Embedding if kind == "vocabulary" else nn.Linear if kind in ("columns", "rows", "head") else nn.Module
-    if not isinstance(module, wanted) or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
-        expected = wanted.__name__ if wanted is not nn.Module else "Conv1D"
-        raise RecipeError(f"{KEY}: {name} is {type(module).__name__}, and {style} is for {expected}")
+    expected_type = (
+        nn.Embedding if kind == "vocabulary" else nn.Linear if kind in ("columns", "rows", "head") else nn.Module
+    )
+    if not isinstance(module, expected_type) or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        expected = expected_type.__name__ if expected_type is not nn.Module else "Conv1D"
+        raise RecipeError(f"{TP_PLAN_KEY}: {name} is {type(module).__name__}, and {style} is for {expected}")
     dim = {"columns": 0, "rows": 1, "vocabulary": 0, "head": 0, "columns-conv1d": 1, "rows-conv1d": 0}[kind]
-    cut = [(weight, dim, parts)]
+    sharded = [(weight, dim, parts)]
     rows = kind in ("rows", "rows-conv1d")
     if isinstance(bias, nn.Parameter) and not rows:
-        cut.append((bias, 0, parts))
-    if has_adapter(module):  # of the two, the one that lies at the side that is cut is cut with it
-        cut.append((module.get_parameter(A if rows else B), dim, parts))
-    return cut
+        sharded.append((bias, 0, parts))
+    if has_lora(module):  # of the two, the one that lies at the side that is cut is cut with it
+        sharded.append((module.get_parameter(LORA_A_NAME if rows else LORA_B_NAME), dim, parts))
+    return sharded
 
 
-def _cut_of(parameter: nn.Parameter, dim: int, parts: int, style: str, group: Group) -> Cut:
-    rank, size, whole = rank_in(group), size_of(group), parameter.shape[dim]
-    if style in BY_VOCABULARY:  # any size of vocabulary will do
-        return Cut(dim, (rows_of_shard(whole, rank, size),), whole, "tensor")
-    return cut_evenly(dim, whole, rank, size, "tensor", parts)
+def _make_dim_shard(parameter: nn.Parameter, dim: int, parts: int, style: str, group: Group) -> DimShard:
+    rank, size, full_size = group_rank(group), group_size(group), parameter.shape[dim]
+    if style in VOCAB_STYLES:  # any size of vocabulary will do
+        return DimShard(dim, (fsdp_row_range(full_size, rank, size),), full_size, "tensor")
+    return shard_evenly(dim, full_size, rank, size, "tensor", parts)
 
 
-def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
+def _check_tied_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
     """RecipeError when a parameter that several modules share would be cut in one and not in another."""
     seen: dict[nn.Parameter, tuple[str, object]] = {}
     for name, module in model.named_modules():
-        cut = {p: (dim, parts) for p, dim, parts in _cut_dimensions(module, styles.get(name, "shared"), name)}
+        sharded = {p: (dim, parts) for p, dim, parts in _sharded_dims(module, styles.get(name, "shared"), name)}
         for parameter in module.parameters(recurse=False):
-            place, how = seen.setdefault(parameter, (name, cut.get(parameter)))
-            if how != cut.get(parameter):
+            first_name, sharding = seen.setdefault(parameter, (name, sharded.get(parameter)))
+            if sharding != sharded.get(parameter):
                 raise RecipeError(
-                    f"{KEY}: {place} and {name} share a weight (tied), but only one of them would be cut, or each "
+                    f"{TP_PLAN_KEY}: {first_name} and {name} share a weight (tied), but only one of them would be cut, or each "
                     "differently; give both a style that cuts alike, such as vocabulary and head"
                 )
 
 
-def _connect_region(module: nn.Module, wires: _Wires) -> None:
-    module.register_forward_pre_hook(_first_argument(wires.enter), with_kwargs=True)
+def _apply_region(module: nn.Module, comm: _TPComm) -> None:
+    module.register_forward_pre_hook(_transform_first_argument(comm.enter_region), with_kwargs=True)
 
 
-def _connect_columns(module: nn.Module, wires: _Wires) -> None:
-    if not wires.in_region:
-        module.register_forward_pre_hook(_first_argument(wires.enter), with_kwargs=True)
+def _apply_colwise(module: nn.Module, comm: _TPComm) -> None:
+    if not comm.in_region:
+        module.register_forward_pre_hook(_transform_first_argument(comm.enter_region), with_kwargs=True)
 
 
-def _connect_rows(module: nn.Module, wires: _Wires) -> None:
+def _apply_rowwise(module: nn.Module, comm: _TPComm) -> None:
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        if isinstance(self, Fp8Linear):
-            out = wires.leave(self.product(x))
-        elif wires.overlap and wires.group is not None and divides(x, wires.group):
-            out = product_scattered(x, self.weight, wires.group)
+        if isinstance(self, Float8Linear):
+            out = comm.leave_region(self.matmul(x))
+        elif comm.async_tp and comm.group is not None and can_chunk(x, comm.group):
+            out = linear_reduce_scatter(x, self.weight, comm.group)
         else:
-            out = wires.leave(F.linear(x, self.weight))
+            out = comm.leave_region(F.linear(x, self.weight))
         return out if self.bias is None else out + self.bias  # once, not once a rank
 
-    vars(module).update({"forward": MethodType(forward, module), LEAVE: wires.leave})
+    vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
 
 
-def _connect_rows_conv1d(module: nn.Module, wires: _Wires) -> None:
+def _apply_rowwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        out: Tensor = wires.leave(x @ self.weight) + self.bias
+        out: Tensor = comm.leave_region(x @ self.weight) + self.bias
         return out
 
-    vars(module).update({"forward": MethodType(forward, module), LEAVE: wires.leave})
+    vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
 
 
-def _connect_conv1d(module: nn.Module, wires: _Wires) -> None:
-    _connect_columns(module, wires)
+def _apply_colwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
+    _apply_colwise(module, comm)
 
     def forward(self: Any, x: Tensor) -> Tensor:  # its own forward goes by the features of the whole
         out: Tensor = x @ self.weight + self.bias
@@ -265,36 +283,36 @@ def _connect_conv1d(module: nn.Module, wires: _Wires) -> None:
     vars(module)["forward"] = MethodType(forward, module)
 
 
-def _connect_vocabulary(module: nn.Module, wires: _Wires) -> None:
+def _apply_vocab_embedding(module: nn.Module, comm: _TPComm) -> None:
     assert isinstance(module, nn.Embedding)
-    start, _ = rows_of_shard(module.num_embeddings, rank_in(wires.group), size_of(wires.group))
+    start, _ = fsdp_row_range(module.num_embeddings, group_rank(comm.group), group_size(comm.group))
 
     def forward(self: nn.Embedding, tokens: Tensor) -> Tensor:
         local = tokens - start
         outside = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill(outside.unsqueeze(-1), 0.0)
-        return sum_from(rows, wires.group)
+        return reduce_from_group(rows, comm.group)
 
     vars(module)["forward"] = MethodType(forward, module)
 
 
-def _connect_nothing(module: nn.Module, wires: _Wires) -> None:
+def _apply_nothing(module: nn.Module, comm: _TPComm) -> None:
     """`shared` computes as before; `head` is left out of the forward, and the loss takes its weight."""
 
 
-_CONNECT: dict[str, Callable[[nn.Module, _Wires], None]] = {
-    "region": _connect_region,
-    "columns": _connect_columns,
-    "rows": _connect_rows,
-    "columns-conv1d": _connect_conv1d,
-    "rows-conv1d": _connect_rows_conv1d,
-    "vocabulary": _connect_vocabulary,
-    "head": _connect_nothing,
-    "shared": _connect_nothing,
+_APPLY_STYLE: dict[str, Callable[[nn.Module, _TPComm], None]] = {
+    "region": _apply_region,
+    "columns": _apply_colwise,
+    "rows": _apply_rowwise,
+    "columns-conv1d": _apply_colwise_conv1d,
+    "rows-conv1d": _apply_rowwise_conv1d,
+    "vocabulary": _apply_vocab_embedding,
+    "head": _apply_nothing,
+    "shared": _apply_nothing,
 }
 
 
-def _first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def _transform_first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """A forward pre-hook that changes the first floating-point tensor among the arguments."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,12 +322,14 @@ def _first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
         for key, value in kwargs.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 return args, {**kwargs, key: change(value)}
-        raise RecipeError(f"{KEY}: a {type(module).__name__} with a style was called without a floating-point tensor")
+        raise RecipeError(
+            f"{TP_PLAN_KEY}: a {type(module).__name__} with a style was called without a floating-point tensor"
+        )
 
     return hook
 
 
-def _first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def _transform_first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """A forward hook that changes the output, or the first of several."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -318,12 +338,12 @@ def _first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return hook
 
 
-def _parents(name: str) -> list[str]:
+def _name_and_parents(name: str) -> list[str]:
     """Dotted names above and including `name`."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
-def _examples(modules: Mapping[str, nn.Module]) -> str:
+def _example_names(modules: Mapping[str, nn.Module]) -> str:
     names = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
