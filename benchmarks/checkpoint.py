@@ -327,7 +327,8 @@ def main() -> None:
         "",
         f"`python benchmarks/checkpoint.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
         "",
-        f"{time.strftime('%Y-%m-%d')}; {describe_machine()}. Medians of {repeats} interleaved repeats. *Stall*: time for "
+        f"{time.strftime('%Y-%m-%d')}; {describe_machine()}. Medians of {repeats} interleaved repeats. *Stall*: time "
+        f"for "
         "which the training thread waits for the save. *Training lost*: time of all steps until the checkpoint was "
         "complete, less that of as many undisturbed steps. *Page cache*: read just before; *from disk*: after "
         "POSIX_FADV_DONTNEED (a virtual machine's host may still hold the bytes). Plain read is the faster of the two.",

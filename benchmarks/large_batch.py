@@ -178,7 +178,8 @@ def page(results: Sequence[Sequence[Result]], given: argparse.Namespace) -> str:
     seeds = " ".join(str(seed) for seed in given.seeds)
     command = f"python benchmarks/large_batch.py --samples {given.samples} --width {given.width} --lr {given.lr:g}"
     setting = (
-        f"{date.today()}; {machine.device_name}, {os.cpu_count()} cores, of which one thread was used; {seconds / 60:.1f} "
+        f"{date.today()}; {machine.device_name}, {os.cpu_count()} cores, of which one thread was used; "
+        f"{seconds / 60:.1f} "
         "minutes of training; on a busy machine, so do not read speeds from it."
     )
     size = (

@@ -1,7 +1,8 @@
 """A callback that kills a worker at a moment of its part in a checkpoint, in the thread that writes it: copied beside
 recipes. It stands for a kill from outside that hits this very moment.
 
-`RUN.unwritten.json` is {"step", "rank", "moment"}, and `delay_writes` for storage that is slow: what the other workers of the
+`RUN.unwritten.json` is {"step", "rank", "moment"}, and `delay_writes` for storage that is slow: what the other workers
+of the
 first attempt write of this step takes until they have done so many more steps, or, if it is `lost`, until they have met
 without the one that falls, or are fewer than `world`. Moments: `within` its file, `record` within its record, `written`
 right after that, when those `list_mates` that would be ended with it have written theirs, too; `evaluated` after an

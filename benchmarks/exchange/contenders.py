@@ -42,8 +42,8 @@ DILOCO_OUTER_OPTIMIZER = OuterOptimizerConfig(lr=0.7, momentum=0.9)
 
 @dataclass(frozen=True)
 class TurnInfo:
-    """Which node this is; `sync_every`: steps between two exchanges of those that do not exchange in each. `turn` is another
-    number each time."""
+    """Which node this is; `sync_every`: steps between two exchanges of those that do not exchange in each. `turn` is
+    another number each time."""
 
     rank: int
     world_size: int

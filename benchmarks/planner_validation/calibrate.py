@@ -75,8 +75,8 @@ def fit_map(
     weights: np.ndarray | float = 1.0,
     rounds: int = MAX_ITERATIONS,
 ) -> tuple[float, np.ndarray]:
-    """The constants [c] that explain `measured` [n] best, given that each differs from 0 by `prior_std` [c], and the cost
-    of that; all in logarithms. `predicted`: from constants to [n]; `weights` of the measurements.
+    """The constants [c] that explain `measured` [n] best, given that each differs from 0 by `prior_std` [c], and the
+    cost of that; all in logarithms. `predicted`: from constants to [n]; `weights` of the measurements.
 
     Gauss-Newton, with residuals beyond three deviations counting less (Huber 1964).
     """

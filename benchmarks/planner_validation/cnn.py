@@ -8,8 +8,8 @@ to hardware or software, none to a row or a source:
 - in `convnets`: 16 fitted to single-device figures of other sources than the validation folder's table;
 - here and in `cnn_rows`: STRAGGLE, fitted to 26 scaling figures, likewise of others; HIDDEN, INSIDE, OUTSIDE and
   DECODE, set beforehand from what is said beside them, none fitted;
-- of one machine: TITAN_IMAGE_SECONDS and `cnn_rows.GEMINI_GB_PER_S`, for FireCaffe's K20X: the time of an image from the
-  paper's own single-GPU rows, and one effective rate of the network for its five runs on many GPUs.
+- of one machine: TITAN_IMAGE_SECONDS and `cnn_rows.GEMINI_GB_PER_S`, for FireCaffe's K20X: the time of an image from
+  the paper's own single-GPU rows, and one effective rate of the network for its five runs on many GPUs.
 
 Rows with 1 in a column `calibrate` set two constants for their source and gpu: a factor for computing, and one for
 rates of memory and network. Both are pulled towards 1, since two rows say little; other rows do not touch them.

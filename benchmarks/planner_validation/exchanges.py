@@ -75,8 +75,10 @@ def hierarchical(
     inter_node_algorithm: AllReduceCost = ring,
 ) -> float:
     """Inside each node first (Goyal et al. 2017, sec. 4; NCCL's trees and rings over nodes do as well): reduce-scatter
-    among its `ranks_per_node` devices, exchange `way` among nodes, all-gather inside. `intra_node_link` and `inter_node_link` are (bytes a second,
-    seconds a message), `intra_node_link` of one device, `inter_node_link` of one whole node: its devices share its ports."""
+    among its `ranks_per_node` devices, exchange `way` among nodes, all-gather inside. `intra_node_link` and
+    `inter_node_link` are (bytes a second,
+    seconds a message), `intra_node_link` of one device, `inter_node_link` of one whole node: its devices share its
+    ports."""
     intra_node_s = ring(
         num_bytes, ranks_per_node, *intra_node_link
     )  # reduce-scatter and all-gather together are one ring all-reduce
@@ -101,8 +103,8 @@ def int8_allreduce(num_bytes: float, ranks: int, bandwidth: float, latency: floa
 def powersgd_allreduce(
     num_bytes: float, ranks: int, bandwidth: float, latency: float, wire_ratio: float = 1.0
 ) -> float:
-    """Gradients as thin matrices that take `wire_ratio` of their bytes, in two all-reduces, one after the other (Vogels et
-    al. 2019)."""
+    """Gradients as thin matrices that take `wire_ratio` of their bytes, in two all-reduces, one after the other (Vogels
+    et al. 2019)."""
     return ring(num_bytes * wire_ratio, ranks, bandwidth, latency) + ring(0.0, ranks, bandwidth, latency)
 
 
@@ -149,12 +151,12 @@ class DataParallelStep:
 
 
 def overlap_step(compute_s: float, grad_sync_s: float, overlappable_s: float = 0.0) -> DataParallelStep:
-    """A step that computes for `compute_s` seconds on every device and exchanges for `grad_sync_s`, of which up to `overlappable_s`
-    seconds run beside computing, as they may from the first gradient on; FireCaffe hid none."""
+    """A step that computes for `compute_s` seconds on every device and exchanges for `grad_sync_s`, of which up to
+    `overlappable_s` seconds run beside computing, as they may from the first gradient on; FireCaffe hid none."""
     return DataParallelStep(compute_s, grad_sync_s, max(0.0, grad_sync_s - overlappable_s))
 
 
 def speedup(step: DataParallelStep, batch: float, single_device_s: float, single_device_batch: float) -> float:
-    """Samples a second of a `step` over `batch` samples, over those of one device that takes `single_device_s` seconds for
-    `single_device_batch`. Both batches matter: a device is slower on few samples at once."""
+    """Samples a second of a `step` over `batch` samples, over those of one device that takes `single_device_s` seconds
+    for `single_device_batch`. Both batches matter: a device is slower on few samples at once."""
     return (batch / step.step_s) / (single_device_batch / single_device_s)

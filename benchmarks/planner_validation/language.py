@@ -42,8 +42,8 @@ PREDICTION_COLUMNS = (
 def predict_rows(
     rows: Sequence[Row], report_progress: Callable[[int], None] = lambda done: None
 ) -> list[dict[str, Any]]:
-    """A prediction for each row, in order, with the keys of COLUMNS, None where there is nothing to say. `report_progress` gets
-    the number of rows that are done."""
+    """A prediction for each row, in order, with the keys of COLUMNS, None where there is nothing to say.
+    `report_progress` gets the number of rows that are done."""
     read: list[tuple[PublishedRun, Scenario] | str] = []
     for at, row in enumerate(rows):
         read.append(_parse_row(row))

@@ -116,7 +116,8 @@ def parse_run(row: Row) -> PublishedRun:
 
 
 def _infer_micro_size(given: int | None, samples_per_group: int, pipeline: int) -> int | None:
-    """The micro-batch, of a group's `samples_per_group`. Some tables give a group's whole share as if it were one; but a pipeline
+    """The micro-batch, of a group's `samples_per_group`. Some tables give a group's whole share as if it were one; but
+    a pipeline
     with fewer micro-batches than stages would stand still most of the time, and nobody runs that: then it is 1."""
     if given is None:
         return None

@@ -1,5 +1,5 @@
-"""From a published run to a `Scenario`: its model built from its shape and followed, its hardware from the catalogue, and
-what its software is known to do.
+"""From a published run to a `Scenario`: its model built from its shape and followed, its hardware from the catalogue,
+and what its software is known to do.
 """
 
 import math
@@ -106,8 +106,10 @@ def profile_of_shape(shape: DecoderShape) -> ModelProfile:
     def make() -> nn.Module:
         if not shape.num_experts:
             return transformer(
-                **common, ffn_hidden_size=shape.ffn_hidden_size, activation="swiglu" if shape.gated else "relu2"
-            )  # type: ignore[arg-type]
+                **common,  # type: ignore[arg-type]
+                ffn_hidden_size=shape.ffn_hidden_size,
+                activation="swiglu" if shape.gated else "relu2",
+            )
         return moe(
             **common,  # type: ignore[arg-type]
             num_experts=shape.num_experts,

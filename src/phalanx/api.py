@@ -103,7 +103,8 @@ def train(
     if rank and workers and workers != "1":
         raise UsageError(
             f"phalanx.train starts workers of its own, and this process is one already (RANK={rank}, "
-            f"WORLD_SIZE={workers}): give a launcher `phalanx train RECIPE`, or use phalanx.session in a loop of your own"
+            f"WORLD_SIZE={workers}): give a launcher `phalanx train RECIPE`, or use phalanx.session in a loop of your "
+            f"own"
         )
     if isinstance(recipe, Recipe):
         if overrides:
@@ -143,8 +144,8 @@ def prepare_run(
 ) -> Iterator[PreparedRun]:
     """Check, prepare, resolve and write a run, and hold its lock. PhalanxError before anything is written when the
     recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
-    that forks workers (`NurseryProcess.preload`). `lock_timeout_s`: seconds for which another process may still have the
-    run. `num_nodes`: on how many the workers are."""
+    that forks workers (`NurseryProcess.preload`). `lock_timeout_s`: seconds for which another process may still have
+    the run. `num_nodes`: on how many the workers are."""
     begins = not run.has_checkpoint()
     machine, num_workers = check_start(loaded, world_size, num_nodes, begins)
     if write:
@@ -470,8 +471,8 @@ def supervise_until_done(
     notes: Sequence[str] = (),
     adjust_outcome: Callable[[RunOutcome], RunOutcome] = lambda outcome: outcome,
 ) -> RunOutcome:
-    """Supervise a run to its end, with smaller micro-batches where memory runs out, and write its result. `adjust_outcome` may
-    see an outcome otherwise."""
+    """Supervise a run to its end, with smaller micro-batches where memory runs out, and write its result.
+    `adjust_outcome` may see an outcome otherwise."""
     run, outcome = agent.run, None
     try:
         with agent:

@@ -45,8 +45,8 @@ def _escape_values(value: Any) -> Any:
 
 
 def open_regular(path: Path | str, follow_links: bool = True) -> int:
-    """A descriptor to read a file by; without waiting, as for a pipe's other end. `follow_links`: the file may be a link.
-    DataError for anything but a regular file; OSError where it cannot be opened."""
+    """A descriptor to read a file by; without waiting, as for a pipe's other end. `follow_links`: the file may be a
+    link. DataError for anything but a regular file; OSError where it cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW))
     except OSError:

@@ -61,7 +61,8 @@ def scale_in_place(tensors: "list[torch.Tensor]", factor: float) -> None:
 
 
 def call_foreach(operation: str, *arguments: Any, **options: Any) -> Any:
-    """torch's `operation` on whole lists of tensors, `call_foreach("mul_", tensors, 2.0)`: few launches for many tensors."""
+    """torch's `operation` on whole lists of tensors, `call_foreach("mul_", tensors, 2.0)`: few launches for many
+    tensors."""
     import torch
 
     function: Callable[..., Any] = getattr(torch, f"_foreach_{operation}")

@@ -85,8 +85,8 @@ def describe_os_error(error: OSError) -> str:
 
 
 class SubprocessError(Exception):
-    """A trial process failed for a reason that is not the user's; `traceback` is its traceback, if it had one. `killed`: by
-    SIGKILL, which is what the kernel does to a process when memory runs out."""
+    """A trial process failed for a reason that is not the user's; `traceback` is its traceback, if it had one.
+    `killed`: by SIGKILL, which is what the kernel does to a process when memory runs out."""
 
     def __init__(self, text: str, traceback: str | None, killed: bool = False):
         super().__init__(text)

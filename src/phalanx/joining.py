@@ -131,7 +131,10 @@ def session(
             except SystemExit as leaving:
                 if leaving.code:  # the script's own word that something went wrong
                     raise
-                early_exit_text = f"{describe_early_exit(leaving, f'worker {worker_session.rank}')}; to end a run early, `break` out of the loop"
+                early_exit_text = (
+                    f"{describe_early_exit(leaving, f'worker {worker_session.rank}')}; to end a run early, `break` "
+                    "out of the loop"
+                )
                 if is_supervised:  # to the agent it is an exception like others
                     raise RuntimeError(early_exit_text) from leaving
                 _report_error(report, GaveUpError(early_exit_text), is_supervised)
@@ -411,14 +414,16 @@ def _check_recipe_keys(loaded: LoadedRecipe) -> None:
             value = value.get(name) if isinstance(value, Mapping) else None
         if value is not None:
             raise RecipeError(
-                f"{loaded.location_of(key)}: has no effect in a training loop of your own, which has its own model, data, loss "
+                f"{loaded.location_of(key)}: has no effect in a training loop of your own, which has its own model, "
+                f"data, loss "
                 "and optimizer; leave it out, and say it in the script"
             )
     if isinstance(loaded.recipe.parallelism, Parallelism):
         for name in TRAINER_ONLY_DIMENSIONS:
             if getattr(loaded.recipe.parallelism, name) > 1:
                 raise RecipeError(
-                    f"{loaded.location_of(f'parallelism.{name}')}: a training loop of your own cannot be divided so, only a "
+                    f"{loaded.location_of(f'parallelism.{name}')}: a training loop of your own cannot be divided so, "
+                    f"only a "
                     "recipe's task can; use replicate, shard or tensor"
                 )
 

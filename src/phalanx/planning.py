@@ -111,7 +111,8 @@ def plan_run(
     folder: Path | None = None,
     subprocess_call: SubprocessCall | None = None,
 ) -> RunPlan:
-    """Foretell a recipe on a cluster (a name of the catalogue or a file), on `num_gpus` of its devices (default all), with
+    """Foretell a recipe on a cluster (a name of the catalogue or a file), on `num_gpus` of its devices (default all),
+    with
     the best layout, micro-batch, recomputation, precision and schedule of those that the recipe leaves open. Its model
     is followed in the process `subprocess_call`, where one is given.
 
@@ -185,7 +186,8 @@ def load_sized_cluster(cluster_name: str, num_gpus: int | None, folder: Path | N
         gpus_per_node = load_cluster(cluster.node.name).node.count
         return load_cluster(f"{cluster.node.name}:{-(-num_gpus // gpus_per_node)}")
     raise UsageError(
-        f"--num-gpus {num_gpus}: {cluster.name} has {cluster.devices} devices: {cluster.nodes} nodes x {cluster.node.count}"
+        f"--num-gpus {num_gpus}: {cluster.name} has {cluster.devices} devices: {cluster.nodes} nodes x "
+        f"{cluster.node.count}"
     )
 
 
@@ -337,7 +339,8 @@ def _describe_no_fit(
     excess_gib = (smallest.peak_bytes - memory_limit) / BYTES_PER_GIB
     device = cluster.node.accelerator
     summary = (
-        f"nothing fits: of {found.num_valid:,} layouts for {num_devices:,} x {device.name} not even the smallest, which is "
+        f"nothing fits: of {found.num_valid:,} layouts for {num_devices:,} x {device.name} not even the smallest, "
+        f"which is "
         f"{excess_gib:.1f} GiB above {USABLE_MEMORY_FRACTION:.0%} of a device's {device.memory_gib:g}"
     )
     fit = suggest_memory_changes(

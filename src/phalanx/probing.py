@@ -44,8 +44,8 @@ def calibrate(
     folder: Path = Path(),
     progress: Callable[[str, float], None] = lambda family, share: None,
 ) -> Cluster:
-    """Measure this machine with `num_processes` processes (default: one a GPU, else two) and the disk of `folder`. Ctrl-C
-    leaves neither processes nor files. UsageError when `folder` cannot be written to or has no room."""
+    """Measure this machine with `num_processes` processes (default: one a GPU, else two) and the disk of `folder`.
+    Ctrl-C leaves neither processes nor files. UsageError when `folder` cannot be written to or has no room."""
     with create_scratch_dir(folder) as scratch, ForkServerClient() as fork_server:
         executor = Executor(
             run_in_process=partial(call_in_subprocess, fork_server),

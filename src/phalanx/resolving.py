@@ -172,7 +172,8 @@ def check_model_state(given: Recipe, profile: Mapping[str, Any], world_size: int
         raise RecipeError(explain_not_elastic(changed_state))
     if (sync_norm_layers := profile.get(GPU_ONLY_MODULES_KEY)) and world_size > 1 and device == "cpu":
         raise RecipeError(
-            f"model.build: SyncBatchNorm ({sync_norm_layers}) computes over several workers on GPUs only; use one worker, "
+            f"model.build: SyncBatchNorm ({sync_norm_layers}) computes over several workers on GPUs only; use one "
+            f"worker, "
             "BatchNorm, or GroupNorm, which needs no statistics of others"
         )
 
@@ -258,8 +259,8 @@ def measure_memory(
     given: Recipe, single_budget: WorkerMemory, world_size: int, payload: dict[str, Any], call: SubprocessCall
 ) -> tuple[dict[str, Any], MemoryProfile]:
     """The profile of a model, and what it says of memory. Ways of recomputing that fill the memory that one process has
-    `single_budget` with a sample or two are left out, the hungriest first. A model that the layout divides, and that is too
-    large for one process, is not loaded for it. RecipeError when no way is left."""
+    `single_budget` with a sample or two are left out, the hungriest first. A model that the layout divides, and that is
+    too large for one process, is not loaded for it. RecipeError when no way is left."""
     facts = open_data(given.data, given.evaluation, given.seed).info
     logits = 4 * (facts.seq_len or 0) * (facts.vocab_size or 0)
     trial_payload = {
@@ -303,7 +304,8 @@ def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
     parallelism, changed_parameters = given.parallelism, profile.get(CHANGED_PARAMETERS_KEY)
     if changed_parameters and isinstance(parallelism, Parallelism) and parallelism.shard * parallelism.context > 1:
         raise RecipeError(
-            f"parallelism.shard: forwards of the model change parameter {changed_parameters[0]!r}, and of a sharded one the "
+            f"parallelism.shard: forwards of the model change parameter {changed_parameters[0]!r}, and of a sharded "
+            f"one the "
             "change is lost; keep it in a buffer, or use parallelism.replicate"
         )
 

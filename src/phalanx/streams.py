@@ -43,7 +43,8 @@ def word_of(path: str | os.PathLike[str]) -> str:
 
 
 class PrintableStream:
-    """A stream for text of any origin, which writes it `escape_control_chars`, and what its encoding lacks written out, too."""
+    """A stream for text of any origin, which writes it `escape_control_chars`, and what its encoding lacks written out,
+    too."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -65,8 +65,8 @@ class TuneTrial:
 
 @dataclass
 class TuneResult:
-    """What came out. `changes` are the winners' keys; `measure_total` compares the tuned recipe with the default, None where
-    nothing won; `untried` says what was left alone, and why."""
+    """What came out. `changes` are the winners' keys; `measure_total` compares the tuned recipe with the default, None
+    where nothing won; `untried` says what was left alone, and why."""
 
     default: Recipe
     best: Recipe

@@ -27,8 +27,8 @@ with preload_torch() as beside:
         loaded = load_recipe(Path("recipe.yaml"))
         if sys.argv[1] == "fail":
             raise RecipeError("something else is wrong")
-        print(len(profile_model(loaded, expect_data_info(loaded.recipe.data, loaded.recipe_dir), subprocess_call=beside).segments))
-    except RecipeError as error:
+        print(len(profile_model(loaded, expect_data_info(loaded.recipe.data, loaded.recipe_dir),
+    subprocess_call=beside).segments)) except RecipeError as error:
         print(error)
 print("torch" in sys.modules, len(psutil.Process().children()))
 """
@@ -92,7 +92,8 @@ def test_what_is_stopped_or_hangs_beside_us_is_not_waited_for_without_end(tmp_pa
     )
     text = (
         "import psutil, phalanx.beside as beside\n"
-        f"beside.POLL_INTERVAL_S = 0.05\nwith beside.preload_torch() as call:\n  {stop}\n  print(call('operator:neg', 5))\n"
+        f"beside.POLL_INTERVAL_S = 0.05\nwith beside.preload_torch() as call:\n  {stop}\n  print(call('operator:neg', "
+        f"5))\n"
     )
     assert script(text, tmp_path) == ["None"]
 

@@ -111,8 +111,8 @@ def _make_app() -> TyperGroup:
 
 
 def main(argv: Sequence[str] | None = None, subprocess_call: SubprocessCall | None = None) -> int:
-    """Run one command line and return its exit code. `subprocess_call`: a process that imports torch, for verbs that have a use
-    for one. Bugs leave as exceptions, with their traceback."""
+    """Run one command line and return its exit code. `subprocess_call`: a process that imports torch, for verbs that
+    have a use for one. Bugs leave as exceptions, with their traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     interrupted = InterruptStatus()
     try:

@@ -287,8 +287,10 @@ def check_long_enough(fault_plan: "Sequence[Fault]", run_shape: "RunShape", step
     from phalanx.observe.units import format_duration
 
     raise UsageError(
-        f"{len(fault_plan)} faults in {rounds} rounds take {format_duration(needed_s)} of progress at least, and the run's "
-        f"{run_shape.steps} steps are over in {format_duration(run_shape.steps * step_s)}: give it steps={_suggest_steps(needed_s / step_s)}, "
+        f"{len(fault_plan)} faults in {rounds} rounds take {format_duration(needed_s)} of progress at least, and the "
+        f"run's "
+        f"{run_shape.steps} steps are over in {format_duration(run_shape.steps * step_s)}: give it "
+        f"steps={_suggest_steps(needed_s / step_s)}, "
         f"or fewer faults"
     )
 

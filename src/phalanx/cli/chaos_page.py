@@ -32,8 +32,8 @@ class RecoveryCost:
 
 @dataclass(frozen=True)
 class ChaosResult:
-    """A run that went through its faults. `digest`: of the undisturbed one; `num_starts` of the command; `device_seconds` that all
-    took together."""
+    """A run that went through its faults. `digest`: of the undisturbed one; `num_starts` of the command;
+    `device_seconds` that all took together."""
 
     run: Run
     digest: str
@@ -104,7 +104,8 @@ class ChaosConsole:
         )
         every = "at the end only" if run_shape.checkpoint_every is None else f"every {run_shape.checkpoint_every}"
         self._print(
-            f"{format_plural(len(fault_plan), 'fault')}, seed {seed}; {format_plural(run_shape.world_size, 'worker')}{nodes}, {run_shape.steps} steps, "
+            f"{format_plural(len(fault_plan), 'fault')}, seed {seed}; "
+            f"{format_plural(run_shape.world_size, 'worker')}{nodes}, {run_shape.steps} steps, "
             f"a checkpoint {every}"
         )
         for fault in fault_plan:
@@ -117,7 +118,8 @@ class ChaosConsole:
             f"baseline     {run.path}: digest {result.get('digest')}, {format_duration(result.get('duration_s'))}"
         )
         self._print(
-            f"             typical step {format_duration(typical.step_s)}, save {format_duration(typical.save_s)}, start of the workers "
+            f"             typical step {format_duration(typical.step_s)}, save {format_duration(typical.save_s)}, "
+            f"start of the workers "
             f"{format_duration(typical.restart_s)}"
         )
 
@@ -138,7 +140,8 @@ class ChaosConsole:
             self._print(line)
         result = chaos_result.run.read_json(chaos_result.run.result) or {}
         self._print(
-            f"\nfaulted      {chaos_result.run.path}: digest {result.get('digest')}, {format_duration(chaos_result.seconds)}"
+            f"\nfaulted      {chaos_result.run.path}: digest {result.get('digest')}, "
+            f"{format_duration(chaos_result.seconds)}"
         )
         self._print(f"             {format_counts(chaos_result)}")
         for reason in chaos_result.verdict.reasons:
@@ -147,7 +150,8 @@ class ChaosConsole:
             self._print("PASS         equal digests, nothing left behind")
         else:
             self._print(
-                f"FAIL         {format_plural(len(chaos_result.verdict.reasons), 'reason')}; see {chaos_result.run.path.parent}"
+                f"FAIL         {format_plural(len(chaos_result.verdict.reasons), 'reason')}; see "
+                f"{chaos_result.run.path.parent}"
             )
 
     def _print_with_time(self, text: str, t: float) -> None:
@@ -167,7 +171,8 @@ def format_cost_table(injected: Sequence[InjectedFault], costs: Sequence[Recover
         total = "" if cost.device_seconds is None else format_duration(cost.device_seconds)
         fault = one.fault
         lines.append(
-            f"{fault.number:>4}  {fault.kind:<18} {describe_target(fault):<10} {describe_phase(one):<32} {recovery_text:>12} {redone_text:>10} {total:>12}"
+            f"{fault.number:>4}  {fault.kind:<18} {describe_target(fault):<10} {describe_phase(one):<32} "
+            f"{recovery_text:>12} {redone_text:>10} {total:>12}"
         )
     return [*lines, "COST: device-seconds; of a fault during a restart, included in the line above"]
 

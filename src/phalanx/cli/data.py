@@ -96,7 +96,8 @@ def verify(
     else:
         rate = facts["bytes"] / max(facts["seconds"], 1e-9)
         print(
-            f"ok  {folder}: {units.format_plural(facts['shards'], 'shard')}, {units.format_bytes(facts['bytes'])}, {units.format_bytes(rate)}/s"
+            f"ok  {folder}: {units.format_plural(facts['shards'], 'shard')}, {units.format_bytes(facts['bytes'])}, "
+            f"{units.format_bytes(rate)}/s"
         )
 
 
@@ -220,7 +221,10 @@ class _ProgressLines:
 
 def _format_progress(now: "PrepareProgress") -> str:
     rate = now.bytes_done / now.elapsed_s if now.elapsed_s else 0.0
-    return f"{units.format_bytes(now.bytes_done)} of {units.format_bytes(now.bytes_total)}  {now.count:,} done  {units.format_bytes(rate)}/s"
+    return (
+        f"{units.format_bytes(now.bytes_done)} of {units.format_bytes(now.bytes_total)}  {now.count:,} done  "
+        f"{units.format_bytes(rate)}/s"
+    )
 
 
 def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:

@@ -101,9 +101,11 @@ def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
     device, best = plan_result.cluster.node.accelerator, plan_result.best
     nodes = -(-plan_result.num_devices // plan_result.cluster.node.count)
     lines = [
-        f"{plan_result.recipe.name}: {_format_number(plan_result.parameters)} parameters, {plan_result.recipe.batch.global_size} samples of "
+        f"{plan_result.recipe.name}: {_format_number(plan_result.parameters)} parameters, "
+        f"{plan_result.recipe.batch.global_size} samples of "
         f"{plan_result.units_per_sample} {'token' if plan_result.units_per_sample == 1 else 'tokens'} a step",
-        f"{plan_result.num_devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} ({plan_result.cluster.name}); "
+        f"{plan_result.num_devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} "
+        f"({plan_result.cluster.name}); "
         f"costs from {COST_SOURCE_TEXTS[plan_result.cost_source]}",
         "",
         f"{'':<3}{'layout':<44} {'micro':>5} {'recompute':<9} {'precision':<9} {'a step':>9} {'memory':>9}  why not",
@@ -111,7 +113,8 @@ def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
     for rank, option in enumerate((best, *select_distinct(plan_result, top - 1))):
         setup, why = option.scenario, "" if rank == 0 else describe_slowdown(best.breakdown, option.breakdown)
         lines.append(
-            f"{rank + 1:<3}{_format_parallelism(option):<44} {setup.micro_size:>5} {setup.checkpointing:<9} {setup.precision:<9} "
+            f"{rank + 1:<3}{_format_parallelism(option):<44} {setup.micro_size:>5} {setup.checkpointing:<9} "
+            f"{setup.precision:<9} "
             f"{format_seconds(option.step_s):>9} {option.peak_bytes / BYTES_PER_GIB:>5.1f} GiB  {why}".rstrip()
         )
     per_second = plan_result.recipe.batch.global_size * plan_result.units_per_sample / best.step_s
@@ -119,11 +122,13 @@ def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
     lines += [
         f"   of {plan_result.num_valid:,} valid ones",
         "",
-        f"a step     {format_seconds(best.step_s)}, nine times of ten {format_seconds(plan_result.low_s)} to {format_seconds(plan_result.high_s)}",
+        f"a step     {format_seconds(best.step_s)}, nine times of ten {format_seconds(plan_result.low_s)} to "
+        f"{format_seconds(plan_result.high_s)}",
         *_format_warmup(plan_result),
         f"speed      {_format_number(per_second)} {units}/s, MFU {100 * plan_result.mfu:.1f} %",
         f"memory     {best.peak_bytes / BYTES_PER_GIB:.1f} of {device.memory_gib:g} GiB a device",
-        f"run        {plan_result.recipe.steps:,} steps in {format_duration(cost.wall_s)}, {cost.device_hours:,.1f} device-hours",
+        f"run        {plan_result.recipe.steps:,} steps in {format_duration(cost.wall_s)}, {cost.device_hours:,.1f} "
+        f"device-hours",
     ]
     if plan_result.energy is not None:
         lines.append(
@@ -146,7 +151,8 @@ def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
         lines.append(f"cost       {words}")
     if plan_result.checkpoint_plan is not None:
         lines.append(
-            f"failures   every {format_duration(plan_result.checkpoint_plan.mtbf_s)}; save every {format_duration(plan_result.checkpoint_plan.interval_s)} "
+            f"failures   every {format_duration(plan_result.checkpoint_plan.mtbf_s)}; save every "
+            f"{format_duration(plan_result.checkpoint_plan.interval_s)} "
             f"(Daly), then {100 * plan_result.checkpoint_plan.goodput.productive:.1f} % of the time is productive"
         )
     if len(plan_result.scaling) > 1:

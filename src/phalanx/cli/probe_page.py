@@ -128,7 +128,10 @@ def _format_collectives(cluster: Cluster, measured: Measurements) -> list[str]:
         for kind in dict.fromkeys(each.kind for each in same_size):
             ordered = sorted((each for each in same_size if each.kind == kind), key=lambda each: each.bytes)
             small, large = ordered[0], ordered[-1]
-            value = f"{format_duration(small.seconds)} for {format_bytes(small.bytes)}, bus {format_significant(large.busbw_gbps)} GB/s"
+            value = (
+                f"{format_duration(small.seconds)} for {format_bytes(small.bytes)}, bus "
+                f"{format_significant(large.busbw_gbps)} GB/s"
+            )
             link_text = f" of {link.gbps:g} ({link.link})" if link else ""
             found.append(f"{f'  {kind}':<{LABEL_WIDTH}}{value}{link_text} at {format_bytes(large.bytes)}")
     if measured.overlap is not None:

@@ -42,8 +42,8 @@ def make_recipe_job(
     **job_fields: object,
 ) -> Job:
     """The job that trains a recipe, or runs a script with a loop of its own. The recipe is checked here, before
-    anything is sent. `code`: what travels, see `take_snapshot`; with it the recipe is that of the copy. `default_gpus`: GPUs that it
-    takes on a node where nobody says, unless it trains on the CPU."""
+    anything is sent. `code`: what travels, see `take_snapshot`; with it the recipe is that of the copy. `default_gpus`:
+    GPUs that it takes on a node where nobody says, unless it trains on the CPU."""
     script = path.suffix == ".py"
     if script:
         if not path.is_file():

@@ -101,7 +101,8 @@ def train(
             )
         if (num_nodes := NodeEnv.from_environment(os.environ).num_nodes) > 1:
             raise UsageError(
-                f"PHALANX_NUM_NODES={num_nodes}: a script runs on one node here; on several torchrun starts its workers: "
+                f"PHALANX_NUM_NODES={num_nodes}: a script runs on one node here; on several torchrun starts its "
+                f"workers: "
                 f"torchrun --nnodes {num_nodes} {word_of(recipe)}"
             )
         return train_script_locally(recipe, given, run, nproc_per_node, force, sys.stderr)

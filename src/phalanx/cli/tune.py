@@ -97,7 +97,8 @@ class TuneConsole:
         recipe = prepared.recipe
         num_workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
         print(
-            f"{prepared.cluster.get('device_name')}, {prepared.cluster.get('physical_cores')} cores; {recipe.name} by itself:"
+            f"{prepared.cluster.get('device_name')}, {prepared.cluster.get('physical_cores')} cores; {recipe.name} by "
+            f"itself:"
         )
         print(
             f"{recipe.precision}, compile={str(recipe.compile).lower()}, batch.micro_size={recipe.batch.micro_size}, "
@@ -140,7 +141,8 @@ def _format_conclusion(result: "TuneResult", recipe: Path, out: Path) -> list[st
         lines.append(f"no trial is faster than `phalanx train {word_of(recipe)}`")
     else:
         lines.append(
-            f"{format_duration(result.total.baseline_s)} -> {format_duration(result.total.candidate_s)} a step: {format_gain(result.total)} as fast"
+            f"{format_duration(result.total.baseline_s)} -> {format_duration(result.total.candidate_s)} a step: "
+            f"{format_gain(result.total)} as fast"
         )
     nproc_option = [] if result.num_workers == 1 else ["--nproc-per-node", str(result.num_workers)]
     return [*lines, f"wrote {out}; train it with: phalanx train {' '.join([word_of(out), *nproc_option])}"]

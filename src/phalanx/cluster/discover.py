@@ -72,10 +72,11 @@ class DetectedGpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine as this process may use it: `physical_cores` physical and `logical_cores` logical ones, `parse_memory_total` of RAM.
+    """One machine as this process may use it: `physical_cores` physical and `logical_cores` logical ones,
+    `parse_memory_total` of RAM.
 
-    `device`, `device_name` and `device_count` tell what trains: "cuda" or "xpu", the GPU's name and the number of GPUs, or else
-    "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one of them.
+    `device`, `device_name` and `device_count` tell what trains: "cuda" or "xpu", the GPU's name and the number of GPUs,
+    or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one of them.
     """
 
     hostname: str
@@ -157,7 +158,8 @@ def choose_gpus(detected: Sequence[DetectedGpu], device: str) -> list[DetectedGp
     reason = f" ({masks[0]} may hide it)" if masks else ""
     advice = f"{usable[0].device}, for {usable[0].name}, cpu or auto" if usable else "cpu or auto"
     raise RecipeError(
-        f"device: found {device}, but torch {version('torch')} does not find {kind.description} here{reason}; {advice} would be "
+        f"device: found {device}, but torch {version('torch')} does not find {kind.description} here{reason}; "
+        f"{advice} would be "
         "valid; `phalanx doctor` shows what this machine has"
     )
 

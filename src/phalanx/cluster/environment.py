@@ -54,8 +54,8 @@ def mask_secret(word: str) -> str:
 
 
 def read_git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
-    """Commit of the repository around `recipe_dir`; `dirty`: a tracked file in `recipe_dir` differs from it; `untracked`: how
-    many files there it does not know. None without a repository, a commit or git."""
+    """Commit of the repository around `recipe_dir`; `dirty`: a tracked file in `recipe_dir` differs from it;
+    `untracked`: how many files there it does not know. None without a repository, a commit or git."""
     commit = _run_git(git, folder, "rev-parse", "--verify", "HEAD")
     status = _run_git(git, folder, "status", "--porcelain", "--ignore-submodules=dirty", "--", ".")
     if commit is None or status is None:

@@ -33,7 +33,7 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 def estimate_mtbf(prior_mtbf_s: float, num_failures: int, observed_s: float) -> float:
     """Mean seconds between failures of a run that saw so many in so much time: (U + t) / (1 + n).
 
-    The posterior mean rate under a gamma prior that weighs as much as one failure in the `prior_mtbf_s` time U, which is what
-    the same devices show elsewhere.
+    The posterior mean rate under a gamma prior that weighs as much as one failure in the `prior_mtbf_s` time U, which
+    is what the same devices show elsewhere.
     """
     return (prior_mtbf_s + observed_s) / (1 + num_failures)

@@ -58,7 +58,10 @@ class GpuLinks:
     def narrow_link_warning(self) -> str | None:
         """What is narrower than it could be, in words."""
         if self.lanes and self.max_lanes and self.lanes < self.max_lanes:
-            return f"GPU {self.pci_address}: its PCIe link has {self.lanes} of {self.max_lanes} lanes; reseat the card or riser"
+            return (
+                f"GPU {self.pci_address}: its PCIe link has {self.lanes} of {self.max_lanes} lanes; reseat the card "
+                "or riser"
+            )
         return None
 
 

@@ -87,7 +87,8 @@ def _cluster_of_accelerators(text: str, accelerator: CatalogEntry, number: int) 
     if node is None:
         if number > MAX_WORKSTATION_ACCELERATORS:
             raise RecipeError(
-                f"{text}: no node with the {accelerator.name} is known, and a workstation takes {MAX_WORKSTATION_ACCELERATORS}; describe the "
+                f"{text}: no node with the {accelerator.name} is known, and a workstation takes "
+                f"{MAX_WORKSTATION_ACCELERATORS}; describe the "
                 "node and its network in a file (docs/reference/cluster-file.md)"
             )
         return {"nodes": 1, "node": _describe_workstation(accelerator, number)}

@@ -84,7 +84,8 @@ def _expand_network(value: Any, base: JsonMapping, location_of: LocationOf, key:
     known = find_entry("links", value["link"])
     if known is None and "gbps" not in value:
         raise RecipeError(
-            f"{_format_location(location_of, (*key, 'link'))}: {explain_unknown('links', value['link'])}; or give its gbps"
+            f"{_format_location(location_of, (*key, 'link'))}: {explain_unknown('links', value['link'])}; or give its "
+            f"gbps"
         )
     # of another link, only what does not depend on the link is kept
     inherited = (

@@ -36,7 +36,8 @@ class SampleSource(Protocol):
 class Prefetcher(Iterator[list[Batch]]):
     """An endless iterator over steps; each is the list of this rank's micro-batches.
 
-    Sample i of a step belongs to micro-batch i // micro; a rank owns its `micro_batch_range` of them, with `stride`. Up to `max_steps_ahead`
+    Sample i of a step belongs to micro-batch i // micro; a rank owns its `micro_batch_range` of them, with `stride`. Up
+    to `max_steps_ahead`
     steps are read ahead, fewer where they are large. An error in the thread is raised here, when its step is asked for.
     `close` ends the thread; so does leaving a `with`.
 

@@ -110,8 +110,8 @@ def _iterate_matches(path: str, folder: Path) -> Iterator[str]:
 
 
 def _iterate_below(directory: str, steps: list[str], visited: set[tuple[int, str]]) -> Iterator[str]:
-    """Paths below the folder `directory` that match. `visited`: folders that each `**` has been in: links lead it to each
-    once, and none leads upwards."""
+    """Paths below the folder `directory` that match. `visited`: folders that each `**` has been in: links lead it to
+    each once, and none leads upwards."""
     step, *rest = steps
     if step == "**":
         yield from _iterate_below(directory, rest, visited) if rest else _iterate_files(directory)

@@ -10,8 +10,8 @@ from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource
 
 
 def expect_data_info(data: DataConfig, recipe_dir: Path) -> DataInfo:
-    """Facts of a recipe's data, paths relative to `recipe_dir`. Of text only the tokenizer is asked; images are looked at,
-    since only they tell their size and classes. RecipeError, DataError: what is asked is not there, or damaged."""
+    """Facts of a recipe's data, paths relative to `recipe_dir`. Of text only the tokenizer is asked; images are looked
+    at, since only they tell their size and classes. RecipeError, DataError: what is asked is not there, or damaged."""
     source = data.source[0] if isinstance(data.source, list) else data.source
     if source.prepared is not None:
         manifest = read_manifest(recipe_dir / source.prepared)

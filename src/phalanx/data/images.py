@@ -148,8 +148,8 @@ def _list_images(folder: Path) -> list[Path]:
 
 
 def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray:
-    """One image file as a record (uint8 [1, record]): upright, RGB (see `_to_rgb`), resized to height x width (bilinear,
-    antialiased)."""
+    """One image file as a record (uint8 [1, record]): upright, RGB (see `_to_rgb`), resized to height x width
+    (bilinear, antialiased)."""
     try:
         import PIL.Image
         import PIL.ImageOps

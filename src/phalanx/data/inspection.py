@@ -1,4 +1,5 @@
-"""Looking at a dataset directory: is every byte what was written (`verify_dataset`), and what is in it (`inspect_dataset`)."""
+"""Looking at a dataset directory: is every byte what was written (`verify_dataset`), and what is in it
+(`inspect_dataset`)."""
 
 import time
 from collections.abc import Callable
@@ -88,7 +89,8 @@ def _find_impossible_values(folder: Path, manifest: DatasetManifest, entry: Shar
 
 
 def inspect_dataset(folder: Path, max_tokens: int = 200) -> dict[str, Any]:
-    """What a dataset directory holds, as plain values, with its first `max_tokens` tokens decoded (or its first labels)."""
+    """What a dataset directory holds, as plain values, with its first `max_tokens` tokens decoded (or its first
+    labels)."""
     manifest = read_manifest(folder)
     info: dict[str, Any] = {
         "path": str(folder),

@@ -81,7 +81,8 @@ def check_expansion(path: str | Path, size: int, unpacked: int) -> None:
     """DataError where so much comes out of `size` bytes as only out of a file that is made to fill memory or disks."""
     if unpacked > max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * size):
         raise DataError(
-            f"{path}: its {size:,} bytes unpack to {unpacked >> 20:,} MiB or more, over {MAX_UNPACKED_RATIO} times as many, as only "
+            f"{path}: its {size:,} bytes unpack to {unpacked >> 20:,} MiB or more, over {MAX_UNPACKED_RATIO} times as "
+            f"many, as only "
             "a file does that is made to fill memory; where it is meant so, store it unpacked"
         )
 

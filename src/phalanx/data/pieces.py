@@ -163,8 +163,8 @@ def load_plan_tokenizer(plan: PreparePlan, folder: Path) -> HuggingFaceTokenizer
 
 
 class PieceWriter:
-    """Writes pieces of one job. `replaced_bytes`: by file, how often in the last piece bytes were no UTF-8, which the tokenizer
-    sees as U+FFFD."""
+    """Writes pieces of one job. `replaced_bytes`: by file, how often in the last piece bytes were no UTF-8, which the
+    tokenizer sees as U+FFFD."""
 
     def __init__(self, job: PrepareJob):
         self._job = job

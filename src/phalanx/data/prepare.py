@@ -51,7 +51,8 @@ BPE_SAMPLE_BYTES = 64 << 20  # bytes of text that a BPE is trained on
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far preparing (or verifying) is. `bytes_done` and `bytes_total` are bytes; `count` is tokens or images written by now."""
+    """How far preparing (or verifying) is. `bytes_done` and `bytes_total` are bytes; `count` is tokens or images
+    written by now."""
 
     bytes_done: int
     bytes_total: int
@@ -76,9 +77,10 @@ def prepare_source(
 ) -> Path:
     """Prepare `source` (paths relative to `folder`) as the dataset directory `dataset_dir` and return it.
 
-    A dataset that is there already stays as it is. Another process preparing `dataset_dir` is waited for. RecipeError when
-    files are missing, DataError when one cannot be read. `num_workers` is the number of processes, by default one a core;
-    the result does not depend on it. Interrupted, it leaves `OUT.partial` and goes on from there next time.
+    A dataset that is there already stays as it is. Another process preparing `dataset_dir` is waited for. RecipeError
+    when
+    files are missing, DataError when one cannot be read. `num_workers` is the number of processes, by default one a
+    core; the result does not depend on it. Interrupted, it leaves `OUT.partial` and goes on from there next time.
     """
     plan = make_prepare_plan(source, data, recipe_dir)
     started = clock()
@@ -127,7 +129,8 @@ class _WorkingDir(NamedTuple):
 
 @contextmanager
 def _lock_working_dir(dataset_dir: Path, reporter: ProgressReporter) -> Iterator[_WorkingDir | None]:
-    """The working directory of `dataset_dir`, locked against other processes; None when `dataset_dir` is there (by now)."""
+    """The working directory of `dataset_dir`, locked against other processes; None when `dataset_dir` is there (by
+    now)."""
     partial = dataset_dir.with_name(dataset_dir.name + ".partial")
     if is_dataset(dataset_dir):
         yield None
@@ -357,7 +360,8 @@ def _wait_for_message(
                 num_stopped_looks = 0
             if wait.check_expired():
                 error = PhalanxError(
-                    f"the processes that prepare data have said nothing for {SILENCE_TIMEOUT_S:.0f} s: they hang, or the storage "
+                    f"the processes that prepare data have said nothing for {SILENCE_TIMEOUT_S:.0f} s: they hang, or "
+                    f"the storage "
                     "of the source or of the cache does; start again with the same command, which goes on from here"
                 )
                 error.code = ExitCode.UNFINISHED

@@ -33,7 +33,8 @@ _LOCATED_SAMPLES = 1 << 13  # so many samples are located at once: numpy's cost 
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What a model must know of the data. Tokens: `vocab_size`, `seq_len`. Images: `num_classes`, `image_shape` (h, w, c)."""
+    """What a model must know of the data. Tokens: `vocab_size`, `seq_len`. Images: `num_classes`, `image_shape` (h, w,
+    c)."""
 
     kind: Literal["tokens", "images"]
     vocab_size: int | None
@@ -284,8 +285,8 @@ def _mixing_requirements(manifest: DatasetManifest) -> dict[str, Any]:
 
 
 def _common_info(datasets: Sequence[PreparedDataset], seq_len: int, has_validation: bool = False) -> DataInfo:
-    """The facts that all datasets share; RecipeError when one is of another kind. `has_validation`: the last of them is that
-    of `evaluation.source`."""
+    """The facts that all datasets share; RecipeError when one is of another kind. `has_validation`: the last of them is
+    that of `evaluation.source`."""
     first = datasets[0].manifest
     for number, dataset in enumerate(datasets[1:], 1):
         other = "evaluation.source" if has_validation and number == len(datasets) - 1 else f"data.source.{number}"
@@ -298,7 +299,8 @@ def _common_info(datasets: Sequence[PreparedDataset], seq_len: int, has_validati
                 )
                 raise RecipeError(
                     f"data.source: its classes and those of {other} have other names: number {which} is "
-                    f"{first_value[which]!r} and {other_value[which]!r} ({folders}); give the sub-folders of both the same names"
+                    f"{first_value[which]!r} and {other_value[which]!r} ({folders}); give the sub-folders of both the "
+                    f"same names"
                 )
             if key != "labels" and first_value != other_value:
                 raise RecipeError(f"data.source: {folders} cannot be mixed: {key} is {first_value} and {other_value}")

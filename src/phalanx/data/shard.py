@@ -152,8 +152,8 @@ def check_shard_size(folder: Path, entry: ShardEntry) -> None:
 class MappedShard:
     """A shard mapped into memory. `values` may be read only where `verify_range` has been.
 
-    Each block is compared with its checksum the first time that this process touches it after `reset_verification`; `all_verified` is
-    True once that was done for all of them, so that a reader can save itself the call.
+    Each block is compared with its checksum the first time that this process touches it after `reset_verification`;
+    `all_verified` is True once that was done for all of them, so that a reader can save itself the call.
     """
 
     def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype[Any]):
@@ -191,6 +191,7 @@ class MappedShard:
 def describe_block(block: int, size: int) -> str:
     """The words for a block whose checksum differs."""
     return (
-        f"block {block} (bytes {block * BLOCK_BYTES} to {block * BLOCK_BYTES + size - 1}): the checksum differs, so the shard is "
+        f"block {block} (bytes {block * BLOCK_BYTES} to {block * BLOCK_BYTES + size - 1}): the checksum differs, so "
+        f"the shard is "
         "damaged. Copy it anew or prepare the dataset again"
     )

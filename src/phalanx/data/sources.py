@@ -77,7 +77,8 @@ def translate_read_errors(path: str | Path) -> Iterator[None]:
 
 
 def split_source_file(file: SourceFile, part_bytes: int) -> list[FilePart]:
-    """A file's parts of about `part_bytes` bytes. Packed files stay whole: they can only be read from their beginning."""
+    """A file's parts of about `part_bytes` bytes. Packed files stay whole: they can only be read from their
+    beginning."""
     count = max(round(file.size / part_bytes), 1)
     if count > 1:
         with translate_read_errors(file.path):

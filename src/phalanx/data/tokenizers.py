@@ -148,7 +148,8 @@ def _is_theirs(error: BaseException) -> bool:
 
 
 def train_bpe_tokenizer(texts: Iterator[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE with `vocab_size` tokens on `texts` and write it to `path`. The same texts give the same file.
+    """Train a byte-level BPE with `vocab_size` tokens on `texts` and write it to `path`. The same texts give the same
+    file.
 
     Token 0 is the separator `<|endoftext|>`; the 256 bytes are all in, so there is no text that it cannot encode.
     """

@@ -226,7 +226,10 @@ class LeaderAgent:
                 num_without_progress = 0 if attempt.saved_step > saved_step else num_without_progress + 1
             saved_step = max(saved_step, attempt.saved_step)
             if num_without_progress >= self.max_restarts and attempt.failed_by_gpu:
-                text = f"{message}; no progress in {num_without_progress} attempts: train on another machine, or reset the GPU"
+                text = (
+                    f"{message}; no progress in {num_without_progress} attempts: train on another machine, or reset "
+                    "the GPU"
+                )
                 return self.without(first_failure(attempt.exit_statuses, attempt.early_exits)[0], attempt, text)
             if num_without_progress >= self.max_restarts:
                 return RunOutcome(
@@ -280,7 +283,10 @@ class LeaderAgent:
                         )
                     )
                 if is_wanted(self.run):  # whoever starts nodes has given this one up, which may be the one cut off
-                    return f"another start of this run waits for it, and {_format_nodes(self.node_group.missing_nodes)} is not here"
+                    return (
+                        f"another start of this run waits for it, and {_format_nodes(self.node_group.missing_nodes)} "
+                        "is not here"
+                    )
                 self.report_departures()
                 if (
                     any(index in self.departures for index in self.node_group.missing_nodes)
@@ -288,7 +294,8 @@ class LeaderAgent:
                 ):
                     deadline.limit_s = deadline.waited_s + REJOIN_TIMEOUT_S
                     self._warn(
-                        f"waiting for it, or another in its place, until {format_clock_time(REJOIN_TIMEOUT_S)}; then this ends with 75"
+                        f"waiting for it, or another in its place, until {format_clock_time(REJOIN_TIMEOUT_S)}; then "
+                        f"this ends with 75"
                     )
                 deadline.what = _format_nodes(self.node_group.missing_nodes)
                 if deadline.check_expired():

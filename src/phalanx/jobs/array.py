@@ -52,7 +52,10 @@ def submit_array(backend: Backend, requests: Sequence[SubmitRequest]) -> list[st
             else "the one before it was cancelled"
         )
         if not_cancelled:
-            cancelled_text = f"of those before it, {', '.join(not_cancelled)} could not be cancelled: `phalanx jobs cancel` ends them"
+            cancelled_text = (
+                f"of those before it, {', '.join(not_cancelled)} could not be cancelled: `phalanx jobs cancel` ends "
+                "them"
+            )
         raise UsageError(f"member {len(submitted)} could not be submitted: {error}; {cancelled_text}") from error
     return submitted
 

@@ -207,7 +207,8 @@ def describe_exit(code: int) -> str:
 
 
 def first_failure(codes: Mapping[int, int], early_exits: Collection[int] = ()) -> tuple[int, int]:
-    """Rank and status of the worker that failed first, or left first before its end (`early_exits`); those that the agent
+    """Rank and status of the worker that failed first, or left first before its end (`early_exits`); those that the
+    agent
     killed died after it, and who only lost a peer did not fail by itself. Where none did, of the first that ended."""
     failures = [(rank, code) for rank, code in codes.items() if code not in PLANNED_EXIT_CODES or rank in early_exits]
     failures = failures or list(codes.items())

@@ -99,7 +99,8 @@ class PausableWorkers:
         self._send_signal(signal.SIGSTOP)
 
     def run_for(self, seconds: float, min_steps: int = 3) -> list[StepDone]:
-        """Events of the whole steps done in about so many seconds, `min_steps` at least. Starts the workers if need be."""
+        """Events of the whole steps done in about so many seconds, `min_steps` at least. Starts the workers if need
+        be."""
         if not self.is_running:
             self.start()
         started_at = self._clock()

@@ -47,7 +47,8 @@ SECRET_PATTERNS = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot. `source_dir`: the folder that it is a copy of, absolute; `start_dir`: where in it the job starts, relative."""
+    """A snapshot. `source_dir`: the folder that it is a copy of, absolute; `start_dir`: where in it the job starts,
+    relative."""
 
     tar: bytes = field(repr=False)
     source_dir: Path
@@ -67,7 +68,8 @@ class Snapshot:
     def __str__(self) -> str:
         what = f"commit {self.commit[:12]} of {self.source_dir}" if self.commit else str(self.source_dir)
         lines = [
-            f"# code that travels: {_format_count(self.num_files)}, {format_bytes(self.num_bytes)}, sha256 {self.digest}",
+            f"# code that travels: {_format_count(self.num_files)}, {format_bytes(self.num_bytes)}, sha256 "
+            f"{self.digest}",
             f"# from {what}",
         ]
         lines += [f"# left out: {name}: {why}" for name, why in self.excluded]
@@ -123,7 +125,8 @@ def snapshot_commit(folder: Path, commit: str, required_file: str | None = None)
     found = _call_git(source_dir, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
     if found.returncode:
         raise UsageError(
-            f"--snapshot {commit}: the repository {source_dir} has no such commit; expected `workdir`, or one such as HEAD"
+            f"--snapshot {commit}: the repository {source_dir} has no such commit; expected `workdir`, or one such as "
+            f"HEAD"
         )
     full_hash = found.stdout.decode().strip()
     start_dir = Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(source_dir))).as_posix()
@@ -350,8 +353,10 @@ def _check_size(what: str, sizes: dict[str, int]) -> None:
         f"{name} {format_bytes(part) if total > MAX_SNAPSHOT_BYTES else _format_count(part)}" for name, part in largest
     ]
     raise UsageError(
-        f"{what}: {format_bytes(total)} in {len(sizes)} files would travel with the job, and {format_bytes(MAX_SNAPSHOT_BYTES)} "
-        f"in {MAX_SNAPSHOT_FILES} files is the most; most of it: {', '.join(largest_text)}; keep data elsewhere, or name them in .gitignore"
+        f"{what}: {format_bytes(total)} in {len(sizes)} files would travel with the job, and "
+        f"{format_bytes(MAX_SNAPSHOT_BYTES)} "
+        f"in {MAX_SNAPSHOT_FILES} files is the most; most of it: {', '.join(largest_text)}; keep data elsewhere, or "
+        f"name them in .gitignore"
     )
 
 

@@ -1,7 +1,7 @@
 """The engine contract: what runs jobs somewhere, be it this machine's queue, Slurm, Ray or Kubernetes.
 
-Submitting has two steps. `render` turns a job into a `SubmitRequest`, a value that holds every file and command that would be
-sent; printing it is the dry run. `submit` sends exactly that. One suite of tests runs against every engine.
+Submitting has two steps. `render` turns a job into a `SubmitRequest`, a value that holds every file and command that
+would be sent; printing it is the dry run. `submit` sends exactly that. One suite of tests runs against every engine.
 """
 
 import itertools

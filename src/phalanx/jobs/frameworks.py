@@ -13,8 +13,8 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class ProcessTopology:
-    """All processes of a job: `nproc_per_node` on every host. `ports`: free ones on each host, one for each of its processes and
-    one more. A process of rank r is on host r // each."""
+    """All processes of a job: `nproc_per_node` on every host. `ports`: free ones on each host, one for each of its
+    processes and one more. A process of rank r is on host r // each."""
 
     hosts: tuple[str, ...]
     nproc_per_node: int

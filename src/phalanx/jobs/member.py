@@ -184,7 +184,8 @@ class NodeAgent:
     def _serve_connection(
         self, connection: AuthConnection, local_node: LocalNode, is_lost: Callable[[], bool]
     ) -> ExitCode | None:
-        """Do what the leader says until it says how the run ended, or is gone (None). `_ForkServerGone` when the nursery is."""
+        """Do what the leader says until it says how the run ended, or is gone (None). `_ForkServerGone` when the
+        nursery is."""
         last_received = last_sent = self.clock()
         network_variables = interface_variables(connection.sock.getsockname()[0], self.environment)
         with selectors.DefaultSelector() as selector:
@@ -288,8 +289,8 @@ class NodeAgent:
         return ExitCode(message.exit_code)
 
     def _kill_workers(self, local_node: LocalNode, is_lost: Callable[[], bool]) -> bool:
-        """Kill what is left of an attempt, and take note of its end; whether the nursery, unless it is `is_lost`, reported
-        it in time."""
+        """Kill what is left of an attempt, and take note of its end; whether the nursery, unless it is `is_lost`,
+        reported it in time."""
         exit_deadline = Deadline("workers to end", EXIT_REPORT_TIMEOUT_S, self._report, self.clock)
         with selectors.DefaultSelector() as selector:
             selector.register(local_node.control, selectors.EVENT_READ)

@@ -192,7 +192,8 @@ def words_of(left: NodeDeparture) -> str:
 
 
 class NodeGroup:
-    """All nodes of a run, this one first. Alone it is nothing but this node; with a `server`, others come through it."""
+    """All nodes of a run, this one first. Alone it is nothing but this node; with a `server`, others come through
+    it."""
 
     def __init__(self, local_node: LocalNode, num_nodes: int = 1, server: ControlServer | None = None):
         self.local_node, self.num_nodes, self.server = local_node, num_nodes, server

@@ -86,9 +86,10 @@ def call_timeout(hang_timeout_s: float) -> float:
 class ForkServerClient:
     """The agent's handle on the nursery. A context manager: leaving it leaves no process behind.
 
-    Every wait for it has an end: `ready_timeout_s` seconds for its start, `call_timeout_s` for a trial, and twice `max_stopped_checks` looks where it
-    is stopped (SIGSTOP). What has to be said of it goes to `report`. Who owns the signals sets `is_stop_requested`: whether one asked
-    to stop, which ends a wait for an answer as well.
+    Every wait for it has an end: `ready_timeout_s` seconds for its start, `call_timeout_s` for a trial, and twice
+    `max_stopped_checks` looks where it
+    is stopped (SIGSTOP). What has to be said of it goes to `report`. Who owns the signals sets `is_stop_requested`:
+    whether one asked to stop, which ends a wait for an answer as well.
     """
 
     store_pid = 0

@@ -37,7 +37,8 @@ MAX_REJOIN_ATTEMPTS = 3
 
 
 class ElasticReplicas:
-    """The replicas of one attempt, of `replica_size` workers each. `start_message` is what their nurseries were told."""
+    """The replicas of one attempt, of `replica_size` workers each. `start_message` is what their nurseries were
+    told."""
 
     def __init__(
         self,

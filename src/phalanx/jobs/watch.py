@@ -68,7 +68,8 @@ def find_hang(
     are held still. `suspect`: who it was at the last look, and still is if no other is further back: when the signs of
     other nodes were given is known to some milliseconds only. `others_ended`: some workers of this attempt have. None
     before all have begun, before the first step has
-    ended (`step_seconds` is None), and where the one that is waited for is preparing something, unless it is held still."""
+    ended (`step_seconds` is None), and where the one that is waited for is preparing something, unless it is held
+    still."""
     reported = {rank: last_heartbeat for rank, last_heartbeat in heartbeats.items() if last_heartbeat is not None}
     if len(reported) < len(heartbeats) or not reported:
         return None

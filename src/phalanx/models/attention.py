@@ -6,8 +6,8 @@
     flash3  FlashAttention 3 (Shah et al. 2024), about twice as fast as sdpa on Hopper: there, in bf16 or fp16, where
             the package `flash_attn_interface` is installed and there is no document mask
 
-What a kernel needs is made once for a forward (`plan_attention`), and each layer then calls `attend`. While a mode watches
-torch's functions, as context parallelism does to find attention, it is sdpa: nothing else would be seen.
+What a kernel needs is made once for a forward (`plan_attention`), and each layer then calls `attend`. While a mode
+watches torch's functions, as context parallelism does to find attention, it is sdpa: nothing else would be seen.
 
 Shapes: b batch, s sequence, h heads of queries, g heads of keys and values, d features of a head.
 """

@@ -14,7 +14,8 @@ since backward begins before the others are known; then the gradient would depen
 micro-batch would be punished for being about one thing (Qiu et al. 2025). With the last step's it does not depend on
 micro-batches, ranks or packing, and a run that goes on from a checkpoint, where `load` stands, goes on exactly.
 
-The engine's part: after each optimizer step it calls `after_step(all_reduce_sum)` of every module that has it, on all ranks.
+The engine's part: after each optimizer step it calls `after_step(all_reduce_sum)` of every module that has it, on all
+ranks.
 
 Shapes in comments: n tokens, w width, f inner width of one expert, E experts, k experts a token, m = n k assignments.
 """
@@ -48,7 +49,8 @@ class _AddAuxLoss(torch.autograd.Function):
 
 
 class _PermuteRows(torch.autograd.Function):
-    """Rows `take[i] // copies` of x, where `indices` is a permutation and `inverse` its inverse: with copies=k each row comes
+    """Rows `take[i] // copies` of x, where `indices` is a permutation and `inverse` its inverse: with copies=k each row
+    comes
     k times. Backward gathers and adds in a fixed order: quicker than the scattered addition of plain indexing, and
     always the same bits."""
 
@@ -138,7 +140,8 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def after_step(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
-        """End a step: `all_reduce_sum` gives the sum of a tensor over all ranks that hold other tokens. On every rank."""
+        """End a step: `all_reduce_sum` gives the sum of a tensor over all ranks that hold other tokens. On every
+        rank."""
         counts = all_reduce_sum(self.counts)
         total = counts.sum()
         self.load.copy_(torch.where(total > 0, counts / total.clamp(min=1), self.load))

@@ -80,8 +80,10 @@ def recommend_for_grad_sync(summary: RunSummary, history: RunHistory) -> Recomme
     batch_text = f" (it is {batch}; twice that halves the synchronizations per sample)" if batch else ""
     return Recommendation(
         "grad-sync",
-        f"gradient synchronization is {units.format_percent(share)} of the step on {summary.run_info.world_size} workers",
-        f"raise the global batch{batch_text} and its learning rate with care, or use fewer workers with more threads each",
+        f"gradient synchronization is {units.format_percent(share)} of the step on {summary.run_info.world_size} "
+        f"workers",
+        f"raise the global batch{batch_text} and its learning rate with care, or use fewer workers with more threads "
+        f"each",
         "batch.global_size",
         max_gain=share,
     )
@@ -156,7 +158,8 @@ def recommend_for_low_mfu(summary: RunSummary, history: RunHistory) -> Recommend
         )
     return Recommendation(
         "low-mfu",
-        f"forward and backward reach {units.format_percent(matmul_efficiency)} of the machine's measured peak (MFU {units.format_percent(mfu)})",
+        f"forward and backward reach {units.format_percent(matmul_efficiency)} of the machine's measured peak (MFU "
+        f"{units.format_percent(mfu)})",
         advice_text,
         recipe_key,
         max_gain=compute_share * (1 - matmul_efficiency / 0.4),
@@ -193,7 +196,8 @@ def recommend_for_idle_cores(summary: RunSummary, history: RunHistory) -> Recomm
         return None
     return Recommendation(
         "idle-cores",
-        f"{used:.0f} of the machine's {run_info.physical_cores} cores were used ({units.format_plural(run_info.world_size, 'worker')} of "
+        f"{used:.0f} of the machine's {run_info.physical_cores} cores were used "
+        f"({units.format_plural(run_info.world_size, 'worker')} of "
         f"{units.format_plural(run_info.threads_per_worker, 'thread')})",
         "give each worker more threads, or start more workers with --nproc-per-node",
         "num_threads",
@@ -235,7 +239,8 @@ def recommend_for_uneven_steps(summary: RunSummary, history: RunHistory) -> Reco
         return None
     return Recommendation(
         "uneven-steps",
-        f"one step in twenty takes more than {units.format_duration(speed.step_p95_s)}, while half of them take less than"
+        f"one step in twenty takes more than {units.format_duration(speed.step_p95_s)}, while half of them take less "
+        f"than"
         f" {units.format_duration(speed.step_median_s)}",
         "something disturbs the run from time to time: another program, a slow disk, or heat",
         None,
@@ -274,7 +279,8 @@ def recommend_for_restarts(summary: RunSummary, history: RunHistory) -> Recommen
     return Recommendation(
         "restart-cost",
         f"restarts and rollbacks cost {units.format_percent(share)} of the time"
-        f" ({units.format_plural(summary.wasted_steps, 'step')} wasted, {units.format_duration(durations.unavailable_s)} unavailable)",
+        f" ({units.format_plural(summary.wasted_steps, 'step')} wasted, "
+        f"{units.format_duration(durations.unavailable_s)} unavailable)",
         advice,
         "checkpoint.every",
         max_gain=share,
@@ -292,7 +298,8 @@ def recommend_for_nonfinite(summary: RunSummary, history: RunHistory) -> Recomme
     precision_text = "; or precision=bf16, whose range is that of fp32" if summary.run_info.precision == "fp16" else ""
     return Recommendation(
         "nonfinite-steps",
-        f"{units.format_plural(num_nonfinite, 'step')} had a loss or gradient that was not finite, {first}{rollback_text}",
+        f"{units.format_plural(num_nonfinite, 'step')} had a loss or gradient that was not finite, "
+        f"{first}{rollback_text}",
         f"lower the learning rate, lengthen the warm-up (optimizer.schedule.warmup_steps) or clip lower "
         f"(optimizer.max_grad_norm){precision_text}",
         "optimizer.lr",
@@ -337,7 +344,8 @@ def recommend_longer_training(summary: RunSummary, history: RunHistory) -> Recom
         return None
     return Recommendation(
         "train-longer",
-        f"the loss was still falling at the end, by {units.format_significant(decrease, 2)} over the last {tenth} steps",
+        f"the loss was still falling at the end, by {units.format_significant(decrease, 2)} over the last {tenth} "
+        f"steps",
         f"train longer, for instance steps={2 * summary.last_step}; this run resumes from its last checkpoint",
         "steps",
     )

@@ -30,7 +30,8 @@ TableRow = tuple[str, list[str]]
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs or more. `differing_keys` holds the recipe's dotted keys that are not the same everywhere, one value a run
+    """Two runs or more. `differing_keys` holds the recipe's dotted keys that are not the same everywhere, one value a
+    run
     (None where a run has no such key)."""
 
     names: list[str]
@@ -191,6 +192,9 @@ def _shorten(text: str) -> str:
 
 def render_comparison_html(comparison: RunComparison) -> str:
     """One self-contained page: the losses over each other, and both tables."""
+    differing_html = '<p class="note">None.</p>'
+    if comparison.differing_keys:
+        differing_html = render_html_table(comparison, build_differing_rows(comparison))
     body_html = f"""
 <header><h1>{escape(" and ".join(comparison.names) if len(comparison.names) == 2 else "Runs compared")}</h1></header>
 <p class="sub">{escape(describe_digests(comparison))}</p>
@@ -200,7 +204,7 @@ def render_comparison_html(comparison: RunComparison) -> str:
 <h2>Results</h2>
 {render_html_table(comparison, build_result_rows(comparison))}
 <h2>Recipe keys that differ</h2>
-{render_html_table(comparison, build_differing_rows(comparison)) if comparison.differing_keys else '<p class="note">None.</p>'}"""
+{differing_html}"""
     return render_document("Phalanx: runs compared", body_html, f"Phalanx comparison of {', '.join(comparison.names)}")
 
 

@@ -44,9 +44,16 @@ def render_run_figures(summary: RunSummary, history: RunHistory) -> str:
     if np.isfinite(steps.grad_norm).any():
         log = needs_log_scale(steps.grad_norm)
         plot = render_line_plot(
-            "Gradient norm", _lines_with_mean("gradient norm", steps.step, steps.grad_norm), [*attempt_marks, *_nonfinite_step_marks(history)],
-            span=span, width=HALF_PLOT_SIZE[0], height=HALF_PLOT_SIZE[1], log=log, robust=True, from_zero=True,
-        )  # fmt: skip
+            "Gradient norm",
+            _lines_with_mean("gradient norm", steps.step, steps.grad_norm),
+            [*attempt_marks, *_nonfinite_step_marks(history)],
+            span=span,
+            width=HALF_PLOT_SIZE[0],
+            height=HALF_PLOT_SIZE[1],
+            log=log,
+            robust=True,
+            from_zero=True,
+        )
         figures.append(render_figure(f"Gradient norm{', log scale' if log else ''}", plot))
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = np.where(steps.step_s > 0, steps.tokens / steps.step_s, np.nan)

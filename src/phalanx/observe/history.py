@@ -1,8 +1,8 @@
 """Reads events.jsonl once, in a stream, into columns: what counts of a run, and what was done in vain.
 
 A million steps fit into some 130 MB this way. Steps that were done again after a restart or a rollback are counted
-here (`wasted_ranges`) and dropped from the columns, so everybody else sees each step once. This file judges nothing; numbers
-are made in `metrics.py`.
+here (`wasted_ranges`) and dropped from the columns, so everybody else sees each step once. This file judges nothing;
+numbers are made in `metrics.py`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def as_float(value: float | None) -> float:
 
 @dataclass(frozen=True)
 class StepTable:
-    """Every step that counts, ascending, as columns of length n. `breakdown_s` is [n, 7] in seconds, in the order of PARTS;
-    `tokens` counts tokens, or samples where the task has no tokens."""
+    """Every step that counts, ascending, as columns of length n. `breakdown_s` is [n, 7] in seconds, in the order of
+    PARTS; `tokens` counts tokens, or samples where the task has no tokens."""
 
     step: Floats
     time: Floats
@@ -145,8 +145,8 @@ class RunHistory:
 
     @property
     def status(self) -> str:
-        """`done`, `interrupted` or `failed_checkpoints` as the last attempt wrote it; `incomplete` (it runs, or it was killed) or
-        `not started` otherwise."""
+        """`done`, `interrupted` or `failed_checkpoints` as the last attempt wrote it; `incomplete` (it runs, or it was
+        killed) or `not started` otherwise."""
         if not self.attempts:
             return "not started"
         return self.attempts[-1].end_status or "incomplete"

@@ -49,8 +49,9 @@ def render_report_html(summary: RunSummary, history: RunHistory, recommendations
     plots = f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step finished yet.</p>'
     body = f"""
 <header><h1>{escape(run_info.name)}</h1><span class="status {escape(status)}">{escape(summary.status)}</span></header>
-<p class="sub">{escape(describe_outcome(summary).partition(": ")[2] or describe_outcome(summary))}{escape(started_text)}</p>
-{_render_tiles(summary)}
+<p class="sub">{escape(describe_outcome(summary).partition(": ")[2] or describe_outcome(summary))}{
+        escape(started_text)
+    }</p> {_render_tiles(summary)}
 <h2>Course of the run</h2>
 {plots}
 {_render_breakdown(summary)}

@@ -1,6 +1,7 @@
 """A run while it goes, from its events alone: `show_event(event)` for each, `close()` at the end.
 
-`TerminalProgressDisplay` redraws a few lines in place; `LogProgressDisplay` writes a line every few seconds and one for whatever is not
+`TerminalProgressDisplay` redraws a few lines in place; `LogProgressDisplay` writes a line every few seconds and one for
+whatever is not
 an ordinary step. Showing a step costs a few microseconds unless it is time to draw, so 1 ms steps can be shown too.
 Nothing here reads files (but `read_run_facts`), starts threads or asks for the time: the clock is given.
 """
@@ -46,8 +47,8 @@ LOG_INTERVAL_S = 5.0
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a display must know that events do not say. `matmul_flops_per_worker` is the measured matmul rate of one worker in the
-    run's precision, in FLOP/s; without it, or without FLOPs a sample, no share of it is shown."""
+    """What a display must know that events do not say. `matmul_flops_per_worker` is the measured matmul rate of one
+    worker in the run's precision, in FLOP/s; without it, or without FLOPs a sample, no share of it is shown."""
 
     name: str = "run"
     unit: str = "tokens"
@@ -168,7 +169,8 @@ class RunProgress:
 
 
 class LogProgressDisplay:
-    """Lines for a log: one every `interval_s` seconds, the first and the last step, and each event that is not a step."""
+    """Lines for a log: one every `interval_s` seconds, the first and the last step, and each event that is not a
+    step."""
 
     def __init__(
         self,
@@ -242,7 +244,8 @@ class EventFormatter(LogProgressDisplay):
 
 
 class TerminalProgressDisplay:
-    """A few lines redrawn in place, at most every `interval_s` seconds. What should stay to be read is printed above."""
+    """A few lines redrawn in place, at most every `interval_s` seconds. What should stay to be read is printed
+    above."""
 
     def __init__(
         self,
@@ -328,16 +331,19 @@ class TerminalProgressDisplay:
         if progress.last_evaluation:
             best = ", best so far" if progress.last_evaluation.is_best else ""
             first.append(
-                f"validation {units.format_loss(progress.last_evaluation.loss)} (step {progress.last_evaluation.step}{best})"
+                f"validation {units.format_loss(progress.last_evaluation.loss)} (step "
+                f"{progress.last_evaluation.step}{best})"
             )
         third = []
         if progress.last_checkpoint:
             third.append(
-                f"checkpoint at step {progress.last_checkpoint.step} ({units.format_bytes(progress.last_checkpoint.size_bytes)})"
+                f"checkpoint at step {progress.last_checkpoint.step} "
+                f"({units.format_bytes(progress.last_checkpoint.size_bytes)})"
             )
         if progress.skipped_steps or progress.rollbacks:
             third.append(
-                f"non-finite steps: {progress.skipped_steps} skipped, {units.format_plural(progress.rollbacks, 'rollback')}"
+                f"non-finite steps: {progress.skipped_steps} skipped, "
+                f"{units.format_plural(progress.rollbacks, 'rollback')}"
             )
         lines = [first, _format_speed(progress) or [""], third or ["no checkpoint yet"]]
         rows = [Text("  " + "   ".join(line), no_wrap=True, overflow="ellipsis") for line in lines]

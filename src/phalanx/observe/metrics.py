@@ -19,8 +19,8 @@ MIN_NOISE_ESTIMATES = 5
 
 @dataclass(frozen=True)
 class Throughput:
-    """Units (tokens or samples) a second within steps. `median_per_s` is of the single steps' rates, `mean_per_s` is all units
-    over all seconds, so a few slow steps show in the difference of both."""
+    """Units (tokens or samples) a second within steps. `median_per_s` is of the single steps' rates, `mean_per_s` is
+    all units over all seconds, so a few slow steps show in the difference of both."""
 
     median_per_s: float
     mean_per_s: float

@@ -82,7 +82,8 @@ def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
         ("parallelism", f"{run_info.parallelism}; {workers}"),
         (
             "device",
-            f"{run_info.device or units.NOT_MEASURED_TEXT}{f', {run_info.device_name}' if run_info.device_name else ''}{cores}",
+            f"{run_info.device or units.NOT_MEASURED_TEXT}"
+            f"{f', {run_info.device_name}' if run_info.device_name else ''}{cores}",
         ),
     ]
     facts += [
@@ -128,7 +129,10 @@ def describe_noise_scale(samples: float, batch: int | None) -> str:
         return scale
     if samples > 2 * batch:
         times = float(f"{samples / batch:.2g}")
-        return f"{scale}; batch.global_size is {batch}: room to grow to about {_round_to_two_digits(samples)} ({times:g} x)"
+        return (
+            f"{scale}; batch.global_size is {batch}: room to grow to about {_round_to_two_digits(samples)} ({times:g} "
+            "x)"
+        )
     if samples > batch / 2:
         return f"{scale}; batch.global_size is {batch}: at the limit of efficient scaling"
     return f"{scale}; batch.global_size is {batch}: a smaller one would need few more steps"
@@ -144,7 +148,10 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
     speed = summary.speed
     if speed.median_per_s is None:
         return []
-    speed_text = f"{units.format_rate(speed.median_per_s, speed.unit)} (median; mean {units.format_rate(speed.mean_per_s, speed.unit)})"
+    speed_text = (
+        f"{units.format_rate(speed.median_per_s, speed.unit)} (median; mean "
+        f"{units.format_rate(speed.mean_per_s, speed.unit)})"
+    )
     step = (
         f"{units.format_duration(speed.step_median_s)} (median; 95% within {units.format_duration(speed.step_p95_s)})"
     )
@@ -153,10 +160,16 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         step += f"; predicted {units.format_duration(speed.predicted_step_s)}, {_format_error(relative_error)}"
     if speed.calibrated_step_s and speed.step_median_s:
         relative_error = speed.step_median_s / speed.calibrated_step_s - 1
-        step += f"; predicted from the calibration {units.format_duration(speed.calibrated_step_s)}, {_format_error(relative_error)}"
+        step += (
+            f"; predicted from the calibration {units.format_duration(speed.calibrated_step_s)}, "
+            f"{_format_error(relative_error)}"
+        )
     facts = [("speed", speed_text), ("step", step)]
     if (speed.predicted_step_s or speed.calibrated_step_s) and (largest_error := speed.largest_error) is not None:
-        parts = f"{units.format_duration(largest_error.predicted_s)} predicted, {units.format_duration(largest_error.measured_s)} measured"
+        parts = (
+            f"{units.format_duration(largest_error.predicted_s)} predicted, "
+            f"{units.format_duration(largest_error.measured_s)} measured"
+        )
         facts.append(("largest error", f"{largest_error.component}: {parts}; {largest_error.reason}"))
     computed = f" ({units.format_flops(speed.model_flops_per_s)} of {{}})"
     measured, sheet = units.format_percent(speed.mfu_measured), units.format_percent(speed.mfu_data_sheet)
@@ -169,7 +182,10 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         sheet += computed.format(f"{units.format_flops(speed.data_sheet_flops_per_s)}{source}")
     facts += [("MFU (measured peak)", measured), ("MFU (data-sheet peak)", sheet)]
     if (energy := summary.energy) is not None:
-        energy_text = f"{units.format_significant(energy.energy_j / 3.6e6)} kWh by {units.format_plural(energy.num_devices, 'GPU')}"
+        energy_text = (
+            f"{units.format_significant(energy.energy_j / 3.6e6)} kWh by "
+            f"{units.format_plural(energy.num_devices, 'GPU')}"
+        )
         if energy.energy_j_per_unit is not None:
             energy_text += (
                 f", {units.format_significant(energy.energy_j_per_unit)} J per {speed.unit.removesuffix('s')}"
@@ -248,7 +264,10 @@ def describe_failure_cost(failure_cost: FailureCost) -> str:
     ]
     breakdown_text = ", ".join(f"{name} {units.format_duration(seconds)}" for name, seconds in parts if seconds > 0)
     detection_text = f"; detected after {units.format_duration(failure_cost.detection_s)}"
-    return f"{failure_cost.description}: {units.format_duration(failure_cost.total_s)} device time ({breakdown_text}){detection_text}"
+    return (
+        f"{failure_cost.description}: {units.format_duration(failure_cost.total_s)} device time "
+        f"({breakdown_text}){detection_text}"
+    )
 
 
 def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
@@ -263,7 +282,10 @@ def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
         restarts += f"; workers: {' -> '.join(str(attempt.world_size) for attempt in summary.attempts)}"
     checkpoint_text = "none saved"
     if checkpoints.count:
-        checkpoint_text = f"{checkpoints.count} saved, the last at step {checkpoints.last_step} ({units.format_bytes(checkpoints.last_bytes)})"
+        checkpoint_text = (
+            f"{checkpoints.count} saved, the last at step {checkpoints.last_step} "
+            f"({units.format_bytes(checkpoints.last_bytes)})"
+        )
         checkpoint_text += f"; stall {units.format_duration(checkpoints.total_stall_s)} in total"
         checkpoint_text += (
             f", {units.format_duration(checkpoints.longest_stall_s)} at most" if checkpoints.longest_stall_s else ""
@@ -325,7 +347,8 @@ def _render_breakdown(summary: RunSummary) -> str:
             bar = "#" * max(1 if shares[part] > 0.002 else 0, round(22 * shares[part] / longest))
             name = COMPONENT_LABELS.get(part, part)
             lines.append(
-                f"  {name:<{_LABEL_WIDTH}} {bar:<22}{units.format_percent(shares[part]):>6}{units.format_duration(split[part]):>12}"
+                f"  {name:<{_LABEL_WIDTH}} "
+                f"{bar:<22}{units.format_percent(shares[part]):>6}{units.format_duration(split[part]):>12}"
             )
     return "\n".join(lines)
 

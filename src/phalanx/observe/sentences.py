@@ -34,13 +34,19 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
             breaks = (
                 f", with {units.format_plural(event.num_graph_breaks, 'graph break')}" if event.num_graph_breaks else ""
             )
-            return f"compiled {units.format_plural(event.num_blocks, 'block')} in {units.format_duration(event.duration_s)}{breaks}"
+            return (
+                f"compiled {units.format_plural(event.num_blocks, 'block')} in "
+                f"{units.format_duration(event.duration_s)}{breaks}"
+            )
         case EvaluationDone():
             listed = "".join(f"  {name} {units.format_loss(value)}" for name, value in event.metrics.items())
             best = "  (best so far)" if event.is_best else ""
             return f"evaluation at step {event.step}: validation loss {units.format_loss(event.loss)}{listed}{best}"
         case CheckpointSaved():
-            return f"saved checkpoint at step {event.step} ({units.format_bytes(event.size_bytes)}, {stall(event.stall_s)} stall)"
+            return (
+                f"saved checkpoint at step {event.step} ({units.format_bytes(event.size_bytes)}, "
+                f"{stall(event.stall_s)} stall)"
+            )
         case CheckpointRejected():
             return f"checkpoint rejected: {event.path}/{event.file}: {event.reason}"
         case CheckpointFailed():
@@ -90,5 +96,6 @@ def describe_straggler(event: StragglerDetected) -> str:
     """Who is slow, by how much, and what it costs."""
     return (
         f"straggler: rank {event.rank} on {event.host} takes {event.slowdown:.2f}x as long as its peers, which wait "
-        f"{units.format_duration(event.wait_s_per_step)}/step for it ({units.format_percent(event.wait_fraction)} of the time)"
+        f"{units.format_duration(event.wait_s_per_step)}/step for it ({units.format_percent(event.wait_fraction)} of "
+        f"the time)"
     )

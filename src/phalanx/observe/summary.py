@@ -42,8 +42,8 @@ RUN_OUTCOMES = ("done", "interrupted", "failed")
 
 @dataclass(frozen=True)
 class LossSummary:
-    """Training loss and scores on held-out data. `final_mean` is the mean over the last 5% of the steps (at least 1, at most
-    100), which says more than the single noisy `last`."""
+    """Training loss and scores on held-out data. `final_mean` is the mean over the last 5% of the steps (at least 1, at
+    most 100), which says more than the single noisy `last`."""
 
     first: float | None = None
     last: float | None = None
@@ -125,7 +125,8 @@ class AttemptSummary:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """Saves. `total_stall_s` is the time training stood still for them, in seconds, summed; `total_write_s` is writing time."""
+    """Saves. `total_stall_s` is the time training stood still for them, in seconds, summed; `total_write_s` is writing
+    time."""
 
     count: int = 0
     last_bytes: int | None = None

@@ -22,7 +22,8 @@ _LEFT_MARGIN, _RIGHT_MARGIN, _TOP_MARGIN, _BOTTOM_MARGIN = 52.0, 12.0, 12.0, 26.
 
 @dataclass(frozen=True)
 class PlotLine:
-    """A curve. Not-finite values break it. `has_dots` marks every point; `label` is empty for lines without a legend."""
+    """A curve. Not-finite values break it. `has_dots` marks every point; `label` is empty for lines without a
+    legend."""
 
     label: str
     x: Floats

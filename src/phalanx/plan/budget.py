@@ -24,8 +24,8 @@ class RunCost:
 
 
 def run_seconds(num_units: float, batch: float, step_seconds: float, goodput: float = 1.0) -> float:
-    """Wall seconds for `num_units` (tokens or samples) at `batch` of them a step, when `goodput` of wall time (0 to 1) is
-    productive. The last step is a whole one. ValueError for what cannot be."""
+    """Wall seconds for `num_units` (tokens or samples) at `batch` of them a step, when `goodput` of wall time (0 to 1)
+    is productive. The last step is a whole one. ValueError for what cannot be."""
     if min(num_units, batch, step_seconds) <= 0 or not 0 < goodput <= 1:
         raise ValueError(f"{num_units=}, {batch=} and {step_seconds=} must be above 0, and {goodput=} at most 1")
     return _count_steps(num_units, batch) * step_seconds / goodput
@@ -42,7 +42,8 @@ def estimate_run_cost(
 ) -> RunCost:
     """What `num_units` (tokens or samples) take on `devices` devices at `batch` of them a step of `step_seconds`.
 
-    `goodput`: share of wall time that is productive; `energy_cost`: of the run's whole wall time, see `energy.predict_run_energy`.
+    `goodput`: share of wall time that is productive; `energy_cost`: of the run's whole wall time, see
+    `energy.predict_run_energy`.
     """
     prices = prices or Prices()
     seconds = run_seconds(num_units, batch, step_seconds, goodput)

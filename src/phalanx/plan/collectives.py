@@ -86,8 +86,8 @@ def group_links(cluster: Cluster, ranks: int, stride: int = 1, latency_factor: f
 def collective_seconds(
     kind: CollectiveKind, num_bytes: Any, links: GroupLinks, byte_time_factor: float = 1.0, copies: float = 1.0
 ) -> Any:
-    """Of one collective of `num_bytes` bytes (a number or an array). `byte_time_factor` multiplies the time that bytes take, not the
-    latency. `copies`: of each part of an all-to-all, sent to different ranks."""
+    """Of one collective of `num_bytes` bytes (a number or an array). `byte_time_factor` multiplies the time that bytes
+    take, not the latency. `copies`: of each part of an all-to-all, sent to different ranks."""
     num_ranks = links.ranks
     if num_ranks == 1:
         return np.zeros_like(np.asarray(num_bytes, dtype=float))

@@ -14,7 +14,8 @@ PASS_DIRECTIONS: tuple[PassDirection, PassDirection] = ("forward", "backward")
 def merge_expert_ops(
     operations: Sequence[ProfiledOp], num_experts: int, expert_dims: Collection[int]
 ) -> list[ProfiledOp]:
-    """The operations of a block with so many experts, whose matrices have dimensions among `expert_dims`: products that are
+    """The operations of a block with so many experts, whose matrices have dimensions among `expert_dims`: products that
+    are
     marked as one expert's, and what is done between them, are joined where a loop over experts has left them apart, and
     tokens travel before the first of them and after the last, in either phase."""
     equal_ops: dict[Any, list[int]] = {}

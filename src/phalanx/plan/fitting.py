@@ -80,7 +80,10 @@ class MemoryFit:
     def description(self) -> str:
         """All of it in a few sentences, in GiB."""
         low, high = self.memory.interval()
-        usage = f"needs {_format_gib(self.memory.total)} GiB ({_format_gib(low)} to {_format_gib(high)}) of a device that has "
+        usage = (
+            f"needs {_format_gib(self.memory.total)} GiB ({_format_gib(low)} to {_format_gib(high)}) of a device that "
+            "has "
+        )
         usage += _format_gib(self.capacity_bytes)
         if self.missing_bytes <= 0:
             return f"{usage}: {_format_gib(-self.missing_bytes)} are left"
@@ -108,8 +111,8 @@ def suggest_memory_changes(
     momentum: float = 0.9,
     capacity: float | None = None,
 ) -> MemoryFit:
-    """Whether a run fits into `capacity_bytes` bytes (those of the cluster's device), and else what would help. The other
-    arguments are those of `estimate_memory`."""
+    """Whether a run fits into `capacity_bytes` bytes (those of the cluster's device), and else what would help. The
+    other arguments are those of `estimate_memory`."""
     options = TrainingOptions(optimizer, state_dtype, offload, loss_mode, momentum)
     capacity_bytes = scenario.cluster.node.accelerator.memory_gib * BYTES_PER_GIB if capacity is None else capacity
     memory = options.estimate_memory(scenario)

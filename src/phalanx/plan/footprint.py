@@ -123,9 +123,10 @@ def estimate_memory(
     loss_mode: LossMode = "whole",
     momentum: float = 0.9,
 ) -> MemoryEstimate:
-    """Of the pipeline rank that needs most. `optimizer_state`, its `momentum`, `state` (fp32, bf16, 8bit: of adamw's moments)
-    and `offload` (of the optimizer, to the host) as in a recipe; `loss_mode`: whether logits exist in fp32 (whole), in 16
-    bits alone (fused) or never all at once (chunked). KeyError: no such optimizer or state."""
+    """Of the pipeline rank that needs most. `optimizer_state`, its `momentum`, `state` (fp32, bf16, 8bit: of adamw's
+    moments)
+    and `offload` (of the optimizer, to the host) as in a recipe; `loss_mode`: whether logits exist in fp32 (whole), in
+    16 bits alone (fused) or never all at once (chunked). KeyError: no such optimizer or state."""
     estimates = estimate_memory_by_rank(
         scenario, optimizer=optimizer, state_dtype=state_dtype, offload=offload, loss_mode=loss_mode, momentum=momentum
     )

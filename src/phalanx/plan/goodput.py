@@ -34,7 +34,8 @@ class PredictedGoodput:
 
 
 def job_mtbf_seconds(reliability: Reliability, num_nodes: int) -> float | None:
-    """Mean seconds between failures of a job on `num_nodes` nodes, each with a constant rate: 1 / (N r). None without one.
+    """Mean seconds between failures of a job on `num_nodes` nodes, each with a constant rate: 1 / (N r). None without
+    one.
 
     An estimate, and too optimistic for mid-size jobs. With Meta RSC-1's 6.50 failures per 1000 node-days (arXiv
     2410.21680) it gives 1.80 h for 16,384 GPUs, as that paper projects, but 28.8 h for 1,024, where 7.9 h were
@@ -62,8 +63,8 @@ def productive_share(interval_s: float, save_s: float, restart_s: float, mtbf_s:
 def predict_goodput(
     save_s: float, restart_s: float, mtbf_s: float, interval_s: float | None = None
 ) -> PredictedGoodput:
-    """Where wall time goes, when each save blocks training for `save_s` seconds (an asynchronous one only for its stall)
-    and `restart_s` seconds pass from a failure to the next step.
+    """Where wall time goes, when each save blocks training for `save_s` seconds (an asynchronous one only for its
+    stall) and `restart_s` seconds pass from a failure to the next step.
 
     `interval_s`: productive seconds between saves, by default Daly's optimum; saves that block for no time at all have
     none, so that it must be given. ValueError for times that cannot be.

@@ -127,8 +127,8 @@ def state_bytes_of(scenario: Scenario, parameters: ParameterCounts, optimizer_st
 
 
 def sharded_count(scenario: Scenario, parameters: ParameterCounts, zero_level: int) -> float:
-    """Parameters of which one rank holds what ZeRO divides from `zero_level` on: 1 the optimizer's state, 2 gradients, too,
-    3 weights, too."""
+    """Parameters of which one rank holds what ZeRO divides from `zero_level` on: 1 the optimizer's state, 2 gradients,
+    too, 3 weights, too."""
     if scenario.zero_level < zero_level:
         return parameters.count
     parallelism = scenario.parallelism
@@ -138,8 +138,8 @@ def sharded_count(scenario: Scenario, parameters: ParameterCounts, zero_level: i
 
 
 def shard_elements(dense: ArrayLike, expert: ArrayLike, num_ranks: ArrayLike, expert_parallel: ArrayLike) -> ArrayLike:
-    """Elements on each of `num_ranks` that divide those of one: an expert is where its rank of expert parallelism is, so
-    fewer ranks have the same. Numbers or arrays."""
+    """Elements on each of `num_ranks` that divide those of one: an expert is where its rank of expert parallelism is,
+    so fewer ranks have the same. Numbers or arrays."""
     return dense / num_ranks + expert / np.maximum(1.0, num_ranks / expert_parallel)
 
 

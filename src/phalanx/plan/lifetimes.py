@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AccessTrace:
-    """What a segment's operations did with storages, which are numbers here. `first_backward` is the index of the first operation
-    of backward, `num_ops` their number."""
+    """What a segment's operations did with storages, which are numbers here. `first_backward` is the index of the first
+    operation of backward, `num_ops` their number."""
 
     storage_sizes: Mapping[int, tuple[float, bool]]
     """Bytes, and whether tensor parallelism divides them."""

@@ -108,8 +108,8 @@ class MeasuredCosts:
         return self.memory_op_seconds(ACCUMULATE_OP, "fp32", 12.0 * parameters)
 
     def all_reduce_seconds(self, num_bytes: float, ranks: int) -> float:
-        """Seconds of adding `num_bytes` bytes of gradients over ranks of this machine, with nothing hidden: a CPU's cores
-        are busy with either. NotMeasured: no all-reduce was."""
+        """Seconds of adding `num_bytes` bytes of gradients over ranks of this machine, with nothing hidden: a CPU's
+        cores are busy with either. NotMeasured: no all-reduce was."""
         points = sorted(
             (math.log(each.bytes), math.log(each.seconds))
             for each in self._measurements.collectives

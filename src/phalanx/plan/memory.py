@@ -3,7 +3,8 @@ many samples at once. Pure: what a model needs was measured by trials (`train/tr
 
 A step holds the training state (weights, gradients, moments of the optimizer) and, for each sample of the micro-batch,
 what forward keeps for backward. The first is counted, the second measured, and divided among ranks as the layout does.
-It is an estimate, good enough to begin with: a trial of the choice follows, and `failed_trials` says what did not survive one.
+It is an estimate, good enough to begin with: a trial of the choice follows, and `failed_trials` says what did not
+survive one.
 """
 
 import math
@@ -34,9 +35,11 @@ LANGUAGE_MODELING_TASK = "language-modeling"
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What trials found out about a model: parameters that are trained and that are `frozen_parameters`, and the bytes that a
+    """What trials found out about a model: parameters that are trained and that are `frozen_parameters`, and the bytes
+    that a
     sample adds at the peak of forward and backward, by way of computing the loss, then by way of recomputing. None: so
-    it cannot be computed, or a single sample was too much already. `logits_bytes` are the fp32 bytes of those of a sample."""
+    it cannot be computed, or a single sample was too much already. `logits_bytes` are the fp32 bytes of those of a
+    sample."""
 
     trainable_parameters: int
     frozen_parameters: int
@@ -128,8 +131,8 @@ def fits_unsharded(recipe: Recipe, memory_profile: MemoryProfile, worker: Worker
 
 
 def activation_bytes(recipe: Recipe, bytes_per_sample: int, micro_size: int, world_size: int) -> int:
-    """Bytes that micro-batches of `micro_size` samples hold on one worker at the peak of a step, where a sample takes `peak`
-    without any layout. Stages of a pipeline hold their part of several micro-batches at once."""
+    """Bytes that micro-batches of `micro_size` samples hold on one worker at the peak of a step, where a sample takes
+    `peak` without any layout. Stages of a pipeline hold their part of several micro-batches at once."""
     parallelism = _parallelism_or_default(recipe)
     samples = float(micro_size)
     if parallelism.pipeline > 1:
@@ -168,7 +171,8 @@ def micro_batch_candidates(recipe: Recipe, world_size: int) -> list[int]:
         ]:
             return large_enough
     raise RecipeError(
-        f"batch.micro_size: no micro-batch lets {parallelism.pipeline_schedule} run {num_stages} stages on {parallelism.pipeline} "
+        f"batch.micro_size: no micro-batch lets {parallelism.pipeline_schedule} run {num_stages} stages on "
+        f"{parallelism.pipeline} "
         f"ranks with the {samples_per_group} samples of a step; raise batch.global_size, to "
         f"{num_stages * (recipe.batch.global_size // samples_per_group)} or a multiple"
     )
@@ -345,7 +349,10 @@ def _explain_loss_mode(recipe: Recipe, memory_profile: MemoryProfile, worker: Wo
         return "chunks are for language models"
     if best.loss_mode == "chunked" and "whole" not in memory_profile.peak_bytes:
         return "tensor ranks hold parts of the vocabulary"
-    size = f"all logits of a micro-batch take {_logits_bytes_per_worker(recipe, memory_profile.logits_bytes, best.micro_size) / 1e6:.0f} MB in fp32"
+    size = (
+        "all logits of a micro-batch take "
+        f"{_logits_bytes_per_worker(recipe, memory_profile.logits_bytes, best.micro_size) / 1e6:.0f} MB in fp32"
+    )
     if best.loss_mode == "whole" and _logits_bytes_per_worker(
         recipe, memory_profile.logits_bytes, best.micro_size
     ) > large_logits_bytes(worker):
@@ -362,7 +369,10 @@ def _explain_micro_size(
     num_groups = required_divisor(recipe, worker.world_size)
     parallelism = _parallelism_or_default(recipe)
     if best.micro_size != candidates[0]:
-        reason = f"the largest whose activations ({best.activation_bytes / 1e9:.2f} GB) fit into {_format_usable_fraction(worker)} of the memory"
+        reason = (
+            f"the largest whose activations ({best.activation_bytes / 1e9:.2f} GB) fit into "
+            f"{_format_usable_fraction(worker)} of the memory"
+        )
     elif parallelism.pipeline > 1:
         count = recipe.batch.global_size // num_groups // best.micro_size
         reason = f"{count} micro-batches a step for the {stages_of(parallelism)} stages of the pipeline"
@@ -407,21 +417,26 @@ def _explain_out_of_memory(
             return f"batch.micro_size: a trial of {micro_size} samples at once ran out of memory; {advice}"
         needed_bytes = state + activation_bytes(recipe, min(per_sample), micro_size, worker.world_size)
         return (
-            f"batch.micro_size: {micro_size} samples at once need at least {needed_bytes / 1e9:.1f} GB, and a worker has "
+            f"batch.micro_size: {micro_size} samples at once need at least {needed_bytes / 1e9:.1f} GB, and a worker "
+            f"has "
             f"{worker.memory_bytes / 1e9:.1f} GB; {advice}"
         )
     if failed_trials or not per_sample:
         cause = "trials ran out of memory, the last with " + (
             f"{min(size for _, _, size in failed_trials)} samples at once" if failed_trials else "one sample"
         )
-        return f"batch.micro_size: not even one micro-batch fits: {cause}; use a smaller model or sequence{checkpointing_advice}"
+        return (
+            f"batch.micro_size: not even one micro-batch fits: {cause}; use a smaller model or "
+            f"sequence{checkpointing_advice}"
+        )
     most, least = USABLE_MEMORY_FRACTION[size_table_of(worker.device)]
     available_bytes = max(worker.memory_bytes * most // least - state, 0)
     smallest_bytes = activation_bytes(
         recipe, min(per_sample), micro_batch_candidates(recipe, worker.world_size)[-1], worker.world_size
     )
     return (
-        f"batch.micro_size: not even one sample fits: it takes {smallest_bytes / 1e6:.0f} MB in forward and backward, and "
+        f"batch.micro_size: not even one sample fits: it takes {smallest_bytes / 1e6:.0f} MB in forward and backward, "
+        f"and "
         f"{available_bytes / 1e6:.0f} MB are left beside parameters and optimizer state; "
         f"use a smaller model or sequence{checkpointing_advice}, or give batch.micro_size to try all the same"
     )

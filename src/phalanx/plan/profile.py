@@ -1,7 +1,8 @@
 """What one step asks of a machine, as values: operations with their shapes, the communication that dividing a model
 adds, weights, and what backward needs kept. No torch here: `tracing.py` fills it in, costs and memory read it.
 
-A quantity that grows with the samples of a micro-batch is a `Affine`: `fixed + each x samples`. Context parallelism cuts
+A quantity that grows with the samples of a micro-batch is a `Affine`: `fixed + each x samples`. Context parallelism
+cuts
 a sample into parts, so `samples` may be a fraction. What tensor parallelism divides is marked, not divided: one profile
 serves every layout, micro-batch and way of recomputing.
 """
@@ -74,8 +75,8 @@ class AttentionOp:
 
 @dataclass(frozen=True)
 class MemoryOp:
-    """An operation bound by memory: bytes read and written when it runs alone (`unfused_bytes`), and its part when a compiler
-    fuses it with its neighbours (`fused`), of which `launches` is the first."""
+    """An operation bound by memory: bytes read and written when it runs alone (`unfused_bytes`), and its part when a
+    compiler fuses it with its neighbours (`fused`), of which `launches` is the first."""
 
     phase: PassDirection
     name: str

@@ -114,7 +114,8 @@ def choose_determinism(recipe: Recipe, trial: Mapping[str, Any], device: str) ->
     )
     if nondeterministic_op is not None and determinism in ("fixed-world", "elastic"):
         raise RecipeError(
-            f"determinism: {nondeterministic_op} has no deterministic kernel on this device, so no run gives the same bits twice; "
+            f"determinism: {nondeterministic_op} has no deterministic kernel on this device, so no run gives the same "
+            f"bits twice; "
             "use determinism=off, or a model without it"
         )
     if determinism != "auto" or device == "cpu":
@@ -123,7 +124,10 @@ def choose_determinism(recipe: Recipe, trial: Mapping[str, Any], device: str) ->
         reason = f"torch does not say which kernels of {device_kind_of(device).description} are deterministic"
         return [AutoChoice("determinism", "off", f"{reason}: a run that resumes may end with other bits")]
     if nondeterministic_op is not None:
-        reason = f"{nondeterministic_op} has no deterministic kernel on this device: a run that resumes may end with other bits"
+        reason = (
+            f"{nondeterministic_op} has no deterministic kernel on this device: a run that resumes may end with other "
+            "bits"
+        )
         return [AutoChoice("determinism", "off", reason)]
     if slowdown is None:
         return [AutoChoice("determinism", "off", "what deterministic kernels cost on this device could not be timed")]
@@ -176,7 +180,10 @@ def choose_bucket_mib(
     ):
         return []
     gradient_bytes = gradient_bytes_per_rank(num_parameters, parallelism)
-    reason = f"of {gradient_bytes / BYTES_PER_MIB:.3g} MiB of gradients, for {num_nodes} nodes: what is sent early is hidden behind backward"
+    reason = (
+        f"of {gradient_bytes / BYTES_PER_MIB:.3g} MiB of gradients, for {num_nodes} nodes: what is sent early is "
+        "hidden behind backward"
+    )
     return [AutoChoice("grad_sync.bucket_mib", inter_node_bucket_mib(gradient_bytes, recipe.grad_sync), reason)]
 
 
@@ -224,8 +231,8 @@ def choose_without_trials(
 
 
 def resolve_recipe(recipe: Recipe, choices: list[AutoChoice], world_size: int) -> Recipe:
-    """The recipe with `auto_choices` for threads, memory, micro-batch and precision made, and the remaining `auto` set to
-    what this version does."""
+    """The recipe with `auto_choices` for threads, memory, micro-batch and precision made, and the remaining `auto` set
+    to what this version does."""
     values_by_key = {choice.key: choice.value for choice in choices}
     values = recipe.model_dump()
     values["num_threads"] = values_by_key["num_threads"]
@@ -298,7 +305,8 @@ def resume_parallelism(resolved: Recipe, given: Recipe, world_size: int) -> dict
     replica_size = resolved.parallelism.world // resolved.parallelism.replicate
     if world_size % replica_size:
         raise RecipeError(
-            f"parallelism: a replica of this run takes {replica_size} workers, and {world_size} are no multiple of that; "
+            f"parallelism: a replica of this run takes {replica_size} workers, and {world_size} are no multiple of "
+            f"that; "
             "give the parallelism to go on with"
         )
     return {**resolved.parallelism.model_dump(), "replicate": world_size // replica_size}

@@ -174,8 +174,8 @@ def estimate_candidates(
     candidates: CandidateTable,
     optimizer_state: OptimizerState = NO_OPTIMIZER_STATE,
 ) -> StepEstimates:
-    """All configurations at once. `base_scenario` gives profile, cluster, batch, precision and stack; `optimizer_state` is what the
-    optimizer keeps for each parameter."""
+    """All configurations at once. `base_scenario` gives profile, cluster, batch, precision and stack; `optimizer_state`
+    is what the optimizer keeps for each parameter."""
     table = candidates
     data_parallel = table["replicate"] * table["shard"]
     num_micro_batches = base_scenario.global_batch // (data_parallel * table["micro"])
@@ -354,7 +354,8 @@ def search_parallelism(
     memory_limit: float,
     optimizer_state: OptimizerState = NO_OPTIMIZER_STATE,
 ) -> SearchResult:
-    """The fastest configurations that fit into `memory_limit` bytes of a device. `simulate_step` and `memory` are exact. `optimizer_state`,
+    """The fastest configurations that fit into `memory_limit` bytes of a device. `simulate_step` and `memory` are
+    exact. `optimizer_state`,
     what the optimizer keeps for each parameter, spares asking `memory` where the training state alone is too large."""
     table = enumerate_candidates(base_scenario.profile, space)
     num_valid = len(table["micro"])

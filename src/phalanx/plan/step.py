@@ -426,7 +426,8 @@ def predict_step_time(scenario: Scenario, device: DeviceCosts, cost_of: OpCost |
 def _exposed_grad_sync_seconds(
     costs: SegmentCosts, num_weights: float, first_forward_s: float, last_backward_s: float
 ) -> float:
-    """Exposed seconds of adding gradients of so many `weights` over replicas, behind the `last_backward_s` backward, and, where
+    """Exposed seconds of adding gradients of so many `weights` over replicas, behind the `last_backward_s` backward,
+    and, where
     replicas divide the optimizer's state, of gathering the new weights, behind the `first_forward_s` forward."""
     scenario, replica_links = costs.scenario, costs.replica_links
     stack = scenario.stack

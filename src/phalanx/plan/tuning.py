@@ -45,8 +45,8 @@ PairedStepTimes = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class TuningFacts:
-    """What predictions rest on. `physical_cores` are physical, `logical_cores` with hyperthreads; `memory_bytes` is a device's (of a
-    CPU: all of it); `step_s` is a step of the best so far; `vocab_size` is None where there is none."""
+    """What predictions rest on. `physical_cores` are physical, `logical_cores` with hyperthreads; `memory_bytes` is a
+    device's (of a CPU: all of it); `step_s` is a step of the best so far; `vocab_size` is None where there is none."""
 
     device: str
     physical_cores: int
@@ -270,7 +270,10 @@ def _propose_micro_sizes(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningC
     smaller = _largest_micro_size(recipe, micro_size - 1)
     if smaller is not None and facts.device == "cpu":
         micro_batch_bytes = micro_size * facts.activation_bytes_per_sample
-        reason = f"{micro_batch_bytes / 1e6:.0f} MB of activations are {'more than' if micro_batch_bytes > CPU_CACHE_BYTES else 'about what'} the caches hold"
+        reason = (
+            f"{micro_batch_bytes / 1e6:.0f} MB of activations are "
+            f"{'more than' if micro_batch_bytes > CPU_CACHE_BYTES else 'about what'} the caches hold"
+        )
         yield TuningCandidate(
             {"batch.micro_size": smaller}, 1.03 if micro_batch_bytes > CPU_CACHE_BYTES else 0.92, reason
         )

@@ -65,8 +65,8 @@ class ComputeTime:
 @dataclass(frozen=True)
 class SegmentWork:
     """One phase of a segment: computing, and what is communicated in it, in bytes of whole buffers: sums over tensor
-    ranks (`num_reduces` of `reduce_bytes` bytes each), tokens that travel to experts (`num_dispatches` of `dispatch_bytes` bytes), keys
-    and values that context ranks show each other."""
+    ranks (`num_reduces` of `reduce_bytes` bytes each), tokens that travel to experts (`num_dispatches` of
+    `dispatch_bytes` bytes), keys and values that context ranks show each other."""
 
     compute: ComputeTime
     num_reduces: int

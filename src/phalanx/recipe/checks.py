@@ -75,7 +75,8 @@ def check_recipe(
 ) -> None:
     """RecipeError when `recipe` cannot run on so many workers; one line for each problem.
 
-    `folder` is the recipe's; without `num_workers` only what holds for any number of them is checked. `location_of` says in errors
+    `folder` is the recipe's; without `num_workers` only what holds for any number of them is checked. `location_of`
+    says in errors
     where a key was written (`LoadedRecipe.location_of`). A run that no longer `begins` needs no `init_from`.
     """
     if not begins:
@@ -434,7 +435,8 @@ def _check_batch(global_size: int, micro_size: int | str, num_groups: int) -> It
         yield (
             "batch.micro_size",
             (
-                f"{micro_size} x {num_groups} {'worker' if num_groups == 1 else 'workers'} = {micro_size * num_groups} does not divide "
+                f"{micro_size} x {num_groups} {'worker' if num_groups == 1 else 'workers'} = "
+                f"{micro_size * num_groups} does not divide "
                 f"batch.global_size = {global_size}; the nearest micro-batch that does is {best}"
             ),
         )

@@ -47,26 +47,66 @@ class DeviceKind:
 
 
 CPU_DEVICE = DeviceKind(
-    "cpu", "a CPU", "gloo", _PRECISIONS_WITHOUT_FP8,
-    auto_compiles=False, has_cuda_graphs=False, names_nondeterministic_ops=True, can_pin_existing_memory=False, has_memory_statistics=False, has_float64=True,
-)  # fmt: skip
+    "cpu",
+    "a CPU",
+    "gloo",
+    _PRECISIONS_WITHOUT_FP8,
+    auto_compiles=False,
+    has_cuda_graphs=False,
+    names_nondeterministic_ops=True,
+    can_pin_existing_memory=False,
+    has_memory_statistics=False,
+    has_float64=True,
+)
 CUDA_DEVICE = DeviceKind(
-    "cuda", "an NVIDIA or AMD GPU", "nccl", (*_PRECISIONS_WITHOUT_FP8, "fp8"),
-    auto_compiles=True, has_cuda_graphs=True, names_nondeterministic_ops=True, can_pin_existing_memory=True, has_memory_statistics=True, has_float64=True,
-)  # fmt: skip
+    "cuda",
+    "an NVIDIA or AMD GPU",
+    "nccl",
+    (*_PRECISIONS_WITHOUT_FP8, "fp8"),
+    auto_compiles=True,
+    has_cuda_graphs=True,
+    names_nondeterministic_ops=True,
+    can_pin_existing_memory=True,
+    has_memory_statistics=True,
+    has_float64=True,
+)
 ROCM_DEVICE = DeviceKind(
-    "cuda", "an AMD GPU", "nccl", _PRECISIONS_WITHOUT_FP8,
-    auto_compiles=True, has_cuda_graphs=True, names_nondeterministic_ops=True, can_pin_existing_memory=True, has_memory_statistics=True, has_float64=True,
+    "cuda",
+    "an AMD GPU",
+    "nccl",
+    _PRECISIONS_WITHOUT_FP8,
+    auto_compiles=True,
+    has_cuda_graphs=True,
+    names_nondeterministic_ops=True,
+    can_pin_existing_memory=True,
+    has_memory_statistics=True,
+    has_float64=True,
     fp8_note=" (AMD's formats of fp8, such as e4m3fnuz on MI300, are others)",
-)  # fmt: skip
+)
 XPU_DEVICE = DeviceKind(
-    "xpu", "an Intel GPU", "xccl", _PRECISIONS_WITHOUT_FP8,
-    auto_compiles=True, has_cuda_graphs=False, names_nondeterministic_ops=False, can_pin_existing_memory=False, has_memory_statistics=True, has_float64=True,
-)  # fmt: skip
+    "xpu",
+    "an Intel GPU",
+    "xccl",
+    _PRECISIONS_WITHOUT_FP8,
+    auto_compiles=True,
+    has_cuda_graphs=False,
+    names_nondeterministic_ops=False,
+    can_pin_existing_memory=False,
+    has_memory_statistics=True,
+    has_float64=True,
+)
 MPS_DEVICE = DeviceKind(
-    "mps", "an Apple GPU", None, _PRECISIONS_WITHOUT_FP8,
-    auto_compiles=False, has_cuda_graphs=False, names_nondeterministic_ops=False, can_pin_existing_memory=False, has_memory_statistics=False, has_float64=False,
-)  # fmt: skip
+    "mps",
+    "an Apple GPU",
+    None,
+    _PRECISIONS_WITHOUT_FP8,
+    auto_compiles=False,
+    has_cuda_graphs=False,
+    names_nondeterministic_ops=False,
+    can_pin_existing_memory=False,
+    has_memory_statistics=False,
+    has_float64=False,
+)
 DEVICE_KINDS = {"cpu": CPU_DEVICE, "cuda": CUDA_DEVICE, "rocm": ROCM_DEVICE, "xpu": XPU_DEVICE, "mps": MPS_DEVICE}
 """By the name in the table; a recipe's `device` is the `type`."""
 NO_FLOAT64_TEXT = "has no float64, in which workers agree on the sums of a step"

@@ -83,7 +83,10 @@ def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str
             return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
     start = f"{name}: " if name else ""
     finite_text = " that is finite" if error["type"] == "finite_number" else ""
-    return f"{start}found {describe_value(error['input'])}, expected {describe_expected(find_schema(key, model) or {})}{finite_text}"
+    return (
+        f"{start}found {describe_value(error['input'])}, expected "
+        f"{describe_expected(find_schema(key, model) or {})}{finite_text}"
+    )
 
 
 def _suggest_key(key: KeyPath, model: ModelClass) -> str:

@@ -27,7 +27,8 @@ def describe_batch_scaling(original: Recipe, resolved: Recipe, peak_lr: float) -
     notes, global_size, lr_scaling = [], resolved.batch.global_size, resolved.optimizer.lr_scaling
     if original.batch.global_size != global_size:
         notes.append(
-            f"batch.global_size {original.batch.global_size} for each of {global_size // original.batch.global_size} workers: "
+            f"batch.global_size {original.batch.global_size} for each of {global_size // original.batch.global_size} "
+            f"workers: "
             f"{global_size}"
         )
     if lr_scaling is not None and peak_lr != original.optimizer.lr:

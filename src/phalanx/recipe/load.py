@@ -83,7 +83,8 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
         value = {} if value is None else value
         if not isinstance(value, dict):
             raise RecipeError(
-                f"{location_of_key(locations, ())}: found {describe_value(value)}, expected a mapping of a recipe's keys"
+                f"{location_of_key(locations, ())}: found {describe_value(value)}, expected a mapping of a recipe's "
+                f"keys"
             )
     apply_overrides(value, locations, overrides)
     given = expand_variables(value, collect_variables(recipe_dir), lambda key: location_of_key(locations, key))

@@ -87,7 +87,8 @@ class _Composer(Composer):
 
 
 def to_yaml(value: Any, flow: bool | None = None, width: int = 120) -> str:
-    """YAML of plain values, in their order, as YAML 1.1 has it where it differs; `parse_yaml` reads the same values back.
+    """YAML of plain values, in their order, as YAML 1.1 has it where it differs; `parse_yaml` reads the same values
+    back.
 
     `flow`: whether mappings and lists stand in braces and brackets; None: those of nothing but scalars.
     """

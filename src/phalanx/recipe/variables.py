@@ -17,8 +17,8 @@ _VARIABLE_REGEX = re.compile(r"\$\{([^{}$]*)\}")
 
 
 def collect_variables(recipe_dir: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that a recipe in `recipe_dir` may use. In a virtual environment the standard library is the base's, and
-    the installed packages are the environment's."""
+    """The variables that a recipe in `recipe_dir` may use. In a virtual environment the standard library is the base's,
+    and the installed packages are the environment's."""
     return {
         "python.stdlib": sysconfig.get_path("stdlib"),
         "python.packages": sysconfig.get_path("purelib"),

@@ -167,7 +167,8 @@ def check_run_path(path: Path) -> None:
         raise UsageError(f"{path}: a run cannot be kept here: {nearest_parent} is not writable; choose another --run")
     if (foreign_file := Run(path).find_foreign_file()) is not None:
         raise UsageError(
-            f"{path}: a run cannot be kept here: the folder is no run and holds other files, such as {foreign_file}; choose "
+            f"{path}: a run cannot be kept here: the folder is no run and holds other files, such as {foreign_file}; "
+            f"choose "
             f"another --run, for instance {path / 'run'}"
         )
 

@@ -130,7 +130,8 @@ def client_handshake(
     sock: socket.socket, token: bytes, purpose: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> tuple[bytes, bytes]:
     """The caller's half of the handshake, saying in one byte what the connection is for; both random numbers, the
-    listener's first. `AuthenticationError` by, or of, a listener that does not know the token; TimeoutError after so long."""
+    listener's first. `AuthenticationError` by, or of, a listener that does not know the token; TimeoutError after so
+    long."""
     deadline = time.monotonic() + timeout_s
     peer_nonce, own_nonce = receive_exactly(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
     sock.sendall(own_nonce + purpose + hmac.digest(token, b"caller" + purpose + peer_nonce + own_nonce, "sha256"))
@@ -159,7 +160,8 @@ def server_handshake(
 
 
 def connect_to_leader(address: tuple[str, int], token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
-    """Connect to the leader. ConnectionError when nobody is there, `AuthenticationError` when it does not know the token."""
+    """Connect to the leader. ConnectionError when nobody is there, `AuthenticationError` when it does not know the
+    token."""
     sock = socket.create_connection(address, timeout_s)
     try:
         return _make_connection(sock, token, *client_handshake(sock, token, AGENT_PURPOSE, timeout_s), is_leader=False)
@@ -172,7 +174,8 @@ def connect_to_leader(address: tuple[str, int], token: bytes, timeout_s: float =
 
 
 def accept_agent(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
-    """The leader's half of `connect_to_leader`. `AuthenticationError` for whoever does not prove that it knows the token in time."""
+    """The leader's half of `connect_to_leader`. `AuthenticationError` for whoever does not prove that it knows the
+    token in time."""
     sock.settimeout(timeout_s)
     try:
         purpose, own_nonce, peer_nonce = server_handshake(sock, token, timeout_s)
@@ -188,9 +191,11 @@ PeerT = TypeVar("PeerT")
 
 class HandshakeServer(Generic[PeerT]):
     """Takes the connections of a listener, which is its own, and has them prove themselves in parallel: `authenticate`
-    gets each, and the moment until which it has time (of the monotonic clock); `on_authenticated` gets what that returns.
+    gets each, and the moment until which it has time (of the monotonic clock); `on_authenticated` gets what that
+    returns.
 
-    A stranger costs one of WAITING places for so many `timeout_s`, and no other caller waits for it. Where all are taken,
+    A stranger costs one of WAITING places for so many `timeout_s`, and no other caller waits for it. Where all are
+    taken,
     the oldest of the address that has most of them gives way to who comes: who knows the token is through in a moment.
     """
 
@@ -366,8 +371,8 @@ def _make_connection(
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
-    """So many bytes. `AuthenticationError` when the other end hangs up before; TimeoutError when they have not come `deadline` then
-    (of the monotonic clock), however slowly they come."""
+    """So many bytes. `AuthenticationError` when the other end hangs up before; TimeoutError when they have not come
+    `deadline` then (of the monotonic clock), however slowly they come."""
     found, previous_timeout_s = b"", sock.gettimeout()
     try:
         while len(found) < num_bytes:

@@ -12,7 +12,8 @@ A callback is any class that has some of these methods; nothing needs to be inhe
         def end(self, run, event): ...        # the last moment, also when the run stops early
 
 `event` is the event as it is also written to events.jsonl: `StepDone`, `EvaluationDone`, `CheckpointSaved`,
-`NonFiniteStep`, `CheckpointFailed` or `RunEnded` of `phalanx.run.event_types`. `run` is a `RunContext`. Callbacks run on
+`NonFiniteStep`, `CheckpointFailed` or `RunEnded` of `phalanx.run.event_types`. `run` is a `RunContext`. Callbacks run
+on
 every worker, in the order of the recipe, between steps: what one does there counts as `other` in the time of the next
 step. A callback that raises ends the run, so that a mistake in it is not overlooked. Changing the weights in a callback
 is allowed as long as every worker does the same.

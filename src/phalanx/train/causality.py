@@ -81,7 +81,8 @@ def check_document_masking(model: nn.Module, task: Task, batch: TensorBatch) -> 
             raise
         except Exception as error:
             raise RecipeError(
-                f"data.document_masking: {name} fails where it is to keep documents separate ({describe_exception(error)}); use "
+                f"data.document_masking: {name} fails where it is to keep documents separate "
+                f"({describe_exception(error)}); use "
                 "data.document_masking=false, or a model that takes `documents`"
             ) from error
     if not torch.equal(*separate):

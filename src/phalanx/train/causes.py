@@ -32,7 +32,8 @@ def cause_of(error: BaseException) -> PhalanxError | None:
         return PassingError(f"storage fails: {describe_os_error(error)}; start again when it is back")
     if is_out_of_memory(error):
         return RecipeError(
-            f"out of memory on {where}, not in a micro-batch: {describe_exception(error)}; use a smaller model, a layout that cuts "
+            f"out of memory on {where}, not in a micro-batch: {describe_exception(error)}; use a smaller model, a "
+            f"layout that cuts "
             "it, or devices with more memory"
         )
     return None

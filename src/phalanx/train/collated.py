@@ -1,7 +1,7 @@
 """A map-style dataset as the data of a run: its samples in the run's order, collated, and moved to a device.
 
-What a sample is stays the dataset's business; that it depends on its index only is asked of it, and `fingerprint_dataset` notices
-most that do not.
+What a sample is stays the dataset's business; that it depends on its index only is asked of it, and
+`fingerprint_dataset` notices most that do not.
 """
 
 import copy
@@ -32,7 +32,8 @@ class CollatedMicroBatch:
 
 
 class StepSamples:
-    """Samples of a step; a slice of it is a `CollatedMicroBatch`. A feed cuts in its own thread, so collating is done there."""
+    """Samples of a step; a slice of it is a `CollatedMicroBatch`. A feed cuts in its own thread, so collating is done
+    there."""
 
     def __init__(self, samples: list[Any], collate: CollateFn):
         self._samples, self._collate = samples, collate
@@ -42,7 +43,8 @@ class StepSamples:
 
 
 class MapDatasetSource:
-    """What a feed needs of a map-style dataset (`len` and `[i]`): `read_training` gives samples in the order of a run."""
+    """What a feed needs of a map-style dataset (`len` and `[i]`): `read_training` gives samples in the order of a
+    run."""
 
     def __init__(self, dataset: Any, fingerprint: str, seed: int, collate: CollateFn = default_collate):
         self._dataset, self._collate = dataset, collate

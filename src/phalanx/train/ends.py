@@ -143,14 +143,14 @@ def _replica_nodes(mesh: Mesh, dist_env: DistEnv) -> list[int] | None:
 def make_norm_fn(parallel_model: ParallelModel) -> NormFn:
     """Norms of whole parameters, also of those that tensor or expert parallel cuts: one more sum over their group."""
     groups = {"tensor": parallel_model.mesh.tensor_group, "expert": parallel_model.mesh.expert_group}
-    names = {parameter: name for name, parameter in parallel_model.parameters().items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parallel_model.parameters().items()}
 
     def compute_sharded_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         squares = compute_squared_norms(parameters, tensors)
         for axis, group in groups.items():
             is_sharded = [
                 any(c.mesh_axis == axis for c in parallel_model.dim_shards.get(names[p], ())) for p in parameters
-            ]  # type: ignore[index]
+            ]
             if group is not None and any(is_sharded):
                 chosen = torch.tensor(is_sharded, device=squares.device)
                 squares = torch.where(chosen, all_reduce_copy(squares.where(chosen, 0.0), group), squares)

@@ -36,8 +36,8 @@ REMEASURE_EVERY_STEPS = 50
 
 
 class GradSyncSelector:
-    """One worker's. Every worker makes it and calls it at the same steps. `num_backwards` are this worker's micro-batches
-    of a step: gradients travel beside the last only."""
+    """One worker's. Every worker makes it and calls it at the same steps. `num_backwards` are this worker's
+    micro-batches of a step: gradients travel beside the last only."""
 
     def __init__(
         self,

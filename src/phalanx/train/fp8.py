@@ -68,7 +68,8 @@ class Float8Weight:
 
 @functools.cache
 def _quantize_weight_fn(kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`quantize_to_float8` of a weight; on a GPU compiled, or each of its operations would be a pass over the weight."""
+    """`quantize_to_float8` of a weight; on a GPU compiled, or each of its operations would be a pass over the
+    weight."""
 
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_to_float8(weight, FORWARD_DTYPE)

@@ -65,8 +65,8 @@ class MembershipChanged(Exception):
 
 
 class Trainer:
-    """Trains from `train_state` to the last step, or until a worker is asked to stop; or from how workers stood when they
-    left another world."""
+    """Trains from `train_state` to the last step, or until a worker is asked to stop; or from how workers stood when
+    they left another world."""
 
     def __init__(self, context: TrainContext, start_state: TrainState | SurvivorState, common_meta: dict[str, Any]):
         survivor_state = (
@@ -158,8 +158,8 @@ class Trainer:
                     raise UsageError(STEP_ONCE_ERROR)
 
     def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
-        """Backward of a micro-batch: the sum of its losses (0-d) over `num_terms` terms. Do not divide: the gradient of a
-        step is divided once, by the number of terms of the whole global batch. UsageError when there is no batch that
+        """Backward of a micro-batch: the sum of its losses (0-d) over `num_terms` terms. Do not divide: the gradient of
+        a step is divided once, by the number of terms of the whole global batch. UsageError when there is no batch that
         waits for it."""
         if self.context.train_step.num_backwards >= self._num_yielded:
             raise UsageError(BACKWARD_ONCE_ERROR)
@@ -294,7 +294,10 @@ class Trainer:
         self._remember_event(event)
         self._report_event(event)
         if newly_changed:
-            text = f"forwards change {format_names(newly_changed)}: after each step all workers have what the first one has"
+            text = (
+                f"forwards change {format_names(newly_changed)}: after each step all workers have what the first one "
+                "has"
+            )
             self._report_event(RunWarning(text=text))
         if first:
             context.reporter.flush()  # the agent can do without a worker from now on
@@ -350,14 +353,17 @@ class Trainer:
             # Another in its place would be another run; so all start again from before it, and come by it once more.
             self.checkpoints.delete_after(train_state.lost_checkpoint_step)
             raise RuntimeError(
-                f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and the checkpoint to go back to, of step "
-                f"{train_state.lost_checkpoint_step}, was lost together with a worker: restarting from the one before it"
+                f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and the checkpoint to go "
+                f"back to, of step "
+                f"{train_state.lost_checkpoint_step}, was lost together with a worker: restarting from the one before "
+                f"it"
             )
         held = (context.parallel_model, context.optimizer, context.scaler)
         loaded = restore_checkpoint(context.run, context.dist_env, *held, self._report_rejected, in_place=True)
         if loaded is None:
             raise GaveUpError(
-                f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and no checkpoint to go back to; {DIVERGENCE_HINT}"
+                f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and no checkpoint to go "
+                f"back to; {DIVERGENCE_HINT}"
             )
         train_state.step = context.callbacks.run_context.step = loaded.manifest.meta["step"]
         train_state.units_trained = loaded.manifest.meta["units_trained"]
@@ -368,7 +374,8 @@ class Trainer:
         self._rollback_counts[train_state.step] += 1
         if self._rollback_counts[train_state.step] > MAX_NONFINITE_IN_A_ROW:
             raise GaveUpError(
-                f"step {train_state.step}: rolled back to it {MAX_NONFINITE_IN_A_ROW} times and {reason} came again; {DIVERGENCE_HINT}"
+                f"step {train_state.step}: rolled back to it {MAX_NONFINITE_IN_A_ROW} times and {reason} came again; "
+                f"{DIVERGENCE_HINT}"
             )
 
     def _evaluate_if_due(self) -> bool:

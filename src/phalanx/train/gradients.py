@@ -3,7 +3,8 @@
 Four ways with one face: `LocalReducer` of one worker alone; `exchange.GradientExchange` between replicas of the
 whole model; `HSDPTreeReducer` of replicas that are sharded each, under `determinism: elastic`; `ParallelReducer` of
 any other model of which each worker holds a part. `begin_backward` and `end_backward` stand around each
-backward, `reduce_gradients` after the last; then `grad_norm`, and `grad_tensors`: what to scale in place before the optimizer runs.
+backward, `reduce_gradients` after the last; then `grad_norm`, and `grad_tensors`: what to scale in place before the
+optimizer runs.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ MAX_FUSED_ELEMENTS = 1 << 23
 
 
 class GradReducer(Protocol):
-    """What a step asks for. What is written into `metric_slots` before the last backward of a step is summed over all workers
-    together with the gradients, where there are such slots."""
+    """What a step asks for. What is written into `metric_slots` before the last backward of a step is summed over all
+    workers together with the gradients, where there are such slots."""
 
     @property
     def metric_slots(self) -> Tensor | None:
@@ -110,7 +111,8 @@ class LocalReducer:
 
 class ParallelReducer:
     """Gradients of a model that is divided over workers. FSDP has summed what it shards, over replicas once, in the
-    backward of the `last_micro_batch` micro-batch here (those of a pipeline sum once anyway); `replica_reducer`, an exchange, sums whole
+    backward of the `last_micro_batch` micro-batch here (those of a pipeline sum once anyway); `replica_reducer`, an
+    exchange, sums whole
     parts between replicas; what is left is summed here: parameters whose gradient is partial on each tensor rank, those
     that two pipeline stages hold, and all over replicas where neither of the two others does."""
 
@@ -196,8 +198,8 @@ class ParallelReducer:
 class HSDPTreeReducer:
     """Gradients of replicas each of which FSDP shards over the ranks of `group`, under `determinism: elastic`. In a
     round each of these has a micro-batch, and FSDP leaves each its part of the sum; rounds are the leaves of the tree
-    in which `replica_reducer` adds them, with those who hold the same part in other replicas. All replicas then have the same
-    bits, so the norm is summed within one: its order of addition does not depend on how many there are."""
+    in which `replica_reducer` adds them, with those who hold the same part in other replicas. All replicas then have
+    the same bits, so the norm is summed within one: its order of addition does not depend on how many there are."""
 
     metric_slots = None
 

@@ -116,8 +116,8 @@ class InMemoryCheckpointer:
         return self.interval_steps is not None and step - self._last_copied_step >= self.interval_steps
 
     def start_copy(self, train_state: TrainState, state: Mapping[str, LocalTensor], copy_now: list[str]) -> None:
-        """Begin to copy. Nothing may be in flight. The tensors must not change before `wait_snapshot_copied`, except those named
-        in `copy_now`."""
+        """Begin to copy. Nothing may be in flight. The tensors must not change before `wait_snapshot_copied`, except
+        those named in `copy_now`."""
         step = self._last_copied_step = train_state.step
         sizes = {
             name: local_tensor.tensor.numel() * local_tensor.tensor.element_size()

@@ -1,10 +1,11 @@
 """Hugging Face directories: the architecture that config.json names, built without memory for its weights, and which
 tensor of the files is which parameter.
 
-`build_on_meta` makes the model with parameters on the meta device; `match_tensor_names` maps its parameters to the files' tensors,
+`build_on_meta` makes the model with parameters on the meta device; `match_tensor_names` maps its parameters to the
+files' tensors,
 which `weight_source.py` reads by name and range, and `weights.py` into the parts that a worker holds; `materialize` and
-`load_weights` do it for one process that holds the whole model. How such a model is called stands in `huggingface_calls.py`.
-Nothing here writes files.
+`load_weights` do it for one process that holds the whole model. How such a model is called stands in
+`huggingface_calls.py`. Nothing here writes files.
 """
 
 import json
@@ -72,7 +73,8 @@ def build_on_meta(directory: Path, args: Mapping[str, Any], facts: DataInfo | No
 def build_with_weights(
     directory: Path, args: Mapping[str, Any], facts: DataInfo | None, device: torch.device
 ) -> nn.Module:
-    """The whole model of a directory, with its weights, on a device. Errors as of `build_on_meta` and `match_tensor_names`."""
+    """The whole model of a directory, with its weights, on a device. Errors as of `build_on_meta` and
+    `match_tensor_names`."""
     model = build_on_meta(directory, args, facts)
     source = open_source(model, directory)
     names = match_tensor_names(model, source)
@@ -126,7 +128,8 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
     kind = type(model).__name__
     if missing:
         raise DataError(
-            f"{source.path}: {kind} needs {_format_tensor_names(missing)}, which the files lack{_suggest_fix(missing, extra)}"
+            f"{source.path}: {kind} needs {_format_tensor_names(missing)}, which the files "
+            f"lack{_suggest_fix(missing, extra)}"
         )
     if extra:
         raise DataError(
@@ -197,8 +200,8 @@ def describe_for_export(directory: Path, args: Mapping[str, Any]) -> dict[str, A
 
 
 def check_directory(directory: Path, args: Mapping[str, Any]) -> None:
-    """Whether a model can be built and its weights are all there, by the files' headers. Errors as of `build_on_meta` and
-    `match_tensor_names`."""
+    """Whether a model can be built and its weights are all there, by the files' headers. Errors as of `build_on_meta`
+    and `match_tensor_names`."""
     model = build_on_meta(directory, args)
     match_tensor_names(model, open_source(model, directory))
 
@@ -237,7 +240,8 @@ def _load_architecture(directory: Path, args: Mapping[str, Any]) -> tuple[type[n
         kind = _read_config(directory).get("model_type")
         version = transformers.__version__
         raise RecipeError(
-            f"model.build: {where}: transformers {version} knows no architecture of model_type {kind!r} ({describe_exception(error)})"
+            f"model.build: {where}: transformers {version} knows no architecture of model_type {kind!r} "
+            f"({describe_exception(error)})"
         ) from error
     known = config.to_dict()
     for key, value in args.items():

@@ -1,7 +1,8 @@
 """The tensors of Hugging Face files as an architecture of transformers has them, and back.
 
 From version 5 on, transformers renames, merges and splits tensors when it reads a directory and undoes that when it
-writes one (its conversion mapping): a mixture's experts are single tensors in files and one in the model. `open_converted_source`
+writes one (its conversion mapping): a mixture's experts are single tensors in files and one in the model.
+`open_converted_source`
 shows files under the model's names and in its shapes, one tensor at a time, so that what reads by name and range need
 not know; `revert_conversion` makes the files' tensors again. Both call transformers' own operations.
 """
@@ -58,7 +59,8 @@ class WeightConversion:
 
 @dataclass(frozen=True)
 class ConvertedWeightSource(WeightReader):
-    """A directory's tensors as a model has them. `renamed_from` says how those are called in the files that are only renamed."""
+    """A directory's tensors as a model has them. `renamed_from` says how those are called in the files that are only
+    renamed."""
 
     raw: WeightReader
     renamed_from: Mapping[str, str]
@@ -89,7 +91,8 @@ class ConvertedWeightSource(WeightReader):
         return whole[tuple(slice(a, a + n) for a, n in zip(begin, extent, strict=True))].contiguous()
 
     def conversion_groups(self) -> list[dict[str, list[str]]]:
-        """What `revert_conversion` needs to know: the model's tensors that are made together, and those of the files."""
+        """What `revert_conversion` needs to know: the model's tensors that are made together, and those of the
+        files."""
         names_by_conversion: dict[int, list[str]] = {}
         for name, conversion in self.conversions.items():
             names_by_conversion.setdefault(id(conversion), []).append(name)

@@ -76,7 +76,8 @@ class PreparedModel:
 
 
 class Session:
-    """What `phalanx.session` gives: this worker's place in the run. `rank`, `world_size` and `device` say where it is."""
+    """What `phalanx.session` gives: this worker's place in the run. `rank`, `world_size` and `device` say where it
+    is."""
 
     def __init__(
         self,
@@ -247,8 +248,8 @@ class Session:
             write_json(self._run.plan, plan)
 
     def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
-        """Backward of a micro-batch: the sum (0-d) of its losses over `num_terms` terms, not their mean. UsageError when
-        there is no such sum, or no batch that waits for it."""
+        """Backward of a micro-batch: the sum (0-d) of its losses over `num_terms` terms, not their mean. UsageError
+        when there is no such sum, or no batch that waits for it."""
         trainer = self._require_trainer()
         if not isinstance(loss_sum, Tensor) or loss_sum.dim() or not loss_sum.requires_grad:
             found = f"shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else type(loss_sum).__name__

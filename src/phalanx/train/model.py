@@ -95,8 +95,8 @@ def build_model(
 ) -> nn.Module:
     """The model with its initial weights, which depend on `seed` only, or with those of a Hugging Face directory; with
     adapters beside its layers if the recipe wants them. Without `load` the parameters of a Hugging Face directory stay
-    on the meta device (adapters and buffers on the CPU). Without `init_weights`, for one that takes over a whole state, random
-    parameters may hold anything. RecipeError for what the user can mend."""
+    on the meta device (adapters and buffers on the CPU). Without `init_weights`, for one that takes over a whole state,
+    random parameters may hold anything. RecipeError for what the user can mend."""
     if (directory := huggingface_directory(spec.build, folder)) is not None:
         if load:
             model = huggingface.build_with_weights(directory, spec.args, facts, device)
@@ -176,7 +176,8 @@ def check_model_fits_memory(spec: ModelConfig, facts: DataInfo, folder: Path | N
     if (needed := sum(parameter.nbytes for parameter in model.parameters())) > memory:
         raise RecipeError(
             f"model.args: {spec.build} has {sum(p.numel() for p in model.parameters()):,} parameters with them, "
-            f"{needed / GIB_BYTES:,.0f} GiB, and this machine has {memory / GIB_BYTES:,.0f} GiB; make it smaller, or plan it for a "
+            f"{needed / GIB_BYTES:,.0f} GiB, and this machine has {memory / GIB_BYTES:,.0f} GiB; make it smaller, or "
+            f"plan it for a "
             "cluster with `phalanx plan`"
         )
 

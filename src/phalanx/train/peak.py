@@ -20,7 +20,8 @@ from phalanx.recipe.devices import device_kind_of
 
 @dataclass
 class MemoryTrace:
-    """Bytes in use after each operation; on a GPU the most there were during it. `bytes_after_forward`: when forward had ended."""
+    """Bytes in use after each operation; on a GPU the most there were during it. `bytes_after_forward`: when forward
+    had ended."""
 
     bytes_after_op: list[int] = field(default_factory=list)
     bytes_after_forward: int = 0

@@ -33,8 +33,8 @@ from phalanx.run.wire import derive_store_key, find_listen_address, load_token
 from phalanx.train.signed import SignedStore
 
 MIN_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a collective may take before it is an error, or longer: see `set_collective_timeout`. Evaluation and first steps on slow
-machines must fit."""
+"""How long a collective may take before it is an error, or longer: see `set_collective_timeout`. Evaluation and first
+steps on slow machines must fit."""
 COLLECTIVE_TIMEOUT_MARGIN_S = 60.0
 """Seconds that a collective waits longer than the agent, which knows who is stuck and starts workers again."""
 
@@ -88,7 +88,8 @@ def select_device(
 ) -> torch.device:
     """The GPU of a worker: its own of those that torch sees, or the only one that a launcher lets it see (`srun
     --gpus-per-task=1` gives each task a CUDA_VISIBLE_DEVICES of one). The CPU where there is none, or where a recipe's
-    device is `requested` to be that. RecipeError where what is asked for is not here, UsageError when there are fewer GPUs
+    device is `requested` to be that. RecipeError where what is asked for is not here, UsageError when there are fewer
+    GPUs
     than workers; UnfitNodeError for either on one of several nodes of our agents, whose leading one has what it takes.
     """
     if requested == "cpu":
@@ -103,7 +104,8 @@ def select_device(
         )
     if requested not in ("auto", kind):
         raise RecipeError(
-            f"device: found {requested}, but torch {torch.__version__} does not find {DEVICE_KINDS[requested].description} on "
+            f"device: found {requested}, but torch {torch.__version__} does not find "
+            f"{DEVICE_KINDS[requested].description} on "
             f"{socket.gethostname()} to train on; all nodes of a run need the same kind of device"
         )
     if local_rank < visible:
@@ -155,8 +157,8 @@ def init_process_group(
     connection_scope: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - it holds nothing
     before: Callable[[DistEnv], None] = lambda place: None,
 ) -> None:
-    """Enter the process group of this attempt; nothing to do for a world of one. `connection_scope` is entered while the
-    group opens its own; `before` is called when nothing else can go wrong in this worker.
+    """Enter the process group of this attempt; nothing to do for a world of one. `connection_scope` is entered while
+    the group opens its own; `before` is called when nothing else can go wrong in this worker.
 
     Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died. A
     nursery that serves several runs, whose attempts may have the same number, tells them apart by
@@ -368,8 +370,8 @@ _collector_threads: list[threading.Thread] = []
 
 def collect_in_background(freeze: bool) -> None:
     """Collect what is left of groups that were parted from, beside what goes on: gloo waits for a round of its loop for
-    every connection that ends, which made 40 to 90 ms for a sharded replica. `freeze`: what exists then stays, and later
-    collections need not look at it."""
+    every connection that ends, which made 40 to 90 ms for a sharded replica. `freeze`: what exists then stays, and
+    later collections need not look at it."""
 
     def collect() -> None:
         gc.collect()

@@ -35,7 +35,8 @@ def set_matmul_precision(precision: str, device: torch.device) -> None:
 class GradScaler:
     """Keeps fp16 gradients from vanishing: losses are multiplied by `scale` and the sum of gradients divided by it.
 
-    An overflow halves the scale and the step is skipped; `growth_interval` good steps in a row double it. All workers see the
+    An overflow halves the scale and the step is skipped; `growth_interval` good steps in a row double it. All workers
+    see the
     same summed gradient, so they decide alike without asking each other. Scales are powers of two: dividing by them is
     exact. (Micikevicius et al. 2018, Mixed Precision Training.)
     """
@@ -47,8 +48,8 @@ class GradScaler:
 
     @classmethod
     def for_precision(cls, precision: str, num_terms: int) -> "GradScaler":
-        """The scale to begin with. The loss is a sum over about `num_terms` terms of the global batch, so it starts lower
-        by that factor than the 65,536 that is usual for a mean."""
+        """The scale to begin with. The loss is a sum over about `num_terms` terms of the global batch, so it starts
+        lower by that factor than the 65,536 that is usual for a mean."""
         if precision != "fp16":
             return cls()
         return cls(scale=2.0 ** max(0, 16 - math.ceil(math.log2(max(1, num_terms)))), dynamic=True)

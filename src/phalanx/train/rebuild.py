@@ -4,7 +4,8 @@ over what this worker holds. (FSDP keeps the groups of the world in which it sha
 The same number of workers shards a replica before and after, so each finds its own part in its own memory; a worker
 that has just come gets it from the one in the same position of another replica. Who is a step behind gets it from
 nobody: those ahead may all be in other positions. But a step is agreed only when every worker has its part of the
-summed gradients (`step.TrainStep.reduce_gradients`), so whoever is behind has them, and does what the others did with theirs.
+summed gradients (`step.TrainStep.reduce_gradients`), so whoever is behind has them, and does what the others did with
+theirs.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,8 @@ MODEL_PREFIX = "model/"
 
 
 class ShardedRecovery:
-    """One worker's way from world to world, in a replica of `replica_size` workers; `initial` is what it trains at first."""
+    """One worker's way from world to world, in a replica of `replica_size` workers; `initial` is what it trains at
+    first."""
 
     def __init__(self, replica_size: int, build: BuildFn, initial: BuiltTrainer | None):
         self._replica_size, self._build_fn = replica_size, build

@@ -173,8 +173,8 @@ def restore_in_memory(
 def prune_stale(
     run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """The run goes on from this step, by a hot copy where one is `kept_copy`: later ones belong to no history any more, and
-    all others here are removed. Every worker calls it."""
+    """The run goes on from this step, by a hot copy where one is `kept_copy`: later ones belong to no history any more,
+    and all others here are removed. Every worker calls it."""
     if dist_env.is_rank_zero:
         truncate_history(run, step)
     folder = find_node_dir(run, environment)

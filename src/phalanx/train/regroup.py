@@ -55,9 +55,10 @@ class BuiltTrainer:
 
 @dataclass(frozen=True)
 class PeerStates:
-    """What those who met have: the step that each rank has `reached`, and which of them have `grads_reduced` the gradients of
-    the one after, and are `saving` the state after which; the `survivor_state` of the first that is farthest, `source_rank`, and
-    its loss `scaler_state`. `own`: this worker's standing before."""
+    """What those who met have: the step that each rank has `reached`, and which of them have `grads_reduced` the
+    gradients of
+    the one after, and are `saving` the state after which; the `survivor_state` of the first that is farthest,
+    `source_rank`, and its loss `scaler_state`. `own`: this worker's standing before."""
 
     step_of_rank: list[int]
     grads_reduced: list[bool]
@@ -93,7 +94,8 @@ class RecoveryMode(Protocol):
 
 
 class Reconfiguration:
-    """One worker's part in it, for as long as it lives. `worker_id` is the worker's own, whatever its rank; `inter_replica_sockets` and
+    """One worker's part in it, for as long as it lives. `worker_id` is the worker's own, whatever its rank;
+    `inter_replica_sockets` and
     `intra_replica_sockets` are its connections to other replicas and to the workers of its own."""
 
     def __init__(

@@ -101,7 +101,8 @@ class AgentReporter:
 
 
 class RunReporter:
-    """Writes the run's files itself and hands events on to `show`; `is_rank_zero` is False in workers that have no say."""
+    """Writes the run's files itself and hands events on to `show`; `is_rank_zero` is False in workers that have no
+    say."""
 
     def __init__(self, run: Run, is_rank_zero: bool, show: Callable[[Event], None] | None = None):
         self._run = run
@@ -141,7 +142,8 @@ class RunReporter:
 def make_reporter(
     run: Run, is_rank_zero: bool, events_fd: str | None, show: Callable[[Event], None] | None = None
 ) -> AgentReporter | RunReporter:
-    """The reporter for this worker; `events_fd` is the value of PHALANX_EVENTS_FD, if our agent has set that, and RANK."""
+    """The reporter for this worker; `events_fd` is the value of PHALANX_EVENTS_FD, if our agent has set that, and
+    RANK."""
     return (
         AgentReporter(int(events_fd), int(os.environ.get("RANK") or 0))
         if events_fd

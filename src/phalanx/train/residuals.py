@@ -37,7 +37,8 @@ class ErrorFeedbackSource(Protocol):
 
 @dataclass
 class ErrorFeedbackState:
-    """Those of one worker: live tensors, of the local shape of the parameter. `enable` is asked for when a checkpoint has
+    """Those of one worker: live tensors, of the local shape of the parameter. `enable` is asked for when a checkpoint
+    has
     some. `projection_bases`: by parameter name. `accepts_manifest`: whether what a checkpoint has is of this kind."""
 
     parallel_model: ParallelModel

@@ -1,8 +1,8 @@
 """Checkpoints of a run as the training loop sees them: all workers save together, and agree on how it went.
 
 Each worker writes its share in the background (`checkpoint.Saver`). Its state travels as flags in the per-step
-agreement (`step.STEP_FLAGS`); `handle_flags` acts on the sums of all workers, so every worker takes the same turn at the same
-step: written by all -> rank 0 commits -> committed; or failed on one -> all drop it and training goes on.
+agreement (`step.STEP_FLAGS`); `handle_flags` acts on the sums of all workers, so every worker takes the same turn at
+the same step: written by all -> rank 0 commits -> committed; or failed on one -> all drop it and training goes on.
 
 When workers are lost meanwhile the others take the save along into their next world and end it there. Nothing waits for
 it: threads go on writing while the workers meet. Whether the lost ones had written their parts is seen where it is
@@ -57,11 +57,12 @@ class _Claim(BaseModel):
 
 
 class CheckpointManager:
-    """Saves of one worker. `report_event(event)` reports what became of them: CheckpointSaved and CheckpointFailed on every
-    worker, RunWarning on the leading one. `flush()` sends the events told so far: a run that dies goes on
-    from what was committed, so the events of the steps until then must not die with it. `in_memory` are copies in the nodes'
-    memory besides: they go along with whatever is done here. `check_membership` is called while this waits for the disk, and raises
-    where somebody is gone with whom it would go on."""
+    """Saves of one worker. `report_event(event)` reports what became of them: CheckpointSaved and CheckpointFailed on
+    every worker, RunWarning on the leading one. `flush()` sends the events told so far: a run that dies goes on
+    from what was committed, so the events of the steps until then must not die with it. `in_memory` are copies in the
+    nodes'
+    memory besides: they go along with whatever is done here. `check_membership` is called while this waits for the
+    disk, and raises where somebody is gone with whom it would go on."""
 
     def __init__(
         self,

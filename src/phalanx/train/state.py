@@ -35,10 +35,11 @@ from phalanx.train.savable import get_extra_state, get_persistent_buffers, load_
 class TrainState:
     """How far a run is. Skipped steps count as steps; after a rollback samples run ahead of step x global batch.
 
-    `skipped_steps` counts skipped steps, `best_loss` is the lowest held-out loss that was saved, `last_saved_step` the step of the newest
-    checkpoint, 0 before there was one. `lost_checkpoint_step` is the step of the checkpoint that a guard would go back to, where that
-    was lost together with a worker who wrote it, else 0; one that is saved instead is of another step. `grad_sync_selection` tells
-    by which strategy gradients are summed.
+    `skipped_steps` counts skipped steps, `best_loss` is the lowest held-out loss that was saved, `last_saved_step` the
+    step of the newest
+    checkpoint, 0 before there was one. `lost_checkpoint_step` is the step of the checkpoint that a guard would go back
+    to, where that was lost together with a worker who wrote it, else 0; one that is saved instead is of another step.
+    `grad_sync_selection` tells by which strategy gradients are summed.
     """
 
     step: int = 0
@@ -65,7 +66,8 @@ class TrainState:
             raise DataError(f"a checkpoint's meta.{key}: {first['msg']}, found {first['input']!r}") from None
         if min(found.step, found.samples_consumed, found.units_trained) < 0:
             raise DataError(
-                f"a checkpoint of step {found.step} after {found.samples_consumed} samples and {found.units_trained} units"
+                f"a checkpoint of step {found.step} after {found.samples_consumed} samples and {found.units_trained} "
+                f"units"
             )
         return found
 
@@ -81,7 +83,8 @@ class LastStep:
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A worker's part in a checkpoint that is being written, to be taken along into another world (`saving.CheckpointManager`)."""
+    """A worker's part in a checkpoint that is being written, to be taken along into another world
+    (`saving.CheckpointManager`)."""
 
     saver: CheckpointSaver
     step: int
@@ -92,10 +95,14 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class SurvivorState:
-    """How far a worker is that holds the state in memory. `post_step_done` is the last step after which everything that was
-    due was done, `evaluated_step` the last that was evaluated if that was due, `improved` whether it had the best score so far,
-    `rollback_reason` why the guard goes back from here, "" if it does not. `last_step` is None where it has done none in its
-    present world. `grads_reduced`: it holds the gradients of the step after, summed over all workers. `pending_save` is its own.
+    """How far a worker is that holds the state in memory. `post_step_done` is the last step after which everything that
+    was
+    due was done, `evaluated_step` the last that was evaluated if that was due, `improved` whether it had the best score
+    so far,
+    `rollback_reason` why the guard goes back from here, "" if it does not. `last_step` is None where it has done none
+    in its
+    present world. `grads_reduced`: it holds the gradients of the step after, summed over all workers. `pending_save` is
+    its own.
     """
 
     train_state: TrainState
@@ -199,8 +206,8 @@ TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A worker's part of the state. `live_blocks` are of tensors in use, which must not change before all workers have read
-    theirs; `new_blocks` of new ones. `optimizer_tensors` are those of the optimizer and the scale among these."""
+    """A worker's part of the state. `live_blocks` are of tensors in use, which must not change before all workers have
+    read theirs; `new_blocks` of new ones. `optimizer_tensors` are those of the optimizer and the scale among these."""
 
     live_blocks: TensorBlocks
     new_blocks: TensorBlocks

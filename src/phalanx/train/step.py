@@ -146,8 +146,10 @@ def nonfinite_reason(loss: float, grad_norm: float) -> SkipReason | None:
 
 
 class TrainStep:
-    """Performs steps: `start_step`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`; then `reduce_gradients`,
-    `finalize`, `optimizer_step`, `update_aux_state`; where it is `decides_on_device`, `reduce_gradients`, `step_on_device`, `finalize`, `update_aux_state`. `micro_batches` is
+    """Performs steps: `start_step`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`;
+    then `reduce_gradients`,
+    `finalize`, `optimizer_step`, `update_aux_state`; where it is `decides_on_device`, `reduce_gradients`,
+    `step_on_device`, `finalize`, `update_aux_state`. `micro_batches` is
     their number in a global batch, over all workers. `persistent_grads`: gradients are added up in memory of their own
     from the beginning. `elastic`: the number of replicas must not matter.
     """

@@ -49,7 +49,8 @@ def classify_op(name: str) -> str:
 def profile_steps(
     context: TrainContext, loss_module: LossModule, steps: int, warm_up: int, trace_path: Path | None
 ) -> ProfileResult:
-    """Run `warm_up` steps, then `steps` under the profiler; the Chrome trace goes to `trace_path`. Weights do change."""
+    """Run `warm_up` steps, then `steps` under the profiler; the Chrome trace goes to `trace_path`. Weights do
+    change."""
     recipe, train_step, dist_env = context.recipe, context.train_step, context.dist_env
     micro_size = recipe.batch.micro_size
     assert isinstance(micro_size, int)

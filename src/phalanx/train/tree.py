@@ -20,7 +20,8 @@ def split_point(node: TreeNode) -> int:
 
 
 def cover_range(num_micro_batches: int, first: int, last: int) -> list[TreeNode]:
-    """The fewest nodes of the tree over `num_micro_batches` that together hold exactly leaves [first, last), in order."""
+    """The fewest nodes of the tree over `num_micro_batches` that together hold exactly leaves [first, last), in
+    order."""
 
     def visit(node: TreeNode) -> list[TreeNode]:
         if node[1] <= first or last <= node[0]:
@@ -34,8 +35,8 @@ def cover_range(num_micro_batches: int, first: int, last: int) -> list[TreeNode]
 
 
 def count_merges_after(num_micro_batches: int, first: int, micro_batch_index: int) -> int:
-    """How many pairs are complete once `micro_batch_index` is there, for a worker that owns leaves from `first` on: the number of
-    additions to do on a stack of finished nodes, each of its two uppermost."""
+    """How many pairs are complete once `micro_batch_index` is there, for a worker that owns leaves from `first` on: the
+    number of additions to do on a stack of finished nodes, each of its two uppermost."""
 
     def path(node: TreeNode, above: list[TreeNode]) -> list[TreeNode]:
         if node[1] - node[0] == 1:

@@ -102,7 +102,8 @@ def profile_model(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def profile_model_meta(payload: dict[str, Any]) -> dict[str, Any]:
-    """`profile_model` with tensors that have neither memory nor values, for a model that no worker holds whole: no weight is
+    """`profile_model` with tensors that have neither memory nor values, for a model that no worker holds whole: no
+    weight is
     read and nothing is computed. Memory is counted as on a CPU, and whether the model looks ahead is not checked. Empty
     where the model cannot be followed so, because what it does depends on values."""
     try:
@@ -183,8 +184,8 @@ def time_precisions(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _time_by_determinism(payload: dict[str, Any]) -> dict[str, Any]:
-    """`_time_once` with the kernels that `payload["determinism"]` of a recipe asks for; for `auto` on a GPU with and without
-    deterministic ones, and what these cost as a part of the time (`deterministic_cost`)."""
+    """`_time_once` with the kernels that `payload["determinism"]` of a recipe asks for; for `auto` on a GPU with and
+    without deterministic ones, and what these cost as a part of the time (`deterministic_cost`)."""
     determinism = payload.get("determinism", "off")
     nondeterministic_times: dict[str, float] = {}
     device = _select_trial_device(payload)

@@ -99,8 +99,8 @@ def linear_cross_entropy(
     A backward may come in parts, the gradient of `hidden` first and those of weight and bias later, as zero-bubble
     pipelines have it.
 
-    `chunk_rows` is the number of rows at a time, alike on all ranks, by default what CHUNK_BYTES and ACCELERATOR_ROWS say.
-    There is no second derivative. Raises ValueError where shapes do not fit.
+    `chunk_rows` is the number of rows at a time, alike on all ranks, by default what CHUNK_BYTES and ACCELERATOR_ROWS
+    say. There is no second derivative. Raises ValueError where shapes do not fit.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [n, w] and [v, w]")

@@ -1,6 +1,7 @@
 """The weights that a run begins with, read into the parts of the model that a worker holds.
 
-A model that was built on the meta device is divided first; then `allocate_meta_parameters` gives memory to what is left of it here, and
+A model that was built on the meta device is divided first; then `allocate_meta_parameters` gives memory to what is left
+of it here, and
 an origin (the files of a Hugging Face directory or of an export, or a checkpoint) fills that memory block by block. So
 no worker ever holds the whole model. How a model is built and divided stands elsewhere; resuming is `restoring.py`.
 """
@@ -32,7 +33,8 @@ class InitialWeights(Protocol):
 
 @dataclass(frozen=True)
 class SafetensorsWeights:
-    """Safetensors files: `names` tells which of their tensors a parameter or buffer is (`huggingface.match_tensor_names`)."""
+    """Safetensors files: `names` tells which of their tensors a parameter or buffer is
+    (`huggingface.match_tensor_names`)."""
 
     source: WeightReader
     names: Mapping[str, Sequence[str]]
@@ -90,7 +92,8 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
     lora_names = [name for name in manifest.tensors if is_lora_name(name) and name not in tensors]
     if lora_names and not lora_added_later:
         raise DataError(
-            f"init_from: {path} was trained with adapters ({lora_names[0]}), and this recipe has none there; give the same "
+            f"init_from: {path} was trained with adapters ({lora_names[0]}), and this recipe has none there; give the "
+            f"same "
             "`lora`, or fold them in by `phalanx checkpoint export` and give init_from: hf:OUT"
         )
     for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """A worker: one process of a run, from its environment to an exit code.
 
-The agent forks it with `run_worker({"run": DIR, "folder": DIR})`; where torchrun or srun started `phalanx train`, that calls
-`run_training`. Everything a worker trains with stands in the run's `resolved.yaml`.
+The agent forks it with `run_worker({"run": DIR, "folder": DIR})`; where torchrun or srun started `phalanx train`, that
+calls `run_training`. Everything a worker trains with stands in the run's `resolved.yaml`.
 """
 
 import contextlib
@@ -92,7 +92,8 @@ def run_worker(payload: dict[str, Any]) -> None:
 def run_training(
     payload: dict[str, Any], dist_env: DistEnv, on_event: Callable[[Event], None] | None = None
 ) -> ExitCode:
-    """Train as one worker of the run. Without an agent the leading worker gives `on_event` every event that it writes."""
+    """Train as one worker of the run. Without an agent the leading worker gives `on_event` every event that it
+    writes."""
     run, folder = Run(Path(payload["run"])), Path(payload["folder"])
     stop = StopRequest()
     stop.install_handlers()

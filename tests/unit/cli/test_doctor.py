@@ -201,10 +201,12 @@ def test_two_nodes_measure_their_link() -> None:
 
 def test_a_quick_look_at_this_machine_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from phalanx.cli import main; from phalanx.cluster.health.checks import HEALTH_CHECKS, run_check_in_process\n"
+        "import sys; from phalanx.cli import main; from phalanx.cluster.health.checks import HEALTH_CHECKS, "
+        "run_check_in_process\n"
         "from phalanx.cluster.health import CheckContext\n"
         f"site = CheckContext(__import__('pathlib').Path({str(tmp_path)!r}), is_quick=True).as_json()\n"
-        "[run_check_in_process({'check': each.name, 'site': site}) for each in HEALTH_CHECKS if not each.is_benchmark]\n"
+        "[run_check_in_process({'check': each.name, 'site': site}) for each in HEALTH_CHECKS if not "
+        "each.is_benchmark]\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

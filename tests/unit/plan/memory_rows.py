@@ -278,7 +278,8 @@ def main() -> None:
         sys.exit(f"no measured runs to compare with: {error}")
     for row in rows:
         print(
-            f"{row.measured / BYTES_PER_GIB:7.1f} {row.predicted / BYTES_PER_GIB:7.1f} {row.error:+6.1%}  {row.source[:16]}  {row.run}"
+            f"{row.measured / BYTES_PER_GIB:7.1f} {row.predicted / BYTES_PER_GIB:7.1f} {row.error:+6.1%}  "
+            f"{row.source[:16]}  {row.run}"
         )
     print(table(rows))
 

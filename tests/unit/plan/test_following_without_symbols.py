@@ -14,7 +14,8 @@ from phalanx.plan.tracing import build_on_meta, language_modeling_forward, profi
 SIZES = {"layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
 
 def dense():
-    return profile_model(build_on_meta(lambda: transformer(100, 16, **SIZES, ffn_hidden_size=64)), language_modeling_forward(100, 16), 16)
+    return profile_model(build_on_meta(lambda: transformer(100, 16, **SIZES, ffn_hidden_size=64)),
+    language_modeling_forward(100, 16), 16)
 
 def experts():
     model = build_on_meta(lambda: moe(100, 16, **SIZES, expert_hidden_size=64, num_experts=4, top_k=2))

@@ -28,8 +28,8 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """One check. `timeout_s`: after so many it counts as unfinished. `is_benchmark`: it takes a process of its own and more
-    than a moment, and `--quick` leaves it out."""
+    """One check. `timeout_s`: after so many it counts as unfinished. `is_benchmark`: it takes a process of its own and
+    more than a moment, and `--quick` leaves it out."""
 
     name: str
     description: str

@@ -86,7 +86,10 @@ def evaluate_clock(kernel: KernelClock | None, server_offset_s: float | None) ->
         and (verdict := evaluate_threshold("clock skew", abs(server_offset_s))) is not HealthVerdict.PASS
     ):
         direction = "ahead of" if server_offset_s > 0 else "behind"
-        text = f"this clock is {abs(server_offset_s):.1f} s {direction} the file server's: start a time service (chrony) on both"
+        text = (
+            f"this clock is {abs(server_offset_s):.1f} s {direction} the file server's: start a time service (chrony) "
+            "on both"
+        )
         return [HealthFinding("clock", verdict, text, figures)]
     if kernel is None:
         text = "not known: the kernel does not tell whether its time is kept right"

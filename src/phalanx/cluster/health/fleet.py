@@ -142,7 +142,10 @@ def compare_clocks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindi
             text = f"less than {abs(skew) + 1:.0f} s {direction} the others, by the times of the reports"
             found[node] = HealthFinding("fleet/clock", HealthVerdict.PASS, text, figures)
         else:
-            text = f"its report is {abs(skew):.0f} s {direction} the others': its clock is wrong, or it was made at another time"
+            text = (
+                f"its report is {abs(skew):.0f} s {direction} the others': its clock is wrong, or it was made at "
+                "another time"
+            )
             found[node] = HealthFinding("fleet/clock", HealthVerdict.WARN, text, figures)
     return found
 

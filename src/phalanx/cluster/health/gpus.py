@@ -125,7 +125,10 @@ def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
         ]
     found = [(verdict, text) for bit, (text, verdict) in THROTTLE_REASONS.items() if gpu.throttle_bits & bit]
     if gpu.uncorrected_ecc_errors:
-        text = f"{gpu.uncorrected_ecc_errors} memory errors that could not be corrected since the driver was loaded: reset it"
+        text = (
+            f"{gpu.uncorrected_ecc_errors} memory errors that could not be corrected since the driver was loaded: "
+            "reset it"
+        )
         found.append((HealthVerdict.FAIL, text))
     if gpu.remap_failed:
         found.append((HealthVerdict.FAIL, "bad memory could not be replaced (row remapping failed): replace the board"))

@@ -141,7 +141,10 @@ def _orphan_finding(orphans_left: list[ProcessInfo]) -> HealthFinding:
     numbers = ", ".join(str(each.pid) for each in orphans_left[:MAX_SHOWN]) + (
         " ..." if len(orphans_left) > MAX_SHOWN else ""
     )
-    text = f"{len(orphans_left)} workers of a run whose agent is gone still hold memory or devices: end them (kill {numbers})"
+    text = (
+        f"{len(orphans_left)} workers of a run whose agent is gone still hold memory or devices: end them (kill "
+        f"{numbers})"
+    )
     return HealthFinding("leaked-resources/workers", HealthVerdict.FAIL, text, figures)
 
 

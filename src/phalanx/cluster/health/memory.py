@@ -78,7 +78,10 @@ def _memory_finding(figures: dict[str, FindingValue]) -> HealthFinding:
     limit = figures["limit"]
     total_bytes = limit if isinstance(limit, int) else total
     limit_name = "the control group's limit" if isinstance(limit, int) else "the machine's memory"
-    summary = f"{available / BYTES_PER_GIB:.1f} of {total_bytes / BYTES_PER_GIB:.1f} GiB free ({available / total_bytes:.0%} of {limit_name})"
+    summary = (
+        f"{available / BYTES_PER_GIB:.1f} of {total_bytes / BYTES_PER_GIB:.1f} GiB free "
+        f"({available / total_bytes:.0%} of {limit_name})"
+    )
     verdict = evaluate_threshold("memory free", available / total_bytes)
     if verdict is not HealthVerdict.PASS:
         return HealthFinding("memory", verdict, f"{summary}: end what holds the rest", figures)

@@ -311,7 +311,8 @@ def evaluate_node_links(
         verdicts.append(evaluate_threshold("link slowdown", 1 - median_rate / median))
         count = sum(node not in pair for pair in healthy_rates)
         texts[-1] += (
-            f", {format_relative_speed(1 - median_rate / median)} the {f'median of the {count} links' if count > 1 else 'link'}"
+            f", {format_relative_speed(1 - median_rate / median)} the "
+            f"{f'median of the {count} links' if count > 1 else 'link'}"
         )
         texts[-1] += " between others"
         slow = [

@@ -51,8 +51,8 @@ def measure_matmul_timing(
     own_cpu_time: Callable[[], float] = time.process_time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> MatmulTiming:
-    """As `time_reference_gemm` finds it; again, for a few times, while it is slower than the baseline allows. `own_cpu_time` tells
-    how many seconds all threads of this process, in which it is measured, have computed."""
+    """As `time_reference_gemm` finds it; again, for a few times, while it is slower than the baseline allows.
+    `own_cpu_time` tells how many seconds all threads of this process, in which it is measured, have computed."""
     best: MatmulTiming | None = None
     for number in range(MAX_REPEATS):
         if number:
@@ -145,7 +145,10 @@ def evaluate_matmul(
 def _explain_slowness(other_busy_cores: float | None) -> str:
     """Why it may be slow."""
     if other_busy_cores is not None and evaluate_threshold("busy cores", other_busy_cores) is not HealthVerdict.PASS:
-        return f"; other programs kept {other_busy_cores:.1f} cores busy meanwhile: end them, or look again when it is quiet"
+        return (
+            f"; other programs kept {other_busy_cores:.1f} cores busy meanwhile: end them, or look again when it is "
+            "quiet"
+        )
     return "; see heat and power limits, or what else runs here"
 
 

@@ -1,7 +1,8 @@
 """From which figure on a machine is remarked (WARN) or unfit (BAD), and why there. One table, which
 docs/how-to/health-checks.md shows.
 
-A threshold looks at one side only: `is_upper` ones at figures that are too large, the others at those that are too small.
+A threshold looks at one side only: `is_upper` ones at figures that are too large, the others at those that are too
+small.
 """
 
 from dataclasses import dataclass
@@ -37,16 +38,24 @@ OUR_CHOICE = "our choice"
 
 THRESHOLD_BY_NAME = {
     "matmul slowdown": Threshold("share", 0.05, 0.20, MATMUL_REASON),
-    "clock under load": Threshold("share of the highest", 0.7, None, f"{OUR_CHOICE}, as in `phalanx calibrate`", is_upper=False),
-    "busy cores": Threshold("cores", 0.3, None, f"{OUR_CHOICE}: what any system does beside, as in `phalanx calibrate`"),
-    "disk slowdown": Threshold("share of its rate lost", 0.5, 0.9, f"{OUR_CHOICE}: disks vary, also with what others do"),
-    "disk throughput": Threshold("bytes/s", 50e6, 5e6, f"{OUR_CHOICE}: 20 s per GB, as in `phalanx calibrate`", is_upper=False),
-    "run disk free": Threshold("bytes", 10 * BYTES_PER_GIB, BYTES_PER_GIB, f"{OUR_CHOICE}: checkpoints of a small model", is_upper=False),
-    "cache disk free": Threshold("bytes", BYTES_PER_GIB, 100 * BYTES_PER_MIB, f"{OUR_CHOICE}: cache and temporary files", is_upper=False),
-    "inodes free": Threshold("files", 10_000, 1_000, f"{OUR_CHOICE}: shards, logs and checkpoints are files", is_upper=False),
+    "clock under load": Threshold("share of the highest", 0.7, None, f"{OUR_CHOICE}, as in `phalanx "
+                                                                     f"calibrate`", is_upper=False),
+    "busy cores": Threshold("cores", 0.3, None, f"{OUR_CHOICE}: what any system does beside, as in `phalanx "
+                                                f"calibrate`"),
+    "disk slowdown": Threshold("share of its rate lost", 0.5, 0.9, f"{OUR_CHOICE}: disks vary, also with what others "
+                                                                   f"do"),
+    "disk throughput": Threshold("bytes/s", 50e6, 5e6, f"{OUR_CHOICE}: 20 s per GB, as in `phalanx "
+                                                       f"calibrate`", is_upper=False),
+    "run disk free": Threshold("bytes", 10 * BYTES_PER_GIB, BYTES_PER_GIB, f"{OUR_CHOICE}: checkpoints of a small "
+                                                                           f"model", is_upper=False),
+    "cache disk free": Threshold("bytes", BYTES_PER_GIB, 100 * BYTES_PER_MIB, f"{OUR_CHOICE}: cache and temporary "
+                                                                              f"files", is_upper=False),
+    "inodes free": Threshold("files", 10_000, 1_000, f"{OUR_CHOICE}: shards, logs and checkpoints are "
+                                                     f"files", is_upper=False),
     "memory free": Threshold("share", 0.25, 0.05, f"{OUR_CHOICE}: what else runs here holds the rest", is_upper=False),
     "swap used": Threshold("share of memory", 0.05, None, f"{OUR_CHOICE}: what was swapped out once may be so again"),
-    "/dev/shm free": Threshold("bytes", BYTES_PER_GIB, 32 * BYTES_PER_MIB, "NCCL's guide: 1 GiB; containers begin with 64 MiB", is_upper=False),
+    "/dev/shm free": Threshold("bytes", BYTES_PER_GIB, 32 * BYTES_PER_MIB, "NCCL's guide: 1 GiB; containers begin "
+                                                                           "with 64 MiB", is_upper=False),
     "GPU memory in use": Threshold("share", 0.05, 0.5, f"{OUR_CHOICE}: a free GPU holds less than 5 %"),
     "GPU temperature margin": Threshold("degrees below slow-down", 5, 0, "NVML's slow-down threshold", is_upper=False),
     "corrected ECC errors": Threshold("errors", None, 20e6, "Azure's node health checks, ND H100 v5"),
@@ -60,7 +69,8 @@ THRESHOLD_BY_NAME = {
     "zombies": Threshold("processes", 10, None, f"{OUR_CHOICE}, after gcm's zombie check"),
     "XID age": Threshold("s", None, 3600, f"{OUR_CHOICE}: an older one may be mended by a reset", is_upper=False),
     "round trip": Threshold("s", 1e-3, None, f"{OUR_CHOICE}: within a room it is a tenth of that"),
-    "link throughput": Threshold("bytes/s", 100e6, 10e6, f"{OUR_CHOICE}: 1 Gbit/s carries 118 MB/s of TCP", is_upper=False),
+    "link throughput": Threshold("bytes/s", 100e6, 10e6, f"{OUR_CHOICE}: 1 Gbit/s carries 118 MB/s of "
+                                                         f"TCP", is_upper=False),
     "link slowdown": Threshold("share", 0.2, 0.5, f"{OUR_CHOICE}: links vary more than devices do"),
     "link asymmetry": Threshold("times the slower way", 2, None, f"{OUR_CHOICE}: links are symmetric"),
 }  # fmt: skip

@@ -41,7 +41,10 @@ def evaluate_versions(figures: dict[str, FindingValue]) -> list[HealthFinding]:
         ]
     release = tuple(int(part) for part in str(torch).split("+")[0].split(".")[:2] if part.isdigit())
     if not MIN_TORCH_VERSION <= release < TORCH_VERSION_LIMIT:
-        text = f"torch {torch}: expected {_format_version(MIN_TORCH_VERSION)} up to below {_format_version(TORCH_VERSION_LIMIT)}; {summary}"
+        text = (
+            f"torch {torch}: expected {_format_version(MIN_TORCH_VERSION)} up to below "
+            f"{_format_version(TORCH_VERSION_LIMIT)}; {summary}"
+        )
         return [HealthFinding("versions", HealthVerdict.WARN, text, figures)]
     if driver is not None and str(torch).endswith("+cpu"):
         text = f"there is a GPU driver, but torch {torch} is built for CPUs only: GPUs would lie idle; {summary}"

@@ -1,8 +1,8 @@
 """The operations of a training step that are bound by memory: which are measured, with what shapes and bytes.
 
 A kind is the name that torch's dispatcher has for it ("native_layer_norm_backward"): what one sees when one follows a
-training step operation by operation, forward and backward. `moved_bytes` are those of all tensors that go in and come out,
-and where the table says so, of less or more.
+training step operation by operation, forward and backward. `moved_bytes` are those of all tensors that go in and come
+out, and where the table says so, of less or more.
 
 | kind | shape | bytes, where they are not all of what goes in and out |
 |---|---|---|

@@ -122,7 +122,8 @@ def measure_memory_op(
 
 
 def measure_autograd_ops(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """The operations of `trained.py`; `payload` as for `measure_memory_ops`, optionally with `cases` as (kind, shape)."""
+    """The operations of `trained.py`; `payload` as for `measure_memory_ops`, optionally with `cases` as (kind,
+    shape)."""
     device, quick = payload["device"], payload["quick"]
     timer = timer or make_timer(device)
     started, bytes_per_run = timer.clock(), bytes_per_run_of(device, quick)

@@ -110,7 +110,8 @@ def time_tiny_blocks(device: str, budget_s: float, timer: BenchTimer) -> tuple[f
 
 
 def count_computing_ops(function: Callable[[], None]) -> int:
-    """How many operations of `function` compute something: those that return what is no view of what they were given."""
+    """How many operations of `function` compute something: those that return what is no view of what they were
+    given."""
     import torch
 
     from phalanx.compat import intercept_operations

@@ -95,8 +95,8 @@ def linear_layer_shapes(widths: Sequence[int], tokens: Sequence[int]) -> list[Ge
 
 
 def spread_shapes(count: int, min_side: int, max_side: int, max_flops: float) -> list[GemmShape]:
-    """`count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `most`, none of more than so many
-    `max_flops`, in the layouts in turn. Sides are multiples of 8, as those of models are."""
+    """`count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `most`, none of more than so
+    many `max_flops`, in the layouts in turn. Sides are multiples of 8, as those of models are."""
     found: list[GemmShape] = []
     index, span = 0, math.log2(max_side / min_side)
     while len(found) < count and index < 100 * count:

@@ -39,8 +39,8 @@ def time_reference_gemm(
 def reference_slowdown(
     machine: Machine, measurements: Measurements, run_in_process: RunInProcess, seconds: float = REFERENCE_DURATION_S
 ) -> float | None:
-    """By what share the reference product takes longer now than when `measurements` was found (negative: less), in about
-    0.3 s; None where it was not measured. Above 0.05 one measures something else than the machine alone."""
+    """By what share the reference product takes longer now than when `measurements` was found (negative: less), in
+    about 0.3 s; None where it was not measured. Above 0.05 one measures something else than the machine alone."""
     baseline_s = next((timed.seconds for timed in measurements.operations if timed.kind == REFERENCE_OP), None)
     return (
         None

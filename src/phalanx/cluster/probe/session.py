@@ -66,10 +66,12 @@ class MeasurementFailed(Exception):
 class Executor:
     """What a probe needs of the world outside.
 
-    `run_in_process` runs `module:function(payload)` in a process of its own, `run_in_world` the same on every rank of a new world of so
-    many processes and returns what rank 0 returned; both raise NotMeasured when that fails. `save_checkpoint` writes a checkpoint
-    of so many bytes below a folder, and returns the seconds it took. `scratch_dir` is a folder of our own on what shall be
-    measured; who made it removes it. `report_progress` is told what comes next, and how much of the time is over.
+    `run_in_process` runs `module:function(payload)` in a process of its own, `run_in_world` the same on every rank of a
+    new world of so
+    many processes and returns what rank 0 returned; both raise NotMeasured when that fails. `save_checkpoint` writes a
+    checkpoint
+    of so many bytes below a folder, and returns the seconds it took. `scratch_dir` is a folder of our own on what shall
+    be measured; who made it removes it. `report_progress` is told what comes next, and how much of the time is over.
     """
 
     run_in_process: Callable[[str, Any], Any]
@@ -119,8 +121,8 @@ def calibrate_machine(
     seconds: float | None = None,
     root: Path = Path("/"),
 ) -> Cluster:
-    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`), and say what looks wrong. UsageError when the disk
-    has no room."""
+    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`), and say what looks wrong. UsageError when
+    the disk has no room."""
     processes = default_num_processes(machine) if processes is None else processes
     storage.check_free_space(executor.scratch_dir, quick)
     hardware, results = discover_hardware(machine, executor.scratch_dir, root), Results()

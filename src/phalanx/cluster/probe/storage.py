@@ -1,8 +1,8 @@
 """How fast a folder writes and reads: one file, large blocks, synced to the disk, then read past the page cache.
 
 Of a read that comes from memory one learns nothing, so what was written is dropped from the page cache, and read with
-O_DIRECT where the file system can; `read_mode` says which it was. A short pilot decides how much is written, so that a slow
-disk costs no more time than a fast one. The caller gives a folder of its own and removes it.
+O_DIRECT where the file system can; `read_mode` says which it was. A short pilot decides how much is written, so that a
+slow disk costs no more time than a fast one. The caller gives a folder of its own and removes it.
 """
 
 import errno
@@ -27,8 +27,8 @@ FREE_SPACE_FACTOR = 1.1
 
 @dataclass(frozen=True)
 class StorageRates:
-    """GB/s of one writer and one reader; `read_mode`: how the read kept clear of the page cache, "direct", "dropped", or
-    "cached" where it could not, which makes `read_gbps` None."""
+    """GB/s of one writer and one reader; `read_mode`: how the read kept clear of the page cache, "direct", "dropped",
+    or "cached" where it could not, which makes `read_gbps` None."""
 
     write_gbps: float
     read_gbps: float | None
@@ -41,7 +41,8 @@ def check_free_space(folder: Path, quick: bool) -> None:
     needed_bytes, free_bytes = MAX_WRITTEN_BYTES[quick] * FREE_SPACE_FACTOR, shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise UsageError(
-            f"{folder}: no room to measure the disk: it takes {needed_bytes / 1e6:,.0f} MB, {free_bytes / 1e6:,.0f} MB are free; "
+            f"{folder}: no room to measure the disk: it takes {needed_bytes / 1e6:,.0f} MB, {free_bytes / 1e6:,.0f} "
+            f"MB are free; "
             "choose another --dir"
         )
 

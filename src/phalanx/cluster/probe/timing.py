@@ -27,8 +27,8 @@ on the machine comes in bursts, which spoil one but seldom both."""
 
 @dataclass(frozen=True)
 class BenchTimer:
-    """What times a measurement. `synchronize` returns when the device has done all that it was told; `max_over_ranks` takes seconds
-    and returns the most that any process beside us said, when all have said theirs."""
+    """What times a measurement. `synchronize` returns when the device has done all that it was told; `max_over_ranks`
+    takes seconds and returns the most that any process beside us said, when all have said theirs."""
 
     clock: ClockFn = time.perf_counter
     synchronize: Callable[[], None] = lambda: None
@@ -65,7 +65,8 @@ def split_budget(cases: Sequence[CaseT], seconds: float, timer: BenchTimer) -> I
 
 
 def remaining_seconds(seconds: float, started: float, timer: BenchTimer) -> float:
-    """What is left of `seconds` after getting ready since `started`; half of them at least, or nothing were measured."""
+    """What is left of `seconds` after getting ready since `started`; half of them at least, or nothing were
+    measured."""
     return max(seconds / 2, seconds - timer.max_over_ranks(timer.clock() - started))
 
 

@@ -37,7 +37,8 @@ class AutogradCaseSpec:
 
 @dataclass
 class AutogradCase:
-    """A forward ready to be done: `input_sets` of several sets get gradients, `run_forward` gives the result from one set."""
+    """A forward ready to be done: `input_sets` of several sets get gradients, `run_forward` gives the result from one
+    set."""
 
     run_forward: Callable[..., Tensor]
     input_sets: Sequence[tuple[Tensor, ...]]

@@ -16,8 +16,8 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault. `ends_attempt`: the attempt that it strikes ends of it. `needs_peers`: needs workers besides the one that is
-    struck; `nodes`: needs several nodes; `queue`: needs a run in the queue."""
+    """A kind of fault. `ends_attempt`: the attempt that it strikes ends of it. `needs_peers`: needs workers besides the
+    one that is struck; `nodes`: needs several nodes; `queue`: needs a run in the queue."""
 
     description: str
     ends_attempt: bool = True
@@ -64,8 +64,8 @@ class FaultPhase(StrEnum):
 @dataclass(frozen=True)
 class FaultTrigger:
     """When a fault strikes: `share` of what a step, a save or a restart usually takes, after one was seen to begin.
-    `min_step`: not before this one was done, where there is one. `after_new_checkpoint`: not before there is a checkpoint that is newer
-    than all that were there when the fault before struck."""
+    `min_step`: not before this one was done, where there is one. `after_new_checkpoint`: not before there is a
+    checkpoint that is newer than all that were there when the fault before struck."""
 
     phase: FaultPhase
     fraction: float
@@ -96,8 +96,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class RunShape:
-    """What a run will be, as far as a list of faults depends on it. `checkpoint_every`: steps from one save to the next, None for
-    one at the end only; `workers_per_node`: workers of a node."""
+    """What a run will be, as far as a list of faults depends on it. `checkpoint_every`: steps from one save to the
+    next, None for one at the end only; `workers_per_node`: workers of a node."""
 
     steps: int
     checkpoint_every: int | None
@@ -151,7 +151,10 @@ def _why_impossible(name: str, run_shape: RunShape) -> str | None:
     if name == "corrupt-checkpoint" and run_shape.keep < 2:
         return "needs an older checkpoint: checkpoint.keep=2"
     if name == "corrupt-checkpoint" and run_shape.num_saves < 2:
-        return f"needs two checkpoints, and in {run_shape.steps} steps the run saves {run_shape.num_saves} times on its way"
+        return (
+            f"needs two checkpoints, and in {run_shape.steps} steps the run saves {run_shape.num_saves} times on its "
+            "way"
+        )
     return None
 
 
@@ -192,8 +195,10 @@ def _draw_rounds(rng: random.Random, count: int, kinds: set[str], run_shape: Run
             else run_shape.num_saves
         )
         raise UsageError(
-            f"{count} faults are too many: in {run_shape.steps} steps the run saves {run_shape.num_saves} times on its way, and "
-            f"fault_tolerance.max_restarts={run_shape.max_restarts} lets it go on after {max_faults} faults; give it more steps, "
+            f"{count} faults are too many: in {run_shape.steps} steps the run saves {run_shape.num_saves} times on "
+            f"its way, and "
+            f"fault_tolerance.max_restarts={run_shape.max_restarts} lets it go on after {max_faults} faults; give it "
+            f"more steps, "
             "save more often (checkpoint.every) or ask for fewer (--faults)"
         )
     sizes: list[int] = []

@@ -57,9 +57,10 @@ def run_with_faults(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ChaosOutcome:
-    """Start the run, let the faults strike, start it again until it is over. `on_event` gets each of its events, `on_restart`
-    the number of each start but the first; `on_finish` is called when it is over by itself, before what is left of it is
-    ended. Whatever happens, the run has ended when this returns or raises."""
+    """Start the run, let the faults strike, start it again until it is over. `on_event` gets each of its events,
+    `on_restart`
+    the number of each start but the first; `on_finish` is called when it is over by itself, before what is left of it
+    is ended. Whatever happens, the run has ended when this returns or raises."""
     monitor, injection = context.monitor, inject_faults(faults, context)
     hang_timeout_s = max(MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS * context.typical.step_s)
     num_starts, last_event_at = 1, clock()
@@ -171,7 +172,8 @@ def verify_run(
             reasons.append(f"the digest of the last checkpoint is {stored}, and {expected} without faults")
         if num_injected < num_planned:
             reasons.append(
-                f"only {num_injected} of {num_planned} faults struck before the run was over: give it more steps, or fewer faults"
+                f"only {num_injected} of {num_planned} faults struck before the run was over: give it more steps, or "
+                f"fewer faults"
             )
     return ChaosVerdict((*reasons, *(f"left behind: {each}" for each in leftovers)))
 

@@ -81,8 +81,8 @@ def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def make_pod_failure_policy() -> Manifest:
-    """One bad end fails the Job at once, with a message that holds the code; `make_failure_policy` goes by that message.
-    Without the first rule a pod that was evicted would be made anew alone, while the others wait for it."""
+    """One bad end fails the Job at once, with a message that holds the code; `make_failure_policy` goes by that
+    message. Without the first rule a pod that was evicted would be made anew alone, while the others wait for it."""
     return {
         "rules": [
             {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},

@@ -95,7 +95,8 @@ def make_object_name(job: Job, options: KubernetesOptions) -> str:
     max_chars = 63 - len(f"-{options.worker_group_name}-0-{job.num_nodes - 1}") - POD_SUFFIX_CHARS
     if len(name) > max_chars:
         raise UsageError(
-            f"job name {job.name!r}: on Kubernetes the names of its {job.num_nodes} pods are made of it, which leaves it "
+            f"job name {job.name!r}: on Kubernetes the names of its {job.num_nodes} pods are made of it, which leaves "
+            f"it "
             f"{max_chars} characters; it has {len(name)}"
         )
     return name

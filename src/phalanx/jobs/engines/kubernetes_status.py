@@ -1,5 +1,5 @@
-"""What Kubernetes says of a job, in the words of `JobStatus`. Pure: it reads the objects that the API server answered with
-and asks nobody."""
+"""What Kubernetes says of a job, in the words of `JobStatus`. Pure: it reads the objects that the API server answered
+with and asks nobody."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -211,7 +211,8 @@ class RayBackend:
         url = address or self._address or next(filter(None, configured), DEFAULT_ADDRESS)
         if not url.startswith(("http://", "https://")):
             raise UsageError(
-                f"Ray's address {url}: expected the dashboard's, such as {DEFAULT_ADDRESS} (option address, or RAY_ADDRESS)"
+                f"Ray's address {url}: expected the dashboard's, such as {DEFAULT_ADDRESS} (option address, or "
+                f"RAY_ADDRESS)"
             )
         if url not in self._clients:
             try:

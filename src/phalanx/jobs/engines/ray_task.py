@@ -119,7 +119,10 @@ def describe_shortage(spec: DriverSpec, machine_resources: Sequence[Mapping[str,
     placement_text = (
         "each on a machine of its own" if spread else "on one machine" if "STRICT" in spec.strategy else "anywhere"
     )
-    return f"{spec.num_nodes} nodes with {needs} are wanted, {placement_text}; of {len(machine_resources)} machines there is room for {found}"
+    return (
+        f"{spec.num_nodes} nodes with {needs} are wanted, {placement_text}; of {len(machine_resources)} machines "
+        f"there is room for {found}"
+    )
 
 
 @dataclass(frozen=True)

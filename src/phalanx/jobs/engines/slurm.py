@@ -268,7 +268,8 @@ class SlurmBackend:
         if nodes and job.num_nodes > len(nodes):
             size_text = f"{len(nodes)} nodes" if len(nodes) > 1 else "1 node"
             raise UsageError(
-                f"job {job.name}: it needs {job.num_nodes} nodes, and {partition or 'the default partition'} has {size_text}: "
+                f"job {job.name}: it needs {job.num_nodes} nodes, and {partition or 'the default partition'} has "
+                f"{size_text}: "
                 f"{_clean_error(err)}"
             )
         if not any(state.startswith(("down", "drain", "fail", "maint", "unk")) for state in nodes.values()):

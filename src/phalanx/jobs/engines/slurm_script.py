@@ -2,8 +2,8 @@
 Pure: what was found out about the cluster goes in. Who sends them stands in slurm.
 
 All that a job, or a member of an array, writes lies in its folder, on a file system that all nodes share: `log`,
-`token.<attempt>`, `code.<attempt>.<render_node_script>`, `result`, `deaths` (in a row), and `unfit` when nodes are to be avoided. In
-`code` lies what travelled with it.
+`token.<attempt>`, `code.<attempt>.<render_node_script>`, `result`, `deaths` (in a row), and `unfit` when nodes are to
+be avoided. In `code` lies what travelled with it.
 """
 
 import shlex
@@ -29,7 +29,8 @@ def render_scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
 
 def render_array_scripts(jobs: Sequence[Job], version: Version, folder: Path) -> dict[str, str]:
     """The scripts of a job array, whose members differ in what they run and in nothing that Slurm is asked for: one
-    batch script, and for each member its node script in a folder named by its index. UsageError as for `render_scripts`."""
+    batch script, and for each member its node script in a folder named by its index. UsageError as for
+    `render_scripts`."""
     texts = {}
     for index, job in enumerate(jobs):
         member_dir = folder / str(index)
@@ -54,8 +55,8 @@ def _check_folders(job: Job, folder: Path) -> None:
 
 
 def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_dirs: Sequence[Path] = ()) -> str:
-    """What runs on the first node: starts the step, passes the warning on, and decides what its end means. `member_dirs`:
-    where those of an array start; each has a folder in `folder`."""
+    """What runs on the first node: starts the step, passes the warning on, and decides what its end means.
+    `member_dirs`: where those of an array start; each has a folder in `folder`."""
     output = str(folder).replace("%", "%%")  # Slurm puts numbers and names in for %j and the like
     output = f"{output}/%a/{LOG_FILE}" if member_dirs else f"{output}/{LOG_FILE}"
     parallel_suffix = f"%{job.max_parallel}" if job.max_parallel else ""

@@ -183,8 +183,8 @@ class JobDatabase:
     def add(
         self, job: Job, resources: Resources, max_queued: int, fill_dir: Callable[[Path], None] = lambda home: None
     ) -> int:
-        """Put a job into the queue; UsageError when `max_queued` wait already, or one of that name waits or runs. `fill_dir`
-        gets its folder, and nobody sees the job before that is filled."""
+        """Put a job into the queue; UsageError when `max_queued` wait already, or one of that name waits or runs.
+        `fill_dir` gets its folder, and nobody sees the job before that is filled."""
         with self._transaction():
             count = self._db.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()[0]
             if count >= max_queued:
@@ -194,7 +194,8 @@ class JobDatabase:
             ).fetchone()
             if same_name is not None:
                 raise UsageError(
-                    f"job {same_name['id']} is called {job.name} and {same_name['state']}: give this one another --name, or "
+                    f"job {same_name['id']} is called {job.name} and {same_name['state']}: give this one another "
+                    f"--name, or "
                     f"end that one (`phalanx jobs cancel {same_name['id']}`)"
                 )
             cursor = self._db.execute(

@@ -273,8 +273,8 @@ def spawn_runner(job_dir: Path, attempt: int) -> int:
 
 
 def ensure_running(folder: Path, may_be_idle: bool = True) -> bool:
-    """Have a supervisor for the queue; whether one was started. `may_be_idle`: one that lives may have found nothing to do and
-    be about to leave, so another is started, which waits for that and leaves again if the first one stays."""
+    """Have a supervisor for the queue; whether one was started. `may_be_idle`: one that lives may have found nothing to
+    do and be about to leave, so another is started, which waits for that and leaves again if the first one stays."""
     lock_fd = _open_lock_file(folder)
     try:
         if acquire_lock(lock_fd, 0):

@@ -383,8 +383,8 @@ class _FakeFusedAttention(torch.autograd.Function):
 
 
 class AttentionCaptureMode(TorchFunctionMode):
-    """Puts `_FakeFusedAttention` in the place of torch's fused attention, and dropout as GPUs do it, which keeps a mask of a byte
-    for each element, in the place of the meta device's, which keeps a factor."""
+    """Puts `_FakeFusedAttention` in the place of torch's fused attention, and dropout as GPUs do it, which keeps a mask
+    of a byte for each element, in the place of the meta device's, which keeps a factor."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()

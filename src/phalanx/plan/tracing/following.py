@@ -111,7 +111,8 @@ def image_classification_forward(channels: int, height: int, width: int) -> Loss
 
 
 def profile_model(model: nn.Module, forward: LossFromSamples, units_per_sample: int) -> ModelProfile:
-    """The profile of a model on the meta device; `forward(model, samples)` gives its loss, a sample has `units_per_sample`."""
+    """The profile of a model on the meta device; `forward(model, samples)` gives its loss, a sample has
+    `units_per_sample`."""
     with without_compiler(), without_symbols():
         small_trace, large_trace = (_trace_model(model, forward, samples) for samples in TRACED_MICRO_SIZES)
     if [len(each.ops) for each in small_trace] != [len(each.ops) for each in large_trace]:

@@ -1,7 +1,7 @@
 """Checkpoints: saved lazily beside training, whole or not there, every byte verified when read, under any layout.
 
-`CheckpointSaver` writes what one rank holds, `find_newest_good` finds the newest good one, `digest` tells whether two runs are
-the same run. The format is plain safetensors and JSON, described in `format.py`; nothing is ever pickled.
+`CheckpointSaver` writes what one rank holds, `find_newest_good` finds the newest good one, `digest` tells whether two
+runs are the same run. The format is plain safetensors and JSON, described in `format.py`; nothing is ever pickled.
 """
 
 from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint

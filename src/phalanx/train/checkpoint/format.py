@@ -68,8 +68,8 @@ MAX_CUTS_PER_SHARD = 50
 
 
 class CorruptCheckpointError(DataError):
-    """A file of a checkpoint is missing, torn or changed: the next older checkpoint may still be good. `storage_error`: what
-    storage said that could not read it, where it was that: it may be able to later."""
+    """A file of a checkpoint is missing, torn or changed: the next older checkpoint may still be good. `storage_error`:
+    what storage said that could not read it, where it was that: it may be able to later."""
 
     def __init__(self, file: Path, reason: str, storage_error: OSError | None = None):
         super().__init__(f"{file}: {reason}")
@@ -272,7 +272,8 @@ def _overlap(a: ShardRecord, b: ShardRecord) -> bool:
 
 
 def merge_rank_manifests(rank_manifests: Iterable[RankManifest], meta: dict[str, Any]) -> CheckpointManifest:
-    """The manifest of a checkpoint whose ranks wrote `rank_manifests`. ValueError if together they do not hold every tensor."""
+    """The manifest of a checkpoint whose ranks wrote `rank_manifests`. ValueError if together they do not hold every
+    tensor."""
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
     for rank_manifest in rank_manifests:

@@ -132,7 +132,8 @@ def write_shard_record(copy: Path, shard: InMemoryShard) -> None:
 
 
 def merge_shards(shards: Sequence[InMemoryShard], preferred_ranks: Collection[int] = ()) -> CheckpointManifest:
-    """The manifest of a copy from its parts: a block that several hold is taken from ranks in `preferred_ranks`, else from the
+    """The manifest of a copy from its parts: a block that several hold is taken from ranks in `preferred_ranks`, else
+    from the
     first. ValueError when they do not hold every tensor whole, of so many as their `meta` says under TENSORS."""
     ordered = sorted(shards, key=lambda shard: (shard.rank not in preferred_ranks, shard.rank))
     tensors: dict[str, TensorRecord] = {}
@@ -162,7 +163,8 @@ def merge_shards(shards: Sequence[InMemoryShard], preferred_ranks: Collection[in
 
 
 class InMemorySaver(CheckpointSaver):
-    """Saves one rank's parts, into the folder of its node and by `send_to_replica` to another. `token` is the line of history;
+    """Saves one rank's parts, into the folder of its node and by `send_to_replica` to another. `token` is the line of
+    history;
     `before_write` is called in the background before anything is written. `written` are never removed by `abandon`."""
 
     def __init__(

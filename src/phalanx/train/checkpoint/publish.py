@@ -1,7 +1,8 @@
 """From a directory full of written files to a checkpoint, in one step that cannot be seen half done.
 
 Everything happens under names that no reader looks at, is fsynced, and is then renamed. A process that dies at any
-moment leaves either the whole checkpoint or a temporary directory, which `clean_checkpoint_dir` removes. Nothing here knows tensors.
+moment leaves either the whole checkpoint or a temporary directory, which `clean_checkpoint_dir` removes. Nothing here
+knows tensors.
 """
 
 import errno
@@ -53,7 +54,8 @@ def sync_directory(path: Path) -> None:
 def commit_checkpoint(temporary: Path, final: Path, rank_manifest_paths: Sequence[Path], meta: dict[str, Any]) -> int:
     """Make `temporary`, in which every rank's data lie fsynced, the checkpoint `final`; return its bytes.
 
-    `rank_manifest_paths` are the ranks' own manifests (JSON); they are merged and removed. A checkpoint that has the name already (a
+    `rank_manifest_paths` are the ranks' own manifests (JSON); they are merged and removed. A checkpoint that has the
+    name already (a
     step done again after a fall-back) is moved aside first and removed when the new one stands. OSError when the disk
     refuses, or a rank never wrote its share; what was there before then still stands.
     """
@@ -108,8 +110,8 @@ def discard_directory(path: Path) -> None:
 def clean_checkpoint_dir(directory: Path, keep_step: int | None = None) -> list[Path]:
     """Finish or undo what a killed process left in a directory of checkpoints, and return what was removed.
 
-    One process calls it before any starts to save, or while they save the step to `keep_step` and no other. A checkpoint
-    that had been moved aside comes back if the one that was to replace it never got its place.
+    One process calls it before any starts to save, or while they save the step to `keep_step` and no other. A
+    checkpoint that had been moved aside comes back if the one that was to replace it never got its place.
     """
     if not directory.is_dir():
         return []

@@ -151,7 +151,8 @@ class CheckpointSaver:
     def start(
         self, step: int, shards: Sequence[TensorShard], meta: dict[str, Any], copy_now: Collection[str] = ()
     ) -> None:
-        """Begin to save `shards` as they are now. The tensors must not change before `wait_snapshot_copied`, except those named
+        """Begin to save `shards` as they are now. The tensors must not change before `wait_snapshot_copied`, except
+        those named
         in `copy_now` (buffers that forward changes): these are copied before this returns. `meta` is anything JSON can
         hold, the same on all ranks; `step` and `samples` belong into it. UsageError when there is no room; OSError
         when that cannot be known, because storage fails."""

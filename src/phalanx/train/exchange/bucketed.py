@@ -36,15 +36,17 @@ from phalanx.train.tree import TreeNode, count_merges_after, cover_range
 class BucketedReducer:
     """Sums gradients over micro-batches and workers.
 
-    For every micro-batch: `begin_backward`, backward, `end_backward`; then once `reduce_gradients`, after which every parameter's `.grad` is a view
+    For every micro-batch: `begin_backward`, backward, `end_backward`; then once `reduce_gradients`, after which every
+    parameter's `.grad` is a view
     of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
     all counts as zero. Under `fixed-world`, what is written into `slots` (fp32, of the number asked for) before the
     last backward is summed with the gradients; it is None where they could not travel in one operation.
 
-    Each worker owns its `feed.micro_batch_range` of the micro-batches; `group` is theirs (None: everybody). Of a parameter that
-    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. `powersgd_rank` is that of
-    what `powersgd` sends after the first `warmup_steps` steps, of which `start_step` tells. RecipeError when one backward
-    makes a gradient twice, as re-entrant checkpointing of activations can.
+    Each worker owns its `feed.micro_batch_range` of the micro-batches; `group` is theirs (None: everybody). Of a
+    parameter that
+    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. `powersgd_rank` is that
+    of what `powersgd` sends after the first `warmup_steps` steps, of which `start_step` tells. RecipeError when one
+    backward makes a gradient twice, as re-entrant checkpointing of activations can.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class BucketedReducer:
             self._comm_queue.close()
         self._comm_queue, self._started, self._factory = None, self.world_size == 1, factory
         if self._metric_slots_memory is not None:
-            self._metric_slots_memory.zero_()  # or what was last agreed would be summed again and again, and be rounded with gradients
+            self._metric_slots_memory.zero_()  # or the last sums would be summed again, and be rounded with gradients
         self.metric_slots = self._metric_slots_memory if factory.carries_metrics else None
         if factory.uses_error_feedback:
             self.enable_error_feedback()
@@ -230,8 +232,8 @@ class BucketedReducer:
         return {parameter: basis for parameter, basis in pairs if basis is not None}
 
     def local_squared_norm(self) -> Tensor | None:
-        """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `is_elastic`, whose
-        micro-batches stay apart."""
+        """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `is_elastic`,
+        whose micro-batches stay apart."""
         gradients = self._local_grads()
         return total_norm(gradients).square() if gradients else None
 

@@ -34,8 +34,8 @@ class FlatBuffer:
 class Bucket:
     """Some parameters whose gradients travel together.
 
-    `num_used` elements hold gradients; the rest up to `num_elements`, slots and what makes the bucket a multiple of `world_size` equal
-    parts, belongs to no norm: `num_used` does not depend on the world.
+    `num_used` elements hold gradients; the rest up to `num_elements`, slots and what makes the bucket a multiple of
+    `world_size` equal parts, belongs to no norm: `num_used` does not depend on the world.
     """
 
     parameters: list[nn.Parameter]
@@ -126,8 +126,9 @@ def make_buckets(
     overlaps_backward: bool = False,
 ) -> list[Bucket]:
     """Cut parameters, last first (roughly the order in which backward makes gradients), into buckets of at most
-    `bucket_bytes` bytes (a larger parameter has one of its own). A bucket has one dtype and one device. The last has room
-    for so many `num_metric_slots` after its gradients. `dtype`: of what travels, where it is not the parameters'. `overlaps_backward`: they
+    `bucket_bytes` bytes (a larger parameter has one of its own). A bucket has one dtype and one device. The last has
+    room for so many `num_metric_slots` after its gradients. `dtype`: of what travels, where it is not the parameters'.
+    `overlaps_backward`: they
     travel beside backward, so the last of several is cut once more, to leave little that comes after it."""
     groups: list[list[nn.Parameter]] = []
     size = 0.0

@@ -46,10 +46,11 @@ class StepTiming:
 
 @dataclass(frozen=True)
 class SelectionState:
-    """How far the choice is; part of every checkpoint. `algorithm` sums gradients among `num_replicas` replicas (0: nothing
+    """How far the choice is; part of every checkpoint. `algorithm` sums gradients among `num_replicas` replicas (0:
+    nothing
     was decided yet); `seen` are strategies that were tried, `is_final` says that one of them was taken. `foretold` is
-    the efficiency that it was tried for. `num_changed_checks` counts looks that found another share, `num_restarts` how often strategies
-    were tried anew."""
+    the efficiency that it was tried for. `num_changed_checks` counts looks that found another share, `num_restarts` how
+    often strategies were tried anew."""
 
     algorithm: str = ""
     num_replicas: int = 0
@@ -98,7 +99,10 @@ def update_selection(
         timings={},
         predicted_efficiency=None,
     )
-    reason = f"with {selection.algorithm} {timing.exposed_fraction:.1%} of a step is exposed, and no more {before.exposed_fraction:.1%}"
+    reason = (
+        f"with {selection.algorithm} {timing.exposed_fraction:.1%} of a step is exposed, and no more "
+        f"{before.exposed_fraction:.1%}"
+    )
     if timing.exposed_fraction > before.exposed_fraction and selection.algorithm != candidates[-1]:
         now, retry_reason = _select_after_trial(replace(restarted, timings={selection.algorithm: timing}), candidates)
         return now, f"{reason}; {retry_reason}"
@@ -114,7 +118,10 @@ def _select_after_trial(selection: SelectionState, candidates: Sequence[str]) ->
         predicted_s = predict_step_s(next_algorithm, timings)
         if predicted_s <= (1 - MIN_PREDICTED_GAIN) * fastest:
             predicted = compute_time_s(timings) / predicted_s
-            retry_reason = f"with {current} {timings[current].exposed_fraction:.1%} of a step is exposed{_format_efficiencies(selection)}"
+            retry_reason = (
+                f"with {current} {timings[current].exposed_fraction:.1%} of a step is "
+                f"exposed{_format_efficiencies(selection)}"
+            )
             retry_reason += f"; {next_algorithm} is predicted {predicted:.2f}"
             return replace(selection, algorithm=next_algorithm, predicted_efficiency=predicted), retry_reason
         note = f"; {next_algorithm} promises no faster step"

@@ -47,7 +47,8 @@ class _SubmittedStart:
 
 
 class CommQueue:
-    """`submit` for every bucket of a step in turn, then `wait_all`. What goes wrong anywhere is raised by `wait_all`."""
+    """`submit` for every bucket of a step in turn, then `wait_all`. What goes wrong anywhere is raised by
+    `wait_all`."""
 
     def __init__(self, algorithm: GradSyncAlgorithm, use_threads: bool):
         self._algorithm = algorithm

@@ -32,8 +32,8 @@ class P2PScatterGather:
     def all_to_all(
         self, sent: Tensor, received: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> PendingWork | None:
-        """Begin to give each worker its part of what is here, so many numbers `send_counts` to each rank and `recv_counts` from
-        each."""
+        """Begin to give each worker its part of what is here, so many numbers `send_counts` to each rank and
+        `recv_counts` from each."""
         if self._comm.on_cpu:
             return _P2PAllToAll(
                 sent.split(list(send_counts)), received.split(list(recv_counts)), self._comm, self._comm.group
@@ -44,8 +44,8 @@ class P2PScatterGather:
         return work
 
     def all_gather(self, bucket_index: int, own: Tensor, whole: Tensor) -> PendingWork | None:
-        """Bring the parts of all workers, which are equally long, to each of them. They are of bucket `bucket_index`: several
-        may be gathered side by side. On a CPU it is done by whoever waits for it."""
+        """Bring the parts of all workers, which are equally long, to each of them. They are of bucket `bucket_index`:
+        several may be gathered side by side. On a CPU it is done by whoever waits for it."""
         if not self._comm.on_cpu:
             return all_gather_into(whole, own, self._comm.second_group, wait=False)
         rank, world_size = self._comm.rank, self._comm.world_size

@@ -21,7 +21,8 @@ from phalanx.train.tree import TreeNode, sum_tree
 
 
 class DeterministicTree(LosslessAlgorithm):
-    """`tree_nodes_by_rank`: of each worker the nodes of the tree over `num_micro_batches` that it has in `bucket.finished`. `max_bytes`: bytes
+    """`tree_nodes_by_rank`: of each worker the nodes of the tree over `num_micro_batches` that it has in
+    `bucket.finished`. `max_bytes`: bytes
     that travel together. Buffers are kept from step to step: memory that is used for the first time is slow."""
 
     carries_metrics = False
@@ -99,8 +100,8 @@ class _BucketChunk:
 
 
 def split_evenly(length: int, unit: int, max_elements: float) -> list[slice]:
-    """[0, length) in as few nearly equal parts as have at most `max_elements` elements each, whole units; a part has at least
-    one unit."""
+    """[0, length) in as few nearly equal parts as have at most `max_elements` elements each, whole units; a part has at
+    least one unit."""
     units = length // unit
     count = min(math.ceil(length / max_elements), units)
     ends = [units * k // count * unit for k in range(count + 1)]

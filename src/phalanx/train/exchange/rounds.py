@@ -34,8 +34,8 @@ FRAGMENT_UPDATE_ALPHA = 0.5
 
 
 class LocalSGD:
-    """A worker's part in what a `schedule` says. When it is made, and at `start_round`, all workers hold the same weights.
-    `in_sync`: whether they do now."""
+    """A worker's part in what a `schedule` says. When it is made, and at `start_round`, all workers hold the same
+    weights. `in_sync`: whether they do now."""
 
     def __init__(
         self,

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """Each of `num_fragments` leaves every so many steps, one after the other at equal distances, and lands `sync_delay` steps
+    """Each of `num_fragments` leaves every so many steps, one after the other at equal distances, and lands
+    `sync_delay` steps
     later, before the next leaves. After the `last_step` step of a run all land, so that it ends with the same weights
-    everywhere. Before that, in the first `warmup_steps` steps, all leave and land after each: weights change fast then, and
-    what workers learn apart does not add up (post-local SGD: Lin et al. 2020, arXiv 1808.07217)."""
+    everywhere. Before that, in the first `warmup_steps` steps, all leave and land after each: weights change fast then,
+    and what workers learn apart does not add up (post-local SGD: Lin et al. 2020, arXiv 1808.07217)."""
 
     sync_every: int
     last_step: int

@@ -1,7 +1,8 @@
 """What an exchange asks of a strategy: how one bucket after the other is summed over the workers.
 
 A sum has up to two stages on the network, with arithmetic before, between and after them. `start` begins the first as
-soon as backward has filled the bucket; `start_second_phase` runs when that has arrived, beside backward, and begins the second;
+soon as backward has filled the bucket; `start_second_phase` runs when that has arrived, beside backward, and begins the
+second;
 `finish` runs at the end of the step. All workers send buckets in the same order, and answer them in the same order. The
 two stages go over groups of their own: which of several buckets is at which stage depends on time, and operations of
 one group must come in one order everywhere.
@@ -38,8 +39,8 @@ class PendingWorks:
 
 @dataclass(frozen=True)
 class CommContext:
-    """Where a strategy works: as `rank` of `world_size`, over `group` and `second_group`, two groups of the same workers. `node_of_rank`
-    tells of each rank on which machine it is, by number."""
+    """Where a strategy works: as `rank` of `world_size`, over `group` and `second_group`, two groups of the same
+    workers. `node_of_rank` tells of each rank on which machine it is, by number."""
 
     rank: int
     world_size: int
@@ -57,9 +58,10 @@ class CommContext:
 
 class GradSyncAlgorithm(Protocol):
     """Sums buckets. `carries_metrics`: fp32 is summed as it is, so that other numbers can go along in a bucket's slots.
-    `is_two_phase`: it has a second stage, or does everything there. `uses_error_feedback`: buckets need a `residual` for what could
-    not be sent yet; `is_low_rank`: and `bases`, on which gradients are projected. `num_channels`: so many buckets may be at the
-    same stage side by side, for whoever can tell apart what arrives."""
+    `is_two_phase`: it has a second stage, or does everything there. `uses_error_feedback`: buckets need a `residual`
+    for what could
+    not be sent yet; `is_low_rank`: and `bases`, on which gradients are projected. `num_channels`: so many buckets may
+    be at the same stage side by side, for whoever can tell apart what arrives."""
 
     carries_metrics: bool
     is_two_phase: bool

@@ -30,6 +30,6 @@ torch.library.register_fake("phalanx::add_product", lambda total, used, rows, in
 
 
 def accumulate_wgrad(grad_sum: Tensor, started: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """total [o, i] += rows [n, o]^T inputs [n, i], in total's precision. Where `started` (0-d, on the CPU) is 0, total is
-    set to that, and `started` to 1."""
+    """total [o, i] += rows [n, o]^T inputs [n, i], in total's precision. Where `started` (0-d, on the CPU) is 0, total
+    is set to that, and `started` to 1."""
     torch.ops.phalanx.add_product(grad_sum, started, rows, inputs)

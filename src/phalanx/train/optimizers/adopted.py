@@ -27,12 +27,12 @@ SCHEDULER_REFUSED_HINT = (
 
 
 class UserOptimizer(OptimizerContainer):
-    """`base_lr` is the highest learning rate of its groups as the loop set it: what the schedule's factor is applied to;
-    the other groups follow in proportion.
+    """`base_lr` is the highest learning rate of its groups as the loop set it: what the schedule's factor is applied
+    to; the other groups follow in proportion.
 
     UsageError when the optimizer does not train just the model's parameters: one that was built before the model was
-    divided would train nothing. `is_sharded` says that workers hold parts of parameters: then the state must be cut like
-    them.
+    divided would train nothing. `is_sharded` says that workers hold parts of parameters: then the state must be cut
+    like them.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, is_sharded: bool = False):

@@ -36,8 +36,8 @@ class OptimizerContainer:
     """One or two torch optimizers that act as one. `parameter_names` are its parameters, in the model's order.
 
     `seed` is the run's, for stochastic rounding. `offload` keeps the state of parameters on a GPU in host memory.
-    `norm_fn` gives norms of whole parameters where tensor parallel cuts them. `is_pipeline_stage`: the model is one stage of a
-    pipeline, which may have nothing to train. RecipeError when any other model has nothing to train.
+    `norm_fn` gives norms of whole parameters where tensor parallel cuts them. `is_pipeline_stage`: the model is one
+    stage of a pipeline, which may have nothing to train. RecipeError when any other model has nothing to train.
     """
 
     def __init__(

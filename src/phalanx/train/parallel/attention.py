@@ -85,8 +85,8 @@ def attention_over_context(
 ) -> Tensor:
     """Attention of this rank's queries [b, h, s/n, d] to the keys and values [b, g, s/n, d] of the whole sequence.
 
-    Causal or full; `masks`, those of `make_document_masks`, take the place of the causal rule. h must be a multiple of g.
-    Returns [b, h, s/n, dv]. RecipeError if `alltoall` cannot divide the heads.
+    Causal or full; `masks`, those of `make_document_masks`, take the place of the causal rule. h must be a multiple of
+    g. Returns [b, h, s/n, dv]. RecipeError if `alltoall` cannot divide the heads.
     """
     query, key, value = (_cast_to_autocast_dtype(x) for x in (query, key, value))
     attention_fn = _attention_all_gather if method == "gather" else _attention_all_to_all

@@ -55,7 +55,8 @@ def _find_repeated(model: nn.Module, *, allow_sequential: bool) -> list[str]:
 def _iterate_outermost(
     module: nn.Module, prefix: str, excluded_kinds: set[object], allow_sequential: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Children of containers that can be blocks, without those that lie in another; kinds in `excluded_kinds` are not."""
+    """Children of containers that can be blocks, without those that lie in another; kinds in `excluded_kinds` are
+    not."""
     for name, child in module.named_children():
         if name == _PARAMETRIZATIONS_NAME:
             continue

@@ -74,8 +74,8 @@ def find_position_argument(model: nn.Module) -> str | None:
 
 def check_context_parallel(model: nn.Module, length: int) -> str:
     """What can be seen before any work: that the model can train with sequences of `length` tokens split. Returns its
-    `find_position_argument`. RecipeError if it has none, or if its Hugging Face configuration names attention that is not
-    scaled_dot_product_attention over the whole sequence."""
+    `find_position_argument`. RecipeError if it has none, or if its Hugging Face configuration names attention that is
+    not scaled_dot_product_attention over the whole sequence."""
     argument = find_position_argument(model)
     name = type(model).__name__
     if argument is None:
@@ -109,12 +109,13 @@ class ContextParallel:
         whatever mask it came with.
     replace_masks: for models that make a causal mask of their own where positions jump, as they do under `gather`
         (Hugging Face's do): without documents, such a mask is replaced by causal attention over the whole sequence
-        instead of being refused. Only for models that `check_context_parallel` accepted. They make it on all ranks but the last,
+        instead of being refused. Only for models that `check_context_parallel` accepted. They make it on all ranks but
+        the last,
         whose chunks are neighbours, and repeat key-value heads where they do; so on the last they are repeated here.
 
     It is active for all threads of the process, since a recomputation may run in one of autograd's. It must be active
-    there, too: hand `make_checkpoint_contexts` to checkpoint, or keep it active around the backward. Blocks may be compiled,
-    with recomputation inside or outside. Raises RecipeError for calls that it would get wrong.
+    there, too: hand `make_checkpoint_contexts` to checkpoint, or keep it active around the backward. Blocks may be
+    compiled, with recomputation inside or outside. Raises RecipeError for calls that it would get wrong.
 
     The name `torch.nn.functional.scaled_dot_product_attention` is what it replaces, and puts back. (A function mode
     would serve models that took the function by another name before, but torch.compile follows neither recomputation

@@ -1,8 +1,9 @@
 """What a worker holds of a logical tensor: pure arithmetic over blocks, no tensors and no processes.
 
-Tensor and expert parallel cut a parameter along one dimension (`DimShard`); FSDP then cuts the rows of what is left into
-equal parts. `compute_global_blocks` turns both into blocks of the logical tensor, which is how checkpoints are written under one layout
-and read under another.
+Tensor and expert parallel cut a parameter along one dimension (`DimShard`); FSDP then cuts the rows of what is left
+into
+equal parts. `compute_global_blocks` turns both into blocks of the logical tensor, which is how checkpoints are written
+under one layout and read under another.
 """
 
 import itertools
@@ -36,7 +37,8 @@ class DimShard:
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """A block that this rank holds: `local_start` in its local tensor, `global_offset` in the logical one, and `extent` in both."""
+    """A block that this rank holds: `local_start` in its local tensor, `global_offset` in the logical one, and `extent`
+    in both."""
 
     local_start: tuple[int, ...]
     global_offset: tuple[int, ...]
@@ -83,7 +85,8 @@ def compute_global_blocks(
 ) -> GlobalBlocks:
     """What a rank holds of a logical tensor.
 
-    `local_shape` is the shape after `dim_shards`, before FSDP; `rows` the range of its first dimension that FSDP left here
+    `local_shape` is the shape after `dim_shards`, before FSDP; `rows` the range of its first dimension that FSDP left
+    here
     (None: all). Cuts lie along different dimensions. Of a tensor without elements each rank holds a block without any.
     """
     shape = list(local_shape)

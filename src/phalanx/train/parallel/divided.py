@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A worker's part of a logical tensor: `tensor` (local, live), where it belongs (`global_blocks`), and the mesh axes
-    along which other ranks hold just the same."""
+    """A worker's part of a logical tensor: `tensor` (local, live), where it belongs (`global_blocks`), and the mesh
+    axes along which other ranks hold just the same."""
 
     tensor: Tensor
     global_blocks: GlobalBlocks
@@ -43,9 +43,10 @@ class LocalTensor:
 @dataclass
 class ParallelModel:
     """The local part of a model. `modules` have the model's own names for what they hold (one module, or one for each
-    of this worker's pipeline stages). `dim_shards` and `partial_grads` are by parameter name, as tensor and expert parallel left
-    them; `tied_params` are parameters that another stage holds, too, over its group, and `is_owner` whether they count here;
-    `buffers_owned_elsewhere` are buffers and extra state that another stage saves."""
+    of this worker's pipeline stages). `dim_shards` and `partial_grads` are by parameter name, as tensor and expert
+    parallel left
+    them; `tied_params` are parameters that another stage holds, too, over its group, and `is_owner` whether they count
+    here; `buffers_owned_elsewhere` are buffers and extra state that another stage saves."""
 
     mesh: Mesh
     modules: tuple[nn.Module, ...]

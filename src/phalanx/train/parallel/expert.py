@@ -2,8 +2,8 @@
 
 Any module may be divided that says `expert_parallel = True`, whose parameters all have the expert as first dimension,
 and whose `forward(x, counts)` takes rows x [m, w] sorted by expert and how many there are for each, counts [E] (int64),
-gives rows [m, ...] in the same order, and takes as many experts as it finds weights for. Our `GroupedExperts` does, and so may
-a user's. (Lepikhin et al. 2020, GShard; but no row is dropped, so their numbers differ from rank to rank.)
+gives rows [m, ...] in the same order, and takes as many experts as it finds weights for. Our `GroupedExperts` does, and
+so may a user's. (Lepikhin et al. 2020, GShard; but no row is dropped, so their numbers differ from rank to rank.)
 
 The rows of all the group's ranks meet at the one rank that has their expert. So there the gradient of the expert's
 weights is already the sum over the group, and must not be added up over it again.

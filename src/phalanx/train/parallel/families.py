@@ -49,7 +49,8 @@ class TPPlan:
     """Models that are cut alike."""
 
     styles: Mapping[str, str]
-    """Pattern -> style. Patterns are of the whole model; for one without its head (`base_prefix`), see `find_tp_plan`."""
+    """Pattern -> style. Patterns are of the whole model; for one without its head (`base_prefix`), see
+    `find_tp_plan`."""
     divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Pattern of modules -> attributes that count heads or features, and are divided by the number of ranks with them.
     """

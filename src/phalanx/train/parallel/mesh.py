@@ -46,12 +46,13 @@ def rank_coordinates(parallelism: Parallelism, rank: int) -> dict[str, int]:
 class Mesh:
     """This worker's place in a layout, and the groups that it belongs to; a group of one is None.
 
-    `stage_group` are all ranks that hold the same layers. `dp_rank` numbers the parts of the batch, 0 <= data < data_size: ranks
+    `stage_group` are all ranks that hold the same layers. `dp_rank` numbers the parts of the batch, 0 <= data <
+    data_size: ranks
     that differ in pipeline, context or tensor only work on the same samples. `fsdp_mesh` is the DeviceMesh over which
     parameters are sharded ("shard"), or sharded and replicated ("replicate", "shard") where sums over replicas are left
     to FSDP; None where they are whole.
-    `expert_fsdp_mesh` is the same for experts, whose number of owners is smaller by `expert_group`. `is_tree_hsdp`: the ranks that shard
-    a replica take micro-batches in turns, and sums over replicas are not left to FSDP.
+    `expert_fsdp_mesh` is the same for experts, whose number of owners is smaller by `expert_group`. `is_tree_hsdp`: the
+    ranks that shard a replica take micro-batches in turns, and sums over replicas are not left to FSDP.
     """
 
     parallelism: Parallelism
@@ -132,8 +133,8 @@ def build_mesh(
     connection_scope: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
 ) -> Mesh:
     """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; the
-    `recipe` says who sums between sharded replicas. What `connection_scope` gives for a dimension is entered while its group
-    opens connections."""
+    `recipe` says who sums between sharded replicas. What `connection_scope` gives for a dimension is entered while its
+    group opens connections."""
     own_coordinates = rank_coordinates(parallelism, dist_env.rank)
     world_group = dist.group.WORLD if parallelism.world > 1 else None
     if parallelism.replicate == parallelism.world:

@@ -37,8 +37,10 @@ from phalanx.train.precision import AUTOCAST_DTYPES
 class ParallelConfig:
     """How the parts of a model are to be computed: what the recipe says besides the layout. `sequence` is the length
     of the sequences, where there are any; `vocabulary` whether the loss can be computed over parts of the vocabulary.
-    `float8_selector`, given a model and the names of its blocks, has linear layers in them computed in fp8, and returns which.
-    `cache_weight_casts`: linear layers in blocks, and the `lm_head` layer, keep their weights in autocast's dtype for a step.
+    `float8_selector`, given a model and the names of its blocks, has linear layers in them computed in fp8, and returns
+    which.
+    `cache_weight_casts`: linear layers in blocks, and the `lm_head` layer, keep their weights in autocast's dtype for a
+    step.
     """
 
     precision: str = "fp32"
@@ -54,8 +56,9 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What was found in a whole model before any of it is divided: its `blocks` in order, the tensor-parallel `tp_styles`
-    of its modules, attributes that `divided_attributes` heads, and whether hidden states are cut along the `sequence`."""
+    """What was found in a whole model before any of it is divided: its `blocks` in order, the tensor-parallel
+    `tp_styles` of its modules, attributes that `divided_attributes` heads, and whether hidden states are cut along the
+    `sequence`."""
 
     blocks: tuple[str, ...]
     tp_styles: Mapping[str, str]
@@ -88,7 +91,8 @@ def plan_model(model: nn.Module, parallelism: Parallelism, config: ParallelConfi
     length = None if config.seq_len is None else config.seq_len // parallelism.context
     if parallelism.async_tp and (length is None or length % (parallelism.tensor * ASYNC_TP_CHUNKS)):
         raise RecipeError(
-            f"parallelism.async_tp: needs sequences that {parallelism.tensor} ranks can share in {ASYNC_TP_CHUNKS} chunks each; "
+            f"parallelism.async_tp: needs sequences that {parallelism.tensor} ranks can share in {ASYNC_TP_CHUNKS} "
+            f"chunks each; "
             f"a rank's have {length} positions"
         )
     return ModelPlan(blocks, tp_styles, divided_attributes, length is not None and length % parallelism.tensor == 0)

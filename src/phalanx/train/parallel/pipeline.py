@@ -97,7 +97,8 @@ class StageIO(NamedTuple):
 class Pipeline:
     """This rank's stages of a pipeline over `group`, by number. They may have been wrapped, sharded or compiled.
 
-    `get_loss_scale` is asked in each backward for the factor of the loss (fp16). The shapes of activations are found at the
+    `get_loss_scale` is asked in each backward for the factor of the loss (fp16). The shapes of activations are found at
+    the
     first step, by a forward of each stage in turn on zeros, and again when a batch has another shape; all micro-batches
     of a step must have the same.
     """

@@ -21,7 +21,8 @@ from phalanx.train.forward_state import snapshot_weight_versions
 PARAM_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether FSDP can reduce zeros for what a backward did not use, as it can since torch 2.13. Where it cannot, it must
-not sum over replicas either: what only the backwards before the last used would stay behind (`set_all_reduce_required`)."""
+not sum over replicas either: what only the backwards before the last used would stay behind
+(`set_all_reduce_required`)."""
 
 
 def apply_fsdp(

@@ -55,9 +55,10 @@ def balance_stage_bounds(
     """Bounds [stages + 1] of the stages' blocks: stage k has blocks [bounds[k], bounds[k + 1]), at least one.
 
     Without weights the numbers of blocks are as even as can be, and the ends, which also have embedding and head, get
-    the smaller ones. `weights` [blocks] say what each block costs (parameters, FLOPs, seconds), `embedding_cost` and `head_cost`
-    what embedding and head do, in the same unit: the dearest stage becomes as cheap as possible. `blocks_per_stage` [stages]
-    gives the numbers of blocks outright. RecipeError when they do not fit.
+    the smaller ones. `weights` [blocks] say what each block costs (parameters, FLOPs, seconds), `embedding_cost` and
+    `head_cost`
+    what embedding and head do, in the same unit: the dearest stage becomes as cheap as possible. `blocks_per_stage`
+    [stages] gives the numbers of blocks outright. RecipeError when they do not fit.
     """
     if stages > blocks:
         raise RecipeError(
@@ -67,7 +68,8 @@ def balance_stage_bounds(
     if blocks_per_stage is not None:
         if len(blocks_per_stage) != stages or sum(blocks_per_stage) != blocks or min(blocks_per_stage) < 1:
             raise RecipeError(
-                f"parallelism.pipeline: blocks per stage {list(blocks_per_stage)} must be {stages} numbers of at least 1 that "
+                f"parallelism.pipeline: blocks per stage {list(blocks_per_stage)} must be {stages} numbers of at "
+                f"least 1 that "
                 f"add up to the {blocks} blocks of the model"
             )
         return tuple(sum(blocks_per_stage[:stage]) for stage in range(stages + 1))
@@ -296,7 +298,8 @@ class StageModule(nn.Module):
     """A stage as a module: the activation received [...] (None on the first stage) -> the activation to send, or, on
     the last stage, the sum of losses (0-d, fp32). Parameters are called `model.` and then as in the model.
 
-    `set_batches` gives it the batches of a step, and `micro_batch_index` says whose turn it is: micro-batch `micro_batch_index` is computed by the
+    `set_batches` gives it the batches of a step, and `micro_batch_index` says whose turn it is: micro-batch
+    `micro_batch_index` is computed by the
     next forward. What the objective returned for each, detached, is in `results` on the last stage.
 
     In training mode `seed(micro_batch, stage)` sets the random numbers before each forward; it must mix in the stage,

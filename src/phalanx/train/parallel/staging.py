@@ -37,7 +37,8 @@ def partition_model(
     assign_stage_owners(parallelism.pipeline_schedule, count, parallelism.pipeline)
     if len(model_plan.blocks) < count:
         raise RecipeError(
-            f"parallelism.pipeline: {count} stages ({parallelism.pipeline_schedule} on {parallelism.pipeline} ranks) need as "
+            f"parallelism.pipeline: {count} stages ({parallelism.pipeline_schedule} on {parallelism.pipeline} ranks) "
+            f"need as "
             f"many blocks, and the model has {len(model_plan.blocks)}"
         )
     dataflow = trace_dataflow(model, model_plan.blocks, _flatten_loss(loss_fn), batch)
@@ -218,6 +219,7 @@ def check_single_buffer_owner(
         ]
         if len(stages_with_buffer) > 1:
             raise RecipeError(
-                f"parallelism.pipeline_schedule: forwards change {name}, of which stages {stages_with_buffer[0]} and {stages_with_buffer[1]} "
+                f"parallelism.pipeline_schedule: forwards change {name}, of which stages {stages_with_buffer[0]} and "
+                f"{stages_with_buffer[1]} "
                 "of one rank would each have their own; use a schedule with one stage a rank, such as 1f1b"
             )

@@ -87,7 +87,8 @@ class StageInput(ModuleStub):
 
 
 class StageOutput(ModuleStub):
-    """Ends the forward: raises `StageEndSignal` with its first argument, which is what the stage's last block returned."""
+    """Ends the forward: raises `StageEndSignal` with its first argument, which is what the stage's last block
+    returned."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StageEndSignal(get_first_argument(args, kwargs))

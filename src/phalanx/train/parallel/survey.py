@@ -66,7 +66,8 @@ def trace_dataflow(
     """Run the objective once and see what depends on what. Model and batch are left as they are.
 
     `blocks` are names of modules in the order in which they run. Tensors are fake, with shapes and dtypes but no data,
-    so this takes no memory and model or batch may be on the meta device. `use_real_data` runs it with the data, where model and
+    so this takes no memory and model or batch may be on the meta device. `use_real_data` runs it with the data, where
+    model and
     batch are, for a model whose forward looks at values. RecipeError when the model cannot be run so, or its blocks do
     not run one after the other.
     """

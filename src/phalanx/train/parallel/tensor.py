@@ -42,8 +42,8 @@ SEQUENCE_DIM = 1  # the dimension of the sequence in hidden states [b, s, w]
 
 @dataclass
 class TensorParallelResult:
-    """What tensor parallel did: the `dim_shards` of parameters, and the whole ones whose gradient is `partial_grads` on each rank,
-    both by name (tied parameters by their first); `vocabulary` is the group over which the head is cut."""
+    """What tensor parallel did: the `dim_shards` of parameters, and the whole ones whose gradient is `partial_grads` on
+    each rank, both by name (tied parameters by their first); `vocabulary` is the group over which the head is cut."""
 
     dim_shards: dict[str, DimShard] = field(default_factory=dict)
     partial_grads: set[str] = field(default_factory=set)
@@ -108,10 +108,11 @@ def apply_tensor_parallel(
     """Cut the model's parameters in place and make its layers talk over `group`. Done before optimizer and FSDP.
 
     `styles` are those that `check_tp_plan` found for the whole model; a pipeline stage has only some of its modules.
-    `sequence_parallel`: hidden states between the first and last of `blocks` are cut along the sequence, whose length must
+    `sequence_parallel`: hidden states between the first and last of `blocks` are cut along the sequence, whose length
+    must
     divide. `async_tp`: so cut, what leaves a region travels in chunks, while others are computed. `vocabulary`: whether
-    the loss can be computed over parts of the vocabulary; otherwise embedding and head stay whole. `divided_attributes`: attributes
-    of modules (by pattern) that count heads or features, which are divided, too.
+    the loss can be computed over parts of the vocabulary; otherwise embedding and head stay whole.
+    `divided_attributes`: attributes of modules (by pattern) that count heads or features, which are divided, too.
     """
     result = TensorParallelResult()
     if group_size(group) == 1:
@@ -238,7 +239,8 @@ def _check_tied_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
             first_name, sharding = seen.setdefault(parameter, (name, sharded.get(parameter)))
             if sharding != sharded.get(parameter):
                 raise RecipeError(
-                    f"{TP_PLAN_KEY}: {first_name} and {name} share a weight (tied), but only one of them would be cut, or each "
+                    f"{TP_PLAN_KEY}: {first_name} and {name} share a weight (tied), but only one of them would be "
+                    f"cut, or each "
                     "differently; give both a style that cuts alike, such as vocabulary and head"
                 )
 
