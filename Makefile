@@ -68,7 +68,7 @@ build/emulated/venv/.installed:
 	@touch $@
 
 cluster-up: venv ## Open a shell on such a Slurm; nothing is left of it when the shell ends.
-	@$(BIN)/python tests/cluster/rig.py
+	@$(BIN)/python tests/helpers/slurm_cluster.py
 
 chaos: venv ## Kill a run a hundred times, others in every way that there is, and compare their digests.
 	rm -rf build/chaos
@@ -78,7 +78,7 @@ chaos: venv ## Kill a run a hundred times, others in every way that there is, an
 	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,job-runner,queue-daemon --nproc-per-node 2 --queue --run build/chaos/queue
 
 soak: venv ## Train random recipes under random faults for HOURS (2), and compare their digests; SEED is of the first.
-	PYTHONPATH=tests $(BIN)/python tests/soak/soak.py --hours $(or $(HOURS),2) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests/helpers $(BIN)/python tests/soak/soak.py --hours $(or $(HOURS),2) $(if $(SEED),--seed $(SEED))
 
 fuzz: venv ## Run tests/fuzz for HOURS (2), each time with the next SEED (1), until one fails.
 	@echo "$(or $(HOURS),2) $(or $(SEED),1)" | grep -Eqx '[0-9]+(\.[0-9]+)? [0-9]+' || \
@@ -111,7 +111,7 @@ site: venv ## Build the site into build/site; a broken link is an error.
 
 bench: venv ## Run the benchmarks against their peers; tables go to docs/benchmarks.
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
-	for script in engine_overhead data checkpoint exact; do \
+	for script in loop_overhead data checkpoint determinism_cost; do \
 		$(BIN)/python benchmarks/$$script.py --out docs/benchmarks/$$script.md || exit 1; \
 	done
 

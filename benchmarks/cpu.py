@@ -10,7 +10,7 @@ cores as threads of one process and a process for each core, of which the better
 
 Each contender has processes of its own, started once and held still (SIGSTOP) while others have their turn, so that
 all meet the same weather: short bouts, in an order that rotates. A gain is a ratio of medians over all steps; quartiles
-are of the rounds' ratios of medians. The models and batches are those of engine_overhead.py.
+are of the rounds' ratios of medians. The models and batches are those of loop_overhead.py.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_overhead import (
+
+from loop_overhead import (
     MODEL_SIZES,
     PEER_PACKAGES,
     PLAIN,
@@ -44,10 +45,9 @@ from engine_overhead import (
     recipe_of,
     silence_output,
 )
-
 from phalanx.data import open_data
-from phalanx.jobs.bouts import PausableWorkers, WorkersFailedError
-from phalanx.jobs.nursery_process import ForkServerClient
+from phalanx.jobs.agent.fork_server_client import ForkServerClient
+from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedError
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import StepDone, StepPhases
@@ -109,19 +109,19 @@ def peers(cores: int) -> list[CpuCompetitor]:
 
 def train_phalanx(payload: dict[str, Any]) -> None:
     """`phalanx train`'s worker, but for the optimizer of the rungs below `fused`."""
-    from phalanx.train.optimizers import choice
+    from phalanx.train.optim import factory
     from phalanx.train.worker import run_worker
 
     silence_output()
     if not payload["fused"]:
-        choice._build_adamw = lambda groups, spec: torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=False)
+        factory._build_adamw = lambda groups, spec: torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=False)
     run_worker({"run": payload["folder"], "folder": payload["folder"]})
 
 
 def train_peer(payload: dict[str, Any]) -> None:
     """A peer's loop, each step reported as our workers report theirs."""
-    from phalanx.train.model import build_model
-    from phalanx.train.place import dist_env_from_environment, init_process_group
+    from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group
+    from phalanx.train.model_builder import build_model
     from phalanx.train.reporter import make_reporter
 
     silence_output()

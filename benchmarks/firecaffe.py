@@ -2,7 +2,7 @@
 
     python benchmarks/firecaffe.py [--measure] [--results build/firecaffe.json] [--out docs/images]
 
-With `--measure` benchmarks/exchange/run.py is run first (as root; seven minutes): NiN and GoogLeNet on 2, 4 and
+With `--measure` benchmarks/grad_sync/run.py is run first (as root; seven minutes): NiN and GoogLeNet on 2, 4 and
 8 nodes behind links of 1 Gbit/s, gradients summed through a parameter server and up a reduction tree, all after
 backward as FireCaffe did it, and by what `phalanx train` does by itself; a step without exchange is that of one node.
 Its results are kept in the file. Without, those of the file are drawn, where it is there: firecaffe-WORKLOAD.svg; and
@@ -21,15 +21,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from exchange_picture import speed
-from pictures import Curve, chart
-from planner_validation.cnn import predict_server_step, predict_step
-from planner_validation.cnn_rows import ConvnetRun, parse_run
-from planner_validation.exchanges import COST_BY_ALGORITHM, DataParallelStep, overlap_step, speedup
+sys.path.insert(1, str(Path(__file__).resolve().parent / "grad_sync"))
 
 from phalanx.errors import UsageError
+from pictures import Curve, chart
+from planner_validation.allreduce_algorithms import COST_BY_ALGORITHM, DataParallelStep, overlap_step, speedup
+from planner_validation.convnet_predictions import predict_server_step, predict_step
+from planner_validation.convnet_rows import ConvnetRun, parse_run
+from plot import speed
 
-RUN = Path(__file__).resolve().parent / "exchange" / "run.py"
+RUN = Path(__file__).resolve().parent / "grad_sync" / "run.py"
 MEASURED = ("nin-8", "googlenet-8")
 LINK = "1gbit"
 WAY_OF = {
@@ -37,7 +38,7 @@ WAY_OF = {
     "binomial-tree-whole": "binomial-tree",
     "all-reduce-1mib": "all-reduce",
 }
-"""Ways by `planner_validation.exchanges` of the contenders that run.py measures."""
+"""Ways by `planner_validation.allreduce_algorithms` of the contenders that grad_sync/run.py measures."""
 TOLD = {
     "parameter-server": "parameter server",
     "binomial-tree": "reduction tree",
@@ -83,7 +84,7 @@ class Measured:
 
 
 def measured_from(value: Any) -> list[Measured]:
-    """The results of benchmarks/exchange/run.py, by workload and link. UsageError: something is missing, or cannot
+    """The results of benchmarks/grad_sync/run.py, by workload and link. UsageError: something is missing, or cannot
     be."""
     groups: dict[tuple[str, str], list[Any]] = {}
     try:

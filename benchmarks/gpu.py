@@ -33,7 +33,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from engine_overhead import (
+from torch import nn
+
+from loop_overhead import (
     PEER_PACKAGES,
     PLAIN,
     TRAINER,
@@ -50,8 +52,6 @@ from engine_overhead import (
     plain,
     silence_output,
 )
-from torch import nn
-
 from phalanx.cluster import Machine, discover_machine, find_data_sheet, measure_matmul
 from phalanx.compat import set_deterministic
 from phalanx.errors import PhalanxError
@@ -231,7 +231,7 @@ class EnergyCounter:
 
 def contend(task: dict[str, Any]) -> dict[str, Any]:
     """Train as one contender, and measure."""
-    from phalanx.train.place import dist_env_from_environment, init_process_group
+    from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group
     from phalanx.train.reporter import RunReporter
     from phalanx.train.worker import configure_torch
 

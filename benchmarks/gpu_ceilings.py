@@ -112,7 +112,7 @@ def host_copies() -> dict[str, float]:
 def pinning(nbytes: int) -> dict[str, float]:
     """Seconds until host memory for a checkpoint is page-locked, by torch and by Phalanx, the longest that a launch
     waited meanwhile (ms), and the rate of copies into it."""
-    from phalanx.train.checkpoint.buffer import PinnedBuffer
+    from phalanx.train.checkpoint.pinned_buffer import PinnedBuffer
 
     begun = time.perf_counter()
     torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -191,7 +191,7 @@ def attention(shape: tuple[int, ...], seconds: float) -> dict[str, Any]:
 
 def losses(shape: tuple[int, int, int], seconds: float) -> dict[str, Any]:
     """Milliseconds of the head and its loss, forward and backward, by way of computing it; and their peak memory."""
-    from phalanx.train.vocab import cross_entropy, linear_cross_entropy
+    from phalanx.train.ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
 
     def eager(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), targets, reduction="sum")

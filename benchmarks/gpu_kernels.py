@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_ceilings import attempt, milliseconds
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpu_ceilings import attempt, milliseconds
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "src"))  # a machine for some minutes has nothing installed
 
@@ -227,7 +228,7 @@ def loss(shape: Shape) -> Part:
         return both(forward, (hidden, weight))
 
     def ours(chunked: bool) -> Callable[[], object]:
-        from phalanx.train.vocab import cross_entropy, linear_cross_entropy
+        from phalanx.train.ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
 
         if not chunked:
             return whole(cross_entropy)

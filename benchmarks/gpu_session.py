@@ -34,8 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent / "src"))  # a machine with a GPU for some minutes has nothing installed
 
 import gpu  # noqa: E402
-from engine_overhead import PEER_PACKAGES, PLAIN, can_run, make_dataset  # noqa: E402
-
+from loop_overhead import PEER_PACKAGES, PLAIN, can_run, make_dataset  # noqa: E402
 from phalanx.run import EventTail, read_events  # noqa: E402
 from phalanx.run.event_types import StepDone, WorkerStarted  # noqa: E402
 

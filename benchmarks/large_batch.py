@@ -23,7 +23,6 @@ from pathlib import Path
 from textwrap import fill
 
 import numpy as np
-from pictures import Curve, chart
 
 import phalanx
 from phalanx.cluster import discover_machine
@@ -32,7 +31,8 @@ from phalanx.observe.history import read_history
 from phalanx.recipe import load_recipe
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import EvaluationDone, StepDone
-from phalanx.train.schedule import peak_learning_rate
+from phalanx.train.lr_schedule import peak_learning_rate
+from pictures import Curve, chart
 
 RECIPE = Path(__file__).parents[1] / "examples" / "firecaffe" / "nin.yaml"
 WAYS = ("none", "linear", "sqrt")

@@ -2,8 +2,8 @@
 
     python benchmarks/planner.py [--validation ../shared/validation] [--out docs/benchmarks]
 
-Zero-shot: with the constants of plan/data/stacks.yaml, which were set on these very sources (no row has one of its own;
-docs/explanation/planner.md says how); calibrated: two random rows of each source and accelerator fit the stack's
+Zero-shot: with the constants of planner/data/stacks.yaml, which were set on these very sources (no row has one of its
+own; docs/explanation/planner.md says how); calibrated: two random rows of each source and accelerator fit the stack's
 constants, all others are predicted, in many draws. The sweep of one 8-GPU node (vTrain) is cross-validated. It takes
 about five minutes on two cores and needs no GPU.
 """
@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner_validation import cnn
-from planner_validation.calibrate import MeasuredRun, fit_stack_constants, scale_stack
-from planner_validation.cells import CannotPredict
-from planner_validation.language import predict_step_seconds
-from planner_validation.rows import DecoderShape, PublishedRun, parse_run
-from planner_validation.setups import profile_of_shape, scenario_of
 
 from phalanx.cluster import load_cluster
 from phalanx.errors import UsageError
-from phalanx.plan.setup import Scenario
-from phalanx.plan.stacks import stack_by_name
+from phalanx.planner.scenario import Scenario
+from phalanx.planner.stacks import stack_by_name
 from phalanx.recipe.schema import Parallelism
+from planner_validation import convnet_predictions
+from planner_validation.cells import CannotPredict
+from planner_validation.fit_constants import MeasuredRun, fit_stack_constants, scale_stack
+from planner_validation.llm_predictions import predict_step_seconds
+from planner_validation.llm_rows import DecoderShape, PublishedRun, parse_run
+from planner_validation.llm_scenarios import profile_of_shape, scenario_of
 
 DRAWS = 20
 """With five the median over sources still moved by half a percent from one handful to the next."""
@@ -203,7 +203,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 def convnet_errors(path: Path) -> list[tuple[str, str, float]]:
     """Source, gpu and absolute error in percent of convolutional networks, with the constants that are shipped."""
     rows = list(csv.DictReader(path.open()))
-    answers = cnn.predict_rows(rows)
+    answers = convnet_predictions.predict_rows(rows)
     return [
         (row["source"], row["gpu"], abs(answer["error_pct"]))
         for row, answer in zip(rows, answers, strict=True)

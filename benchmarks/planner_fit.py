@@ -1,4 +1,5 @@
-"""The constants of plan/data/stacks.yaml, set to published step times; and how right they are where they were not set.
+"""The constants of planner/data/stacks.yaml, set to published step times; and how right they are where they were not
+set.
 
     python benchmarks/planner_fit.py [--validation ../shared/validation] [--folds 3] [--fit]
 
@@ -22,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner import language_runs
-from planner_validation.calibrate import fit_map
-from planner_validation.language import predict_step_seconds
-from planner_validation.setups import scenario_of
 
-from phalanx.plan import stacks
+from phalanx.planner import stacks
+from planner import language_runs
+from planner_validation.fit_constants import fit_map
+from planner_validation.llm_predictions import predict_step_seconds
+from planner_validation.llm_scenarios import scenario_of
 
 PRIORS: list[tuple[str, float, float]] = [
     (r"generations\.(?!other)\w+\.products", 0.88, 0.25),

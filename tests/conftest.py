@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import TrainHarness
+from train_harness import TrainHarness
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # As a shell's `&` leaves it. Programs that tests start would inherit it, and Ctrl-C could not be tested.

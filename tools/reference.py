@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import recipe
-from phalanx.cli import _frame
+from phalanx.cli.main import _frame
 from phalanx.errors import ExitCode
 from phalanx.run import event_types
 from phalanx.run.events import EVENT_TYPES
@@ -23,24 +23,24 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 MADE_BY = "This page is made from the code by `make docs`."
 
 PYTHON_API = (
-    ("Use cases", ("phalanx.api:train", "phalanx.planning:plan", "phalanx.joining:join")),
+    ("Use cases", ("phalanx.app.train:train", "phalanx.autoconfig.plan:plan", "phalanx.app.session:join")),
     ("Values", ("phalanx.recipe:Recipe", "phalanx.run:Run")),
-    ("A training loop of your own", ("phalanx.train.joined:Joined",)),
+    ("A training loop of your own", ("phalanx.train.session:Joined",)),
     ("Tasks and callbacks", ("phalanx.train.tasks:Task", "phalanx.train.callbacks", "phalanx.train.callbacks:RunView")),
     ("Errors", ("phalanx.errors:PhalanxError", "phalanx.errors:UsageError", "phalanx.errors:RecipeError")),
 )
 """Sections of python.md: `module:name`, or a module whose docstring is the text."""
 SHOWN_AS = {
-    "phalanx.api:train": "phalanx.train",
-    "phalanx.planning:plan": "phalanx.plan",
-    "phalanx.joining:join": "phalanx.join",
+    "phalanx.app.train:train": "phalanx.train",
+    "phalanx.autoconfig.plan:plan": "phalanx.planner",
+    "phalanx.app.session:join": "phalanx.join",
     "phalanx.recipe:Recipe": "phalanx.Recipe",
     "phalanx.run:Run": "phalanx.Run",
 }
 """Names under which people import what lives elsewhere."""
 METHODS = {
     "phalanx.run:Run": ("read_json", "damaged"),
-    "phalanx.train.joined:Joined": ("prepare", "batches", "backward", "step", "learn", "alive"),
+    "phalanx.train.session:Joined": ("prepare", "batches", "backward", "step", "learn", "alive"),
     "phalanx.train.tasks:Task": ("inputs", "loss"),
 }
 """Methods that are shown of a class; of others none."""

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # a script has its own folder on the path, not the p
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.run.directory import check_output_path
-from planner_validation import table as tables
+from planner_validation import tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:

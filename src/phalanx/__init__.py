@@ -9,12 +9,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from phalanx.streams import open_standard_streams
+from phalanx.std_streams import open_standard_streams
 
 if TYPE_CHECKING:
-    from phalanx.api import train
-    from phalanx.joining import session
-    from phalanx.planning import plan
+    from phalanx.app.session import session
+    from phalanx.app.train import train
+    from phalanx.autoconfig.plan import plan
     from phalanx.recipe import Recipe
     from phalanx.run import Run
 
@@ -27,9 +27,9 @@ __version__: str
 _EXPORT_MODULES = {
     "Recipe": "phalanx.recipe",
     "Run": "phalanx.run",
-    "join": "phalanx.joining",
-    "plan": "phalanx.planning",
-    "train": "phalanx.api",
+    "join": "phalanx.app.session",
+    "plan": "phalanx.autoconfig.plan",
+    "train": "phalanx.app.train",
 }
 _CALLABLE_PACKAGES = ("plan", "train")
 """Rooms that are also functions that people call."""

@@ -6,7 +6,7 @@ from typing import TextIO, cast
 
 from phalanx.beside import preload_torch
 from phalanx.errors import ExitCode
-from phalanx.streams import SafeStream
+from phalanx.std_streams import SafeStream
 
 
 def main() -> int:
@@ -15,9 +15,9 @@ def main() -> int:
     # Importing torch is most of a first plan: another process begins with it before anything else is imported here.
     try:
         with preload_torch() if sys.argv[1:2] == ["plan"] else nullcontext() as subprocess_call:
-            from phalanx import cli
+            from phalanx.cli import main as cli_main
 
-            return cli.main(subprocess_call=subprocess_call)
+            return cli_main.main(subprocess_call=subprocess_call)
     except KeyboardInterrupt:  # before that was there to answer it
         print("error: interrupted", file=sys.stderr)
         return int(ExitCode.UNFINISHED)

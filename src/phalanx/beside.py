@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from phalanx.compat import die_with_parent
-from phalanx.waits import POLL_INTERVAL_S, RESUME_AFTER_CHECKS, Deadline, find_stopped
+from phalanx.deadline import POLL_INTERVAL_S, RESUME_AFTER_CHECKS, Deadline, find_stopped
 
 ANSWER_TIMEOUT_S = 300.0
 """Seconds in which that process must have answered."""

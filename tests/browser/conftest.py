@@ -1,11 +1,6 @@
 """Page tests: the browser, and the maker of synthetic runs from the unit tests."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "observe"))
 
 
 @pytest.fixture(scope="session")

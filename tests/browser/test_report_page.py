@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from chromium import Page
-from make_run import Maker, healthy, troubled
 from PIL import Image
 
-from phalanx.observe.advice import find_recommendations
+from make_run import Maker, healthy, troubled
 from phalanx.observe.compare import compare_runs, render_comparison_html
 from phalanx.observe.history import read_history
-from phalanx.observe.html import render_report_html
+from phalanx.observe.html_report.report import render_report_html
+from phalanx.observe.recommendations import find_recommendations
 from phalanx.observe.summary import build_summary
 from phalanx.run import Run
 

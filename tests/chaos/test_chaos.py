@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lab import HarnessRun, TrainHarness, Values, wait_until
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import WorkerFailure
+from train_harness import HarnessRun, TrainHarness, Values, wait_until
 
 LONG: Values = {
     "steps": 300,

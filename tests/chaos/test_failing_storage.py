@@ -7,9 +7,8 @@ from typing import cast
 
 import pytest
 
-from lab import HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.errors import ExitCode
-from phalanx.jobs import outage
+from phalanx.jobs.agent import storage_retry
 from phalanx.recipe import load_recipe
 from phalanx.recipe.schema import DataSource
 from phalanx.run import Event, Run
@@ -22,6 +21,7 @@ from phalanx.run.event_types import (
     WorkerFailure,
 )
 from phalanx.train.checkpoint import list_checkpoints, parse_step, verify_checkpoint
+from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 
 QUIET: Values = {"evaluation": {"every": 12}, "steps": 16}
 """Checkpoints at steps 4, 8 and 12, none for being the best."""
@@ -132,7 +132,7 @@ def test_checkpoints_that_cannot_be_read_are_waited_for_and_not_taken_for_bad_or
 def test_storage_that_does_not_come_back_ends_the_run_with_what_is_wrong(
     lab: TrainHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outage, "MAX_OUTAGE_S", 0.0)
+    monkeypatch.setattr(storage_retry, "MAX_OUTAGE_S", 0.0)
     run = lab.new_run()
     ended = lab.train(QUIET, 2, run, faults=[SLOW, plan_fault(6)], show=on(failure=lambda: away(run.checkpoints)))
     assert ended.code == ExitCode.UNFINISHED

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lab import HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointFailed, CheckpointSaved, StepDone
 from phalanx.train.checkpoint import list_checkpoints, parse_step, verify_checkpoint
+from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 
 QUIET: Values = {"evaluation": {"every": 12}, "steps": 16}
 """Checkpoints at steps 4, 8 and 12, none for being the best."""

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lab import TrainHarness, plan_fault
 from phalanx.errors import ExitCode
-from phalanx.jobs.watch import MIN_SILENCE_S
+from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S
 from phalanx.run.event_types import HangDetected, StragglerDetected, WorkerFailure
+from train_harness import TrainHarness, plan_fault
 
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -57,8 +57,8 @@ def test_a_worker_that_is_only_slow_is_left_alone(lab: TrainHarness) -> None:
 def test_a_worker_that_is_slower_than_its_peers_is_named_once(
     lab: TrainHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.agent.WINDOW_S", 0.5)
-    model = {"build": "lab_models:slow_on_one", "args": {"rank": 1}}
+    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.WINDOW_S", 0.5)
+    model = {"build": "user_models:slow_on_one", "args": {"rank": 1}}
     ended = lab.train({"model": model, "steps": 40}, 2)
     (found,) = ended.events_of_kind(StragglerDetected)
     assert found.rank == 1

@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from lab import TrainHarness, Values, plan_fault
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, WorkerFailure
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints, verify_checkpoint
+from train_harness import TrainHarness, Values, plan_fault
 
 VARIANTS: dict[str, Values] = {
     "accumulation": {},
     "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16", "task": "lab_tasks:OverflowingTask"},
+    "fp16": {"precision": "fp16", "task": "user_tasks:OverflowingTask"},
     "muon": {"optimizer": {"name": "muon"}},
     "dropout": {"model": {"args": {"dropout": 0.2}}},
     "small-buckets": {"grad_sync": {"bucket_mib": 0.004}, "optimizer": {"name": "sgd", "lr": 0.1}},

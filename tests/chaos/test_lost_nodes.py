@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from lab import HarnessRun, TrainHarness, Values, count_steps, list_live_workers, plan_fault, wait_until, write_faults
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import HangDetected, RunWarning, WorkerFailure
+from train_harness import (
+    HarnessRun,
+    TrainHarness,
+    Values,
+    count_steps,
+    list_live_workers,
+    plan_fault,
+    wait_until,
+    write_faults,
+)
 
 
 class Nodes:

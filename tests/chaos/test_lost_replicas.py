@@ -10,19 +10,9 @@ from pathlib import Path
 import pytest
 from test_lost_nodes import Nodes, nodes  # noqa: F401 - a fixture
 
-from lab import (
-    FAULTS_CALLBACK,
-    HarnessRun,
-    TrainHarness,
-    Values,
-    kill_youngest_worker,
-    list_live_workers,
-    plan_fault,
-    wait_until,
-)
 from phalanx.errors import ExitCode
+from phalanx.observe.goodput import compute_device_time
 from phalanx.observe.history import read_history
-from phalanx.observe.ledger import compute_device_time
 from phalanx.run import Event
 from phalanx.run.event_types import (
     AttemptStarted,
@@ -32,12 +22,22 @@ from phalanx.run.event_types import (
     WorkerFailure,
     WorkerStarted,
 )
+from train_harness import (
+    FAULTS_CALLBACK,
+    HarnessRun,
+    TrainHarness,
+    Values,
+    kill_youngest_worker,
+    list_live_workers,
+    plan_fault,
+    wait_until,
+)
 
 REPLICAS: Values = {"determinism": "elastic"}
 LONG: Values = {**REPLICAS, "steps": 70, "checkpoint": {"every": 40}, "evaluation": {"every": 20}}
 """So many steps that another worker takes its place before the last."""
 NOT_YET = {"step": 9, "rank": None, "moment": "", "hold": "lost", "world": 2}
-"""A checkpoint that is not written before only one worker is left (`unwritten.py`)."""
+"""A checkpoint that is not written before only one worker is left (`helpers/kill_during_save.py`)."""
 READY = 0.8
 """Seconds from a worker's start until it waits for its place."""
 
@@ -136,7 +136,9 @@ def test_all_at_once_start_again_from_the_last_checkpoint(lab: TrainHarness) -> 
 def test_another_is_lost_while_a_new_one_waits_for_the_end_of_a_checkpoint(lab: TrainHarness, tmp_path: Path) -> None:
     """The new one, which may come in only then, is ended and started again."""
     folder = lab.create_recipe_dir(tmp_path / "recipes")
-    (folder / "unwritten.py").write_text((Path(__file__).parents[1] / "unwritten.py").read_text())
+    (folder / "kill_during_save.py").write_text(
+        (Path(__file__).parents[1] / "helpers" / "kill_during_save.py").read_text()
+    )
     run = lab.new_run()
     run.path.with_name(run.path.name + ".unwritten.json").write_text(json.dumps(NOT_YET))
     victims: list[int] = []
@@ -152,7 +154,7 @@ def test_another_is_lost_while_a_new_one_waits_for_the_end_of_a_checkpoint(lab: 
 
     changes = {**REPLICAS, "steps": 70, "checkpoint": {"every": 9}, "evaluation": {"every": 71}}
     slow = plan_fault(9, "slow", delay=0.06)
-    both = {**changes, "callbacks": [FAULTS_CALLBACK, "unwritten:KillDuringSave"]}
+    both = {**changes, "callbacks": [FAULTS_CALLBACK, "kill_during_save:KillDuringSave"]}
     ended = lab.train(both, 3, run, faults=[plan_fault(10, ranks=[2]), slow], show=show, folder=folder)
     assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended)[:3] == [3, 2, 1]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lab import (
+from phalanx.run.event_types import AttemptStarted, EvaluationDone, InMemoryRestored, StepDone, WorkerFailure
+from train_harness import (
     FAULTS_CALLBACK,
     HarnessRun,
     TrainHarness,
@@ -18,7 +19,6 @@ from lab import (
     merge_recipes,
     plan_fault,
 )
-from phalanx.run.event_types import AttemptStarted, EvaluationDone, InMemoryRestored, StepDone, WorkerFailure
 
 PAIRS: Values = {"determinism": "elastic", "parallelism": {"replicate": 2, "shard": 2}}
 LONG: Values = {**PAIRS, "steps": 30, "checkpoint": {"every": 25}, "evaluation": {"every": 10}}
@@ -92,8 +92,10 @@ def test_a_step_that_one_position_has_done_and_the_other_has_not_is_done_from_th
     lab: TrainHarness, rank: int
 ) -> None:
     """Of the state after the step nobody who is left holds the part of `rank`."""
-    (lab.folder / "torn.py").write_text((Path(__file__).parents[1] / "torn.py").read_text())
-    changes = merge_recipes(LONG, {"callbacks": [FAULTS_CALLBACK, "torn:DropConnection"]})
+    (lab.folder / "drop_connection.py").write_text(
+        (Path(__file__).parents[1] / "helpers" / "drop_connection.py").read_text()
+    )
+    changes = merge_recipes(LONG, {"callbacks": [FAULTS_CALLBACK, "drop_connection:DropConnection"]})
     run = lab.new_run()
     plan = run.path.with_name(run.path.name + ".torn.json")
     plan.parent.mkdir(parents=True, exist_ok=True)

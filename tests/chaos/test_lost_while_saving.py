@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_guards import POISONED, folder, poison  # noqa: F401 - a fixture
+from test_nonfinite_steps import POISONED, folder, poison  # noqa: F401 - a fixture
 
-from lab import FAULTS_CALLBACK, HarnessRun, TrainHarness, Values, list_live_workers, merge_recipes, plan_fault
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointFailed,
@@ -26,11 +25,20 @@ from phalanx.train.checkpoint import (
     parse_step,
     verify_checkpoint,
 )
+from train_harness import (
+    FAULTS_CALLBACK,
+    HarnessRun,
+    TrainHarness,
+    Values,
+    list_live_workers,
+    merge_recipes,
+    plan_fault,
+)
 
 WHOLE: Values = {"determinism": "elastic", "steps": 18, "checkpoint": {"every": 9}, "evaluation": {"every": 20}}
 """Nothing else is due while one checkpoint is written, however slow this machine is."""
 PAIRS: Values = {**WHOLE, "parallelism": {"replicate": 2, "shard": 2}}
-UNWRITTEN: Values = {"callbacks": [FAULTS_CALLBACK, "unwritten:KillDuringSave"]}
+UNWRITTEN: Values = {"callbacks": [FAULTS_CALLBACK, "kill_during_save:KillDuringSave"]}
 worlds = pytest.mark.parametrize(
     ("changes", "nproc", "rank"),
     [(WHOLE, 2, 1), pytest.param(WHOLE, 3, 0, marks=pytest.mark.slow), (PAIRS, 4, 3)],
@@ -46,9 +54,11 @@ def train(
     folder: Path | None = None,  # noqa: F811
     **plan: object,
 ) -> HarnessRun:
-    """Train with a worker that falls by this plan (`unwritten.py`)."""
+    """Train with a worker that falls by this plan (`helpers/kill_during_save.py`)."""
     folder, run = folder or lab.folder, lab.new_run()
-    (folder / "unwritten.py").write_text((Path(__file__).parents[1] / "unwritten.py").read_text())
+    (folder / "kill_during_save.py").write_text(
+        (Path(__file__).parents[1] / "helpers" / "kill_during_save.py").read_text()
+    )
     run.path.parent.mkdir(parents=True, exist_ok=True)
     run.path.with_name(run.path.name + ".unwritten.json").write_text(json.dumps(plan))
     return lab.train(merge_recipes(changes, UNWRITTEN), nproc, run, faults=faults, folder=folder)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from lab import HarnessRun, TrainHarness, Values
 from phalanx.errors import ExitCode, RecipeError
 from phalanx.recipe import load_recipe
 from phalanx.run.event_types import AttemptStarted, RunWarning
+from train_harness import HarnessRun, TrainHarness, Values
 
-AUTO: Values = {"task": "lab_tasks:OutOfMemoryTask", "batch": {"micro_size": "auto"}}
+AUTO: Values = {"task": "user_tasks:OutOfMemoryTask", "batch": {"micro_size": "auto"}}
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def hungry(folder: Path, limit: int, **more: Any) -> None:
 
 
 def plain(micro: int, **changes: Any) -> Values:
-    return {"task": "lab_tasks:NextByteTask", "batch": {"micro_size": micro}, **changes}
+    return {"task": "user_tasks:NextByteTask", "batch": {"micro_size": micro}, **changes}
 
 
 def chosen(ended: HarnessRun) -> dict[str, Any]:

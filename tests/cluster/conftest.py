@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rig import SlurmCluster, find_obstacle
 
-from phalanx.jobs.engines.slurm import SlurmBackend
+from phalanx.jobs.backends.slurm.backend import SlurmBackend
+from slurm_cluster import SlurmCluster, find_obstacle
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The links that benchmarks/exchange measures over: their speed, what the kernel counts, and that nothing is left."""
+"""The links that benchmarks/grad_sync measures over: their speed, what the kernel counts, and that nothing is left."""
 
 import os
 import subprocess
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "exchange"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "grad_sync"))
 from links import Links, address, find_obstacle
-from namespaces import list_processes_in
-from paced import ComputeTiming, GradientArrival
-from team import NodeProcesses, TurnFailed
+from network_namespaces import list_processes_in
+from node_processes import NodeProcesses, TurnFailed
+from rate_limited import ComputeTiming, GradientArrival
 
 SIZE = 4_000_000
 SERVER = """
@@ -127,7 +127,7 @@ def test_a_contender_that_fails_is_told_with_its_reason(team: NodeProcesses) -> 
 
 
 def test_without_links_the_benchmark_says_why_and_ends() -> None:
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "exchange" / "run.py"
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "grad_sync" / "run.py"
     command = [sys.executable, str(script)]
     environment = {**os.environ, "PATH": "/nowhere"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

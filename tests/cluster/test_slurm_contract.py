@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from rig import SlurmCluster
 
-from engine_contract import BackendContract
-from phalanx.jobs.engines.slurm import SlurmBackend
+from backend_contract import BackendContract
+from phalanx.jobs.backends.slurm.backend import SlurmBackend
+from slurm_cluster import SlurmCluster
 
 
 class TestContract(BackendContract):

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from rig import NODES, SlurmCluster, find_obstacle
 
-from phalanx.jobs.engines.slurm import SlurmBackend
+from phalanx.jobs.backends.slurm.backend import SlurmBackend
 from phalanx.jobs.spec import Job, JobState
+from slurm_cluster import NODES, SlurmCluster, find_obstacle
 
 WHY = find_obstacle()
 pytestmark = pytest.mark.skipif(WHY is not None, reason=f"NOTHING IS TESTED ON A REAL SLURM: {WHY}")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rig import SlurmCluster
 
-from lab import HarnessRun, TrainHarness, Values, count_steps, plan_fault, wait_until, write_faults
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import RunEnded, StepDone, WorkerStarted
+from slurm_cluster import SlurmCluster
+from train_harness import HarnessRun, TrainHarness, Values, count_steps, plan_fault, wait_until, write_faults
 
 
 @pytest.fixture

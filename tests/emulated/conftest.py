@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from emulator import build, environment
 
-from lab import TrainHarness
-from phalanx.cluster import discover
+from phalanx.cluster import discovery
+from train_harness import TrainHarness
 
 GPUS = 4
 FP8 = {"PHALANX_FLOAT8": "always"}
@@ -50,7 +50,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainHarness]:
     """Four emulated GPUs."""
     folder = tmp_path_factory.mktemp("gpus")
     with pytest.MonkeyPatch.context() as patch, OnGpus(folder, folder / "runs") as lab:
-        patch.setattr(discover, "GPU_DEVICE_FILES", ("proc/self/status",))
+        patch.setattr(discovery, "GPU_DEVICE_FILES", ("proc/self/status",))
         yield lab
 
 

@@ -23,10 +23,10 @@ STEPS = 3
 def blocks(precision: str) -> dict[str, object]:
     """Counts of a compiled forward and backward of two blocks of GPT-2's width."""
     from phalanx.models import transformer
-    from phalanx.train.fp8 import convert_to_float8, quantize_weights_once
-    from phalanx.train.fp8_choice import find_candidates
-    from phalanx.train.parallel.blocks import find_blocks
-    from phalanx.train.parallel.compiled import compile_blocks
+    from phalanx.train.distributed.blocks import find_blocks
+    from phalanx.train.distributed.compile import compile_blocks
+    from phalanx.train.distributed.float8_select import find_candidates
+    from phalanx.train.ops.float8 import convert_to_float8, quantize_weights_once
 
     model = transformer(vocab_size=512, seq_len=256, layers=2, hidden_size=768, num_heads=12, activation="relu2").cuda()
     if precision == "fp8":
@@ -51,10 +51,10 @@ def accumulated(casts: str) -> dict[str, object]:
     """Counts of three micro-batches of two compiled blocks and an untied head, the gradients added up: with weights
     cast once (`casts` "once") or by autocast. The first step compiles."""
     from phalanx.models import transformer
-    from phalanx.train.cast_once import linear_names_in_blocks, use_cached_casts
-    from phalanx.train.gradients import LocalReducer
-    from phalanx.train.parallel.blocks import find_blocks
-    from phalanx.train.parallel.compiled import compile_blocks
+    from phalanx.train.distributed.blocks import find_blocks
+    from phalanx.train.distributed.compile import compile_blocks
+    from phalanx.train.grad_sync.reducer import LocalReducer
+    from phalanx.train.ops.cached_cast_linear import linear_names_in_blocks, use_cached_casts
 
     model = transformer(
         vocab_size=512, seq_len=256, layers=2, hidden_size=768, num_heads=12, activation="relu2", tie_embeddings=False
@@ -96,10 +96,9 @@ SHAPES = {  # title, layers, width, heads, kv_heads, ffn, activation, vocab, tie
 def training(shape: str, compiled: bool | str) -> Iterator[tuple[int, Iterator[Any]]]:
     """The matrices' parameters of a model of this shape, and its steps in the engine."""
     import gpu
-    from engine_overhead import LoopTask, make_dataset, phalanx, silence_output
-
+    from loop_overhead import LoopTask, make_dataset, phalanx, silence_output
     from phalanx.run import Run
-    from phalanx.train.place import dist_env_from_environment, init_process_group
+    from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group
     from phalanx.train.reporter import RunReporter
     from phalanx.train.worker import configure_torch
 

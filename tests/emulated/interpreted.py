@@ -50,7 +50,7 @@ def norm_rotate() -> list[float]:
 
 
 def cross_entropy() -> list[float]:
-    from phalanx.train.ops import cross_entropy as kernels
+    from phalanx.train.ops import cross_entropy_kernel
 
     found = []
     for n, vocab in ((5, 17), (4, 300)):
@@ -61,8 +61,8 @@ def cross_entropy() -> list[float]:
         (by_logits,) = torch.autograd.grad(3 * loss, logits)
         losses, sums, slope = torch.empty(n), torch.empty(n), torch.empty(n, vocab)
         sizes = {"V": vocab, "IGNORE": -100, "BLOCK": 64}
-        kernels._forward_kernel[(n,)](logits.detach(), targets, losses, sums, **sizes)
-        kernels._backward_kernel[(n,)](logits.detach(), targets, sums, torch.tensor(3.0), slope, **sizes)
+        cross_entropy_kernel._forward_kernel[(n,)](logits.detach(), targets, losses, sums, **sizes)
+        cross_entropy_kernel._backward_kernel[(n,)](logits.detach(), targets, sums, torch.tensor(3.0), slope, **sizes)
         found += [off(losses.sum(), loss), off(slope, by_logits)]
     return found
 

@@ -124,7 +124,7 @@ def test_late_copies_show_a_missing_wait_and_pinned_memory_that_is_used_again(em
 
 def test_the_suites_own_count_of_waits_passes(emulated: dict[str, str]) -> None:
     """torch raises at a wait; what is computed is not looked at."""
-    file = HERE.parent / "unit/train/test_train_synchronisation.py"
+    file = HERE.parent / "unit/train/test_synchronization.py"
     paths = os.pathsep.join([str(HERE.parent), emulated.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", str(file)]
     environment = {**emulated, "PYTHONPATH": paths}
@@ -134,7 +134,7 @@ def test_the_suites_own_count_of_waits_passes(emulated: dict[str, str]) -> None:
 
 
 NEED_KERNELS = {
-    "train/test_train_cross_entropy.py": "calls Triton's kernels, which do nothing here",
+    "train/ops/test_cross_entropy_kernel.py": "calls Triton's kernels, which do nothing here",
     "models/test_models_norm_rotate.py": "calls Triton's kernels, which do nothing here",
     "models/test_models_attention.py": "compares what compiled kernels of attention compute",
 }
@@ -195,7 +195,7 @@ def test_a_session_measures_kernels_and_expandable_segments(emulated: dict[str, 
 
 SEGMENTS = """
 import torch
-from phalanx.train.place import dist_env_from_environment, init_process_group
+from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group
 init_process_group(dist_env_from_environment())
 held = torch.ones(1 << 20, device="cuda")
 print(*{segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})

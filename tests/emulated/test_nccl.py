@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lab import TrainHarness, Values, list_live_workers, plan_fault
 from phalanx.errors import ExitCode
 from phalanx.run.event_types import AttemptStarted, WorkerFailure
+from train_harness import TrainHarness, Values, list_live_workers, plan_fault
 
 if not torch.version.cuda:
     pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lab import TrainHarness, Values, merge_recipes, plan_fault, write_faults
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import EvaluationDone
+from train_harness import TrainHarness, Values, merge_recipes, plan_fault, write_faults
 
 if not torch.version.cuda:
     pytest.skip("needs torch's CUDA build: make test-emulated", allow_module_level=True)

@@ -2,15 +2,10 @@
 not be believed."""
 
 import resource
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-
-for name in ("observe", "data"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / name))
 
 ROOM = 2 << 30
 """Bytes of address space that a test may have beyond what is there: what it reads has kilobytes."""

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mutations import attempt, flipped, hand, mutated, spliced
-from small_data import prepare
 
-from phalanx.data import packing, sources
+from mutations import attempt, flipped, hand, mutated, spliced
+from phalanx.data import file_format, sources
+from small_data import prepare
 
 PART, LEAST = 4 << 20, 16 << 20
 pytestmark = pytest.mark.timeout(60)
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MAX_UNPACKED_BYTES", LEAST)
+    monkeypatch.setattr(file_format, "MAX_UNPACKED_BYTES", LEAST)
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", LEAST)
 
 

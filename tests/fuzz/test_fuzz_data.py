@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mutations import attempt, flipped, hand, mutated, retyped, spliced, strange
-from small_data import contents, opened, prepare
 from xxhash import xxh3_128_hexdigest
 
+from mutations import attempt, flipped, hand, mutated, retyped, spliced, strange
 from phalanx.data import inspect_dataset, verify_dataset
 from phalanx.data.tokenizers import load_tokenizer
+from small_data import contents, opened, prepare
 
 TRIED = 60
 TEXT = "fuzzing finds what nobody thinks of, twice as often as one would like\n" * 8

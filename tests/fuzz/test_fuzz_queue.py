@@ -6,11 +6,11 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from mutations import hand
 
+from mutations import hand
 from phalanx.errors import UsageError
-from phalanx.jobs.queue.schedule import Resources
-from phalanx.jobs.queue.store import JobDatabase, JobRecord
+from phalanx.jobs.local_queue.database import JobDatabase, JobRecord
+from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.spec import Job
 
 FLIPS = 300

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from make_run import troubled
 from mutations import SEED, hand, mutated
-
-from phalanx import cli
+from phalanx.cli import main
 from phalanx.errors import PhalanxError
-from phalanx.recipe.text import parse_yaml
+from phalanx.recipe.yaml_loader import parse_yaml
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard
 
 SMALL = (
@@ -56,7 +56,7 @@ def test_a_damaged_small_file_is_read_or_refused_in_a_sentence(
         bad = mutated(content, rng)
         (run / name).write_bytes(bad)
         verb = VERBS[turn % len(VERBS)]
-        code = cli.main([*verb, str(run)])
+        code = main.main([*verb, str(run)])
         said = capsys.readouterr()
         assert code in (0, 64, 65, 78), (turn, bad, said.err)
         assert "Traceback" not in said.err + said.out
@@ -89,4 +89,4 @@ def test_any_text_is_a_recipes_yaml_or_refused_in_a_sentence(text: str) -> None:
 @pytest.mark.timeout(20)
 def test_a_text_that_says_endlessly_much_ends_soon(tmp_path: Path, text: str) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
-    assert cli.main(["recipe", "check", str(tmp_path / "recipe.yaml")]) in (64, 78)
+    assert main.main(["recipe", "check", str(tmp_path / "recipe.yaml")]) in (64, 78)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import SEED, STRANGE, flipped, hand, mutated, place, put, spliced
-from small_data import prepare
 
-from phalanx import cli
+from mutations import SEED, STRANGE, flipped, hand, mutated, place, put, spliced
+from phalanx.cli import main
 from phalanx.errors import ExitCode
-from phalanx.recipe.text import to_yaml
+from phalanx.recipe.yaml_loader import to_yaml
+from small_data import prepare
 
 RECIPE = {
     "name": "tiny",
@@ -62,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(top / "here", top / "here" / "dataset", {"text": "a.txt"})
     with pytest.MonkeyPatch.context() as patch:
         at_home(patch, top)
-        assert cli.main(["train", "recipe.yaml", "--run", "run"]) == ExitCode.DONE
+        assert main.main(["train", "recipe.yaml", "--run", "run"]) == ExitCode.DONE
         (top / "digest").write_text(digest(top / "here" / "run"))
         shutil.rmtree(top / "here" / "run" / "checkpoints" / "step-000000003")
         (top / "here" / "run" / "result.json").unlink()
@@ -86,7 +86,7 @@ def train(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
 
     def run(*words: str, about: Any) -> int:
         capfd.readouterr()
-        code = cli.main(["train", *words])
+        code = main.main(["train", *words])
         said = capfd.readouterr()
         assert code in OURS, (about, code, said.err)
         assert "Traceback" not in said.err + said.out, (about, said.err)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from mutations import attempt, flipped, hand, mutated, put, spliced, strange
 from safetensors.torch import save_file
 
-from phalanx import cli
+from mutations import attempt, flipped, hand, mutated, put, spliced, strange
+from phalanx.cli import main
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import LoraConfig
@@ -29,9 +29,9 @@ from phalanx.train.checkpoint import (
     verify_checkpoint,
 )
 from phalanx.train.checkpoint.format import _manifest_hash
-from phalanx.train.exchange.choice import SelectionState, StepTiming
-from phalanx.train.state import TrainState
-from phalanx.train.weight_source import open_weight_reader
+from phalanx.train.grad_sync.selection import SelectionState, StepTiming
+from phalanx.train.hf.safetensors_reader import open_weight_reader
+from phalanx.train.train_state import TrainState
 
 TRIED = 120
 pytestmark = pytest.mark.timeout(120)
@@ -209,7 +209,7 @@ def test_strange_words_of_a_checkpoint_do_not_reach_a_listing_or_an_export(
         (copy / "MANIFEST.xxh3").write_bytes(_manifest_hash(content))
         out = tmp_path / "out"
         for words in (["ls", str(copy)], ["export", str(copy), str(out)]):
-            code = cli.main(["checkpoint", *words])
+            code = main.main(["checkpoint", *words])
             said = capsys.readouterr()
             assert code in (0, 65, 78), said.err
             assert code == 0 or said.err.startswith("error: ") or "error: " in said.err

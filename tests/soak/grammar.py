@@ -14,12 +14,12 @@ TEXTS, IMAGES, SIDE, CLASSES = 6, 240, 16, 4
 SEQUENCE_MODELS = {
     "phalanx.models:transformer": 5,
     "phalanx.models:moe": 2,
-    "lab_models:Stateful": 2,
-    "lab_models:frozen": 1,
-    "lab_models:frozen_experts": 1,
+    "user_models:Stateful": 2,
+    "user_models:frozen": 1,
+    "user_models:frozen_experts": 1,
 }
 IMAGE_MODELS = {"phalanx.models:resnet": 1, "soak_models:normalised": 1}
-CHANGED_BY_FORWARD = ("lab_models:Stateful", "soak_models:normalised")
+CHANGED_BY_FORWARD = ("user_models:Stateful", "soak_models:normalised")
 FIXED_ORDER = (
     *("ring", "binomial-tree", "recursive-halving", "parameter-server", "sharded-parameter-server"),
     *("hierarchical", "all-reduce"),
@@ -120,7 +120,7 @@ def draw_recipe(rng: random.Random) -> RecipeSample:
     offloaded = rng.random() < 0.2
     if offloaded and (recipe["optimizer"]["name"] in ("adamw", "sgd") or rng.random() < 0.1):  # others are refused
         recipe["optimizer"]["offload"] = True
-    if build == "lab_models:Stateful" and rng.random() < 0.9:  # it knows of no documents
+    if build == "user_models:Stateful" and rng.random() < 0.9:  # it knows of no documents
         recipe["data"]["document_masking"] = False
     if world > 1 and rng.random() < 0.6:
         recipe["parallelism"] = _draw_parallelism(rng, build, world)

@@ -22,17 +22,17 @@ from pathlib import Path
 import psutil
 from grammar import RecipeSample, Values, draw_recipe, write_sources
 
-from lab import random_words
 from phalanx.cli.chaos import PINNED_FILES, read_newest_digest
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.chaos import ground, referee
-from phalanx.jobs.chaos.inject import FaultContext, InjectedFault
-from phalanx.jobs.chaos.plan import Fault, RunShape, draw_faults, list_possible_kinds
-from phalanx.jobs.chaos.story import RunMonitor, TypicalDurations, measure_durations
-from phalanx.recipe.text import to_yaml
+from phalanx.jobs.chaos import launcher, verify
+from phalanx.jobs.chaos.fault_plan import Fault, RunShape, draw_faults, list_possible_kinds
+from phalanx.jobs.chaos.faults import FaultContext, InjectedFault
+from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations, measure_durations
+from phalanx.recipe.yaml_loader import to_yaml
 from phalanx.run import Run, read_events
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import StepDone
+from train_harness import random_words
 
 REFUSED = (ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE)
 PATIENCE, TIMES = 600.0, 10.0
@@ -43,7 +43,7 @@ LATEST_CUT = 8.0
 """Seconds after a start of the command until which a signal cuts it: data, trials, and the first steps."""
 CUTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 TESTS = Path(__file__).absolute().parents[1]
-OWN_MODULES = ("soak/soak_models.py", "lab_models.py")
+OWN_MODULES = ("soak/soak_models.py", "helpers/user_models.py")
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Deadline:
         time.sleep(seconds)
 
 
-class KilledLauncher(ground.LocalLauncher):
+class KilledLauncher(launcher.LocalLauncher):
     """The command for each node, with workers of each start as a seed draws them, and signals some time after it.
     `words` end with the number of workers. `cuts`: start of the command -> signal and seconds."""
 
@@ -112,7 +112,7 @@ class KilledLauncher(ground.LocalLauncher):
                 self.cut.append(f"{number.name} in start {len(self.begun)}")
         return super().restart_if_needed()
 
-    def _start_node(self, node: int) -> "ground.subprocess.Popen[bytes]":
+    def _start_node(self, node: int) -> "launcher.subprocess.Popen[bytes]":
         if node == 0:
             count = self._workers()
             self.command = (*self.command[:-1], str(count))
@@ -147,8 +147,8 @@ def run_round(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequ
     recipe = folder / f"{where.name}.yaml"
     recipe.write_text(to_yaml(what.recipe, flow=False))
     found, begun, mark = Round(seed, str(what), "equal"), time.monotonic(), str(uuid.uuid4())
-    with referee.create_scratch_dir() as scratch:
-        environment = {**ground.make_environment(mark, scratch), "PHALANX_CACHE_DIR": str(cache)}
+    with verify.create_scratch_dir() as scratch:
+        environment = {**launcher.make_environment(mark, scratch), "PHALANX_CACHE_DIR": str(cache)}
         try:
             calm = _undisturbed(what, recipe, where, environment, mark, found)
             until = time.monotonic() + max(PATIENCE, TIMES * (time.monotonic() - begun))
@@ -157,7 +157,7 @@ def run_round(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequ
         except TooLongError:
             found.reasons.append(f"it goes on for {time.monotonic() - begun:.0f} s")
         finally:
-            ground.kill_tagged_processes(mark)
+            launcher.kill_tagged_processes(mark)
     found.seconds = round(time.monotonic() - begun, 1)
     found.reasons += [f"a traceback in {log.name}" for log in where.glob("*.log") if "Traceback (" in log.read_text()]
     if found.outcome != "refused" or "a traceback" in " ".join(found.reasons):
@@ -175,10 +175,10 @@ def _undisturbed(
     run, log = Run(where / "calm"), where / "calm.log"
     story = RunMonitor(run)
     train = ["train", str(recipe), "--run", str(run.path), "--nproc-per-node", str(what.world)]
-    commands = ground.LocalLauncher(train, environment, log, story)
+    commands = launcher.LocalLauncher(train, environment, log, story)
     scene = FaultContext(story, TypicalDurations(0.0, 0.0, 0.0), mark, lambda struck: None)
     sleep = Deadline(time.monotonic() + PATIENCE).sleep
-    ended = referee.run_with_faults(commands, scene, (), lambda event: None, lambda starts: None, sleep=sleep)
+    ended = verify.run_with_faults(commands, scene, (), lambda event: None, lambda starts: None, sleep=sleep)
     said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
     if ended.exit_code == ExitCode.DONE:
         return run
@@ -215,9 +215,9 @@ def _disturbed(
             shutil.copyfile(calm.path / name, run.path / name)
     story, struck, left = RunMonitor(run), list[InjectedFault](), list[str]()
     given = [str(recipe), "--run", str(run.path), "--nproc-per-node", str(what.world // what.nodes)]
-    place: ground.Launcher
+    place: launcher.Launcher
     if what.queue:
-        place = ground.QueueLauncher(given, environment, scratch / "state", log)
+        place = launcher.QueueLauncher(given, environment, scratch / "state", log)
     else:
         cuts, order = cuts_for(rng), random.Random(rng.random())
 
@@ -226,13 +226,13 @@ def _disturbed(
 
         place = KilledLauncher(["train", *given], environment, log, story, what.nodes, workers, cuts)
     scene = AnyWorldContext(story, measure_durations(read_events(calm.events)), mark, struck.append, place.find_daemons)
-    before = referee.record_baseline()
+    before = verify.record_baseline()
 
     def over() -> None:
-        left.extend(referee.find_leftovers(run, mark, scratch, before, place.list_leftovers))
+        left.extend(verify.find_leftovers(run, mark, scratch, before, place.list_leftovers))
 
     try:
-        ended = referee.run_with_faults(
+        ended = verify.run_with_faults(
             place,
             scene,
             faults_for(what, rng),
@@ -248,7 +248,7 @@ def _disturbed(
         found.cuts = place.cut if isinstance(place, KilledLauncher) else []
     digest = (calm.read_json(calm.result) or {})["digest"]
     left = [each for each in left if not each.startswith("shared memory: ")]  # others' tests leave some, too
-    found.reasons += referee.verify_run(run, digest, ended, 0, 0, left, read_newest_digest).reasons
+    found.reasons += verify.verify_run(run, digest, ended, 0, 0, left, read_newest_digest).reasons
 
 
 def cuts_for(rng: random.Random) -> dict[int, tuple[signal.Signals, float]]:
@@ -329,7 +329,7 @@ class Counts:
 
 def reproduce_command(seed: int) -> str:
     """The command that makes the same round."""
-    return f"PYTHONPATH={TESTS} {sys.executable} {Path(__file__).absolute()} --seed {seed} --rounds 1"
+    return f"PYTHONPATH={TESTS / 'helpers'} {sys.executable} {Path(__file__).absolute()} --seed {seed} --rounds 1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from grammar import ROUNDED, draw_recipe, method_of
+from soak import TESTS, Counts, Round, create_recipe_dir, reproduce_command, run_round
 
 from phalanx.recipe import Recipe
-from soak import TESTS, Counts, Round, create_recipe_dir, reproduce_command, run_round
 
 SAME = 456
 """Of a round with a worker that aborts, Ctrl-C, and starts on one and on two workers."""
@@ -62,7 +62,7 @@ def test_a_state_that_restarts_do_not_bring_back_is_a_failure_with_its_seed(soak
 
 def test_ctrl_c_ends_it_with_its_counts(tmp_path: Path) -> None:
     command = [sys.executable, str(TESTS / "soak" / "soak.py"), "--seed", str(SAME), "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "PYTHONPATH": str(TESTS / "helpers")}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         while not (tmp_path / f"round-{SAME}" / "calm").exists():
             assert process.poll() is None

@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 import pytest
 
-from phalanx.cli import _make_app, _ParserError
+from phalanx.cli.main import _make_app, _ParserError
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
 from phalanx.run.event_types import FailureCause
-from phalanx.train.guards import NonfiniteAction
+from phalanx.train.nonfinite import NonfiniteAction
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

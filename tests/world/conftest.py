@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worlds import ProcessWorlds
+from process_worlds import ProcessWorlds
 
 
 @pytest.fixture(scope="module")

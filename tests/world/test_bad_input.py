@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lab import BASE_RECIPE, TrainHarness, Values, merge_recipes
 from phalanx.errors import ExitCode
-from phalanx.recipe.text import to_yaml
+from phalanx.recipe.yaml_loader import to_yaml
 from phalanx.run.event_types import AttemptStarted, RunWarning
+from train_harness import BASE_RECIPE, TrainHarness, Values, merge_recipes
 
 GOOD = merge_recipes(BASE_RECIPE, {"callbacks": []})
 Case = tuple[Values | str | None, list[str], list[str]]
@@ -35,7 +35,7 @@ BAD: dict[str, Case] = {
         [],
         ["recipe.yaml:", "model.args", "depth"],
     ),
-    "task that does not import": ({"task": "lab_tasks:Nothing"}, [], ["recipe.yaml:", "task", "lab_tasks"]),
+    "task that does not import": ({"task": "user_tasks:Nothing"}, [], ["recipe.yaml:", "task", "user_tasks"]),
     "no file": (None, [], ["recipe.yaml", "no such file"]),
     "broken YAML": ("steps: [1, 2\nname: x\n", [], ["recipe.yaml:"]),
     "not a mapping": ("- 1\n- 2\n", [], ["recipe.yaml", "mapping"]),

@@ -14,16 +14,16 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from phalanx.models import transformer
 from phalanx.models.attention import make_document_mask
-from phalanx.train.parallel.attention import ContextMethod
-from phalanx.train.parallel.collectives import Group
-from phalanx.train.parallel.context import (
+from phalanx.train.distributed.context_attention import ContextMethod
+from phalanx.train.distributed.context_parallel import (
     ContextParallel,
     check_context_parallel,
     local_positions,
     make_checkpoint_contexts,
     shard_batch,
 )
-from worlds import ProcessWorlds
+from phalanx.train.ops.collectives import Group
+from process_worlds import ProcessWorlds
 
 LENGTH = 24  # divides by 2n for 2, 3 and 4 ranks
 VOCAB = 23

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
 from phalanx.models.moe import GroupedExperts, MoETransformer, TopKRouter
-from phalanx.train.parallel.cuts import DimShard
-from phalanx.train.parallel.expert import apply_expert_parallel
-from worlds import ProcessWorlds
+from phalanx.train.distributed.expert_parallel import apply_expert_parallel
+from phalanx.train.distributed.shard_spec import DimShard
+from process_worlds import ProcessWorlds
 
 EXPERTS, WIDTH, FFN = 8, 16, 24
 

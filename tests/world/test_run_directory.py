@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lab import HarnessRun, TrainHarness, Values, plan_fault
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import load_recipe
 from phalanx.run import Run, read_events
@@ -24,6 +23,7 @@ from phalanx.run.event_types import (
     StepDone,
     WorkerStarted,
 )
+from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 
 
 def by_attempt(ended: HarnessRun) -> dict[int, list[int]]:
@@ -223,7 +223,7 @@ def test_weights_that_do_not_fit_the_model_are_refused_before_anything_is_writte
 
 
 def test_workers_that_begin_with_other_weights_than_the_first_are_refused(lab: TrainHarness) -> None:
-    ended = lab.train({"model": {"build": "lab_models:from_the_kernel"}}, 2)
+    ended = lab.train({"model": {"build": "user_models:from_the_kernel"}}, 2)
     assert ended.code == ExitCode.RECIPE
     assert ended.message is not None
     assert "the initial state of worker 1 is not that of worker 0" in ended.message

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lab import TrainHarness
+from phalanx.app.tune import TuneCallbacks, TuneResult, render_recipe, tune
+from phalanx.autoconfig.tuning_candidates import TUNABLE_KEYS, TuningCandidate, TuningFacts
 from phalanx.errors import ExitCode
-from phalanx.plan.tuning import TUNABLE_KEYS, TuningCandidate, TuningFacts
 from phalanx.recipe import Recipe, diff_recipes, load_recipe
-from phalanx.tuning import TuneCallbacks, TuneResult, render_recipe, tune
+from train_harness import TrainHarness
 
 TRIED = {
     "shares": TuningCandidate(

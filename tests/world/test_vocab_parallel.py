@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from phalanx.train.parallel.collectives import Group, copy_to_group
+from phalanx.train.ops.collectives import Group, copy_to_group
+from phalanx.train.ops.linear_cross_entropy import cross_entropy, linear_cross_entropy, vocab_parallel
 from phalanx.train.tasks import LanguageModeling
-from phalanx.train.vocab import cross_entropy, linear_cross_entropy, vocab_parallel
-from worlds import ProcessWorlds
+from process_worlds import ProcessWorlds
 
 N, W = 29, 8
 EVEN, UNEVEN = 36, 35

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lab import FAULTS_CALLBACK, HarnessRun, TrainHarness, Values
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import NonFiniteStep
+from train_harness import FAULTS_CALLBACK, HarnessRun, TrainHarness, Values
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -28,14 +28,14 @@ def model(lab: TrainHarness) -> nn.Module:
     config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
     made: nn.Module = transformers.LlamaForCausalLM(config)
     made.save_pretrained(lab.folder / "memory")
-    shutil.copy(Path(__file__).parents[1] / "peak.py", lab.folder)
+    shutil.copy(Path(__file__).parents[1] / "helpers" / "peak_memory.py", lab.folder)
     return made
 
 
 @pytest.fixture(autouse=True)
 def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lab's base recipe has arguments for our transformer."""
-    import lab as module
+    import train_harness as module
 
     monkeypatch.setattr(module, "BASE_RECIPE", {**module.BASE_RECIPE, "model": {}})
 
@@ -43,8 +43,8 @@ def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(lab: TrainHarness, layout: Values, run: Run | None = None, **more: Any) -> HarnessRun:
     changes: Values = {
         "model": {"build": "hf:memory"},
-        "task": "peak:CountingTask",
-        "callbacks": [FAULTS_CALLBACK, "peak:RecordPeak"],
+        "task": "peak_memory:CountingTask",
+        "callbacks": [FAULTS_CALLBACK, "peak_memory:RecordPeak"],
     }
     changes |= {"steps": 1, "parallelism": layout, "evaluation": {"every": None}, "checkpoint": {"every": None}}
     ended = lab.train({**changes, **more}, Parallelism(**layout).world, run)

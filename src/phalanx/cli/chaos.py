@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.errors import ExitCode, PhalanxError, UsageError
-from phalanx.streams import word_of
+from phalanx.std_streams import word_of
 
 if TYPE_CHECKING:
-    from phalanx.cli.chaos_page import ChaosConsole, ChaosResult
-    from phalanx.jobs.chaos.inject import InjectedFault
-    from phalanx.jobs.chaos.plan import Fault, RunShape
-    from phalanx.jobs.chaos.story import TypicalDurations
+    from phalanx.cli.chaos_output import ChaosConsole, ChaosResult
+    from phalanx.jobs.chaos.fault_plan import Fault, RunShape
+    from phalanx.jobs.chaos.faults import InjectedFault
+    from phalanx.jobs.chaos.run_monitor import TypicalDurations
     from phalanx.recipe.load import LoadedRecipe
     from phalanx.run import Event, Run
 
@@ -69,8 +69,8 @@ def chaos(
     storage-outage, freeze, hang; with --nodes also node-loss and partition; with --queue also job-runner and
     queue-daemon.
     """
-    from phalanx.cli import chaos_page as page
-    from phalanx.jobs.chaos.plan import draw_faults, parse_kinds
+    from phalanx.cli import chaos_output
+    from phalanx.jobs.chaos.fault_plan import draw_faults, parse_kinds
     from phalanx.recipe import load_recipe
     from phalanx.run.directory import check_run_path
 
@@ -92,11 +92,11 @@ def chaos(
     if folder.exists():
         raise UsageError(f"{folder}: exists already; choose another --run, or remove it")
     check_run_path(folder)
-    console = page.ChaosConsole(quiet=as_json, total=len(fault_plan))
+    console = chaos_output.ChaosConsole(quiet=as_json, total=len(fault_plan))
     console.print_plan(fault_plan, run_shape, seed)
     if dry_run:
         if as_json:
-            typer.echo(page.to_json(fault_plan, seed))
+            typer.echo(chaos_output.to_json(fault_plan, seed))
         return int(ExitCode.DONE)
     baseline_run = None if baseline is None else find_baseline_run(baseline, loaded, run_shape)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
@@ -106,7 +106,7 @@ def chaos(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    summary = page.to_json(fault_plan, seed, result)
+    summary = chaos_output.to_json(fault_plan, seed, result)
     (folder / "chaos.json").write_text(summary + "\n", encoding="utf-8")
     console.print_verdict(result)
     if as_json:
@@ -116,10 +116,10 @@ def chaos(
 
 def make_run_shape(loaded: "LoadedRecipe", nproc_per_node: int | None, num_nodes: int, uses_queue: bool) -> "RunShape":
     """What the run will be, as far as the list of faults depends on it."""
-    from phalanx.api import find_machine
-    from phalanx.cli.training import count_workers
-    from phalanx.cluster.discover import check_workers
-    from phalanx.jobs.chaos.plan import RunShape
+    from phalanx.app.train import find_machine
+    from phalanx.cli.train_local import count_workers
+    from phalanx.cluster.discovery import check_workers
+    from phalanx.jobs.chaos.fault_plan import RunShape
     from phalanx.recipe import check_recipe, num_workers_for
 
     recipe = loaded.recipe
@@ -147,7 +147,7 @@ def make_run_shape(loaded: "LoadedRecipe", nproc_per_node: int | None, num_nodes
 
 def find_baseline_run(path: Path, loaded: "LoadedRecipe", run_shape: "RunShape") -> "Run":
     """The run to compare with. UsageError when it is not done, or was another recipe, or had other workers."""
-    from phalanx.api import describe_finished
+    from phalanx.app.train import describe_finished
     from phalanx.recipe import load_recipe
     from phalanx.run import Run
 
@@ -179,13 +179,13 @@ class ChaosExperiment:
     def run(self, baseline_run: "Run | None") -> "ChaosResult":
         """Both runs, the first only where there is none yet; nothing of them runs on when this is over. UsageError
         when the undisturbed one shows that there is no time for so many faults."""
-        from phalanx.jobs.chaos import ground, referee
-        from phalanx.jobs.chaos.story import measure_durations
+        from phalanx.jobs.chaos import launcher, verify
+        from phalanx.jobs.chaos.run_monitor import measure_durations
         from phalanx.run import Run, read_events
 
         tag = str(uuid.uuid4())
-        with referee.create_scratch_dir() as scratch:
-            environment = ground.make_environment(tag, scratch)
+        with verify.create_scratch_dir() as scratch:
+            environment = launcher.make_environment(tag, scratch)
             try:
                 if baseline_run is None:
                     baseline_run = Run(self.folder / "baseline")
@@ -201,17 +201,17 @@ class ChaosExperiment:
                 self.console.print_baseline(baseline_run, typical)
                 return self._run_with_faults(baseline_run, typical, tag, scratch, environment)
             finally:
-                ground.kill_tagged_processes(tag)
+                launcher.kill_tagged_processes(tag)
 
     def _run_with_faults(
         self, baseline_run: "Run", typical: "TypicalDurations", tag: str, scratch: Path, environment: dict[str, str]
     ) -> "ChaosResult":
         """The run under faults, and what is wrong with it. What it leaves is looked at before that is ended."""
-        from phalanx.cli.chaos_page import ChaosResult
-        from phalanx.jobs.chaos import ground as grounds
-        from phalanx.jobs.chaos import referee
-        from phalanx.jobs.chaos.inject import FaultContext
-        from phalanx.jobs.chaos.story import RunMonitor
+        from phalanx.cli.chaos_output import ChaosResult
+        from phalanx.jobs.chaos import launcher as chaos_launcher
+        from phalanx.jobs.chaos import verify
+        from phalanx.jobs.chaos.faults import FaultContext
+        from phalanx.jobs.chaos.run_monitor import RunMonitor
         from phalanx.run import Run
 
         run = Run(self.folder / "faulted")
@@ -221,11 +221,13 @@ class ChaosExperiment:
                 shutil.copyfile(baseline_run.path / name, run.path / name)
         monitor, log = RunMonitor(run), self.folder / "faulted.log"
         arguments = self._arguments(run, self.run_shape.workers_per_node)
-        launcher: grounds.Launcher
+        launcher: chaos_launcher.Launcher
         if self.run_shape.uses_queue:
-            launcher = grounds.QueueLauncher(arguments, environment, scratch / "state", log)
+            launcher = chaos_launcher.QueueLauncher(arguments, environment, scratch / "state", log)
         else:
-            launcher = grounds.LocalLauncher(["train", *arguments], environment, log, monitor, self.run_shape.num_nodes)
+            launcher = chaos_launcher.LocalLauncher(
+                ["train", *arguments], environment, log, monitor, self.run_shape.num_nodes
+            )
         injected: list[InjectedFault] = []
         events: list[Event] = []
         leftovers: list[str] = []
@@ -234,20 +236,20 @@ class ChaosExperiment:
             injected.append(one)
             self.console.print_fault(one)
 
-        baseline, started_at = referee.record_baseline(), time.monotonic()
-        outcome = referee.run_with_faults(
+        baseline, started_at = verify.record_baseline(), time.monotonic()
+        outcome = verify.run_with_faults(
             launcher,
             FaultContext(monitor, typical, tag, on_injected, launcher.find_daemons),
             self.fault_plan,
             events.append,
             self.console.print_restart,
             on_finish=lambda: leftovers.extend(
-                referee.find_leftovers(run, tag, scratch, baseline, launcher.list_leftovers)
+                verify.find_leftovers(run, tag, scratch, baseline, launcher.list_leftovers)
             ),
         )
         seconds = time.monotonic() - started_at
         digest = (baseline_run.read_json(baseline_run.result) or {})["digest"]
-        verdict = referee.verify_run(
+        verdict = verify.verify_run(
             run, digest, outcome, len(self.fault_plan), len(injected), leftovers, read_newest_digest
         )
         return ChaosResult(run, digest, injected, events, outcome.num_starts, seconds, verdict)
@@ -258,10 +260,10 @@ class ChaosExperiment:
 
 def train_baseline(run: "Run", arguments: Sequence[str], environment: dict[str, str], log: Path, tag: str) -> None:
     """Train undisturbed. PhalanxError with the exit code of a run that fails by itself, and its last line."""
-    from phalanx.jobs.chaos.ground import LocalLauncher
-    from phalanx.jobs.chaos.inject import FaultContext
-    from phalanx.jobs.chaos.referee import run_with_faults
-    from phalanx.jobs.chaos.story import RunMonitor, TypicalDurations
+    from phalanx.jobs.chaos.faults import FaultContext
+    from phalanx.jobs.chaos.launcher import LocalLauncher
+    from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations
+    from phalanx.jobs.chaos.verify import run_with_faults
 
     monitor = RunMonitor(run)
     context = FaultContext(monitor, TypicalDurations(0.0, 0.0, 0.0), tag, lambda injected: None)
@@ -284,7 +286,7 @@ def check_long_enough(fault_plan: "Sequence[Fault]", run_shape: "RunShape", step
     needed_s = rounds * (EVENT_LAG_S + step_s * (run_shape.checkpoint_every or 1))
     if needed_s <= run_shape.steps * step_s:
         return
-    from phalanx.observe.units import format_duration
+    from phalanx.observe.formatting import format_duration
 
     raise UsageError(
         f"{len(fault_plan)} faults in {rounds} rounds take {format_duration(needed_s)} of progress at least, and the "

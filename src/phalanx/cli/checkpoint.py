@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.errors import DataError, ExitCode, UsageError
-from phalanx.observe import units
-from phalanx.streams import escape_control_chars
+from phalanx.observe import formatting
+from phalanx.std_streams import escape_control_chars
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
 
@@ -73,8 +73,11 @@ def verify(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     if as_json:
         print(json.dumps({"path": str(checkpoint), "ok": True, "bytes": manifest.nbytes, "seconds": seconds}))
     else:
-        files = units.format_plural(len(manifest.files), "file")
-        print(f"ok  {checkpoint}: {units.format_bytes(manifest.nbytes)} in {files}, {units.format_duration(seconds)}")
+        files = formatting.format_plural(len(manifest.files), "file")
+        print(
+            f"ok  {checkpoint}: {formatting.format_bytes(manifest.nbytes)} in {files}, "
+            f"{formatting.format_duration(seconds)}"
+        )
 
 
 @app.command()

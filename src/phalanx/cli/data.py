@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.errors import ExitCode, UsageError
-from phalanx.observe import units
-from phalanx.streams import escape_control_chars
+from phalanx.observe import formatting
+from phalanx.std_streams import escape_control_chars
 
 if TYPE_CHECKING:
     from phalanx.data import PrepareProgress
@@ -96,8 +96,9 @@ def verify(
     else:
         rate = facts["bytes"] / max(facts["seconds"], 1e-9)
         print(
-            f"ok  {folder}: {units.format_plural(facts['shards'], 'shard')}, {units.format_bytes(facts['bytes'])}, "
-            f"{units.format_bytes(rate)}/s"
+            f"ok  {folder}: {formatting.format_plural(facts['shards'], 'shard')}, "
+            f"{formatting.format_bytes(facts['bytes'])}, "
+            f"{formatting.format_bytes(rate)}/s"
         )
 
 
@@ -222,8 +223,8 @@ class _ProgressLines:
 def _format_progress(now: "PrepareProgress") -> str:
     rate = now.bytes_done / now.elapsed_s if now.elapsed_s else 0.0
     return (
-        f"{units.format_bytes(now.bytes_done)} of {units.format_bytes(now.bytes_total)}  {now.count:,} done  "
-        f"{units.format_bytes(rate)}/s"
+        f"{formatting.format_bytes(now.bytes_done)} of {formatting.format_bytes(now.bytes_total)}  {now.count:,} done  "
+        f"{formatting.format_bytes(rate)}/s"
     )
 
 
@@ -236,7 +237,7 @@ def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
     for name, value in facts.items():
         if value is not None:
             value_text = (
-                units.format_bytes(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
+                formatting.format_bytes(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
             )
             print(f"{name.replace('_', ' '):<13} {value_text}")
     if sample_text:

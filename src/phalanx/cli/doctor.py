@@ -16,7 +16,7 @@ import typer
 from phalanx.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from phalanx.cluster.health.examine import NodeHealthReport
+    from phalanx.cluster.health.runner import NodeHealthReport
 
 
 def doctor(
@@ -61,7 +61,7 @@ def doctor(
     Exit code 0: fit, possibly with warnings. 77: a check failed (FAIL) or did not complete (ERROR). --compare reads
     reports of several nodes, written with --json or --out.
     """
-    from phalanx.cli.doctor_page import format_report, print_comparison
+    from phalanx.cli.doctor_output import format_report, print_comparison
 
     if compare:
         return print_comparison(reports or [], as_json, quiet)
@@ -88,10 +88,10 @@ def doctor(
 def _run_checks(
     run: Path, expect_gpus: int | None, quick: bool, only: list[str], skip: list[str]
 ) -> "NodeHealthReport":
-    from phalanx.cli.probe import show_progress
+    from phalanx.cli.calibrate import show_progress
     from phalanx.cluster.health import CheckContext
-    from phalanx.cluster.health.checks import choose_checks
-    from phalanx.cluster.health.examine import run_checks
+    from phalanx.cluster.health.registry import choose_checks
+    from phalanx.cluster.health.runner import run_checks
 
     checks = choose_checks(only, skip, quick)
     names = [check.name for check in checks]
@@ -103,10 +103,10 @@ def _run_checks(
 
 def measure_links(addresses: list[str]) -> "NodeHealthReport":
     """Only links: to these addresses, or without any between all nodes of the job that this is a part of."""
-    from phalanx.cluster.health.examine import NodeHealthReport
-    from phalanx.cluster.health.links import check_link
-    from phalanx.cluster.health.pairs import measure_all_pairs, placement_from_environment
-    from phalanx.run.wire import load_token
+    from phalanx.cluster.health.link_bandwidth import check_link
+    from phalanx.cluster.health.pairwise_bandwidth import measure_all_pairs, placement_from_environment
+    from phalanx.cluster.health.runner import NodeHealthReport
+    from phalanx.run.control_channel import load_token
 
     started_at = time.monotonic()
     if addresses:
@@ -125,8 +125,8 @@ def _ignore_sigterm() -> None:
 
 def serve_link_tests(port: int) -> int:
     """Answer those who measure, one after another, until Ctrl-C or SIGTERM."""
-    from phalanx.cluster.health.links import Connection, accept_connections, serve_measurement
-    from phalanx.run.wire import load_token
+    from phalanx.cluster.health.link_bandwidth import Connection, accept_connections, serve_measurement
+    from phalanx.run.control_channel import load_token
 
     token = load_token(os.environ)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

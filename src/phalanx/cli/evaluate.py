@@ -42,17 +42,17 @@ def evaluate(
 ) -> None:
     """Evaluate a run's checkpoint on the validation set: loss and the task's metrics."""
     from phalanx.run import Run
-    from phalanx.streams import escape_control_chars
+    from phalanx.std_streams import escape_control_chars
 
     run_dir = Run.open_existing(run)
 
     from phalanx.data import open_data
+    from phalanx.train.distributed.environment import dist_env_from_environment
+    from phalanx.train.distributed.mesh import make_single_worker_mesh
     from phalanx.train.evaluation import evaluate as score
-    from phalanx.train.objective import LossFn, LossModule
-    from phalanx.train.parallel.mesh import make_single_worker_mesh
-    from phalanx.train.place import dist_env_from_environment
+    from phalanx.train.inference import check_data, given_device, load_trained_model
+    from phalanx.train.loss import LossFn, LossModule
     from phalanx.train.tasks import load_task
-    from phalanx.train.trained import check_data, given_device, load_trained_model
 
     dist_env = dist_env_from_environment({}, device or given_device(run_dir))
     trained = load_trained_model(run_dir, step, best, dist_env.device, trust_code)

@@ -35,14 +35,14 @@ def generate(
     import codecs
 
     from phalanx.run import Run
-    from phalanx.streams import escape_control_chars
+    from phalanx.std_streams import escape_control_chars
 
     run_dir = Run.open_existing(run)
     import torch
 
     from phalanx.data import load_tokenizer
     from phalanx.train.generate import generate_tokens as continuation
-    from phalanx.train.trained import load_trained_model
+    from phalanx.train.inference import load_trained_model
 
     trained = load_trained_model(run_dir, step, best, torch.device("cpu"), trust_code)
     if trained.facts.kind != "tokens" or trained.facts.seq_len is None:

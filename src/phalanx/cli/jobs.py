@@ -12,7 +12,7 @@ import typer
 from phalanx.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from phalanx.jobs.engine import Backend
+    from phalanx.jobs.backends.base import Backend
     from phalanx.jobs.spec import JobStatus
 
 app = typer.Typer(add_completion=False, help="Submit, list, follow and cancel jobs, locally or on a cluster.")
@@ -100,20 +100,21 @@ def submit(
     of runs: `phalanx jobs submit a.yaml b.yaml`, or `recipe.yaml --sweep optimizer.lr=1e-3,3e-4`. Any program: `phalanx
     jobs submit --framework jax --nproc-per-node 2 -- python script.py`.
     """
-    from phalanx.cli import submitting, sweep
+    from phalanx.app import submit as app_submit
+    from phalanx.app import sweep
     from phalanx.jobs.array import render_array
-    from phalanx.jobs.engine import open_backend
+    from phalanx.jobs.backends.base import open_backend
 
     job_fields: dict[str, Any] = {
         "num_nodes": nodes,
         "gpus_per_node": gpus,
-        "default_gpus": submitting.default_gpus(on, nproc_per_node) if gpus is None else None,
+        "default_gpus": app_submit.default_gpus(on, nproc_per_node) if gpus is None else None,
         "cpus_per_node": cpus,
-        "time_limit_s": submitting.parse_duration(time_limit),
+        "time_limit_s": app_submit.parse_duration(time_limit),
         "priority": priority,
-        "environment": submitting.parse_assignments(env or [], "--env"),
+        "environment": app_submit.parse_assignments(env or [], "--env"),
         "secrets": tuple(secret or ()),
-        "backend_options": submitting.parse_assignments(backend_option or [], "--backend-option"),
+        "backend_options": app_submit.parse_assignments(backend_option or [], "--backend-option"),
         "snapshot": snapshot,
     }
     recipes, overrides = sweep.split_recipes_and_overrides(what)
@@ -137,7 +138,7 @@ def submit(
             run,
             name,
             max_parallel,
-            lambda path, given, where: submitting.make_recipe_job(
+            lambda path, given, where: app_submit.make_recipe_job(
                 path, given, where, nproc_per_node, force, None, **job_fields
             ),
         )
@@ -145,17 +146,17 @@ def submit(
         requests = render_array(backend, jobs)
     else:
         if framework is not None:
-            job = submitting.make_framework_job(framework, what, nproc_per_node, name, **job_fields)
+            job = app_submit.make_framework_job(framework, what, nproc_per_node, name, **job_fields)
         else:
-            job = submitting.make_recipe_job(recipes[0], overrides, run, nproc_per_node, force, name, **job_fields)
+            job = app_submit.make_recipe_job(recipes[0], overrides, run, nproc_per_node, force, name, **job_fields)
         backend = open_backend(on)
         requests = [backend.render(job)]
     if dry_run:
         print("\n\n".join(map(str, requests)))
     elif is_array:
-        submitting.submit_jobs(backend, requests, sys.stdout)
+        app_submit.submit_jobs(backend, requests, sys.stdout)
     else:
-        submitting.submit_job(backend, requests[0], sys.stdout)
+        app_submit.submit_job(backend, requests[0], sys.stdout)
     return int(ExitCode.DONE)
 
 
@@ -167,7 +168,7 @@ def list_jobs(
 ) -> None:
     """List jobs, oldest first."""
     from phalanx.jobs.array import select_array_members
-    from phalanx.jobs.engine import open_backend
+    from phalanx.jobs.backends.base import open_backend
 
     jobs = open_backend(on).list_jobs()
     if array is not None and not (jobs := select_array_members(jobs, array)):
@@ -188,7 +189,7 @@ def list_jobs(
 @app.command("status")
 def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption = False) -> None:
     """Show the state of a job."""
-    from phalanx.jobs.engine import open_backend
+    from phalanx.jobs.backends.base import open_backend
 
     status = open_backend(on).poll(job)
     if as_json:
@@ -210,8 +211,8 @@ def logs(
 
     Shows all attempts; of a training run, the output of all workers and the events, by time and rank.
     """
-    from phalanx.cli.job_logs import iter_log_lines
-    from phalanx.jobs.engine import open_backend
+    from phalanx.app.job_logs import iter_log_lines
+    from phalanx.jobs.backends.base import open_backend
 
     for line in iter_log_lines(open_backend(on), job, follow, raw):
         print(line, flush=follow)
@@ -228,7 +229,7 @@ def signal(
     """Send a signal to a job's processes on each node."""
     import signal as signals
 
-    from phalanx.jobs.engine import open_backend
+    from phalanx.jobs.backends.base import open_backend
 
     signal_suffix = signal_name.upper().removeprefix("SIG")
     if f"SIG{signal_suffix}" not in signals.Signals.__members__:
@@ -242,7 +243,7 @@ def release(job: JobIdArgument, on: BackendOption = "local") -> None:
 
     A job is held after its nodes were found unfit; when released, it resumes on other nodes.
     """
-    from phalanx.jobs.engine import ReleasingBackend, open_backend
+    from phalanx.jobs.backends.base import ReleasingBackend, open_backend
 
     backend = open_backend(on)
     if not isinstance(backend, ReleasingBackend):
@@ -266,7 +267,7 @@ def cancel(
 
     A training run saves a checkpoint first, so that it can be resumed later.
     """
-    from phalanx.jobs.engine import open_backend
+    from phalanx.jobs.backends.base import open_backend
 
     backend: Backend = open_backend(on)
     job_ids = [
@@ -291,8 +292,8 @@ def prune(
     Removes their logs and snapshots. Run directories are kept. `generate` and `evaluate` need the snapshot of a run
     whose modules came from it.
     """
-    from phalanx.cli.submitting import parse_duration
-    from phalanx.jobs.engines.local import LocalBackend
+    from phalanx.app.submit import parse_duration
+    from phalanx.jobs.backends.local import LocalBackend
 
     if bool(jobs) == (older is not None):
         raise UsageError("nothing to prune: give job IDs, or --older-than TIME")
@@ -320,7 +321,7 @@ def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
 
 
 def _table_row(status: "JobStatus", now: float) -> tuple[str, ...]:
-    from phalanx.observe.units import format_duration
+    from phalanx.observe.formatting import format_duration
 
     timestamps = (status.ended, status.started, status.submitted)
     last_change = next((moment for moment in timestamps if moment is not None), None)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from phalanx.plan.search import Candidate
-    from phalanx.planning import RunPlan
+    from phalanx.autoconfig.plan import RunPlan
+    from phalanx.planner.search import Candidate
 
 
 def plan(
@@ -66,7 +66,7 @@ def plan(
         if trace is not None:
             check_output_path("--trace", trace, ['"traceEvents"'])
         loaded = load_recipe(recipe, overrides or [])
-        from phalanx.planning import plan_run, render_recipe
+        from phalanx.autoconfig.plan import plan_run, render_recipe
 
         result = plan_run(loaded, cluster, num_gpus, Path.cwd(), context.obj)
     write_atomic(out, render_recipe(loaded, overrides or [], result))
@@ -94,9 +94,9 @@ def disable_gc() -> Iterator[None]:
 
 def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
     """The plan in words and columns."""
-    from phalanx.observe.units import format_duration
-    from phalanx.plan.timeline import format_seconds
-    from phalanx.planning import BYTES_PER_GIB, describe_slowdown
+    from phalanx.autoconfig.plan import BYTES_PER_GIB, describe_slowdown
+    from phalanx.observe.formatting import format_duration
+    from phalanx.planner.timeline import format_seconds
 
     device, best = plan_result.cluster.node.accelerator, plan_result.best
     nodes = -(-plan_result.num_devices // plan_result.cluster.node.count)
@@ -167,7 +167,7 @@ def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
 
 def _format_warmup(plan_result: "RunPlan") -> list[str]:
     """The first steps, where they are of another kind."""
-    from phalanx.plan.timeline import format_seconds
+    from phalanx.planner.timeline import format_seconds
 
     warmup = plan_result.warmup_phase
     if warmup is None:
@@ -203,8 +203,8 @@ COST_SOURCE_TEXTS = {"sheet": "data sheets", "fitted": "fitted curves", "measure
 
 def format_breakdown(plan_result: "RunPlan") -> list[str]:
     """Where time and memory of the best choice go."""
-    from phalanx.plan.timeline import draw_timeline, format_breakdown
-    from phalanx.planning import BYTES_PER_GIB
+    from phalanx.autoconfig.plan import BYTES_PER_GIB
+    from phalanx.planner.timeline import draw_timeline, format_breakdown
 
     memory = {name: value for name, value in vars(plan_result.footprint).items() if name != "rank" and value > 0}
     return [
@@ -223,7 +223,7 @@ def format_breakdown(plan_result: "RunPlan") -> list[str]:
 
 def to_json(plan_result: "RunPlan", top: int, out: Path) -> dict[str, Any]:
     """The plan as JSON values."""
-    from phalanx.planning import list_chosen_keys
+    from phalanx.autoconfig.plan import list_chosen_keys
 
     def candidate_to_json(one: "Candidate") -> dict[str, Any]:
         setup = one.scenario
@@ -262,7 +262,7 @@ def to_json(plan_result: "RunPlan", top: int, out: Path) -> dict[str, Any]:
 
 
 def _render_trace(plan_result: "RunPlan") -> str:
-    from phalanx.plan.timeline import chrome_trace
+    from phalanx.planner.timeline import chrome_trace
 
     return chrome_trace(plan_result.step_events())
 

@@ -18,9 +18,9 @@ def profile(
     top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Number of operations to list.")] = 12,
 ) -> None:
     """Profile a few training steps on one worker; write only the trace."""
-    from phalanx.api import check_start, prepare_run
+    from phalanx.app.train import check_start, prepare_run
     from phalanx.cli.data import show_progress
-    from phalanx.jobs.nursery_process import ForkServerClient, call_timeout
+    from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
     from phalanx.recipe import load_recipe
     from phalanx.run import Run
     from phalanx.run.directory import check_output_path
@@ -38,7 +38,8 @@ def profile(
         ) as prepared:
             payload = {"recipe": prepared.recipe.model_dump(mode="json"), "folder": str(prepared.recipe_dir)}
             trace = fork_server.call(
-                "phalanx.train.trial:profile_recipe_steps", {**payload, "steps": steps, "out": str(out.absolute())}
+                "phalanx.autoconfig.trials:profile_recipe_steps",
+                {**payload, "steps": steps, "out": str(out.absolute())},
             )
     typer.echo(_format_trace(trace, top))
     typer.echo(f"\nwrote {out}")

@@ -20,11 +20,11 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Report loss, speed, where the time went, restarts and recommendations of a run."""
-    from phalanx.observe.advice import find_recommendations
     from phalanx.observe.history import read_history
-    from phalanx.observe.html import render_report_html
-    from phalanx.observe.report import render_report_text
+    from phalanx.observe.html_report.report import render_report_html
+    from phalanx.observe.recommendations import find_recommendations
     from phalanx.observe.summary import build_summary
+    from phalanx.observe.text_report import render_report_text
     from phalanx.run import Run
     from phalanx.run.directory import check_output_path
 

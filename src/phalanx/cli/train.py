@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.errors import UsageError
-from phalanx.streams import word_of
+from phalanx.std_streams import word_of
 
 
 def train(
@@ -70,22 +70,22 @@ def train(
     a checkpoint and exits with 75; a second Ctrl-C stops immediately. Started by torchrun or srun (RANK and WORLD_SIZE
     are set), this process is one worker.
     """
-    from phalanx.cli.training import run_node_agent, train_as_worker, train_locally, train_script_locally
-    from phalanx.run.membership import NodeEnv
+    from phalanx.cli.train_local import run_node_agent, train_as_worker, train_locally, train_script_locally
+    from phalanx.run.node_env import NodeEnv
 
     given = overrides or []
     if on != "local":
-        from phalanx.cli import submitting
+        from phalanx.app import submit
 
         job_fields: dict[str, Any] = {
             "num_nodes": nodes,
             "gpus_per_node": gpus,
-            "time_limit_s": submitting.parse_duration(time_limit),
+            "time_limit_s": submit.parse_duration(time_limit),
         }
-        job_fields["backend_options"] = submitting.parse_assignments(backend_option or [], "--backend-option")
-        job = submitting.make_recipe_job(recipe, given, run, nproc_per_node, force, None, snapshot, **job_fields)
+        job_fields["backend_options"] = submit.parse_assignments(backend_option or [], "--backend-option")
+        job = submit.make_recipe_job(recipe, given, run, nproc_per_node, force, None, snapshot, **job_fields)
         assert job.run_dir is not None
-        return submitting.submit_and_follow(on, job, job.run_dir, dry_run, sys.stderr)
+        return submit.submit_and_follow(on, job, job.run_dir, dry_run, sys.stderr)
     if nodes > 1 or backend_option or gpus is not None or time_limit is not None or snapshot is not None:
         raise UsageError(
             "--nodes, --gpus, --time-limit, --snapshot and --backend-option need --on slurm, ray or kubernetes"

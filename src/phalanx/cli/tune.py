@@ -11,8 +11,8 @@ import typer
 from phalanx.cli.numbers import number
 
 if TYPE_CHECKING:
-    from phalanx.api import PreparedRun
-    from phalanx.tuning import TuneResult, TuneTrial
+    from phalanx.app.train import PreparedRun
+    from phalanx.app.tune import TuneResult, TuneTrial
 
 
 def tune(
@@ -57,12 +57,12 @@ def tune(
     """
     from datetime import date
 
+    from phalanx.app.tune import TuneCallbacks, render_recipe
+    from phalanx.app.tune import tune as search
     from phalanx.cli.data import show_progress
     from phalanx.errors import UsageError
     from phalanx.recipe import load_recipe
     from phalanx.run.directory import check_output_path, write_atomic
-    from phalanx.tuning import TuneCallbacks, render_recipe
-    from phalanx.tuning import tune as search
 
     out = out or recipe.with_name(f"{recipe.stem}.tuned.yaml")
     if out.absolute() == recipe.absolute():
@@ -90,7 +90,7 @@ class TuneConsole:
         self._quiet = quiet
 
     def print_baseline(self, prepared: "PreparedRun", seconds: float) -> None:
-        from phalanx.observe.units import format_duration
+        from phalanx.observe.formatting import format_duration
 
         if self._quiet:
             return
@@ -120,8 +120,8 @@ class TuneConsole:
 
 def format_trial(trial: "TuneTrial") -> str:
     """One line of the table."""
-    from phalanx.observe.units import format_duration
-    from phalanx.tuning import format_gain
+    from phalanx.app.tune import format_gain
+    from phalanx.observe.formatting import format_duration
 
     predicted = "" if trial.predicted is None else f"{trial.predicted:.2f} x"
     result = ": ".join(part for part in ("kept" if trial.is_kept and trial.predicted else "", trial.note) if part)
@@ -132,9 +132,9 @@ def format_trial(trial: "TuneTrial") -> str:
 
 
 def _format_conclusion(result: "TuneResult", recipe: Path, out: Path) -> list[str]:
-    from phalanx.observe.units import format_duration
-    from phalanx.streams import word_of
-    from phalanx.tuning import format_gain
+    from phalanx.app.tune import format_gain
+    from phalanx.observe.formatting import format_duration
+    from phalanx.std_streams import word_of
 
     lines = ["", *(f"not tried  {note}" for note in result.untried), ""]
     if result.total is None:

@@ -1,14 +1,15 @@
-"""Hardware facts: what this machine is (discover), what it could do on paper (datasheet), what it does when measured
-(matmul), what software it runs (environment), and clusters by name or from a file (naming), filled in from the
-catalogue. Torch is imported only where something is measured, the catalogue's files are read when something is asked.
+"""Hardware facts: what this machine is (discovery), its peak rates by the data sheet (data_sheet), its measured rates
+(matmul_benchmark), its software (environment), and clusters by name or from a file (load), completed by the catalog.
+
+torch is imported only where something is measured; the catalog's files are read on first use.
 """
 
-from phalanx.cluster.datasheet import DataSheet, find_data_sheet
-from phalanx.cluster.description import Cluster
-from phalanx.cluster.discover import Cpu, DetectedGpu, Machine, detect_gpus, discover_machine
+from phalanx.cluster.data_sheet import DataSheet, find_data_sheet
+from phalanx.cluster.discovery import Cpu, DetectedGpu, Machine, detect_gpus, discover_machine
 from phalanx.cluster.environment import collect_environment
-from phalanx.cluster.matmul import measure_matmul
-from phalanx.cluster.naming import load_cluster, save_cluster
+from phalanx.cluster.load import load_cluster, save_cluster
+from phalanx.cluster.matmul_benchmark import measure_matmul
+from phalanx.cluster.spec import Cluster
 
 __all__ = [
     "Cluster",

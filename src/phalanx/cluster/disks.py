@@ -1,7 +1,7 @@
 """Disks, and what a folder lies on: the disk, or the file system of a network.
 
-Linux only, read from /sys and /proc below a given root, like discover.py. How fast they are is measured elsewhere
-(probe/storage.py).
+Linux only, read from /sys and /proc below a given root, like discovery.py. How fast they are is measured elsewhere
+(calibration/storage.py).
 """
 
 import os

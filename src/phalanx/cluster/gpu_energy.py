@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cluster.discover import detect_gpus
-from phalanx.cluster.gpu_links import import_nvml, open_nvml
+from phalanx.cluster.discovery import detect_gpus
+from phalanx.cluster.gpu_topology import import_nvml, open_nvml
 from phalanx.errors import UnfitNodeError
 
 

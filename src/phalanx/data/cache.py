@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.data.manifest import TOKENIZER_FILE, is_dataset
-from phalanx.data.pieces import make_prepare_plan
 from phalanx.data.prepare import PrepareProgress, ignore_progress, prepare_source
+from phalanx.data.prepare_plan import make_prepare_plan
 from phalanx.data.tokenizers import check_tokenizer
 from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root

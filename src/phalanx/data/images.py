@@ -13,13 +13,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from phalanx.data.finding import SourceFile, stat_source_file
+from phalanx.data.file_format import HEAD_BYTES, check_file_format, detect_compression, open_compressed
 from phalanx.data.manifest import LABEL_BYTES
-from phalanx.data.packing import HEAD_BYTES, check_file_format, detect_compression, open_compressed
 from phalanx.data.shard import ValueArray
+from phalanx.data.source_files import SourceFile, stat_source_file
 from phalanx.data.sources import CHUNK_BYTES, FilePart, translate_read_errors
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.streams import escape_control_chars
+from phalanx.std_streams import escape_control_chars
 
 _IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _UNSIGNED_BYTE = 8

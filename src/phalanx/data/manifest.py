@@ -16,9 +16,9 @@ from typing import Any, Literal
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.bounded import read_json
 from phalanx.errors import DataError, is_storage_error
 from phalanx.run.directory import write_json
+from phalanx.safe_files import read_json
 
 DATASET_FORMAT = 1
 MAX_MANIFEST_BYTES = 1 << 28

@@ -25,9 +25,9 @@ from typing import IO, Any, NamedTuple
 
 import phalanx
 import phalanx.errors
+from phalanx.data.file_format import check_file_format
 from phalanx.data.manifest import TOKENIZER_FILE, DatasetManifest, ShardEntry, is_dataset, narrowest_token_dtype
-from phalanx.data.packing import check_file_format
-from phalanx.data.pieces import (
+from phalanx.data.prepare_plan import (
     PieceWriter,
     PrepareJob,
     PreparePiece,
@@ -39,11 +39,11 @@ from phalanx.data.pieces import (
     read_done_file,
 )
 from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
+from phalanx.deadline import POLL_INTERVAL_S, RESUME_AFTER_CHECKS, Deadline, find_stopped, resume_processes
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run.directory import fsync_if_supported, write_atomic
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
-from phalanx.waits import POLL_INTERVAL_S, RESUME_AFTER_CHECKS, Deadline, find_stopped, resume_processes
 
 SILENCE_TIMEOUT_S = 600.0  # seconds in which at least one of the processes that prepare data must have said something
 BPE_SAMPLE_BYTES = 64 << 20  # bytes of text that a BPE is trained on
@@ -382,7 +382,7 @@ def _start_worker(lock: int) -> subprocess.Popen[str]:
     # with it: should this process be killed, nobody else begins before the last worker has noticed and ended.
     path = os.pathsep.join((str(Path(phalanx.__path__[0]).parent), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "phalanx.data.worker"],
+        [sys.executable, "-P", "-m", "phalanx.data.prepare_worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from phalanx.bounded import read_bytes
 from phalanx.data.manifest import MANIFEST_FILE, ShardEntry
 from phalanx.errors import DataError, is_storage_error
 from phalanx.run.directory import fsync_if_supported
+from phalanx.safe_files import read_bytes
 
 BLOCK_BYTES = 1 << 16
 _SIDECAR_MAGIC = b"PHXSHRD1"

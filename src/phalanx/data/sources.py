@@ -16,8 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from phalanx.data.finding import SourceFile
-from phalanx.data.packing import (
+from phalanx.data.file_format import (
     HEAD_BYTES,
     check_expansion,
     check_file_format,
@@ -25,6 +24,7 @@ from phalanx.data.packing import (
     detect_file_compression,
     open_compressed,
 )
+from phalanx.data.source_files import SourceFile
 from phalanx.errors import DataError, RecipeError, UsageError
 
 CHUNK_BYTES = 1 << 20

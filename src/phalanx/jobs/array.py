@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.jobs.engine import ArrayBackend, Backend, SubmitRequest
+from phalanx.jobs.backends.base import ArrayBackend, Backend, SubmitRequest
 from phalanx.jobs.spec import Job, JobStatus
 
 

@@ -8,8 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.code import Snapshot
-from phalanx.recipe.travelled import SNAPSHOT_DIR_VARIABLE
+from phalanx.jobs.snapshot import Snapshot
+from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """What every engine accepts as a name, and no shell takes for anything else."""

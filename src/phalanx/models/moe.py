@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.models.bounds import check_bounds
+from phalanx.models.size_limits import check_bounds
 from phalanx.models.transformer import FeedForward, Transformer, check_decoder_sizes, default_ffn_hidden_size
 
 _GROUPED_MM_ALIGNMENT = 8  # bf16 elements in the 16 bytes to which the rows of a grouped product must be aligned

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from phalanx.compat import has_compiler
 from phalanx.models.attention import AttentionPlan, attend, plan_attention
-from phalanx.models.bounds import check_bounds
+from phalanx.models.size_limits import check_bounds
 
 RMS_NORM_EPS = 1e-6  # of RMSNorm
 HAS_TRITON = importlib.util.find_spec("triton") is not None and has_compiler()

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx.observe import units
-from phalanx.observe.figures import WIDE_PLOT_SIZE, needs_log_scale, render_figure
+from phalanx.observe import formatting
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory, as_float, read_history
-from phalanx.observe.html import render_document
+from phalanx.observe.html_report.figures import WIDE_PLOT_SIZE, needs_log_scale, render_figure
+from phalanx.observe.html_report.report import render_document
+from phalanx.observe.html_report.svg import PlotLine, render_line_plot
 from phalanx.observe.metrics import smooth_series
-from phalanx.observe.report import COMPONENT_LABELS
+from phalanx.observe.run_info import flatten_keys, read_resolved_recipe
 from phalanx.observe.summary import RunSummary, build_summary
-from phalanx.observe.svg import PlotLine, render_line_plot
-from phalanx.observe.what import flatten_keys, read_resolved_recipe
+from phalanx.observe.text_report import COMPONENT_LABELS
 from phalanx.run import Run
 
 _NUM_COLORS = 6
@@ -91,32 +91,34 @@ def build_result_rows(comparison: RunComparison) -> list[TableRow]:
         times = (
             f" ({median / baseline_speed:.2f}x)" if median and baseline_speed and summary is not summaries[0] else ""
         )
-        return units.format_rate(median, summary.speed.unit) + times
+        return formatting.format_rate(median, summary.speed.unit) + times
 
     def validation_loss_text(summary: RunSummary) -> str:
         loss = summary.loss
         step = f" at {loss.validation_best_step}" if loss.validation_best_step is not None else ""
-        return units.format_loss(loss.validation_best) + step
+        return formatting.format_loss(loss.validation_best) + step
 
     measures: list[tuple[str, Callable[[RunSummary], str]]] = [
         ("status", lambda s: s.status),
         ("steps", lambda s: str(s.last_step)),
-        ("final loss", lambda s: units.format_loss(s.loss.last)),
-        ("mean of last steps", lambda s: units.format_loss(s.loss.final_mean)),
+        ("final loss", lambda s: formatting.format_loss(s.loss.last)),
+        ("mean of last steps", lambda s: formatting.format_loss(s.loss.final_mean)),
         ("best validation loss", validation_loss_text),
-        ("last validation loss", lambda s: units.format_loss(s.loss.validation_last)),
+        ("last validation loss", lambda s: formatting.format_loss(s.loss.validation_last)),
         ("speed", speed),
-        ("step", lambda s: units.format_duration(s.speed.step_median_s)),
+        ("step", lambda s: formatting.format_duration(s.speed.step_median_s)),
         *(
             (_part_name(part), _part_share(part))
             for part in STEP_COMPONENTS
             if any(_has_component(s, part) for s in summaries)
         ),
-        ("MFU (measured peak)", lambda s: units.format_percent(s.speed.mfu_measured)),
-        ("MFU (data-sheet peak)", lambda s: units.format_percent(s.speed.mfu_data_sheet)),
+        ("MFU (measured peak)", lambda s: formatting.format_percent(s.speed.mfu_measured)),
+        ("MFU (data-sheet peak)", lambda s: formatting.format_percent(s.speed.mfu_data_sheet)),
         (
             "wall time",
-            lambda s: units.format_duration(s.durations.wall_s) if s.durations.wall_s else units.NOT_MEASURED_TEXT,
+            lambda s: (
+                formatting.format_duration(s.durations.wall_s) if s.durations.wall_s else formatting.NOT_MEASURED_TEXT
+            ),
         ),
         ("restarts", lambda s: str(s.num_restarts)),
         ("guards", lambda s: str(sum(s.nonfinite_actions.values()))),
@@ -134,7 +136,9 @@ def _part_name(component: str) -> str:
 
 
 def _part_share(component: str) -> Callable[[RunSummary], str]:
-    return lambda summary: units.format_percent(shares[component] if (shares := summary.breakdown_shares) else None)
+    return lambda summary: formatting.format_percent(
+        shares[component] if (shares := summary.breakdown_shares) else None
+    )
 
 
 def build_differing_rows(comparison: RunComparison) -> list[TableRow]:

@@ -1,6 +1,7 @@
 """Speed, time split, MFU and ETA: pure functions over numbers. None means "could not be measured", never zero.
 
-No files, no clocks, no words: `summary.py` collects what these say, `report.py` and `html.py` show it.
+No files, no clocks, no words: `summary.py` collects what these say, `text_report.py` and `html_report/report.py` show
+it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a run did, as one frozen value: read from the run directory, shown by `report.py` and `html.py`, judged by
-`advice.py`. `Summary.to_json()` is what `phalanx report --json` prints. Nothing here is formatted for people.
+"""What a run did, as one frozen value: read from the run directory, shown by `text_report.py` and
+`html_report/report.py`, judged by `recommendations.py`. `Summary.to_json()` is what `phalanx report --json` prints.
+Nothing here is formatted for people.
 
 A field is None when the run did not say it or it was not measured; a run that has only just started has many of these.
 """
@@ -18,11 +19,11 @@ import numpy as np
 
 from phalanx.errors import DataError
 from phalanx.observe import metrics
-from phalanx.observe.foretold import PredictionError, largest_prediction_error
+from phalanx.observe.event_messages import describe_straggler
+from phalanx.observe.goodput import DeviceTime, compute_device_time
 from phalanx.observe.history import SCALED_UP, RunHistory, StepTable, as_float
-from phalanx.observe.ledger import DeviceTime, compute_device_time
-from phalanx.observe.sentences import describe_straggler
-from phalanx.observe.what import RunInfo, drop_malformed, read_run_info, recipe_and_losses
+from phalanx.observe.prediction_error import PredictionError, largest_prediction_error
+from phalanx.observe.run_info import RunInfo, drop_malformed, read_run_info, recipe_and_losses
 from phalanx.run import Run
 from phalanx.run.event_types import (
     CheckpointFailed,

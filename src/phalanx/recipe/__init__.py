@@ -4,15 +4,15 @@ A recipe is a value; this room turns a file into one, says in words what is wron
 runs or machines. Import paths in it are the only thing that executes somebody's code, in `import_object`.
 """
 
-from phalanx.recipe.changes import RecipeDifference, diff_recipes, incompatible_changes, is_free_on_resume
+from phalanx.recipe.batch_scaling import describe_batch_scaling, describe_kept_batch, scale_batch_with_workers
 from phalanx.recipe.checks import check_device, check_recipe, num_workers_for
+from phalanx.recipe.diff import RecipeDifference, diff_recipes, incompatible_changes, is_free_on_resume
 from phalanx.recipe.dump import dump_recipe
-from phalanx.recipe.growing import describe_batch_scaling, describe_kept_batch, scale_batch_with_workers
 from phalanx.recipe.imports import describe_exception, huggingface_directory, import_object
+from phalanx.recipe.json_schema import can_be_auto, json_schema
 from phalanx.recipe.load import LoadedRecipe, load_recipe
 from phalanx.recipe.reference import render_recipe_reference
 from phalanx.recipe.schema import Recipe
-from phalanx.recipe.shape import can_be_auto, json_schema
 from phalanx.recipe.variables import expand_recipe
 
 __all__ = [

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from phalanx.errors import RecipeError
+from phalanx.recipe.batch_scaling import scale_batch_with_workers
 from phalanx.recipe.devices import DeviceKind, device_kind_of
-from phalanx.recipe.exchanges import DEFAULT_WARMUP_STEPS
-from phalanx.recipe.explain import join_problems, suggest_nearest
-from phalanx.recipe.growing import scale_batch_with_workers
+from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX
 from phalanx.recipe.pipelines import fitting, stages_of, stages_problem
 from phalanx.recipe.schema import (
@@ -25,6 +24,7 @@ from phalanx.recipe.schema import (
     Parallelism,
     Recipe,
 )
+from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 
 WORLD_DIMENSIONS = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of the parallelism whose product is the world."""

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from phalanx.recipe.schema import Recipe
-from phalanx.recipe.text import to_yaml
+from phalanx.recipe.yaml_loader import to_yaml
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.explain import suggest_nearest
-from phalanx.recipe.travelled import resolve_code_dir
+from phalanx.recipe.snapshot_paths import resolve_code_dir
+from phalanx.recipe.validation_errors import suggest_nearest
 
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"

@@ -8,15 +8,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from phalanx.bounded import read_bytes
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, is_storage_error
-from phalanx.recipe.explain import describe_validation_error, describe_value, suggest_nearest
+from phalanx.recipe.json_schema import child_keys
 from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.schema import Recipe
-from phalanx.recipe.shape import child_keys
-from phalanx.recipe.text import KeyPath, SourceLocations, location_of_key, parse_yaml
-from phalanx.recipe.travelled import resolve_data_dir
+from phalanx.recipe.snapshot_paths import resolve_data_dir
+from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
 from phalanx.recipe.variables import collect_variables, expand_recipe, expand_variables
+from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, location_of_key, parse_yaml
+from phalanx.safe_files import read_bytes
 
 _MISSING_KEY_HELP = (
     "a recipe says what it trains and on what: `model: {build: my:Net}`, `data: {source: {text: '*.txt'}}`"

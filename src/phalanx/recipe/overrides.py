@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import RecipeError, UsageError
-from phalanx.recipe.text import KeyPath, SourceLocations, parse_yaml
+from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, parse_yaml
 
 
 def apply_overrides(value: dict[str, Any], locations: SourceLocations, overrides: Sequence[str]) -> None:

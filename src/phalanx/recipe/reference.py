@@ -5,8 +5,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from phalanx.recipe.schema import ConfigModel
-from phalanx.recipe.shape import (
+from phalanx.recipe.json_schema import (
     JsonSchema,
     child_keys,
     describe_variant,
@@ -15,7 +14,8 @@ from phalanx.recipe.shape import (
     iterate_variants,
     join_alternatives,
 )
-from phalanx.recipe.text import KeyPath, format_key, to_yaml
+from phalanx.recipe.schema import ConfigModel
+from phalanx.recipe.yaml_loader import KeyPath, format_key, to_yaml
 
 _INTRODUCTION_TEXT = """\
 # The recipe

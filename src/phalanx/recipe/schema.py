@@ -1,7 +1,7 @@
 """The recipe: what to train and how, as values. Reading files and reporting errors live in `load.py`.
 
 Unknown keys are refused. Every field has the default that DESIGN.md names; together they are the example.
-`auto` is resolved before training (`plan/resolve.py`); `Recipe` itself never measures anything.
+`auto` is resolved before training (`autoconfig/choices.py`); `Recipe` itself never measures anything.
 """
 
 import math

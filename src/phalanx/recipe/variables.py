@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Recipe
-from phalanx.recipe.text import KeyPath, format_key
+from phalanx.recipe.yaml_loader import KeyPath, format_key
 
 _VARIABLE_REGEX = re.compile(r"\$\{([^{}$]*)\}")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import xxhash
 
-from phalanx.bounded import read_json
 from phalanx.errors import DataError
-from phalanx.run.private import check_owner
+from phalanx.run.private_files import check_owner
+from phalanx.safe_files import read_json
 
 MAX_ENTRY_BYTES = 64 << 20
 MAX_AGE_S = 86400.0

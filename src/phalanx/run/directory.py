@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.bounded import open_regular, parse_json, read_json
 from phalanx.errors import DataError, UsageError
-from phalanx.streams import word_of
+from phalanx.safe_files import open_regular, parse_json, read_json
+from phalanx.std_streams import word_of
 
 RESULT_FORMAT = 1
 _HEADER_BYTES = 1 << 16

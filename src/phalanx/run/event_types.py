@@ -8,7 +8,7 @@ and None stands for it.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from phalanx.run.steady import unix_now
+from phalanx.run.boot_clock import unix_now
 
 FORMAT_VERSION = 2
 """Of events.jsonl: a reader refuses a file that names another."""

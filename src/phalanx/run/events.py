@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import phalanx
-from phalanx.bounded import open_for_append, parse_json
 from phalanx.errors import DataError, is_storage_error
 from phalanx.run.event_types import (
     FORMAT_VERSION,
@@ -24,6 +23,7 @@ from phalanx.run.event_types import (
 )
 from phalanx.run.fields import read_fields, to_fields
 from phalanx.run.lines import LineTail
+from phalanx.safe_files import open_for_append, parse_json
 
 EVENT_TYPES: dict[str, type[Event]] = {each.kind: each for each in get_args(Event)}
 """By kind."""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.bounded import open_regular
+from phalanx.safe_files import open_regular
 
 LONGEST_LINE_BYTES = 16 << 20
 """Bytes of a line that is read as one."""

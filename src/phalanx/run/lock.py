@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from phalanx.deadline import Deadline, print_status
 from phalanx.errors import STORAGE_BROKEN_ERRNOS, UsageError
 from phalanx.run.directory import Run
-from phalanx.waits import Deadline, print_status
 
 LOCK_RETRY_INTERVAL_S = 0.5
 """Seconds between two attempts to have something for oneself: no lock tells when it is free but one that is waited for

@@ -1,8 +1,9 @@
 """The messages between agents, fork servers and workers: one frozen dataclass for each kind.
 
-They travel as lists of JSON objects, over local packet sockets (`channel.py`: between an agent, its fork server and its
-workers) and over the control channel (`wire.py`: between the agents of a run, which pass on what their fork servers and
-workers say). The events of a run travel among them, as their own classes. Ranks are global ranks.
+They travel as lists of JSON objects, over local packet sockets (`message_socket.py`: between an agent, its fork server
+and its workers) and over the control channel (`control_channel.py`: between the agents of a run, which pass on what
+their fork servers and workers say). The events of a run travel among them, as their own classes. Ranks are global
+ranks.
 """
 
 import json
@@ -348,7 +349,8 @@ class Leave:
     message: str | None = None
 
 
-# --- between the nodes of a program of another framework (jobs/launch.py) ---------------------------------------------
+# --- between the nodes of a program of another framework (jobs/frameworks/launcher.py)
+# ---------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

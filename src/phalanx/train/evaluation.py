@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.data import RunData
-from phalanx.train.nodes import broadcast_json
-from phalanx.train.objective import LossSums
-from phalanx.train.parallel.mesh import Mesh
-from phalanx.train.parallel.shard import reshard_parameters
-from phalanx.train.place import DistEnv
-from phalanx.train.step import to_device
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.fsdp import reshard_parameters
+from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.distributed.object_collectives import broadcast_json
+from phalanx.train.loss import LossSums
 from phalanx.train.tasks import TensorBatch
+from phalanx.train.train_step import to_device
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from phalanx.train.huggingface_calls import get_logits
+from phalanx.train.hf.inputs import get_logits
 
 MIN_TEMPERATURE = 1e-6
 """Below this temperature all but the likeliest token have a probability of 0, and logits divided by it overflow."""

@@ -1,8 +1,8 @@
 """The trainer: a recipe's model and task, trained by a gang."""
 
-from phalanx.train.gang import Trainer
-from phalanx.train.objective import LossModule
-from phalanx.train.parallel.staging import PipelineRunner
+from phalanx.train.distributed.pipeline.build import PipelineRunner
+from phalanx.train.loss import LossModule
+from phalanx.train.trainer import Trainer
 
 
 def fit(trainer: Trainer, loss_module: LossModule | PipelineRunner) -> str:

@@ -1,8 +1,8 @@
 """Numeric precision: in what the model computes, and the loss scale that fp16 needs.
 
 Parameters, gradients, their sums and the optimizer's state are always fp32; `bf16` and `fp16` are what matmuls and
-convolutions compute in (autocast). `fp8` is bf16 but for some linear layers (fp8_choice.py); `tf32` is fp32 whose
-products NVIDIA's tensor cores may round to 10 bits, and the same as fp32 elsewhere.
+convolutions compute in (autocast). `fp8` is bf16 but for some linear layers (distributed/float8_select.py); `tf32` is
+fp32 whose products NVIDIA's tensor cores may round to 10 bits, and the same as fp32 elsewhere.
 """
 
 import contextlib

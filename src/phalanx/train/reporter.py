@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from phalanx.run import Event, EventLog, Run, read_events, sum_training_seconds
-from phalanx.run.channel import send
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import NonFiniteStep, StepDone, WorkerFailure
+from phalanx.run.message_socket import send
 from phalanx.run.messages import FromWorker, Message, RunResult, WorkerError
-from phalanx.streams import escape_control_chars
+from phalanx.std_streams import escape_control_chars
 
 NUM_STEPS_REMEMBERED = 256
 """Steps that are remembered; the leading worker holds back those of a tenth of a second at most."""

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 from torch import Tensor
 
 from phalanx.errors import UsageError
-from phalanx.train.parallel.divided import ParallelModel
+from phalanx.train.distributed.parallel_model import ParallelModel
 
 COMPARE_EVERY_STEPS = 32
 """In how many first steps, and in every how many later ones, names and shapes are compared."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import describe_exception, import_object
-from phalanx.train.huggingface_calls import get_logits
-from phalanx.train.vocab import cross_entropy, get_current_vocab_shard, linear_cross_entropy
+from phalanx.train.hf.inputs import get_logits
+from phalanx.train.ops.linear_cross_entropy import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
 TensorBatch = dict[str, Tensor]
 

@@ -27,31 +27,19 @@ from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import WorkerStarted
+from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat, open_heartbeat
 from phalanx.run.messages import StandbyReady, WorkerFinishing
-from phalanx.run.pulse import HeartbeatWriter, NullHeartbeat, open_heartbeat
-from phalanx.train.adapter import has_lora
+from phalanx.train.builder import make_norm_fn, make_result, make_train_step, report_start, resume_training
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
-from phalanx.train.causes import naming_causes
 from phalanx.train.checkpoint import clean_checkpoint_dir, list_checkpoints
-from phalanx.train.ends import make_norm_fn, make_result, make_train_step, report_start, resume_training
-from phalanx.train.evaluation import EvaluationResult, evaluate
-from phalanx.train.fp8_choice import Float8Selector, make_float8_selector, measure_layer_rows
-from phalanx.train.gang import Trainer
-from phalanx.train.head import eval_mode, find_lm_head
-from phalanx.train.loop import fit
-from phalanx.train.meeting import come_together, telling_others
-from phalanx.train.memory import OutOfMemory, explain_out_of_memory
-from phalanx.train.model import MicroBatchSeeds, build_model, check_begins_alike, describe_model
-from phalanx.train.nodes import all_gather_json
-from phalanx.train.objective import LMHead, LossFn, LossModule, plan_context_split
-from phalanx.train.optimizers import OptimizerContainer
-from phalanx.train.orders import SocketRegistry, open_membership_updates
-from phalanx.train.parallel.divided import ParallelModel
-from phalanx.train.parallel.mesh import Mesh, build_mesh
-from phalanx.train.parallel.parallelize import ParallelConfig, parallelize
-from phalanx.train.parallel.staging import PipelineRunner, build_pipeline
-from phalanx.train.parts import TrainContext
-from phalanx.train.place import (
+from phalanx.train.checkpoint.init_weights import (
+    InitialWeights,
+    allocate_meta_parameters,
+    open_hf_weights,
+    open_initial_weights,
+)
+from phalanx.train.compile_warmup import warm_up_compile
+from phalanx.train.distributed.environment import (
     DistEnv,
     assert_same_on_all_ranks,
     dist_env_from_environment,
@@ -60,22 +48,39 @@ from phalanx.train.place import (
     set_collective_timeout,
     shut_down_process_group,
 )
-from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context, set_matmul_precision
-from phalanx.train.rebuild import ShardedRecovery
-from phalanx.train.regroup import (
+from phalanx.train.distributed.failures import naming_causes
+from phalanx.train.distributed.float8_select import Float8Selector, make_float8_selector, measure_layer_rows
+from phalanx.train.distributed.mesh import Mesh, build_mesh
+from phalanx.train.distributed.object_collectives import all_gather_json
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
+from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
+from phalanx.train.distributed.run_announcement import come_together, telling_others
+from phalanx.train.elastic.membership import SocketRegistry, open_membership_updates
+from phalanx.train.elastic.reconfigure import (
     BuiltTrainer,
     Reconfiguration,
     RecoveryMode,
     ReplicatedRecovery,
     requires_reconfiguration,
 )
+from phalanx.train.elastic.sharded_recovery import ShardedRecovery
+from phalanx.train.evaluation import EvaluationResult, evaluate
+from phalanx.train.lm_head import eval_mode, find_lm_head
+from phalanx.train.loop import fit
+from phalanx.train.loss import LMHead, LossFn, LossModule, plan_context_split
+from phalanx.train.model_builder import MicroBatchSeeds, build_model, check_begins_alike, describe_model
+from phalanx.train.oom import OutOfMemory, explain_out_of_memory
+from phalanx.train.ops.lora import has_lora
+from phalanx.train.optim import OptimizerContainer
+from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context, set_matmul_precision
 from phalanx.train.reporter import Reporter, make_reporter
-from phalanx.train.state import SurvivorState, TrainState
-from phalanx.train.step import to_device
-from phalanx.train.stop import StopRequest
+from phalanx.train.signals import StopRequest
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
-from phalanx.train.warm_up import warm_up_compile
-from phalanx.train.weights import InitialWeights, allocate_meta_parameters, open_hf_weights, open_initial_weights
+from phalanx.train.train_context import TrainContext
+from phalanx.train.train_state import SurvivorState, TrainState
+from phalanx.train.train_step import to_device
+from phalanx.train.trainer import Trainer
 
 SAME_DATA_HINT = (
     "all nodes must read the same; give the recipe a source that is the same on each, or share the file system"
@@ -510,8 +515,8 @@ def build_parallel_model(
 
 
 def uses_cached_casts(compiled: bool | str, precision: str, device: torch.device) -> bool:
-    """Whether weights are cast once a step (cast_once.py): where compiled blocks run under autocast on a GPU. What a
-    CUDA graph reads would be copied to where it was recorded, in each micro-batch."""
+    """Whether weights are cast once a step (ops/cached_cast_linear.py): where compiled blocks run under autocast on a
+    GPU. What a CUDA graph reads would be copied to where it was recorded, in each micro-batch."""
     return compiled is True and precision in AUTOCAST_DTYPES and device.type == "cuda"
 
 

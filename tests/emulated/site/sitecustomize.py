@@ -64,16 +64,16 @@ def _commands(module: Any) -> None:
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {
-    "phalanx.cluster.discover": _device_files,
-    "phalanx.cluster.matmul": _small_products,
+    "phalanx.cluster.discovery": _device_files,
+    "phalanx.cluster.matmul_benchmark": _small_products,
     "phalanx.models.transformer": _no_triton,
-    "phalanx.train.vocab": _no_triton,
+    "phalanx.train.ops.linear_cross_entropy": _no_triton,
     "phalanx.train.ops": _no_triton,
-    "phalanx.train.trained": _commands,
+    "phalanx.train.inference": _commands,
     "phalanx.train.worker": _compute_on_the_host,
 }
 if os.environ.get("NULLGPU") not in ("host", "cpu"):
-    del PATCHES["phalanx.train.trained"]
+    del PATCHES["phalanx.train.inference"]
 if os.environ.get("NULLGPU_HIP"):  # torch says so where it was built for AMD's GPUs
     PATCHES["torch.version"] = _hip
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import cli
+from phalanx.cli import main
 from phalanx.cli.chaos import check_long_enough
 from phalanx.errors import UsageError
-from phalanx.jobs.chaos.plan import FAULT_KINDS, RunShape, draw_faults
+from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, RunShape, draw_faults
 
 RECIPE = """
 name: small
@@ -33,7 +33,7 @@ def test_a_dry_run_prints_the_same_list_again_and_makes_nothing(
 ) -> None:
     printed = []
     for seed in ("3", "3", "4"):
-        assert cli.main(["chaos", "r.yaml", "--nproc-per-node", "2", "--seed", seed, "--dry-run"]) == 0
+        assert main.main(["chaos", "r.yaml", "--nproc-per-node", "2", "--seed", seed, "--dry-run"]) == 0
         printed.append(capsys.readouterr().out.splitlines())
     assert printed[0] == printed[1]
     assert printed[0][0] == "10 faults, seed 3; 2 workers, 400 steps, a checkpoint every 20"
@@ -43,7 +43,7 @@ def test_a_dry_run_prints_the_same_list_again_and_makes_nothing(
 
 
 def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["chaos", "r.yaml", "--faults", "3", "--kinds", "kill", "--dry-run", "--json"]) == 0
+    assert main.main(["chaos", "r.yaml", "--faults", "3", "--kinds", "kill", "--dry-run", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [(fault["number"], fault["kind"], fault["struck"]) for fault in told["faults"]] == [
         (number, "kill", None) for number in (1, 2, 3)
@@ -69,7 +69,7 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_is_told_before_any_run(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
 ) -> None:
-    assert cli.main(["chaos", "r.yaml", *words]) == code
+    assert main.main(["chaos", "r.yaml", *words]) == code
     assert said in capsys.readouterr().err
     assert sorted(path.name for path in folder.iterdir()) == ["r.yaml", "text.txt"]
 
@@ -78,12 +78,12 @@ def test_a_recipe_that_does_not_name_its_model_is_refused_before_anything(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "r.yaml").write_text(RECIPE.replace("model: {}\n", ""))
-    assert cli.main(["chaos", "r.yaml", "--dry-run"]) == 78
+    assert main.main(["chaos", "r.yaml", "--dry-run"]) == 78
     assert "r.yaml: names no model" in capsys.readouterr().err
 
 
 def test_help_and_page_name_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["chaos", "--help"]) == 0
+    assert main.main(["chaos", "--help"]) == 0
     told = capsys.readouterr().out.partition("Kinds:")[2].partition("Options:")[0]
     told = re.sub(r"-\n +", "-", told)  # where a line was broken at a hyphen
     assert set(FAULT_KINDS) <= set(re.findall(r"[\w-]+", told))
@@ -93,7 +93,7 @@ def test_help_and_page_name_every_kind(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_script_with_a_loop_of_its_own_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["chaos", "loop.py"]) == 64
+    assert main.main(["chaos", "loop.py"]) == 64
     assert "chaos is for recipes" in capsys.readouterr().err
 
 

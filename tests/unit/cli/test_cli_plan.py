@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import cli
+from phalanx.cli import main
 from phalanx.recipe import load_recipe
 from phalanx.recipe.schema import Parallelism
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(*arguments: str) -> int:
-    return cli.main(["plan", "recipe.yaml", *arguments])
+    return main.main(["plan", "recipe.yaml", *arguments])
 
 
 def test_the_best_layouts_are_printed_with_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,5 +206,5 @@ def test_a_model_that_fits_nowhere_says_by_how_much(capsys: pytest.CaptureFixtur
 
 
 def test_a_recipe_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "none.yaml", *HERE]) in (64, 78)
+    assert main.main(["plan", "none.yaml", *HERE]) in (64, 78)
     assert "none.yaml" in capsys.readouterr().err

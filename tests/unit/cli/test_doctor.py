@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from phalanx import cli
-from phalanx.cluster.health import HealthFinding, HealthVerdict, examine
-from phalanx.cluster.health.examine import NodeHealthReport
+from phalanx.cli import main
+from phalanx.cluster.health import HealthFinding, HealthVerdict, runner
+from phalanx.cluster.health.runner import NodeHealthReport
 
 FINE = HealthFinding("memory", HealthVerdict.PASS, "much is free", {"available": 12})
 UNSURE = HealthFinding("clock", HealthVerdict.UNKNOWN, "not known")
@@ -37,13 +37,13 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(*findings: HealthFinding) -> None:
         made = NodeHealthReport("node7", 1000.0, 2.5, findings)
-        monkeypatch.setattr(examine, "run_checks", lambda site, checks, progress: made)
+        monkeypatch.setattr(runner, "run_checks", lambda site, checks, progress: made)
 
     return make
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    code = cli.main(["doctor", *(str(word) for word in words)])
+    code = main.main(["doctor", *(str(word) for word in words)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -201,7 +201,7 @@ def test_two_nodes_measure_their_link() -> None:
 
 def test_a_quick_look_at_this_machine_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from phalanx.cli import main; from phalanx.cluster.health.checks import HEALTH_CHECKS, "
+        "import sys; from phalanx.cli.main import main; from phalanx.cluster.health.registry import HEALTH_CHECKS, "
         "run_check_in_process\n"
         "from phalanx.cluster.health import CheckContext\n"
         f"site = CheckContext(__import__('pathlib').Path({str(tmp_path)!r}), is_quick=True).as_json()\n"

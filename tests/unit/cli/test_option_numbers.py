@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import typer
 
-from phalanx import cli
+from phalanx.cli import main
 from phalanx.errors import UsageError
 from phalanx.run import Run
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
     """Each command's words and function."""
-    for verb, (where, _) in cli._COMMAND_MODULES.items():
+    for verb, (where, _) in main._COMMAND_MODULES.items():
         module, _, attribute = where.partition(":")
         found = getattr(importlib.import_module(module), attribute)
         if isinstance(found, typer.Typer):
@@ -66,7 +66,7 @@ def test_a_number_has_a_bound_on_either_side(number: int) -> None:
 @pytest.mark.parametrize("number", range(len(OPTIONS)), ids=LABELS)
 def test_a_number_out_of_bounds_is_wrong_usage(number: int, given: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, name, _ = OPTIONS[number]
-    assert cli.main([*words, "a", "b", f"{name}={given}"]) == 64
+    assert main.main([*words, "a", "b", f"{name}={given}"]) == 64
     said = capsys.readouterr().err
     assert name in said
     assert "Traceback" not in said
@@ -74,19 +74,19 @@ def test_a_number_out_of_bounds_is_wrong_usage(number: int, given: str, capsys: 
 
 @pytest.mark.parametrize("size", [("0", "5"), ("-1", "5"), ("5", "16385"), ("5", "9" * 25)])
 def test_pictures_have_a_size_within_bounds(size: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["data", "prepare", "--out", "o", "--images", "i", "--image-size", *size]) == 64
+    assert main.main(["data", "prepare", "--out", "o", "--images", "i", "--image-size", *size]) == 64
     assert "1 to 16,384 pixels a side" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["0", "256", "10000001", "-5", "1e3", "9" * 5000])
 def test_a_vocabulary_has_a_size_within_bounds(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["data", "prepare", "--out", "o", "*.txt", "--tokenizer", f"bpe:{size}"]) == 64
+    assert main.main(["data", "prepare", "--out", "o", "*.txt", "--tokenizer", f"bpe:{size}"]) == 64
     assert "a BPE has 257 to 10,000,000 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1h", "1e400", "9" * 400 + ":00:00", "1h30", ""])
 def test_a_time_limit_that_is_none_is_refused(text: str) -> None:
-    from phalanx.cli.submitting import parse_duration
+    from phalanx.app.submit import parse_duration
     from phalanx.jobs.spec import Job
 
     with pytest.raises(UsageError, match=r"time limit|duration"):
@@ -111,7 +111,7 @@ IDX = ["--idx", "a", "b"]
 def test_options_of_data_prepare_that_its_source_does_not_use_are_refused(
     words: list[str], option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["data", "prepare", "--out", "o", *words]) == 64
+    assert main.main(["data", "prepare", "--out", "o", *words]) == 64
     assert option in capsys.readouterr().err
 
 
@@ -121,5 +121,5 @@ def test_a_step_and_the_best_one_are_not_asked_for_at_once(
 ) -> None:
     Run(tmp_path / "run").create()
     (tmp_path / "run" / "resolved.yaml").write_text("steps: 3\n")
-    assert cli.main([verb, str(tmp_path / "run"), "--step", "3", "--best"]) == 64
+    assert main.main([verb, str(tmp_path / "run"), "--step", "3", "--best"]) == 64
     assert "--step 3 and --best: give one of them" in capsys.readouterr().err

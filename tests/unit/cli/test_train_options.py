@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.api import train
-from phalanx.cli import main
+from phalanx.app.train import train
+from phalanx.cli.main import main
 from phalanx.errors import ExitCode, UsageError
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.place import dist_env_from_environment
+from phalanx.train.distributed.environment import dist_env_from_environment
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1"}
 RECIPE = "name: one\nsteps: 3\nmodel: {build: 'a:b'}\ndata: {source: {text: '*.txt'}}\n"
@@ -86,7 +86,7 @@ def test_who_is_no_worker_of_a_launcher_takes_options(
     monkeypatch.setenv("PHALANX_LEADER_ADDR", "n1:5000")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("phalanx.cli.training.train_locally", here)
+    monkeypatch.setattr("phalanx.cli.train_local.train_locally", here)
     assert main(["train", "one.yaml", "--dry-run", "--nproc-per-node", "2"]) == 0
     assert (seen[3], seen[5]) == (2, True)
 

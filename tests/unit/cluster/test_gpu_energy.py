@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import gpu_energy
-from phalanx.cluster.discover import DetectedGpu
+from phalanx.cluster.discovery import DetectedGpu
 from phalanx.errors import UnfitNodeError
 
 

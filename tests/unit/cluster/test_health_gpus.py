@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.gpu_links import GpuLinks
-from phalanx.cluster.health import CheckContext, HealthVerdict, gpus, kernel_log, run_preflight
+from phalanx.cluster.gpu_topology import GpuLinks
+from phalanx.cluster.health import CheckContext, HealthVerdict, run_preflight
+from phalanx.cluster.health.checks import gpus, kernel_log
+from phalanx.cluster.health.checks.gpus import GpuState
+from phalanx.cluster.health.checks.kernel_log import KernelMessage
 from phalanx.cluster.health.finding import HealthFinding
-from phalanx.cluster.health.gpus import GpuState
-from phalanx.cluster.health.kernel_log import KernelMessage
-from phalanx.cluster.health.quick import check_gpus_present
+from phalanx.cluster.health.preflight import check_gpus_present
 
 
 class NVMLError(Exception):

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_data import write_texts
 
 from phalanx.data import open_data, prepare_all_sources, prepare_cached, verify_dataset
 from phalanx.data import prepare as prepare_module
 from phalanx.data.cache import prepare_source
 from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
+from small_data import write_texts
 
 SOURCE = Path(prepare_module.__file__).parents[2]
 

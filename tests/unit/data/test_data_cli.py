@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from small_data import write_texts
 
-from phalanx.cli import main
-from phalanx.data import PrepareProgress, pieces
+from phalanx.cli.main import main
+from phalanx.data import PrepareProgress, prepare_plan
 from phalanx.data import prepare as prepare_module
+from small_data import write_texts
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_ctrl_c_is_75_and_says_how_to_go_on(texts, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 30_000)
+    monkeypatch.setattr(prepare_plan, "MIN_PIECE_BYTES", 30_000)
     monkeypatch.setattr(prepare_module, "_commit_dataset", interrupted)
     with pytest.raises(SystemExit) as left:
         data("prepare", "*.txt", "--out", texts / "out")
@@ -86,7 +86,7 @@ def test_ctrl_c_is_75_and_says_how_to_go_on(texts, capsys, monkeypatch):
     assert "run the same command again to resume" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.chdir(texts / "texts")
-    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 30_000)
+    monkeypatch.setattr(prepare_plan, "MIN_PIECE_BYTES", 30_000)
     assert data("prepare", "*.txt", "--out", texts / "out") == 0
 
 

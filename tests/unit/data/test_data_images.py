@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import pytest
-from small_data import contents, manifest_of, opened, prepare, write_texts
 
 from phalanx.data import inspect_dataset, load_tokenizer, open_data, prepare_all_sources, verify_dataset
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.checks import check_task
 from phalanx.recipe.schema import DataConfig, DataSource, EvaluationConfig, Recipe
+from small_data import contents, manifest_of, opened, prepare, write_texts
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
@@ -142,7 +142,7 @@ def test_an_image_folder_has_a_class_for_every_sub_folder(folder, tmp_path):
 
 
 def test_image_folders_are_the_same_from_any_number_of_workers(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.data.pieces.MIN_PIECE_BYTES", 200)
+    monkeypatch.setattr("phalanx.data.prepare_plan.MIN_PIECE_BYTES", 200)
     source = {"images": "images", "image_size": [4, 4]}
     outs = [prepare(tmp_path, tmp_path / f"out{n}", source, num_workers=n) for n in (1, 2)]
     assert len(manifest_of(outs[0])["shards"]) > 1

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
 import phalanx.data.prepare
-from phalanx.data import pieces, verify_dataset
+from phalanx.data import prepare_plan, verify_dataset
 from phalanx.data.prepare import PrepareProgress, _close_worker
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
+from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
-SOURCE = Path(pieces.__file__).parents[2]
+SOURCE = Path(prepare_plan.__file__).parents[2]
 
 
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces of 10 kB, so that small sources have several."""
-    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 10_000)
+    monkeypatch.setattr(prepare_plan, "MIN_PIECE_BYTES", 10_000)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_source_that_changed_meanwhile_is_begun_anew(texts, tmp_path, small_pi
 KILLED = """
 import sys
 from pathlib import Path
-from phalanx.data import pieces, prepare_source
+from phalanx.data import prepare_plan as pieces, prepare_source
 from phalanx.recipe import schema
 
 def tell(now):
@@ -154,7 +154,7 @@ def test_a_killed_preparation_leaves_no_process_and_can_be_finished(texts, tmp_p
 
 
 def test_workers_do_not_import_torch(texts, tmp_path):
-    code = "import sys, phalanx.data.worker, phalanx.data, phalanx.cli.data; sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.data.prepare_worker, phalanx.data, phalanx.cli.data; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_data import dataset, numbered, opened
 
 from phalanx.data import IGNORE_INDEX, Prefetcher, shard
 from phalanx.errors import DataError, RecipeError
+from small_data import dataset, numbered, opened
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
-from small_data import dataset, manifest_of, numbered, opened
 from xxhash import xxh3_128_hexdigest
 
 from phalanx.data import inspect_dataset, verify_dataset
 from phalanx.data.manifest import narrowest_token_dtype, read_manifest
 from phalanx.data.shard import BLOCK_BYTES, ShardWriter, read_sidecar
 from phalanx.errors import DataError, ExitCode
+from small_data import dataset, manifest_of, numbered, opened
 
 TOKENS = 100_000  # 400 kB in four-byte tokens: six blocks and a bit
 

@@ -15,13 +15,13 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_data import all_tokens, manifest_of, prepare, write_texts
 
 import phalanx.data.prepare as prepare_module
 from phalanx.data import sources
-from phalanx.data.finding import find_files, stat_source_file
+from phalanx.data.source_files import find_files, stat_source_file
 from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_source_file
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
+from small_data import all_tokens, manifest_of, prepare, write_texts
 
 
 def text_of(folder):

@@ -10,12 +10,12 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
 from phalanx.data import load_tokenizer, prepare_all_sources, sources
 from phalanx.data.tokenizers import TOKENIZER_FILE, train_bpe_tokenizer
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.schema import DataConfig, EvaluationConfig
+from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
 TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé, 漢字, 🦊!\n\tif x == 1:  return x\n" * 50
 
@@ -81,7 +81,7 @@ def test_a_bpe_is_trained_on_the_data_and_kept_with_it(texts, tmp_path):
 
 
 def test_a_bpe_dataset_is_the_same_from_any_number_of_workers(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.data.pieces.MIN_PIECE_BYTES", 5000)
+    monkeypatch.setattr("phalanx.data.prepare_plan.MIN_PIECE_BYTES", 5000)
     outs = [prepare(texts, tmp_path / f"out{n}", {"text": "*.txt"}, {"bpe": 300}, num_workers=n) for n in (1, 2)]
     assert len(manifest_of(outs[0])["shards"]) > 1
     assert contents(outs[0]) == contents(outs[1])
@@ -165,7 +165,7 @@ def test_a_document_in_chunks_has_the_tokens_that_it_has_as_a_whole(tmp_path, mo
     write_texts(tmp_path, {"a.txt": text})
     monkeypatch.setattr(sources, "CHUNK_BYTES", 1500)
     monkeypatch.setattr(sources, "CONTEXT_BYTES", 400)
-    monkeypatch.setattr("phalanx.data.pieces._choose_piece_size", lambda total: len(text.encode()) // pieces)
+    monkeypatch.setattr("phalanx.data.prepare_plan._choose_piece_size", lambda total: len(text.encode()) // pieces)
     out = prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, "tok.json")
     assert len(manifest_of(out)["shards"]) == pieces
     assert all_tokens(out).tolist() == whole.encode(text, add_special_tokens=False).ids
@@ -243,7 +243,7 @@ def test_a_tokenizer_without_an_end_of_text_is_warned_of(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bytes_that_are_no_utf8_are_counted_and_named(tmp_path, bpe, monkeypatch, workers):
-    monkeypatch.setattr("phalanx.data.pieces.MIN_PIECE_BYTES", 10)
+    monkeypatch.setattr("phalanx.data.prepare_plan.MIN_PIECE_BYTES", 10)
     texts = {
         "1.txt": b"caf\xe9 na\xefve, more of it",
         "2.txt": "fine \ufffd too, and long",
@@ -270,7 +270,7 @@ def test_half_of_a_surrogate_pair_in_json_is_counted_as_what_is_no_text(tmp_path
 
 
 def test_bytes_that_are_no_utf8_are_counted_over_an_interruption(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr("phalanx.data.pieces.MIN_PIECE_BYTES", 10)
+    monkeypatch.setattr("phalanx.data.prepare_plan.MIN_PIECE_BYTES", 10)
     write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9 na\xefve, more of it", "2.txt": "fine, and long enough"})
 
     counts = set()

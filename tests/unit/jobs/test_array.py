@@ -7,8 +7,8 @@ import pytest
 
 from phalanx.errors import UsageError
 from phalanx.jobs.array import make_array, render_array, select_array_members, submit_array
-from phalanx.jobs.engine import SubmitRequest
-from phalanx.jobs.engines.local import LocalBackend
+from phalanx.jobs.backends.base import SubmitRequest
+from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.spec import Job, JobState, JobStatus
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe, expand_recipe, load_recipe
-from phalanx.recipe.text import parse_yaml, to_yaml
+from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 
 
 @pytest.fixture

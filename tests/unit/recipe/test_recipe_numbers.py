@@ -7,8 +7,8 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, load_recipe
-from phalanx.recipe.shape import find_schema, iterate_keys, iterate_variants
-from phalanx.recipe.text import KeyPath, format_key
+from phalanx.recipe.json_schema import find_schema, iterate_keys, iterate_variants
+from phalanx.recipe.yaml_loader import KeyPath, format_key
 
 
 def numbers_below(key: KeyPath) -> list[KeyPath]:

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from small_train import Clock, SmallStepper, cut, make_stepper, mean_gradients, tiny_lm, token_batch
 from torch import Tensor, nn
 
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.precision import GradScaler
-from phalanx.train.step import (
+from phalanx.train.step_timer import HostStepTimer
+from phalanx.train.train_step import (
     BUFFERS_CHANGED_FLAG,
     STEP_FLAGS,
     StepResult,
@@ -18,7 +18,7 @@ from phalanx.train.step import (
     split_fp64,
     unpack_step_metrics,
 )
-from phalanx.train.timing import HostStepTimer
+from small_train import Clock, SmallStepper, cut, make_stepper, mean_gradients, tiny_lm, token_batch
 
 
 def settled(

@@ -1,9 +1,11 @@
-"""Whether this machine is fit to train, and why not. `checks` lists what is looked at, a file a family; `examine` does
-it, each check within its time; `fleet` judges nodes beside each other; `quick` is what an agent asks before an attempt.
+"""Check whether this machine is fit to train.
+
+`registry` lists the checks, `checks/` has one file a family, `runner` runs each within its time limit, `compare_nodes`
+compares nodes, and `preflight` is what an agent runs before an attempt.
 """
 
+from phalanx.cluster.health.context import CheckContext
 from phalanx.cluster.health.finding import HealthFinding, HealthVerdict, worst_verdict
-from phalanx.cluster.health.quick import run_preflight
-from phalanx.cluster.health.site import CheckContext
+from phalanx.cluster.health.preflight import run_preflight
 
 __all__ = ["CheckContext", "HealthFinding", "HealthVerdict", "run_preflight", "worst_verdict"]

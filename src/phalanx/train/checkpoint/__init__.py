@@ -4,6 +4,7 @@
 runs are the same run. The format is plain safetensors and JSON, described in `format.py`; nothing is ever pickled.
 """
 
+from phalanx.train.checkpoint.commit import clean_checkpoint_dir, discard_directory
 from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.format import (
@@ -21,8 +22,7 @@ from phalanx.train.checkpoint.load import (
     load_tensors,
     verify_checkpoint,
 )
-from phalanx.train.checkpoint.publish import clean_checkpoint_dir, discard_directory
-from phalanx.train.checkpoint.retain import apply_retention
+from phalanx.train.checkpoint.retention import apply_retention
 from phalanx.train.checkpoint.save import CheckpointSaver, SavePhase, SaveStatus, assign_to_ranks
 from phalanx.train.checkpoint.staging import TensorShard
 

@@ -16,12 +16,12 @@ from phalanx.recipe.imports import HF_CONFIG_FILE
 from phalanx.recipe.schema import LoraConfig
 from phalanx.run import Run
 from phalanx.run.directory import fsync_if_supported
-from phalanx.train.adapter import LORA_A_NAME, LORA_B_NAME, is_lora_name, lora_scale, merge_lora_tensors
-from phalanx.train.checkpoint.companions import NoteFn, write_companions
+from phalanx.train.checkpoint.commit import make_temporary_path, sync_directory, write_synced
+from phalanx.train.checkpoint.export_tokenizer import NoteFn, write_companions
 from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX, CheckpointManifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
-from phalanx.train.checkpoint.publish import make_temporary_path, sync_directory, write_synced
-from phalanx.train.weight_source import find_tied_names, strip_wrapper_parts
+from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
+from phalanx.train.ops.lora import LORA_A_NAME, LORA_B_NAME, is_lora_name, lora_scale, merge_lora_tensors
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/", EXTRA_STATE_PREFIX, "settings/")
 _MAX_FILE_BYTES = 5_000_000_000
@@ -39,7 +39,7 @@ def export_huggingface(
     `file_bytes` with `model.safetensors.index.json`; and `config.json` when the checkpoint's meta has the recipe's
     `model`. Adapters are folded in; a tied weight that has one is untied. A model that came from a Hugging Face
     directory gets the tensor names, the number of tensors and the config.json that it had there, so that
-    `from_pretrained` reads it, and the run's tokenizer (`companions.py`). `out` appears whole or not at all. One
+    `from_pretrained` reads it, and the run's tokenizer (`export_tokenizer.py`). `out` appears whole or not at all. One
     file at most is held in memory at a time. What was copied from where, and what was not, is said to `notes`.
     UsageError when something is at `out` already; CorruptError names a bad file of the checkpoint; DataError where
     adapters or tensors cannot be brought into the form that they came in."""
@@ -147,9 +147,9 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
 
 def _build_meta_model(folder: Path) -> nn.Module:
     """The architecture of the config.json that was written, without memory."""
-    from phalanx.train import huggingface
+    from phalanx.train.hf import model
 
-    return huggingface.build_on_meta(folder, {})
+    return model.build_on_meta(folder, {})
 
 
 def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str], folder: Path) -> dict[str, str]:
@@ -172,7 +172,7 @@ def _make_group_tensors(
     checkpoint: Path, manifest: CheckpointManifest, plan: _ExportPlan, group: list[str]
 ) -> dict[str, Tensor]:
     """The tensors of a group under the names that they get, with their adapters folded in."""
-    from phalanx.train.huggingface_names import revert_conversion
+    from phalanx.train.hf.weight_conversion import revert_conversion
 
     paths = [name.rpartition(".")[0] for name in group if name.endswith(".weight")]
     adapters = [

@@ -27,9 +27,9 @@ import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from phalanx.bounded import read_bytes
 from phalanx.errors import DataError, is_storage_error
 from phalanx.recipe.schema import LoraConfig
+from phalanx.safe_files import read_bytes
 
 CHECKPOINT_FORMAT = 1
 CHUNK_BYTES = 1 << 20

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 import xxhash
 
-from phalanx.bounded import open_regular
 from phalanx.errors import DataError
-from phalanx.train.checkpoint.buffer import Bytes
+from phalanx.safe_files import open_regular
 from phalanx.train.checkpoint.format import (
     DTYPE_NAMES,
     CheckpointManifest,
@@ -34,6 +33,7 @@ from phalanx.train.checkpoint.format import (
     make_unreadable_error,
     read_manifest,
 )
+from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import as_bytes
 
 BlockRange = tuple[tuple[int, ...], tuple[int, ...]]

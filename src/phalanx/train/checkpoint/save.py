@@ -33,7 +33,7 @@ import xxhash
 from phalanx.errors import UsageError
 from phalanx.recipe.devices import device_kind_of
 from phalanx.run.directory import fsync_if_supported
-from phalanx.train.checkpoint.buffer import Bytes
+from phalanx.train.checkpoint.commit import commit_checkpoint, make_temporary_path, sync_directory, write_synced
 from phalanx.train.checkpoint.format import (
     CHUNK_BYTES,
     CorruptCheckpointError,
@@ -44,7 +44,7 @@ from phalanx.train.checkpoint.format import (
     rank_file_name,
     read_manifest,
 )
-from phalanx.train.checkpoint.publish import commit_checkpoint, make_temporary_path, sync_directory, write_synced
+from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import ShardFileSpec, StagingBuffer, TensorShard, plan_shard_file
 
 _WRITE_BLOCK_BYTES = 8 * CHUNK_BYTES  # bytes of one write: long enough to keep a disk busy, short enough to fail early

@@ -1,0 +1,1 @@
+"""Use cases, one module each: the Python API."""

@@ -1,0 +1,201 @@
+"""`phalanx calibrate`, as a function: `cluster/probe` measures, the nursery gives it processes, and training its
+checkpoint format. Nothing is printed here, and nothing written but the scratch folder, which is gone afterwards.
+"""
+
+import importlib
+import os
+import selectors
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster import Cluster, Machine
+from phalanx.cluster.calibration import Executor, MeasurementFailed, calibrate_machine
+from phalanx.deadline import POLL_INTERVAL_S
+from phalanx.errors import SubprocessError, UsageError
+from phalanx.jobs.agent.attempt import (
+    EXIT_REPORT_TIMEOUT_S,
+    EXITS_NOT_REPORTED_MESSAGE,
+    FORK_SERVER_DIED_MESSAGE,
+    AttemptState,
+    decide_outcome,
+)
+from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError
+from phalanx.run.message_socket import drain, receive
+from phalanx.run.messages import Command, Message, RankResult, SendSignal, StartWorkers, WorkerError, WorkerExited
+
+EXTRA_TIMEOUT_S = 120.0
+"""Seconds that a world may take beyond what it was asked to."""
+MAX_REASON_CHARS = 200
+"""Characters of why something failed; some libraries' messages are long."""
+SCRATCH_PREFIX = ".phalanx-probe-"
+
+
+def calibrate(
+    machine: Machine,
+    *,
+    quick: bool = False,
+    num_processes: int | None = None,
+    folder: Path = Path(),
+    progress: Callable[[str, float], None] = lambda family, share: None,
+) -> Cluster:
+    """Measure this machine with `num_processes` processes (default: one a GPU, else two) and the disk of `folder`.
+    Ctrl-C leaves neither processes nor files. UsageError when `folder` cannot be written to or has no room."""
+    with create_scratch_dir(folder) as scratch, ForkServerClient() as fork_server:
+        executor = Executor(
+            run_in_process=partial(call_in_subprocess, fork_server),
+            run_in_world=partial(call_on_ranks, fork_server, scratch),
+            save_checkpoint=partial(time_checkpoint, fork_server),
+            scratch_dir=scratch,
+            report_progress=progress,
+        )
+        fork_server.wait_until_ready()
+        return calibrate_machine(machine, executor, quick=quick, processes=num_processes)
+
+
+@contextmanager
+def create_scratch_dir(folder: Path) -> Iterator[Path]:
+    """A new folder in `folder`, removed afterwards whatever happens."""
+    try:
+        scratch_dir = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(f"--dir {folder}: not writable: {error.strerror}") from None
+    with scratch_dir as name:
+        yield Path(name)
+
+
+def call_in_subprocess(fork_server: ForkServerClient, function: str, payload: Any) -> Any:
+    """`module:function(payload)` in a process of its own. NotMeasured when it fails."""
+    try:
+        return fork_server.call(function, payload)
+    except SubprocessError as error:
+        raise MeasurementFailed(str(error)) from error
+
+
+def call_on_ranks(
+    fork_server: ForkServerClient,
+    logs_dir: Path,
+    function: str,
+    payload: dict[str, Any],
+    world_size: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Any:
+    """`module:function(payload)` on each rank of a new world; what rank 0 returned. NotMeasured when a rank fails, or
+    takes much longer than the payload's `seconds`."""
+    fork_server.wait_until_ready()
+    for _ in drain(fork_server.events):  # of worlds that were there before
+        pass
+    command = Command(function="phalanx.app.calibrate:run_rank", payload={"function": function, "payload": payload})
+    fork_server.send(
+        StartWorkers(
+            attempt=0,
+            world_size=world_size,
+            command=command,
+            environment={},
+            logs_dir=str(logs_dir),
+            local_world_size=world_size,
+        )
+    )
+    attempt, results = AttemptState(world_size, announced_ranks=set(range(world_size))), dict[int, Any]()
+    deadline = clock() + payload["seconds"] + EXTRA_TIMEOUT_S
+    with selectors.DefaultSelector() as selector:
+        for sock in (fork_server.control, fork_server.events):
+            selector.register(sock, selectors.EVENT_READ)
+        while len(attempt.exit_statuses) < world_size:
+            ready = selector.select(max(0.0, min(POLL_INTERVAL_S, deadline - clock())))
+            if not ready and (reason := fork_server.resume_if_stopped()) is not None:
+                fork_server.kill()
+                raise ForkServerLostError(reason)
+            if not ready and clock() >= deadline:
+                if attempt.killed:
+                    fork_server.kill()
+                    raise ForkServerLostError(EXITS_NOT_REPORTED_MESSAGE)
+                fork_server.send(SendSignal(signal=9))
+                attempt.killed, deadline = True, clock() + EXIT_REPORT_TIMEOUT_S
+                attempt.error = attempt.error or WorkerError(rank=0, message="it took far too long", exit_code=75)
+            for key, _ in ready:
+                assert isinstance(key.fileobj, socket.socket)
+                for message in receive(key.fileobj) or _raise_lost():
+                    _handle_message(message, attempt, results, fork_server)
+    for message in drain(fork_server.events):
+        _handle_message(message, attempt, results, fork_server)
+    if any(attempt.exit_statuses.values()) or 0 not in results:
+        reason = attempt.error.message if attempt.error else decide_outcome(attempt, logs_dir, 0)[1]
+        raise MeasurementFailed(str(reason).partition(" (log: ")[0][:MAX_REASON_CHARS])
+    return results[0]
+
+
+def _handle_message(
+    message: Message, attempt: AttemptState, results: dict[int, Any], fork_server: ForkServerClient
+) -> None:
+    if isinstance(message, WorkerExited):
+        attempt.exit_statuses[message.rank] = message.exit_status
+        if message.exit_status != 0 and len(attempt.exit_statuses) < attempt.world_size:
+            fork_server.send(SendSignal(signal=9))  # the others wait for it in vain
+    elif isinstance(message, RankResult):
+        results[message.rank] = message.value
+
+
+def _raise_lost() -> list[Message]:
+    raise ForkServerLostError(FORK_SERVER_DIED_MESSAGE)
+
+
+def run_rank(payload: dict[str, Any]) -> None:
+    """One rank of `call_on_ranks`: joins the others, calls, and rank 0 sends what came of it."""
+    from phalanx.train.distributed.environment import (
+        dist_env_from_environment,
+        init_process_group,
+        shut_down_process_group,
+    )
+    from phalanx.train.reporter import AgentReporter
+
+    dist_env = dist_env_from_environment()
+    init_process_group(dist_env)
+    try:
+        module, _, name = payload["function"].partition(":")
+        result = getattr(importlib.import_module(module), name)(payload["payload"])
+        if dist_env.is_rank_zero:
+            AgentReporter(int(os.environ["PHALANX_EVENTS_FD"]), dist_env.rank).send_control(
+                RankResult(rank=dist_env.rank, value=result)
+            )
+    finally:
+        shut_down_process_group()
+
+
+def time_checkpoint(fork_server: ForkServerClient, folder: Path, num_bytes: int) -> float:
+    """Seconds that a checkpoint of so many bytes takes. NotMeasured when it fails."""
+    found: float = call_in_subprocess(
+        fork_server, "phalanx.app.calibrate:save_test_checkpoint", {"folder": str(folder), "bytes": num_bytes}
+    )
+    return found
+
+
+def save_test_checkpoint(payload: dict[str, Any]) -> float:
+    """Save tensors in Phalanx's own format below a folder, and remove them; the seconds from the snapshot's begin until
+    it is published."""
+    import shutil
+
+    import torch
+
+    from phalanx.train.checkpoint import CheckpointSaver, SavePhase, TensorShard
+
+    folder, tensors = Path(payload["folder"]) / "checkpoints", 8
+    values = torch.randn(max(1, payload["bytes"] // 4 // tensors))
+    shards = [TensorShard.full_tensor(f"tensor-{index}", values) for index in range(tensors)]
+    saver = CheckpointSaver(folder, 0, 1)
+    try:
+        saver.reserve_space(shards)  # a run has done so before its first checkpoint
+        saver.start(1, shards, {"step": 1, "samples_consumed": 0})
+        state = saver.poll_when_idle()
+        if state.phase is SavePhase.WRITTEN:
+            state = saver.commit()
+        if state.phase is not SavePhase.COMMITTED:
+            raise OSError(state.reason)
+        return state.duration_s
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,70 @@
+"""`phalanx jobs logs`: what a job prints, line by line, until it is over if that is wanted."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.jobs.backends.base import Backend, open_log_reader
+from phalanx.jobs.log_stream import LogStream
+from phalanx.jobs.spec import JobState, JobStatus
+from phalanx.run import Event, Run
+from phalanx.run.event_types import AttemptStarted
+
+POLL_INTERVAL_S = 0.5
+"""Seconds between two looks."""
+
+
+def iter_log_lines(
+    backend: Backend,
+    job_id: str,
+    follow: bool,
+    raw: bool,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.time,
+) -> Iterator[str]:
+    """The lines of a job. Of one that trains a run: what its workers print and what happens, from its directory; until
+    that has begun, where it cannot be seen from here, for any other job and with `raw`: what the engine has."""
+    status = backend.poll(job_id)
+    stream = None
+    if status.run_dir is not None and not raw:
+        run = Run(Path(status.run_dir))
+        stream = LogStream(run, status.submitted or 0.0, make_event_formatter(run), clock)
+    read, width = open_log_reader(backend, job_id), 0
+    while True:
+        is_over = not follow or status.state.is_final
+        lines = stream.read_new(is_last=is_over) if stream is not None else []
+        if stream is None or not stream.has_output:
+            yield from read(is_over)
+        for line in lines:
+            width = max(width, len(line.source))
+            yield str(replace(line, source=line.source.ljust(width)))
+        if is_over:
+            break
+        sleep(POLL_INTERVAL_S)
+        status = backend.poll(job_id)
+    if follow and stream is not None and stream.has_output:
+        yield _format_end(status, backend.name)
+
+
+def make_event_formatter(run: Run) -> Callable[[Event], list[str]]:
+    """Events as `phalanx train` prints them into a log."""
+    from phalanx.observe.progress import EventFormatter, RunFacts, read_run_facts
+
+    formatter = EventFormatter(0, RunFacts(run.path.name))
+
+    def format_event(event: Event) -> list[str]:
+        nonlocal formatter
+        if isinstance(event, AttemptStarted) and run.resolved.is_file():  # the facts are not there before
+            formatter = EventFormatter(0, read_run_facts(run))
+        return [part for text in formatter.format_event(event) for part in text.splitlines()]
+
+    return format_event
+
+
+def _format_end(status: JobStatus, backend: str) -> str:
+    code = f", exit code {status.exit_code}" if status.exit_code else ""
+    more = (
+        "" if status.state is JobState.DONE else f"; `phalanx jobs logs {status.id} --on {backend} --raw` has the rest"
+    )
+    return f"job {status.id} {status.state}{code}{more}"

@@ -1,0 +1,466 @@
+"""`phalanx.join`: a training loop of the user's own as a run. Makes the run ready, gives the loop its gang, ends it.
+
+A script with a loop is started in any of three ways, and need not know which:
+
+    python train.py                               alone, in this process
+    phalanx train train.py --nproc-per-node 4 --run DIR    under our agent, which starts it again after any failure
+    torchrun --nproc-per-node 4 train.py          as workers of an outside launcher
+
+Nothing is tried out before such a run: its model is not known until the loop builds it. So every `auto` of its recipe
+follows a rule (`plan.choices_untried`).
+"""
+
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from phalanx.app.train import (
+    PreparedRun,
+    check_machine,
+    check_recipe_on_machine,
+    check_resolved_recipe,
+    create_run,
+    describe_changes,
+    describe_finished,
+    describe_missing_recipes,
+    describe_resume,
+    find_machine,
+    load_previous_recipes,
+    read_last_attempt,
+    supervise_until_done,
+    write_run_files,
+)
+from phalanx.autoconfig.choices import choose_without_trials, resolve_recipe, resume_recipe
+from phalanx.errors import (
+    ExitCode,
+    GaveUpError,
+    PhalanxError,
+    RecipeError,
+    UsageError,
+    describe_os_error,
+    is_storage_error,
+)
+from phalanx.jobs.agent.attempt import NEVER_JOINED_MESSAGE
+from phalanx.jobs.agent.fork_server_client import ForkServerClient
+from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
+from phalanx.observe.progress import ProgressDisplay, RunFacts, make_display, read_run_facts
+from phalanx.recipe import (
+    Recipe,
+    check_recipe,
+    describe_kept_batch,
+    expand_recipe,
+    incompatible_changes,
+    load_recipe,
+    scale_batch_with_workers,
+)
+from phalanx.recipe.checks import has_bf16
+from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.schema import Parallelism
+from phalanx.run import Event, Run
+from phalanx.run.directory import check_run_path
+from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, WorkerFailure
+from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat, open_heartbeat
+from phalanx.run.lock import lock_run
+from phalanx.run.messages import Command, WorkerFinishing
+from phalanx.std_streams import escape_control_chars, word_of
+
+RUN_DIR_VARIABLE = "PHALANX_RUN_DIR"
+"""Set by `phalanx train SCRIPT`: the run's directory."""
+RENDEZVOUS_ID_VARIABLE = "PHALANX_RENDEZVOUS_ID"
+"""Tells worlds apart that meet in one store."""
+FORCE_VARIABLE = "PHALANX_FORCE"
+"""Set by `phalanx train SCRIPT --force`."""
+IGNORED_KEYS = (
+    *("model.build", "model.args", "init_from", "lora", "task", "data", "evaluation"),
+    *(
+        "optimizer.name",
+        "optimizer.lr",
+        "optimizer.weight_decay",
+        "optimizer.betas",
+        "optimizer.momentum",
+        "optimizer.state_dtype",
+    ),
+    *("memory.chunked_loss", "optimizer.offload"),
+)
+"""Keys that say what a loop of the user's own says itself."""
+TRAINER_ONLY_DIMENSIONS = ("pipeline", "context")
+"""Layouts that must know the loss, or cut sequences: the trainer can, a loop of the user's own cannot."""
+_finished_runs: list[Path] = []
+"""The runs that this process has joined and ended."""
+
+
+@contextlib.contextmanager
+def session(
+    recipe: "str | os.PathLike[str] | Recipe | None" = None,
+    overrides: Sequence[str] = (),
+    *,
+    run: "str | os.PathLike[str] | None" = None,
+    force: bool = False,
+) -> Iterator[Any]:
+    """This process as a worker of a run: `with phalanx.join("recipe.yaml") as gang:`; see `train.joined.Session`.
+
+    The run is kept in `run`, or in runs/<name of the recipe>; under `phalanx train SCRIPT` in what that says. It goes
+    on from its last good checkpoint. When the block ends, the last state is saved; if the run was asked to stop, the
+    process then exits with 75. An error that the user can mend is told in a line, and exits with its code. In a
+    notebook, or at a prompt, nothing exits: such an error is a PhalanxError, an interrupt KeyboardInterrupt.
+    """
+    from phalanx.train.distributed.environment import shut_down_process_group
+    from phalanx.train.distributed.failures import naming_causes
+    from phalanx.train.signals import StopRequest
+    from phalanx.train.worker import describe_early_exit
+
+    is_supervised, stop = "PHALANX_EVENTS_FD" in os.environ, StopRequest()
+    force = force or FORCE_VARIABLE in os.environ
+    try:
+        with contextlib.ExitStack() as stack:
+            if not is_supervised:
+                stack.enter_context(_restore_signals())
+            stop.install_handlers()
+            worker_session, report, run_dir = _start_session(stack, recipe, overrides, run, force, stop)
+            try:
+                with naming_causes(), worker_session.explain_out_of_memory():
+                    yield worker_session
+                    status = worker_session.finish()
+            except SystemExit as leaving:
+                if leaving.code:  # the script's own word that something went wrong
+                    raise
+                early_exit_text = (
+                    f"{describe_early_exit(leaving, f'worker {worker_session.rank}')}; to end a run early, `break` "
+                    "out of the loop"
+                )
+                if is_supervised:  # to the agent it is an exception like others
+                    raise RuntimeError(early_exit_text) from leaving
+                _report_error(report, GaveUpError(early_exit_text), is_supervised)
+                raise GaveUpError(early_exit_text) from leaving
+            except PhalanxError as error:
+                _report_error(report, error, is_supervised)
+                raise
+            except OSError as error:
+                if is_storage_error(error):
+                    report.report_error(describe_os_error(error), int(ExitCode.UNFINISHED))
+                    report.flush()
+                raise
+            if worker_session.rank == 0 and not is_supervised:
+                stack.callback(print, _format_conclusion(run_dir, status), file=sys.stderr)
+            worker_session.release_process_group()
+            shut_down_process_group()
+            _finished_runs.append(run_dir.path.resolve())
+            code = ExitCode.UNFINISHED if status == "interrupted" else ExitCode.DONE
+            report.send_control(WorkerFinishing(rank=worker_session.rank, exit_code=int(code)))
+    except PhalanxError as error:
+        if is_interactive():
+            raise
+        raise SystemExit(int(error.code)) from None
+    if code is not ExitCode.DONE:
+        if not is_interactive():
+            raise SystemExit(int(code))
+        if stop.requested:
+            raise KeyboardInterrupt
+
+
+def is_interactive() -> bool:
+    """Whether this process is a notebook or a prompt, which must not end because a run does."""
+    return hasattr(sys, "ps1")
+
+
+def _start_session(
+    stack: contextlib.ExitStack,
+    recipe: "str | os.PathLike[str] | Recipe | None",
+    overrides: Sequence[str],
+    run: "str | os.PathLike[str] | None",
+    force: bool,
+    stop: Any,
+) -> tuple[Any, Any, Run]:
+    """Meet the other workers in a run that the leading one has made ready: the gang, the reporter and the run. A
+    PhalanxError is told before it is raised."""
+    from phalanx.train.distributed.environment import assert_same_on_all_ranks, dist_env_from_environment, select_device
+    from phalanx.train.distributed.environment import init_process_group as meet
+    from phalanx.train.distributed.failures import naming_causes
+    from phalanx.train.distributed.run_announcement import (
+        RunAnnouncement,
+        announce_run,
+        come_together,
+        telling_others,
+        wait_for_announcement,
+    )
+    from phalanx.train.reporter import make_reporter
+    from phalanx.train.session import Session
+    from phalanx.train.worker import configure_torch, worker_started
+
+    events = os.environ.get("PHALANX_EVENTS_FD")
+    notes, show = list[str](), None
+    try:
+        dist_env = dist_env_from_environment(device="cpu")  # until the recipe is known
+        if events is not None and _finished_runs:
+            raise UsageError(
+                "phalanx.join: this script joins a second run, and `phalanx train SCRIPT` is one run; start it once "
+                "for each, such as `phalanx train SCRIPT 0 --run runs/fold-0`, or by `python SCRIPT` with "
+                "phalanx.join(..., run=...) for each"
+            )
+        if _finished_runs:  # what is in the launcher's store belongs to the runs before
+            gc.collect()  # their models: a GPU may have room for one
+            os.environ[RENDEZVOUS_ID_VARIABLE] = f"{len(_finished_runs)} runs later"
+        with telling_others(dist_env), naming_causes():
+            if dist_env.is_rank_zero:
+                loaded = _load_given_recipe(recipe, overrides)
+                run_dir, attempt = _find_run(loaded, run), dist_env.attempt
+                prepared = stack.enter_context(
+                    _prepare_session(loaded, run, dist_env.world_size, events is not None, force)
+                )
+                notes = prepared.notes
+                attempt = prepared.first_attempt if events is None else attempt
+                announce_run(dist_env, RunAnnouncement(os.path.realpath(run_dir.path), attempt))
+                if events is None:
+                    show = stack.enter_context(DeferredDisplay(prepared.run, sys.stderr)).show_event
+            else:
+                loaded = _load_given_recipe(recipe, overrides)
+                select_device(
+                    dist_env.local_rank, os.environ, loaded.recipe.device
+                )  # what is wrong with it is said at once
+                run_dir = _find_run(loaded, run)
+                attempt = wait_for_announcement(dist_env, run_dir.path).attempt
+    except PhalanxError as error:
+        _report_error(None if events is None else make_reporter(Run(Path()), False, events), error, events is not None)
+        raise
+    dist_env = replace(dist_env, attempt=attempt)
+    run_dir = Run(run_dir.path.absolute())
+    report = make_reporter(run_dir, dist_env.is_rank_zero, events, show)
+    stack.callback(report.close)
+    try:
+        report.report_event(worker_started(dist_env))
+        for note in notes:
+            report.report_event(RunWarning(text=note))
+        with telling_others(dist_env), naming_causes():
+            resolved = load_recipe(run_dir.resolved).recipe
+            dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, resolved.device))
+            heartbeat = _open_heartbeat(dist_env.local_rank)
+            configure_torch(resolved, dist_env)
+            meet(dist_env, before=come_together)
+        with naming_causes():
+            # others would take the leading worker's for what they were told
+            sync = loaded.recipe.model_dump_json(include={"determinism", "grad_sync", "local_sgd"})
+            assert_same_on_all_ranks(
+                dist_env,
+                sync,
+                "gradient synchronization in the recipe",
+                "join all workers with the same recipe",
+                also_single_node=True,
+            )
+            return (
+                Session(run_dir, resolved, loaded.recipe_dir, dist_env, report, stop, force, heartbeat),
+                report,
+                run_dir,
+            )
+    except PhalanxError as error:
+        _report_error(report, error, events is not None)
+        raise
+
+
+def _load_given_recipe(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> LoadedRecipe:
+    """The recipe that a loop was given."""
+    if isinstance(recipe, Recipe):
+        given_keys = recipe.model_dump(exclude_defaults=True)
+        return LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), given_keys)
+    return load_recipe(None if recipe is None else Path(recipe), overrides)
+
+
+def _find_run(loaded: LoadedRecipe, run: "str | os.PathLike[str] | None") -> Run:
+    return Run(Path(os.environ.get(RUN_DIR_VARIABLE) or run or Path("runs") / loaded.recipe.name))
+
+
+def _open_heartbeat(local_rank: int) -> HeartbeatWriter | NullHeartbeat:
+    """What gives this worker's signs of life. Its agent, where there is one, may ask where it is from now on."""
+    heartbeat = open_heartbeat(local_rank)
+    if isinstance(heartbeat, HeartbeatWriter):
+        faulthandler.register(signal.SIGUSR2)  # the answer goes to the worker's log
+    heartbeat.record("starting")
+    return heartbeat
+
+
+def _report_error(reporter: Any, error: PhalanxError, is_supervised: bool) -> None:
+    """Say why a worker ends: to its agent and into its log, or on the terminal."""
+    from phalanx.train.oom import OutOfMemory
+
+    if reporter is not None:
+        reporter.report_error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
+        reporter.flush()
+        reporter.send_control(WorkerFinishing(rank=int(os.environ.get("RANK") or 0), exit_code=int(error.code)))
+    if is_supervised or reporter is None:
+        print(f"error: {escape_control_chars(str(error))}", file=sys.stderr)
+
+
+def _format_conclusion(run: Run, status: str) -> str:
+    if status == "interrupted":
+        return "not finished; start it again in the same way to go on"
+    return f"digest   {(run.read_json(run.result) or {}).get('digest')}\nreport   phalanx report {word_of(run.path)}"
+
+
+@contextlib.contextmanager
+def _restore_signals() -> Iterator[None]:
+    """A script goes on after its run with the signals as they were."""
+    previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
+
+
+class DeferredDisplay:
+    """A run's display, made when training begins or something went wrong: what it must know is not written before."""
+
+    def __init__(self, run: Run, stream: TextIO):
+        self._run, self._stream = run, stream
+        self._early_events: list[Event] = []
+        self._display: ProgressDisplay | None = None
+
+    def show_event(self, event: Event) -> None:
+        """Take one event, in the order of events.jsonl."""
+        if self._display is None:
+            self._early_events.append(event)
+            if not isinstance(event, AttemptStarted | WorkerFailure | RunEnded):
+                return
+            facts = read_run_facts(self._run) if self._run.resolved.is_file() else RunFacts(self._run.path.name)
+            self._display = make_display(self._stream, 0, facts)
+            for each in self._early_events:
+                self._display.show_event(each)
+            return
+        self._display.show_event(event)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._display.close()
+
+
+@contextlib.contextmanager
+def _prepare_session(
+    loaded: LoadedRecipe,
+    run: "str | os.PathLike[str] | None",
+    world_size: int,
+    is_supervised: bool,
+    force: bool,
+) -> Iterator[PreparedRun]:
+    """A run whose files are written, locked unless its agent has it. PhalanxError before anything is written."""
+    _check_recipe_keys(loaded)
+    run_dir = _find_run(loaded, run)
+    if not is_supervised:
+        check_run_path(run_dir.path)
+    machine = find_machine(loaded)
+    given = loaded.recipe.model_copy(update={"device": machine.device})
+    if run_dir.path.resolve() in _finished_runs and describe_finished(run_dir, given):
+        raise UsageError(
+            f"{run_dir.path}: this script has joined this run before, and it is done; give each phalanx.join a run of "
+            "its own: run=..."
+        )
+    previous, notes = load_previous_recipes(run_dir, given), []
+    if previous is not None and (differences := incompatible_changes(*previous, given)):
+        if not force:
+            raise RecipeError(describe_changes(run_dir, differences))
+        notes += [f"forced: {difference}" for difference in differences]
+        previous = None
+    if previous is not None:
+        check_resolved_recipe(run_dir, previous[1])
+        resolved = resume_recipe(previous[1], given, world_size)
+        check_recipe_on_machine(resolved, machine)
+        notes += [
+            *describe_missing_recipes(run_dir),
+            *run_dir.describe_damage(),
+            *describe_resume(previous[1], resolved),
+            *describe_kept_batch(given, resolved, world_size),
+        ]
+        plan: dict[str, Any] = run_dir.read_json_or_empty(run_dir.plan)
+    else:
+        scaled_recipe = scale_batch_with_workers(given, world_size)
+        choices = choose_without_trials(
+            scaled_recipe, machine.physical_cores, world_size, machine.device, has_bf16(machine.capability)
+        )
+        resolved = resolve_recipe(scaled_recipe, choices, world_size)
+        plan = {"auto_choices": [vars(choice) for choice in choices]}
+        if loop := run_dir.read_json_or_empty(run_dir.plan).get(
+            "session"
+        ):  # forced: it went on with this optimizer's state
+            plan["session"] = loop
+    check_recipe(resolved, loaded.recipe_dir, world_size, loaded.location_of)
+    check_machine(loaded, machine)
+    create_run(run_dir)
+    cluster = {
+        "host": machine.hostname,
+        "device": machine.device,
+        "device_name": machine.device_name,
+        "physical_cores": machine.physical_cores,
+    }
+    prepared = PreparedRun(run_dir, resolved, loaded.recipe_dir, plan, cluster, notes, read_last_attempt(run_dir) + 1)
+    with contextlib.nullcontext() if is_supervised else lock_run(run_dir) as note:
+        prepared.notes.extend([] if note is None else [note])
+        write_run_files(prepared, loaded)
+        yield prepared
+
+
+def _check_recipe_keys(loaded: LoadedRecipe) -> None:
+    """RecipeError when the recipe says what only the trainer can do, or what the loop itself says."""
+    for key in IGNORED_KEYS:
+        value: Any = loaded.given
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            raise RecipeError(
+                f"{loaded.location_of(key)}: has no effect in a training loop of your own, which has its own model, "
+                f"data, loss "
+                "and optimizer; leave it out, and say it in the script"
+            )
+    if isinstance(loaded.recipe.parallelism, Parallelism):
+        for name in TRAINER_ONLY_DIMENSIONS:
+            if getattr(loaded.recipe.parallelism, name) > 1:
+                raise RecipeError(
+                    f"{loaded.location_of(f'parallelism.{name}')}: a training loop of your own cannot be divided so, "
+                    f"only a "
+                    "recipe's task can; use replicate, shard or tensor"
+                )
+
+
+def supervise_script(
+    script: Path,
+    arguments: Sequence[str],
+    run: Run,
+    nproc_per_node: int,
+    fork_server: ForkServerClient,
+    show: Callable[[Event], None],
+    environment: Mapping[str, str],
+    force: bool = False,
+) -> RunOutcome:
+    """Run a script with a loop of its own as `nproc_per_node` workers under our agent, and write the run's result."""
+    check_run_path(run.path)
+    create_run(run)
+    with lock_run(run) as note:
+        payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
+        payload["run"] = str(run.path.absolute())
+        command = Command(function="phalanx.train.script:run_script_worker", payload=payload)
+
+        def show_and_configure(event: Event) -> None:
+            if isinstance(event, AttemptStarted):  # now the recipe is known
+                recovery = load_recipe(run.resolved).recipe.fault_tolerance
+                agent.max_restarts, agent.hang_timeout_s = recovery.max_restarts, recovery.hang_timeout_s
+            show(event)
+
+        def adjust_outcome(outcome: RunOutcome) -> RunOutcome:
+            return (
+                replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
+                if outcome.message == NEVER_JOINED_MESSAGE
+                else outcome
+            )
+
+        agent = LeaderAgent(run, fork_server, show_and_configure, max_restarts=3)
+        notes = [] if note is None else [note]
+        return supervise_until_done(
+            agent, nproc_per_node, command, environment, read_last_attempt(run) + 1, notes, adjust_outcome
+        )

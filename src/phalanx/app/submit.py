@@ -1,0 +1,268 @@
+"""Makes jobs of what people type, and follows one that trains a recipe as if it ran here."""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from phalanx.app.session import DeferredDisplay
+from phalanx.cluster import discover_machine
+from phalanx.errors import ExitCode, RecipeError, UsageError
+from phalanx.jobs.array import submit_array
+from phalanx.jobs.backends.base import Backend, ReleasingBackend, SubmitRequest, open_backend
+from phalanx.jobs.frameworks.process_env import check_framework as check_framework
+from phalanx.jobs.snapshot import Snapshot, snapshot_commit, snapshot_folder, unpack_snapshot
+from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.recipe import load_recipe
+from phalanx.recipe.snapshot_paths import SNAPSHOT_SOURCE_VARIABLE
+from phalanx.run import EventTail, Run
+from phalanx.run.directory import check_run_path, describe_unfinished
+from phalanx.std_streams import word_of
+
+POLL_INTERVAL_S = 1.0
+"""Seconds between two looks at a job that is followed."""
+BACKEND_TIMEOUT_S = 600.0
+"""Seconds for which an engine may not answer while a job is followed."""
+SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def make_recipe_job(
+    path: Path,
+    overrides: Sequence[str],
+    run: Path | None,
+    nproc_per_node: int | None,
+    force: bool,
+    name: str | None,
+    snapshot: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    default_gpus: int | None = None,
+    **job_fields: object,
+) -> Job:
+    """The job that trains a recipe, or runs a script with a loop of its own. The recipe is checked here, before
+    anything is sent. `code`: what travels, see `take_snapshot`; with it the recipe is that of the copy. `default_gpus`:
+    GPUs that it takes on a node where nobody says, unless it trains on the CPU."""
+    script = path.suffix == ".py"
+    if script:
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file; expected a recipe or a script that calls phalanx.session")
+        if (nodes := job_fields.get("num_nodes")) not in (None, 1):
+            raise UsageError(
+                f"--nodes {nodes}: {path} is a script, which runs on one node; on several torchrun starts its workers: "
+                f"phalanx jobs submit --framework torch --nodes {nodes} -- python {word_of(path)}"
+            )
+        job_name = path.stem
+    else:
+        loaded = load_recipe(path, overrides)
+        loaded.check_required()
+        job_name = loaded.recipe.name
+        default_gpus = None if loaded.recipe.device == "cpu" else default_gpus
+    run_dir = (run if run is not None else Path("runs") / job_name).absolute()
+    check_run_path(run_dir)
+    # a script's paths are relative to where it is started, a recipe's to where it lies
+    source_dir = Path.cwd() if script else path.absolute().parent
+    recipe_path, environment = str(path.absolute()), dict(environment or {})
+    job_snapshot = None
+    if snapshot is not None:
+        recipe_path = os.path.relpath(path.absolute(), source_dir)
+        if recipe_path.startswith(".."):
+            raise UsageError(
+                f"{path}: with --snapshot, start from a directory that contains the script; {source_dir} does not"
+            )
+        job_snapshot = take_snapshot(snapshot, source_dir, recipe_path)
+        environment[SNAPSHOT_SOURCE_VARIABLE] = str(job_snapshot.source_dir)
+        if job_snapshot.commit is not None and not script:
+            check_committed_recipe(job_snapshot, recipe_path, overrides)
+    command = [sys.executable, "-P", "-m", "phalanx", "train", recipe_path, *overrides, "--run", str(run_dir)]
+    command += [] if nproc_per_node is None else ["--nproc-per-node", str(nproc_per_node)]
+    command += ["--force"] if force else []
+    job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
+    return _make_job(
+        name or job_name, command, snapshot=job_snapshot, run_dir=run_dir, environment=environment, **job_fields
+    )
+
+
+def take_snapshot(snapshot: str, source_dir: Path, required_file: str | None = None) -> Snapshot:
+    """What travels with a job: `workdir` is all of `source_dir` that is code, anything else names a git revision."""
+    return (
+        snapshot_folder(source_dir, required_file=required_file)
+        if snapshot == "workdir"
+        else snapshot_commit(source_dir, snapshot, required_file)
+    )
+
+
+def check_committed_recipe(snapshot: Snapshot, name: str, overrides: Sequence[str]) -> None:
+    """RecipeError for a recipe that is wrong in the commit that travels, whatever stands here."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-code-") as scratch:
+        unpack_snapshot(snapshot.tar, Path(scratch) / "code")
+        start_dir = Path(scratch) / "code" / snapshot.start_dir
+        try:
+            load_recipe(start_dir / name, overrides)
+        except RecipeError as error:
+            message = str(error).replace(f"{start_dir}{os.sep}", f"commit {str(snapshot.commit)[:12]}: ")
+            raise RecipeError(message) from None
+
+
+def make_framework_job(
+    framework: str,
+    command: Sequence[str],
+    nproc_per_node: int | None,
+    name: str | None,
+    snapshot: str | None = None,
+    default_gpus: int | None = None,
+    **job_fields: object,
+) -> Job:
+    """The job that starts `nproc_per_node` processes of a program on each node, with its framework's variables."""
+    check_framework(framework)
+    if not command:
+        raise UsageError("--framework needs a command: phalanx jobs submit --framework torch -- python script.py")
+    launch_command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "phalanx.jobs.frameworks.launcher",
+        framework,
+        str(nproc_per_node or 1),
+        "--",
+        *command,
+    ]
+    scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
+    job_snapshot = None if snapshot is None else take_snapshot(snapshot, Path.cwd())
+    job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
+    return _make_job(
+        name or (scripts[0] if scripts else framework), launch_command, snapshot=job_snapshot, **job_fields
+    )
+
+
+def _make_job(name: str, command: Sequence[str], **job_fields: object) -> Job:
+    set_fields = {key: value for key, value in job_fields.items() if value is not None}
+    return Job(name, tuple(command), Path.cwd(), **set_fields)  # type: ignore[arg-type]
+
+
+def default_gpus(backend: str, nproc_per_node: int | None) -> int | None:
+    """GPUs that a job takes on a node when nobody says: on this machine one for each worker, or all."""
+    machine = discover_machine()
+    if backend != "local" or not machine.num_gpus:
+        return None
+    return min(nproc_per_node or machine.num_gpus, machine.num_gpus)
+
+
+def parse_assignments(assignments: Sequence[str], option_name: str) -> dict[str, str]:
+    """KEY=VALUE options as a mapping."""
+    values = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{option_name} {assignment}: expected KEY=VALUE")
+        values[key] = value
+    return values
+
+
+def parse_duration(text: str | None) -> float | None:
+    """`90`, `30s`, `15min`, `2h`, `1d` or HH:MM:SS in seconds."""
+    if text is None:
+        return None
+    parts = text.split(":")
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = text[len(number) :] or "s"
+    try:
+        if len(parts) == 3:
+            hours, minutes, seconds = (int(part) for part in parts)
+            return 3600.0 * hours + 60 * minutes + seconds
+        return float(number) * SECONDS_PER_UNIT[unit]
+    except (ValueError, KeyError, OverflowError):
+        raise UsageError(f"{text!r} is not a duration: expected such as 90s, 15min, 2h, 1d or 01:30:00") from None
+
+
+def submit_and_follow(backend_name: str, job: Job, run: Path, dry_run: bool, out: TextIO) -> int:
+    """Submit a job that trains in `run`, and follow it to its end; returns the exit code that it ended with."""
+    backend = open_backend(backend_name)
+    request = backend.render(job)
+    if dry_run:
+        print(request)
+        return int(ExitCode.DONE)
+    event_tail = EventTail(Run(run).events)
+    event_tail.skip()  # of what others did in this run before
+    job_id = submit_job(backend, request, out)
+    try:
+        with DeferredDisplay(Run(run), out) as display:
+            status = follow_job(backend, job_id, event_tail, display, out)
+    except KeyboardInterrupt:
+        print(
+            f"\nno longer following job {job_id}, which keeps running; to cancel it: "
+            f"phalanx jobs cancel {job_id} --on {backend_name}",
+            file=out,
+        )
+        return int(ExitCode.UNFINISHED)
+    if status.state is JobState.DONE:
+        is_visible = Run(run).resolved.is_file()  # where it lies on a disk that this machine has
+        if is_visible and (problem := describe_unfinished(Run(run))) is not None:
+            print(f"error: {problem}", file=out)
+            return int(ExitCode.GAVE_UP)
+        result = Run(run).read_json(Run(run).result) or {}
+        print(f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run)}", file=out)
+        return int(ExitCode.DONE)
+    print(f"details  phalanx jobs logs {job_id} --on {backend.name}", file=out)
+    return status.exit_code if status.exit_code else int(ExitCode.UNFINISHED)
+
+
+def submit_job(backend: Backend, request: SubmitRequest, out: TextIO) -> str:
+    """Send a job and say so."""
+    job_id = backend.submit(request)
+    print(f"job {job_id} ({request.job.name}) submitted to {backend.name}", file=out)
+    return job_id
+
+
+def submit_jobs(backend: Backend, requests: Sequence[SubmitRequest], out: TextIO) -> list[str]:
+    """Send an array and say so."""
+    job_ids = submit_array(backend, requests)
+    jobs = [job for request in requests for job in request.array_jobs or (request.job,)]
+    for job_id, job in zip(job_ids, jobs, strict=True):
+        print(f"job {job_id} ({job.name}) submitted to {backend.name}, run {job.run_dir}", file=out)
+    print(f"cancel all: phalanx jobs cancel {jobs[0].array_name} --on {backend.name}", file=out)
+    return job_ids
+
+
+def follow_job(
+    backend: Backend,
+    job_id: str,
+    event_tail: EventTail,
+    display: DeferredDisplay,
+    out: TextIO,
+    sleep: Callable[[float], None] = time.sleep,
+) -> JobStatus:
+    """Show what happens in a run that a job trains, until the job is over; how it ended. Only what stands in the run
+    directory is shown, so it must be on a file system that this machine sees, too. `event_tail`: its events that are
+    to be shown. A job that is held because a node was unfit is released."""
+    last_printed: tuple[JobState, str | None] | None = None
+    num_failed_polls = 0
+    while True:
+        try:
+            if isinstance(backend, ReleasingBackend):
+                backend.release(job_id)
+            status = backend.poll(job_id)
+            num_failed_polls = 0
+        except UsageError as error:  # a controller that starts anew, or a network that is down for a while
+            num_failed_polls += 1
+            if num_failed_polls * POLL_INTERVAL_S > BACKEND_TIMEOUT_S:
+                raise
+            if num_failed_polls == 1:
+                print(f"{error}; retrying for {BACKEND_TIMEOUT_S / 60:.0f} min", file=out)
+            sleep(POLL_INTERVAL_S)
+            continue
+        for event in event_tail.read():
+            display.show_event(event)
+        if (status.state, status.reason) != last_printed and status.state is not JobState.RUNNING:
+            print(_format_status(status), file=out)
+        last_printed = status.state, status.reason
+        if status.state.is_final:
+            return status
+        sleep(POLL_INTERVAL_S)
+
+
+def _format_status(status: JobStatus) -> str:
+    code_text = f", exit code {status.exit_code}" if status.exit_code else ""
+    reason_text = f": {status.reason}" if status.reason else ""
+    return f"job {status.id} {status.state}{code_text}{reason_text}"

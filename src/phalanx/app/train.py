@@ -1,0 +1,573 @@
+"""What the verbs do, as functions: the rooms put together. `phalanx.train` is here.
+
+The order of a start: everything that can be wrong is checked before anything is written; then data are prepared, every
+`auto` is resolved by short trials, the run directory is written, and the agent takes over.
+"""
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.autoconfig.choices import resume_recipe
+from phalanx.autoconfig.micro_batch import next_smaller_micro_size
+from phalanx.autoconfig.resolve import (
+    SubprocessCall,
+    cache_trials,
+    describe_lost_state,
+    make_trial_recipe,
+    resolve_auto,
+)
+from phalanx.cluster import Machine, collect_environment, discover_machine
+from phalanx.cluster.discovery import check_threads, check_workers
+from phalanx.cluster.gpu_energy import read_local_gpu_joules
+from phalanx.cluster.health import run_preflight
+from phalanx.data import PrepareProgress, open_data, prepare_all_sources
+from phalanx.errors import (
+    RETRYABLE_STORAGE_ERRNOS,
+    DataError,
+    ExitCode,
+    GaveUpError,
+    RecipeError,
+    UsageError,
+    describe_os_error,
+    is_storage_error,
+)
+from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
+from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
+from phalanx.jobs.agent.node_group import NodeGroup
+from phalanx.recipe import (
+    Recipe,
+    RecipeDifference,
+    check_device,
+    check_recipe,
+    describe_batch_scaling,
+    describe_kept_batch,
+    dump_recipe,
+    expand_recipe,
+    huggingface_directory,
+    incompatible_changes,
+    load_recipe,
+    num_workers_for,
+    scale_batch_with_workers,
+)
+from phalanx.recipe.checks import FP8_VARIABLE, check_task
+from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.schema import Parallelism
+from phalanx.run import Event, Run, read_events, select_final_steps, sum_training_seconds
+from phalanx.run.code_trust import record_trust
+from phalanx.run.directory import RESULT_FORMAT, check_run_path, write_atomic, write_json
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointSaved,
+    EnergyUsed,
+    RunEnded,
+    RunStatus,
+    RunWarning,
+    StepDone,
+    WorkerStarted,
+)
+from phalanx.run.lock import lock_run
+from phalanx.run.messages import Command
+from phalanx.train.lr_schedule import compute_learning_rate, peak_learning_rate
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that can start: what it trains, and what to tell at the start."""
+
+    run: Run
+    recipe: Recipe
+    recipe_dir: Path
+    plan: dict[str, Any]
+    cluster: dict[str, Any]
+    notes: list[str]
+    first_attempt: int
+
+
+def train(
+    recipe: "str | os.PathLike[str] | Recipe | None" = None,
+    overrides: Sequence[str] = (),
+    *,
+    run: "str | os.PathLike[str] | None" = None,
+    nproc_per_node: int | None = None,
+    force: bool = False,
+    show: Callable[[Event], None] | None = None,
+) -> dict[str, Any]:
+    """Train a recipe (a file's path or a value) as `phalanx train` does, and return the content of `result.json`.
+
+    Goes on where the run in `run` (default `runs/<name>`) stopped; one with nothing left to do is left as it is. Raises
+    PhalanxError for whatever the user can mend; a run that was asked to stop returns with `status: interrupted`.
+    """
+    rank, workers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank and workers and workers != "1":
+        raise UsageError(
+            f"phalanx.train starts workers of its own, and this process is one already (RANK={rank}, "
+            f"WORLD_SIZE={workers}): give a launcher `phalanx train RECIPE`, or use phalanx.session in a loop of your "
+            f"own"
+        )
+    if isinstance(recipe, Recipe):
+        if overrides:
+            raise UsageError("overrides are for recipes in files; a Recipe is changed with model_copy")
+        loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
+    else:
+        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
+    run_dir = Run(Path(run) if run is not None else Path("runs") / loaded.recipe.name)
+    if describe_finished(run_dir, loaded.recipe):
+        return run_dir.read_json(run_dir.result) or {}
+    with (
+        ForkServerClient(call_timeout_s=call_timeout(loaded.recipe.fault_tolerance.hang_timeout_s)) as fork_server,
+        prepare_run(
+            loaded, run_dir, nproc_per_node, fork_server.call, force, lambda progress: None, preload=fork_server.preload
+        ) as prepared,
+    ):
+        outcome = supervise_run(prepared, fork_server, show or (lambda event: None), force)
+    if outcome.code not in (ExitCode.DONE, ExitCode.UNFINISHED):
+        error = GaveUpError(outcome.message or "the run failed")
+        error.code = outcome.code
+        raise error
+    return prepared.run.read_json(prepared.run.result) or {}
+
+
+@contextlib.contextmanager
+def prepare_run(
+    loaded: LoadedRecipe,
+    run: Run,
+    world_size: int | None,
+    call: SubprocessCall,
+    force: bool,
+    progress: Callable[[PrepareProgress], None],
+    write: bool = True,
+    preload: Callable[[str, Any], None] = lambda function, payload: None,
+    lock_timeout_s: float = 0.0,
+    num_nodes: int = 1,
+) -> Iterator[PreparedRun]:
+    """Check, prepare, resolve and write a run, and hold its lock. PhalanxError before anything is written when the
+    recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
+    that forks workers (`NurseryProcess.preload`). `lock_timeout_s`: seconds for which another process may still have
+    the run. `num_nodes`: on how many the workers are."""
+    begins = not run.has_checkpoint()
+    machine, num_workers = check_start(loaded, world_size, num_nodes, begins)
+    if write:
+        check_run_path(run.path)
+    import_payload = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
+    import_payload |= {"init": loaded.recipe.init_from if begins else None, "adapter": loaded.recipe.lora is not None}
+    with loaded.locate_errors():
+        directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
+        if directory is not None:
+            preload("phalanx.train.hf.model:preload_architecture", str(directory))
+        code_hash = call(
+            "phalanx.autoconfig.trials:check_imports", {**import_payload, "folder": str(loaded.recipe_dir)}
+        )
+    run_trial = cache_trials(call, machine, code_hash)
+
+    def prepare() -> PreparedRun:
+        with loaded.locate_errors():
+            ready = resolve_run(loaded, run, machine, num_workers, run_trial, force, progress, num_nodes)
+            if begins and ready.recipe.init_from is not None:
+                kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
+                call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
+            return ready
+
+    if not write:
+        yield prepare()
+        return
+    with contextlib.ExitStack() as stack:
+        if is_new := not run.path.is_dir():
+            prepared = prepare()
+            create_run(run)
+        note = stack.enter_context(lock_run(run, lock_timeout_s))
+        if not is_new:
+            prepared = prepare()
+            create_run(run)
+        prepared.notes.extend([] if note is None else [note])
+        write_run_files(prepared, loaded)
+        yield prepared
+
+
+def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins: bool = True) -> tuple[Machine, int]:
+    """What shows of a start without a process of its own: this machine and the number of workers. PhalanxError where
+    the recipe cannot run on them. `begins`: without a checkpoint of its own."""
+    loaded.check_required()
+    machine = find_machine(loaded)
+    world = nproc or num_workers_for(loaded.recipe, machine.num_gpus or 1)
+    check_workers(machine, world, nodes)
+    check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
+    check_machine(loaded, machine)
+    if loaded.recipe.num_threads != "auto":
+        with loaded.locate_errors():
+            check_threads(machine, loaded.recipe.num_threads, math.ceil(world / nodes))
+    return machine, world
+
+
+def find_machine(loaded: LoadedRecipe) -> Machine:
+    """This machine with the device that the recipe asks for. RecipeError where it has none."""
+    with loaded.locate_errors():
+        return discover_machine(device=loaded.recipe.device)
+
+
+def check_machine(loaded: LoadedRecipe, machine: Machine) -> None:
+    """RecipeError when the recipe asks for what this machine does not have."""
+    check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
+
+
+def check_recipe_on_machine(recipe: Recipe, machine: Machine, locate: Callable[[str], str] = str) -> None:
+    """RecipeError when a recipe asks for what this machine does not have; `locate` as for `check`."""
+    anywhere = os.environ.get(FP8_VARIABLE) == "always"
+    check_device(recipe, machine.device, machine.device_name, machine.capability, locate, anywhere, machine.rocm)
+
+
+def create_run(run: Run) -> None:
+    """Make the run's directories. UsageError when the file system will not have them, OSError when it is away."""
+    try:
+        run.create()
+    except OSError as error:
+        if error.errno in RETRYABLE_STORAGE_ERRNOS:
+            raise
+        raise UsageError(f"{run.path}: a run cannot be kept here: {error.strerror}; choose another --run") from None
+
+
+def resolve_run(
+    loaded: LoadedRecipe,
+    run: Run,
+    machine: Machine,
+    world_size: int,
+    call: SubprocessCall,
+    force: bool,
+    progress: Callable[[PrepareProgress], None],
+    num_nodes: int = 1,
+) -> PreparedRun:
+    """Prepare data and resolve the recipe; writes nothing but the data cache."""
+    given, folder = loaded.recipe, loaded.recipe_dir
+    previous_recipes = load_previous_recipes(run, given)
+    notes: list[str] = []
+    if previous_recipes is not None:
+        differences = incompatible_changes(*previous_recipes, given)
+        if differences and not force:
+            raise RecipeError(describe_changes(run, differences))
+        notes += [f"forced: {difference}" for difference in differences]
+        previous_recipes = None if differences else previous_recipes
+    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
+    prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
+    opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
+    check_task(given, opened.info.kind, loaded.location_of)
+    first_attempt = read_last_attempt(run) + 1
+    if previous_recipes is not None:
+        check_resolved_recipe(run, previous_recipes[1])
+        recipe = resume_recipe(previous_recipes[1], prepared, world_size)
+        check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
+        check_recipe_on_machine(recipe, machine)
+        check_parallelism(recipe, folder, call)
+        notes += [
+            *describe_resume(previous_recipes[1], recipe),
+            *describe_kept_batch(given, recipe, world_size),
+            *describe_missing_recipes(run),
+            *run.describe_damage(),
+        ]
+        plan, cluster = run.read_json_or_empty(run.plan), run.read_json_or_empty(run.cluster)
+        plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
+        return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+    prepared = scale_batch_with_workers(prepared, world_size)
+    check_parallelism(prepared, folder, call)
+    recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, num_nodes)
+    notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
+    check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
+    if given.parallelism == "auto":
+        check_parallelism(recipe, folder, call)
+    return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+
+
+def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> None:
+    """RecipeError when the recipe's model cannot be divided as its layout says."""
+    parallelism = recipe.parallelism
+    if isinstance(parallelism, Parallelism) and parallelism.replicate != parallelism.world:
+        trial_spec = {**make_trial_recipe(recipe), "parallelism": parallelism.model_dump()}
+        call("phalanx.autoconfig.trials:check_parallelism", {"recipe": trial_spec, "folder": str(folder)})
+
+
+def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, Recipe] | None:
+    """The recipes of a run that exists, as given and as resolved. Where resolved.yaml is lost it is what the newest
+    checkpoint holds; where recipe.yaml is, the resolved one with the data as they are given `given`, which are compared
+    by what is in them when the run goes on. DataError when the run has lost its checkpoints."""
+    check_kept(run)
+    if run.resolved.is_file():
+        resolved = load_recipe(run.resolved).recipe
+    elif not run.checkpoints.is_dir():
+        return None
+    else:
+        from phalanx.train.checkpoint.recipe import newest_recipe  # takes torch
+
+        newest = newest_recipe(run)
+        if newest is None:
+            return None
+        resolved = newest
+    if run.recipe.is_file():
+        return load_recipe(run.recipe).recipe, resolved
+    evaluate = resolved.evaluation.model_copy(update={"source": given.evaluation.source})
+    data = resolved.data.model_copy(update={"source": given.data.source, "tokenizer": given.data.tokenizer})
+    return resolved.model_copy(update={"data": data, "evaluation": evaluate}), resolved
+
+
+def describe_missing_recipes(run: Run) -> list[str]:
+    """What to say about recipes that a run with checkpoints has lost."""
+    if not run.resolved.is_file():
+        return [f"{run.resolved} is missing; the run goes on with what its newest checkpoint says"]
+    return [] if run.recipe.is_file() else [f"{run.recipe} is missing; the run goes on with {run.resolved.name}"]
+
+
+def check_kept(run: Run) -> None:
+    """DataError when a run has saved checkpoints, good or not, and has none any more: it would begin once more."""
+    if any("." not in path.name for path in run.checkpoints.glob("step-*")):  # others are unfinished ones
+        return
+    if any(isinstance(event, CheckpointSaved) for event in read_events(run.events)):
+        raise DataError(
+            f"{run.checkpoints}: has no checkpoint any more, and the run did {read_last_step(run)} steps; put the "
+            "checkpoints back, or give another --run to start from the beginning"
+        )
+
+
+def check_resolved_recipe(run: Run, resolved: Recipe) -> None:
+    """RecipeError where a run's resolved recipe is cut short."""
+    found: dict[str, object] = {"num_threads": resolved.num_threads, "batch.micro_size": resolved.batch.micro_size}
+    found |= {"parallelism": resolved.parallelism, "precision": resolved.precision, "compile": resolved.compile}
+    if unresolved := [key for key, value in found.items() if value == "auto"]:
+        raise RecipeError(
+            f"{run.resolved}: is empty or cut short: it leaves {unresolved[0]} open; put back what was there, or train "
+            "in another --run"
+        )
+
+
+def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
+    """Why a run cannot go on under another recipe."""
+    listed = "\n".join(f"  {difference}" for difference in differing)
+    return (
+        f"{run.path}: this run was started with another recipe, and going on would mix the two:\n{listed}\n"
+        "Give the old values, another --run directory, or --force to go on all the same"
+    )
+
+
+def describe_resume(old: Recipe, new: Recipe) -> list[str]:
+    """What the user should know about a run that goes on."""
+    notes = []
+    if old.steps != new.steps:
+        step = min(old.steps, new.steps)
+        before, after = (compute_learning_rate(recipe, step) for recipe in (old, new))
+        notes.append(
+            f"steps {old.steps} -> {new.steps}: the schedule's horizon follows; "
+            f"the learning rate at step {step} jumps from {before:.3g} to {after:.3g}"
+        )
+    if old.device not in (new.device, "auto"):
+        notes.append(f"device {old.device} -> {new.device}: the digest will differ by rounding")
+    if old.batch.micro_size != new.batch.micro_size:
+        notes.append(
+            f"batch.micro_size {old.batch.micro_size} -> {new.batch.micro_size}: so that the workers can share the "
+            "batch"
+        )
+    if new.determinism == "elastic":
+        if _single_replica(old) != _single_replica(new):
+            change_text = "in more than the number of replicas"
+            notes.append(
+                f"the layout changed {change_text}: the digest will differ by rounding, also under determinism: elastic"
+            )
+    elif old.parallelism != new.parallelism and new.local_sgd is not None:
+        mean_text = "each goes on from the mean of what all had"
+        notes.append(f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: {mean_text}")
+    elif old.parallelism != new.parallelism:
+        worlds = {recipe.parallelism.world for recipe in (old, new) if isinstance(recipe.parallelism, Parallelism)}
+        change_text = "layout" if len(worlds) == 1 else "number of workers"
+        notes.append(f"the {change_text} changed under determinism = fixed-world: the digest will differ by rounding")
+    return notes
+
+
+def _single_replica(recipe: Recipe) -> Parallelism | None:
+    """How one replica is laid out."""
+    return (
+        recipe.parallelism.model_copy(update={"replicate": 1}) if isinstance(recipe.parallelism, Parallelism) else None
+    )
+
+
+def describe_finished(run: Run, recipe: Recipe) -> str | None:
+    """A sentence when this recipe has nothing left to do in this run."""
+    old, result = load_previous_recipes(run, recipe), run.read_json_or_empty(run.result)
+    steps = result.get("steps")
+    if old is None or result.get("status") != "done" or not isinstance(steps, int) or steps < recipe.steps:
+        return None
+    if incompatible_changes(*old, recipe):
+        return None
+    return f"{run.path}: finished at step {steps}; set steps={2 * steps} to train longer"
+
+
+def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
+    """Write the run directory's files, so that workers can start."""
+    run = prepared.run
+    run.result.unlink(missing_ok=True)  # of the start before: what is under way has none
+    write_atomic(run.recipe, dump_recipe(loaded.recipe))
+    write_atomic(run.resolved, dump_recipe(prepared.recipe))
+    write_json(run.plan, prepared.plan)
+    copy_tokenizer(prepared)
+    write_json(run.cluster, prepared.cluster)
+    write_json(
+        run.environment,
+        {**collect_environment(sys.argv, prepared.recipe_dir), "folder": str(prepared.recipe_dir.absolute())},
+    )
+    record_trust(prepared.recipe, prepared.recipe_dir)
+
+
+def copy_tokenizer(prepared: PreparedRun) -> None:
+    """Copy the tokenizer into the run, so that the run stays whole without the data."""
+    source = prepared.recipe.data.source
+    first = source[0] if isinstance(source, list) else source
+    tokenizer_path = Path(str(first.prepared)) / prepared.run.tokenizer.name  # not there for data of a loop's own
+    if tokenizer_path.is_file():
+        write_atomic(prepared.run.tokenizer, tokenizer_path.read_text(encoding="utf-8"))
+
+
+def supervise_run(
+    prepared: PreparedRun,
+    fork_server: ForkServerClient,
+    show: Callable[[Event], None],
+    force: bool,
+    node_group: NodeGroup | None = None,
+) -> RunOutcome:
+    """Train a run that is ready, on this node or on those of `node_group`, and write its result."""
+    run, recipe = prepared.run, prepared.recipe
+    world_size = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
+    payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
+    command = Command(function="phalanx.train.worker:run_worker", payload=payload)
+    machine = discover_machine(device=recipe.device)
+    expected_gpus = (
+        machine.device_count if machine.device == "cuda" else None
+    )  # counted as NVIDIA's and AMD's drivers list them
+    agent = LeaderAgent(
+        run,
+        fork_server,
+        show,
+        recipe.fault_tolerance.max_restarts,
+        recipe.fault_tolerance.hang_timeout_s,
+        node_group=node_group,
+        preflight=lambda: run_preflight(run.path, expected_gpus),
+        replica_size=elastic_replica_size(recipe, machine.device),
+        meter=read_local_gpu_joules
+        if machine.num_gpus
+        else lambda count: None,  # a GPU that does not train is left alone
+    )
+    return supervise_until_done(agent, world_size, command, {}, prepared.first_attempt, prepared.notes)
+
+
+def elastic_replica_size(recipe: Recipe, device: str) -> int | None:
+    """Workers of a replica, if the other replicas can go on without it, with the same bits: each holds the whole state,
+    and sums do not depend on how many they are. On the CPU only: NCCL has other ways to notice that somebody is gone.
+    """
+    parallelism = recipe.parallelism
+    if isinstance(parallelism, str) or parallelism.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
+        return None
+    return parallelism.world // parallelism.replicate
+
+
+def supervise_until_done(
+    agent: LeaderAgent,
+    world_size: int,
+    command: Command,
+    environment: Mapping[str, str],
+    first_attempt: int,
+    notes: Sequence[str] = (),
+    adjust_outcome: Callable[[RunOutcome], RunOutcome] = lambda outcome: outcome,
+) -> RunOutcome:
+    """Supervise a run to its end, with smaller micro-batches where memory runs out, and write its result.
+    `adjust_outcome` may see an outcome otherwise."""
+    run, outcome = agent.run, None
+    try:
+        with agent:
+            for note in notes:
+                agent.emit(RunWarning(text=note))
+            outcome = agent.supervise(world_size, command, environment, first_attempt)
+            while (
+                outcome.out_of_memory and not agent.stopping and (message_text := shrink_micro_batch(run)) is not None
+            ):
+                agent.emit(RunWarning(text=message_text))
+                outcome = agent.supervise(world_size, command, environment, read_last_attempt(run) + 1)
+            outcome = adjust_outcome(outcome)
+            if outcome.result is None:
+                agent.emit(RunEnded(status=status_of(outcome), step=read_last_step(run)))
+        write_json(run.result, build_result(run, outcome))
+    except OSError as error:
+        if outcome is None or not is_storage_error(error):
+            raise
+        outcome_text = f"{outcome.message}; " if outcome.message else ""
+        code = ExitCode.UNFINISHED if outcome.code is ExitCode.DONE else outcome.code
+        message = f"{outcome_text}the run's events and result were not kept: {describe_os_error(error)}"
+        return replace(outcome, code=code, message=message)
+    return outcome
+
+
+def shrink_micro_batch(run: Run) -> str | None:
+    """Have a run that ran out of memory go on with the next smaller micro-batch, and say so; None where the recipe
+    gives it, or where there is none smaller."""
+    if not run.resolved.is_file():
+        return None
+    previous = load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
+    if previous[0].batch.micro_size != "auto" or (micro := next_smaller_micro_size(previous[1])) is None:
+        return None
+    previous_micro, values = previous[1].batch.micro_size, previous[1].model_dump()
+    values["batch"]["micro_size"] = micro
+    reason = f"micro-batches of {previous_micro} ran out of memory in step {read_last_step(run) + 1}"
+    plan = run.read_json_or_empty(run.plan)
+    for choice in plan.get("auto_choices", []):
+        if choice["key"] == "batch.micro_size":
+            choice |= {"value": micro, "reason": reason}
+    write_atomic(run.resolved, dump_recipe(Recipe.model_validate(values)))
+    write_json(run.plan, plan)
+    message_text = (
+        f"{reason}: going on with micro-batches of {micro} from the last good checkpoint; the digest will differ"
+    )
+    if previous[1].determinism == "elastic":
+        return f"{message_text}, also under determinism: elastic, which holds for one micro-batch only"
+    return f"{message_text} by rounding"
+
+
+def status_of(outcome: RunOutcome) -> RunStatus:
+    """The status of a run of which no worker reported how it ended."""
+    return "interrupted" if outcome.code is ExitCode.UNFINISHED else "failed"
+
+
+def read_last_attempt(run: Run) -> int:
+    """The number of the attempt that was made last; -1 before the first."""
+    events = read_events(run.events)
+    return max((each.attempt for each in events if isinstance(each, AttemptStarted | WorkerStarted)), default=-1)
+
+
+def read_last_step(run: Run) -> int:
+    """The step that was done last; steps beyond it may have been done by an attempt before."""
+    step = 0
+    for event in read_events(run.events):
+        if isinstance(event, StepDone):
+            step = event.step
+    return step
+
+
+def build_result(run: Run, outcome: RunOutcome) -> dict[str, Any]:
+    """result.json: what the worker reported, or what the events tell when it did not come to that."""
+    events = list(read_events(run.events))
+    seconds = sum_training_seconds(events)
+    energy_events = [event.energy_j for event in events if isinstance(event, EnergyUsed)]
+    energy = {"joules": sum(energy_events)} if energy_events else {}
+    starts = [event for event in events if isinstance(event, AttemptStarted)]
+    num_scale_ups = sum(event.scaled_up for event in starts)
+    if outcome.result is not None:
+        result = {**outcome.result, "duration_s": seconds, **energy}
+        if num_scale_ups:  # nothing was lost then
+            result["restarts"] -= num_scale_ups
+        return result
+    steps = read_last_step(run)
+    counted_steps = [event for event in select_final_steps(events) if event.step <= steps and event.skip_reason is None]
+    facts: dict[str, Any] = {"format": RESULT_FORMAT, "status": status_of(outcome), "steps": steps}
+    facts |= {
+        "final_loss": counted_steps[-1].loss if counted_steps else None,
+        "units": sum(event.units for event in counted_steps),
+    }
+    facts |= {"duration_s": seconds, "restarts": max(0, len(starts) - num_scale_ups - 1), "digest": None}
+    return {**facts, **energy, "message": outcome.message}

@@ -1,0 +1,381 @@
+"""`phalanx tune`: what makes a recipe faster on this very machine, found by trying. Measures;
+`autoconfig.tuning_candidates` judges.
+
+A greedy search: beginning with what `phalanx train` would do, each candidate is tried against the best so far, and
+kept when it gains more than noise. Both train for real, with our workers in temporary run directories, in short bouts
+that alternate, so that whatever else disturbs the machine meets both. Nothing is saved, evaluated or called back.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from phalanx.app.train import PreparedRun, check_recipe_on_machine, find_machine, prepare_run
+from phalanx.autoconfig.tuning_candidates import (
+    MeasuredSpeedup,
+    PairedStepTimes,
+    TuningCandidate,
+    TuningFacts,
+    apply_changes,
+    break_even_steps,
+    is_hopeless,
+    list_untried,
+    propose_candidates,
+    summarize_rounds,
+)
+from phalanx.cluster import Machine
+from phalanx.data import PrepareProgress
+from phalanx.errors import PhalanxError, RecipeError
+from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
+from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedError, data_wait_share
+from phalanx.observe.formatting import format_duration
+from phalanx.recipe import Recipe, check_recipe, dump_recipe, num_workers_for
+from phalanx.recipe.devices import device_kind_of
+from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.yaml_edit import rewrite_recipe
+from phalanx.run import Run
+from phalanx.run.messages import Command
+
+NUM_ROUNDS = 5
+START_TIMEOUT_S = 600.0
+"""Seconds that the first steps of a candidate, compilation included, may take."""
+UNUSED_RUN = Run(Path(".phalanx-tune-writes-nothing"))
+
+
+@dataclass(frozen=True)
+class TuneTrial:
+    """One trial. `found` is None where the candidate failed; `is_kept` whether it is part of the tuned recipe."""
+
+    label: str
+    changes: Mapping[str, Any]
+    predicted: float | None
+    reason: str
+    measured: MeasuredSpeedup | None
+    is_kept: bool
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "changes": dict(self.changes)}
+
+
+@dataclass
+class TuneResult:
+    """What came out. `changes` are the winners' keys; `measure_total` compares the tuned recipe with the default, None
+    where nothing won; `untried` says what was left alone, and why."""
+
+    default: Recipe
+    best: Recipe
+    default_seconds: float
+    trials: list[TuneTrial] = field(default_factory=list)
+    changes: dict[str, Any] = field(default_factory=dict)
+    total: MeasuredSpeedup | None = None
+    untried: list[str] = field(default_factory=list)
+    machine: str = ""
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of the tuned recipe."""
+        return self.best.parallelism.world if isinstance(self.best.parallelism, Parallelism) else 1
+
+
+@dataclass(frozen=True)
+class TuneCallbacks:
+    """Who is told how it goes: data being prepared, the default and its seconds a step, each trial before and after."""
+
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None
+    on_baseline: Callable[[PreparedRun, float], None] = lambda ready, seconds: None
+    on_trial_start: Callable[[str], None] = lambda label: None
+    on_trial_end: Callable[[TuneTrial], None] = lambda row: None
+
+
+class Workbench:
+    """Where recipes compete: two nurseries, and a run directory for each world, all gone afterwards."""
+
+    def __init__(self, folder: Path, hang_timeout_s: float = 0.0):
+        self._folder, self._hang_timeout_s = folder, hang_timeout_s
+        self._stack = contextlib.ExitStack()
+        self._preloads: list[tuple[str, Any]] = []
+        self._count = 0
+
+    def __enter__(self) -> "Workbench":
+        with self._stack as stack:
+            self._runs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-tune-")))
+            self._free_fork_servers = [
+                stack.enter_context(ForkServerClient(call_timeout_s=call_timeout(self._hang_timeout_s)))
+                for _ in range(2)
+            ]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def call(self, function: str, payload: Any) -> Any:
+        """`NurseryProcess.call`, while a nursery is free."""
+        return self._free_fork_servers[0].call(function, payload)
+
+    def preload(self, function: str, payload: Any) -> None:
+        """`NurseryProcess.preload`, in both."""
+        self._preloads.append((function, payload))
+        for fork_server in self._free_fork_servers:
+            fork_server.preload(function, payload)
+
+    def open_workers(self, recipe: Recipe) -> PausableWorkers:
+        """A world of workers for a resolved recipe; it does not run yet. At most two at a time."""
+        self._count += 1
+        run = Run(self._runs / f"{self._count:03}")
+        run.create()
+        run.resolved.write_text(dump_recipe(without_end(recipe)), encoding="utf-8")
+        payload = {"run": str(run.path), "folder": str(self._folder)}
+        command = Command(function="phalanx.train.worker:run_worker", payload=payload)
+        assert isinstance(recipe.parallelism, Parallelism)
+        return PausableWorkers(
+            self._free_fork_servers.pop(), run, recipe.parallelism.world, command, timeout_s=START_TIMEOUT_S
+        )
+
+    def close_workers(self, workers: PausableWorkers) -> None:
+        """End a world, so that another can enter."""
+        workers.close()
+        fork_server = workers.fork_server
+        if fork_server.process.poll() is not None:
+            fork_server = self._stack.enter_context(ForkServerClient(call_timeout_s=call_timeout(self._hang_timeout_s)))
+            for function, payload in self._preloads:
+                fork_server.preload(function, payload)
+        self._free_fork_servers.append(fork_server)
+
+
+def without_end(recipe: Recipe) -> Recipe:
+    """The recipe with steps that never end, and nothing between them."""
+    values = recipe.model_dump()
+    values |= {"steps": 10**9, "callbacks": []}
+    values["evaluation"]["every"] = values["checkpoint"]["every"] = None
+    return Recipe.model_validate(values)
+
+
+def tune(
+    loaded: LoadedRecipe,
+    *,
+    nproc_per_node: int | None = None,
+    seconds: float = 5.0,
+    allow_precision: bool = False,
+    callbacks: TuneCallbacks | None = None,
+    propose: Callable[[Recipe, TuningFacts], list[TuningCandidate]] = propose_candidates,
+) -> TuneResult:
+    """Search for a faster recipe on this machine, about `seconds` for each candidate beside its start. Writes nothing.
+
+    PhalanxError when the recipe as given cannot run. A candidate that cannot is a row that says why.
+    """
+    callbacks = callbacks or TuneCallbacks()
+    machine = find_machine(loaded)
+    # A batch for each worker makes other numbers of them other mathematics, which is not what is tuned.
+    is_workers_fixed = (
+        nproc_per_node is not None
+        or isinstance(loaded.recipe.parallelism, Parallelism)
+        or loaded.recipe.batch.scale_with_workers
+    )
+    with Workbench(loaded.recipe_dir, loaded.recipe.fault_tolerance.hang_timeout_s) as workbench:
+        preparation = prepare_run(
+            loaded,
+            UNUSED_RUN,
+            nproc_per_node,
+            workbench.call,
+            False,
+            callbacks.on_progress,
+            write=False,
+            preload=workbench.preload,
+        )
+        with preparation as prepared:
+            given = prepared.recipe
+        search = TuneSearch(workbench, loaded, machine, seconds, callbacks)
+        facts = make_tuning_facts(
+            prepared, machine, allowed_precisions(loaded.recipe, machine, allow_precision), not is_workers_fixed
+        )
+        baseline_s, data_fraction = search.measure_baseline(given)
+        facts = replace(facts, step_s=baseline_s)
+        callbacks.on_baseline(prepared, baseline_s)
+        result = TuneResult(
+            given,
+            given,
+            baseline_s,
+            machine=machine.device_name,
+            untried=list_untried(loaded.recipe, facts, data_fraction),
+        )
+        seen: set[str] = set()
+        while untried_candidates := [one for one in propose(result.best, facts) if one.label not in seen]:
+            seen.add(untried_candidates[0].label)
+            trial = search.try_candidate(result.best, untried_candidates[0])
+            result.trials.append(trial)
+            if trial.is_kept and trial.measured is not None:
+                facts = replace(facts, step_s=trial.measured.candidate_s)
+                result.best = apply_changes(result.best, trial.changes)
+                result.changes |= trial.changes
+            callbacks.on_trial_end(trial)
+        result.total = search.measure_total(given, result)
+    return result
+
+
+class TuneSearch:
+    """The trials of one search. `seconds` a candidate, divided among its bouts and those that it is compared with."""
+
+    def __init__(
+        self, workbench: Workbench, loaded: LoadedRecipe, machine: Machine, seconds: float, callbacks: TuneCallbacks
+    ):
+        self._workbench = workbench
+        self._loaded = loaded
+        self._machine = machine
+        self._run_seconds = seconds / (2 * NUM_ROUNDS)
+        self._callbacks = callbacks
+
+    def measure_baseline(self, default: Recipe) -> tuple[float, float]:
+        """Start with the default: its seconds a step, and the share of them that waits for data. RecipeError when it
+        does not train."""
+        self._best_workers = self._workbench.open_workers(default)
+        try:
+            steps = self._best_workers.run_for(self._run_seconds)
+        except WorkersFailedError as error:
+            raise RecipeError(f"the recipe does not train as it is: {error}") from error
+        self._free_gpu_memory(self._best_workers)
+        return sorted(step.duration_s for step in steps)[len(steps) // 2], data_wait_share(steps)
+
+    def try_candidate(self, best: Recipe, candidate: TuningCandidate) -> TuneTrial:
+        """Try a candidate against the best so far, which it replaces when it wins."""
+        self._callbacks.on_trial_start(candidate.label)
+        trial = TuneTrial(
+            candidate.label, candidate.changes, candidate.predicted_speedup, candidate.reason, None, False
+        )
+        try:
+            recipe = apply_changes(best, candidate.changes)
+            check_recipe(recipe, self._loaded.recipe_dir, num_workers_for(recipe, 1))
+            check_recipe_on_machine(recipe, self._machine)
+        except (PhalanxError, ValueError) as error:  # of this version's rules: it is told, and the search goes on
+            return replace(trial, note=f"refused: {_first_line(error)}")
+        workers = self._workbench.open_workers(recipe)
+        try:
+            measurement = summarize_rounds(self._run_rounds(self._best_workers, workers))
+        except WorkersFailedError as error:
+            self._workbench.close_workers(workers)
+            return replace(trial, note=f"failed: {_first_line(error)}")
+        trial = replace(trial, measured=measurement)
+        is_kept, note = decide(measurement, workers.startup_seconds[0] - self._best_workers.startup_seconds[0], recipe)
+        if is_kept:
+            self._workbench.close_workers(self._best_workers)
+            self._best_workers = workers
+        else:
+            self._workbench.close_workers(workers)
+        return replace(trial, is_kept=is_kept, note=note)
+
+    def measure_total(self, default: Recipe, result: TuneResult) -> MeasuredSpeedup | None:
+        """The tuned recipe against the default. One change alone has been compared with it already."""
+        kept = [row for row in result.trials if row.is_kept]
+        if len(kept) < 2:
+            return kept[0].measured if kept else None
+        self._callbacks.on_trial_start("all together")
+        workers = self._workbench.open_workers(default)
+        measurement = summarize_rounds(self._run_rounds(workers, self._best_workers))
+        self._workbench.close_workers(workers)
+        self._callbacks.on_trial_end(TuneTrial("all together", dict(result.changes), None, "", measurement, True))
+        return measurement
+
+    def _run_rounds(self, old: PausableWorkers, new: PausableWorkers) -> list[PairedStepTimes]:
+        """Bouts of both in turn, the order changing from round to round. WorldFailed when either fails, the best so far
+        for want of the memory that a candidate took, say; whoever is asked for another bout starts again."""
+        rounds: list[PairedStepTimes] = []
+        for number in range(NUM_ROUNDS):
+            times: dict[bool, list[float]] = {}
+            for is_new in (False, True) if number % 2 else (True, False):
+                workers = new if is_new else old
+                times[is_new] = [step.duration_s for step in workers.run_for(self._run_seconds)]
+                self._free_gpu_memory(workers)
+            rounds.append((times[False], times[True]))
+            if is_hopeless(rounds):
+                break
+        return rounds
+
+    def _free_gpu_memory(self, workers: PausableWorkers) -> None:
+        """GPUs have no memory for two worlds at once: there each bout is a start."""
+        if self._machine.device != "cpu":
+            workers.close()
+
+
+def decide(measurement: MeasuredSpeedup, extra_seconds: float, recipe: Recipe) -> tuple[bool, str]:
+    """Whether a change is kept, and what to say about it. One with a longer start must pay for it within the run."""
+    if not measurement.is_faster:
+        return False, "within noise" if measurement.speedup > 1 else "slower"
+    if extra_seconds < 2.0:
+        return True, ""
+    payback_steps = break_even_steps(measurement, extra_seconds)
+    startup_text = f"starts {extra_seconds:.0f} s later, which {payback_steps} steps pay back"
+    return (
+        (True, startup_text)
+        if payback_steps <= recipe.steps
+        else (False, f"{startup_text}; this run has {recipe.steps}")
+    )
+
+
+def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], result: TuneResult, day: date) -> str:
+    """The recipe as it was given, with overrides and what won, and what each gained."""
+    name = "the default recipe" if loaded.path is None else loaded.path.name
+    header = [f"Tuned by `phalanx tune` from {name} on {day}, for {result.machine}:"]
+    if result.total is None:
+        header.append("nothing that was tried is faster than what `phalanx train` does by itself.")
+    else:
+        steps = f"{format_duration(result.total.candidate_s)} instead of {format_duration(result.total.baseline_s)}"
+        header.append(f"a step takes {steps}, {format_gain(result.total)}.")
+    if result.num_workers > 1:
+        header.append(f"Train it with --nproc-per-node {result.num_workers}.")
+    remarks = {
+        key: f"tuned: {trial.label}: {format_gain(trial.measured)}"
+        for trial in result.trials
+        if trial.is_kept and trial.measured is not None
+        for key in trial.changes
+    }
+    text = "" if loaded.path is None else loaded.path.read_text(encoding="utf-8-sig")
+    return rewrite_recipe(text, overrides, result.changes, remarks, header)
+
+
+def format_gain(measurement: MeasuredSpeedup) -> str:
+    """`1.31 x (1.28 to 1.33)`: the ratio of medians, and the quartiles of the rounds."""
+    return f"{measurement.speedup:.2f} x ({measurement.speedup_q1:.2f} to {measurement.speedup_q3:.2f})"
+
+
+def allowed_precisions(given: Recipe, machine: Machine, is_allowed: bool) -> tuple[str, ...]:
+    """Precisions that may be tried: those that `auto` chooses from, or all that this kind of device computes in."""
+    if is_allowed and machine.num_gpus:
+        return device_kind_of(machine.device, machine.rocm).precisions
+    return ("fp32", "bf16") if is_allowed or given.precision == "auto" else ()
+
+
+def make_tuning_facts(
+    prepared: PreparedRun, machine: Machine, allowed_precisions: Sequence[str], may_change_processes: bool
+) -> TuningFacts:
+    """What predictions rest on, from the trials that resolved the recipe."""
+    plan = prepared.plan
+    facts = plan.get("data_info") or {}
+    return TuningFacts(
+        device=machine.device,
+        physical_cores=machine.physical_cores,
+        logical_cores=machine.logical_cores,
+        memory_bytes=machine.device_memory_bytes,
+        tflops=prepared.cluster.get("measured_matmul_tflops") or {},
+        trainable_parameters=plan["trainable_parameters"],
+        flops_per_sample=plan["flops_per_sample"],
+        activation_bytes_per_sample=plan["activation_bytes_per_sample"],
+        step_s=plan.get("predicted_step_s") or 1.0,
+        allowed_precisions=tuple(allowed_precisions),
+        may_change_processes=may_change_processes,
+        vocab_size=facts.get("vocab"),
+        seq_len=facts.get("sequence") or 1,
+        frozen_parameters=plan.get("frozen_parameters", 0),
+        peak_bytes_per_sample=plan.get("peak_bytes_per_sample") or {},
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

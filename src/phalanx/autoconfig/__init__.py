@@ -1,0 +1,1 @@
+"""Turn every `auto` of a recipe into a value: prediction first, then short trials."""

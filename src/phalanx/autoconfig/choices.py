@@ -1,0 +1,356 @@
+"""Resolve a recipe: replace every `auto` by a value, and say why. Pure: numbers in, recipe out.
+
+What changes bits (precision, micro-batch, threads, compile, exchange) is chosen once, on the first start of a run, and
+stays pinned in `resolved.yaml`; `resume_recipe` makes the recipe of a later start from it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.errors import RecipeError
+from phalanx.recipe import Recipe
+from phalanx.recipe.checks import list_divisors
+from phalanx.recipe.devices import device_kind_of
+from phalanx.recipe.grad_sync_defaults import (
+    BYTES_PER_MIB,
+    DEFAULT_BUCKET_MIB,
+    DEFAULT_WARMUP_STEPS,
+    DETERMINISTIC_SLOWDOWN_KEY,
+    MAX_DETERMINISM_SLOWDOWN,
+    NONDETERMINISTIC_OP_KEY,
+    given_start,
+    gradient_bytes_per_rank,
+    inter_node_bucket_mib,
+    is_chosen_while_training,
+    num_warmup_steps,
+    overlaps_with_backward,
+    start_key,
+)
+from phalanx.recipe.schema import MOST_THREADS, Parallelism
+
+MIN_BF16_SPEEDUP = 1.2
+"""bf16 is chosen when forward and backward of this model are at least so many times faster than in fp32."""
+AUTO_PRECISIONS = ("fp32", "bf16")
+"""Precisions among which `auto` chooses."""
+MIN_STEPS_TO_COMPILE = 100
+"""Steps from which compiling on a GPU is worth it: it takes 10 to 30 s and saves up to half of a step."""
+LOSS_MODES = ("whole", "chunked")
+"""How trials call the loss without and with `memory.chunked_loss`."""
+COMMON_WORLD_SIZES = (1, 2, 3, 4, 6, 8)
+PREDICTION_RULE = (
+    "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "
+    "the exchange of gradients between workers is not in it yet"
+)
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """One `auto` and what became of it."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+def choose_num_threads(recipe: Recipe, cores: int, world_size: int) -> AutoChoice:
+    """CPU threads of a worker."""
+    if recipe.num_threads != "auto":
+        return AutoChoice("num_threads", recipe.num_threads, "given")
+    if recipe.determinism == "elastic":
+        return AutoChoice("num_threads", 1, "determinism: elastic needs the same number on any world size")
+    num_threads = min(max(1, cores // world_size), MOST_THREADS)
+    return AutoChoice(
+        "num_threads", num_threads, f"{cores} cores for {world_size} {'worker' if world_size == 1 else 'workers'}"
+    )
+
+
+def predict_precision(recipe: Recipe, device: str, bf16: bool = True) -> str:
+    """What the precision will probably be, before anything was timed. `bf16`: whether a GPU computes in that."""
+    if recipe.precision != "auto":
+        return recipe.precision
+    return "bf16" if device_kind_of(device).is_gpu and bf16 else "fp32"
+
+
+def precisions_to_time(recipe: Recipe, device: str, bf16: bool = True) -> list[str]:
+    """The precisions whose time decides. On a GPU with `bf16` that is taken without a race: its tensor cores have no
+    fp32."""
+    if recipe.precision != "auto":
+        return [recipe.precision]
+    return list(AUTO_PRECISIONS) if device == "cpu" else [predict_precision(recipe, device, bf16)]
+
+
+def choose_compile(recipe: Recipe, device: str, num_blocks: int, compiler: bool = True) -> AutoChoice:
+    """Whether a model with so many repeated blocks is compiled. On a GPU eager kernels are bound by launches and
+    memory, and compiling takes the time of one block; a run of a few steps does not earn it back. `compiler`: whether
+    this machine has one of C."""
+    if recipe.compile != "auto":
+        return AutoChoice("compile", recipe.compile, "given")
+    if not device_kind_of(device).auto_compiles:
+        return AutoChoice("compile", False, f"the rule on {device_kind_of(device).description}")
+    if not compiler:
+        return AutoChoice("compile", False, "torch.compile needs a C compiler (gcc or CC) and Python.h on a GPU")
+    if not num_blocks:
+        return AutoChoice("compile", False, "the model has no repeated blocks")
+    if isinstance(recipe.parallelism, Parallelism) and recipe.parallelism.splits_backward:
+        return AutoChoice(
+            "compile", False, f"blocks of a {recipe.parallelism.pipeline_schedule} pipeline cannot be compiled"
+        )
+    if recipe.steps < MIN_STEPS_TO_COMPILE:
+        return AutoChoice(
+            "compile", False, f"{recipe.steps:,} steps, fewer than {MIN_STEPS_TO_COMPILE}, do not earn it back"
+        )
+    return AutoChoice("compile", True, f"{num_blocks} repeated blocks on a GPU")
+
+
+def choose_determinism(recipe: Recipe, trial: Mapping[str, Any], device: str) -> list[AutoChoice]:
+    """What `determinism: auto` becomes on a GPU, by what a trial found deterministic kernels to cost. RecipeError
+    where the recipe asks for bits that an operation of its model cannot keep on this device."""
+    determinism, nondeterministic_op, slowdown = (
+        recipe.determinism,
+        trial.get(NONDETERMINISTIC_OP_KEY),
+        trial.get(DETERMINISTIC_SLOWDOWN_KEY),
+    )
+    if nondeterministic_op is not None and determinism in ("fixed-world", "elastic"):
+        raise RecipeError(
+            f"determinism: {nondeterministic_op} has no deterministic kernel on this device, so no run gives the same "
+            f"bits twice; "
+            "use determinism=off, or a model without it"
+        )
+    if determinism != "auto" or device == "cpu":
+        return []
+    if not device_kind_of(device).names_nondeterministic_ops:
+        reason = f"torch does not say which kernels of {device_kind_of(device).description} are deterministic"
+        return [AutoChoice("determinism", "off", f"{reason}: a run that resumes may end with other bits")]
+    if nondeterministic_op is not None:
+        reason = (
+            f"{nondeterministic_op} has no deterministic kernel on this device: a run that resumes may end with other "
+            "bits"
+        )
+        return [AutoChoice("determinism", "off", reason)]
+    if slowdown is None:
+        return [AutoChoice("determinism", "off", "what deterministic kernels cost on this device could not be timed")]
+    reason = f"deterministic kernels cost {max(slowdown, 0.0):.1%} of forward and backward"
+    if slowdown < MAX_DETERMINISM_SLOWDOWN:
+        return [AutoChoice("determinism", "fixed-world", f"{reason}, less than {MAX_DETERMINISM_SLOWDOWN:.0%}")]
+    return [
+        AutoChoice(
+            "determinism", "off", f"{reason}: a run that resumes may end with other bits; fixed-world promises them"
+        )
+    ]
+
+
+def choose_precision(
+    recipe: Recipe, seconds: Mapping[str, float], device: str = "cpu", bf16: bool = True
+) -> AutoChoice:
+    """The precision, by the time that this very model takes for forward and backward. Those that ran out of memory have
+    no time. `bf16`: whether a GPU computes in that."""
+    if recipe.precision != "auto":
+        return AutoChoice("precision", recipe.precision, "given")
+    if not bf16:
+        return AutoChoice("precision", "fp32", "this GPU does not compute in bf16; fp16 may be faster")
+    timed_precisions = [name for name in AUTO_PRECISIONS if name in seconds]
+    if not timed_precisions:
+        reason = f"the rule for a model on {device} that could not be timed"
+        return AutoChoice("precision", predict_precision(recipe, device), reason)
+    if len(timed_precisions) == 1:
+        is_rule = timed_precisions == precisions_to_time(recipe, device)
+        return AutoChoice(
+            "precision", timed_precisions[0], f"the rule on {device}" if is_rule else "the other ran out of memory"
+        )
+    ratio = seconds["fp32"] / seconds["bf16"]
+    reason = (
+        f"forward and backward of a micro-batch take {seconds['fp32']:.3g} s in fp32, {seconds['bf16']:.3g} s in bf16"
+    )
+    return AutoChoice("precision", "bf16" if ratio >= MIN_BF16_SPEEDUP else "fp32", f"{reason}: {ratio:.2f} x")
+
+
+def choose_bucket_mib(
+    recipe: Recipe, num_parameters: int, world_size: int, num_nodes: int, device: str = "cpu"
+) -> list[AutoChoice]:
+    """How many gradients travel together, where something is to be said about it: replicas of a model of so many
+    trained parameters exchange theirs beside backward, between nodes. On one node an exchange takes from the processors
+    what it would hide behind."""
+    parallelism = Parallelism.model_validate(parallelism_values(recipe, world_size))
+    if (
+        recipe.grad_sync.bucket_mib != "auto"
+        or num_nodes == 1
+        or not overlaps_with_backward(recipe, parallelism, device)
+    ):
+        return []
+    gradient_bytes = gradient_bytes_per_rank(num_parameters, parallelism)
+    reason = (
+        f"of {gradient_bytes / BYTES_PER_MIB:.3g} MiB of gradients, for {num_nodes} nodes: what is sent early is "
+        "hidden behind backward"
+    )
+    return [AutoChoice("grad_sync.bucket_mib", inter_node_bucket_mib(gradient_bytes, recipe.grad_sync), reason)]
+
+
+def choose_warmup_steps(recipe: Recipe) -> list[AutoChoice]:
+    """After how many steps an exchange becomes what it is named for, where something is to be said about it."""
+    key, steps = start_key(recipe), num_warmup_steps(recipe)
+    if key is None or (given_start(recipe) != "auto" and steps < recipe.steps):
+        return []
+    reason = "no fewer" if steps == DEFAULT_WARMUP_STEPS else f"a third of {recipe.steps:,} steps together"
+    if steps >= recipe.steps:
+        reason = f"the run ends before that, after {recipe.steps:,} steps"
+    return [AutoChoice(key, steps, reason)]
+
+
+def choose_without_trials(
+    recipe: Recipe, cores: int, world_size: int, device: str, bf16: bool = True
+) -> list[AutoChoice]:
+    """Threads, memory, micro-batch and precision for a loop of the user's own, whose model nobody has tried."""
+    num_threads = choose_num_threads(recipe, cores, world_size)
+    micro_choice = AutoChoice("batch.micro_size", recipe.batch.micro_size, "given")
+    if recipe.batch.micro_size == "auto":
+        num_groups = required_divisor(recipe, world_size)
+        micro_choice = AutoChoice(
+            "batch.micro_size", max(1, recipe.batch.global_size // num_groups), "a worker's whole share at once"
+        )
+    precision = choose_precision(recipe, {}, device, bf16)
+    if recipe.precision == "auto" and bf16:
+        reason = f"the rule for a loop of one's own on {device}"
+        precision = AutoChoice("precision", predict_precision(recipe, device), reason)
+    checkpointing = AutoChoice("memory.activation_checkpointing", recipe.memory.activation_checkpointing, "given")
+    if recipe.memory.activation_checkpointing == "auto":
+        checkpointing = AutoChoice("memory.activation_checkpointing", "none", "the rule for a loop of one's own")
+    chunked_loss = AutoChoice("memory.chunked_loss", recipe.memory.chunked_loss, "given")
+    if recipe.memory.chunked_loss == "auto":
+        chunked_loss = AutoChoice("memory.chunked_loss", False, "the loss is the loop's own")
+    return [
+        num_threads,
+        checkpointing,
+        chunked_loss,
+        micro_choice,
+        precision,
+        *choose_determinism(recipe, {}, device),
+        *choose_warmup_steps(recipe),
+    ]
+
+
+def resolve_recipe(recipe: Recipe, choices: list[AutoChoice], world_size: int) -> Recipe:
+    """The recipe with `auto_choices` for threads, memory, micro-batch and precision made, and the remaining `auto` set
+    to what this version does."""
+    values_by_key = {choice.key: choice.value for choice in choices}
+    values = recipe.model_dump()
+    values["num_threads"] = values_by_key["num_threads"]
+    values["batch"]["micro_size"] = values_by_key["batch.micro_size"]
+    values["precision"] = values_by_key["precision"]
+    values["parallelism"] = parallelism_values(recipe, world_size)
+    for key in ("activation_checkpointing", "chunked_loss"):
+        values["memory"][key] = values_by_key[f"memory.{key}"]
+    values["compile"] = values_by_key.get("compile", recipe.compile if recipe.compile != "auto" else False)
+    grad_sync = values["grad_sync"]
+    if recipe.determinism == "auto":
+        values["determinism"] = values_by_key.get("determinism", "fixed-world")
+    if recipe.grad_sync.bucket_mib == "auto":
+        grad_sync["bucket_mib"] = values_by_key.get("grad_sync.bucket_mib", DEFAULT_BUCKET_MIB)
+    if recipe.grad_sync.warmup_steps == "auto":
+        grad_sync["warmup_steps"] = DEFAULT_WARMUP_STEPS
+    if recipe.grad_sync.algorithm == "auto" and not is_chosen_while_training(recipe):
+        grad_sync["algorithm"] = "all-reduce"
+    if recipe.local_sgd is not None:
+        values["local_sgd"]["warmup_steps"] = num_warmup_steps(recipe)
+    return Recipe.model_validate(values)
+
+
+def parallelism_values(recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """The layout that is given, or every worker a replica."""
+    return (
+        recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else Parallelism(replicate=world_size)
+    ).model_dump()
+
+
+def num_data_parallel_groups(recipe: Recipe, world_size: int) -> int:
+    """Among how many groups of workers the batch is divided."""
+    parallelism = recipe.parallelism
+    return parallelism.replicate * parallelism.shard if isinstance(parallelism, Parallelism) else world_size
+
+
+def required_divisor(recipe: Recipe, world_size: int) -> int:
+    """Among how many the batch must be divisible.
+
+    Under `determinism: elastic` there must be enough micro-batches for other numbers of replicas to share, whatever it
+    is now: otherwise the choice, and with it the bits, would depend on it.
+    """
+    num_groups = num_data_parallel_groups(recipe, world_size)
+    if recipe.determinism != "elastic":
+        return num_groups
+    shard_size = recipe.parallelism.shard if isinstance(recipe.parallelism, Parallelism) else 1
+    common_groups = [size * shard_size for size in COMMON_WORLD_SIZES]
+    return math.lcm(*(size for size in common_groups if recipe.batch.global_size % size == 0), num_groups)
+
+
+def resume_recipe(resolved: Recipe, given: Recipe, world_size: int) -> Recipe:
+    """The recipe of a run that goes on: what was resolved, with the keys that are free to change, and the places of
+    prepared data, as given now."""
+    values, new = resolved.model_dump(), given.model_dump()
+    for key in ("name", "steps", "checkpoint", "fault_tolerance", "callbacks", "device"):
+        values[key] = new[key]
+    for key in ("every", "max_samples"):
+        values["evaluation"][key] = new["evaluation"][key]
+    values["data"]["source"] = new["data"]["source"]
+    values["evaluation"]["source"] = new["evaluation"]["source"]
+    values["parallelism"] = parallelism = resume_parallelism(resolved, given, world_size)
+    values["batch"]["micro_size"] = resume_micro_size(resolved, given, parallelism["replicate"] * parallelism["shard"])
+    return Recipe.model_validate(values)
+
+
+def resume_parallelism(resolved: Recipe, given: Recipe, world_size: int) -> dict[str, Any]:
+    """The layout of a run that goes on: as given now, or as it was, with as many replicas as the workers make."""
+    if isinstance(given.parallelism, Parallelism) or not isinstance(resolved.parallelism, Parallelism):
+        return parallelism_values(given, world_size)
+    replica_size = resolved.parallelism.world // resolved.parallelism.replicate
+    if world_size % replica_size:
+        raise RecipeError(
+            f"parallelism: a replica of this run takes {replica_size} workers, and {world_size} are no multiple of "
+            f"that; "
+            "give the parallelism to go on with"
+        )
+    return {**resolved.parallelism.model_dump(), "replicate": world_size // replica_size}
+
+
+def resume_micro_size(resolved: Recipe, given: Recipe, num_groups: int) -> int | str:
+    """The micro-batch of a run that goes on: what was resolved. One that nobody gave and that a changed number of
+    workers cannot share gets smaller where that costs no promise: under `elastic` it is part of the bits. `world`:
+    workers, or groups of them, that share the batch."""
+    micro_size, global_batch = resolved.batch.micro_size, resolved.batch.global_size
+    if (
+        given.batch.micro_size != "auto"
+        or resolved.determinism == "elastic"
+        or global_batch % num_groups
+        or micro_size == "auto"
+    ):
+        return micro_size
+    return max(size for size in list_divisors(global_batch // num_groups) if size <= micro_size)
+
+
+def build_plan_json(
+    trial_profile: Mapping[str, Any], auto_choices: list[AutoChoice], seconds: Mapping[str, float], recipe: Recipe
+) -> dict[str, Any]:
+    """plan.json: what was found out and chosen, and the step time that follows; null where nothing could be timed."""
+    micro_size = recipe.batch.micro_size
+    assert isinstance(micro_size, int)
+    micro_batches_per_worker = recipe.batch.global_size // (micro_size * num_data_parallel_groups(recipe, 1))
+    breakdown_s = None
+    if recipe.precision in seconds:
+        breakdown_s = {
+            "computing": micro_batches_per_worker * seconds[recipe.precision],
+            "exchange": 0.0,
+            "optimizer": seconds["update"],
+        }
+    peak_bytes = trial_profile.get("peaks") or {}
+    peak_by_mode: Mapping[str, int | None] = peak_bytes.get(LOSS_MODES[recipe.memory.chunked_loss is True]) or next(
+        iter(peak_bytes.values()), {}
+    )
+    return {
+        **{key: value for key, value in trial_profile.items() if key != "peaks"},
+        "peak_bytes_per_sample": peak_by_mode,
+        "activation_bytes_per_sample": peak_by_mode.get(recipe.memory.activation_checkpointing) or 0,
+        "auto_choices": [asdict(choice) for choice in auto_choices],
+        "predicted_step_s": None if breakdown_s is None else sum(breakdown_s.values()),
+        "predicted_breakdown_s": breakdown_s,
+        "prediction_rule": PREDICTION_RULE,
+    }

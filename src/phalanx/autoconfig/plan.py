@@ -1,0 +1,495 @@
+"""`phalanx plan`: a recipe's model followed, a cluster described, the best layout chosen, and what a run would take.
+
+Nothing is trained and no data are read: text is only asked for its tokenizer. What was learned of a model is kept,
+so that a second plan needs no torch.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.autoconfig.choices import LOSS_MODES
+from phalanx.autoconfig.micro_batch import LANGUAGE_MODELING_TASK, LARGE_LOGITS_BYTES
+from phalanx.autoconfig.model_profile import profile_model
+from phalanx.beside import SubprocessCall
+from phalanx.cluster import Cluster, discover_machine, load_cluster
+from phalanx.cluster.calibration import default_calibration_path
+from phalanx.cluster.data_sheet import torch_devices
+from phalanx.data.expected_info import expect_data_info
+from phalanx.data.reader import DataInfo
+from phalanx.errors import RecipeError, UsageError
+from phalanx.planner.bucket_size import best_bucket_mib
+from phalanx.planner.cost import RunCost, estimate_run_cost
+from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts
+from phalanx.planner.energy import PowerCapSlowdown, RunEnergy, device_power, predict_cap_slowdown, predict_run_energy
+from phalanx.planner.memory import MemoryEstimate, estimate_memory
+from phalanx.planner.memory_advice import suggest_memory_changes
+from phalanx.planner.model_profile import Gemm, ModelProfile
+from phalanx.planner.scenario import Scenario, transport_of
+from phalanx.planner.search import Candidate, SearchResult, SearchSpace, search_parallelism
+from phalanx.planner.segment_costs import op_cost_from
+from phalanx.planner.stacks import device_costs_for_stack, phalanx_stack
+from phalanx.planner.state_memory import optimizer_state_of
+from phalanx.planner.step_time import StepBreakdown, predict_step_time
+from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, plan_checkpoints
+from phalanx.planner.timeline import BREAKDOWN_LABELS, TimelineEvent, build_timeline
+from phalanx.planner.warmup_phase import WarmupPhase, predict_warmup_phase
+from phalanx.recipe import Recipe, check_recipe, expand_recipe, load_recipe, scale_batch_with_workers
+from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.yaml_edit import rewrite_recipe
+
+BYTES_PER_GIB = 2.0**30
+USABLE_MEMORY_FRACTION = 0.95
+"""Of a device's memory: what predictions of memory are off by at most is left free."""
+Z_SCORE_90 = 1.645
+LEAST_PRODUCTIVE = 1e-3
+"""Share of the time below which a run on failing nodes does not come to its end."""
+MIN_PRECISION_GAIN = 0.99
+"""Another precision than the usual one must save at least so much."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A recipe on a cluster: the choice, what comes close, and what a run takes."""
+
+    recipe: Recipe
+    cluster: Cluster
+    num_devices: int
+    best: Candidate
+    alternatives: tuple[Candidate, ...]
+    footprint: MemoryEstimate
+    warmup_phase: WarmupPhase | None
+    """The first steps, where they are of another kind; `best_found`, `low_s` and `high_s` are of those that follow."""
+    low_s: float
+    high_s: float
+    """Seconds of a step between which nine of ten measurements should lie."""
+    cost_source: str
+    """Whence the costs: sheet, fitted or measured."""
+    num_valid: int
+    parameters: int
+    units_per_sample: int
+    """Units of a sample."""
+    mfu: float
+    cost: RunCost
+    energy: RunEnergy | None
+    checkpoint_plan: CheckpointPlan | None
+    power_cap_slowdown: PowerCapSlowdown | None
+    """What the cluster's power cap makes of computing; it is in all times."""
+    scaling: tuple[tuple[int, float], ...]
+    """Devices, and units a second on so many with the same layout for each replica."""
+    rates: DeviceCosts
+
+    def step_events(self) -> list[TimelineEvent]:
+        """The time line of the best choice."""
+        return build_timeline(self.best.scenario, self.rates, breakdown=self.best.breakdown)
+
+
+def plan(
+    recipe: "str | os.PathLike[str] | Recipe | None" = None,
+    cluster: str | None = None,
+    num_gpus: int | None = None,
+    overrides: Sequence[str] = (),
+) -> RunPlan:
+    """Foretell a recipe (a file's path or a value) as `phalanx plan` does, writing nothing. Raises PhalanxError for
+    whatever the user can mend."""
+    if isinstance(recipe, Recipe):
+        loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
+    else:
+        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
+    return plan_run(loaded, cluster, num_gpus, Path.cwd())
+
+
+def plan_run(
+    loaded: LoadedRecipe,
+    cluster: str | None,
+    num_gpus: int | None = None,
+    folder: Path | None = None,
+    subprocess_call: SubprocessCall | None = None,
+) -> RunPlan:
+    """Foretell a recipe on a cluster (a name of the catalogue or a file), on `num_gpus` of its devices (default all),
+    with
+    the best layout, micro-batch, recomputation, precision and schedule of those that the recipe leaves open. Its model
+    is followed in the process `subprocess_call`, where one is given.
+
+    RecipeError: nothing is called so, the recipe cannot be followed, or nothing fits; the message tells by how much and
+    what would. UsageError: the cluster has not so many devices.
+    """
+    target_cluster = (
+        load_sized_cluster(cluster, num_gpus, folder)
+        if cluster is not None
+        else _load_local_cluster(loaded.recipe.device)
+    )
+    with loaded.locate_errors():
+        check_kind(loaded.recipe.device, target_cluster)
+    num_devices = num_gpus or target_cluster.devices
+    loaded = replace(loaded, recipe=scale_batch_with_workers(loaded.recipe, num_devices))
+    recipe = loaded.recipe
+    with loaded.locate_errors():
+        check_recipe(
+            recipe,
+            loaded.recipe_dir,
+            num_devices if isinstance(recipe.parallelism, Parallelism) else None,
+            loaded.location_of,
+        )
+    facts = expect_data_info(recipe.data, loaded.recipe_dir)
+    profile = profile_model(loaded, facts, subprocess_call=subprocess_call)
+    found, rates, memory_limit = _search_precisions(recipe, profile, target_cluster, num_devices)
+    if not found.candidates:
+        raise RecipeError(_describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
+    slowdown = _power_cap_slowdown(target_cluster, found.candidates[0])
+    if slowdown is not None and slowdown.expected > 1:
+        found, rates, memory_limit = _search_precisions(recipe, profile, target_cluster, num_devices, slowdown.expected)
+    return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, slowdown, _sample_bytes(facts))
+
+
+def _load_local_cluster(device: str) -> Cluster:
+    """This machine, as it was measured with a recipe's device. UsageError: it was not."""
+    path = default_calibration_path(discover_machine(device=device))
+    if not path.is_file():
+        calibrate_command = "CUDA_VISIBLE_DEVICES= phalanx calibrate" if device == "cpu" else "phalanx calibrate"
+        raise UsageError(
+            f"--cluster: not given, and this machine has not been measured: run `{calibrate_command}` first"
+        )
+    return load_cluster(str(path))
+
+
+def check_kind(device: str, cluster: Cluster) -> None:
+    """RecipeError where a recipe's `device` is another than the cluster computes with."""
+    kinds = torch_devices(cluster.node.accelerator)
+    if device == "auto" or device in kinds:
+        return
+    valid = " or ".join([*(f"device={kind}" for kind in kinds), "device=auto"])
+    other = {"cpu": ", such as cpu", "cuda": ", such as h100"}.get(device, "")
+    raise RecipeError(
+        f"device: found {device}, but {cluster.name} computes with {cluster.node.accelerator.name}; use {valid}, or "
+        f"another --cluster{other}"
+    )
+
+
+def load_sized_cluster(cluster_name: str, num_gpus: int | None, folder: Path | None = None) -> Cluster:
+    """The cluster of that name with as many nodes as `num_gpus` devices need; one that is described in a file, or whose
+    number is given, must have them."""
+    if num_gpus is not None and num_gpus < 1:
+        raise UsageError(f"--num-gpus {num_gpus}: expected a number of devices, at least 1")
+    cluster = load_cluster(cluster_name, folder)
+    if num_gpus is None or num_gpus <= cluster.devices:
+        return cluster
+    is_catalog_name = (
+        ":" not in cluster_name and "/" not in cluster_name and not cluster_name.lower().endswith((".yaml", ".yml"))
+    )
+    if is_catalog_name and cluster.node.scale_out is not None:
+        gpus_per_node = load_cluster(cluster.node.name).node.count
+        return load_cluster(f"{cluster.node.name}:{-(-num_gpus // gpus_per_node)}")
+    raise UsageError(
+        f"--num-gpus {num_gpus}: {cluster.name} has {cluster.devices} devices: {cluster.nodes} nodes x "
+        f"{cluster.node.count}"
+    )
+
+
+def _power_cap_slowdown(cluster: Cluster, option: Candidate) -> PowerCapSlowdown | None:
+    """What the cluster's power cap makes of computing, for the load that an option is without it."""
+    device, power_cap_w = cluster.node.accelerator, cluster.prices.power_cap_w
+    watts = device_power(device, _device_load(option.breakdown))
+    if power_cap_w is None or watts is None:
+        return None
+    try:
+        return predict_cap_slowdown(device, power_cap_w, watts)
+    except ValueError as why:
+        raise RecipeError(f"{cluster.name}: prices.power_cap_w: {power_cap_w:g} W: {why}") from None
+
+
+def _device_load(parts: StepBreakdown) -> float:
+    """Of the devices, as `device_power` takes it: products draw the most."""
+    return min(1.0, 0.3 + 0.7 * parts.gemm / parts.total)
+
+
+def _sample_bytes(facts: DataInfo) -> float:
+    """Bytes of a sample as it lies in storage: tokens of 32 bits, pixels of 8."""
+    return 4.0 * facts.seq_len if facts.seq_len else float(math.prod(facts.image_shape or ()))
+
+
+def _search_precisions(
+    recipe: Recipe, profile: ModelProfile, cluster: Cluster, num_devices: int, slowdown: float = 1.0
+) -> tuple[SearchResult, DeviceCosts, float]:
+    """The best of every precision that may be used, where computing takes `slowdown` times as long as usual."""
+    device, device_stack = cluster.node.accelerator, phalanx_stack(cluster.node.accelerator, num_devices)
+    used_stack = replace(
+        device_stack,
+        compute_factor=device_stack.compute_factor * slowdown,
+        fuses_memory_ops=recipe.compile is not False,
+    )
+    memory_limit = device.memory_gib * BYTES_PER_GIB * USABLE_MEMORY_FRACTION
+    space = SearchSpace(
+        devices=num_devices,
+        global_batch=recipe.batch.global_size,
+        parallelism=recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else None,
+        micro_size=recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else None,
+        checkpointing_modes=("none", "selective", "full")
+        if recipe.memory.activation_checkpointing == "auto"
+        else (recipe.memory.activation_checkpointing,),
+        domain_size=cluster.domain,
+        replicas_only=recipe.determinism == "elastic" or recipe.local_sgd is not None,
+        has_sequences=profile.units_per_sample > 1,
+    )
+
+    def memory_needed(setup: Scenario) -> float:
+        return predict_memory(recipe, setup).total
+
+    offload = recipe.optimizer.offload
+    optimizer_state = optimizer_state_of(
+        recipe.optimizer.name, recipe.optimizer.state_dtype, offload, recipe.optimizer.momentum
+    )
+    best_found: tuple[SearchResult, DeviceCosts] | None = None
+    for precision in _candidate_precisions(recipe, device.tflops):
+        rates = device_costs_for_stack(device, precision, used_stack)
+        base = Scenario(
+            profile,
+            cluster,
+            space.parallelism or Parallelism(),
+            1,
+            recipe.batch.global_size,
+            precision,
+            stack=used_stack,
+            optimizer=recipe.optimizer.name,
+            transport=transport_of(recipe, profile),
+        )
+        if (
+            best_found is not None
+            and best_found[0].candidates
+            and rates.sustained_gemm_flops < best_found[1].sustained_gemm_flops
+        ):
+            continue  # nothing else differs but that it takes more memory
+        found = search_parallelism(
+            base,
+            rates,
+            op_cost_from(rates),
+            space,
+            partial(predict_step_time, device=rates),
+            memory_needed,
+            memory_limit,
+            optimizer_state,
+        )
+        if best_found is None or (
+            found.candidates
+            and (
+                not best_found[0].candidates or _best_seconds(found) < MIN_PRECISION_GAIN * _best_seconds(best_found[0])
+            )
+        ):
+            best_found = found, rates
+    assert best_found is not None
+    if best_found[0].num_valid == 0:
+        raise RecipeError(
+            f"batch.global_size: {recipe.batch.global_size} samples and {profile.num_blocks} blocks cannot be divided "
+            f"among {num_devices} devices; a multiple of {num_devices} samples can"
+        )
+    return best_found[0], best_found[1], memory_limit
+
+
+def _best_seconds(found: SearchResult) -> float:
+    return found.candidates[0].step_s
+
+
+def _candidate_precisions(recipe: Recipe, known: Any) -> list[str]:
+    """What may be computed in: as given, else what `auto` chooses from, if the device has it."""
+    if recipe.precision != "auto":
+        if recipe.precision not in known and not (recipe.precision == "bf16" and "fp16" in known):
+            raise RecipeError(
+                f"precision: {recipe.precision} is not among what the device computes in: {', '.join(known)}"
+            )
+        return [recipe.precision]
+    return [name for name in ("bf16", "fp32") if name in known] or [next(iter(known))]
+
+
+def predict_memory(recipe: Recipe, setup: Scenario) -> MemoryEstimate:
+    """Bytes on the fullest device, with the recipe's optimizer and loss."""
+    return estimate_memory(setup, **make_training_options(recipe, setup))
+
+
+def make_training_options(recipe: Recipe, setup: Scenario) -> dict[str, Any]:
+    """What `footprint` must know beside a setup. Of logits that are too large for `memory.chunked_loss: auto`,
+    chunks."""
+    chunked = recipe.memory.chunked_loss
+    if chunked == "auto":
+        head = setup.profile.segments[-1]
+        heads = (op for op in head.ops_of("forward") if isinstance(op, Gemm))
+        logits = max(
+            (4.0 * op.m.evaluate(setup.micro_size) * op.n.evaluate(setup.micro_size) for op in heads), default=0.0
+        )
+        chunked = recipe.task == LANGUAGE_MODELING_TASK and logits > LARGE_LOGITS_BYTES
+    return {
+        "optimizer": recipe.optimizer.name,
+        "state_dtype": recipe.optimizer.state_dtype,
+        "offload": recipe.optimizer.offload,
+        "loss_mode": LOSS_MODES[chunked],
+        "momentum": recipe.optimizer.momentum,
+    }
+
+
+def _describe_no_fit(
+    recipe: Recipe, found: SearchResult, cluster: Cluster, num_devices: int, memory_limit: float
+) -> str:
+    """That nothing fits: by how much, and what would."""
+    assert found.closest is not None
+    smallest = found.closest
+    excess_gib = (smallest.peak_bytes - memory_limit) / BYTES_PER_GIB
+    device = cluster.node.accelerator
+    summary = (
+        f"nothing fits: of {found.num_valid:,} layouts for {num_devices:,} x {device.name} not even the smallest, "
+        f"which is "
+        f"{excess_gib:.1f} GiB above {USABLE_MEMORY_FRACTION:.0%} of a device's {device.memory_gib:g}"
+    )
+    fit = suggest_memory_changes(
+        smallest.scenario, **make_training_options(recipe, smallest.scenario), capacity=memory_limit
+    )
+    return f"{summary}. It {fit.description}"
+
+
+def _build_plan(
+    recipe: Recipe,
+    cluster: Cluster,
+    num_devices: int,
+    profile: ModelProfile,
+    found: SearchResult,
+    rates: DeviceCosts,
+    slowdown: PowerCapSlowdown | None,
+    sample_bytes: float,
+) -> RunPlan:
+    nodes = -(-num_devices // cluster.node.count)
+    checkpoint_plan = plan_checkpoints(cluster, nodes, profile.num_parameters, found.candidates[0].step_s)
+    read_bytes = sample_bytes * recipe.batch.global_size
+    options = tuple(
+        replace(each, breakdown=add_storage_stalls(each.breakdown, cluster.storage, nodes, read_bytes, checkpoint_plan))
+        for each in found.candidates
+    )
+    best = options[0]
+    spread = LOG_ERROR_STD_BY_SOURCE[rates.cost_source]
+    low, high = (
+        (slowdown.low / slowdown.expected, slowdown.high / slowdown.expected) if slowdown is not None else (1.0, 1.0)
+    )
+    samples = float(recipe.batch.global_size * recipe.steps)
+    peak = rates.peak_flops * num_devices
+    flops = (profile.flops("forward") + profile.flops("backward")) * recipe.batch.global_size
+    # what checkpoints cost is in the step already
+    productive = (
+        checkpoint_plan.goodput.productive + checkpoint_plan.goodput.blocked if checkpoint_plan is not None else 1.0
+    )
+    if productive < LEAST_PRODUCTIVE:
+        raise RecipeError(
+            f"{cluster.name}: {nodes:,} nodes would fail again before they have made progress; check reliability and "
+            "storage of the cluster, or use fewer --num-gpus"
+        )
+    load = _device_load(best.breakdown)
+    warmup_phase = predict_warmup_phase(recipe, best, rates)
+    mean_step_s = best.step_s if warmup_phase is None else warmup_phase.mean_step_seconds(best.step_s, recipe.steps)
+    cost = estimate_run_cost(samples, recipe.batch.global_size, mean_step_s, num_devices, cluster.prices, productive)
+    energy = predict_run_energy(cluster, cost.wall_s, nodes, load)
+    if energy is not None:
+        cost = estimate_run_cost(
+            samples, recipe.batch.global_size, mean_step_s, num_devices, cluster.prices, productive, energy
+        )
+    return RunPlan(
+        recipe=recipe,
+        cluster=cluster,
+        num_devices=num_devices,
+        best=best,
+        alternatives=options[1:],
+        footprint=predict_memory(recipe, best.scenario),
+        warmup_phase=warmup_phase,
+        low_s=best.step_s * math.exp(-Z_SCORE_90 * spread) * low,
+        high_s=best.step_s * math.exp(Z_SCORE_90 * spread) * high,
+        cost_source=rates.cost_source,
+        num_valid=found.num_valid,
+        parameters=profile.num_parameters,
+        units_per_sample=profile.units_per_sample,
+        mfu=flops / best.step_s / peak,
+        cost=cost,
+        energy=energy,
+        checkpoint_plan=checkpoint_plan,
+        power_cap_slowdown=slowdown,
+        scaling=_predict_scaling(best.scenario, rates),
+        rates=rates,
+    )
+
+
+def _predict_scaling(setup: Scenario, rates: DeviceCosts) -> tuple[tuple[int, float], ...]:
+    """Units a second on one replica and on more, up to what was asked for; each replica divided as chosen, and with as
+    many samples of its own (weak scaling)."""
+    parallelism = setup.parallelism
+    batch_per_replica = setup.global_batch // setup.data_parallel
+    curve = []
+    num_replicas = setup.data_parallel
+    sizes = sorted(
+        {1, num_replicas, *(2**power for power in range(num_replicas.bit_length()) if 2**power <= num_replicas)}
+    )
+    for count in sizes:
+        shard = min(parallelism.shard, count)
+        if count % shard:
+            continue
+        smaller_parallelism = parallelism.model_copy(update={"replicate": count // shard, "shard": shard})
+        smaller_scenario = replace(setup, parallelism=smaller_parallelism, global_batch=batch_per_replica * count)
+        units = (
+            smaller_scenario.global_batch
+            * setup.profile.units_per_sample
+            / predict_step_time(smaller_scenario, rates).total
+        )
+        curve.append((smaller_parallelism.world, units))
+    return tuple(curve)
+
+
+def list_chosen_keys(run_plan: RunPlan) -> dict[str, Any]:
+    """The choice, as dotted keys of the recipe and their values; those that the recipe gives already are left out."""
+    setup, recipe = run_plan.best.scenario, run_plan.recipe
+    parallelism = {
+        name: value for name, value in setup.parallelism.model_dump().items() if value not in (1, None, False, "1f1b")
+    }
+    if setup.virtual_stages > 1:
+        parallelism["schedule"] = "interleaved"
+        parallelism["stages"] = blocks_per_stage(setup)
+    changes: dict[str, Any] = {}
+    if not isinstance(recipe.parallelism, Parallelism):
+        changes["parallelism"] = parallelism or {"replicate": 1}
+    if recipe.batch.micro_size == "auto":
+        changes["batch.micro_size"] = setup.micro_size
+    if recipe.memory.activation_checkpointing == "auto":
+        changes["memory.activation_checkpointing"] = setup.checkpointing
+    if recipe.precision == "auto":
+        changes["precision"] = setup.precision
+    if recipe.grad_sync.bucket_mib == "auto" and (bucket := best_bucket_mib(setup, run_plan.rates)) is not None:
+        changes["grad_sync.bucket_mib"] = bucket
+    return changes
+
+
+def blocks_per_stage(setup: Scenario) -> list[int]:
+    """Blocks of each stage of an interleaved pipeline."""
+    from phalanx.planner.step_time import balance_stages
+
+    return balance_stages(setup.profile.num_blocks, setup.parallelism.pipeline * setup.virtual_stages)
+
+
+def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], run_plan: RunPlan) -> str:
+    """The recipe as it was given, with overrides and the choice in it."""
+    device = run_plan.cluster.node.accelerator.name
+    name = "the default recipe" if loaded.path is None else loaded.path.name
+    header = [
+        f"Planned by `phalanx plan` from {name} for {run_plan.num_devices} x {device}:",
+        f"a step is foretold to take {run_plan.best.step_s:.3g} s ({run_plan.low_s:.3g} to {run_plan.high_s:.3g}) and "
+        f"{run_plan.best.peak_bytes / BYTES_PER_GIB:.1f} GiB of a device.",
+    ]
+    text = "" if loaded.path is None else loaded.path.read_text(encoding="utf-8-sig")
+    return rewrite_recipe(text, overrides, list_chosen_keys(run_plan), {}, header)
+
+
+def describe_slowdown(best: StepBreakdown, other: StepBreakdown) -> str:
+    """Why another choice loses: what it spends more on than the best, in a word or two."""
+    extra_seconds = {name: getattr(other, name) - getattr(best, name) for name in BREAKDOWN_LABELS}
+    largest = max(extra_seconds, key=lambda name: extra_seconds[name])
+    return (
+        f"{BREAKDOWN_LABELS[largest]}: +{100 * extra_seconds[largest] / best.total:.0f} %"
+        if extra_seconds[largest] > 0.002 * best.total
+        else "as fast"
+    )

@@ -1,0 +1,356 @@
+"""A recipe's first resolution: trials in processes of their own, choices from what they found (`plan`), and facts about
+the machine. It writes nothing but the memory of what trials found.
+
+A trial may fill the machine's memory and die of it: that is an answer like any other, remembered like any other, and
+the next best choice is tried.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from phalanx.autoconfig.choices import (
+    COMMON_WORLD_SIZES,
+    LOSS_MODES,
+    AutoChoice,
+    build_plan_json,
+    choose_bucket_mib,
+    choose_compile,
+    choose_determinism,
+    choose_num_threads,
+    choose_precision,
+    choose_warmup_steps,
+    precisions_to_time,
+    predict_precision,
+    resolve_recipe,
+)
+from phalanx.autoconfig.micro_batch import (
+    MemoryProfile,
+    StepTimePredictor,
+    WorkerMemory,
+    choose_memory,
+    fits_unsharded,
+    is_model_sharded,
+    loss_modes_to_try,
+)
+from phalanx.autoconfig.predict import load_calibrated_cluster, predict_best_parallelism, predict_step
+from phalanx.cluster import Cluster, Machine, find_data_sheet
+from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
+from phalanx.compat import has_compiler
+from phalanx.data import open_data
+from phalanx.errors import RecipeError, SubprocessError
+from phalanx.recipe import Recipe
+from phalanx.recipe.checks import has_bf16
+from phalanx.recipe.grad_sync_defaults import (
+    CHANGED_PARAMETERS_KEY,
+    CHANGED_STATE_KEY,
+    GPU_ONLY_MODULES_KEY,
+    UNSAVED_STATE_KEY,
+    explain_not_elastic,
+)
+from phalanx.recipe.schema import Parallelism
+from phalanx.run.cache import load_or_measure
+
+PROFILE_TRIAL, TIMING_TRIAL = "phalanx.autoconfig.trials:profile_model", "phalanx.autoconfig.trials:time_precisions"
+META_PROFILE_TRIAL = "phalanx.autoconfig.trials:profile_model_meta"
+MEMORY_FILLING_TRIALS = (PROFILE_TRIAL, TIMING_TRIAL)
+"""Trials that may run out of memory."""
+STEPS_READ = 3
+"""Steps whose samples are in memory: one is computed, two are ready (`data/prefetch.py`)."""
+MICRO_BYTES = 512
+"""Of the host's memory that a micro-batch takes beside its samples, at least."""
+OUT_OF_MEMORY_KEY = "out_of_memory"
+"""Key of what such a trial returns then."""
+SubprocessCall = Callable[[str, Any], Any]
+"""Runs `module:function(payload)` in a process of its own."""
+
+
+def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str) -> SubprocessCall:
+    """`call` for trials, with what they found on this machine within the last day: a second start is quicker, and
+    chooses alike although times vary."""
+
+    def run_trial(function: str, payload: dict[str, Any]) -> Any:
+        key = {
+            "trial": function,
+            "payload": payload,
+            "code": code_hash,
+            "machine": [machine.device_name, machine.physical_cores],
+        }
+        key["torch"] = version("torch")
+        return load_or_measure("trials", key, lambda: call_catching_oom(call, function, payload))
+
+    return run_trial
+
+
+def call_catching_oom(call: SubprocessCall, function: str, payload: dict[str, Any]) -> Any:
+    """`call`, where a trial that may fill memory says so instead of failing when the kernel kills it for that."""
+    try:
+        return call(function, payload)
+    except SubprocessError as error:
+        if not error.killed or function not in MEMORY_FILLING_TRIALS:
+            raise
+        return {OUT_OF_MEMORY_KEY: 1.0}
+
+
+def resolve_auto(
+    given: Recipe, folder: Path, machine: Machine, world_size: int, call: SubprocessCall, num_nodes: int = 1
+) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
+    """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow, for so
+    many workers on so many nodes like this machine."""
+    check_batch(given, machine.memory_bytes, num_nodes)
+    local_cluster = load_traced_cluster(machine, given, folder, call)
+    parallelism = [] if local_cluster is None else choose_parallelism(given, folder, local_cluster, world_size)
+    if parallelism:
+        given = given.model_copy(update={"parallelism": parallelism[0].value})
+    threads = choose_num_threads(given, machine.physical_cores, world_size)
+    payload = {"recipe": make_trial_recipe(given), "folder": str(folder), "threads": threads.value}
+    # Workers share the memory of a CPU; under `elastic` the choice must not depend on how many there are.
+    num_sharing = max(world_size, *COMMON_WORLD_SIZES) if given.determinism == "elastic" else world_size
+    memory_bytes = machine.device_memory_bytes // (num_sharing if machine.device == "cpu" else 1)
+    bf16 = has_bf16(machine.capability)
+    memory_budget, single_budget = (
+        WorkerMemory(machine.device, memory_bytes, world_size, bf16),
+        WorkerMemory(machine.device, machine.device_memory_bytes, 1, bf16),
+    )
+    profile, needs = measure_memory(given, single_budget, world_size, payload, call)
+    check_model_state(given, profile, world_size, machine.device)
+    blocks = profile.get("blocks", 0)
+    seconds: dict[str, float] = {}  # a model that no process holds whole cannot be timed in one
+    if is_model_sharded(given) and not fits_unsharded(given, needs, single_budget):
+        chosen = choose_memory(given, needs, memory_budget)
+    else:
+        forecast = make_forecast(given, folder, local_cluster, world_size)
+        chosen, seconds = try_memory_choices(given, needs, memory_budget, payload, call, forecast, blocks)
+    bucket = choose_bucket_mib(given, needs.trainable_parameters, world_size, num_nodes, machine.device)
+    precision = choose_precision(given, seconds, machine.device, bf16)
+    choices = [threads, *chosen, precision, *bucket, *choose_warmup_steps(given)]
+    if given.compile == "auto" and machine.device != "cpu":
+        choices.append(choose_compile(given, machine.device, blocks, has_compiler()))
+    choices += choose_determinism(given, seconds, machine.device)
+    recipe = resolve_recipe(given, choices, world_size)
+    choices = [*list_parallelism_choices(parallelism), *choices]
+    matmul_rates = call(
+        "phalanx.autoconfig.trials:measure_matmul_rate", {"device": machine.device, "threads": threads.value}
+    )
+    data_sheet = find_data_sheet(machine)
+    cluster = {
+        "host": machine.hostname,
+        "device": machine.device,
+        "device_name": machine.device_name,
+        "device_count": machine.device_count,
+        "physical_cores": machine.physical_cores,
+        "memory_bytes": machine.memory_bytes,
+        "threads_per_worker": threads.value,
+        "measured_matmul_tflops": matmul_rates,
+        "data_sheet_tflops": None if data_sheet is None else data_sheet.tflops,
+        "data_sheet_source": None if data_sheet is None else data_sheet.source,
+        "failures_per_device_s": None if local_cluster is None else failures_per_device_second(local_cluster),
+    }
+    plan = build_plan_json(profile, choices, seconds, recipe)
+    return recipe, {**plan, **predict_step_parts(recipe, folder, local_cluster, world_size)}, cluster
+
+
+def check_batch(given: Recipe, memory: int, nodes: int) -> None:
+    """RecipeError where the samples of a step do not fit into the memory of so many nodes: each reads those of its
+    workers at once, and some ahead."""
+    sample = sum(
+        values.nbytes for values in open_data(given.data, given.evaluation, given.seed).read_training(0, 1).values()
+    )
+    if isinstance(given.batch.micro_size, int):
+        sample += MICRO_BYTES // given.batch.micro_size
+    most = memory * nodes // (STEPS_READ * max(1, sample))
+    if given.batch.global_size > most:
+        raise RecipeError(
+            f"batch.global_size: found {given.batch.global_size:,}, but the samples of a step and those read ahead "
+            f"would take {STEPS_READ * sample * given.batch.global_size / nodes / 1e9:,.1f} GB on each node, which "
+            f"has {memory / 1e9:,.1f} GB of memory; expected at most {most:,}"
+        )
+
+
+def check_model_state(given: Recipe, profile: Mapping[str, Any], world_size: int, device: str) -> None:
+    """RecipeError where the promise of the recipe cannot be kept with what forwards of its model change, or where the
+    model has layers that so many workers cannot run on this device."""
+    changed_state = " and ".join(filter(None, (profile.get(CHANGED_STATE_KEY), profile.get(UNSAVED_STATE_KEY))))
+    if given.determinism == "elastic" and changed_state:
+        raise RecipeError(explain_not_elastic(changed_state))
+    if (sync_norm_layers := profile.get(GPU_ONLY_MODULES_KEY)) and world_size > 1 and device == "cpu":
+        raise RecipeError(
+            f"model.build: SyncBatchNorm ({sync_norm_layers}) computes over several workers on GPUs only; use one "
+            f"worker, "
+            "BatchNorm, or GroupNorm, which needs no statistics of others"
+        )
+
+
+def describe_lost_state(plan: Mapping[str, Any]) -> list[str]:
+    """What to say about a model whose forwards change what no checkpoint holds."""
+    if not (state := plan.get(UNSAVED_STATE_KEY)):
+        return []
+    return [
+        f"forwards of the model change {state}, which is in no checkpoint and which workers do not share: a run that "
+        "goes on may end in other bits; keep it in a persistent buffer, or give it in get_extra_state, and draw random "
+        "numbers from torch's own generator"
+    ]
+
+
+def failures_per_device_second(cluster: Cluster) -> float | None:
+    """Failures of a device a second, as the cluster's file tells for nodes."""
+    rate = cluster.reliability.failures_per_1000_node_days
+    return None if rate is None else rate / (1000.0 * SECONDS_PER_DAY * cluster.node.count)
+
+
+def load_traced_cluster(machine: Machine, given: Recipe, folder: Path, call: SubprocessCall) -> Cluster | None:
+    """This machine as `phalanx calibrate` measured it, with the recipe's model followed, so that steps can be foretold.
+    None where nobody measured or the model cannot be followed."""
+    local_cluster = load_calibrated_cluster(machine)
+    if local_cluster is None:
+        return None
+    payload = {"recipe": given.model_dump(mode="json"), "folder": str(folder)}
+    try:
+        call("phalanx.autoconfig.model_profile:cache_profile", payload)
+    except RecipeError:  # trials tell what is wrong with it, if anything is
+        return None
+    return local_cluster
+
+
+def choose_parallelism(given: Recipe, folder: Path, local_cluster: Cluster, world_size: int) -> list[AutoChoice]:
+    """The layout that `auto` becomes for several workers, from what the probe measured."""
+    needs_whole_replicas = given.determinism == "elastic" or given.local_sgd is not None
+    if given.parallelism != "auto" or world_size == 1 or needs_whole_replicas:
+        return []
+    found = predict_best_parallelism(given, folder, local_cluster, world_size)
+    return [] if found is None else [AutoChoice("parallelism", found[0], found[1])]
+
+
+def list_parallelism_choices(found: list[AutoChoice]) -> list[AutoChoice]:
+    """As plan.json tells them."""
+    return [AutoChoice(each.key, each.value.model_dump(exclude_defaults=True), each.reason) for each in found]
+
+
+def make_forecast(
+    given: Recipe, folder: Path, local_cluster: Cluster | None, world_size: int
+) -> StepTimePredictor | None:
+    """Seconds of a step by way of recomputing and micro-batch, where the probe's file can tell them."""
+    if local_cluster is None:
+        return None
+    parallelism = given.parallelism if isinstance(given.parallelism, Parallelism) else Parallelism(replicate=world_size)
+    precision = predict_precision(given, "cpu")
+
+    def forecast(mode: str, micro: int) -> float | None:
+        values = {"parallelism": parallelism, "precision": precision, "compile": False}
+        batch, memory = (
+            given.batch.model_copy(update={"micro_size": micro}),
+            given.memory.model_copy(update={"activation_checkpointing": mode}),
+        )
+        recipe = given.model_copy(update={**values, "batch": batch, "memory": memory})
+        parts = predict_step(recipe, folder, local_cluster, world_size)
+        return None if parts is None else parts.total
+
+    return forecast
+
+
+def predict_step_parts(recipe: Recipe, folder: Path, local_cluster: Cluster | None, world_size: int) -> dict[str, Any]:
+    """What the probe's file says of a step, for plan.json."""
+    parts = None if local_cluster is None else predict_step(recipe, folder, local_cluster, world_size)
+    if parts is None:
+        return {}
+    computing = parts.total - parts.grad_sync - parts.optimizer - parts.other
+    by_part = {"computing": computing, "exchange": parts.grad_sync, "optimizer": parts.optimizer}
+    return {"calibrated_step_s": parts.total, "calibrated_breakdown_s": by_part, "calibrated_by": "phalanx calibrate"}
+
+
+def measure_memory(
+    given: Recipe, single_budget: WorkerMemory, world_size: int, payload: dict[str, Any], call: SubprocessCall
+) -> tuple[dict[str, Any], MemoryProfile]:
+    """The profile of a model, and what it says of memory. Ways of recomputing that fill the memory that one process has
+    `single_budget` with a sample or two are left out, the hungriest first. A model that the layout divides, and that is
+    too large for one process, is not loaded for it. RecipeError when no way is left."""
+    facts = open_data(given.data, given.evaluation, given.seed).info
+    logits = 4 * (facts.seq_len or 0) * (facts.vocab_size or 0)
+    trial_payload = {
+        **payload,
+        "losses": loss_modes_to_try(
+            given, logits, WorkerMemory(single_budget.device, single_budget.memory_bytes, world_size)
+        ),
+    }
+    # The precision is chosen by timing micro-batches, so it is not known yet: the likely one is taken.
+    trial_payload["precision"] = predict_precision(given, single_budget.device, single_budget.bf16)
+    if isinstance(given.parallelism, Parallelism) and given.parallelism.context > 1:
+        trial_payload["context"] = given.parallelism.context
+
+    def make_needs(profile: dict[str, Any]) -> MemoryProfile:
+        return MemoryProfile(profile["trainable_parameters"], profile["frozen_parameters"], profile["peaks"], logits)
+
+    if is_model_sharded(given):
+        profile = call(META_PROFILE_TRIAL, trial_payload)
+        check_forward(given, profile)
+        if profile and not fits_unsharded(given, make_needs(profile), single_budget):
+            return profile, make_needs(profile)
+    for modes in (["none", "selective", "full"], ["selective", "full"], ["full"]):
+        profile = call(PROFILE_TRIAL, {**trial_payload, "ways": modes})
+        if OUT_OF_MEMORY_KEY not in profile:
+            check_forward(given, profile)
+            return profile, make_needs(profile)
+    raise RecipeError(
+        "model: forward and backward of two samples run out of memory, however much is recomputed; "
+        "use a smaller model or sequence"
+    )
+
+
+def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
+    """RecipeError where forwards change parameters that the layout shards: they change what is gathered for them; or
+    where the loss is to be taken in chunks and cannot."""
+    if given.memory.chunked_loss is True and profile and "chunked" not in profile["peaks"]:
+        raise RecipeError(
+            "memory.chunked_loss: true needs a language model whose logits are what an nn.Linear without bias and "
+            "adapter gives, and nothing else; use auto or false"
+        )
+    parallelism, changed_parameters = given.parallelism, profile.get(CHANGED_PARAMETERS_KEY)
+    if changed_parameters and isinstance(parallelism, Parallelism) and parallelism.shard * parallelism.context > 1:
+        raise RecipeError(
+            f"parallelism.shard: forwards of the model change parameter {changed_parameters[0]!r}, and of a sharded "
+            f"one the "
+            "change is lost; keep it in a buffer, or use parallelism.replicate"
+        )
+
+
+def try_memory_choices(
+    given: Recipe,
+    needs: MemoryProfile,
+    memory_budget: WorkerMemory,
+    payload: dict[str, Any],
+    call: SubprocessCall,
+    forecast: StepTimePredictor | None = None,
+    blocks: int = 0,
+) -> tuple[list[AutoChoice], dict[str, float]]:
+    """What is predicted to fit, tried: recomputation, loss and micro-batch that survived a trial, and the seconds that
+    it took, compiled and with deterministic kernels where the run of a model with so many repeated `blocks` will be.
+    Each trial that runs out of memory makes room for the next best. A trial has the whole model: no seconds where that
+    is too large for one worker and the layout divides it."""
+    precisions = precisions_to_time(given, memory_budget.device, memory_budget.bf16)
+    failed_choices: list[tuple[str, str, int]] = []
+    while True:
+        choices = choose_memory(given, needs, memory_budget, failed_choices, forecast)
+        activation_checkpointing, loss, micro = (choice.value for choice in choices)
+        trial = {
+            **payload,
+            "micro": micro,
+            "precisions": precisions,
+            "recompute": activation_checkpointing,
+            "chunked_loss": loss,
+        }
+        compiled = choose_compile(given, memory_budget.device, blocks, has_compiler()).value
+        trial |= {"compile": compiled, "determinism": given.determinism}
+        trial["alone"] = memory_budget.world_size == 1
+        seconds = call(TIMING_TRIAL, {**trial, "offload": given.optimizer.offload})
+        if OUT_OF_MEMORY_KEY not in seconds:
+            return choices, seconds
+        if is_model_sharded(given):  # that one worker cannot hold alone what all hold together proves nothing
+            return choices, {}
+        failed_choices.append((activation_checkpointing, LOSS_MODES[loss], micro))
+
+
+def make_trial_recipe(given: Recipe) -> dict[str, Any]:
+    """What a trial must know of a recipe; the rest takes its defaults, so that it does not make trials differ."""
+    values = given.model_dump(mode="json")
+    return {key: values[key] for key in ("device", "model", "lora", "task", "data", "batch", "optimizer", "seed")}

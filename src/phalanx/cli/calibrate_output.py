@@ -1,0 +1,189 @@
+"""The page that `phalanx calibrate` prints: a cluster's measurements beside the data sheet, with units. Pure."""
+
+from collections.abc import Iterable
+
+from phalanx.cluster import Cluster, Machine
+from phalanx.cluster.calibration.anomalies import best_gemm_tflops, measured_memory_bandwidth
+from phalanx.cluster.calibration.to_cluster import data_sheet_of
+from phalanx.cluster.spec import Measurements, OpTiming
+from phalanx.observe.formatting import format_bytes, format_duration, format_plural, format_significant
+
+LABEL_WIDTH, VALUE_WIDTH = 34, 18
+SHOWN_OPERATIONS = ("add", "gelu", "native_layer_norm", "_softmax", "_to_copy", "_fused_adamw_")
+
+
+def format_lines(cluster: Cluster, machine: Machine) -> list[str]:
+    """All of it."""
+    measured = cluster.measured
+    assert measured is not None, "this page shows what was measured"
+    return [
+        *_format_header(cluster, machine, measured),
+        "",
+        format_row("", "measured", f"{'data sheet':<{VALUE_WIDTH}}share"),
+        *_format_gemms(machine, measured),
+        *_format_memory(cluster, machine, measured),
+        *_format_operations(measured),
+        *_format_collectives(cluster, measured),
+        *_format_storage(cluster, measured),
+        "",
+        *_format_hardware(cluster),
+        *_format_warnings(measured),
+    ]
+
+
+def format_row(label: str, value: str, data_sheet_value: str = "", fraction: float | None = None) -> str:
+    """One line of the table."""
+    sheet_text = f"{data_sheet_value:<{VALUE_WIDTH}}" + ("" if fraction is None else f"{fraction:5.0%}")
+    return f"{label:<{LABEL_WIDTH}}{value:<{VALUE_WIDTH}}{sheet_text}".rstrip()
+
+
+def _format_header(cluster: Cluster, machine: Machine, measured: Measurements) -> list[str]:
+    memory = f"{cluster.node.accelerator.memory_gib:.3g} GiB"
+    what = (
+        format_plural(machine.physical_cores, "core")
+        if machine.device == "cpu"
+        else format_plural(machine.device_count, "GPU")
+    )
+    threads = f", {format_plural(measured.threads, 'thread')}" if measured.threads else ""
+    versions = ", ".join(f"{name} {measured.key[name]}" for name in ("driver", "torch", "nccl") if name in measured.key)
+    return [f"{machine.device_name}, {what}, {memory}{threads}; {versions}"]
+
+
+def _format_gemms(machine: Machine, measured: Measurements) -> list[str]:
+    sheet = data_sheet_of(machine)
+    found = []
+    for precision, rate in best_gemm_tflops(measured.products).items():
+        sheet_tflops = sheet.tflops.get(precision) if sheet else None  # type: ignore[call-overload]
+        sheet_text = "" if sheet_tflops is None else f"{format_significant(sheet_tflops)} TFLOP/s"
+        label = f"matrix products, best, {precision}"
+        found.append(
+            format_row(
+                label, f"{format_significant(rate)} TFLOP/s", sheet_text, rate / sheet_tflops if sheet_tflops else None
+            )
+        )
+    for count in sorted({each.processes for each in measured.products} - {1}):
+        together = [each.model_copy(update={"processes": 1}) for each in measured.products if each.processes == count]
+        rates = ", ".join(
+            f"{name} {format_significant(count * rate)}" for name, rate in best_gemm_tflops(together).items()
+        )
+        found.append(format_row(f"  {count} processes at once, sum", f"{rates} TFLOP/s"))
+    return found
+
+
+def _format_memory(cluster: Cluster, machine: Machine, measured: Measurements) -> list[str]:
+    rate = measured_memory_bandwidth(measured.operations)
+    if rate is None:
+        return []
+    sheet = data_sheet_of(machine)
+    sheet_gbps = sheet.memory_gbps if sheet else None
+    fraction = rate / sheet_gbps if sheet_gbps else None
+    return [
+        format_row(
+            "memory",
+            f"{format_significant(rate)} GB/s",
+            f"{format_significant(sheet_gbps)} GB/s" if sheet_gbps else "",
+            fraction,
+        )
+    ]
+
+
+def _format_operations(measured: Measurements) -> list[str]:
+    found = []
+    if measured.launch_us is not None:
+        found.append(format_row("launch of an operation", format_duration(measured.launch_us / 1e6)))
+    for kind, label in (("autograd_op", "  with autograd, both ways"), ("eager_op", "  in a model, on average")):
+        found += [format_row(label, format_duration(each.seconds)) for each in _select_operations(measured, kind)]
+    attention = _select_operations(measured, "attention", "attention_backward")
+    for precision in dict.fromkeys(each.precision for each in attention):
+        best = {each.kind: max(_compute_tflops(attention, each.kind, precision)) for each in attention}
+        forward, backward = (format_significant(best.get(kind, 0.0)) for kind in ("attention", "attention_backward"))
+        found.append(format_row(f"attention, best, {precision}", f"{forward} TFLOP/s forward, {backward} backward"))
+    for kind in SHOWN_OPERATIONS:
+        largest = max(
+            _select_operations(measured, kind), key=lambda each: (each.precision == "fp32", each.bytes), default=None
+        )
+        if largest is not None:
+            rate = largest.bytes / largest.seconds / 1e9
+            label = f"{kind.strip('_')}, {largest.precision}, {format_bytes(largest.bytes)}"
+            found.append(format_row(label, f"{format_significant(rate)} GB/s"))
+    for each in _select_operations(measured, "fresh_memory"):
+        found.append(
+            format_row("memory used for the first time", f"{format_significant(each.bytes / each.seconds / 1e9)} GB/s")
+        )
+    for each in _select_operations(measured, "to_device", "from_device"):
+        found.append(
+            format_row(each.kind.replace("_", " "), f"{format_significant(each.bytes / each.seconds / 1e9)} GB/s")
+        )
+    return found
+
+
+def _format_collectives(cluster: Cluster, measured: Measurements) -> list[str]:
+    if not measured.collectives:
+        return []
+    link = cluster.node.scale_up
+    found = []
+    for ranks in sorted({each.ranks for each in measured.collectives}):
+        same_size = [each for each in measured.collectives if each.ranks == ranks]
+        found.append(f"collectives of {ranks} processes, {same_size[0].backend}")
+        for kind in dict.fromkeys(each.kind for each in same_size):
+            ordered = sorted((each for each in same_size if each.kind == kind), key=lambda each: each.bytes)
+            small, large = ordered[0], ordered[-1]
+            value = (
+                f"{format_duration(small.seconds)} for {format_bytes(small.bytes)}, bus "
+                f"{format_significant(large.busbw_gbps)} GB/s"
+            )
+            link_text = f" of {link.gbps:g} ({link.link})" if link else ""
+            found.append(f"{f'  {kind}':<{LABEL_WIDTH}}{value}{link_text} at {format_bytes(large.bytes)}")
+    if measured.overlap is not None:
+        text = f"computing {measured.overlap.compute:.2f} x, communicating {measured.overlap.communication:.2f} x"
+        found.append(f"{'  both at once, against alone':<{LABEL_WIDTH}}{text}")
+    return found
+
+
+def _format_storage(cluster: Cluster, measured: Measurements) -> list[str]:
+    found, folder = [], cluster.notes.get("folder", {})
+    how = cluster.notes.get("measured_how", {})
+    if measured.storage is not None:
+        where = f"disk ({folder['kind']})" if folder else "disk"
+        write, read = measured.storage.node_write_gbps, measured.storage.node_read_gbps
+        if write:
+            found.append(format_row(f"{where}, write and fsync", f"{format_significant(write)} GB/s"))
+        if read:
+            found.append(format_row(f"{where}, read", f"{format_significant(read)} GB/s", str(how.get("read", ""))))
+    if measured.checkpoint_gbps:
+        found.append(format_row("checkpoint", f"{format_significant(measured.checkpoint_gbps)} GB/s"))
+    return found
+
+
+def _format_hardware(cluster: Cluster) -> list[str]:
+    found = []
+    for nic in cluster.notes.get("cards", []):
+        if nic["up"] and nic["physical"]:
+            speed = (
+                f"{format_significant(nic['gbps'])} GB/s on paper" if "gbps" in nic else "speed not told by its driver"
+            )
+            found.append(f"network   {nic['name']}, {nic['kind']}, {speed}")
+    for disk in cluster.notes.get("disks", []):
+        found.append(
+            f"disk      {disk['name']}, {format_bytes(disk['bytes'])}{', ' + disk['model'] if 'model' in disk else ''}"
+        )
+    for gpu in cluster.notes.get("gpu_links", []):
+        links = f", {gpu['nvlinks']} NVLinks" if gpu.get("nvlinks") else ""
+        found.append(f"GPU       {gpu['bus']}, PCIe x{gpu.get('lanes', '?')}{links}")
+    return found
+
+
+def _format_warnings(measured: Measurements) -> list[str]:
+    drift = f"drift     {measured.drift:.1%}: the slowest of some reference products against the fastest"
+    if not measured.odd:
+        return [drift, "nothing looks wrong"]
+    return [drift, "", "looks wrong:", *(f"  - {text}" for text in measured.odd)]
+
+
+def _select_operations(measured: Measurements, *kinds: str) -> list[OpTiming]:
+    return [each for each in measured.operations if each.kind in kinds and each.processes == 1]
+
+
+def _compute_tflops(operations: Iterable[OpTiming], kind: str, precision: str) -> list[float]:
+    """TFLOP/s of those of a kind and precision."""
+    return [each.flops / each.seconds / 1e12 for each in operations if (each.kind, each.precision) == (kind, precision)]

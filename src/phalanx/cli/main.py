@@ -1,0 +1,211 @@
+"""The command line: verbs that parse, call and print. This file is their frame; each verb is a module of its own.
+
+A verb's module is imported when the verb is called, so that `phalanx --help` needs neither torch nor pydantic. Errors
+become exit codes here and nowhere else.
+"""
+
+import os
+import select
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib import import_module
+from typing import Annotated, Any, TextIO, cast
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from phalanx.beside import SubprocessCall
+from phalanx.cli.ctrl_c import InterruptStatus, reraise_lost_interrupts
+from phalanx.errors import (
+    DISK_FULL_ERRNOS,
+    RETRYABLE_STORAGE_ERRNOS,
+    STORAGE_BROKEN_ERRNOS,
+    ExitCode,
+    PhalanxError,
+    SubprocessError,
+    describe_os_error,
+)
+from phalanx.std_streams import PrintableStream, escape_control_chars
+
+__all__ = ["main"]
+
+_COMMAND_MODULES = {
+    "train": ("phalanx.cli.train:train", "Train a recipe, or resume a run."),
+    "tune": ("phalanx.cli.tune:tune", "Measure what makes a recipe faster on this machine; write the tuned recipe."),
+    "calibrate": ("phalanx.cli.calibrate:calibrate", "Measure this machine; write a cluster file."),
+    "doctor": ("phalanx.cli.doctor:doctor", "Check whether this machine is fit to train."),
+    "plan": ("phalanx.cli.plan:plan", "Predict a run on a cluster, and choose its parallelism."),
+    "report": ("phalanx.cli.report:report", "Report what a run did and where its time went."),
+    "compare": ("phalanx.cli.report:compare", "Compare runs: recipes, loss, speed."),
+    "generate": ("phalanx.cli.generate:generate", "Generate text from a run's checkpoint."),
+    "evaluate": ("phalanx.cli.evaluate:evaluate", "Evaluate a run's checkpoint on the validation set."),
+    "profile": ("phalanx.cli.profile:profile", "Profile a few training steps."),
+    "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and cancel jobs, locally or on a cluster."),
+    "data": ("phalanx.cli.data:app", "Prepare, verify and inspect training data."),
+    "checkpoint": ("phalanx.cli.checkpoint:app", "List, verify, digest and export checkpoints."),
+    "chaos": ("phalanx.cli.chaos:chaos", "Train under injected faults, and check that the weights are bit-identical."),
+    "recipe": ("phalanx.cli.recipe:app", "Check a recipe; print the JSON Schema for editors."),
+}
+"""Every verb, where it lives, and its line in `phalanx --help`."""
+
+# what the parser raises for wrong usage; typer exports it under another name in each version
+_ParserError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+class _CommandGroup(TyperGroup):
+    """A group that lists its verbs without importing them."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _load_command(cmd_name) if cmd_name in _COMMAND_MODULES else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMAND_MODULES.items()])
+
+
+def _load_command(name: str) -> Any:
+    """The verb's command, or its group of commands, from its module."""
+    module, _, attribute = _COMMAND_MODULES[name][0].partition(":")
+    verb = getattr(import_module(module), attribute)
+    if isinstance(verb, typer.Typer):
+        verb.info.name = name
+        verb.rich_markup_mode = None
+        return typer.main.get_group(verb)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name)(verb)
+    return typer.main.get_command(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import phalanx
+
+        print(f"phalanx {phalanx.__version__}")
+        raise typer.Exit
+
+
+def _make_app() -> TyperGroup:
+    app = typer.Typer(
+        cls=_CommandGroup,
+        add_completion=False,
+        rich_markup_mode=None,  # rich takes longer to import than everything else here
+        help="Train deep-learning models on one machine or many.",
+        epilog="Run `phalanx COMMAND --help` for the options of a command. Exit codes: 0 done, 64 wrong usage, 65 bad "
+        "data, 75 not finished (start again), 77 unfit node, 78 bad recipe, 93 no progress.",
+    )
+
+    @app.callback()
+    def frame(
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        ] = False,
+    ) -> None:
+        pass
+
+    group = typer.main.get_group(app)
+    for name, (_, line) in _COMMAND_MODULES.items():
+        # only for suggestions: `trian` -> `train`
+        group.add_command(TyperCommand(name=name, help=line))
+    return group
+
+
+def main(argv: Sequence[str] | None = None, subprocess_call: SubprocessCall | None = None) -> int:
+    """Run one command line and return its exit code. `subprocess_call`: a process that imports torch, for verbs that
+    have a use for one. Bugs leave as exceptions, with their traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    interrupted = InterruptStatus()
+    try:
+        with redirect_stdout(cast(TextIO, PrintableStream(sys.stdout))), reraise_lost_interrupts() as interrupted:
+            code = _run_command(arguments or ["--help"], subprocess_call)
+        sys.stdout.flush()
+        return code
+    except PhalanxError as error:
+        if interrupted.was_lost:  # which may be why
+            return _report_interrupt()
+        _print_error(str(error))
+        return int(error.code)
+    except SubprocessError as error:
+        if interrupted.was_lost:
+            return _report_interrupt()
+        print(escape_control_chars(f"{error.traceback or ''}error: {error}"), file=sys.stderr)
+        return 1 if error.traceback else int(error.code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _report_interrupt()
+    except BrokenPipeError:
+        if not _is_reader_gone():
+            raise
+        _discard_output()
+        return int(ExitCode.UNFINISHED)
+    except OSError as error:
+        if error.filename is None and (why := _explain_unnamed_error(error)) is not None:
+            message, ended = why
+            _print_error(message)
+            _discard_output()
+            return int(ended)
+        if error.errno in RETRYABLE_STORAGE_ERRNOS:  # it may be back when this is started again
+            _print_error(f"storage fails: {describe_os_error(error)}")
+            return int(ExitCode.UNFINISHED)
+        if error.filename is None:
+            raise
+        # a folder that is not there, rights, a full disk: whoever asked for this file can mend it
+        _print_error(describe_os_error(error))
+        return int(ExitCode.USAGE)
+
+
+def _print_error(what: str) -> None:
+    print(f"error: {escape_control_chars(what)}", file=sys.stderr)
+
+
+def _report_interrupt() -> int:
+    _print_error("interrupted")
+    return int(ExitCode.UNFINISHED)
+
+
+def _run_command(arguments: list[str], subprocess_call: SubprocessCall | None) -> int:
+    """Parse and call. typer's own `main` would turn broken pipes and interrupts into codes that are not ours."""
+    group = _make_app()
+    try:
+        with group.make_context("phalanx", arguments, obj=subprocess_call) as context:
+            result = group.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    except _ParserError as error:
+        message = error.format_message().replace("Value error, ", "")  # typer's, of a word that is none of an option's
+        # `phalanx data` alone: its message is its help
+        if message.startswith("Usage:"):
+            print(message, file=sys.stderr)
+        else:
+            _print_error(f"{message}{_usage_hint(error)}")
+        return int(ExitCode.USAGE)
+    return result if isinstance(result, int) else int(ExitCode.DONE)
+
+
+def _usage_hint(error: Exception) -> str:
+    """Where the right usage stands."""
+    context = getattr(error, "ctx", None)
+    return f"\nSee `{context.command_path} --help`" if context is not None else ""
+
+
+def _explain_unnamed_error(error: OSError) -> tuple[str, ExitCode] | None:
+    """What an error that names no file means, if it is the working folder's or standard output's: words and code."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working folder is gone; change to one that is there and try again", ExitCode.USAGE
+    if error.errno in DISK_FULL_ERRNOS | STORAGE_BROKEN_ERRNOS:
+        return f"the output cannot be written: {error.strerror}", ExitCode.UNFINISHED
+    return None
+
+
+def _discard_output() -> None:
+    """Have what is still buffered not fail again when Python flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_reader_gone() -> bool:
+    """Whether it is standard output that nobody reads any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

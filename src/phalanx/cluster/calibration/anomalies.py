@@ -1,0 +1,154 @@
+"""What looks wrong in what was measured, in words, with what to do about it. Pure: values in, sentences out."""
+
+from collections.abc import Sequence
+
+from phalanx.cluster.spec import (
+    AcceleratorSpec,
+    CollectiveTiming,
+    GemmTiming,
+    OpTiming,
+    ScaleUpNetwork,
+    StorageSpec,
+)
+
+MIN_SHARE_OF_DATA_SHEET = 0.3
+"""Share of the data sheet under which something is wrong, not only untuned."""
+MAX_DRIFT = 0.05
+MAX_BUSY_CORES = 0.3
+"""Cores; below that is what any system does beside."""
+MIN_DISK_GB_PER_S = 0.05
+"""GB/s: a disk that takes 20 s for a gigabyte."""
+MIN_CLOCK_SHARE = 0.7
+MIN_GEMM_FLOPS = 1e9
+"""From here on a product's rate says something of the device, not of launches."""
+MIN_LINK_BYTES = 2**24
+"""From here on a collective's bandwidth says something of the link."""
+MAX_BF16_SLOWDOWN = 1.1
+
+
+def find_anomalies(
+    accelerator: AcceleratorSpec,
+    gemms: Sequence[GemmTiming],
+    ops: Sequence[OpTiming],
+    collectives: Sequence[CollectiveTiming],
+    storage: StorageSpec | None,
+    drift: float,
+    clock_share: float | None,
+    scale_up: ScaleUpNetwork | None,
+    link_warnings: Sequence[str] = (),
+) -> list[str]:
+    """One sentence for each finding. `accelerator` and `scale_up` are those of the data sheet."""
+    return [
+        *_check_drift(drift),
+        *_check_clock(clock_share),
+        *_check_gemm_rates(accelerator, gemms),
+        *_check_bf16(gemms),
+        *_check_memory_bandwidth(accelerator, ops),
+        *link_warnings,
+        *_check_collectives(collectives, scale_up),
+        *_check_storage(storage),
+    ]
+
+
+def best_gemm_tflops(gemms: Sequence[GemmTiming]) -> dict[str, float]:
+    """TFLOP/s of the fastest product by precision, of one process alone."""
+    found: dict[str, float] = {}
+    for each in gemms:
+        if each.processes == 1:
+            rate = 2 * each.m * each.n * each.k / each.seconds / 1e12
+            found[each.precision] = max(rate, found.get(each.precision, 0.0))
+    return found
+
+
+def measured_memory_bandwidth(ops: Sequence[OpTiming]) -> float | None:
+    """GB/s of the largest addition, whose operands no cache holds; of tensors up to 32 MiB where there are such, since
+    beyond that a CPU's operating system is measured, too."""
+    added = [each for each in ops if each.kind == "add" and each.precision == "fp32" and each.processes == 1]
+    cached_sizes = (
+        [each for each in added if each.bytes < 3 * 2**25] if any(e.kind == "fresh_memory" for e in ops) else added
+    )
+    largest = max(cached_sizes or added, key=lambda each: each.bytes, default=None)
+    return None if largest is None else largest.bytes / largest.seconds / 1e9
+
+
+def find_background_load(busy: float | None) -> list[str]:
+    """Of so many cores that others used before anything was measured."""
+    if busy is None or busy < MAX_BUSY_CORES:
+        return []
+    return [
+        f"before measuring, something else kept {busy:.1f} cores busy: all figures suffer; measure when it is quiet"
+    ]
+
+
+def _check_drift(drift: float) -> list[str]:
+    if drift <= MAX_DRIFT:
+        return []
+    return [
+        f"a reference product took up to {drift:.0%} longer at times: something else ran here, or the device is too "
+        "hot; measure again when it is quiet"
+    ]
+
+
+def _check_clock(share: float | None) -> list[str]:
+    if share is None or share >= MIN_CLOCK_SHARE:
+        return []
+    return [
+        f"while computing, the clock was at {share:.0%} of its highest: heat, a power limit, or a power-saving mode"
+    ]
+
+
+def _check_gemm_rates(device: AcceleratorSpec, gemms: Sequence[GemmTiming]) -> list[str]:
+    large = [each for each in gemms if 2 * each.m * each.n * each.k >= MIN_GEMM_FLOPS] or list(gemms)
+    found = []
+    for precision, rate in best_gemm_tflops(large).items():
+        sheet = device.tflops.get(precision)  # type: ignore[call-overload]
+        if sheet and rate < MIN_SHARE_OF_DATA_SHEET * sheet:
+            found.append(f"{precision} products reach {rate:.3g} of {sheet:.3g} TFLOP/s ({rate / sheet:.0%})")
+    return found
+
+
+def _check_bf16(gemms: Sequence[GemmTiming]) -> list[str]:
+    """By the same shapes, so that no shape counts for one only."""
+    by_shape: dict[tuple[object, ...], dict[str, float]] = {}
+    for each in gemms:
+        by_shape.setdefault((each.m, each.n, each.k, each.layout, each.processes), {})[each.precision] = each.seconds
+    pairs = [(times["fp32"], times["bf16"]) for times in by_shape.values() if {"fp32", "bf16"} <= set(times)]
+    fp32, bf16 = (sum(times) for times in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    if bf16 <= MAX_BF16_SLOWDOWN * fp32:
+        return []
+    return [
+        f"bf16 products take {bf16 / fp32:.1f} times as long as fp32: this device has no hardware for them; use fp32"
+    ]
+
+
+def _check_memory_bandwidth(device: AcceleratorSpec, operations: Sequence[OpTiming]) -> list[str]:
+    rate = measured_memory_bandwidth(operations)
+    if rate is None or not device.memory_gbps or rate >= MIN_SHARE_OF_DATA_SHEET * device.memory_gbps:
+        return []
+    return [f"memory gives {rate:.3g} of {device.memory_gbps:.3g} GB/s ({rate / device.memory_gbps:.0%})"]
+
+
+def _check_collectives(collectives: Sequence[CollectiveTiming], scale_up: ScaleUpNetwork | None) -> list[str]:
+    incorrect = sorted({f"{each.kind} ({each.backend}, {each.ranks} ranks)" for each in collectives if not each.right})
+    found = (
+        [f"WRONG RESULTS of {', '.join(incorrect)}: do not train here before the cause is known"] if incorrect else []
+    )
+    large = [each for each in collectives if each.kind == "all_reduce" and each.bytes >= MIN_LINK_BYTES]
+    best = max((each.busbw_gbps for each in large), default=None)
+    if best is not None and scale_up is not None and best < MIN_SHARE_OF_DATA_SHEET * scale_up.gbps:
+        found.append(
+            f"an all-reduce reaches {best:.3g} of the {scale_up.gbps:.3g} GB/s of {scale_up.link} "
+            f"({best / scale_up.gbps:.0%}): is it used at all? NCCL_DEBUG=INFO tells"
+        )
+    return found
+
+
+def _check_storage(storage: StorageSpec | None) -> list[str]:
+    if storage is None:
+        return []
+    rates = {"writes": storage.node_write_gbps, "reads": storage.node_read_gbps}
+    return [
+        f"the disk {operation} {1e3 * rate:.3g} MB/s: training will wait for checkpoints and data; choose another --dir"
+        for operation, rate in rates.items()
+        if rate is not None and rate < MIN_DISK_GB_PER_S
+    ]

@@ -1,0 +1,209 @@
+"""Matrix products by shape, layout and precision: what most of a training step is made of.
+
+Half of the shapes are those of linear layers (tokens x width x 1 or 4 widths, in the three layouts that forward and
+backward have), half are spread evenly over the logarithms of m, n and k, thin and tall ones included. Operands come
+from a pool that no cache holds (cold_buffers.py). Runs in a process of its own, returns plain values for `Product`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from phalanx.cluster.calibration.cold_buffers import ColdBufferPool
+from phalanx.cluster.calibration.op_benchmark import num_argument_sets, prepare_buffers
+from phalanx.cluster.calibration.timing import (
+    NUM_ROUNDS,
+    BenchTimer,
+    coarse_to_fine,
+    keep_fastest,
+    make_timer,
+    median_seconds_of,
+    remaining_seconds,
+    round_seconds,
+    split_budget,
+)
+from phalanx.recipe.checks import has_fp8
+from phalanx.recipe.devices import size_table_of
+
+if TYPE_CHECKING:
+    import torch
+
+OperandLayout = Literal["nn", "nt", "tn"]
+OPERAND_LAYOUTS: tuple[OperandLayout, ...] = ("nt", "nn", "tn")
+BYTES_PER_RUN = {True: 32 * 2**20, False: 64 * 2**20}
+"""Bytes that one run moves, by quickness."""
+MAX_GEMM_FLOPS = {("cpu", True): 4e9, ("cpu", False): 6e10, ("cuda", True): 2e12, ("cuda", False): 2e13}
+"""FLOPs of the largest product by device and quickness."""
+HIDDEN_SIZES = {"cpu": (256, 768, 2048), "cuda": (1024, 4096, 8192)}
+TOKEN_COUNTS = {"cpu": (512, 4096), "cuda": (2048, 16384)}
+SIDE_RANGE = {"cpu": (16, 8192), "cuda": (64, 32768)}
+"""Least and most m, n, k of the shapes in between."""
+MAX_MATRIX_MEMORY_SHARE = 1 / 32
+"""Of the device's memory that the largest matrix may take."""
+NUM_SPREAD_SHAPES = 20
+PLASTIC_CONSTANT = 1.2207440846057596
+"""Root of x^4 = x + 1: powers of its inverse spread points evenly in three dimensions (Roberts 2018)."""
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """A product [m, k] x [k, n], and how its operands lie in memory (`description.Product.layout`)."""
+
+    m: int
+    n: int
+    k: int
+    operand_layout: OperandLayout
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def largest_matrix_elements(self) -> int:
+        """Of the largest matrix."""
+        return max(self.m * self.k, self.k * self.n, self.m * self.n)
+
+    @property
+    def suits_fp8(self) -> bool:
+        """Tensor cores take fp8 in tiles of 16."""
+        return all(side % 16 == 0 for side in (self.m, self.n, self.k))
+
+
+def gemm_shapes(device: str, quick: bool) -> list[GemmShape]:
+    """What is measured on a device, about 40 shapes (quick: 15)."""
+    kind = size_table_of(device)
+    max_flops = MAX_GEMM_FLOPS[kind, quick]
+    found = linear_layer_shapes(HIDDEN_SIZES[kind][: 2 if quick else None], TOKEN_COUNTS[kind])
+    found += spread_shapes(NUM_SPREAD_SHAPES, *SIDE_RANGE[kind], max_flops)
+    allowed = [shape for shape in dict.fromkeys(found) if shape.flops <= max_flops]
+    return coarse_to_fine(allowed)[: 15 if quick else None]
+
+
+def linear_layer_shapes(widths: Sequence[int], tokens: Sequence[int]) -> list[GemmShape]:
+    """Forward, gradient of the input and gradient of the weight of layers from `width` to `width` and 4 `width`."""
+    found = []
+    for width in widths:
+        for count in tokens:
+            for out in (width, 4 * width):
+                found.append(GemmShape(count, out, width, "nt"))
+                found.append(GemmShape(count, width, out, "nn"))
+                found.append(GemmShape(out, width, count, "tn"))
+    return found
+
+
+def spread_shapes(count: int, min_side: int, max_side: int, max_flops: float) -> list[GemmShape]:
+    """`count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `most`, none of more than so
+    many `max_flops`, in the layouts in turn. Sides are multiples of 8, as those of models are."""
+    found: list[GemmShape] = []
+    index, span = 0, math.log2(max_side / min_side)
+    while len(found) < count and index < 100 * count:
+        index += 1
+        points = [(0.5 + index * PLASTIC_CONSTANT**-power) % 1 for power in (1, 2, 3)]
+        m, n, k = (max(8, round(min_side * 2 ** (span * point) / 8) * 8) for point in points)
+        shape = GemmShape(m, n, k, OPERAND_LAYOUTS[len(found) % 3])
+        if shape.flops <= max_flops:
+            found.append(shape)
+    return found
+
+
+def gemm_precisions(device: str) -> list[str]:
+    """What this device multiplies, asked of torch."""
+    import torch
+
+    if device == "cpu":
+        return ["fp32", "bf16"]
+    found = ["fp32", "tf32", "fp16"]
+    gpu = torch.get_device_module(device)
+    if gpu.is_bf16_supported(including_emulation=False):
+        found.append("bf16")
+    if device == "cuda" and not torch.version.hip and has_fp8(gpu.get_device_capability()):
+        found.append("fp8")
+    return found
+
+
+def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
+    """Products by shape and precision. `payload`: `device`, `threads`, `seconds` in all, `quick`, `memory_bytes` of
+    the device, `processes` that do the same beside us, and optionally `gemm_shapes` as (m, n, k, layout)."""
+    device, quick = payload["device"], payload["quick"]
+    timer = timer or make_timer(device)
+    started = timer.clock()
+    shapes_to_measure = [GemmShape(*each) for each in payload.get("shapes") or ()] or gemm_shapes(device, quick)
+    max_bytes = payload["memory_bytes"] * MAX_MATRIX_MEMORY_SHARE / payload.get("processes", 1)
+    shapes_to_measure = [shape for shape in shapes_to_measure if 4 * shape.largest_matrix_elements <= max_bytes]
+    cases = [
+        (shape, each)
+        for shape in shapes_to_measure
+        for each in gemm_precisions(device)
+        if each != "fp8" or shape.suits_fp8
+    ]
+    elements = max((shape.largest_matrix_elements for shape in shapes_to_measure), default=0)
+    pool, allocator_guard = prepare_buffers(
+        device, payload.get("threads"), max(8 * elements, 4 * BYTES_PER_RUN[quick]), BYTES_PER_RUN[quick]
+    )
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    remaining_s = remaining_seconds(payload["seconds"], started, timer)
+    for (shape, precision), share in split_budget(cases * NUM_ROUNDS[quick], remaining_s, timer):
+        (seconds,) = median_seconds_of(
+            make_gemm_runner(shape, precision, pool, BYTES_PER_RUN[quick], timer), share, timer
+        )
+        row = {"precision": precision, "m": shape.m, "n": shape.n, "k": shape.k, "layout": shape.operand_layout}
+        keep_fastest(found, {**row, "seconds": round_seconds(seconds), "processes": payload.get("processes", 1)})
+    del allocator_guard
+    return list(found.values())
+
+
+def make_gemm_runner(
+    shape: GemmShape, precision: str, pool: ColdBufferPool, bytes_per_run: int, timer: BenchTimer
+) -> Callable[[], tuple[float]]:
+    """What measures one product of several, each of operands of its own, results kept till the end."""
+    import torch
+
+    dtype = _torch_dtype(precision)
+    nbytes = dtype.itemsize * (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n)
+    pairs = [make_operands(shape, pool, dtype, precision) for _ in range(num_argument_sets(nbytes, bytes_per_run))]
+    product = _fp8_matmul(pool.device) if precision == "fp8" else torch.mm
+
+    def all_pairs() -> None:
+        kept = [product(a, b) for a, b in pairs]
+        del kept
+
+    def run() -> tuple[float]:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        try:
+            with torch.no_grad():
+                return (timer.time_call(all_pairs) / len(pairs),)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return run
+
+
+def make_operands(
+    shape: GemmShape, pool: ColdBufferPool, dtype: torch.dtype, precision: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a [m, k] and b [k, n], laid out as the shape says. fp8 products know one layout only, "nt"."""
+    operand_layout = "nt" if precision == "fp8" else shape.operand_layout
+    sides_a = (shape.k, shape.m) if operand_layout == "tn" else (shape.m, shape.k)
+    sides_b = (shape.n, shape.k) if operand_layout == "nt" else (shape.k, shape.n)
+    a, b = pool.take_tensor(*sides_a, dtype=dtype), pool.take_tensor(*sides_b, dtype=dtype)
+    return (a.t() if operand_layout == "tn" else a), (b.t() if operand_layout == "nt" else b)
+
+
+def _fp8_matmul(device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    import torch
+
+    from phalanx.compat import scaled_mm
+
+    one = torch.ones((), device=device)
+    return lambda a, b: scaled_mm(a, b, one, one, torch.bfloat16, fast=True)
+
+
+def _torch_dtype(precision: str) -> torch.dtype:
+    import torch
+
+    kinds = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return kinds.get(precision, torch.float8_e4m3fn)

@@ -1,0 +1,77 @@
+"""Under what a measurement holds: hardware, driver and library versions. A file of another key is not found, so a
+stale one is never used. Where the file of this machine lies.
+"""
+
+import json
+import platform
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+
+import xxhash
+
+from phalanx.cluster.discovery import Machine, discover_machine
+from phalanx.run.cache import cache_root
+
+KEY_FORMAT = "1"
+"""Goes up when what is measured changes its meaning."""
+
+
+def hardware_key(
+    machine: Machine, root: Path = Path("/"), version_of: Callable[[str], str | None] | None = None
+) -> dict[str, str]:
+    """Hardware, driver and versions of what computes and communicates here; all values are text. Torch is not
+    imported."""
+    version_of = version_of or _package_version
+    found = {
+        "format": KEY_FORMAT,
+        "device": machine.device_name,
+        "count": str(machine.device_count),
+        "cpu": machine.cpu.name,
+        "flags": " ".join(machine.cpu.flags),
+        "cores": f"{machine.physical_cores} of {machine.logical_cores} threads",
+        "memory_gib": f"{machine.device_memory_bytes / 2**30:.0f}",
+        "driver": _read_driver_version(root),
+        "kernel": platform.release(),
+        "torch": version_of("torch"),
+        "nccl": _nccl_version(version_of) if machine.device == "cuda" else None,
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def default_calibration_path(machine: Machine | None = None, directory: Path | None = None) -> Path:
+    """Where `phalanx calibrate` writes what it found on this machine, and where others look for it: in the cache folder
+    (`run.cache.cache_root`), named by the machine and a digest of its key."""
+    machine = machine or discover_machine()
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(hardware_key(machine), sort_keys=True).encode())
+    name = re.sub(r"[^a-z0-9]+", "-", machine.device_name.lower()).strip("-") or "machine"
+    return (directory or cache_root() / "clusters") / f"{name}-{digest[:12]}.yaml"
+
+
+def _read_driver_version(root: Path) -> str | None:
+    """NVIDIA's or AMD's, from the files that they make."""
+    try:
+        line = (root / "proc/driver/nvidia/version").read_text().splitlines()[0]
+        found = re.search(r"\d+\.\d+(\.\d+)?", line)
+        return f"nvidia {found[0]}" if found else None
+    except (OSError, IndexError):
+        pass
+    try:
+        return f"amdgpu {(root / 'sys/module/amdgpu/version').read_text().strip()}"
+    except OSError:
+        return None
+
+
+def _nccl_version(version_of: Callable[[str], str | None]) -> str | None:
+    """NCCL comes with torch in a package whose name tells the CUDA version, too."""
+    names = {str(each.metadata["Name"]) for each in distributions()}
+    found = [f"{name} {version_of(name)}" for name in sorted(names) if name and name.startswith("nvidia-nccl")]
+    return ", ".join(found) or None
+
+
+def _package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return None

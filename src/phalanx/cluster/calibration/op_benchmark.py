@@ -1,0 +1,229 @@
+"""Operations that training does beside matrix products: each of `memory_ops.py` by size and precision, and each of
+`autograd_ops.py` forward and backward. Runs in a process of its own, returns plain values for `OpTiming`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.cluster.calibration.autograd_ops import (
+    EXTRA_CASES,
+    QUICK_CASES,
+    AutogradCase,
+    AutogradCaseSpec,
+    largest_tensor_elements,
+    prepare_case,
+)
+from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, last_level_cache_bytes, warm_allocator
+from phalanx.cluster.calibration.memory_ops import MakeOpCase, OpCase, count_moved_bytes, memory_op_cases
+from phalanx.cluster.calibration.timing import (
+    NUM_ROUNDS,
+    BenchTimer,
+    coarse_to_fine,
+    keep_fastest,
+    make_timer,
+    median_seconds_of,
+    remaining_seconds,
+    round_seconds,
+    split_budget,
+)
+from phalanx.recipe.devices import size_table_of
+
+if TYPE_CHECKING:
+    import torch
+
+BYTES_PER_KIB, BYTES_PER_MIB, BYTES_PER_GIB = 2**10, 2**20, 2**30
+TENSOR_SIZES_BYTES = {
+    ("cpu", True): (256 * BYTES_PER_KIB, 8 * BYTES_PER_MIB),
+    ("cpu", False): tuple(64 * BYTES_PER_KIB * 4**power for power in range(7)),
+    ("cuda", True): (BYTES_PER_MIB, 256 * BYTES_PER_MIB),
+    ("cuda", False): tuple(256 * BYTES_PER_KIB * 4**power for power in range(7)),
+}
+"""Bytes of the largest tensor by device, and whether it shall be quick: from the cache to far beyond it."""
+MIN_BYTES_PER_RUN = {
+    ("cpu", True): 160 * BYTES_PER_MIB,
+    ("cpu", False): 256 * BYTES_PER_MIB,
+    ("cuda", True): BYTES_PER_GIB,
+    ("cuda", False): BYTES_PER_GIB,
+}
+"""Bytes that one run of a measurement moves at least, results included, by device and quickness: beyond what a cache
+holds. Where a CPU's is larger, `CACHE_FACTOR` times that."""
+CACHE_FACTOR = 2
+MAX_ARGUMENT_SETS = 24
+"""The most sets of arguments: about what a layer of a small model has, which may stay in the cache in training, too."""
+MEMORY_SHARE = 1 / 64
+"""Of the device's memory that the largest tensor may take."""
+
+
+@dataclass(frozen=True)
+class SizedCase:
+    """A kind with the bytes of its largest tensor."""
+
+    op_kind: str
+    precision: str
+    size_bytes: int
+    make_case: MakeOpCase
+
+
+def measure_memory_ops(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
+    """The operations of `memory_ops.py`. `payload`: `device` (of torch), `threads` (CPU), `seconds` in all, `quick`,
+    `memory_bytes` of the device, `processes` that do the same beside us, and optionally `sizes` and `kinds`."""
+    import torch
+
+    device, quick = payload["device"], payload["quick"]
+    timer = timer or make_timer(device)
+    started = timer.clock()
+    max_bytes = payload["memory_bytes"] * MEMORY_SHARE / payload.get("processes", 1)
+    sizes = [
+        size for size in payload.get("sizes") or TENSOR_SIZES_BYTES[size_table_of(device), quick] if size <= max_bytes
+    ]
+    wanted_kinds = payload.get("kinds")
+    cases = [
+        SizedCase(kind, precision, size, make)
+        for size in sizes
+        for precision in training_precisions(device)
+        for kind, make in memory_op_cases(_torch_dtype(precision)).items()
+        if wanted_kinds is None or kind in wanted_kinds
+    ]
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    bytes_per_run, processes = bytes_per_run_of(device, quick), payload.get("processes", 1)
+    with torch.no_grad():
+        pool, allocator_guard = prepare_buffers(
+            device, payload.get("threads"), max(3 * max(sizes, default=0), 2 * bytes_per_run), bytes_per_run
+        )
+        remaining_s = remaining_seconds(payload["seconds"], started, timer)
+        for case, share in split_budget(coarse_to_fine(cases) * NUM_ROUNDS[quick], remaining_s, timer):
+            keep_fastest(found, measure_memory_op(case, share, pool, bytes_per_run, timer, processes))
+    del allocator_guard
+    return list(found.values())
+
+
+def measure_memory_op(
+    case: SizedCase, budget_s: float, pool: ColdBufferPool, bytes_per_run: float, timer: BenchTimer, processes: int
+) -> dict[str, Any]:
+    """One case, measured for about `budget_s` seconds with so many sets of arguments that `held` bytes are moved."""
+    dtype = _torch_dtype(case.precision)
+    work = case.make_case(pool, case.size_bytes, 1, dtype)
+    nbytes = (
+        work.moved_bytes
+        if work.moved_bytes is not None
+        else count_moved_bytes(work.argument_sets[0], work.run_op(*work.argument_sets[0]))
+    )
+    sets = num_argument_sets(nbytes, bytes_per_run)
+    if sets > 1 and len(work.argument_sets[0]):
+        work = case.make_case(pool, case.size_bytes, sets, dtype)
+    else:
+        work.argument_sets = list(work.argument_sets) * (sets if work.moved_bytes is None else 1)
+    (seconds,) = median_seconds_of(lambda: (_time_case(work, timer) / len(work.argument_sets),), budget_s, timer)
+    return _timing_row(case.op_kind, case.precision, nbytes, work.flops, seconds, work.shape, processes)
+
+
+def measure_autograd_ops(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
+    """The operations of `autograd_ops.py`; `payload` as for `measure_memory_ops`, optionally with `cases` as (kind,
+    shape)."""
+    device, quick = payload["device"], payload["quick"]
+    timer = timer or make_timer(device)
+    started, bytes_per_run = timer.clock(), bytes_per_run_of(device, quick)
+    given = [AutogradCaseSpec(kind, tuple(shape)) for kind, shape in payload.get("cases") or ()]
+    wanted = given or (
+        QUICK_CASES[size_table_of(device)]
+        if quick
+        else QUICK_CASES[size_table_of(device)] + EXTRA_CASES[size_table_of(device)]
+    )
+    max_bytes = payload["memory_bytes"] * MEMORY_SHARE * 4
+    cases = [
+        (case, p)
+        for case in wanted
+        for p in training_precisions(device)
+        if 4 * largest_tensor_elements(case) <= max_bytes
+    ]
+    elements = max((largest_tensor_elements(case) for case, _ in cases), default=0)
+    pool, allocator_guard = prepare_buffers(
+        device, payload.get("threads"), max(16 * elements, 2 * bytes_per_run), bytes_per_run
+    )
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    processes, remaining_s = payload.get("processes", 1), remaining_seconds(payload["seconds"], started, timer)
+    for (case, precision), share in split_budget(cases * NUM_ROUNDS[quick], remaining_s, timer):
+        dtype = _torch_dtype(precision)
+        sets = num_argument_sets(4 * prepare_case(case, pool, 1, dtype).bytes, bytes_per_run)
+        work = prepare_case(case, pool, sets, dtype)
+        forward, backward = median_seconds_of(lambda work=work: _time_forward_backward(work, timer), share, timer)  # type: ignore[misc]
+        forward_row = (case.op_kind, precision, work.bytes, work.flops, forward)
+        backward_row = (f"{case.op_kind}_backward", precision, 2 * work.bytes, work.backward_flops, backward)
+        for row in (forward_row, backward_row):
+            keep_fastest(found, _timing_row(*row, case.shape, processes))
+    del allocator_guard
+    return list(found.values())
+
+
+def training_precisions(device: str) -> tuple[str, ...]:
+    """What activations and gradients have in training: fp32, and in mixed precision bf16, or fp16 on GPUs older than
+    that."""
+    import torch
+
+    old = device != "cpu" and not torch.get_device_module(device).is_bf16_supported(including_emulation=False)
+    return ("fp32", "fp16" if old else "bf16")
+
+
+def num_argument_sets(nbytes: float, bytes_per_run: float) -> int:
+    """How many sets of arguments of an operation that moves so many bytes."""
+    return max(1, min(MAX_ARGUMENT_SETS, int(bytes_per_run // max(nbytes, 1.0))))
+
+
+def bytes_per_run_of(device: str, quick: bool, root: Path = Path("/")) -> int:
+    """Bytes that one run moves on this machine."""
+    return max(
+        MIN_BYTES_PER_RUN[size_table_of(device), quick],
+        CACHE_FACTOR * last_level_cache_bytes(root) if device == "cpu" else 0,
+    )
+
+
+def prepare_buffers(device: str, threads: int | None, nbytes: int, warm_bytes: int) -> tuple[ColdBufferPool, Any]:
+    """A pool of so many bytes and an allocator with `held` bytes at hand for as long as the second value lives."""
+    import torch
+
+    if threads and device == "cpu":
+        torch.set_num_threads(threads)
+    return ColdBufferPool(device, nbytes), warm_allocator(device, warm_bytes)
+
+
+def _time_case(case: OpCase, timer: BenchTimer) -> float:
+    """Seconds of doing it on all sets, results kept till the end; letting go of them counts."""
+
+    def all_sets() -> None:
+        kept = [case.run_op(*arguments) for arguments in case.argument_sets]
+        del kept
+
+    return timer.time_call(all_sets)
+
+
+def _time_forward_backward(case: AutogradCase, timer: BenchTimer) -> tuple[float, float]:
+    """Seconds of one forward, and of one backward, among several."""
+    import torch
+
+    results: list[torch.Tensor] = []
+    forward = timer.time_call(lambda: results.extend(case.run_forward(*leaves) for leaves in case.input_sets))
+
+    def backward() -> None:
+        for leaves in reversed(case.input_sets):
+            result = results.pop()
+            torch.autograd.grad(result, leaves, None if case.gradient is None else case.gradient)
+
+    taken = timer.time_call(backward)
+    return forward / len(case.input_sets), taken / len(case.input_sets)
+
+
+def _torch_dtype(precision: str) -> torch.dtype:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def _timing_row(
+    kind: str, precision: str, nbytes: float, flops: float, seconds: float, shape: Sequence[int], processes: int
+) -> dict[str, Any]:
+    found = {"kind": kind, "precision": precision, "bytes": nbytes, "flops": flops, "seconds": round_seconds(seconds)}
+    return {**found, "shape": list(shape), "processes": processes}

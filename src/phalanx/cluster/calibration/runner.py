@@ -1,0 +1,287 @@
+"""One probe from beginning to end: families of measurements, each with its share of the time, and the cluster that
+comes out. No processes here: who calls says how functions are run in others (`Executor`).
+
+A family that fails costs only itself; what was not measured is told among what is odd.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.calibration import storage
+from phalanx.cluster.calibration.anomalies import find_anomalies, find_background_load
+from phalanx.cluster.calibration.background_load import count_busy_cores
+from phalanx.cluster.calibration.hardware_key import hardware_key
+from phalanx.cluster.calibration.reference_gemm import time_reference_gemm
+from phalanx.cluster.calibration.to_cluster import (
+    DiscoveredHardware,
+    data_sheet_of,
+    describe_accelerator,
+    describe_cluster,
+    discover_hardware,
+)
+from phalanx.cluster.discovery import Machine
+from phalanx.cluster.gpu_topology import choose_scale_up
+from phalanx.cluster.spec import (
+    Cluster,
+    CollectiveTiming,
+    GemmTiming,
+    Measurements,
+    OpTiming,
+    OverlapSlowdown,
+    StorageSpec,
+)
+
+REFERENCE_DURATION_S = 0.15
+"""Seconds for the reference product after each family."""
+TOTAL_DURATION_S = {True: 13.0, False: 145.0}
+"""For all measuring, by quickness; starting processes comes on top, so that `--quick` stays below 20 s and a full probe
+below 3 minutes on a CPU; with a GPU each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
+TIME_WEIGHTS = {
+    "matrix products": 8.0,
+    "operations": 9.0,
+    "attention and others": 4.0,
+    "overheads": 1.0,
+    "processes together": 11.0,
+    "storage": 2.0,
+    "checkpoint": 1.0,
+}
+"""How the families share the time, in the order in which they run."""
+MAX_DURATION_S = {"overheads": 2.0, "storage": 10.0, "checkpoint": 5.0}
+"""Seconds beyond which a family would learn nothing more."""
+CHECKPOINT_BYTES = {True: 64 * 10**6, False: 512 * 10**6}
+"""Bytes of the checkpoint, by quickness."""
+MIN_CHECKPOINT_BYTES = 8 * 10**6
+CALIBRATION_PACKAGE = "phalanx.cluster.calibration"
+
+
+class MeasurementFailed(Exception):
+    """A family of measurements failed; the text says in a line why."""
+
+
+@dataclass(frozen=True)
+class Executor:
+    """What a probe needs of the world outside.
+
+    `run_in_process` runs `module:function(payload)` in a process of its own, `run_in_world` the same on every rank of a
+    new world of so
+    many processes and returns what rank 0 returned; both raise NotMeasured when that fails. `save_checkpoint` writes a
+    checkpoint
+    of so many bytes below a folder, and returns the seconds it took. `scratch_dir` is a folder of our own on what shall
+    be measured; who made it removes it. `report_progress` is told what comes next, and how much of the time is over.
+    """
+
+    run_in_process: Callable[[str, Any], Any]
+    run_in_world: Callable[[str, Any, int], Any]
+    save_checkpoint: Callable[[Path, int], float]
+    scratch_dir: Path
+    report_progress: Callable[[str, float], None] = lambda family, share: None
+    clock: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
+    timestamp: Callable[[], str] = lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+@dataclass
+class Results:
+    """What the families have found so far."""
+
+    gemms: list[GemmTiming] = field(default_factory=list)
+    ops: list[OpTiming] = field(default_factory=list)
+    collectives: list[CollectiveTiming] = field(default_factory=list)
+    overlap: OverlapSlowdown | None = None
+    launch_us: float | None = None
+    storage: StorageSpec | None = None
+    read_mode: str | None = None
+    checkpoint_gbps: float | None = None
+    reference_times_s: list[float] = field(default_factory=list)
+    """Seconds of the reference product, before the first family and after each."""
+    clock_share: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def drift(self) -> float:
+        """By what share the slowest of the references took longer than the fastest."""
+        return max(self.reference_times_s) / min(self.reference_times_s) - 1
+
+
+def default_num_processes(machine: Machine) -> int:
+    """How many processes measure together: one for each GPU, else two where there are two cores."""
+    return machine.num_gpus or min(2, machine.physical_cores)
+
+
+def calibrate_machine(
+    machine: Machine,
+    executor: Executor,
+    *,
+    quick: bool = False,
+    processes: int | None = None,
+    seconds: float | None = None,
+    root: Path = Path("/"),
+) -> Cluster:
+    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`), and say what looks wrong. UsageError when
+    the disk has no room."""
+    processes = default_num_processes(machine) if processes is None else processes
+    storage.check_free_space(executor.scratch_dir, quick)
+    hardware, results = discover_hardware(machine, executor.scratch_dir, root), Results()
+    started, budget_s = executor.clock(), TOTAL_DURATION_S[quick] if seconds is None else seconds
+    busy_cores_before = count_busy_cores(root, executor.sleep)
+    _time_reference(machine, executor, results)
+    _run_families(machine, executor, quick, processes, results, started, budget_s)
+    measurements = Measurements(
+        when=executor.timestamp(),
+        key=hardware_key(machine, root),
+        threads=machine.physical_cores if machine.device == "cpu" else None,
+        drift=round(results.drift, 4),
+        products=results.gemms,
+        operations=results.ops,
+        launch_us=results.launch_us,
+        collectives=results.collectives,
+        overlap=results.overlap,
+        storage=results.storage,
+        checkpoint_gbps=results.checkpoint_gbps,
+    )
+    anomalies = (
+        results.failures
+        + find_background_load(busy_cores_before)
+        + _find_anomalies(machine, hardware, measurements, results.clock_share)
+    )
+    cluster = describe_cluster(machine, hardware, measurements.model_copy(update={"odd": anomalies}))
+    return cluster.model_copy(update={"notes": {**cluster.notes, **_describe_measurement(results, quick, processes)}})
+
+
+def _find_anomalies(
+    machine: Machine, hardware: DiscoveredHardware, measurements: Measurements, clock_share: float | None
+) -> list[str]:
+    return find_anomalies(
+        data_sheet_of(machine) or describe_accelerator(machine, measurements),
+        measurements.products,
+        measurements.operations,
+        measurements.collectives,
+        measurements.storage,
+        measurements.drift,
+        clock_share,
+        choose_scale_up(hardware.gpu_links),
+        [each.narrow_link_warning for each in hardware.gpu_links if each.narrow_link_warning],
+    )
+
+
+def _run_families(
+    machine: Machine, executor: Executor, quick: bool, processes: int, results: Results, started: float, seconds: float
+) -> None:
+    """Every family in turn, with its share of the time that is left."""
+    steps: dict[str, Callable[[float], None]] = {
+        "matrix products": lambda budget_s: _measure_gemms(machine, executor, quick, results, budget_s),
+        "operations": lambda budget_s: _measure_ops(
+            machine, executor, "op_benchmark:measure_memory_ops", quick, results, budget_s
+        ),
+        "attention and others": lambda budget_s: _measure_ops(
+            machine, executor, "op_benchmark:measure_autograd_ops", quick, results, budget_s
+        ),
+        "overheads": lambda budget_s: _measure_overheads(machine, executor, results, budget_s),
+        "processes together": lambda budget_s: _measure_concurrent(
+            machine, executor, quick, processes, results, budget_s
+        ),
+        "storage": lambda budget_s: _measure_storage(executor, quick, results, budget_s),
+        "checkpoint": lambda budget_s: _measure_checkpoint(executor, quick, results, budget_s),
+    }
+    if processes < 2:
+        del steps["processes together"]
+    weight_left = sum(TIME_WEIGHTS[name] for name in steps)
+    for name, step in steps.items():
+        elapsed = executor.clock() - started
+        executor.report_progress(name, elapsed / seconds)
+        remaining_s = seconds - elapsed - REFERENCE_DURATION_S * (len(steps) - list(steps).index(name))
+        budget_s = min(max(0.0, remaining_s) * TIME_WEIGHTS[name] / weight_left, MAX_DURATION_S.get(name, seconds))
+        weight_left -= TIME_WEIGHTS[name]
+        try:
+            step(budget_s)
+        except MeasurementFailed as error:
+            results.failures.append(f"{name}: not measured: {error}")
+        except OSError as error:
+            where = os.fsdecode(error.filename) if error.filename else str(executor.scratch_dir.parent)
+            results.failures.append(f"{name}: not measured: {where}: {error.strerror or error}")
+        _time_reference(machine, executor, results)
+
+
+def _time_reference(machine: Machine, executor: Executor, results: Results) -> None:
+    """Time the reference product; the fastest that there was is the one to compare with later."""
+    value = time_reference_gemm(machine, executor.run_in_process, REFERENCE_DURATION_S)
+    timed = OpTiming.model_validate(value["timed"])
+    results.reference_times_s.append(timed.seconds)
+    if timed.seconds <= min(results.reference_times_s):
+        results.ops = [timed, *(each for each in results.ops if each.kind != timed.kind)]
+    if value["clock_share"] is not None:
+        results.clock_share = max(value["clock_share"], results.clock_share or 0.0)
+
+
+def _measurement_payload(machine: Machine, quick: bool, budget_s: float) -> dict[str, Any]:
+    """What every measurement is told of the machine."""
+    return {
+        "device": machine.device,
+        "threads": machine.physical_cores,
+        "memory_bytes": machine.device_memory_bytes,
+        "quick": quick,
+        "seconds": budget_s,
+    }
+
+
+def _measure_gemms(machine: Machine, executor: Executor, quick: bool, results: Results, budget_s: float) -> None:
+    rows = executor.run_in_process(
+        f"{CALIBRATION_PACKAGE}.gemm:measure_gemms", _measurement_payload(machine, quick, budget_s)
+    )
+    results.gemms += [GemmTiming.model_validate(row) for row in rows]
+
+
+def _measure_ops(
+    machine: Machine, executor: Executor, function: str, quick: bool, results: Results, budget_s: float
+) -> None:
+    rows = executor.run_in_process(f"{CALIBRATION_PACKAGE}.{function}", _measurement_payload(machine, quick, budget_s))
+    results.ops += [OpTiming.model_validate(row) for row in rows]
+
+
+def _measure_overheads(machine: Machine, executor: Executor, results: Results, budget_s: float) -> None:
+    value = executor.run_in_process(
+        f"{CALIBRATION_PACKAGE}.launch_overheads:measure_overheads", _measurement_payload(machine, False, budget_s)
+    )
+    results.launch_us = value["launch_us"]
+    results.ops += [OpTiming.model_validate(row) for row in value["operations"]]
+
+
+def _measure_concurrent(
+    machine: Machine, executor: Executor, quick: bool, processes: int, results: Results, budget_s: float
+) -> None:
+    payload = {**_measurement_payload(machine, quick, budget_s), "processes": processes}
+    if machine.device == "cpu":
+        payload["threads"] = max(1, machine.physical_cores // processes)
+    value = executor.run_in_world(f"{CALIBRATION_PACKAGE}.concurrent:measure_concurrently", payload, processes)
+    results.collectives = [CollectiveTiming.model_validate(row) for row in value["collectives"]]
+    results.overlap = OverlapSlowdown.model_validate(value["overlap"])
+    results.gemms += [GemmTiming.model_validate(row) for row in value["products"]]
+    results.ops += [OpTiming.model_validate(row) for row in value["operations"]]
+
+
+def _measure_storage(executor: Executor, quick: bool, results: Results, budget_s: float) -> None:
+    rates = storage.measure_storage(executor.scratch_dir, quick, budget_s, executor.clock)
+    read = None if rates.read_gbps is None else round(rates.read_gbps, 4)
+    write = round(rates.write_gbps, 4)
+    results.storage = StorageSpec(
+        name="measured", read_gbps=read, write_gbps=write, node_read_gbps=read, node_write_gbps=write
+    )
+    results.read_mode = rates.read_mode
+
+
+def _measure_checkpoint(executor: Executor, quick: bool, results: Results, budget_s: float) -> None:
+    nbytes = CHECKPOINT_BYTES[quick]
+    if results.storage is not None and results.storage.node_write_gbps is not None:
+        nbytes = max(MIN_CHECKPOINT_BYTES, min(nbytes, int(results.storage.node_write_gbps * 1e9 * budget_s)))
+    results.checkpoint_gbps = round(nbytes / max(executor.save_checkpoint(executor.scratch_dir, nbytes), 1e-9) / 1e9, 4)
+
+
+def _describe_measurement(results: Results, quick: bool, processes: int) -> dict[str, Any]:
+    """How it was measured: what a reader of the figures should know."""
+    read_modes = {"direct": "O_DIRECT", "dropped": "page cache dropped", "cached": "only from the page cache: left out"}
+    notes = {"quick": quick, "processes": processes, "read": read_modes.get(results.read_mode or "")}
+    return {"measured_how": {name: value for name, value in notes.items() if value is not None}}

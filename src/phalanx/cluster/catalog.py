@@ -1,0 +1,70 @@
+"""The catalogue as values: accelerators, nodes, links, topologies and storage by name, and where figures come from.
+
+`catalog_entries.py` finds names, `load_shorthand.py` fills in what an entry leaves to others;
+docs/reference/cluster-file.md lists what there is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.cluster.catalog_entries import CATALOG_KINDS, CatalogKind, get_entry, list_names
+from phalanx.cluster.load_shorthand import expand_node
+from phalanx.cluster.spec import AcceleratorSpec, NetworkTopology, NodeSpec, StorageSpec
+
+__all__ = [
+    "CATALOG_KINDS",
+    "CatalogKind",
+    "LinkKind",
+    "figure_sources",
+    "find_accelerator",
+    "find_link",
+    "find_node",
+    "find_storage",
+    "find_topology",
+    "list_names",
+]
+
+
+@dataclass(frozen=True)
+class LinkKind:
+    """A kind of link: GB/s one way (of a device with all its links, or of a port), and the smallest message's time."""
+
+    name: str
+    gbps: float
+    latency_us: float | None = None
+    kind: str | None = None
+    """What a network among neighbours of such links is (`ScaleUp.kind`); None for links between nodes."""
+
+
+def find_accelerator(name: str) -> AcceleratorSpec:
+    """The accelerator of that name. RecipeError: there is none; the message names the nearest."""
+    found = get_entry("accelerators", name)
+    return AcceleratorSpec(name=found.name, **found.values)
+
+
+def find_node(name: str) -> NodeSpec:
+    """The node of that name, its accelerator and links filled in. RecipeError: there is none."""
+    return NodeSpec.model_validate(expand_node(get_entry("nodes", name).name, lambda _: "nodes.yaml"))
+
+
+def find_link(name: str) -> LinkKind:
+    """The link of that name. RecipeError: there is none."""
+    found = get_entry("links", name)
+    return LinkKind(found.name, **found.values)
+
+
+def find_topology(name: str) -> NetworkTopology:
+    """The topology of that name. RecipeError: there is none."""
+    return NetworkTopology(**get_entry("topologies", name).values)
+
+
+def find_storage(name: str) -> StorageSpec:
+    """The storage of that name. RecipeError: there is none."""
+    found = get_entry("storage", name)
+    return StorageSpec(name=found.name, **found.values)
+
+
+def figure_sources(kind: CatalogKind, name: str) -> Mapping[str, str]:
+    """Where each figure of an entry comes from, by key. A text with `unverified` tells a figure to be checked before
+    money depends on it. RecipeError: there is no such entry."""
+    return get_entry(kind, name).sources

@@ -1,0 +1,347 @@
+"""What this machine is: cores and memory that this process may really use, its CPU, its accelerators.
+
+Linux only, read from /proc and /sys below a given root, so that tests and containers can show another machine. No
+measuring (matmul_benchmark.py) and no peak rates (data_sheet.py).
+"""
+
+import functools
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from phalanx.errors import RecipeError, UnfitNodeError, UsageError
+from phalanx.recipe.devices import DEVICE_KINDS, NO_FLOAT64_TEXT
+
+MATMUL_CPU_FLAGS = (
+    "avx",
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_fp16",
+    "asimd",
+    "sve",
+    "bf16",
+)
+"""CPU features that decide how fast a matrix product can be; a CPU's other flags are left out."""
+
+FEW_WORKERS, WORKERS_A_CORE = 64, 16
+"""A node starts at most so many workers, or so many for each core: each takes memory, however little it computes."""
+FEW_THREADS, THREADS_A_CORE = 256, 16
+"""The same for the threads of all workers of a node."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor, from /proc/cpuinfo: `ghz` is its highest known clock, None when nothing tells it."""
+
+    name: str
+    vendor: str = ""
+    family: int = 0
+    model: int = 0
+    ghz: float | None = None
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DetectedGpu:
+    """One GPU that torch can use, with its own memory."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability."""
+    uuid: str = ""
+    device: str = "cuda"
+    """Torch's name of it."""
+    rocm: bool = False
+    """Whether it is AMD's, which torch calls "cuda", too."""
+    has_float64: bool = True
+    """Whether it computes in float64: of Intel's some do not."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine as this process may use it: `physical_cores` physical and `logical_cores` logical ones,
+    `parse_memory_total` of RAM.
+
+    `device`, `device_name` and `device_count` tell what trains: "cuda" or "xpu", the GPU's name and the number of GPUs,
+    or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one of them.
+    """
+
+    hostname: str
+    device: str
+    device_name: str
+    device_count: int
+    physical_cores: int
+    logical_cores: int
+    memory_bytes: int
+    device_memory_bytes: int
+    cpu: Cpu
+    capability: tuple[int, int] | None = None
+    """Of the GPUs: CUDA compute capability."""
+    rocm: bool = False
+    """Whether the GPUs are AMD's."""
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPUs train; 0 where the CPU does."""
+        return 0 if self.device == "cpu" else self.device_count
+
+
+def discover_machine(
+    root: Path = Path("/"),
+    affinity: Sequence[int] | None = None,
+    find_accelerators: Callable[[], list[DetectedGpu]] | None = None,
+    device: str = "auto",
+) -> Machine:
+    """Look at the machine below `root`. `affinity` (the CPUs allowed) and the accelerators are asked of the system
+    unless given. `device` is a recipe's: RecipeError where it is not here. Different GPUs side by side are an
+    UnfitNodeError: the slowest would set the pace unseen."""
+    cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
+    quota = read_cgroup_cores(root)
+    threads = len(cpus) if quota is None else max(1, min(len(cpus), math.floor(quota)))
+    memory = parse_memory_total((root / "proc/meminfo").read_text())
+    limit = read_cgroup_memory(root)
+    memory = memory if limit is None else min(memory, limit)
+    cpu = parse_cpuinfo((root / "proc/cpuinfo").read_text(), read_max_ghz(root, cpus))
+    detected = [] if device == "cpu" else detect_gpus(root) if find_accelerators is None else find_accelerators()
+    gpus = choose_gpus(detected, device)
+    if len({gpu.name for gpu in gpus}) > 1:
+        kinds = ", ".join(sorted({gpu.name for gpu in gpus}))
+        raise UnfitNodeError(
+            f"{platform.node()} has different GPUs ({kinds}): choose equal ones with CUDA_VISIBLE_DEVICES"
+        )
+    return Machine(
+        hostname=platform.node(),
+        device=gpus[0].device if gpus else "cpu",
+        device_name=gpus[0].name if gpus else cpu.name,
+        device_count=len(gpus) or 1,
+        physical_cores=min(threads, count_physical_cores(root, cpus)),
+        logical_cores=threads,
+        memory_bytes=memory,
+        device_memory_bytes=min(gpu.memory_bytes for gpu in gpus) if gpus else memory,
+        cpu=cpu,
+        capability=gpus[0].capability if gpus else None,
+        rocm=bool(gpus) and gpus[0].rocm,
+    )
+
+
+def choose_gpus(detected: Sequence[DetectedGpu], device: str) -> list[DetectedGpu]:
+    """Those that train where a recipe says `device`; with `auto` none where training lacks something on them.
+    RecipeError when there are none of what it names."""
+    usable = [gpu for gpu in detected if gpu.has_float64]
+    if device in ("auto", "cpu"):
+        return usable if device == "auto" else []
+    if matching := [gpu for gpu in usable if gpu.device == device]:
+        return matching
+    kind = DEVICE_KINDS[device]
+    if not kind.has_float64:
+        raise RecipeError(
+            f"device: found {device}, but {kind.description} {NO_FLOAT64_TEXT}; cpu or auto would be valid"
+        )
+    if unusable := [gpu for gpu in detected if gpu.device == device]:
+        raise RecipeError(
+            f"device: found {device}, but {unusable[0].name} {NO_FLOAT64_TEXT}; cpu or auto would be valid"
+        )
+    masks = [f"{name}={os.environ[name]}" for name in VISIBLE_DEVICES_VARIABLES if name in os.environ]
+    reason = f" ({masks[0]} may hide it)" if masks else ""
+    advice = f"{usable[0].device}, for {usable[0].name}, cpu or auto" if usable else "cpu or auto"
+    raise RecipeError(
+        f"device: found {device}, but torch {version('torch')} does not find {kind.description} here{reason}; "
+        f"{advice} would be "
+        "valid; `phalanx doctor` shows what this machine has"
+    )
+
+
+def parse_cpuinfo(text: str, ghz: float | None = None) -> Cpu:
+    """The first processor of a /proc/cpuinfo, of x86 or ARM. `ghz` counts before the clock that the text tells: the
+    nominal one in the name ("@ 2.60GHz"), else the current one."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or fields.get("Model") or _arm_cpu_name(fields) or "unknown CPU"
+    if ghz is None and (nominal := re.search(r"@\s*([\d.]+)\s*GHz", name)):
+        ghz = float(nominal[1])
+    if ghz is None and float(fields.get("cpu MHz") or 0) > 0:
+        ghz = float(fields["cpu MHz"]) / 1000
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    return Cpu(
+        name=name,
+        vendor=fields.get("vendor_id", ""),
+        family=int(fields.get("cpu family") or 0),
+        model=int(fields.get("model") or 0),
+        ghz=ghz,
+        flags=tuple(flag for flag in MATMUL_CPU_FLAGS if flag in flags),
+    )
+
+
+def _arm_cpu_name(fields: Mapping[str, str]) -> str | None:
+    if "CPU part" not in fields:
+        return None
+    return f"ARM {fields.get('CPU implementer', '?')}/{fields['CPU part']}"
+
+
+def read_max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
+    """The highest clock that the kernel's frequency driver knows; virtual machines seldom have one."""
+    for cpu in cpus:
+        text = _read_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq")
+        if text and int(text) > 0:
+            return int(text) / 1e6
+    return None
+
+
+def count_physical_cores(root: Path, cpus: Sequence[int]) -> int:
+    """How many cores these logical CPUs sit on: hyper-threads of one core share its list of siblings."""
+    topology = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
+    return len({_read_text(path) or str(path) for path in topology})
+
+
+def parse_memory_total(meminfo: str) -> int:
+    """MemTotal of a /proc/meminfo, which counts in KiB."""
+    match = re.search(r"^MemTotal:\s+(\d+) kB", meminfo, re.MULTILINE)
+    if match is None:
+        raise UnfitNodeError("/proc/meminfo names no MemTotal: this does not look like Linux")
+    return int(match[1]) * 1024
+
+
+def read_cgroup_cores(root: Path) -> float | None:
+    """CPU time that the control group grants, in cores; None where there is no limit. Reads versions 1 and 2."""
+    limits = []
+    for folder in _cgroup_dirs(root, "cpu"):
+        quota, _, period = (_read_text(folder / "cpu.max") or "").partition(" ")
+        quota = quota or _read_text(folder / "cpu.cfs_quota_us") or "max"
+        period = period or _read_text(folder / "cpu.cfs_period_us") or "100000"
+        if quota not in ("max", "-1"):
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def read_cgroup_memory(root: Path) -> int | None:
+    """Bytes that the control group grants; None where there is no limit. Reads versions 1 and 2."""
+    limits = []
+    for folder in _cgroup_dirs(root, "memory"):
+        text = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes") or "max"
+        if text != "max":
+            limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
+    """This process's group and all above it, each of which may set a limit. In a container the path that the kernel
+    tells may lie outside of what is mounted; then only the part that exists counts."""
+    for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controllers and controller)
+        inner = Path(path.lstrip("/"))
+        yield from (mount / part for part in (inner, *inner.parents) if (mount / part).is_dir())
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # absent on this kernel or hidden in this container: the caller has another way
+        return None
+
+
+LIST_GPUS_SCRIPT = """
+import json, torch
+rocm, found = bool(torch.version.hip), []
+device = "cuda" if torch.cuda.device_count() else "xpu"
+module = torch.get_device_module(device)
+for each in map(module.get_device_properties, range(module.device_count())):
+    capability = (each.major, each.minor) if device == "cuda" and not rocm else None
+    uuid, float64 = str(getattr(each, "uuid", "")), getattr(each, "has_fp64", True)
+    found.append([each.name, each.total_memory, capability, uuid, device, rocm, bool(float64)])
+print(json.dumps(found))
+"""
+VISIBLE_DEVICES_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""By these a user or a launcher chooses GPUs."""
+
+GPU_DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
+"""One of these exists wherever NVIDIA's, AMD's or Windows' (WSL) driver is loaded."""
+INTEL_PCI_VENDOR = "0x8086"
+"""The number of the vendor in PCI."""
+
+
+def detect_gpus(root: Path = Path("/"), python: str = sys.executable, timeout: float = 300.0) -> list[DetectedGpu]:
+    """GPUs that torch can use here, as CUDA_VISIBLE_DEVICES lets it.
+
+    Asked in a process of its own: a process that has touched CUDA can no longer fork workers. Without a driver's
+    device file the answer is none, and torch is not even imported. UnfitNodeError when torch fails at it.
+    """
+    if not any((root / name).exists() for name in GPU_DEVICE_FILES) and not has_intel_gpu_driver(root):
+        return []
+    visible = tuple(os.environ.get(name) for name in VISIBLE_DEVICES_VARIABLES)
+    return list(_detect_gpus_cached(python, timeout, visible))
+
+
+@functools.cache
+def _detect_gpus_cached(python: str, timeout: float, visible: tuple[str | None, ...]) -> tuple[DetectedGpu, ...]:
+    """As `detect_gpus`, asked once for each choice of devices: the CUDA build of torch takes 3 to 6 s to import."""
+    try:
+        completed = subprocess.run(
+            [python, "-P", "-c", LIST_GPUS_SCRIPT], capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnfitNodeError(f"a GPU does not answer: torch did not list the GPUs within {timeout:.0f} s") from error
+    if completed.returncode != 0:
+        last_line = (completed.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UnfitNodeError(f"a GPU driver is loaded, but torch cannot list the GPUs: {last_line}")
+    listed = json.loads(completed.stdout.splitlines()[-1])
+    return tuple(
+        DetectedGpu(name, memory, tuple(kind) if kind else None, *more) for name, memory, kind, *more in listed
+    )
+
+
+def has_intel_gpu_driver(root: Path) -> bool:
+    """Whether a driver of Intel's GPUs is loaded: it has no device file of its own."""
+    return any(_read_text(path) == INTEL_PCI_VENDOR for path in root.glob("sys/class/drm/renderD*/device/vendor"))
+
+
+def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
+    """UsageError where nodes like this machine cannot have so many workers between them."""
+    each = math.ceil(workers / nodes)
+    if machine.num_gpus and each > machine.num_gpus:
+        raise UsageError(explain_too_few_gpus(each, machine.num_gpus))
+    most = max(FEW_WORKERS, WORKERS_A_CORE * machine.physical_cores)
+    if not machine.num_gpus and each > most:
+        raise UsageError(
+            f"{each:,} workers on a node with {_cores(machine)}: expected at most {most:,}; "
+            f"use --nproc-per-node {machine.physical_cores}, or a layout of fewer workers"
+        )
+
+
+def check_threads(machine: Machine, threads: int, workers: int) -> None:
+    """RecipeError where a node like this machine cannot start so many threads for each of so many workers."""
+    most = max(FEW_THREADS, THREADS_A_CORE * machine.logical_cores) // workers
+    if threads > most:
+        raise RecipeError(
+            f"num_threads: found {threads:,} for each of {workers:,} {'worker' if workers == 1 else 'workers'} on a "
+            f"node with {_cores(machine)}, expected at most {max(1, most):,} or auto"
+        )
+
+
+def _cores(machine: Machine) -> str:
+    return f"{machine.physical_cores} {'core' if machine.physical_cores == 1 else 'cores'}"
+
+
+def explain_too_few_gpus(num_workers: int, num_gpus: int) -> str:
+    """What is wrong with more workers on a node than GPUs, and what to do."""
+    return (
+        f"{num_workers} workers on a node with {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}: each worker takes one; "
+        f"use --nproc-per-node {num_gpus}, or device=cpu to train on the CPU"
+    )

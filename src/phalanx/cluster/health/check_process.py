@@ -1,0 +1,147 @@
+"""A process in which checks run, so that one which hangs can be ended. It takes one request after another.
+
+A check may wait for ever: a dead network disk, a sick GPU whose driver does not answer. Whoever asks sets a deadline;
+when it passes, or the process dies, the process is killed with all that it started, and the next request gets a new
+one. The process itself: `python -m phalanx.cluster.health.check_process`.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from phalanx.compat import die_with_parent
+from phalanx.errors import PhalanxError
+
+START_TIMEOUT_S = 60.0
+"""Seconds until the process must be there; a loaded machine may take long to start Python, and is not unfit by that."""
+KILL_TIMEOUT_S = 2.0
+"""Seconds for a killed process to be gone. The kernel keeps one that waits for a disk as long as it likes."""
+MAX_ERROR_CHARS = 300
+"""Characters of why something failed."""
+
+
+class CheckAborted(Exception):
+    """A request came to no end; the text says why."""
+
+
+class CheckProcess:
+    """The asking side. A context manager: leaving it ends the process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+
+    def call(self, function: str, payload: Any, timeout_s: float) -> Any:
+        """`module:function(payload)` in the process, within so many seconds. Unfinished when it takes longer, raises,
+        or dies."""
+        try:
+            process = self._ensure_started()
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"function": function, "payload": payload}).encode() + b"\n")
+            process.stdin.flush()
+            reply = json.loads(self._read_line(process, timeout_s, f"it did not finish within {timeout_s:g} s"))
+        except BrokenPipeError:
+            raise CheckAborted(self._kill_and_explain("its process died")) from None
+        except KeyboardInterrupt:
+            self._kill()  # it is in the middle of something, and would give that answer to the next request
+            raise
+        if "error" in reply:
+            raise CheckAborted(reply["error"])
+        return reply["value"]
+
+    def _ensure_started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # so that a signal reaches all that it starts
+            )
+            self._read_line(self._process, START_TIMEOUT_S, f"its process did not start within {START_TIMEOUT_S:g} s")
+        return self._process
+
+    def _read_line(self, process: subprocess.Popen[bytes], timeout_s: float, timeout_text: str) -> bytes:
+        assert process.stdout is not None
+        deadline, received = self._clock() + timeout_s, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not received.endswith(b"\n"):
+                remaining = deadline - self._clock()
+                if remaining <= 0 or not selector.select(remaining):
+                    raise CheckAborted(self._kill_and_explain(timeout_text))
+                part = os.read(process.stdout.fileno(), 1 << 16)
+                if not part:
+                    raise CheckAborted(self._kill_and_explain("its process died"))
+                received += part
+        return received
+
+    def _kill_and_explain(self, reason: str) -> str:
+        """End the process; the words, with how it ended or that it could not be ended."""
+        process = self._process
+        assert process is not None
+        killed = process.poll() is None and not reason.endswith("died")
+        gone = self._kill()
+        if not gone:
+            return f"{reason}, and its process {process.pid} cannot be killed: it waits within the kernel"
+        return reason if killed else f"{reason} ({_describe_exit(process.returncode)})"
+
+    def _kill(self) -> bool:
+        """Kill the process with its group; whether it is gone."""
+        process, self._process = self._process, None
+        if process is None:
+            return True
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def _describe_exit(code: int | None) -> str:
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def serve_requests(parent: int) -> None:
+    """The process: answer requests from standard input until it closes."""
+    die_with_parent(parent)
+    # libraries print, too: what they print must not be taken for an answer
+    with os.fdopen(os.dup(1), "wb", buffering=0) as answers:
+        os.dup2(2, 1)
+        answers.write(b"{}\n")
+        for line in sys.stdin.buffer:
+            answers.write(json.dumps(_handle_request(json.loads(line))).encode() + b"\n")
+
+
+def _handle_request(request: dict[str, Any]) -> dict[str, Any]:
+    module, _, name = request["function"].partition(":")
+    try:
+        return {"value": getattr(importlib.import_module(module), name)(request["payload"])}
+    except PhalanxError as error:
+        return {"error": str(error)[:MAX_ERROR_CHARS]}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it crosses a process boundary and is told there
+        return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
+
+
+if __name__ == "__main__":
+    serve_requests(int(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Health checks of a node, one module a family."""

@@ -1,0 +1,263 @@
+"""Check `devices`: as many GPUs as must be, each answering, cool, at its clock, free, with sound memory and links.
+
+Asked of NVIDIA's library (`nvidia-ml-py`) where it is installed. Without it they are counted in /proc and on the PCI
+bus, and the rest is told to be unknown. The library may hang on a sick GPU: ask in a process that can be ended.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.discovery import GPU_DEVICE_FILES
+from phalanx.cluster.gpu_topology import GpuLinks, discover_gpu_links
+from phalanx.cluster.health.context import CheckContext, read_small_file
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.thresholds import evaluate_threshold
+
+THROTTLE_REASONS = {
+    0x08: ("the hardware slows its clock down (heat, power or a fault of its board)", HealthVerdict.FAIL),
+    0x40: ("the hardware slows its clock down: too hot", HealthVerdict.FAIL),
+    0x80: ("the power supply slows its clock down", HealthVerdict.FAIL),
+    0x20: ("the driver slows its clock down: too hot", HealthVerdict.WARN),
+}
+"""What NVML's reasons for low clocks mean (nvmlClocksEventReasons); idleness and power limits are no faults."""
+
+NVIDIA_DEVICE_FILES = ("dev/nvidiactl", "dev/dxg")
+"""One of these exists where NVIDIA's library may have something to tell."""
+NVML_LIBRARY_NOT_FOUND = 12
+"""NVML_ERROR_LIBRARY_NOT_FOUND: the driver may be well, there is only nobody to ask."""
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """What the library says of one GPU; None for what it does not know."""
+
+    index: int
+    name: str = ""
+    unreachable_reason: str | None = None
+    """Why it does not answer."""
+    used_memory_share: float | None = None
+    """Held by anything, over all."""
+    temperature_margin_k: float | None = None
+    """Degrees below the temperature at which it slows down."""
+    throttle_bits: int = 0
+    corrected_ecc_errors: int | None = None
+    uncorrected_ecc_errors: int | None = None
+    remap_pending: bool = False
+    remap_failed: bool = False
+    retired_pages: int | None = None
+    process_ids: tuple[int, ...] = ()
+
+
+def count_gpus(root: Path) -> int:
+    """GPUs that a driver has taken, without asking it: of NVIDIA by /proc, of AMD by the topology of its driver."""
+    nvidia = root / "proc/driver/nvidia/gpus"
+    if nvidia.is_dir():
+        return len(list(nvidia.iterdir()))
+    nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")
+    return sum(_is_amd_gpu(path) for path in nodes)  # CPUs are nodes, too, with the number 0
+
+
+def can_count_gpus(root: Path) -> bool:
+    """Whether `count_gpus` can see GPUs at all: containers and sandboxes may hide the folders of drivers."""
+    return any((root / name).is_dir() for name in ("proc/driver/nvidia/gpus", "sys/class/kfd/kfd/topology/nodes"))
+
+
+def _is_amd_gpu(path: Path) -> bool:
+    text = read_small_file(path)
+    return text.isdigit() and int(text) > 0
+
+
+def is_driver_loaded(root: Path) -> bool:
+    """Whether any driver of accelerators is."""
+    return any((root / name).exists() for name in GPU_DEVICE_FILES)
+
+
+def query_gpus(nvml: Any) -> list[GpuState]:
+    """Every GPU. NVMLError when the library cannot even count them."""
+    return [_query_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+
+
+def _query_gpu(nvml: Any, index: int) -> GpuState:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        name = nvml.nvmlDeviceGetName(handle)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError as error:
+        return GpuState(index, unreachable_reason=str(error))
+
+    def query(function: str, *arguments: Any) -> Any:
+        """What a function returns; None for what this GPU, its driver or this version of the library does not have."""
+        with contextlib.suppress(nvml.NVMLError, AttributeError):
+            return getattr(nvml, function)(handle, *arguments)
+        return None
+
+    slowdown_c, temperature_c = query("nvmlDeviceGetTemperatureThreshold", 1), query("nvmlDeviceGetTemperature", 0)
+    # corrected errors since the driver was loaded, then those that were not corrected
+    corrected, uncorrected = (query("nvmlDeviceGetTotalEccErrors", kind, 0) for kind in (0, 1))
+    rows = query("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
+    retired = [query("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
+    running = query("nvmlDeviceGetComputeRunningProcesses") or []
+    return GpuState(
+        index,
+        name.decode() if isinstance(name, bytes) else str(name),
+        used_memory_share=memory.used / memory.total,
+        temperature_margin_k=float(slowdown_c - temperature_c) if slowdown_c and temperature_c is not None else None,
+        throttle_bits=int(
+            query("nvmlDeviceGetCurrentClocksEventReasons") or query("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+        ),
+        corrected_ecc_errors=corrected,
+        uncorrected_ecc_errors=uncorrected,
+        remap_pending=bool(rows[2]) or bool(query("nvmlDeviceGetRetiredPagesPendingStatus")),
+        remap_failed=bool(rows[3]),
+        retired_pages=None if None in retired else sum(len(each) for each in retired),
+        process_ids=tuple(int(each.pid) for each in running),
+    )
+
+
+def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
+    """All that is wrong with one of them."""
+    if gpu.unreachable_reason is not None:
+        return [
+            (HealthVerdict.FAIL, f"it does not answer ({gpu.unreachable_reason}): reset it, or restart the machine")
+        ]
+    found = [(verdict, text) for bit, (text, verdict) in THROTTLE_REASONS.items() if gpu.throttle_bits & bit]
+    if gpu.uncorrected_ecc_errors:
+        text = (
+            f"{gpu.uncorrected_ecc_errors} memory errors that could not be corrected since the driver was loaded: "
+            "reset it"
+        )
+        found.append((HealthVerdict.FAIL, text))
+    if gpu.remap_failed:
+        found.append((HealthVerdict.FAIL, "bad memory could not be replaced (row remapping failed): replace the board"))
+    if gpu.remap_pending:
+        found.append((HealthVerdict.WARN, "bad memory is replaced at the next reset: reset it soon"))
+    measured: list[tuple[str, float | None, Callable[[float], str]]] = [
+        ("corrected ECC errors", gpu.corrected_ecc_errors, lambda value: f"{value:.3g} corrected memory errors"),
+        ("retired pages", gpu.retired_pages, lambda value: f"{value:.0f} pages of memory are retired"),
+        (
+            "GPU temperature margin",
+            gpu.temperature_margin_k,
+            lambda value: f"{value:.0f} degrees below where it slows down: see cooling",
+        ),
+        (
+            "GPU memory in use",
+            gpu.used_memory_share,
+            lambda value: f"{value:.0%} of its memory is held{_describe_processes(gpu.process_ids)}",
+        ),
+    ]
+    for name, value, describe in measured:
+        if value is not None and (verdict := evaluate_threshold(name, value)) is not HealthVerdict.PASS:
+            found.append((verdict, describe(value)))
+    return found
+
+
+def _describe_processes(pids: tuple[int, ...]) -> str:
+    return f" by process {', '.join(str(pid) for pid in pids)}" if pids else " by a process that cannot be seen"
+
+
+def evaluate_gpus(gpus: list[GpuState]) -> list[HealthFinding]:
+    """A finding for each that has something wrong, or one for all."""
+    found = []
+    for gpu in gpus:
+        if problems := find_gpu_problems(gpu):
+            text = "; ".join(words for _, words in problems)
+            figures: dict[str, FindingValue] = {
+                "index": gpu.index,
+                "headroom": gpu.temperature_margin_k,
+                "memory_share": gpu.used_memory_share,
+            }
+            found.append(
+                HealthFinding(f"gpus/gpu{gpu.index}", worst_verdict(verdict for verdict, _ in problems), text, figures)
+            )
+    hottest = min((gpu.temperature_margin_k for gpu in gpus if gpu.temperature_margin_k is not None), default=None)
+    margin_text = "" if hottest is None else f", at least {hottest:.0f} degrees below slowing down"
+    return found or [
+        HealthFinding("gpus/state", HealthVerdict.PASS, f"all answer, nothing slows them down{margin_text}")
+    ]
+
+
+def evaluate_gpu_count(count: int, expected: int | None, source: str) -> HealthFinding:
+    """Of how many there are."""
+    figures: dict[str, FindingValue] = {"count": count, "expected": expected}
+    if expected is not None and count < expected:
+        text = f"{count} GPUs where {expected} are expected ({source}): see dmesg for XID 79, and the seat of the cards"
+        return HealthFinding("gpus/count", HealthVerdict.FAIL, text, figures)
+    if expected is not None and count > expected:
+        return HealthFinding(
+            "gpus/count", HealthVerdict.WARN, f"{count} GPUs where {expected} are expected ({source})", figures
+        )
+    summary = f"{count} GPUs" if count else "no GPU: a CPU trains"
+    return HealthFinding(
+        "gpus/count", HealthVerdict.PASS, summary + ("" if expected is None else f", as expected ({source})"), figures
+    )
+
+
+def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
+    """Of PCIe lanes and NVLinks that are missing."""
+    problems = [each.narrow_link_warning for each in found if each.narrow_link_warning]
+    max_nvlinks = max((each.nvlinks for each in found), default=0)
+    problems += [
+        f"GPU {each.pci_address}: {each.nvlinks} of {max_nvlinks} NVLinks are up"
+        for each in found
+        if each.nvlinks < max_nvlinks
+    ]
+    if problems:
+        return [HealthFinding("gpus/links", HealthVerdict.WARN, "; ".join(problems))]
+    if not found:
+        return []
+    summary = f"{max_nvlinks} NVLinks each" if max_nvlinks else "no NVLinks"
+    return [
+        HealthFinding(
+            "gpus/links", HealthVerdict.PASS, f"PCIe links have all their lanes; {summary}", {"nvlinks": max_nvlinks}
+        )
+    ]
+
+
+def check_gpus(context: CheckContext, expected: int | None, source: str, nvml: Any) -> list[HealthFinding]:
+    """`expected`, and `source` so many; `nvml`: the library, or None."""
+    if not is_driver_loaded(context.root):
+        return [evaluate_gpu_count(0, expected, source)]
+    if not any((context.root / name).exists() for name in NVIDIA_DEVICE_FILES):
+        return _findings_without_nvml(context, expected, source, "read of NVIDIA's GPUs only")
+    if nvml is None:
+        advice = "read by the package nvidia-ml-py, which is missing (pip install 'phalanx[gpu]')"
+        return _findings_without_nvml(context, expected, source, advice)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if getattr(error, "value", None) == NVML_LIBRARY_NOT_FOUND:
+            return _findings_without_nvml(
+                context, expected, source, "told by libnvidia-ml, which is not in this container"
+            )
+        text = f"a GPU driver is loaded, but does not answer ({error}): see dmesg, or restart the machine"
+        return [HealthFinding("gpus/count", HealthVerdict.FAIL, text)]
+    try:
+        gpus = query_gpus(nvml)
+        found = [
+            evaluate_gpu_count(sum(gpu.unreachable_reason is None for gpu in gpus), expected, source),
+            *evaluate_gpus(gpus),
+        ]
+        if all(gpu.unreachable_reason is None for gpu in gpus):
+            found += evaluate_gpu_links(discover_gpu_links(context.root, nvml))
+        return found
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _findings_without_nvml(context: CheckContext, expected: int | None, source: str, words: str) -> list[HealthFinding]:
+    """What is known without the library."""
+    text = f"not known: temperature, memory errors and clocks are {words}"
+    count = count_gpus(context.root)
+    unknown_count = HealthFinding(
+        "gpus/count", HealthVerdict.UNKNOWN, "not known: a GPU driver is loaded, but nothing tells of its GPUs"
+    )
+    return [
+        unknown_count
+        if count == 0 and not (expected and can_count_gpus(context.root))
+        else evaluate_gpu_count(count, expected, source),
+        HealthFinding("gpus/state", HealthVerdict.UNKNOWN, text),
+        *evaluate_gpu_links(discover_gpu_links(context.root)),
+    ]

@@ -1,0 +1,135 @@
+"""Check `kernel`: what the kernel has told of broken hardware. NVIDIA's XIDs, disks that fail, machine checks.
+
+Only XIDs that a board or link causes count: others (13, 31, 43, 45) come of a program that failed, and a node must not
+be given up for these.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.cluster.health.context import CheckContext, read_small_file
+from phalanx.cluster.health.finding import HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.thresholds import evaluate_threshold
+
+FATAL_XIDS = {
+    48: "memory error that could not be corrected",
+    62: "the GPU's own controller halted",
+    64: "bad memory could not be replaced",
+    74: "NVLink error",
+    79: "GPU fell off the bus",
+    95: "memory error that was not contained",
+    119: "the GPU's own processor does not answer",
+    120: "the GPU's own processor failed",
+    140: "memory error that could not be corrected",
+    143: "the GPU could not be set up",
+}
+"""XIDs after which a GPU must be reset or replaced (NVIDIA's XID catalogue)."""
+WARNING_XIDS = {
+    63: "bad memory was replaced",
+    92: "many corrected memory errors",
+    94: "memory error that was contained",
+}
+XID_PATTERN = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+FAILURE_PATTERNS = {
+    "a disk failed to read or write": re.compile(r"I/O error, dev (?!fd|sr|loop)|critical medium error"),
+    "a file system was damaged or made read-only": re.compile(
+        r"EXT4-fs error|XFS .*[Cc]orruption|Remounting filesystem"
+    ),
+    "a machine check": re.compile(
+        r"\[Hardware Error\]: .*(Uncorrected|Fatal|PANIC)|mce: .*Machine [Cc]heck events logged"
+    ),
+}
+MAX_RECORD_BYTES = 8192
+"""Bytes that hold any record of /dev/kmsg."""
+
+
+@dataclass(frozen=True)
+class KernelMessage:
+    """One message, and how many seconds ago it was told."""
+
+    age_s: float
+    text: str
+
+
+def read_kernel_messages(context: CheckContext) -> list[KernelMessage]:
+    """What the kernel still remembers. OSError where this user may not read it."""
+    uptime = float((read_small_file(context.root / "proc/uptime") or "0").split()[0])
+    found = []
+    for record in _read_records(context.root / "dev/kmsg"):
+        head, _, text = record.partition(";")
+        fields = head.split(",")
+        if len(fields) > 2 and fields[2].isdigit():
+            found.append(KernelMessage(uptime - int(fields[2]) / 1e6, text.split("\n")[0]))
+    return found
+
+
+def _read_records(path: Path) -> Iterator[str]:
+    """The records so far: the device gives one for each read, and would then wait."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                record = os.read(fd, MAX_RECORD_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno != errno.EPIPE:  # overwritten while it was read: the next one is there
+                    raise
+                continue
+            if not record:
+                return
+            yield record.decode(errors="replace")
+    finally:
+        os.close(fd)
+
+
+def evaluate_kernel_log(found: list[KernelMessage]) -> list[HealthFinding]:
+    """One finding: the worst that was told, with how long ago."""
+    last_by_text: dict[str, tuple[HealthVerdict, float]] = {}
+    for line in found:
+        for words, verdict in _classify(line):
+            last_by_text[words] = (verdict, line.age_s)  # the last time counts
+    if not last_by_text:
+        return [HealthFinding("kernel-log", HealthVerdict.PASS, "the kernel tells of no broken hardware")]
+    verdict = worst_verdict(each for each, _ in last_by_text.values())
+    summary = "; ".join(f"{words} ({_format_age(age)} ago)" for words, (_, age) in last_by_text.items())
+    return [
+        HealthFinding(
+            "kernel-log",
+            verdict,
+            summary,
+            {"messages": len(last_by_text), "age": min(age for _, age in last_by_text.values())},
+        )
+    ]
+
+
+def _classify(line: KernelMessage) -> Iterator[tuple[str, HealthVerdict]]:
+    if match := XID_PATTERN.search(line.text):
+        number, bus = int(match[2]), match[1].lower()
+        if number in FATAL_XIDS:
+            recent = evaluate_threshold("XID age", line.age_s) is HealthVerdict.FAIL
+            yield (
+                f"XID {number} of GPU {bus}: {FATAL_XIDS[number]}",
+                HealthVerdict.FAIL if recent else HealthVerdict.WARN,
+            )
+        elif number in WARNING_XIDS:
+            yield f"XID {number} of GPU {bus}: {WARNING_XIDS[number]}", HealthVerdict.WARN
+    for words, pattern in FAILURE_PATTERNS.items():
+        if pattern.search(line.text):
+            yield f"{words}: {line.text[:100]}", HealthVerdict.WARN
+
+
+def _format_age(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
+
+
+def check_kernel_log(context: CheckContext) -> list[HealthFinding]:
+    try:
+        return evaluate_kernel_log(read_kernel_messages(context))
+    except OSError as error:
+        text = f"not known: the kernel's messages may not be read here ({error.strerror}); root may, as in a prolog"
+        return [HealthFinding("kernel-log", HealthVerdict.UNKNOWN, text)]

@@ -1,0 +1,92 @@
+"""Check `network`: whether this machine's name leads to an address that others can reach, and whether the interface
+that gloo or NCCL is told to use exists.
+
+Gloo listens on the address of the machine's own name: where that is 127.0.1.1, workers of other nodes wait in vain.
+"""
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+from phalanx.cluster.health.context import CheckContext
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.cluster.interfaces import find_missing_interfaces
+from phalanx.cluster.nics import Nic, discover_nics
+
+ResolveName = Callable[[str], list[str]]
+
+
+def resolve_addresses(name: str) -> list[str]:
+    """IP addresses of a name. OSError when there are none."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return sorted({str(each[4][0]).partition("%")[0] for each in found})
+
+
+def is_reachable(address: str) -> bool:
+    """Whether another machine could reach it."""
+    ip = ipaddress.ip_address(address)
+    return not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)
+
+
+def check_network(
+    context: CheckContext,
+    name: str | None = None,
+    resolve: ResolveName = resolve_addresses,
+    clock: Callable[[], float] = time.monotonic,
+    environ: Mapping[str, str] = os.environ,
+) -> list[HealthFinding]:
+    return [
+        evaluate_hostname(name or socket.gethostname(), resolve, clock),
+        evaluate_interfaces(discover_nics(context.root), environ),
+    ]
+
+
+def evaluate_hostname(name: str, resolve: ResolveName, clock: Callable[[], float]) -> HealthFinding:
+    """Of the machine's own name."""
+    started = clock()
+    try:
+        found = resolve(name)
+    except OSError as error:
+        text = (
+            f"the name of this machine, {name}, has no address ({error.strerror or error}); add it to /etc/hosts or DNS"
+        )
+        return HealthFinding("network/name", HealthVerdict.WARN, text, {"name": name, "seconds": clock() - started})
+    seconds = clock() - started
+    figures: dict[str, FindingValue] = {"name": name, "seconds": seconds, "addresses": " ".join(found)}
+    if not any(is_reachable(each) for each in found):
+        text = (
+            f"{name} is {', '.join(found)}, which only this machine can reach: workers of other nodes would wait in "
+            "vain; mend /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        )
+        return HealthFinding("network/name", HealthVerdict.WARN, text, figures)
+    verdict = evaluate_threshold("name resolution", seconds)
+    slow = (
+        f", found in {seconds:.1f} s: names should be answered in milliseconds"
+        if verdict is not HealthVerdict.PASS
+        else ""
+    )
+    return HealthFinding("network/name", verdict, f"{name} is {', '.join(found)}{slow}", figures)
+
+
+def evaluate_interfaces(nics: tuple[Nic, ...], environ: Mapping[str, str]) -> HealthFinding:
+    """Of what the libraries were told to use, and which links are up."""
+    names = {nic.name for nic in nics if nic.link_kind == "ethernet"} | {"lo"}
+    up = [nic.name for nic in nics if nic.is_up and nic.is_physical]
+    figures: dict[str, FindingValue] = {"up": " ".join(up), "down": " ".join(_down_nics(nics))}
+    verdicts, texts = [HealthVerdict.PASS], [f"up: {', '.join(up)}" if up else "no network card is up"]
+    for problem in find_missing_interfaces(environ, names):
+        verdicts.append(HealthVerdict.FAIL)
+        texts.insert(0, problem)
+    rdma = [nic for nic in nics if nic.link_kind != "ethernet"]
+    down = [nic.name for nic in rdma if not nic.is_up]
+    if down and len(down) < len(rdma):
+        verdicts.append(HealthVerdict.WARN)
+        texts.insert(0, f"{len(down)} of {len(rdma)} RDMA ports are down: {', '.join(down)}; see cable and switch")
+    return HealthFinding("network/links", worst_verdict(verdicts), "; ".join(texts), figures)
+
+
+def _down_nics(nics: tuple[Nic, ...]) -> list[str]:
+    return [nic.name for nic in nics if nic.is_physical and not nic.is_up]

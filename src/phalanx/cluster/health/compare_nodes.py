@@ -1,0 +1,160 @@
+"""Nodes beside each other, from the reports that each made of itself: who is slower than the rest, has other software,
+another time. Pure: reports in, findings by node out.
+
+A median says who is off only among three or more; of two nodes the slower one is held against the faster.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from phalanx.cluster.health.checks.matmul import MIN_PEERS, format_relative_speed, slowdown_share
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.runner import NodeHealthReport
+from phalanx.cluster.health.thresholds import evaluate_threshold
+
+REQUIRED_EQUAL = ("torch", "phalanx", "python")
+"""What must be the same everywhere: other releases compute other bits, or do not understand each other."""
+EXPECTED_EQUAL = ("numpy", "kernel", "driver")
+"""What should be."""
+
+
+def compare_nodes(reports: Sequence[NodeHealthReport]) -> dict[str, list[HealthFinding]]:
+    """What stands out, by node; each node has an entry, with a finding for each thing that was compared."""
+    found: dict[str, list[HealthFinding]] = {each.node: [] for each in reports}
+    for findings in (
+        compare_matmul(reports),
+        compare_disks(reports),
+        compare_versions(reports),
+        compare_clocks(reports),
+    ):
+        for node, one in findings.items():
+            found[node].append(one)
+    return found
+
+
+def values_of_check(report: NodeHealthReport, check: str) -> list[Mapping[str, FindingValue]]:
+    """The figures of all findings of a check, "matmul/gpu3" and the like included."""
+    return [each.values for each in report.findings if each.check.partition("/")[0] == check]
+
+
+def compare_matmul(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
+    """The reference product: each node's slowest device against those of the nodes with the same device."""
+    times_by_device: dict[str, dict[str, float]] = {}
+    for report in reports:
+        device_values = [each for each in values_of_check(report, "matmul") if isinstance(each.get("seconds"), float)]
+        if device_values:
+            slowest = max(float(each["seconds"] or 0.0) for each in device_values)
+            times_by_device.setdefault(str(device_values[0].get("device")), {})[report.node] = slowest
+    found = {}
+    for nodes in times_by_device.values():
+        baseline = _choose_baseline(nodes.values(), min)
+        for node, seconds in nodes.items():
+            found[node] = _matmul_finding(seconds, baseline, len(nodes))
+    for report in reports:
+        if report.node not in found:
+            found[report.node] = HealthFinding(
+                "fleet/matmul", HealthVerdict.UNKNOWN, "its report has no rate of matrix products"
+            )
+    return found
+
+
+def _matmul_finding(seconds: float, baseline: float, nodes: int) -> HealthFinding:
+    slowdown = slowdown_share(seconds, baseline)
+    reference = _describe_reference(nodes)
+    figures: dict[str, FindingValue] = {"seconds": seconds, "baseline_seconds": baseline, "nodes": nodes}
+    if nodes == 1:
+        text = "no other node has this device: nothing to compare with"
+        return HealthFinding("fleet/matmul", HealthVerdict.UNKNOWN, text, figures)
+    return HealthFinding(
+        "fleet/matmul",
+        evaluate_threshold("matmul slowdown", slowdown),
+        f"{format_relative_speed(slowdown)} {reference}",
+        figures,
+    )
+
+
+def compare_disks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
+    """The rate at which a file was written."""
+    rates = {}
+    for report in reports:
+        for each in values_of_check(report, "disk-throughput"):
+            if isinstance(rate := each.get("written"), float):
+                rates[report.node] = rate
+    if len(rates) < 2:
+        return {}
+    baseline = _choose_baseline(rates.values(), max)
+    return {
+        node: HealthFinding(
+            "fleet/disk",
+            evaluate_threshold("disk slowdown", 1 - rate / baseline),
+            f"writes {rate / 1e6:.3g} MB/s, {rate / baseline:.0%} of {_describe_reference(len(rates))}",
+            {"written": rate, "baseline": baseline},
+        )
+        for node, rate in rates.items()
+    }
+
+
+def compare_versions(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
+    """Software that differs from what most nodes have."""
+    versions_by_node = {report.node: each for report in reports for each in values_of_check(report, "versions")}
+    counts_by_name = {
+        name: Counter(str(each.get(name)) for each in versions_by_node.values()).most_common()
+        for name in (*REQUIRED_EQUAL, *EXPECTED_EQUAL)
+    }
+    found = {}
+    for node, each in versions_by_node.items():
+        differences, verdicts = [], [HealthVerdict.PASS]
+        for name in (*REQUIRED_EQUAL, *EXPECTED_EQUAL):
+            own, (most, *others) = str(each.get(name)), counts_by_name[name]
+            if not others or (own == most[0] and most[1] > others[0][1]):
+                continue
+            other, count = most if own != most[0] else others[0]
+            differences.append(f"{name} {own}, where {count} of {len(versions_by_node)} nodes have {other}")
+            verdicts.append(HealthVerdict.FAIL if name in REQUIRED_EQUAL else HealthVerdict.WARN)
+        found[node] = HealthFinding(
+            "fleet/versions", worst_verdict(verdicts), "; ".join(differences) or "as on the other nodes"
+        )
+    return found
+
+
+def compare_clocks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
+    """How far clocks are apart: by a file server's, where all nodes saw one; else by the moments of the reports, which
+    lie as far apart as the nodes started, so that they give no more than a warning."""
+    offsets = {}
+    for report in reports:
+        for each in values_of_check(report, "clock"):
+            if isinstance(offset := each.get("server_offset"), float):
+                offsets[report.node] = offset
+    by_server = len(offsets) == len(reports)
+    values = offsets if by_server else {report.node: report.written_at for report in reports}
+    if len(values) < 2:
+        return {}
+    middle, found = statistics.median(values.values()), {}
+    for node, value in values.items():
+        skew = value - middle
+        direction = "ahead of" if skew > 0 else "behind"
+        figures: dict[str, FindingValue] = {"skew": skew, "by": "file server" if by_server else "reports"}
+        if by_server:
+            text = f"{abs(skew):.2f} s {direction} the others, by the file server's clock"
+            found[node] = HealthFinding("fleet/clock", evaluate_threshold("clock skew", abs(skew)), text, figures)
+        elif evaluate_threshold("clock skew (report times)", abs(skew)) is HealthVerdict.PASS:
+            text = f"less than {abs(skew) + 1:.0f} s {direction} the others, by the times of the reports"
+            found[node] = HealthFinding("fleet/clock", HealthVerdict.PASS, text, figures)
+        else:
+            text = (
+                f"its report is {abs(skew):.0f} s {direction} the others': its clock is wrong, or it was made at "
+                "another time"
+            )
+            found[node] = HealthFinding("fleet/clock", HealthVerdict.WARN, text, figures)
+    return found
+
+
+def _choose_baseline(values: Iterable[float], best: Callable[[list[float]], float]) -> float:
+    """The median, or of fewer than three the best."""
+    known = list(values)
+    return statistics.median(known) if len(known) >= MIN_PEERS else best(known)
+
+
+def _describe_reference(nodes: int) -> str:
+    return f"the median of {nodes} nodes" if nodes >= MIN_PEERS else "the other node"

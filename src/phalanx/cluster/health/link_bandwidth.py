@@ -1,0 +1,168 @@
+"""The link between two nodes: round trip and what one TCP connection carries each way. One node listens, the other
+measures; both must know the same token (`run/control_channel.py`), so that no stranger can make them send.
+
+One connection at a time, a measurement on each; what is sent is neither secret nor worth forging. What RDMA carries,
+this does not say.
+"""
+
+import os
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.errors import UsageError
+from phalanx.run.control_channel import (
+    HANDSHAKE_TIMEOUT_S,
+    AuthenticationError,
+    HandshakeServer,
+    client_handshake,
+    receive_exactly,
+    server_handshake,
+)
+
+ECHO_REQUEST, SINK_REQUEST, SOURCE_REQUEST, JOIN_REQUEST = b"E", b"S", b"T", b"J"
+"""What a connection is for: the listener sends back, takes in, sends out, or leads (pairwise_bandwidth.py)."""
+CONNECTIONS_PER_MEASUREMENT = 3
+"""Of one measurement, one after another."""
+NUM_ROUND_TRIPS = 200
+BLOCK_BYTES = 1 << 20
+SEND_DURATION_S = 1.0
+"""Of sending, each way."""
+SILENCE_TIMEOUT_S = 10.0
+"""Seconds without a byte after which the other side is given up."""
+COUNT_STRUCT = struct.Struct("!Qd")
+"""What arrived, and within how many seconds."""
+ClockFn = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """What was measured, in seconds and bytes a second."""
+
+    round_trip_s: float
+    send_bytes_per_s: float
+    receive_bytes_per_s: float
+
+
+def measure_link(
+    address: tuple[str, int], token: bytes, seconds: float = SEND_DURATION_S, clock: ClockFn = time.perf_counter
+) -> LinkMeasurement:
+    """The link to a listener. OSError when it cannot be reached or falls silent, Refused when it does not know the
+    token."""
+    with connect_to_listener(address, token, ECHO_REQUEST) as sock:
+        round_trips = []
+        for _ in range(NUM_ROUND_TRIPS):
+            started = clock()
+            sock.sendall(b"\0")
+            receive_exactly(sock, 1)
+            round_trips.append(clock() - started)
+    with connect_to_listener(address, token, SINK_REQUEST) as sock:
+        _send_for(sock, seconds, clock)
+        received, took = COUNT_STRUCT.unpack(receive_exactly(sock, COUNT_STRUCT.size))
+    with connect_to_listener(address, token, SOURCE_REQUEST) as sock:
+        sock.sendall(struct.pack("!d", seconds))
+        back, back_took = _receive_all(sock, clock)
+    return LinkMeasurement(statistics.median(round_trips), received / took, back / back_took)
+
+
+def connect_to_listener(address: tuple[str, int], token: bytes, request: bytes) -> socket.socket:
+    """A connection to a listener that knows the token, and knows that we do."""
+    sock = socket.create_connection(address, SILENCE_TIMEOUT_S)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client_handshake(sock, token, request)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def accept_caller(sock: socket.socket, token: bytes, seconds: float = HANDSHAKE_TIMEOUT_S) -> bytes:
+    """What a caller wants who knows the token. Refused when he does not, OSError when he falls silent."""
+    sock.settimeout(SILENCE_TIMEOUT_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return server_handshake(sock, token, seconds)[0]
+
+
+Connection = tuple[socket.socket, bytes]
+"""The connection of one who knows the token, and what it is for."""
+
+
+def accept_connections(
+    listener: socket.socket, token: bytes, on_connection: Callable[[Connection], None]
+) -> HandshakeServer[Connection]:
+    """Takes connections of measurements on a listener; a stranger delays no other caller."""
+    return HandshakeServer(
+        listener, lambda sock, until: (sock, accept_caller(sock, token, until - time.monotonic())), on_connection
+    )
+
+
+def serve_measurement(sock: socket.socket, request: bytes, clock: ClockFn = time.perf_counter) -> None:
+    """The listener's side of one connection of a measurement. OSError when the caller falls silent."""
+    if request == ECHO_REQUEST:
+        while part := sock.recv(1):
+            sock.sendall(part)
+    elif request == SINK_REQUEST:
+        sock.sendall(COUNT_STRUCT.pack(*_receive_all(sock, clock)))
+    elif request == SOURCE_REQUEST:
+        (seconds,) = struct.unpack("!d", receive_exactly(sock, 8))
+        _send_for(sock, min(seconds, SILENCE_TIMEOUT_S), clock)
+
+
+def _send_for(sock: socket.socket, seconds: float, clock: ClockFn) -> None:
+    """Send for so long, and say that this was all."""
+    block, until = os.urandom(BLOCK_BYTES), clock() + seconds
+    while clock() < until:
+        sock.sendall(block)
+    sock.shutdown(socket.SHUT_WR)
+
+
+def _receive_all(sock: socket.socket, clock: ClockFn) -> tuple[int, float]:
+    """Bytes until the other side has sent all, and the seconds from the first of them on."""
+    buffer = bytearray(BLOCK_BYTES)
+    count, started = sock.recv_into(buffer), clock()
+    if not count:
+        raise AuthenticationError("the other side sent nothing")
+    while part := sock.recv_into(buffer):
+        count += part
+    return count, max(clock() - started, 1e-9)
+
+
+def evaluate_link(address: str, link: LinkMeasurement) -> HealthFinding:
+    """What is said of a link."""
+    slower, faster = sorted((link.send_bytes_per_s, link.receive_bytes_per_s))
+    figures: dict[str, FindingValue] = {
+        "round_trip": link.round_trip_s,
+        "out": link.send_bytes_per_s,
+        "back": link.receive_bytes_per_s,
+    }
+    summary = (
+        f"{address}: round trip {link.round_trip_s * 1e6:.0f} us, {link.send_bytes_per_s / 1e6:.0f} MB/s there, "
+        f"{link.receive_bytes_per_s / 1e6:.0f} MB/s back, one TCP connection"
+    )
+    verdicts = [
+        evaluate_threshold("round trip", link.round_trip_s),
+        evaluate_threshold("link throughput", slower),
+        evaluate_threshold("link asymmetry", faster / slower),
+    ]
+    if verdicts[2] is not HealthVerdict.PASS:
+        summary += "; one way is much slower than the other: see cable, duplex and who else sends"
+    elif worst_verdict(verdicts) is not HealthVerdict.PASS:
+        summary += "; slow for a training network: see which interface the name leads to"
+    return HealthFinding("link-bandwidth", worst_verdict(verdicts), summary, figures)
+
+
+def check_link(address: str, token: bytes) -> HealthFinding:
+    """The link to HOST:PORT. UsageError for an address that is none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"{address}: expected HOST:PORT, as of a node on which `phalanx doctor --serve PORT` runs")
+    try:
+        return evaluate_link(address, measure_link((host.strip("[]"), int(port)), token))
+    except (OSError, AuthenticationError) as error:
+        return HealthFinding("link-bandwidth", HealthVerdict.ERROR, f"{address}: {error}", {})

@@ -1,0 +1,357 @@
+"""All nodes of a job measure the links between them, pair by pair, and the slow node or cable is named.
+
+Started once on each node by an engine, which tells who leads and how many there are (PHALANX_NUM_NODES,
+PHALANX_NODE_RANK, PHALANX_LEADER_ADDR, a token). Node 0 leads: in each round every node has one partner, so no node
+measures two links at once; what all links of a round share, such as switches, they share as in training.
+"""
+
+import contextlib
+import json
+import platform
+import queue
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from phalanx.cluster.health.checks.matmul import MIN_PEERS, format_relative_speed
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, parse_finding, worst_verdict
+from phalanx.cluster.health.link_bandwidth import (
+    CONNECTIONS_PER_MEASUREMENT,
+    JOIN_REQUEST,
+    Connection,
+    LinkMeasurement,
+    accept_caller,
+    accept_connections,
+    connect_to_listener,
+    measure_link,
+    serve_measurement,
+)
+from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.errors import UsageError
+from phalanx.run.control_channel import MAX_PENDING_HANDSHAKES, AuthenticationError, HandshakeServer, load_token
+from phalanx.run.node_env import NodeEnv
+
+JOIN_TIMEOUT_S = 60.0
+"""Seconds within which all nodes must be there."""
+ROUND_TIMEOUT_S = 60.0
+"""Seconds for a round; each measurement gives up a silent partner far earlier."""
+MAX_ROUNDS = 15
+"""At most, so that a thousand nodes take no longer than sixteen: a node with 15 other partners is known."""
+CONNECT_RETRY_INTERVAL_S = 0.1
+"""Seconds between two attempts to reach a leader that is not there yet."""
+
+NodePair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class NodePlacement:
+    """Which of how many nodes this is, and where the first one listens."""
+
+    node_rank: int
+    num_nodes: int
+    leader: tuple[str, int]
+    token: bytes
+
+
+@dataclass
+class Peer:
+    """A node, as its leader knows it. `connection` is None for the leader itself."""
+
+    name: str
+    address: tuple[str, int]
+    connection: socket.socket | None = None
+    buffer: bytearray = field(default_factory=bytearray)
+
+
+def placement_from_environment(environ: Mapping[str, str]) -> NodePlacement:
+    """What the engine says. UsageError when it says nothing, or what cannot be."""
+    try:
+        membership = NodeEnv.from_environment(environ)
+    except UsageError as error:
+        raise UsageError(f"--network: {error}") from None
+    if membership.leader_address is None:
+        raise UsageError(
+            "--network is for jobs on several nodes: their backend sets PHALANX_NUM_NODES, to two or more, "
+            "PHALANX_NODE_RANK and PHALANX_LEADER_ADDR"
+        )
+    return NodePlacement(membership.node_rank, membership.num_nodes, membership.leader_address, load_token(environ))
+
+
+@dataclass(frozen=True)
+class LocalListener:
+    """Where this node can be reached by others that measure."""
+
+    port: int
+    connections: "queue.SimpleQueue[Connection]"
+
+
+def round_robin_pairs(num_nodes: int) -> Iterator[list[NodePair]]:
+    """Everybody meets everybody once: a round has each node in one pair at most (the circle method)."""
+    ring: list[int] = list(range(num_nodes)) + ([-1] if num_nodes % 2 else [])
+    for _ in range(len(ring) - 1):
+        half = len(ring) // 2
+        yield [(a, b) for a, b in zip(ring[:half], reversed(ring[half:]), strict=True) if -1 not in (a, b)]
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+
+
+def measure_all_pairs(placement: NodePlacement, on_finished: Callable[[], None] = lambda: None) -> list[HealthFinding]:
+    """This node's findings, after all have measured. `on_finished` is called as soon as they are here; only when it has
+    returned on all nodes does any of them leave, since engines end the others when one leaves with an error."""
+    connections: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    with accept_connections(
+        socket.create_server(("", 0), backlog=MAX_PENDING_HANDSHAKES), placement.token, connections.put
+    ) as acceptor:
+        local = LocalListener(acceptor.listener.getsockname()[1], connections)
+        return (
+            _run_leader(placement, local, on_finished)
+            if placement.node_rank == 0
+            else _run_peer(placement, local, on_finished)
+        )
+
+
+def _run_leader(
+    placement: NodePlacement, local: "LocalListener", on_finished: Callable[[], None]
+) -> list[HealthFinding]:
+    peers = {0: Peer(platform.node(), (placement.leader[0], local.port))}
+    with contextlib.ExitStack() as stack:
+        _wait_for_peers(placement, peers, stack)
+        links: dict[NodePair, LinkMeasurement | str] = {}
+        for number, pairs_of_round in enumerate(round_robin_pairs(placement.num_nodes)):
+            if number == MAX_ROUNDS:
+                break
+            links |= _run_round(
+                [pair for pair in pairs_of_round if set(pair) <= set(peers)], peers, local, placement.token
+            )
+        names = {node: peer.name for node, peer in peers.items()}
+        missing = [f"node {node}" for node in range(placement.num_nodes) if node not in peers]
+        findings = {node: evaluate_node_links(node, names, links, missing) for node in peers}
+        for node, peer in peers.items():
+            if peer.connection is not None:
+                _send_message(peer.connection, {"do": "end", "findings": [each.as_json() for each in findings[node]]})
+        for peer in peers.values():
+            if peer.connection is not None:
+                with contextlib.suppress(OSError, AuthenticationError):  # it is gone, and needs no waiting for
+                    _receive_message(peer)
+        on_finished()
+    return findings[0]
+
+
+def _wait_for_peers(placement: NodePlacement, peers: dict[int, Peer], stack: contextlib.ExitStack) -> None:
+    """Wait until all nodes are there, or for so long as they may take."""
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    joined: queue.SimpleQueue[tuple[int, Peer]] = queue.SimpleQueue()
+
+    def prove(sock: socket.socket, until: float) -> tuple[int, Peer]:
+        if accept_caller(sock, placement.token, until - time.monotonic()) != JOIN_REQUEST:
+            raise AuthenticationError("it wants something else")
+        member = Peer("", (sock.getpeername()[0], 0), sock)
+        sock.settimeout(max(0.001, until - time.monotonic()))
+        said = _receive_message(member)
+        member.name, member.address = str(said["name"]), (member.address[0], int(said["port"]))
+        sock.settimeout(ROUND_TIMEOUT_S)
+        return int(said["node"]), member
+
+    listener = socket.create_server(("", placement.leader[1]), backlog=MAX_PENDING_HANDSHAKES)
+    with HandshakeServer(listener, prove, joined.put):
+        while len(peers) < placement.num_nodes and (remaining := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                node, peer = joined.get(timeout=remaining)
+                assert peer.connection is not None
+                stack.callback(peer.connection.close)
+                peers[node] = peer
+
+
+def _run_round(
+    pairs_of_round: Sequence[NodePair], peers: Mapping[int, Peer], local: "LocalListener", token: bytes
+) -> dict[NodePair, LinkMeasurement | str]:
+    """One round's links, or why there is none. The leader's own part is done between asking and hearing."""
+    found: dict[NodePair, LinkMeasurement | str] = {}
+    for one, other in pairs_of_round:
+        for node, command in ((other, {"do": "answer"}), (one, {"do": "measure", "address": peers[other].address})):
+            control = peers[node].connection
+            if control is not None:
+                _send_message(control, command)
+    for one, other in pairs_of_round:
+        if one == 0:
+            found[one, other] = _measure_or_error(peers[other].address, token)
+        elif other == 0:
+            _serve_one_measurement(local)
+    for one, other in pairs_of_round:
+        for node in (other, one):
+            if peers[node].connection is None:
+                continue
+            try:
+                reply = _receive_message(peers[node])
+            except (OSError, AuthenticationError, ValueError) as error:
+                found[one, other] = f"{peers[node].name} fell silent ({error})"
+                continue
+            if node == one:
+                found.setdefault(
+                    (one, other), LinkMeasurement(**reply["link"]) if "link" in reply else str(reply["error"])
+                )
+    return found
+
+
+def _run_peer(placement: NodePlacement, local: "LocalListener", on_finished: Callable[[], None]) -> list[HealthFinding]:
+    try:
+        with _connect_to_leader(placement) as connection:
+            leader = Peer("the leader", placement.leader, connection)
+            connection.settimeout(JOIN_TIMEOUT_S + MAX_ROUNDS * ROUND_TIMEOUT_S)
+            _send_message(connection, {"node": placement.node_rank, "name": platform.node(), "port": local.port})
+            while (message := _receive_message(leader))["do"] != "end":
+                if message["do"] == "answer":
+                    _serve_one_measurement(local)
+                    _send_message(connection, {})
+                else:
+                    link = _measure_or_error(tuple(message["address"]), placement.token)
+                    _send_message(
+                        connection, {"link": asdict(link)} if isinstance(link, LinkMeasurement) else {"error": link}
+                    )
+            on_finished()
+            _send_message(connection, {})
+            with contextlib.suppress(OSError):
+                connection.recv(1)  # its end: all are settled
+            return [parse_finding(each) for each in message["findings"]]
+    except (OSError, AuthenticationError) as error:
+        address = f"{placement.leader[0]}:{placement.leader[1]}"
+        return [
+            HealthFinding("link-bandwidth", HealthVerdict.ERROR, f"the first node, {address}, does not lead: {error}")
+        ]
+
+
+def _connect_to_leader(placement: NodePlacement) -> socket.socket:
+    """The connection to the leader, as soon as it listens."""
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while True:
+        try:
+            return connect_to_listener(placement.leader, placement.token, JOIN_REQUEST)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(CONNECT_RETRY_INTERVAL_S)
+
+
+def _measure_or_error(address: tuple[Any, ...], token: bytes) -> LinkMeasurement | str:
+    try:
+        return measure_link((str(address[0]), int(address[1])), token)
+    except (OSError, AuthenticationError) as error:
+        return str(error)
+
+
+def _serve_one_measurement(local: "LocalListener") -> None:
+    """Answer one measurement. Where it breaks off, the partner tells why."""
+    with contextlib.suppress(OSError, queue.Empty):
+        for _ in range(CONNECTIONS_PER_MEASUREMENT):
+            sock, request = local.connections.get(timeout=ROUND_TIMEOUT_S / 4)
+            with sock:
+                serve_measurement(sock, request)
+
+
+def _send_message(sock: socket.socket, value: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # it is gone: who waits for its answer will know
+        sock.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _receive_message(peer: Peer) -> dict[str, Any]:
+    """The next line of a member."""
+    assert peer.connection is not None
+    while b"\n" not in peer.buffer:
+        part = peer.connection.recv(1 << 16)
+        if not part:
+            raise AuthenticationError("it hung up")
+        peer.buffer += part
+    line, _, rest = bytes(peer.buffer).partition(b"\n")
+    peer.buffer = bytearray(rest)
+    value: dict[str, Any] = json.loads(line)
+    return value
+
+
+def evaluate_node_links(
+    node: int, names: Mapping[int, str], links: Mapping[NodePair, LinkMeasurement | str], missing: Sequence[str]
+) -> list[HealthFinding]:
+    """What is said of one node by all links. A node whose links are slow, most of them, is slow itself, which is not
+    held against the others; a single slow link is a matter of the way between two."""
+    rates = {
+        pair: min(link.send_bytes_per_s, link.receive_bytes_per_s)
+        for pair, link in links.items()
+        if isinstance(link, LinkMeasurement)
+    }
+    own_rates = _rates_of_node(node, rates)
+    failed = {
+        _other_node(pair, node): reason for pair, reason in links.items() if node in pair and isinstance(reason, str)
+    }
+    figures: dict[str, FindingValue] = {names[other]: rate for other, rate in own_rates.items()}
+    texts, verdicts = [], [HealthVerdict.PASS]
+    if missing:
+        texts.append(f"{', '.join(missing)} did not come within {JOIN_TIMEOUT_S:g} s")
+        verdicts.append(HealthVerdict.WARN)
+    if failed:
+        mostly_failed = len(failed) > len(own_rates)
+        verdicts.append(HealthVerdict.ERROR if mostly_failed else HealthVerdict.WARN)
+        texts.append(
+            "no link to " + ", ".join(f"{names[other]} ({reason})" for other, reason in sorted(failed.items()))
+        )
+    if not own_rates:
+        verdicts.append(HealthVerdict.ERROR)
+        return [
+            HealthFinding(
+                "link-bandwidth", worst_verdict(verdicts), "; ".join(texts) or "no link was measured", figures
+            )
+        ]
+    median_rate = statistics.median(own_rates.values())
+    verdicts.append(evaluate_threshold("link throughput", median_rate))
+    texts.append(f"{median_rate / 1e6:.0f} MB/s to {len(own_rates)} other nodes")
+    slow_nodes = [other for other in own_rates if len(names) >= MIN_PEERS and _is_slow_node(other, rates)]
+    healthy_rates = {pair: rate for pair, rate in rates.items() if not set(pair) & set(slow_nodes)}
+    median = _median_of_other_links(node, healthy_rates)
+    if len(names) >= MIN_PEERS and median is not None:
+        verdicts.append(evaluate_threshold("link slowdown", 1 - median_rate / median))
+        count = sum(node not in pair for pair in healthy_rates)
+        texts[-1] += (
+            f", {format_relative_speed(1 - median_rate / median)} the "
+            f"{f'median of the {count} links' if count > 1 else 'link'}"
+        )
+        texts[-1] += " between others"
+        slow = [
+            other
+            for other, rate in own_rates.items()
+            if evaluate_threshold("link slowdown", 1 - rate / median) is not HealthVerdict.PASS
+        ]
+        slow = [other for other in slow if other not in slow_nodes]
+        if slow and verdicts[-1] is HealthVerdict.PASS:
+            verdicts.append(HealthVerdict.WARN)
+            texts.append(
+                "slow to " + ", ".join(f"{names[other]} ({own_rates[other] / 1e6:.0f} MB/s)" for other in slow)
+            )
+    if slow_nodes:
+        texts.append(
+            "slow by their own fault: "
+            + ", ".join(f"{names[each]} ({own_rates[each] / 1e6:.0f} MB/s)" for each in slow_nodes)
+        )
+    return [HealthFinding("link-bandwidth", worst_verdict(verdicts), "; ".join(texts), figures)]
+
+
+def _rates_of_node(node: int, rates: Mapping[NodePair, float]) -> dict[int, float]:
+    """A node's links, by who is at the other end."""
+    return {_other_node(pair, node): rate for pair, rate in rates.items() if node in pair}
+
+
+def _median_of_other_links(node: int, rates: Mapping[NodePair, float]) -> float | None:
+    """The median of the links that do not end at a node: of few nodes, a slow one has half of all links and more."""
+    found = [rate for pair, rate in rates.items() if node not in pair]
+    return statistics.median(found) if found else None
+
+
+def _is_slow_node(node: int, rates: Mapping[NodePair, float]) -> bool:
+    """Whether a node is so slow that its links cannot be held against those at their other ends."""
+    own_rates, median = _rates_of_node(node, rates), _median_of_other_links(node, rates)
+    if not own_rates or median is None:
+        return False
+    return evaluate_threshold("link slowdown", 1 - statistics.median(own_rates.values()) / median) is HealthVerdict.FAIL
+
+
+def _other_node(pair: NodePair, node: int) -> int:
+    return pair[1] if pair[0] == node else pair[0]

@@ -1,0 +1,65 @@
+"""What an agent asks of its node before each attempt: in some milliseconds, in its own process, with no library that
+could hang. It says what changes between attempts; `phalanx doctor` says all.
+
+A network disk whose server is gone stops whoever asks for its free space, here too: a run's folder there is known to be
+read and written by the agent at that moment anyway.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx.cluster.health.checks import clock, disk_space, gpus, memory
+from phalanx.cluster.health.context import CheckContext
+from phalanx.cluster.health.finding import HealthFinding, HealthVerdict
+
+
+def run_preflight(
+    run_dir: Path,
+    expect_devices: int | None = None,
+    root: Path = Path("/"),
+    read_clock: Callable[[], clock.KernelClock | None] = clock.read_kernel_clock,
+    statvfs: Callable[[Path], os.statvfs_result] = os.statvfs,
+) -> list[HealthFinding]:
+    """Room for the run, memory, /dev/shm, the number of GPUs that the driver still has, the clock. Unfit is the node
+    when any finding is (`HealthVerdict.is_unfit`)."""
+    context = CheckContext(run_dir, root=root, expected_devices=expect_devices, is_quick=True)
+    return [
+        *disk_space.check_disk_space(context, statvfs)[:1],
+        *memory.evaluate_memory(memory.measure_memory(context, statvfs)),
+        *check_gpus_present(context, expect_devices),
+        *clock.evaluate_clock(read_clock(), None),
+    ]
+
+
+def check_gpus_present(context: CheckContext, expected: int | None) -> list[HealthFinding]:
+    """GPUs, without asking their driver: as many as expected, and none of them silent on the PCI bus. Where the
+    driver's folder is hidden (gVisor, WSL2), nothing is known of them."""
+    count = gpus.count_gpus(context.root)
+    if count == 0 and expected and not gpus.can_count_gpus(context.root):
+        reason = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
+        return [HealthFinding("gpus/count", HealthVerdict.UNKNOWN, reason)]
+    return [
+        gpus.evaluate_gpu_count(count, expected, "as planned"),
+        *(_lost_gpu_finding(bus) for bus in find_lost_gpus(context.root)),
+    ]
+
+
+def find_lost_gpus(root: Path) -> list[str]:
+    """Addresses of NVIDIA's GPUs that fell off the bus: reading their configuration gives nothing but ones."""
+    folder = root / "proc/driver/nvidia/gpus"
+    found = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    return [bus for bus in found if _read_vendor(root / "sys/bus/pci/devices" / bus / "config") == b"\xff\xff"]
+
+
+def _read_vendor(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(2)
+    except OSError:  # hidden in this container
+        return None
+
+
+def _lost_gpu_finding(bus: str) -> HealthFinding:
+    text = f"GPU {bus} fell off the bus (its configuration reads as ones): restart the machine, see XID 79 in dmesg"
+    return HealthFinding("gpus/count", HealthVerdict.FAIL, text, {"bus": bus})

@@ -1,0 +1,110 @@
+"""All chosen checks of this machine, each within its time: those that only look share a process, those that measure
+have one each. A check that hangs, dies or raises is a finding, too, and no pass.
+"""
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.cluster.health.check_process import CheckAborted, CheckProcess
+from phalanx.cluster.health.context import CheckContext
+from phalanx.cluster.health.finding import HealthFinding, HealthVerdict, parse_finding, worst_verdict
+from phalanx.cluster.health.registry import HealthCheck
+
+REPORT_FORMAT = 1
+HEALTH_PACKAGE = "phalanx.cluster.health"
+CLEANUP_TIMEOUT_S = 5.0
+
+
+class CheckRunner(Protocol):
+    """Who runs `module:function(payload)` within so many seconds, or raises Unfinished."""
+
+    def call(self, function: str, payload: Any, timeout_s: float) -> Any: ...
+
+
+@dataclass(frozen=True)
+class NodeHealthReport:
+    """What was found on one node. `written_at`: Unix seconds, by its own clock, when it was written."""
+
+    node: str
+    written_at: float
+    duration_s: float
+    findings: tuple[HealthFinding, ...]
+
+    @property
+    def verdict(self) -> HealthVerdict:
+        """The gravest of all."""
+        return worst_verdict(each.verdict for each in self.findings)
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether this node may train."""
+        return not any(each.verdict.is_unfit for each in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "format": REPORT_FORMAT,
+            "node": self.node,
+            "time": self.written_at,
+            "seconds": round(self.duration_s, 3),
+            "verdict": str(self.verdict),
+            "fit": self.is_fit,
+            "findings": [each.as_json() for each in self.findings],
+        }
+
+
+def parse_report(value: Mapping[str, Any]) -> NodeHealthReport:
+    """The report of plain values. KeyError, TypeError or ValueError when they are none."""
+    if value["format"] != REPORT_FORMAT:
+        raise ValueError(f"format {value['format']}: expected {REPORT_FORMAT}")
+    findings = tuple(parse_finding(each) for each in value["findings"])
+    return NodeHealthReport(str(value["node"]), float(value["time"]), float(value["seconds"]), findings)
+
+
+def run_checks(
+    context: CheckContext,
+    checks: Sequence[HealthCheck],
+    progress: Callable[[str], None] = lambda name: None,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
+) -> NodeHealthReport:
+    """Do the checks; Ctrl-C leaves no process behind."""
+    started, found = clock(), list[HealthFinding]()
+    with CheckProcess() as shared_process:
+        for check in checks:
+            progress(check.name)
+            if check.is_benchmark:
+                with CheckProcess() as own_process:
+                    found += run_check(check, context, own_process)
+            else:
+                found += run_check(check, context, shared_process)
+    return NodeHealthReport(platform.node(), now(), clock() - started, tuple(found))
+
+
+def run_check(check: HealthCheck, context: CheckContext, runner: CheckRunner) -> list[HealthFinding]:
+    """One check's findings, or that it came to no end."""
+    payload = {"check": check.name, "site": context.as_json()}
+    try:
+        return [
+            parse_finding(each)
+            for each in runner.call(f"{HEALTH_PACKAGE}.registry:run_check_in_process", payload, check.timeout_s)
+        ]
+    except CheckAborted as error:
+        cleanup_note = _clean_up(context, runner) if check.name == "disk-throughput" else ""
+        return [HealthFinding(check.name, HealthVerdict.ERROR, f"{error}{cleanup_note}", {"limit": check.timeout_s})]
+    except KeyboardInterrupt:
+        if check.name == "disk-throughput":
+            _clean_up(context, runner)
+        raise
+
+
+def _clean_up(context: CheckContext, runner: CheckRunner) -> str:
+    """Remove the file of a measurement that was killed; words where that fails, too."""
+    try:
+        runner.call(f"{HEALTH_PACKAGE}.checks.disk_throughput:remove_scratch", context.as_json(), CLEANUP_TIMEOUT_S)
+    except CheckAborted:
+        return f"; its file may be left in {context.run_dir}"
+    return ""

@@ -1,0 +1,147 @@
+"""Clusters by name and from files, and back: `load_cluster("dgx-h100:128")`, `load_cluster("cluster.yaml")`.
+
+- `NODE` or `NODE:N` is N nodes of the catalogue.
+- `ACCELERATOR` or `ACCELERATOR:N` is N devices, in nodes that are usual for them; a card that has no usual node stands
+  with up to seven others in a workstation. Fewer devices than a node has are a part of one node.
+- Anything that ends in .yaml or .yml, or has a slash in it, is a file, as docs/reference/cluster-file.md describes it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from phalanx.cluster.catalog_entries import CatalogEntry, find_entry, list_entries, suggest_names
+from phalanx.cluster.load_shorthand import LocationOf, expand_cluster
+from phalanx.cluster.plausibility import find_implausible_values
+from phalanx.cluster.spec import MOST_NODES, Cluster
+from phalanx.errors import RecipeError
+from phalanx.recipe.load import read_user_text
+from phalanx.recipe.validation_errors import describe_validation_error, describe_value, join_problems
+from phalanx.recipe.yaml_loader import SourceLocations, format_key, location_of_key, parse_yaml, to_yaml
+from phalanx.run.directory import write_atomic
+
+MAX_WORKSTATION_ACCELERATORS = 8
+"""So many cards one machine takes."""
+
+
+def load_cluster(text: str, folder: Path | None = None) -> Cluster:
+    """The cluster that `text` names: nodes or devices of the catalogue, or a file (relative to `folder`).
+
+    RecipeError: nothing is called so, or the file cannot be read or describes no cluster; the message has a line for
+    each problem, with file, line and key, what was found, what was expected and the nearest name.
+    """
+    text = text.strip()
+    if "/" in text or text.lower().endswith((".yaml", ".yml")):
+        return _load_file((folder or Path()) / Path(text).expanduser())
+    return _load_name(text)
+
+
+def save_cluster(cluster: Cluster, path: Path) -> None:
+    """Write the cluster as a file that `load_cluster` reads back to the same cluster; whole, or not at all."""
+    write_atomic(
+        path,
+        "# A cluster for Phalanx, in full; docs/reference/cluster-file.md tells its keys.\n"
+        + to_yaml(_to_dict(cluster)),
+    )
+
+
+def _load_file(path: Path) -> Cluster:
+    value, locations = parse_yaml(read_user_text(path), str(path))
+    if not isinstance(value, dict):
+        raise RecipeError(
+            f"{location_of_key(locations, ())}: found {describe_value(value)}, expected a mapping of a cluster's keys"
+        )
+    return _validate_cluster({"name": path.stem, **value}, locations, lambda key: location_of_key(locations, key))
+
+
+def _load_name(text: str) -> Cluster:
+    name, number = text, 1
+    if ":" in text:
+        name, _, number_text = text.rpartition(":")
+        number = int(number_text) if number_text.strip().isdecimal() and len(number_text) < 16 else 0
+        if not 1 <= number <= MOST_NODES * MAX_WORKSTATION_ACCELERATORS:
+            raise RecipeError(f"{text}: found {number_text!r} for a number, expected NAME:NUMBER such as dgx-h100:16")
+    value: dict[str, Any]
+    if (node := find_entry("nodes", name)) is not None:
+        value = {"nodes": number, "node": node.name}
+    elif (device := find_entry("accelerators", name)) is not None:
+        value = _cluster_of_accelerators(text, device, number)
+    else:
+        raise RecipeError(
+            f"{text}: no node and no accelerator has this name{suggest_names(name, 'nodes', 'accelerators')}"
+        )
+    return _validate_cluster({"name": text, **value}, {(): text}, lambda _: text)
+
+
+def _cluster_of_accelerators(text: str, accelerator: CatalogEntry, number: int) -> dict[str, Any]:
+    """So many devices, in the nodes where such devices usually are."""
+    node = next(
+        (
+            entry
+            for entry in list_entries("nodes")
+            if entry.values.get("usual") and _has_accelerator(accelerator, entry)
+        ),
+        None,
+    )
+    if node is None:
+        if number > MAX_WORKSTATION_ACCELERATORS:
+            raise RecipeError(
+                f"{text}: no node with the {accelerator.name} is known, and a workstation takes "
+                f"{MAX_WORKSTATION_ACCELERATORS}; describe the "
+                "node and its network in a file (docs/reference/cluster-file.md)"
+            )
+        return {"nodes": 1, "node": _describe_workstation(accelerator, number)}
+    count = int(node.values["count"])
+    if number <= count:
+        return {"nodes": 1, "node": {"like": node.name, "count": number}}
+    if number % count:
+        raise RecipeError(
+            f"{text}: {number} are no whole number of nodes: {node.name} has {count} devices; expected "
+            f"{number - number % count} or {number - number % count + count}"
+        )
+    return {"nodes": number // count, "node": node.name}
+
+
+def _has_accelerator(device: CatalogEntry, node: CatalogEntry) -> bool:
+    return find_entry("accelerators", node.values["accelerator"]) is device
+
+
+def _describe_workstation(device: CatalogEntry, count: int) -> dict[str, Any]:
+    """A machine of cards that meet over the host's bus."""
+    node: dict[str, Any] = {"name": "workstation", "accelerator": device.name, "count": count}
+    rate = device.values.get("host_gbps")
+    if rate is not None and count > 1:
+        buses = (one for one in list_entries("links") if one.values.get("kind") == "pcie")
+        bus = next((one.name for one in buses if one.values["gbps"] == rate), "host")
+        node["scale_up"] = {"link": bus, "gbps": rate, "kind": "pcie"}
+    return node
+
+
+def _validate_cluster(value: dict[str, Any], locations: SourceLocations, location_of: LocationOf) -> Cluster:
+    """The cluster of a description that may be short."""
+    full = expand_cluster(value, location_of)
+    try:
+        cluster = Cluster.model_validate(full)
+    except ValidationError as error:
+        raise describe_validation_error(error, full, locations, Cluster) from None
+    if problems_found := [
+        f"{location_of(key)}: {format_key(key)}: {reason}" for key, reason in find_implausible_values(cluster)
+    ]:
+        raise join_problems(problems_found)
+    return cluster
+
+
+def _to_dict(value: Any) -> Any:
+    """Plain values for a file. Nulls are left out, but for those that a name would fill in."""
+    if isinstance(value, BaseModel):
+        return {
+            name: _to_dict(below)
+            for name in type(value).model_fields
+            if (below := getattr(value, name)) is not None or name == "latency_us"
+        }
+    if isinstance(value, dict):
+        return {name: _to_dict(below) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_dict(below) for below in value]
+    return value

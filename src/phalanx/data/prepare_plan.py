@@ -1,0 +1,268 @@
+"""How a source is divided into pieces, and how one piece becomes one shard.
+
+The division depends on the files alone, so the shards are the same bytes however many workers write them, and a shard
+that was finished before an interruption is a shard that need not be written again.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
+from phalanx.data.images import find_idx_pair, find_image_dir, read_idx_records, read_image_record
+from phalanx.data.manifest import DATASET_FORMAT, LABEL_BYTES, TOKENIZER_FILE, ShardEntry, narrowest_token_dtype
+from phalanx.data.shard import ShardWriter
+from phalanx.data.source_files import SourceFile, find_files, to_glob_list
+from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_parquet_file, split_source_file
+from phalanx.data.tokenizers import HuggingFaceTokenizer, Tokenizer, find_tokenizer_file, load_tokenizer
+from phalanx.errors import RecipeError
+from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource
+from phalanx.run.directory import write_json
+
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 256 << 20  # bytes of a piece; between them it is a 64th of the whole
+
+READER_VERSION = 3
+"""What files become: another number where the same files become something else than before."""
+
+PreparePiece = tuple[FilePart, ...]
+ReportProgress = Callable[[int, int], None]
+"""Called with the bytes on disk and the tokens (or images) that were just done."""
+
+
+@dataclass(frozen=True)
+class PreparePlan:
+    """What there is to prepare. `tokenizer` is `bytes`, a tokenizer.json's path, or `bpe:SIZE`; images have none."""
+
+    kind: Literal["text", "jsonl", "parquet", "idx", "images"]
+    text_field: str
+    files: tuple[SourceFile, ...]
+    pieces: tuple[PreparePiece, ...]
+    tokenizer: str | None = None
+    tokenizer_xxh3: str | None = None
+    separator_token: int | None = None
+    image_shape: tuple[int, int, int] | None = None
+    num_classes: int | None = None
+    class_names: tuple[str, ...] | None = None
+
+    @property
+    def cache_key(self) -> str:
+        """Names what would come out: it changes when a file's path, size or time does, or the tokenizer."""
+        parts = {
+            "format": DATASET_FORMAT,
+            "reading": READER_VERSION,
+            **asdict(replace(self, pieces=())),
+            "weights": list(map(piece_bytes, self.pieces)),
+        }
+        return xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on disk."""
+        return sum(map(piece_bytes, self.pieces))
+
+
+def piece_bytes(piece: PreparePiece) -> int:
+    """Bytes on disk of a piece."""
+    return sum(part.disk_bytes for part in piece)
+
+
+def make_prepare_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> PreparePlan:
+    """Find the files of a source and divide them. RecipeError when something is not there."""
+    if source.idx is not None:
+        images = find_idx_pair(source.idx.images, source.idx.labels, recipe_dir)
+        pieces: list[PreparePiece] = [tuple(images.parts)]
+    elif source.images is not None:
+        images = find_image_dir(recipe_dir / source.images, source.image_size)
+        pieces = _group_into_pieces(images.parts)
+    else:
+        return _make_text_plan(source, data, recipe_dir)
+    return PreparePlan(
+        "idx" if source.idx else "images",
+        "",
+        tuple(images.files),
+        tuple(pieces),
+        image_shape=images.image_shape,
+        num_classes=images.num_classes,
+        class_names=images.class_names,
+    )
+
+
+def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> PreparePlan:
+    kinds = {"text": source.text, "jsonl": source.jsonl, "parquet": source.parquet}
+    kind, globs = next((kind, globs) for kind, globs in kinds.items() if globs is not None)
+    files = find_files(to_glob_list(globs), source.exclude, recipe_dir)
+    if kind == "parquet":
+        parts = [part for file in files for part in split_parquet_file(file)]
+    else:
+        size = _choose_piece_size(sum(file.size for file in files))
+        parts = [part for file in files for part in split_source_file(file, size)]
+    if not parts:
+        raise RecipeError(f"data.source: the {len(files)} file(s) found hold no text at all")
+    tokenizer, checksum, separator = "bytes", None, None
+    if isinstance(data.tokenizer, BpeTokenizerConfig):
+        tokenizer = f"bpe:{data.tokenizer.bpe}"
+    elif data.tokenizer != "bytes":
+        tokenizer = str(find_tokenizer_file(recipe_dir / data.tokenizer))
+        separator = load_tokenizer(tokenizer).separator_token  # it says what is wrong before anything is written
+        checksum = xxh3_128_hexdigest(Path(tokenizer).read_bytes())
+    pieces = tuple(_group_into_pieces(parts))
+    return PreparePlan(kind, source.text_field, tuple(files), pieces, tokenizer, checksum, separator)  # type: ignore[arg-type]
+
+
+def _choose_piece_size(total_bytes: int) -> int:
+    return min(max(total_bytes // 64, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+
+
+def _group_into_pieces(parts: Iterable[FilePart]) -> list[PreparePiece]:
+    """Parts in their order, so many to a piece that it reaches the piece's size."""
+    parts = list(parts)
+    size = _choose_piece_size(sum(part.disk_bytes for part in parts))
+    pieces: list[PreparePiece] = []
+    group: list[FilePart] = []
+    group_bytes = 0
+    for part in parts:
+        if group and group_bytes + part.disk_bytes > size:
+            pieces.append(tuple(group))
+            group, group_bytes = [], 0
+        group.append(part)
+        group_bytes += part.disk_bytes
+    return [*pieces, tuple(group)] if group else pieces
+
+
+@dataclass(frozen=True)
+class PrepareJob:
+    """What a worker must know to write any piece of a plan into `folder`. Travels to it as JSON."""
+
+    dataset_dir: str
+    kind: str
+    text_field: str
+    tokenizer: str | None  # `bytes`, or the path of a tokenizer.json
+    image_shape: tuple[int, int, int] | None
+    separator_token: int | None = None  # of a tokenizer.json
+
+    @classmethod
+    def from_plan(cls, plan: PreparePlan, folder: Path) -> "PrepareJob":
+        """The job of a plan whose tokenizer, if it has one of its own, already lies in `folder`."""
+        if plan.tokenizer in (None, "bytes"):
+            return cls(str(folder), plan.kind, plan.text_field, plan.tokenizer, plan.image_shape)
+        separator = load_plan_tokenizer(plan, folder).separator_token
+        return cls(str(folder), plan.kind, plan.text_field, str(folder / TOKENIZER_FILE), plan.image_shape, separator)
+
+
+def load_plan_tokenizer(plan: PreparePlan, folder: Path) -> HuggingFaceTokenizer:
+    """The tokenizer.json of a plan that lies in `folder`."""
+    if plan.tokenizer is not None and plan.tokenizer.startswith("bpe:"):
+        return HuggingFaceTokenizer(folder / TOKENIZER_FILE, plan.tokenizer)
+    return HuggingFaceTokenizer(folder / TOKENIZER_FILE, TOKENIZER_FILE, plan.separator_token)
+
+
+class PieceWriter:
+    """Writes pieces of one job. `replaced_bytes`: by file, how often in the last piece bytes were no UTF-8, which the
+    tokenizer sees as U+FFFD."""
+
+    def __init__(self, job: PrepareJob):
+        self._job = job
+        self.replaced_bytes: Counter[str] = Counter()
+        self._tokenizer: Tokenizer | None = None
+        if job.tokenizer is not None:
+            path = Path(job.tokenizer)
+            known = None if job.tokenizer == "bytes" else HuggingFaceTokenizer(path, separator=job.separator_token)
+            self._tokenizer = known or load_tokenizer("bytes")
+
+    def write_piece(self, number: int, piece: PreparePiece, report: ReportProgress) -> ShardEntry:
+        """Write the piece as shard `number`, and an entry beside it that says that it is finished."""
+        folder = Path(self._job.dataset_dir)
+        self.replaced_bytes = Counter()
+        if self._tokenizer is not None:
+            entry = self._write_tokens(folder, number, piece, report, self._tokenizer)
+        else:
+            entry = self._write_images(folder, number, piece, report)
+        write_done_file(folder, number, entry, self.replaced_bytes)
+        return entry
+
+    def _write_tokens(
+        self, folder: Path, number: int, piece: PreparePiece, report: ReportProgress, tokenizer: Tokenizer
+    ) -> ShardEntry:
+        dtype = narrowest_token_dtype(tokenizer.vocab_size)
+        separator = np.array([] if tokenizer.separator_token is None else [tokenizer.separator_token], dtype)
+        with ShardWriter(folder, number, dtype) as writer:
+            bytes_read = reported = 0
+            in_document = False  # a document that has given tokens is not over
+            for part in piece:
+                for chunk in iterate_documents(part, self._job.kind, self._job.text_field):
+                    tokens = tokenizer.encode_bytes(chunk.data, chunk.before, chunk.after)
+                    if tokenizer.name != "bytes" and (times := count_undecodable(chunk.data)):
+                        self.replaced_bytes[part.path] += times
+                    if tokens.size:
+                        if chunk.starts_document or not in_document:
+                            writer.start_document()
+                        in_document = True
+                        writer.append_values(tokens)
+                    if chunk.ends_document and in_document:
+                        writer.append_values(separator)
+                        in_document = False
+                    bytes_read += chunk.bytes_read
+                    if bytes_read >= CHUNK_BYTES:
+                        report(bytes_read, writer.num_written - reported)
+                        bytes_read, reported = 0, writer.num_written
+            report(bytes_read, writer.num_written - reported)
+            return writer.commit()
+
+    def _write_images(self, folder: Path, number: int, piece: PreparePiece, report: ReportProgress) -> ShardEntry:
+        shape = self._job.image_shape
+        if shape is None:
+            raise ValueError("a job without a tokenizer needs the shape of its images")
+        if self._job.kind == "idx":
+            records = read_idx_records(piece[0], piece[1], shape)
+        else:
+            records = ((read_image_record(part, shape), part.disk_bytes) for part in piece)
+        with ShardWriter(folder, number, np.dtype("u1"), LABEL_BYTES + math.prod(shape)) as writer:
+            for record, consumed in records:
+                writer.append_values(record)
+                report(consumed, len(record))
+            return writer.commit()
+
+
+def count_undecodable(data: bytes) -> int:
+    """How often decoding puts U+FFFD in the place of bytes that are no UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return data.decode(errors="replace").count("\ufffd") - data.count("\ufffd".encode())
+    return 0
+
+
+def iterate_sample_texts(plan: PreparePlan, max_bytes: int) -> Iterator[str]:
+    """Text to train a tokenizer on: the beginning of every piece, `max_bytes` bytes in all."""
+    share = max_bytes // len(plan.pieces)
+    for piece in plan.pieces:
+        left = share
+        for chunk in (chunk for part in piece for chunk in iterate_documents(part, plan.kind, plan.text_field)):
+            yield chunk.data[:left].decode(errors="replace")
+            left -= len(chunk.data)
+            if left <= 0:
+                break
+
+
+def write_done_file(folder: Path, number: int, entry: ShardEntry, replaced_bytes: Mapping[str, int]) -> None:
+    """Record that a shard is finished; only then is it not written again."""
+    write_json(_done_path(folder, number), {"entry": asdict(entry), "lost": replaced_bytes})
+
+
+def read_done_file(folder: Path, number: int) -> "tuple[ShardEntry, Counter[str]] | None":
+    """The entry of a shard that was finished before and what was no UTF-8 in it, by file; or None."""
+    try:
+        found: dict[str, Any] = json.loads(_done_path(folder, number).read_bytes())
+    except FileNotFoundError:
+        return None
+    return ShardEntry(**found["entry"]), Counter(found["lost"])
+
+
+def _done_path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.done"

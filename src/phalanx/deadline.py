@@ -1,0 +1,91 @@
+"""Waits for what may never come: each has an end, and says now and then that it goes on."""
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from phalanx.std_streams import escape_control_chars
+
+if TYPE_CHECKING:
+    import psutil
+
+POLL_INTERVAL_S = 1.0
+"""Seconds between two looks at what is waited for."""
+REPORT_INTERVAL_S = 30.0
+"""Seconds after which a wait says that it goes on, again and again."""
+RESUME_AFTER_CHECKS = 4
+"""Looks, one each second, after which processes of ours that were stopped are continued. They are counted, and
+not seconds, since a scheduler that suspends a job stops this process, too, and then continues all."""
+MAX_COUNTED_INTERVAL_S = 5.0
+"""Seconds that count between two looks, at most: in the rest this process was stopped, and probably what it
+waits for as well."""
+
+
+def format_clock_time(seconds: float, clock: Callable[[], float] = time.time) -> str:
+    """The time of day in so many seconds."""
+    return time.strftime("%H:%M:%S", time.localtime(clock() + seconds))
+
+
+def print_status(text: str) -> None:
+    """Tell people, where there is no run yet whose events could."""
+    print(escape_control_chars(text), file=sys.stderr, flush=True)
+
+
+class Deadline:
+    """A wait for `what`, which lasts `limit_s` seconds at most; `waited_s`: how long it has lasted."""
+
+    def __init__(
+        self,
+        what: str,
+        limit_s: float,
+        report: Callable[[str], None] = print_status,
+        clock: Callable[[], float] = time.monotonic,
+        report_interval_s: float = REPORT_INTERVAL_S,
+    ):
+        self.what, self.limit_s = what, limit_s
+        self._report, self._clock, self._report_interval_s = report, clock, report_interval_s
+        self.waited_s, self._last_report_s, self._last_check_s = 0.0, 0.0, clock()
+
+    def announce(self) -> None:
+        """Say what is waited for, and until when."""
+        until = f" until {format_clock_time(self.limit_s)}" if math.isfinite(self.limit_s) else ""
+        self._report(f"waiting for {self.what}{until}")
+
+    def check_expired(self) -> bool:
+        """Whether it has lasted too long. To be called every second or so, since it is this that says that it goes
+        on."""
+        now = self._clock()
+        self.waited_s += min(now - self._last_check_s, MAX_COUNTED_INTERVAL_S)
+        self._last_check_s = now
+        if self.waited_s >= self.limit_s:
+            return True
+        if self.waited_s - self._last_report_s >= self._report_interval_s:
+            self._last_report_s = self.waited_s
+            limit_text = f", for {self.limit_s:.0f} s at most" if math.isfinite(self.limit_s) else ""
+            self._report(f"still waiting for {self.what} after {self.waited_s:.0f} s{limit_text}")
+        return False
+
+
+def find_stopped(pids: Iterable[int]) -> "list[psutil.Process]":
+    """Those of these processes that were stopped by a signal; not by a debugger, which no signal continues."""
+    import psutil  # it takes longer than all else here, and nothing may ever have to be waited for
+
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.status() == psutil.STATUS_STOPPED:
+                found.append(process)
+    return found
+
+
+def resume_processes(processes: "Iterable[psutil.Process]") -> None:
+    """Continue processes that were stopped."""
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()

@@ -1,0 +1,249 @@
+"""One attempt at a run: what its workers have shown so far, and what their ends mean for the run."""
+
+import signal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ExitCode
+from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS, signal_name
+from phalanx.jobs.agent.hang_report import HangReport
+from phalanx.jobs.agent.node_group import NodeHandle
+from phalanx.run.event_types import FailureCause, WorkerFailure
+from phalanx.run.heartbeat import Heartbeat
+from phalanx.run.messages import WorkerError
+
+FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
+"""Codes of a worker after which starting it again would only repeat them."""
+PLANNED_EXIT_CODES = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
+"""Codes of a worker that came to its end, if it said so: anything in it may have left with them."""
+CAUSE_BY_STATUS: dict[int, FailureCause] = {
+    LOST_PEER_STATUS: "peer_disconnected",
+    STORAGE_FAILED_STATUS: "storage_failed",
+    GPU_FAILED_STATUS: "gpu_failed",
+}
+"""By the status with which a worker ends that knows its cause."""
+NEVER_JOINED_MESSAGE = "ended without training: it never came to `with phalanx.session(...)`"
+
+
+FORK_SERVER_DIED_MESSAGE = "the process that forks workers died, and they with it"
+EXITS_NOT_REPORTED_MESSAGE = (
+    "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
+)
+EXIT_REPORT_TIMEOUT_S = 120.0
+"""Seconds in which workers that were killed must have ended, whatever memory they give back, and ends be reported."""
+
+
+@dataclass
+class AttemptState:
+    """What one attempt has shown so far."""
+
+    world_size: int
+    ranks_by_node: dict[NodeHandle, range] = field(default_factory=dict)
+    """The ranks of each node's workers."""
+    number: int = 0
+    """Of the attempt that workers make now: one more each time that they met anew."""
+    log_attempt_by_rank: dict[int, int] = field(default_factory=dict)
+    """By rank, the number under which its worker was started."""
+    exit_statuses: dict[int, int] = field(default_factory=dict)
+    started_nodes: set[NodeHandle] = field(default_factory=set)
+    """Nodes that have said that their workers are forked."""
+    announced_ranks: set[int] = field(default_factory=set)
+    """Workers that have said that they began to get ready."""
+    planned_exits: dict[int, int] = field(default_factory=dict)
+    """Workers that have said that they come to their end, and with which code."""
+    lost_ranks: dict[int, int] = field(default_factory=dict)
+    """Workers that were lost, by the status with which they ended, and whose work the others do."""
+    rejoining_ranks: set[int] = field(default_factory=set)
+    """Those of them that were started again, and are not ready."""
+    leaving_ranks: set[int] = field(default_factory=set)
+    """Those of them that are being ended, because others of their replica were lost."""
+    start_step: int | None = None  # the step from which it went on first, once it is known
+    saved_step: int = 0  # highest step of a checkpoint in it
+    num_steps: int = 0  # steps done in it
+    fork_server_error: str = ""  # what happened to the nursery that forked its workers, if it is gone
+    killed: bool = False  # all of its workers
+    exit_deadline: float | None = None  # when the end of its workers must have been reported
+    lost_nodes: dict[NodeHandle, str] = field(default_factory=dict)  # nodes that went away, and how
+    step_seconds: float | None = None  # of the last step
+    hang: HangReport | None = None
+    last_comparison: float = 0.0  # when workers were last compared, by their signs at that time
+    straggler_baseline: Mapping[int, Heartbeat] = field(default_factory=dict)
+    reported_stragglers: set[int] = field(default_factory=set)  # stragglers that were named
+    store_lost: bool = False  # the process through which they find each other died before they had met
+    abort_reason: str | None = None  # why its workers were killed
+    error: WorkerError | None = None
+    crashes: dict[int, str] = field(default_factory=dict)
+    """By rank, the exception that ended a worker: type, message and the user's line."""
+    result: dict[str, Any] | None = None
+
+    @property
+    def active_ranks(self) -> set[int]:
+        """Ranks that train together."""
+        return set(range(self.world_size)) - self.lost_ranks.keys()
+
+    @property
+    def unreported_ranks(self) -> set[int]:
+        """Workers whose end was not reported."""
+        return self.active_ranks - self.exit_statuses.keys()
+
+    def are_exits_overdue(self, now: float, exits_expected: bool) -> bool:
+        """Whether the end of workers that were killed, or are `ending`, should have been reported by `now`."""
+        if not (self.killed or exits_expected):
+            self.exit_deadline = None
+        elif self.exit_deadline is None:
+            self.exit_deadline = now + EXIT_REPORT_TIMEOUT_S
+        return self.exit_deadline is not None and now >= self.exit_deadline
+
+    @property
+    def early_exits(self) -> set[int]:
+        """Workers whose status looks like a proper end that they never came to: something in them ended the process."""
+        return {
+            rank
+            for rank, code in self.exit_statuses.items()
+            if code in PLANNED_EXIT_CODES and self.planned_exits.get(rank) != code
+        }
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no worker is left."""
+        return self.exit_statuses.keys() >= self.active_ranks and not self.rejoining_ranks and not self.leaving_ranks
+
+    def heartbeats(self) -> tuple[dict[int, Heartbeat | None], Callable[[], set[int]]]:
+        """The last signs of the workers that are still there, and what finds those that somebody holds still."""
+        by_node = {}
+        for node, ranks in self.ranks_by_node.items():
+            present_ranks = self.active_ranks & set(ranks) - self.exit_statuses.keys()
+            node_heartbeats = {
+                rank: heartbeat for rank, heartbeat in node.heartbeats(ranks).items() if rank in present_ranks
+            }
+            by_node[node] = node_heartbeats
+        heartbeats = {rank: heartbeat for node_found in by_node.values() for rank, heartbeat in node_found.items()}
+        return heartbeats, lambda: {
+            rank for node, node_found in by_node.items() for rank in node.stopped_ranks(node_found)
+        }
+
+    @property
+    def failed_by_storage(self) -> bool:
+        """Whether it ended because storage failed."""
+        return (
+            self.abort_reason is None
+            and not self.lost_nodes
+            and first_failure(self.exit_statuses, self.early_exits)[1] == STORAGE_FAILED_STATUS
+        )
+
+    @property
+    def failed_by_gpu(self) -> bool:
+        """Whether it ended because a GPU failed."""
+        return (
+            self.abort_reason is None
+            and not self.lost_nodes
+            and first_failure(self.exit_statuses, self.early_exits)[1] == GPU_FAILED_STATUS
+        )
+
+    def last_step(self, rank: int) -> int | None:
+        """The step of a worker's last sign, where it gave one."""
+        for node, ranks in self.ranks_by_node.items():
+            if rank in ranks and (heartbeat := node.heartbeats(ranks)[rank]) is not None:
+                return heartbeat.step
+        return None
+
+    def host_of(self, rank: int) -> str | None:
+        """The host of a worker."""
+        return next((node.name for node, ranks in self.ranks_by_node.items() if rank in ranks), None)
+
+
+def decide_outcome(attempt: AttemptState, logs: Path, attempt_number: int) -> tuple[ExitCode | None, str | None]:
+    """The exit code that an attempt means for the run, with a message if there is one; None as code means: start
+    again, and why."""
+    codes = attempt.exit_statuses
+    if attempt.result is not None and all(code == 0 for code in codes.values()):
+        return ExitCode.UNFINISHED if attempt.result.get("status") == "interrupted" else ExitCode.DONE, None
+    if attempt.abort_reason is not None:
+        return None, attempt.abort_reason
+    for node, reason in attempt.lost_nodes.items():
+        return None, f"node {node.name} was lost: {reason}"
+    if attempt.error is not None:
+        final = ExitCode(attempt.error.exit_code)
+        if final in FINAL_CODES:
+            return final, attempt.error.message
+    if attempt.early_exits - attempt.announced_ranks:
+        return ExitCode.USAGE, NEVER_JOINED_MESSAGE
+    if not attempt.early_exits and all(code in PLANNED_EXIT_CODES for code in codes.values()):
+        if not any(codes.values()):
+            return None, "the workers ended without telling how the run ended"
+        return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error.message
+    rank, code = first_failure(codes, attempt.early_exits)
+    if rank in attempt.early_exits:
+        step = attempt.last_step(rank)
+        step_text = "" if step is None else f" in step {step}"
+        cause = "something in it ended the process (os._exit, say)"
+        return None, f"worker {rank} left{step_text} with exit code {code}, before the run was done: {cause}"
+    log = worker_log_path(logs, attempt.log_attempt_by_rank.get(rank, attempt_number), rank)
+    if code == STORAGE_FAILED_STATUS and attempt.error is not None:
+        return None, f"worker {rank} {describe_exit(code)}: {attempt.error.message}"
+    crash = attempt.crashes.get(rank) if code > 0 else None
+    return (
+        None,
+        f"worker {rank} {describe_exit(code)}{last_log_line(log) if crash is None else f': {crash} (log: {log})'}",
+    )
+
+
+def describe_exit(code: int) -> str:
+    """What a worker's status tells, in words."""
+    text = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if code == LOST_PEER_STATUS:
+        text = "lost the connection to another worker"
+    if code == STORAGE_FAILED_STATUS:
+        text = "ended because storage failed"
+    if code == GPU_FAILED_STATUS:
+        text = "ended because its GPU failed"
+    if code == -signal.SIGBUS:
+        text += " (possibly a file that is mapped into memory could not be read)"
+    if code == -signal.SIGKILL:
+        text += " (possibly out of memory: try a smaller batch.micro_size)"
+    return text
+
+
+def first_failure(codes: Mapping[int, int], early_exits: Collection[int] = ()) -> tuple[int, int]:
+    """Rank and status of the worker that failed first, or left first before its end (`early_exits`); those that the
+    agent
+    killed died after it, and who only lost a peer did not fail by itself. Where none did, of the first that ended."""
+    failures = [(rank, code) for rank, code in codes.items() if code not in PLANNED_EXIT_CODES or rank in early_exits]
+    failures = failures or list(codes.items())
+    return next((one for one in failures if one[1] != LOST_PEER_STATUS), failures[0])
+
+
+def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
+    """An attempt's first failure."""
+    if attempt.abort_reason is not None and attempt.hang is not None:
+        return WorkerFailure(rank=attempt.hang.rank, cause="hang", message=message)
+    if attempt.store_lost:
+        return WorkerFailure(rank=0, cause="store_died", message=message)
+    for node in attempt.lost_nodes:
+        return WorkerFailure(rank=attempt.ranks_by_node[node].start, cause="node_lost", host=node.name, message=message)
+    return failure_of(*first_failure(attempt.exit_statuses, attempt.early_exits), message)
+
+
+def failure_of(rank: int, status: int, message: str) -> WorkerFailure:
+    """The failure of a worker that ended with a status."""
+    if status < 0:
+        return WorkerFailure(rank=rank, cause="signal", signal=signal_name(-status), message=message)
+    if (cause := CAUSE_BY_STATUS.get(status)) is not None:
+        return WorkerFailure(rank=rank, cause=cause, message=message)
+    return WorkerFailure(rank=rank, cause="exit_code", exit_code=status, message=message)
+
+
+def worker_log_path(logs: Path, attempt: int, rank: int) -> Path:
+    """Where a worker prints to."""
+    return logs / f"attempt-{attempt}-rank-{rank}.log"
+
+
+def last_log_line(log: Path, limit: int = 300) -> str:
+    """The last line that a worker printed, if any can be read, and where its log lies."""
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return f": {lines[-1][-limit:]} (log: {log})" if lines else ""

@@ -1,0 +1,427 @@
+"""The nursery: a process that has imported torch and forks workers, trials and the store; it never computes itself.
+
+Forking a process that has torch loaded takes milliseconds instead of the seconds of a fresh import. It is only safe
+while no thread runs, so this process starts none: not OpenMP's (no tensor is ever touched here) and not the store's
+(hosted in a child of its own). It lives by the agent's socket: when that closes, everything below it is killed.
+
+It obeys the messages `ToForkServer` of `run/messages.py`, and answers with those of `FromForkServer`. Workers write
+their events and the messages `FromWorker` to a second socket, which they inherit and whose number stands in
+PHALANX_EVENTS_FD; they give signs of life in memory that the agent made (`run/heartbeat.py`).
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, cast
+
+from phalanx.compat import become_subreaper, die_with_parent, import_torch
+from phalanx.errors import ExitCode, PhalanxError, is_storage_error
+from phalanx.jobs.process_tree import kill_descendants
+from phalanx.recipe import describe_exception
+from phalanx.recipe.snapshot_paths import resolve_code_dir
+from phalanx.run import heartbeat
+from phalanx.run.message_socket import make_socket_pair, receive, send
+from phalanx.run.messages import (
+    CallRaised,
+    CallReturned,
+    ForkServerReady,
+    Message,
+    Preload,
+    ProtocolError,
+    RunCall,
+    SendSignal,
+    StartStore,
+    StartWorkers,
+    StoreDied,
+    StoreStarted,
+    UpdateMembership,
+    WorkerCrashed,
+    WorkerExited,
+    WorkersStarted,
+)
+from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
+from phalanx.std_streams import SafeStream
+
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Blocked in the nursery and in its children until they unblock them."""
+LOST_PEER_STATUS = 76
+"""Exit status of a worker that ended only because another was gone. It may end, and be reaped, before that one: a dying
+process closes its sockets first."""
+STORAGE_FAILED_STATUS = 74
+"""Exit status of a worker that ended because storage failed: a file of the run, its data or its code could not be read
+or written. EX_IOERR of sysexits.h."""
+GPU_FAILED_STATUS = 71
+"""Exit status of a worker whose GPU failed. EX_OSERR of sysexits.h."""
+STORE_RANK = -1
+FIRST_CALL_RANK = -2
+"""Ranks of the children that are not workers; that of the Nth call is CALL - N."""
+MAX_STORE_STARTS = 3
+"""Processes that may die, one after another, before they host a store."""
+CALL_ANSWERED_STATUS = 101
+"""Exit status of a call that has sent its answer: with 0 it may leave before."""
+
+
+class ForkServer:
+    """The loop of the nursery process. `children` maps pid to rank."""
+
+    def __init__(self, agent_socket: socket.socket, events_socket: socket.socket, heartbeat_fd: int):
+        self.agent_socket = agent_socket
+        self.events_socket = events_socket
+        self.heartbeat_fd = heartbeat_fd
+        self.children: dict[int, int] = {}
+        self.control_sockets: dict[int, socket.socket] = {}
+        self.store_port = 0
+        self.store_pid = 0  # the process that hosts it
+        self.hosts_store = False  # for workers of several nodes
+        self.attempt = 0
+        self.rendezvous_fd = -1
+        self.num_starts = 0
+
+    def run(self) -> None:
+        """Serve the agent until it is gone; then kill whatever is left."""
+        wake_read, wake_write = socket.socketpair()
+        wake_write.setblocking(False)
+        wake_read.setblocking(False)
+        # A handler is needed for the wake-up byte to be written; reaping happens in the loop.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        with contextlib.suppress(ConnectionError):  # the agent is gone while we had something to tell it
+            self.serve(wake_read)
+        self.shut_down()
+
+    def serve(self, wake: socket.socket) -> None:
+        """Obey the agent, and reap children whenever a byte lies in `wake`."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.agent_socket, selectors.EVENT_READ)
+            selector.register(wake, selectors.EVENT_READ)
+            send(self.agent_socket, ForkServerReady())
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is wake:
+                        wake.recv(4096)
+                        self.reap_children()
+                        continue
+                    messages = receive(self.agent_socket)
+                    if messages is None:
+                        return
+                    for message in messages:
+                        self.handle_message(message)
+
+    def handle_message(self, message: Message) -> None:
+        """Do what the agent asks. ProtocolError for what is not for this process."""
+        match message:
+            case StartWorkers():
+                self.start_workers(message)
+            case StartStore():
+                self.reap_children()  # one that has just died is none
+                self.hosts_store, self.store_port = True, self.store_port or self.start_store(message.address)
+                send(self.agent_socket, StoreStarted(port=self.store_port, pid=self.store_pid))
+            case SendSignal():
+                self.send_signal(message.signal, message.ranks)
+            case UpdateMembership():
+                for rank in self.control_sockets.keys() & set(message.recipients):
+                    with contextlib.suppress(OSError):  # it has just ended, which its agent hears next
+                        send(self.control_sockets[rank], message.update)
+            case RunCall():
+                self.fork_child(FIRST_CALL_RANK - message.call_id, partial(self.run_call, message), {}, None)
+            case Preload():
+                _import_and_call(message.function, message.payload)
+                freeze_gc()
+            case _:
+                raise ProtocolError(f"the nursery knows no message {message}")
+
+    def start_workers(self, message: StartWorkers) -> None:
+        """Fork this node's workers of one attempt, and where they meet unless that is elsewhere."""
+        self.reap_children()  # a store that has just died is none
+        self.attempt, first_rank, local_world_size = message.attempt, message.first_rank, message.local_world_size
+        is_rejoin = message.rejoining_ranks is not None
+        self.num_starts += not is_rejoin
+        if self.hosts_store and not self.store_port and message.store_address is not None:
+            send(self.agent_socket, StoreDied(attempt=self.attempt))
+        address, port = message.store_address or ("127.0.0.1", 0)
+        if not is_rejoin and message.store_address is None:
+            self.create_rendezvous_file()
+        ranks = (
+            range(first_rank, first_rank + local_world_size)
+            if message.rejoining_ranks is None
+            else message.rejoining_ranks
+        )
+        for rank in ranks:
+            near, far = make_socket_pair()
+            control_fd = str(far.fileno()) if message.is_elastic else ""
+            environment = {
+                **message.environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank - first_rank),
+                "WORLD_SIZE": str(message.world_size),
+                "LOCAL_WORLD_SIZE": str(local_world_size),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                STORE_VARIABLE: "" if message.store_address is not None else f"/proc/self/fd/{self.rendezvous_fd}",
+                STORE_KEY_VARIABLE: message.store_key or "",
+                "PHALANX_ATTEMPT": str(message.attempt),
+                "PHALANX_RENDEZVOUS_ID": str(
+                    self.num_starts if message.rendezvous_id is None else message.rendezvous_id
+                ),
+                "PHALANX_EVENTS_FD": str(self.events_socket.fileno()),
+                heartbeat.HEARTBEAT_FD_VARIABLE: str(self.heartbeat_fd),
+                "PHALANX_CONTROL_FD": control_fd,
+                "PHALANX_STANDBY": "1" if is_rejoin else "",
+            }
+            log = Path(message.logs_dir) / f"attempt-{message.attempt}-rank-{rank}.log"
+            function, arguments = message.command.function, message.command.payload
+            self.fork_child(
+                rank, partial(_import_and_call, function, arguments), environment, log, _find_user_code_dir(arguments)
+            )
+            far.close()
+            self.control_sockets[rank] = near
+        send(self.agent_socket, WorkersStarted(attempt=self.attempt))
+
+    def create_rendezvous_file(self) -> None:
+        """A file without a name where workers of this machine meet: only they, and others of this user, can open it."""
+        if self.rendezvous_fd >= 0:
+            os.close(self.rendezvous_fd)
+        self.rendezvous_fd = os.memfd_create("phalanx-meeting")
+
+    def start_store(self, address: str) -> int:
+        """Fork the process that hosts the store where workers of several nodes meet; return its port. It listens on one
+        address only: torch would listen on all. One that dies at once is followed by another."""
+        for _ in range(MAX_STORE_STARTS):
+            if store_port := self._fork_store(address):
+                return store_port
+        raise RuntimeError("the process that hosts the rendezvous store died before it told its port")
+
+    def _fork_store(self, address: str) -> int:
+        read, write = os.pipe()
+
+        def host() -> None:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, 0), family=family)
+            port, fd = listener.getsockname()[1], listener.detach()
+            store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=fd)
+            os.write(write, str(store.port).encode())
+            os.close(write)
+            signal.pause()
+
+        self.store_pid = self.fork_child(STORE_RANK, host, {}, None)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            return int(pipe.read() or 0)
+
+    def run_call(self, asked: RunCall) -> NoReturn:
+        """Run `module:function(payload)` in this (forked) process, send what it returns or raises, and leave."""
+        send(self.agent_socket, _reply_to(asked))
+        raise SystemExit(CALL_ANSWERED_STATUS)
+
+    def fork_child(
+        self,
+        rank: int,
+        body: Callable[[], None],
+        environment: dict[str, str],
+        log: Path | None,
+        user_code_dir: Path | None = None,
+    ) -> int:
+        """Fork a child that runs `body` and exits with its code; it dies with us. Its process id. A worker, which has a
+        log, reports the exception that ends it; `user_code_dir`: the folder of the user's code, whose line is named."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+        def report(error: BaseException) -> None:
+            if log is not None:
+                send(self.events_socket, WorkerCrashed(rank=rank, message=describe_exception(error, user_code_dir)))
+
+        parent = os.getpid()
+        pid = os.fork()
+        if not pid:
+            _run_child(parent, body, environment, log, report)
+        self.children[pid] = rank
+        return pid
+
+    def reap_children(self) -> None:
+        """Report children that ended. Adopted grandchildren are reaped and not reported."""
+        while self.children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = self.children.pop(pid, None)
+            if rank is not None and (control_socket := self.control_sockets.pop(rank, None)) is not None:
+                control_socket.close()
+            if rank == STORE_RANK:
+                if pid == self.store_pid and self.store_port:
+                    self.store_port = 0  # the next attempt gets another; workers that have met need it no more
+                    send(self.agent_socket, StoreDied(attempt=self.attempt))
+                continue
+            if rank is None:
+                continue
+            if rank <= FIRST_CALL_RANK:
+                # A trial that was killed (out of memory, say) sent no reply: its end is the reply.
+                if os.waitstatus_to_exitcode(status) != CALL_ANSWERED_STATUS:
+                    text = f"the trial process ended with {describe_wait_status(status)}"
+                    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+                    send(self.agent_socket, CallRaised(call_id=FIRST_CALL_RANK - rank, message=text, was_killed=killed))
+                continue
+            send(self.agent_socket, WorkerExited(rank=rank, exit_status=os.waitstatus_to_exitcode(status)))
+
+    def send_signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to the workers of these ranks; without, to all (to trials only one that ends them for good)."""
+        for pid, rank in self.children.items():
+            if (
+                rank in ranks
+                if ranks is not None
+                else rank >= 0 or (number == signal.SIGKILL and rank <= FIRST_CALL_RANK)
+            ):
+                os.kill(pid, number)
+
+    def shut_down(self) -> None:
+        """Kill and reap everything below this process, adopted grandchildren too."""
+        kill_descendants()
+
+
+def freeze_gc() -> None:
+    """Have collections in the children leave alone all that exists now, so that its memory stays shared."""
+    gc.collect()
+    gc.freeze()
+
+
+def describe_wait_status(status: int) -> str:
+    """A wait status in words."""
+    code = os.waitstatus_to_exitcode(status)
+    return signal_name(-code) if code < 0 else f"exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL, say; real-time signals have no names, so they are `signal 40`."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def _reply_to(asked: RunCall) -> CallReturned | CallRaised:
+    """Call, and put what came of it into a message."""
+    call_id = asked.call_id
+    try:
+        return CallReturned(call_id=call_id, value=_import_function(asked.function)(asked.payload))
+    except PhalanxError as error:
+        return CallRaised(call_id=call_id, message=str(error), exit_code=int(error.code))
+    except SystemExit as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"SystemExit: {error.code} ({frame.filename}:{frame.lineno}, in {frame.name}): a trial was left by it"
+        return CallRaised(call_id=call_id, message=text)
+    except Exception as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
+        text, code, trace = f"{type(error).__name__}: {error}", None, traceback.format_exc()[-8000:]
+        if _is_gpu_error(error):
+            text, code = f"a GPU of this machine failed: {describe_exception(error)}", int(ExitCode.UNFIT_NODE)
+        return CallRaised(call_id=call_id, message=text, exit_code=code, traceback=trace)
+
+
+def _import_function(path: str) -> Callable[[Any], Any]:
+    module, _, name = path.partition(":")
+    function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _import_and_call(path: str, payload: Any) -> None:
+    """Import and call in the child: what a worker loads is none of the nursery's."""
+    _import_function(path)(payload)
+
+
+def _find_user_code_dir(arguments: Any) -> Path | None:
+    """The folder of the user's code that a worker with these arguments runs."""
+    given = arguments if isinstance(arguments, Mapping) else {}
+    if "script" in given:
+        return Path(given["script"]).parent
+    return resolve_code_dir(Path(given["folder"])) if "folder" in given else None
+
+
+def _run_child(
+    parent: int,
+    body: Callable[[], None],
+    environment: dict[str, str],
+    log: Path | None,
+    report: Callable[[BaseException], None],
+) -> NoReturn:
+    """In a fresh child: clean signal state, own log, run, leave without the parent's exit handlers."""
+    code = 1
+    sys.stdout, sys.stderr = (cast(TextIO, SafeStream(stream)) for stream in (sys.stdout, sys.stderr))
+    try:
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.update(environment)
+        if log is not None:
+            _redirect_output(log)
+        body()
+        code = 0
+    except SystemExit as leave:
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+        code = 0 if leave.code is None else leave.code if isinstance(leave.code, int) else 1
+    except BaseException as error:  # noqa: BLE001 - the last frame of a process: report and leave
+        code = _exit_status(error)
+        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the agent is gone
+            report(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect_output(log: Path) -> None:
+    """Have what this process prints go to a file; what the file does not take is lost, and nothing is raised."""
+    try:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        fd = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def _exit_status(error: BaseException) -> int:
+    """The exit status of a worker that an exception ends."""
+    from phalanx.train.distributed.environment import is_peer_failure
+
+    if _is_gpu_error(error):  # NCCL tells of it as it does of lost peers
+        return GPU_FAILED_STATUS
+    return LOST_PEER_STATUS if is_peer_failure(error) else STORAGE_FAILED_STATUS if is_storage_error(error) else 1
+
+
+def _is_gpu_error(error: BaseException) -> bool:
+    from phalanx.train.distributed.environment import is_gpu_failure
+
+    return is_gpu_failure(error)
+
+
+def main() -> None:
+    """Entry of the nursery process: `python -m phalanx.jobs.agent.fork_server AGENT_FD EVENTS_FD PULSE_FD
+    PARENT_PID`."""
+    agent_fd, events_fd, heartbeat_fd, parent = (int(argument) for argument in sys.argv[1:5])
+    die_with_parent(parent)
+    become_subreaper()
+    # Signals are the agent's to interpret. Blocked rather than ignored: workers inherit the mask, so a signal that
+    # comes before a worker has its handler waits for it instead of being lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    gc.disable()  # nearly all that is imported stays, and to look for garbage in it takes a sixth of the time
+    import_torch()
+    import phalanx.train.worker  # noqa: F401 - what every worker needs, loaded once
+
+    freeze_gc()
+    gc.enable()
+    ForkServer(socket.socket(fileno=agent_fd), socket.socket(fileno=events_fd), heartbeat_fd).run()
+
+
+if __name__ == "__main__":
+    main()

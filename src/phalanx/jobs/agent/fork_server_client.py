@@ -1,0 +1,302 @@
+"""The nursery as its agent holds it: a process that has torch loaded, and two sockets to it. See `fork_server.py`."""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import psutil
+
+from phalanx.deadline import (
+    POLL_INTERVAL_S,
+    RESUME_AFTER_CHECKS,
+    Deadline,
+    find_stopped,
+    print_status,
+    resume_processes,
+)
+from phalanx.errors import ExitCode, PhalanxError, SubprocessError
+from phalanx.jobs.agent.fork_server import signal_name
+from phalanx.run.heartbeat import HeartbeatTable
+from phalanx.run.message_socket import SendTimeoutError, make_socket_pair, receive, send, set_send_timeout
+from phalanx.run.messages import (
+    CallRaised,
+    CallReply,
+    CallReturned,
+    ForkServerReady,
+    Preload,
+    RunCall,
+    StartStore,
+    StoreStarted,
+    ToForkServer,
+)
+
+HUGE_PAGES_TUNABLE = "glibc.malloc.hugetlb"
+"""glibc's tunable; 1 has malloc ask for them, where the kernel gives them to who asks."""
+
+
+def add_huge_pages(tunables: str) -> str:
+    """GLIBC_TUNABLES with huge pages, unless it says something of them. A process that is killed is gone only when the
+    kernel has freed its memory page by page, and until then nobody knows."""
+    return tunables if HUGE_PAGES_TUNABLE in tunables else ":".join(filter(None, (tunables, f"{HUGE_PAGES_TUNABLE}=1")))
+
+
+EXIT_TIMEOUT_S = 30.0
+"""Seconds in which a nursery that is not needed any more must have ended what lives below it."""
+READY_TIMEOUT_S = 300.0
+"""Seconds in which torch must be imported there: on a slow disk that many share it takes a minute."""
+CALL_TIMEOUT_S = 600.0
+"""Seconds in which a trial must have ended, at least."""
+STORE_TIMEOUT_S = 60.0
+"""Seconds in which the store must listen."""
+SEND_TIMEOUT_S = 10.0
+"""Seconds in which it must take what it is sent."""
+Answer = TypeVar("Answer")
+RESTART_HINT = "start again with the same command"
+PROCESS_DESCRIPTION = "the process that loads torch and starts workers"
+
+
+def _environment_without_token() -> dict[str, str]:
+    """Agents prove themselves by the token; user code needs none."""
+    return {name: value for name, value in os.environ.items() if name != "PHALANX_TOKEN"}
+
+
+class ForkServerLostError(PhalanxError):
+    """The process that loads torch and forks workers and trials died, or does not answer and was killed."""
+
+    code = ExitCode.UNFINISHED
+
+
+class StopRequestedError(PhalanxError):
+    """This process was asked to stop while it waited, and no worker was there that could save anything."""
+
+    code = ExitCode.UNFINISHED
+
+
+class RemoteUserError(PhalanxError):
+    """A PhalanxError of another process, with its code."""
+
+    def __init__(self, text: str, code: ExitCode):
+        super().__init__(text)
+        self.code = code
+
+
+def call_timeout(hang_timeout_s: float) -> float:
+    """Seconds in which a trial must have ended, where `fault_tolerance.hang_timeout_s` is so long."""
+    return max(CALL_TIMEOUT_S, hang_timeout_s)
+
+
+class ForkServerClient:
+    """The agent's handle on the nursery. A context manager: leaving it leaves no process behind.
+
+    Every wait for it has an end: `ready_timeout_s` seconds for its start, `call_timeout_s` for a trial, and twice
+    `max_stopped_checks` looks where it
+    is stopped (SIGSTOP). What has to be said of it goes to `report`. Who owns the signals sets `is_stop_requested`:
+    whether one asked to stop, which ends a wait for an answer as well.
+    """
+
+    store_pid = 0
+    """The process that hosts the store, if one was asked for."""
+
+    def __init__(
+        self,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        max_stopped_checks: int = RESUME_AFTER_CHECKS,
+        report: Callable[[str], None] = print_status,
+    ) -> None:
+        folder = os.getcwd()  # FileNotFoundError where it is gone: torch cannot be loaded there
+        self._timeouts_s, self._max_stopped_checks, self.report = (
+            (ready_timeout_s, call_timeout_s),
+            max_stopped_checks,
+            report,
+        )
+        self.is_stop_requested: Callable[[], bool] = lambda: False
+        self._num_stopped_checks = 0  # looks in a row
+        self.heartbeat_table = HeartbeatTable()
+        self.control, control_far = make_socket_pair()
+        set_send_timeout(self.control, SEND_TIMEOUT_S)
+        self.events, events_far = make_socket_pair()
+        command = [sys.executable, "-P", "-m", "phalanx.jobs.agent.fork_server"]
+        inherited = (control_far.fileno(), events_far.fileno(), self.heartbeat_table.fd)
+        arguments = [*(str(number) for number in inherited), str(os.getpid())]
+        self.process = subprocess.Popen(
+            command + arguments,
+            pass_fds=inherited,
+            cwd=folder,
+            env=_environment_without_token() | {"GLIBC_TUNABLES": add_huge_pages(os.environ.get("GLIBC_TUNABLES", ""))},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
+        )
+        control_far.close()
+        events_far.close()
+        self._is_ready = False
+        self._num_calls = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.control.close()  # the nursery kills and reaps its children when it sees this
+        if not self._is_ready:  # it loads torch, has no children, and would look only afterwards
+            self.kill()
+        deadline = Deadline(
+            f"{PROCESS_DESCRIPTION} to end", EXIT_TIMEOUT_S, self.report, report_interval_s=EXIT_TIMEOUT_S / 3
+        )
+        while not self.has_exited():
+            try:
+                self.process.wait(POLL_INTERVAL_S)
+            except subprocess.TimeoutExpired:
+                if deadline.check_expired() or self._find_stopped(include_descendants=False):
+                    self.kill()
+                    break
+        self.events.close()
+        self.heartbeat_table.close()
+
+    def has_exited(self) -> bool:
+        """Whether it has ended. Its sockets need not show that: what a worker forked may hold their other ends."""
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        """End it, stopped or not, and all that lives below it."""
+        descendants: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendants = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        for process in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it: no signal ends it
+            self.process.wait(EXIT_TIMEOUT_S)
+
+    def resume_if_stopped(self, include_descendants: bool = False) -> str | None:
+        """To be called every second or so while something of it is waited for. Where it was stopped, or the store, or
+        with `below` any process below it, a message says so, and it is continued; where that does not help, the
+        sentence why it is of no use any more."""
+        found = self._find_stopped(include_descendants)
+        self._num_stopped_checks = self._num_stopped_checks + 1 if found else 0
+        if not found or self._num_stopped_checks < self._max_stopped_checks:
+            return None
+        names = f"{PROCESS_DESCRIPTION} (process {self.process.pid})"
+        if found[0].pid != self.process.pid:
+            names = f"process {found[0].pid}, which {PROCESS_DESCRIPTION} has started,"
+        if self._num_stopped_checks >= 2 * self._max_stopped_checks:
+            return f"{names} is stopped (SIGSTOP), and stays so when it is continued; {RESTART_HINT}"
+        if self._num_stopped_checks == self._max_stopped_checks:
+            resume_processes(found)
+            self.report(f"{names} was stopped (SIGSTOP): continued it")
+        return None
+
+    def _find_stopped(self, include_descendants: bool) -> list[psutil.Process]:
+        """Those that were stopped."""
+        pids = [self.process.pid]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if include_descendants:
+                pids += [each.pid for each in psutil.Process(self.process.pid).children(recursive=True)]
+            elif self.store_pid and psutil.Process(self.store_pid).ppid() == self.process.pid:
+                pids.append(self.store_pid)
+        return find_stopped(pids)
+
+    def wait_until_ready(self) -> None:
+        """Block until torch is imported there. NurseryLost when that takes too long."""
+        if not self._is_ready:
+            self._wait_for_reply(
+                ForkServerReady,
+                deadline=Deadline(f"{PROCESS_DESCRIPTION} to be ready", self._timeouts_s[0], self.report),
+            )
+            self._is_ready = True
+
+    def start_store(self, address: str) -> int:
+        """The port of the store where workers of several nodes meet, on this address; it is there for all attempts."""
+        self.wait_until_ready()
+        self.send(StartStore(address=address))
+        what = "the process through which workers find each other to listen"
+        answer = self._wait_for_reply(StoreStarted, deadline=Deadline(what, STORE_TIMEOUT_S, self.report))
+        self.store_pid = answer.pid
+        return answer.port
+
+    def preload(self, function: str, payload: Any) -> None:
+        """Run `module:function(payload)`, which imports what workers will need, in the nursery itself, so that none of
+        them has to. It must start no thread, touch no tensor and raise nothing."""
+        self.wait_until_ready()
+        self.send(Preload(function=function, payload=payload))
+
+    def call(self, function: str, payload: Any) -> Any:
+        """Run `module:function(payload)` in a fork of the nursery and return its value.
+
+        Raises `RemoteUserError` for the user's errors, `SubprocessError` for anything else, and `ForkServerLostError`.
+        """
+        self.wait_until_ready()
+        self._num_calls += 1
+        self.send(RunCall(function=function, payload=payload, call_id=self._num_calls))
+        description = f"a trial before the run ({function.rpartition(':')[2]}) to end"
+        deadline = Deadline(description, self._timeouts_s[1], self.report)
+        hint = "; if it is only slow, raise fault_tolerance.hang_timeout_s"
+        while (reply := self._wait_for_reply(CallReply, deadline=deadline, hint=hint)).call_id != self._num_calls:
+            pass  # to a call that was interrupted, or an end behind an answer
+        if isinstance(reply, CallReturned):
+            return reply.value
+        assert isinstance(reply, CallRaised)
+        if reply.exit_code is not None:
+            raise RemoteUserError(reply.message, ExitCode(reply.exit_code))
+        raise SubprocessError(reply.message, reply.traceback, reply.was_killed)
+
+    def send(self, message: ToForkServer) -> None:
+        """Send it a message. NurseryLost when it is gone, or takes nothing."""
+        try:
+            send(self.control, message)
+        except SendTimeoutError:
+            self.kill()
+            raise ForkServerLostError(
+                f"{PROCESS_DESCRIPTION} took no message for {SEND_TIMEOUT_S:.0f} s: it hangs; {RESTART_HINT}"
+            ) from None
+        except OSError:
+            raise self._exit_error() from None
+
+    def _wait_for_reply(self, wanted: type[Answer], deadline: Deadline, hint: str = "") -> Answer:
+        """The next message of this class. What else comes is of workers that are no longer followed.
+        NurseryLost when it does not come, AskedToStop when that is not to be waited for: then it is killed."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.control, selectors.EVENT_READ)
+            while True:
+                if not selector.select(POLL_INTERVAL_S):
+                    if self.is_stop_requested():
+                        self.kill()
+                        raise StopRequestedError(f"asked to stop while it waited for {deadline.what}")
+                    if (
+                        reason := self.resume_if_stopped(include_descendants=True)
+                    ) is None and deadline.check_expired():
+                        reason = f"waited {deadline.limit_s:.0f} s for {deadline.what}: it hangs; {RESTART_HINT}"
+                        reason += hint
+                    if reason is not None:
+                        self.kill()
+                        raise ForkServerLostError(reason)
+                    continue
+                try:
+                    messages = receive(self.control)
+                except OSError:
+                    messages = None
+                if messages is None:
+                    raise self._exit_error()
+                self._num_stopped_checks = 0
+                for message in messages:
+                    if isinstance(message, wanted):
+                        return message
+
+    def _exit_error(self) -> ForkServerLostError:
+        """Why it is gone."""
+        try:
+            code = self.process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = -int(signal.SIGKILL)  # it has let go of its sockets, and is as good as gone
+        if code < 0:
+            killed = " (possibly out of memory)" if -code == signal.SIGKILL else ""
+            return ForkServerLostError(f"{PROCESS_DESCRIPTION} was killed by {signal_name(-code)}{killed}; start again")
+        error = ForkServerLostError(f"{PROCESS_DESCRIPTION} died with exit code {code}; its message stands above")
+        if not self._is_ready:  # it would die in the same way again
+            error.code = ExitCode.UNFIT_NODE
+        return error

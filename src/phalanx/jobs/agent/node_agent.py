@@ -1,0 +1,317 @@
+"""The agent of a node that does not lead: it starts, signals and watches its workers as the leading agent says.
+
+It decides nothing about the run. When the leader is gone it ends its workers and looks for it again for a while; a
+leader that comes back finds it ready for the next attempt.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from phalanx.deadline import POLL_INTERVAL_S, Deadline
+from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.jobs.agent.attempt import EXIT_REPORT_TIMEOUT_S
+from phalanx.jobs.agent.fork_server_client import ForkServerClient, StopRequestedError
+from phalanx.jobs.agent.hang_report import find_ended_ranks
+from phalanx.jobs.agent.node_group import (
+    HEARTBEAT_INTERVAL_S,
+    LocalNode,
+    departure,
+    interface_variables,
+    make_heartbeat_message,
+    make_hello,
+)
+from phalanx.jobs.agent.signals import SignalQueue
+from phalanx.run import Run
+from phalanx.run.control_channel import AuthConnection, connect_to_leader
+from phalanx.run.event_types import RunWarning
+from phalanx.run.in_memory_checkpoint import remove_node_dir
+from phalanx.run.message_socket import drain, receive, send
+from phalanx.run.messages import (
+    Leave,
+    Message,
+    Ping,
+    Rejected,
+    SendSignal,
+    StartWorkers,
+    StopRequested,
+    UpdateMembership,
+    WorkerExited,
+)
+from phalanx.run.node_env import NodeEnv
+from phalanx.std_streams import escape_control_chars
+
+LEADER_JOIN_TIMEOUT_S = 600.0
+"""Seconds for which the leader may not be there yet: it may start later than the others."""
+LEADER_REJOIN_TIMEOUT_S = 120.0
+"""Seconds for which a leader that was lost may come back."""
+LEADER_TIMEOUT_S = 15.0
+"""Seconds without a word of the leader after which it is taken for lost; longer than it takes the leader to notice."""
+CONNECT_RETRY_INTERVAL_S = 0.2
+"""Seconds between two attempts to reach the leader."""
+DEPARTURE_TIMEOUT_S = 5.0
+"""Seconds for which a node that leaves tries to tell the leader why."""
+
+
+def report_departure(
+    node_env: NodeEnv, token: bytes, error: PhalanxError, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Tell the leader that this node leaves, and why, if it is there within a few seconds: it waits for this one."""
+    assert node_env.leader_address is not None
+    deadline = clock() + DEPARTURE_TIMEOUT_S
+    while True:
+        try:
+            connection = connect_to_leader(node_env.leader_address, token)
+            connection.send(departure(make_hello(node_env.node_rank, node_env.num_nodes), int(error.code), str(error)))
+            connection.close()
+            return
+        except OSError:
+            if clock() >= deadline:
+                return
+        time.sleep(CONNECT_RETRY_INTERVAL_S)  # nothing tells when somebody begins to listen
+
+
+class NodeAgent:
+    """One node's agent below the leader's. Entered as a context it owns the signals."""
+
+    def __init__(
+        self,
+        node_env: NodeEnv,
+        token: bytes,
+        out: TextIO,
+        environment: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+        nproc_per_node: int | None = None,
+    ):
+        assert node_env.leader_address is not None
+        self.nproc_per_node = nproc_per_node
+        self.node_env, self.leader_address, self.token = node_env, node_env.leader_address, token
+        self.out, self.environment, self.clock = out, environment, clock
+        self.signals = SignalQueue()
+        self._ranks: list[int] = []  # of this attempt's workers, by local rank
+        self._live_ranks: set[int] = set()
+        self._exit_deadline = 0.0  # when ends that are not reported must have been
+        self._run: Run | None = None
+        self._connection: AuthConnection | None = None  # to the leader, while it is there
+
+    def __enter__(self) -> Self:
+        self.signals.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._run is not None:
+            remove_node_dir(self._run, self.environment)
+        self.signals.__exit__(*exception)
+
+    def serve(self) -> ExitCode:
+        """Serve the leader until it says how the run ended; UNFINISHED when it does not come (back), or when this node
+        was told to stop while it was away."""
+        deadline = self.clock() + LEADER_JOIN_TIMEOUT_S
+        while True:
+            with ForkServerClient(report=self._report) as fork_server:
+                fork_server.is_stop_requested = lambda: bool(self.signals.received)
+                try:
+                    fork_server.wait_until_ready()
+                except StopRequestedError as error:
+                    self._report(str(error))
+                    return error.code
+                local_node = LocalNode(fork_server.control, fork_server.events, fork_server.heartbeat_table, self.token)
+                while fork_server.process.poll() is None:
+                    connection = self._connect_to_leader(deadline)
+                    if connection is None:
+                        return ExitCode.UNFINISHED
+                    self._connection = connection
+                    try:
+                        code = self._serve_connection(
+                            connection, local_node, lambda: self._is_fork_server_lost(fork_server)
+                        )
+                    except _ForkServerGone:
+                        self._report("the process that forks workers is lost, and its workers; starting another")
+                        deadline = self.clock() + LEADER_REJOIN_TIMEOUT_S
+                        break
+                    finally:
+                        self._connection = None
+                        connection.close()
+                    if code is not None:
+                        return code
+                    print("lost the leading node; looking for it", file=self.out, flush=True)
+                    deadline = self.clock() + LEADER_REJOIN_TIMEOUT_S
+                    if not self._kill_workers(local_node, lambda: self._is_fork_server_lost(fork_server)):
+                        break
+
+    def _is_fork_server_lost(self, fork_server: ForkServerClient) -> bool:
+        """Whether it is gone, or stopped for good."""
+        if (problem := fork_server.resume_if_stopped()) is None:
+            return fork_server.has_exited()
+        self._report(problem)
+        fork_server.kill()
+        return True
+
+    def _report(self, text: str) -> None:
+        """Here, and as an event of the run where the leader is there."""
+        print(escape_control_chars(text), file=self.out, flush=True)
+        if self._connection is not None:
+            with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
+                self._connection.send(RunWarning(text=f"node {self.node_env.node_rank}: {text}"))
+
+    def _connect_to_leader(self, deadline: float) -> AuthConnection | None:
+        """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
+        (host, port), last_error = self.leader_address, None
+        join_deadline = Deadline(
+            f"node 0 at {host}:{port}", max(0.0, deadline - self.clock()), self._report, self.clock
+        )
+        while not join_deadline.check_expired():
+            if self.signals.received:
+                return None
+            try:
+                connection = connect_to_leader(self.leader_address, self.token)
+                connection.send(make_hello(self.node_env.node_rank, self.node_env.num_nodes))
+                return connection
+            except OSError as error:
+                last_error = error
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.signals.wake_socket, selectors.EVENT_READ)
+                selector.select(CONNECT_RETRY_INTERVAL_S)
+        print(f"error: node 0 cannot be reached at {host}:{port}: {last_error}", file=self.out, flush=True)
+        return None
+
+    def _serve_connection(
+        self, connection: AuthConnection, local_node: LocalNode, is_lost: Callable[[], bool]
+    ) -> ExitCode | None:
+        """Do what the leader says until it says how the run ended, or is gone (None). `_ForkServerGone` when the
+        nursery is."""
+        last_received = last_sent = self.clock()
+        network_variables = interface_variables(connection.sock.getsockname()[0], self.environment)
+        with selectors.DefaultSelector() as selector:
+            for each in (connection, *local_node.sockets(), self.signals.wake_socket):
+                selector.register(each, selectors.EVENT_READ)
+            while True:
+                try:
+                    self._forward_signals(connection)
+                    timeout_s = max(0.0, last_sent + HEARTBEAT_INTERVAL_S - self.clock())
+                    ready = [key.fileobj for key, _ in selector.select(timeout_s)]
+                    now = self.clock()
+                    if now - last_sent >= HEARTBEAT_INTERVAL_S:
+                        connection.send(make_heartbeat_message(local_node, self._ranks, now))
+                        last_sent = now
+                        if is_lost():
+                            raise _ForkServerGone
+                        self._check_exits(local_node, now)
+                    for each in ready:
+                        if each is self.signals.wake_socket:
+                            self.signals.wake_socket.recv(4096)
+                        elif each is connection:
+                            messages = connection.receive()
+                            if messages is None:
+                                return None
+                            last_received = now
+                            for message in messages:
+                                if isinstance(message, Rejected):  # it starts a program of another framework
+                                    message = Leave(exit_code=int(ExitCode.USAGE), message=message.message)
+                                if isinstance(message, Leave):
+                                    return self._handle_leave(message, local_node, is_lost)
+                                self._handle_message(message, local_node, network_variables)
+                        else:
+                            self._forward_messages(connection, local_node, each)
+                except ConnectionError:
+                    return None
+                if now - last_received > LEADER_TIMEOUT_S:
+                    return None
+
+    def _handle_message(self, message: Message, local_node: LocalNode, network_variables: Mapping[str, str]) -> None:
+        """Have the nursery do what the leader says. ConnectionError for what no leader says."""
+        match message:
+            case Ping():
+                return
+            case StartWorkers():
+                self._expect(message, local_node)
+                message = replace(message, environment={**message.environment, **network_variables})
+            case SendSignal() | UpdateMembership():
+                pass
+            case _:
+                raise ConnectionError(f"no leader sends {message.kind}")
+        try:
+            local_node.send(message)
+        except ConnectionError:
+            raise _ForkServerGone from None
+
+    def _expect(self, start: StartWorkers, here: LocalNode) -> None:
+        """Take note of the workers that are about to start."""
+        first, count = start.first_rank, start.local_world_size
+        if self.nproc_per_node not in (None, count):
+            raise UsageError(
+                f"--nproc-per-node {self.nproc_per_node}: node 0 starts {count} workers on each node; give the same "
+                "--nproc-per-node on all nodes"
+            )
+        payload = start.command.payload
+        self._run = Run(Path(payload["run"])) if "run" in payload else None
+        self._ranks = list(range(first, first + count))
+        if start.rejoining_ranks is not None:
+            self._live_ranks |= set(start.rejoining_ranks)
+        else:
+            here.reset()
+            self._live_ranks = set(self._ranks)
+
+    def _forward_messages(self, connection: AuthConnection, local_node: LocalNode, sock: Any) -> None:
+        """What workers and nursery say, to the leader."""
+        messages = local_node.receive(sock)
+        if messages is None:
+            raise _ForkServerGone
+        for message in messages:
+            if isinstance(message, WorkerExited):
+                self._live_ranks.discard(message.rank)
+        if messages:
+            connection.send(*messages)
+
+    def _check_exits(self, local_node: LocalNode, now: float) -> None:
+        """`_ForkServerGone` where the nursery does not report the end of workers that have all ended."""
+        if not self._live_ranks or not self._live_ranks <= find_ended_ranks(local_node.heartbeats(self._ranks)):
+            self._exit_deadline = now + EXIT_REPORT_TIMEOUT_S
+        elif now >= self._exit_deadline:
+            raise _ForkServerGone
+
+    def _forward_signals(self, connection: AuthConnection) -> None:
+        """Whoever asks this node to stop asks the run to."""
+        if self.signals.received:
+            self.signals.received.clear()
+            connection.send(StopRequested())
+
+    def _handle_leave(self, message: Leave, local_node: LocalNode, is_lost: Callable[[], bool]) -> ExitCode:
+        if message.message is not None:
+            print(f"error: {escape_control_chars(message.message)}", file=self.out, flush=True)
+        self._kill_workers(local_node, is_lost)
+        return ExitCode(message.exit_code)
+
+    def _kill_workers(self, local_node: LocalNode, is_lost: Callable[[], bool]) -> bool:
+        """Kill what is left of an attempt, and take note of its end; whether the nursery, unless it is `is_lost`,
+        reported it in time."""
+        exit_deadline = Deadline("workers to end", EXIT_REPORT_TIMEOUT_S, self._report, self.clock)
+        with selectors.DefaultSelector() as selector:
+            selector.register(local_node.control, selectors.EVENT_READ)
+            try:
+                send(local_node.control, SendSignal(signal=int(signal.SIGKILL)))
+            except ConnectionError:
+                return False
+            while self._live_ranks:
+                if not selector.select(POLL_INTERVAL_S):
+                    if is_lost() or exit_deadline.check_expired():
+                        return False
+                    continue
+                messages = receive(local_node.control)
+                if messages is None:
+                    return False
+                self._live_ranks -= {message.rank for message in messages if isinstance(message, WorkerExited)}
+        for _ in drain(local_node.events):
+            pass
+        self._ranks, self._live_ranks = [], set()
+        return True
+
+
+class _ForkServerGone(Exception):
+    """This node's own nursery is gone."""

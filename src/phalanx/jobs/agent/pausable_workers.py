@@ -1,0 +1,195 @@
+"""A world of workers that trains in bouts: started once, held still while another has its turn, then going on.
+
+For measuring recipes against each other. Workers, exchange, feed and events are those of a real run; only the agent's
+recovery is missing: a world in which anything fails is at its end. Held still by SIGSTOP: no worker knows of it, and
+its threads use no core meanwhile.
+"""
+
+import selectors
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+from phalanx.deadline import POLL_INTERVAL_S, Deadline
+from phalanx.jobs.agent.attempt import (
+    EXIT_REPORT_TIMEOUT_S,
+    EXITS_NOT_REPORTED_MESSAGE,
+    FORK_SERVER_DIED_MESSAGE,
+    AttemptState,
+    decide_outcome,
+)
+from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError
+from phalanx.run import Run
+from phalanx.run.boot_clock import unix_now
+from phalanx.run.event_types import StepDone, WorkerStarted
+from phalanx.run.message_socket import drain, receive
+from phalanx.run.messages import (
+    Command,
+    Message,
+    SendSignal,
+    StartWorkers,
+    ToForkServer,
+    WorkerCrashed,
+    WorkerError,
+    WorkerExited,
+)
+
+NUM_WARMUP_STEPS = 3
+"""Steps before the first bout: compilation, first allocations."""
+NUM_DISCARDED_STEPS = 1
+"""First whole steps of a bout that do not count: they find the caches full of somebody else's data."""
+
+
+class WorkersFailedError(Exception):
+    """A worker failed, or took too long; the text says in a line or two why."""
+
+
+class PausableWorkers:
+    """Workers that perform `command` in `run`, forked by a nursery that has no others meanwhile.
+
+    `command` reports step events and never ends by itself. `timeout_s`: seconds for a start and for each bout.
+    """
+
+    def __init__(
+        self,
+        fork_server: ForkServerClient,
+        run: Run,
+        world_size: int,
+        command: Command,
+        *,
+        timeout_s: float = 600.0,
+        clock: Callable[[], float] = unix_now,
+    ):
+        self.fork_server = fork_server
+        self.run = run
+        self.world_size = world_size
+        self.command = command
+        self.timeout_s = timeout_s
+        self.is_running = False
+        self.startup_seconds: list[float] = []
+        """Seconds from each start to the end of the first step."""
+        self._clock = clock
+        self._attempt = AttemptState(world_size)
+        self._attempt_number = -1
+
+    def start(self) -> None:
+        """Fork the workers and let them warm up; then they are held still. WorldFailed when they do not get so far."""
+        self.fork_server.wait_until_ready()
+        for _ in drain(self.fork_server.events):  # of workers that were there before
+            pass
+        self._attempt = AttemptState(self.world_size)
+        self._attempt_number += 1
+        started_at = self._clock()
+        self._send_message(
+            StartWorkers(
+                attempt=self._attempt_number,
+                world_size=self.world_size,
+                command=self.command,
+                environment={},
+                logs_dir=str(self.run.logs),
+                local_world_size=self.world_size,
+            )
+        )
+        self.is_running = True
+        for count, event in enumerate(self._iter_step_events(started_at + self.timeout_s), 1):
+            if count == 1:
+                self.startup_seconds.append(event.time - started_at)
+            if count == NUM_WARMUP_STEPS:
+                break
+        self._send_signal(signal.SIGSTOP)
+
+    def run_for(self, seconds: float, min_steps: int = 3) -> list[StepDone]:
+        """Events of the whole steps done in about so many seconds, `min_steps` at least. Starts the workers if need
+        be."""
+        if not self.is_running:
+            self.start()
+        started_at = self._clock()
+        self._send_signal(signal.SIGCONT)
+        events: list[StepDone] = []
+        for event in self._iter_step_events(started_at + seconds + self.timeout_s):
+            if event.time - event.duration_s >= started_at:  # not the step in which it was held still
+                events.append(event)
+            if len(events) >= NUM_DISCARDED_STEPS + min_steps and self._clock() - started_at >= seconds:
+                break
+        self._send_signal(signal.SIGSTOP)
+        return events[NUM_DISCARDED_STEPS:]
+
+    def close(self) -> None:
+        """End the workers; the nursery is free for others then."""
+        if not self.is_running:
+            return
+        self.is_running = False
+        self._send_signal(signal.SIGKILL)
+        exit_deadline = Deadline("workers to end", EXIT_REPORT_TIMEOUT_S)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.fork_server.control, selectors.EVENT_READ)
+            while len(self._attempt.exit_statuses) < self.world_size:
+                if selector.select(POLL_INTERVAL_S):
+                    for message in receive(self.fork_server.control) or self._raise_lost():
+                        self._handle_message(message)
+                elif (reason := self.fork_server.resume_if_stopped()) is not None or exit_deadline.check_expired():
+                    self.fork_server.kill()
+                    self._raise_lost(reason or EXITS_NOT_REPORTED_MESSAGE)
+
+    def _iter_step_events(self, deadline: float) -> Iterator[StepDone]:
+        """The steps as they are done."""
+        with selectors.DefaultSelector() as selector:
+            for sock in (self.fork_server.control, self.fork_server.events):
+                selector.register(sock, selectors.EVENT_READ)
+            while True:
+                ready = selector.select(max(0.0, min(POLL_INTERVAL_S, deadline - self._clock())))
+                if not ready and (reason := self.fork_server.resume_if_stopped()) is not None:
+                    self.fork_server.kill()
+                    self._raise_lost(reason)
+                if not ready and self._clock() >= deadline:
+                    self.close()
+                    raise WorkersFailedError(f"took longer than {self.timeout_s:.0f} s")
+                for key, _ in ready:
+                    assert isinstance(key.fileobj, socket.socket)
+                    for message in receive(key.fileobj) or self._raise_lost():
+                        self._handle_message(message)
+                        if isinstance(message, StepDone):
+                            yield message
+                if self._attempt.exit_statuses:
+                    self._raise_failure()
+
+    def _handle_message(self, message: Message) -> None:
+        match message:
+            case WorkerExited():
+                self._attempt.exit_statuses[message.rank] = message.exit_status
+            case WorkerStarted():
+                self._attempt.announced_ranks.add(message.rank)
+            case WorkerError():
+                self._attempt.error = self._attempt.error or message
+            case WorkerCrashed():
+                self._attempt.crashes[message.rank] = message.message
+
+    def _raise_failure(self) -> None:
+        """A worker ended: end the others, and say why."""
+        first = dict(self._attempt.exit_statuses)
+        self.close()
+        for message in drain(self.fork_server.events):
+            self._handle_message(message)
+        self._attempt.exit_statuses = {**first, **self._attempt.exit_statuses}  # who fell first stands first
+        code, text = decide_outcome(self._attempt, self.run.logs, self._attempt_number)
+        text = text or f"the workers ended with {'no error' if code is None else code.name}"
+        raise WorkersFailedError(text.partition(" (log: ")[0])  # worlds are for a while, and their logs gone after it
+
+    def _raise_lost(self, reason: str = FORK_SERVER_DIED_MESSAGE) -> list[Message]:
+        self.is_running = False
+        raise WorkersFailedError(reason)
+
+    def _send_signal(self, number: int) -> None:
+        self._send_message(SendSignal(signal=int(number)))
+
+    def _send_message(self, message: ToForkServer) -> None:
+        try:
+            self.fork_server.send(message)
+        except ForkServerLostError as error:
+            self._raise_lost(str(error))
+
+
+def data_wait_share(steps: list[StepDone]) -> float:
+    """The share of the steps' time for which they waited for data."""
+    total = sum(step.duration_s for step in steps)
+    return sum(step.breakdown_s.data_wait for step in steps) / total if total else 0.0

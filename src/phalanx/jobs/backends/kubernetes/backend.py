@@ -1,0 +1,314 @@
+"""Jobs on Kubernetes: JobSets or TrainJobs, with Kueue where it is asked for. It talks to the API server through the
+official client; what is sent is made in kubernetes_manifest, what is answered is read in kubernetes_status.
+
+A job's id is NAMESPACE/KIND/NAME. Its lines come merged by time, with the node before each where there are several.
+Who ends with 77 is started again, but Kubernetes, not we, decides where: nothing here keeps it off a machine.
+"""
+
+import heapq
+import io
+import json
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError
+from phalanx.jobs.backends.base import LogReader, SubmitRequest, no_such_job_error
+from phalanx.jobs.backends.kubernetes import manifest
+from phalanx.jobs.backends.kubernetes.client import KubernetesClient, connect, send_signal_to_pod
+from phalanx.jobs.backends.kubernetes.errors import ObjectNotFoundError, translate_api_errors
+from phalanx.jobs.backends.kubernetes.log_streams import PodLogStreams
+from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
+from phalanx.jobs.backends.kubernetes.status import parse_status, pod_index, select_latest_pods
+from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
+
+API_GROUPS = {
+    "jobset": {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"},
+    "trainjob": {"group": "trainer.kubeflow.org", "version": "v1alpha1", "plural": "trainjobs"},
+}
+LIST_PAGE_SIZE = 500
+"""Objects that one answer of a list may have, as kubectl asks for."""
+JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
+"""The label of the Jobs and pods of a JobSet; a TrainJob's JobSet has its name."""
+MANAGED_BY_SELECTOR = ",".join(f"{key}={value}" for key, value in manifest.MANAGED_BY_LABELS.items())
+REQUEST_TIMEOUTS_S = (10.0, 60.0)
+"""Seconds to connect, and to be answered."""
+
+
+class KubernetesBackend:
+    """The engine. `config` is a kubeconfig file, `context` one of its contexts; by default what `kubectl` would use, or
+    in a pod its service account."""
+
+    name = "kubernetes"
+
+    def __init__(
+        self,
+        config: Path | None = None,
+        context: str | None = None,
+        environ: Mapping[str, str] = os.environ,
+        token: Callable[[], str] = lambda: secrets.token_hex(32),
+    ):
+        self._config, self._context = config, context
+        self._environ, self._token = environ, token
+        self._connection: tuple[KubernetesClient, str] | None = None
+        self._last_statuses: dict[str, JobStatus] = {}
+        """What was last known of each job that was polled here: of one that is deleted, the cluster keeps nothing."""
+
+    def render(self, job: Job) -> SubmitRequest:
+        """The manifests. Values of secrets are not in them."""
+        if job.snapshot is not None:
+            raise UsageError(
+                f"job {job.name}: on Kubernetes code comes with the image (-o image=...) or lies on a volume "
+                "(-o pvc=CLAIM:/PATH); --snapshot is for local, slurm and ray"
+            )
+        if job.max_parallel is not None:
+            raise UsageError(
+                f"job {job.name}: Kubernetes does not count the members of an array; a queue of Kueue's with a quota "
+                "(-o queue=NAME) lets only some run at once"
+            )
+        options = parse_options(job)
+        objects = {"secret": manifest.make_secret(job, options), options.kind: manifest.make_workload(job, options)}
+        texts = {f"{name}.yaml": to_yaml(one, flow=False) for name, one in objects.items()}
+        return SubmitRequest(self.name, job, texts)
+
+    def submit(self, request: SubmitRequest) -> str:
+        """Create what runs the job, then its Secret, which belongs to it and goes with it; until the Secret is there,
+        pods wait."""
+        objects = {name.removesuffix(".yaml"): parse_yaml(text, name)[0] for name, text in request.files.items()}
+        secret = objects.pop("secret")
+        ((kind, workload),) = objects.items()
+        secret["stringData"] = self._secret_values(request.job)
+        client, default = self._connect()
+        name, namespace = workload["metadata"]["name"], workload["metadata"].get("namespace", default)
+        what = f"submitting job {request.job.name} as {kind} {name} to namespace {namespace}"
+        custom, location = client.custom, {**API_GROUPS[kind], "namespace": namespace}
+        strict: dict[str, Any] = {"field_validation": "Strict", "_request_timeout": REQUEST_TIMEOUTS_S}
+        with translate_api_errors(what):
+            created = custom.create_namespaced_custom_object(**location, body=workload, **strict)
+        owner = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": name}
+        secret["metadata"]["ownerReferences"] = [owner | {"uid": created["metadata"]["uid"]}]
+        try:
+            with translate_api_errors(f"{what}: making its Secret"):
+                client.core.create_namespaced_secret(namespace, secret, **strict)
+        except BaseException:
+            with translate_api_errors(
+                f"{what}: it could not be made whole, nor removed; `phalanx jobs cancel` ends it"
+            ):
+                custom.delete_namespaced_custom_object(**location, name=name, _request_timeout=REQUEST_TIMEOUTS_S)
+            raise
+        return f"{namespace}/{kind}/{name}"
+
+    def poll(self, job_id: str) -> JobStatus:
+        """What is known of a job. One that was there when it was last polled here, and is not any more, was cancelled,
+        by whomever; or it was over, and its time to be kept has passed."""
+        namespace, _, name = _parse_job_id(job_id)
+        workload = self._find_workload(job_id)
+        if workload is None:
+            last = self._last_statuses.get(job_id)
+            if last is None:
+                raise no_such_job_error(self.name, job_id)
+            return last if last.state.is_final else replace(last, state=JobState.CANCELLED, reason="it was deleted")
+        found = parse_status(job_id, workload, self._list_jobs(namespace, name), self._list_pods(namespace, name))
+        self._last_statuses[job_id] = found
+        return found
+
+    def list_jobs(self) -> list[JobStatus]:
+        """Those that Phalanx submitted to the namespace of the context, of everybody who may use it. What belongs to
+        them is asked for once, however many they are."""
+        client, namespace = self._connect()
+        workloads: list[tuple[str, Mapping[str, Any]]] = []
+        missing = 0
+        for kind, group in API_GROUPS.items():
+            try:
+                with translate_api_errors(f"listing the {kind}s of namespace {namespace}"):
+                    page = _list_all_pages(
+                        partial(client.custom.list_namespaced_custom_object, **group, namespace=namespace),
+                        MANAGED_BY_SELECTOR,
+                    )
+            except ObjectNotFoundError as error:  # one of the two kinds is enough
+                missing += 1
+                if missing == len(API_GROUPS):
+                    raise UsageError(
+                        f"neither JobSet nor Kubeflow Trainer is installed on this cluster: {error}"
+                    ) from error
+                continue
+            workloads += [(kind, workload) for workload in page]
+        if not workloads:
+            return []
+        jobs = _group_by_job(_list_owned(client.batch.list_namespaced_job, namespace))
+        pods = _group_by_job(_list_owned(client.core.list_namespaced_pod, namespace))
+        found = []
+        for kind, workload in workloads:
+            name = workload["metadata"]["name"]
+            children = jobs.get(name, []), select_latest_pods(pods.get(name, []))
+            found.append(parse_status(f"{namespace}/{kind}/{name}", workload, *children))
+        return sorted(found, key=lambda status: (status.submitted or 0.0, status.id))
+
+    def send_signal(self, job_id: str, number: int) -> None:
+        """Kubernetes has no signals but those of its own end: `kill` is run in each container, on its first process,
+        which the kernel shields from signals that it does not handle."""
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise UsageError(
+                f"{job_id}: the first process of a container cannot be sent {signal.Signals(number).name} from within; "
+                f"`phalanx jobs cancel {job_id} --on kubernetes` ends the job"
+            )
+        namespace, _, name = _parse_job_id(job_id)
+        self._get_workload(job_id)
+        running = [pod for pod in self._list_pods(namespace, name) if pod.get("status", {}).get("phase") == "Running"]
+        if not running:
+            raise UsageError(f"{job_id}: it does not run, so that nothing can be signalled")
+        client, _ = self._connect()
+        for pod in running:
+            send_signal_to_pod(client, pod, manifest.CONTAINER_NAME, number)
+
+    def read_logs(self, job_id: str) -> Iterator[str]:
+        namespace, _, name = _parse_job_id(job_id)
+        self._get_workload(job_id)
+        pods = [pod for pod in self._list_pods(namespace, name) if pod.get("status", {}).get("phase") != "Pending"]
+        several = any(pod_index(pod) for pod in pods)
+        lines = (self._read_pod_log(namespace, pod, f"[node {pod_index(pod)}] " if several else "") for pod in pods)
+        for _, line in heapq.merge(*lines, key=lambda one: one[0]):
+            yield line
+
+    def follow_logs(self, job_id: str) -> LogReader:
+        """What its pods print, also those that a restart brings."""
+        namespace, _, name = _parse_job_id(job_id)
+        self._get_workload(job_id)
+        return PodLogStreams(
+            lambda: self._list_pods(namespace, name),
+            lambda pod, since: self._read_pod_log(namespace, pod, "", True, since),
+        ).read
+
+    def cancel(self, job_id: str) -> None:
+        """Delete it; its pods may save for as long as the job's warning is, and its Secret goes with it."""
+        namespace, kind, name = _parse_job_id(job_id)
+        if self.poll(job_id).state.is_final:
+            return
+        client, _ = self._connect()
+        with translate_api_errors(f"stopping {job_id}"), suppress(ObjectNotFoundError):  # it went away meanwhile
+            client.custom.delete_namespaced_custom_object(
+                **API_GROUPS[kind],
+                namespace=namespace,
+                name=name,
+                propagation_policy="Foreground",
+                _request_timeout=REQUEST_TIMEOUTS_S,
+            )
+
+    def _secret_values(self, job: Job) -> dict[str, str]:
+        missing = [name for name in job.secrets if name not in self._environ]
+        if missing:
+            raise UsageError(f"job {job.name}: its secret {missing[0]} is not in your environment; export it first")
+        return {manifest.TOKEN_VARIABLE: self._token()} | {name: self._environ[name] for name in job.secrets}
+
+    def _get_workload(self, job_id: str) -> dict[str, Any]:
+        found = self._find_workload(job_id)
+        if found is None:
+            raise no_such_job_error(self.name, job_id)
+        return found
+
+    def _find_workload(self, job_id: str) -> dict[str, Any] | None:
+        """The JobSet or TrainJob, if it is there."""
+        namespace, kind, name = _parse_job_id(job_id)
+        client, _ = self._connect()
+        try:
+            with translate_api_errors(f"asking for {job_id}"):
+                found: dict[str, Any] = client.custom.get_namespaced_custom_object(
+                    **API_GROUPS[kind], namespace=namespace, name=name, _request_timeout=REQUEST_TIMEOUTS_S
+                )
+        except ObjectNotFoundError:
+            return None
+        return found
+
+    def _list_jobs(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
+        client, _ = self._connect()
+        return _list_owned(client.batch.list_namespaced_job, namespace, name)
+
+    def _list_pods(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
+        """Those of the last attempt, by node."""
+        client, _ = self._connect()
+        return select_latest_pods(_list_owned(client.core.list_namespaced_pod, namespace, name))
+
+    def _read_pod_log(
+        self, namespace: str, pod: Mapping[str, Any], prefix: str, follow: bool = False, since: int | None = None
+    ) -> Iterator[tuple[str, str]]:
+        """A pod's lines so far, each with the moment at which it was printed; with `follow` all until it ends, of which
+        `since` leaves those of so many seconds."""
+        since_option: dict[str, Any] = {} if since is None else {"since_seconds": since}
+        client, _ = self._connect()
+        name = pod["metadata"]["name"]
+        with translate_api_errors(f"reading the log of pod {name}"):
+            answer = client.core.read_namespaced_pod_log(
+                name,
+                namespace,
+                container=manifest.CONTAINER_NAME,
+                timestamps=True,
+                follow=follow,
+                _preload_content=False,
+                _request_timeout=REQUEST_TIMEOUTS_S,
+                **since_option,
+            )
+            answer.auto_close = False  # the wrapper closes it
+            for raw in io.TextIOWrapper(answer, encoding="utf-8", errors="replace", newline="\n"):
+                timestamp, _, line = raw.rstrip("\n").partition(" ")
+                yield timestamp, prefix + line
+
+    def _connect(self) -> tuple[KubernetesClient, str]:
+        """The client, and the namespace that the configuration names."""
+        if self._connection is None:
+            self._connection = connect(self._config, self._context, self._environ)
+        return self._connection
+
+
+def _list_owned(call: Callable[..., Any], namespace: str, name: str | None = None) -> list[Mapping[str, Any]]:
+    """The objects that belong to a job, or to any, as they are on the wire."""
+    with translate_api_errors(f"asking for what belongs to {namespace}/{name or 'its jobs'}"):
+        return _list_all_pages(
+            partial(call, namespace), JOBSET_NAME_LABEL if name is None else f"{JOBSET_NAME_LABEL}={name}"
+        )
+
+
+def _list_all_pages(call: Callable[..., Any], selector: str) -> list[Mapping[str, Any]]:
+    """All that a list call gives, in pages, so that no answer is too long."""
+    found: list[Mapping[str, Any]] = []
+    more: dict[str, Any] = {}
+    while True:
+        answer = call(
+            label_selector=selector,
+            limit=LIST_PAGE_SIZE,
+            _preload_content=False,
+            _request_timeout=REQUEST_TIMEOUTS_S,
+            **more,
+        )
+        page = json.loads(answer.data)
+        found += page["items"]
+        if not (continue_token := page.get("metadata", {}).get("continue")):
+            return found
+        more = {"_continue": continue_token}
+
+
+def _group_by_job(objects: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Objects by the name of the job that they belong to."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for each_object in objects:
+        found.setdefault(each_object["metadata"]["labels"][JOBSET_NAME_LABEL], []).append(each_object)
+    return found
+
+
+def _parse_job_id(job_id: str) -> tuple[str, str, str]:
+    """Namespace, kind and name; what is no id belongs to no job."""
+    parts = job_id.split("/")
+    if (
+        len(parts) != 3
+        or parts[1] not in WORKLOAD_KINDS
+        or not LABEL_PATTERN.fullmatch(parts[0])
+        or not LABEL_PATTERN.fullmatch(parts[2])
+    ):
+        raise no_such_job_error("kubernetes", job_id)
+    return parts[0], parts[1], parts[2]

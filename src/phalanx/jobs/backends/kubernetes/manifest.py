@@ -1,0 +1,269 @@
+"""Kubernetes manifests of a job: a JobSet or a TrainJob, and the Secret that belongs to it. Pure: a job goes in, values
+come out; nothing is sent, and no secret is known here.
+
+Fields are those of JobSet v1alpha2, Kubeflow Trainer v1alpha1 and batch/v1.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.backends.kubernetes.options import KubernetesOptions, make_object_name
+from phalanx.jobs.spec import Job
+
+Manifest = dict[str, Any]
+
+LEADER_PORT = 29417
+"""Of the leader. Each pod has a network of its own, so that no other program can hold it."""
+CONTAINER_NAME = "node"
+MANAGED_BY_LABELS = {"app.kubernetes.io/managed-by": "phalanx"}
+"""The label by which our jobs are found again."""
+NAME_ANNOTATION = "phalanx-job"
+"""The annotation that keeps a job's own name."""
+RUN_ANNOTATION = "phalanx-run"
+"""The annotation that names the run that a job trains."""
+INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
+TTL_AFTER_FINISHED_S = 7 * 24 * 3600
+"""Seconds for which an ended job, its logs and its name stay."""
+
+RESTART_EXIT_CODES = (ExitCode.UNFINISHED, ExitCode.UNFIT_NODE, 137, 143)
+"""Codes after which a job is started again. Who was killed by SIGKILL or SIGTERM (137, 143) could not say its own."""
+FINAL_EXIT_CODES = (ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE, ExitCode.GAVE_UP)
+
+TOKEN_VARIABLE = "PHALANX_TOKEN"
+GENERATED_PLACEHOLDER = "<drawn at random when it is submitted>"
+ENVIRONMENT_PLACEHOLDER = "<from the environment of who submits>"
+
+
+def make_secret(job: Job, options: KubernetesOptions) -> Manifest:
+    """The Secret of a job, with words where its values will be."""
+    values = {TOKEN_VARIABLE: GENERATED_PLACEHOLDER} | dict.fromkeys(job.secrets, ENVIRONMENT_PLACEHOLDER)
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(job, options, {}),
+        "type": "Opaque",
+        "stringData": values,
+    }
+
+
+def make_workload(job: Job, options: KubernetesOptions) -> Manifest:
+    """What runs the job."""
+    return make_jobset(job, options) if options.kind == "jobset" else make_trainjob(job, options)
+
+
+def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
+    """A JobSet with one Job that has one pod a node. It fails as a whole, and is started again as a whole when the exit
+    code says so."""
+    workers = options.worker_group_name
+    template: Manifest = {
+        "parallelism": job.num_nodes,
+        "completions": job.num_nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": make_pod_failure_policy(),
+        "template": make_pod_template(job, options),
+    }
+    if job.time_limit_s is not None:
+        template["activeDeadlineSeconds"] = _active_deadline_s(job)
+    spec: Manifest = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "coordinator": {"replicatedJob": workers, "jobIndex": 0, "podIndex": 0},
+        "failurePolicy": make_failure_policy(options.max_restarts),
+        "ttlSecondsAfterFinished": TTL_AFTER_FINISHED_S,
+        "replicatedJobs": [{"name": workers, "replicas": 1, "template": {"spec": template}}],
+    }
+    if options.queue is not None:
+        spec["suspend"] = True
+    metadata = _metadata(job, options, _queue_labels(options))
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+
+def make_pod_failure_policy() -> Manifest:
+    """One bad end fails the Job at once, with a message that holds the code; `make_failure_policy` goes by that
+    message. Without the first rule a pod that was evicted would be made anew alone, while the others wait for it."""
+    return {
+        "rules": [
+            {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            *(
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": CONTAINER_NAME,
+                        "operator": "In",
+                        "values": sorted(map(int, codes)),
+                    },
+                }
+                for codes in (RESTART_EXIT_CODES, FINAL_EXIT_CODES)
+            ),
+        ]
+    }
+
+
+def make_failure_policy(max_restarts: int) -> Manifest:
+    """Which failures of the Job start everything again. Disruptions are nobody's fault and count for nothing; any other
+    failure than an unfinished run is final, the time limit too."""
+    codes = "|".join(str(int(code)) for code in RESTART_EXIT_CODES)
+    restart = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "maxRestarts": max_restarts,
+        "restartStrategy": "BlockingRecreate",
+        "rules": [
+            {"name": "disrupted", "action": "RestartJobSetAndIgnoreMaxRestarts"}
+            | restart
+            | {"onJobFailureMessagePatterns": ["has condition DisruptionTarget "]},
+            {"name": "not-finished", "action": "RestartJobSet"}
+            | restart
+            | {"onJobFailureMessagePatterns": [f"failed with exit code ({codes}) "]},
+            {"name": "final", "action": "FailJobSet"},
+        ],
+    }
+
+
+def make_pod_template(job: Job, options: KubernetesOptions) -> Manifest:
+    """The template of a JobSet's pods."""
+    container: Manifest = {
+        "name": CONTAINER_NAME,
+        "image": options.image,
+        "command": [escape_literal(word) for word in job.command],
+        "workingDir": str(job.working_dir),
+        "env": make_environment(job, options),
+        "volumeMounts": _volume_mounts(options),
+    }
+    wanted = make_resources(job)
+    if wanted:
+        container["resources"] = wanted
+    spec: Manifest = {"restartPolicy": "Never"} | _pod_spec(job, options) | {"containers": [container]}
+    if options.queue is None and options.priority_class is not None:
+        spec["priorityClassName"] = options.priority_class
+    return {
+        "metadata": {"labels": dict(MANAGED_BY_LABELS), "annotations": _pod_annotations(job, options)},
+        "spec": spec,
+    }
+
+
+def make_trainjob(job: Job, options: KubernetesOptions) -> Manifest:
+    """A TrainJob: the runtime that it refers to decides about restarts; our part is patched into its pods."""
+    trainer: Manifest = {
+        "image": options.image,
+        "command": [escape_literal(word) for word in _with_working_dir(job)],
+        "env": make_environment(job, options),
+        "numNodes": job.num_nodes,
+    }
+    wanted = make_resources(job)
+    if wanted:
+        trainer["resourcesPerNode"] = wanted
+    patched = {
+        "metadata": {"labels": dict(MANAGED_BY_LABELS), "annotations": _pod_annotations(job, options)},
+        "spec": _pod_spec(job, options)
+        | {"containers": [{"name": CONTAINER_NAME, "volumeMounts": _volume_mounts(options)}]},
+    }
+    group = {"name": options.worker_group_name, "template": {"spec": {"template": patched}}}
+    spec: Manifest = {
+        "runtimeRef": {"name": options.runtime},
+        "trainer": trainer,
+        "runtimePatches": [
+            {"manager": "phalanx", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [group]}}}}
+        ],
+    }
+    if job.time_limit_s is not None:
+        spec["activeDeadlineSeconds"] = _active_deadline_s(job)
+    if options.queue is not None:
+        spec["suspend"] = True
+    metadata = _metadata(job, options, _queue_labels(options))
+    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+def make_environment(job: Job, options: KubernetesOptions) -> list[Manifest]:
+    """The variables of the node contract, the job's own, and its secrets by reference."""
+    name = make_object_name(job, options)
+    plain = {**job.environment, "PHALANX_NUM_NODES": str(job.num_nodes)}
+    plain["PHALANX_LEADER_ADDR"] = f"{name}-{options.worker_group_name}-0-0.{name}:{LEADER_PORT}"
+    plain.pop("PHALANX_NODE_RANK", None)
+    secrets = (TOKEN_VARIABLE, *job.secrets)
+    return [
+        *({"name": key, "value": escape_literal(value)} for key, value in plain.items() if key not in secrets),
+        {
+            "name": "PHALANX_NODE_RANK",
+            "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX_ANNOTATION}']"}},
+        },
+        *({"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in secrets),
+    ]
+
+
+def escape_literal(text: str) -> str:
+    """Text that Kubernetes, which puts variables in for $(NAME), leaves as it was."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{text!r} is no UTF-8, and Kubernetes takes nothing else") from None
+    return text.replace("$", "$$")
+
+
+def make_resources(job: Job) -> Manifest:
+    """What a node needs, as limits and requests, so that nothing else on the machine can take it."""
+    wanted: Mapping[str, str | None] = {
+        "cpu": None if job.cpus_per_node is None else str(job.cpus_per_node),
+        "memory": None if job.memory_bytes is None else str(job.memory_bytes),
+        "nvidia.com/gpu": str(job.gpus_per_node) if job.gpus_per_node else None,
+    }
+    amounts = {key: value for key, value in wanted.items() if value is not None}
+    return {"limits": amounts, "requests": dict(amounts)} if amounts else {}
+
+
+def _with_working_dir(job: Job) -> tuple[str, ...]:
+    """A TrainJob has no working directory: `env` of GNU goes there and becomes the command, and no shell reads it."""
+    if "=" in job.command[0]:
+        raise UsageError(f"job {job.name}: a TrainJob cannot run {job.command[0]!r}: its name holds a '='")
+    return ("env", "-C", str(job.working_dir), *job.command)
+
+
+def _active_deadline_s(job: Job) -> int:
+    """Seconds of work: pods are asked to end when they are over, and may then save for as long as the warning is."""
+    assert job.time_limit_s is not None
+    return max(1, math.floor(job.time_limit_s - job.warning_s))
+
+
+def _pod_spec(job: Job, options: KubernetesOptions) -> Manifest:
+    volumes: list[Manifest] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    for number, (claim, _) in enumerate(options.pvc):
+        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
+    spec: Manifest = {"terminationGracePeriodSeconds": max(30, math.ceil(job.warning_s)), "volumes": volumes}
+    if options.service_account is not None:
+        spec["serviceAccountName"] = options.service_account
+    if options.node_selector:
+        spec["nodeSelector"] = dict(options.node_selector)
+    if options.tolerations:
+        spec["tolerations"] = [dict(toleration) for toleration in options.tolerations]
+    return spec
+
+
+def _volume_mounts(options: KubernetesOptions) -> list[Manifest]:
+    claims = [{"name": f"claim-{number}", "mountPath": path} for number, (_, path) in enumerate(options.pvc)]
+    return [{"name": "shared-memory", "mountPath": "/dev/shm"}, *claims]
+
+
+def _metadata(job: Job, options: KubernetesOptions, labels: Mapping[str, str]) -> Manifest:
+    namespace_field = {} if options.namespace is None else {"namespace": options.namespace}
+    run = {} if job.run_dir is None else {RUN_ANNOTATION: str(job.run_dir)}
+    return (
+        {"name": make_object_name(job, options)}
+        | namespace_field
+        | {"labels": {**MANAGED_BY_LABELS, **labels}, "annotations": {NAME_ANNOTATION: job.name} | run}
+    )
+
+
+def _queue_labels(options: KubernetesOptions) -> dict[str, str]:
+    if options.queue is None:
+        return {}
+    chosen = {"kueue.x-k8s.io/queue-name": options.queue}
+    if options.priority_class is not None:
+        chosen["kueue.x-k8s.io/priority-class"] = options.priority_class
+    return chosen
+
+
+def _pod_annotations(job: Job, options: KubernetesOptions) -> dict[str, str]:
+    wanted = {"required": options.topology_required, "preferred": options.topology_preferred}
+    levels = {f"kueue.x-k8s.io/podset-{how}-topology": level for how, level in wanted.items() if level is not None}
+    return {NAME_ANNOTATION: job.name, **levels}

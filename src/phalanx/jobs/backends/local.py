@@ -1,0 +1,237 @@
+"""This machine's queue as an engine. Nothing needs to be installed or started: submitting starts a supervisor, which
+leaves when there is nothing left to do, and so does looking when that one was killed."""
+
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.cluster import Machine, discover_machine
+from phalanx.cluster.environment import is_secret
+from phalanx.errors import UsageError
+from phalanx.jobs.backends.base import LogReader, SubmitRequest, no_such_job_error
+from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
+from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, JobDatabase, JobRecord
+from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
+from phalanx.jobs.local_queue.policy import Resources
+from phalanx.jobs.log_stream import printed_lines
+from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus
+from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE, SNAPSHOT_SOURCE_VARIABLE
+from phalanx.run.private_files import state_root
+
+MAX_QUEUED_JOBS = 10_000
+"""Jobs that may wait."""
+INHERITED_VARIABLES = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+)
+INHERITED_PREFIXES = (
+    *("LC_", "XDG_", "CONDA_", "PYTHON", "CUDA_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH", "HF_"),
+    "PHALANX_",
+)
+MAX_ID_DIGITS = 19
+"""Digits that no number of a job has: SQLite's end before."""
+DAEMON_START_INTERVAL_S = 5.0
+"""Seconds between two supervisors that one who looks starts: one that cannot live must not keep the machine busy."""
+
+
+class LocalBackend:
+    """Jobs of this machine, in `folder`."""
+
+    name = "local"
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        machine: Callable[[], Machine] = discover_machine,
+        environment: Mapping[str, str] = os.environ,
+        ensure_daemon: Callable[[Path, bool], object] = ensure_running,
+        max_queued: int = MAX_QUEUED_JOBS,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.database = JobDatabase((folder or state_root(environment) / "queue").absolute())
+        self._machine, self._environment, self._ensure_daemon_running, self._max_queued = (
+            machine,
+            environment,
+            ensure_daemon,
+            max_queued,
+        )
+        self._clock, self._last_daemon_start = clock, -math.inf
+
+    def render(self, job: Job) -> SubmitRequest:
+        """Nothing is sent to anybody: what will be run."""
+        self._resources_for(job)
+        directory = shlex.quote(str(job.working_dir))
+        if job.snapshot is not None:
+            subdir = "" if job.snapshot.start_dir == "." else f"/{shlex.quote(job.snapshot.start_dir)}"
+            directory = f"<copy of the code>{subdir}"
+        lines = [f"cd {directory}"]
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(job.environment.items())]
+        lines += [f"export {name}=<from the environment of who submits>" for name in job.secrets]
+        lines.append(shlex.join(job.command))
+        return SubmitRequest(self.name, job, {f"{job.name} on this machine": "\n".join(lines)})
+
+    def submit(self, request: SubmitRequest) -> str:
+        """Put it into the queue, and see to it that somebody looks after the queue."""
+        job = request.job
+        resources = self._resources_for(job)
+        missing = [name for name in job.secrets if name not in self._environment]
+        if missing:
+            raise UsageError(f"secret {missing[0]}: there is no such variable in this environment; export it first")
+        job = _replace_environment(job, {**inherit_environment(self._environment), **job.environment})
+
+        def fill_dir(home: Path) -> None:
+            (home / OUTPUT_FILE).touch(mode=0o600)
+            if job.secrets:
+                values = {name: self._environment[name] for name in job.secrets}
+                fd = os.open(home / "secrets.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(fd, "w", encoding="utf-8") as file:
+                    json.dump(values, file)
+
+        job_id = self.database.add(job, resources, self._max_queued, fill_dir)
+        self._ensure_daemon_running(self.database.folder, True)
+        return str(job_id)
+
+    def poll(self, job_id: str) -> JobStatus:
+        """What is known of a job."""
+        self._restart_dead_daemon()
+        return self._get_record(job_id).status
+
+    def list_jobs(self) -> list[JobStatus]:
+        """All jobs, also those that are over."""
+        self._restart_dead_daemon()
+        return [row.status for row in self.database.list_jobs()]
+
+    def send_signal(self, job_id: str, number: int) -> None:
+        """Send a signal to what a job runs."""
+        self._restart_dead_daemon()
+        row = self._get_record(job_id)
+        process = find_runner(row, make_process_tag(self.database.job_dir(row.id)))
+        if row.state is not JobState.RUNNING or process is None:
+            raise UsageError(f"job {job_id} ({row.name}) is {row.state}: there is nothing to send a signal to")
+        process.send_signal(number)
+
+    def read_logs(self, job_id: str) -> Iterator[str]:
+        """What it has printed, in all attempts."""
+        self._restart_dead_daemon()
+        row = self._get_record(job_id)
+        with open(self.database.job_dir(row.id) / OUTPUT_FILE, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                yield line.rstrip("\n")
+
+    def follow_logs(self, job_id: str) -> LogReader:
+        """What it prints, in all attempts."""
+        self._restart_dead_daemon()
+        return printed_lines(self.database.job_dir(self._get_record(job_id).id) / OUTPUT_FILE)
+
+    def cancel(self, job_id: str) -> None:
+        """End a job for good: one that runs is asked to save, and killed when it has not ended after its warning."""
+        row = self._get_record(job_id)
+        if row.state is JobState.QUEUED:
+            values = {
+                "state": JobState.CANCELLED,
+                "cancelled": 1,
+                "reason": "cancelled",
+                "ended": self.database.clock(),
+            }
+            values["over"] = self.database.boot_clock.make_timestamp()
+            if self.database.update_if(row.id, JobState.QUEUED, **values):
+                (self.database.job_dir(row.id) / "secrets.json").unlink(missing_ok=True)
+                return
+            row = self._get_record(job_id)  # it was started just now
+        if not row.cancelled and self.database.update_if(row.id, JobState.RUNNING, cancelled=CANCEL_REQUESTED):
+            self._ensure_daemon_running(self.database.folder, True)
+
+    def delete_job(self, job_id: str) -> None:
+        """Remove a job that is over from the queue, with what it printed and the code that came with it. UsageError
+        when it is not over."""
+        row = self._get_record(job_id)
+        if not self.database.delete_job(row.id):
+            raise UsageError(f"job {job_id} ({row.name}) is {row.state}: only ended jobs can be pruned")
+
+    def list_ended_before(self, seconds: float) -> list[str]:
+        """Jobs that have been over for longer than this."""
+        found = []
+        for row in self.database.list_jobs(*(state for state in JobState if state.is_final)):
+            seconds_ago = self.database.boot_clock.seconds_since(row.over)
+            if seconds_ago is None:  # before this boot
+                seconds_ago = self.database.clock() - (row.ended or 0.0)
+            if seconds_ago > seconds:
+                found.append(str(row.id))
+        return found
+
+    def _restart_dead_daemon(self) -> None:
+        """Start a supervisor when jobs wait or run and the one that was there was killed: nobody else would start what
+        is to go on. One that lives is found by its lock, in microseconds."""
+        is_due = self._clock() - self._last_daemon_start >= DAEMON_START_INTERVAL_S
+        if is_due and self.database.has_open_jobs() and self._ensure_daemon_running(self.database.folder, False):
+            self._last_daemon_start = self._clock()
+
+    def _get_record(self, job_id: str) -> JobRecord:
+        known = job_id.isascii() and job_id.isdigit() and len(job_id) < MAX_ID_DIGITS
+        row = self.database.get_job(int(job_id)) if known else None
+        if row is None:
+            raise no_such_job_error(self.name, job_id)
+        return row
+
+    def _resources_for(self, job: Job) -> Resources:
+        """The part of this machine that a job takes; without a word about it, all cores, or those that come with its
+        share of the GPUs. UsageError when it never fits."""
+        machine = self._machine()
+        num_gpus = machine.num_gpus
+        if job.num_nodes > 1:
+            raise UsageError(
+                f"job {job.name} wants {job.num_nodes} nodes, and the local queue has this machine only; --on slurm, "
+                "kubernetes or ray has more"
+            )
+        if job.backend_options:
+            raise UsageError(f"option {next(iter(job.backend_options))}: the local queue has no options of its own")
+        if job.gpus_per_node > num_gpus:
+            raise UsageError(f"job {job.name} wants {job.gpus_per_node} GPUs, and this machine has {num_gpus}")
+        cpu_share = (
+            machine.physical_cores * job.gpus_per_node // num_gpus
+            if job.gpus_per_node and num_gpus
+            else machine.physical_cores
+        )
+        num_cpus = job.cpus_per_node or max(1, cpu_share)
+        if num_cpus > machine.physical_cores:
+            raise UsageError(f"job {job.name} wants {num_cpus} cores, and this machine has {machine.physical_cores}")
+        return Resources(job.gpus_per_node, num_cpus)
+
+
+def inherit_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a job gets of the environment of who submits: where programs and libraries are, and settings of ours; no
+    name that sounds like a secret."""
+    found = {}
+    for name, value in environment.items():
+        wanted = name in INHERITED_VARIABLES or name.startswith(INHERITED_PREFIXES)
+        if wanted and not is_secret(name):
+            found[name] = value
+    for name in (
+        "PHALANX_NODE_RANK",
+        "PHALANX_NUM_NODES",
+        "PHALANX_LEADER_ADDR",
+        SNAPSHOT_DIR_VARIABLE,
+        SNAPSHOT_SOURCE_VARIABLE,
+        SNAPSHOT_DIGEST_VARIABLE,
+    ):
+        found.pop(name, None)
+    found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
+    return found
+
+
+def _replace_environment(job: Job, environment: Mapping[str, str]) -> Job:
+    return replace(job, environment={k: v for k, v in environment.items() if k not in job.secrets})

@@ -1,0 +1,328 @@
+"""Jobs on Ray, through its job submission API: Ray runs a driver (ray_driver), which starts the command on each node.
+It needs only the address of the dashboard; Phalanx has to be installed on the cluster.
+
+A job's id is Ray's submission id, with @ADDRESS behind it when the job named one. Ray shows a job's entrypoint and
+environment to everybody who sees its dashboard: secrets go through a file in the job's folder that only its owner can
+read, and that the driver removes. Where the folder is not shared, they are refused.
+"""
+
+import json
+import os
+import secrets
+import shlex
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError
+from phalanx.jobs.backends.base import SubmitRequest, no_such_job_error
+from phalanx.jobs.backends.ray.driver_spec import (
+    JOB_ID_VARIABLE,
+    NO_NODE,
+    SNAPSHOT_FILE,
+    DriverSpec,
+    parse_driver_state,
+    secrets_path,
+    strip_ray_preamble,
+)
+from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus, state_from_exit_code
+
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+PLACEMENT_STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
+OPTION_NAMES = ("address", "strategy", "patience", "max-restarts", "python")
+DRIVER_MODULE = "phalanx.jobs.backends.ray.driver"
+JOB_NAME_KEY, NUM_NODES_KEY, WORKING_DIR_KEY, RUN_DIR_KEY = (
+    "phalanx-job",
+    "phalanx-nodes",
+    "phalanx-folder",
+    "phalanx-run",
+)
+"""Keys of a job's metadata: its name, how many nodes it has, its folder, and the run that it trains."""
+GENERATED_PLACEHOLDER = "<drawn when it is submitted>"
+SNAPSHOT_PLACEHOLDER = "<a folder with the code>"
+REQUEST_FILE = "ray-job.json"
+SIGNAL_TIMEOUT_S = 30.0
+"""Seconds in which a signal has to arrive."""
+
+
+class RayBackend:
+    """The engine. `address` is that of the dashboard."""
+
+    name = "ray"
+
+    def __init__(
+        self,
+        address: str | None = None,
+        environ: Mapping[str, str] = os.environ,
+        make_suffix: Callable[[], str] = lambda: secrets.token_hex(4),
+    ):
+        self._address, self._environ, self._make_suffix = address, environ, make_suffix
+        self._clients: dict[str, Any] = {}
+
+    def render(self, job: Job) -> SubmitRequest:
+        """What is sent to the API."""
+        for option in job.backend_options:
+            if option not in OPTION_NAMES:
+                raise UsageError(f"job {job.name}: ray has no option {option!r}; known are {', '.join(OPTION_NAMES)}")
+        _check_job(job)
+        task = make_driver_spec(job)
+        words = (job.backend_options.get("python", "python"), "-P", "-m", DRIVER_MODULE, "run", task.to_json())
+        # Ray gives a job three seconds to end unless told otherwise; the driver ends nodes within the warning
+        environment: dict[str, Any] = {
+            "env_vars": {
+                "RAY_JOB_STOP_WAIT_TIME_S": str(int(job.warning_s) + 15),
+                JOB_ID_VARIABLE: GENERATED_PLACEHOLDER,
+            }
+        }
+        if job.snapshot is not None:
+            environment["working_dir"] = SNAPSHOT_PLACEHOLDER
+        sent = {
+            "submission_id": GENERATED_PLACEHOLDER,
+            "entrypoint": shlex.join(words),
+            "runtime_env": environment,
+            "metadata": {
+                JOB_NAME_KEY: job.name,
+                NUM_NODES_KEY: str(job.num_nodes),
+                WORKING_DIR_KEY: str(job.working_dir),
+            }
+            | ({} if job.run_dir is None else {RUN_DIR_KEY: str(job.run_dir)}),
+        }
+        return SubmitRequest(self.name, job, {REQUEST_FILE: json.dumps(sent, indent=2)})
+
+    def submit(self, request: SubmitRequest) -> str:
+        """Give it an id, and send it. Its secrets lie in its folder until its driver has read them."""
+        job, sent = request.job, json.loads(request.files[REQUEST_FILE])
+        missing = [name for name in job.secrets if name not in self._environ]
+        if missing:
+            raise UsageError(f"job {job.name}: its secret {missing[0]} is not in your environment; export it first")
+        address = job.backend_options.get("address")
+        client = self._client(address)
+        with _translate_ray_errors("listing jobs"):
+            active_jobs = [info for info in client.list_jobs() if not info.status.is_terminal()]
+        same_name = [info.submission_id for info in active_jobs if (info.metadata or {}).get(JOB_NAME_KEY) == job.name]
+        if same_name:
+            raise UsageError(
+                f"job {job.name}: there is one of that name already, {same_name[0]}; stop it, or take another"
+            )
+        submission = f"{job.name}-{self._make_suffix()}"
+        sent["submission_id"] = sent["runtime_env"]["env_vars"][JOB_ID_VARIABLE] = submission
+        file = secrets_path(str(job.working_dir), submission)
+        if job.secrets:
+            file.touch(mode=0o600, exist_ok=False)
+            file.write_text(json.dumps({name: self._environ[name] for name in job.secrets}))
+        try:
+            what = f"submitting job {job.name}"
+            with _translate_ray_errors(what), tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
+                if job.snapshot is not None:  # as one file, of which Ray leaves nothing out
+                    (Path(folder) / SNAPSHOT_FILE).write_bytes(job.snapshot.tar)
+                    sent["runtime_env"]["working_dir"] = folder
+                client.submit_job(**sent)
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
+        return submission if address is None else f"{submission}@{address}"
+
+    def poll(self, job_id: str) -> JobStatus:
+        info = self._info(job_id)
+        log = ""
+        if str(info.status) != "PENDING":
+            submission, client = self._find(job_id)
+            with _translate_ray_errors(f"reading the log of {job_id}"):
+                log = client.get_job_logs(submission)
+        return parse_status(job_id, info, log)
+
+    def list_jobs(self) -> list[JobStatus]:
+        """Those that Phalanx submitted to the engine's address, of everybody who may use it."""
+        with _translate_ray_errors("listing jobs"):
+            found = [info for info in self._client(None).list_jobs() if JOB_NAME_KEY in (info.metadata or {})]
+        found.sort(key=lambda info: (info.start_time or 0, info.submission_id))
+        return [self.poll(info.submission_id) for info in found]
+
+    def send_signal(self, job_id: str, number: int) -> None:
+        """A second, small job on the cluster reaches the nodes of the first."""
+        info = self._info(job_id)
+        submission, client = self._find(job_id)
+        if str(info.status) != "RUNNING":
+            raise UsageError(f"{job_id}: it does not run, so that nothing can be signalled")
+        python = shlex.split(info.entrypoint)[0]
+        words = (
+            python,
+            "-P",
+            "-m",
+            DRIVER_MODULE,
+            "signal",
+            submission,
+            info.metadata[NUM_NODES_KEY],
+            str(int(number)),
+        )
+        deadline = time.monotonic() + SIGNAL_TIMEOUT_S
+        while True:
+            with _translate_ray_errors(f"sending {signal.Signals(number).name} to {job_id}"):
+                ended = _run(client, shlex.join(words), deadline)
+            if ended is None:
+                raise UsageError(f"{job_id}: the signal did not arrive within {SIGNAL_TIMEOUT_S:g} s")
+            if str(ended.status) == "SUCCEEDED":
+                return
+            if ended.driver_exit_code == NO_NODE:
+                raise UsageError(f"{job_id}: none of its nodes runs, so that nothing can be signalled")
+            if time.monotonic() > deadline:  # a busy cluster may fail to start it, or to let it in
+                raise UsageError(f"{job_id}: the signal was not sent: {ended.message}")
+
+    def read_logs(self, job_id: str) -> Iterator[str]:
+        self._info(job_id)
+        submission, client = self._find(job_id)
+        with _translate_ray_errors(f"reading the log of {job_id}"):
+            yield from strip_ray_preamble(client.get_job_logs(submission))
+
+    def cancel(self, job_id: str) -> None:
+        """Its nodes may save for as long as the job's warning is."""
+        info = self._info(job_id)
+        submission, client = self._find(job_id)
+        if not info.status.is_terminal():
+            with _translate_ray_errors(f"stopping {job_id}"):
+                client.stop_job(submission)
+        # a driver that never started has not removed it
+        secrets_path(info.metadata[WORKING_DIR_KEY], submission).unlink(missing_ok=True)
+
+    def _find(self, job_id: str) -> tuple[str, Any]:
+        """Ray's own id of a job, and the client that knows it."""
+        submission, _, address = job_id.partition("@")
+        return submission, self._client(address or None)
+
+    def _info(self, job_id: str) -> Any:
+        submission, client = self._find(job_id)
+        with _translate_ray_errors(f"asking for {job_id}"):
+            try:
+                info = client.get_job_info(submission)
+            except RuntimeError as error:
+                if "404" in str(error):
+                    raise no_such_job_error(self.name, job_id) from None
+                raise
+        if JOB_NAME_KEY not in (info.metadata or {}):
+            raise no_such_job_error(self.name, job_id)
+        return info
+
+    def _client(self, address: str | None) -> Any:
+        configured = (self._environ.get(name) for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))
+        url = address or self._address or next(filter(None, configured), DEFAULT_ADDRESS)
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(
+                f"Ray's address {url}: expected the dashboard's, such as {DEFAULT_ADDRESS} (option address, or "
+                f"RAY_ADDRESS)"
+            )
+        if url not in self._clients:
+            try:
+                from ray.job_submission import JobSubmissionClient
+            except ImportError:
+                raise UsageError("jobs on Ray need it here, too: pip install 'phalanx[ray]'") from None
+            with _translate_ray_errors("connecting to Ray"):
+                self._clients[url] = JobSubmissionClient(url)
+        return self._clients[url]
+
+
+def make_driver_spec(job: Job) -> DriverSpec:
+    """A job in the words of its driver."""
+    return DriverSpec(
+        command=job.command,
+        working_dir=str(job.working_dir) if job.snapshot is None else job.snapshot.start_dir,
+        num_nodes=job.num_nodes,
+        gpus_per_node=job.gpus_per_node,
+        cpus_per_node=job.cpus_per_node or 1,
+        memory_bytes=job.memory_bytes,
+        time_limit_s=job.time_limit_s,
+        warning_s=job.warning_s,
+        environment=dict(job.environment)
+        | ({} if job.snapshot is None else {SNAPSHOT_DIGEST_VARIABLE: job.snapshot.digest}),
+        secrets=job.secrets,
+        strategy=job.backend_options.get("strategy", "STRICT_SPREAD" if job.num_nodes > 1 else "PACK"),
+        placement_timeout_s=float(job.backend_options.get("patience", "600")),
+        max_restarts=int(job.backend_options.get("max-restarts", "10")),
+    )
+
+
+def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
+    """What is known of a job from Ray's record of it and its log."""
+    driver_state, state, code, reason = (
+        parse_driver_state(strip_ray_preamble(log)),
+        JobState.QUEUED,
+        info.driver_exit_code,
+        info.message,
+    )
+    ray_status = str(info.status)
+    if ray_status == "RUNNING":
+        state = JobState.QUEUED if driver_state.is_waiting else JobState.RUNNING
+        code, reason = None, driver_state.reason
+    elif ray_status == "SUCCEEDED":
+        state, code, reason = JobState.DONE, 0, None
+    elif ray_status == "STOPPED":
+        state, reason = JobState.CANCELLED, driver_state.reason
+    elif ray_status == "FAILED":
+        state = JobState.FAILED if code is None else state_from_exit_code(code)
+        reason = driver_state.reason or info.message
+    is_over = state.is_final and info.end_time
+    return JobStatus(
+        id=job_id,
+        name=info.metadata[JOB_NAME_KEY],
+        state=state,
+        exit_code=code,
+        num_attempts=driver_state.num_attempts,
+        nodes=driver_state.nodes,
+        reason=reason,
+        submitted=info.start_time / 1000 if info.start_time else None,
+        ended=info.end_time / 1000 if is_over else None,
+        run_dir=info.metadata.get(RUN_DIR_KEY),
+    )
+
+
+def _check_job(job: Job) -> None:
+    """UsageError for what Ray cannot do, and for options that are wrong."""
+    job_text, options = f"job {job.name}", job.backend_options
+    if job.max_parallel is not None:
+        raise UsageError(f"{job_text}: Ray starts what there is room for, and does not count the members of an array")
+    if job.secrets and job.snapshot is not None:
+        raise UsageError(
+            f"{job_text}: what travels with a job can be read by everybody on the cluster, so that {job.secrets[0]} "
+            "cannot be passed on; omit --snapshot, or set it where Ray is started on the machines"
+        )
+    if job.priority:
+        raise UsageError(f"{job_text}: Ray knows no priorities; leave it away")
+    if options.get("strategy", PLACEMENT_STRATEGIES[0]) not in PLACEMENT_STRATEGIES:
+        raise UsageError(
+            f"{job_text}: option strategy={options['strategy']}: expected one of {', '.join(PLACEMENT_STRATEGIES)}"
+        )
+    for name in ("patience", "max-restarts"):
+        if not options.get(name, "0").isascii() or not options.get(name, "0").isdigit():
+            raise UsageError(f"{job_text}: option {name}={options[name]}: expected a whole number, 0 or more")
+    if len(json.dumps(job.command)) + len(json.dumps(dict(job.environment))) > 100_000:
+        raise UsageError(
+            f"{job_text}: its command and environment are over 100,000 characters long; put them into a file"
+        )
+
+
+def _run(client: Any, command: str, deadline: float) -> Any:
+    """What Ray tells of a small job that has ended; None where it was stopped because it had not by then."""
+    job = client.submit_job(entrypoint=command)
+    while not client.get_job_status(job).is_terminal():
+        if time.monotonic() > deadline:
+            client.stop_job(job)
+            return None
+        time.sleep(0.1)
+    info = client.get_job_info(job)
+    client.delete_job(job)
+    return info
+
+
+@contextmanager
+def _translate_ray_errors(what: str) -> Iterator[None]:
+    """UsageError for every way in which a request can fail."""
+    try:
+        yield
+    except (ConnectionError, OSError) as error:
+        raise UsageError(f"{what}: Ray does not answer: {error}; is its dashboard there (option address)?") from error
+    except (RuntimeError, ValueError) as error:
+        lines = str(error).strip().splitlines()
+        raise UsageError(f"{what}: Ray refuses it: {lines[-1] if lines else error!r}") from error

@@ -1,0 +1,368 @@
+"""Jobs on Slurm: sbatch sends a script, whose srun starts the command once on each node. It needs no accounting
+database, but a file system that all nodes share: of $PHALANX_STATE_DIR, and of the folder that a job starts in unless
+its code travels, which is then put below $PHALANX_STATE_DIR.
+
+Each job has a folder there with its scripts, its log and what they leave (slurm_script). The scripts queue a job again
+that is not finished; keeping it off unfit nodes is only possible from outside, and is done by whoever polls it.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.errors import UsageError
+from phalanx.jobs.backends.base import LogReader, SubmitRequest, no_such_job_error
+from phalanx.jobs.backends.slurm.batch_script import (
+    BATCH_FILE,
+    CANCELLED_FILE,
+    LOG_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    SECRETS_FILE,
+    SNAPSHOT_DIR,
+    UNFIT_FILE,
+    render_array_scripts,
+    render_scripts,
+    render_secret_file,
+)
+from phalanx.jobs.backends.slurm.sbatch_options import Version
+from phalanx.jobs.backends.slurm.status import (
+    SlurmResult,
+    parse_fields,
+    parse_live_status,
+    parse_past_status,
+    parse_result,
+)
+from phalanx.jobs.log_stream import printed_lines
+from phalanx.jobs.snapshot import unpack_snapshot
+from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.run.lock import LocksUnsupportedError, acquire_lock, lock_on_this_machine
+from phalanx.run.private_files import state_root
+
+RunProgram = Callable[[Sequence[str]], tuple[int, str, str]]
+"""Runs a program; its exit code (127: there is none), what it printed, and its errors."""
+
+ID_FILE = "id"
+LOCK_TIMEOUT_S = 300.0
+"""Seconds for which another command may be submitting."""
+COMMAND_TIMEOUT_S = 600.0
+"""Seconds in which one of Slurm's programs must have answered: they try for a while to reach a controller."""
+NODES_UNAVAILABLE_TEXT = "Requested node configuration is not available"
+"""What Slurm answers to more nodes than there are, and to more than are in service."""
+
+
+def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
+    """Run a program here."""
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
+        )
+    except FileNotFoundError:
+        return 127, "", f"{argv[0]}: not found"
+    except subprocess.TimeoutExpired:
+        return 1, "", f"{argv[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+class SlurmBackend:
+    """The engine. `run_program` runs Slurm's programs; `jobs_dir` is where jobs have their folders."""
+
+    name = "slurm"
+
+    def __init__(
+        self,
+        run_program: RunProgram = run_program,
+        folder: Path | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ):
+        self._run_program, self._environ = run_program, environ
+        self.jobs_dir = (folder or state_root(environ) / "slurm").absolute()
+        self._version: Version | None = None
+
+    def render(self, job: Job) -> SubmitRequest:
+        """Both scripts, and how they are sent. Values of secrets are not in them."""
+        folder = self._new_job_dir(job.name)
+        return self._make_request((job,), folder, render_scripts(job, self.get_version(), folder))
+
+    def render_array(self, jobs: Sequence[Job]) -> SubmitRequest:
+        """The scripts of a job array."""
+        folder = self._new_job_dir(jobs[0].array_name or jobs[0].name)
+        request = self._make_request(jobs, folder, render_array_scripts(jobs, self.get_version(), folder))
+        return replace(request, array_jobs=tuple(jobs))
+
+    def submit(self, request: SubmitRequest) -> str:
+        """Write the job's folder, ask Slurm whether it could run the job, and send it."""
+        (id,) = self._submit_files(request, request.job.name, {"": request.job})
+        return id
+
+    def submit_array(self, request: SubmitRequest) -> list[str]:
+        """Send a job array. The members' ids are ARRAY_INDEX."""
+        job = request.job
+        members = {str(index): member for index, member in enumerate(request.array_jobs)}
+        return self._submit_files(request, job.array_name or job.name, members)
+
+    def poll(self, job_id: str) -> JobStatus:
+        """What Slurm knows of a job or, when it has forgotten it, what the job left."""
+        return self._get_status(job_id, self._find_job_dir(job_id))
+
+    def list_jobs(self) -> list[JobStatus]:
+        """The jobs that have a folder here."""
+        folders = self._list_job_dirs()
+        if not folders:
+            return []
+        known_ids = set(
+            self._run_checked(["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i"]).split()
+        )
+        ordered = sorted(folders, key=lambda id: [int(number) for number in id.split("_")])
+        return [self._get_status(id, folders[id], id in known_ids) for id in ordered]
+
+    def release(self, job_id: str) -> bool:
+        """Keep a job that is held because nodes were unfit off them from now on, and let it go on. Nothing happens to
+        any other."""
+        folder = self._find_job_dir(job_id)
+        marker = folder / UNFIT_FILE
+        if not marker.exists():
+            return False
+        found = self._query_job(job_id, folder)
+        if found is None or found.get("JobState") != "PENDING":
+            return False  # its script is still at its end
+        unfit = [*found.get("ExcNodeList", "").split(), *marker.read_text().split()]
+        self._run_checked(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(unfit)}"], f"job {job_id}")
+        self._run_checked(["scontrol", "release", job_id], f"job {job_id}")
+        marker.unlink(missing_ok=True)
+        return True
+
+    def send_signal(self, job_id: str, number: int) -> None:
+        """Send a signal to every process of the step; the batch script does not get it."""
+        status = self.poll(job_id)
+        if status.state is not JobState.RUNNING:
+            raise UsageError(f"{job_id} ({status.name}) does not run, it is {status.state}")
+        self._run_checked(
+            ["scancel", f"--signal={number}", f"{job_id}.0"], f"{job_id} ({status.name}) does not run at this moment"
+        )
+
+    def read_logs(self, job_id: str) -> Iterator[str]:
+        """What all its nodes have printed, in the order in which it came, of all attempts."""
+        log = self._find_job_dir(job_id) / LOG_FILE
+        if log.exists():
+            with open(log, errors="replace", newline="\n") as lines:
+                for line in lines:
+                    yield line.rstrip("\n")
+
+    def follow_logs(self, job_id: str) -> LogReader:
+        """What all its nodes print."""
+        return printed_lines(self._find_job_dir(job_id) / LOG_FILE)
+
+    def cancel(self, job_id: str) -> None:
+        """End a job for good, wherever it is in its life."""
+        folder = self._find_job_dir(job_id)
+        if self._get_status(job_id, folder).state.is_final:
+            return
+        (folder / CANCELLED_FILE).touch()  # first: its script must not queue it again
+        self._run_checked(["scancel", job_id], f"job {job_id}")
+        (folder / SECRETS_FILE).unlink(missing_ok=True)
+
+    def get_version(self) -> Version:
+        """Slurm's version, such as (22, 5, 8)."""
+        if self._version is None:
+            code, out, err = self._run_program(["sbatch", "--version"])
+            if code == 127:
+                raise UsageError(
+                    "slurm: sbatch is not installed here, or not in PATH; submit from one of its login nodes"
+                )
+            found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", out)
+            if code or not found:
+                raise UsageError(f"slurm: sbatch --version says {(err or out).strip()!r}; expected a version")
+            self._version = tuple(int(number) for number in found.groups() if number is not None)
+        return self._version
+
+    def _make_request(self, jobs: Sequence[Job], folder: Path, texts: Mapping[str, str]) -> SubmitRequest:
+        job, script = jobs[0], str(folder / BATCH_FILE)
+        if "container-image" in job.backend_options and "--container-image" not in self._run_checked(
+            ["srun", "--help"]
+        ):
+            raise UsageError(f"job {job.name}: option container-image needs pyxis, which this Slurm does not have")
+        files = {str(folder / name): text for name, text in texts.items()}
+        return SubmitRequest(
+            self.name, job, files, (("sbatch", "--test-only", script), ("sbatch", "--parsable", script))
+        )
+
+    def _submit_files(self, request: SubmitRequest, name: str, jobs: Mapping[str, Job]) -> list[str]:
+        """Send a job, or the jobs of an array, each by the name of its own folder in the whole's; returns their ids."""
+        values = self._secret_values(request.job)
+        for job in jobs.values():
+            if job.snapshot is None and not job.working_dir.is_dir():
+                raise UsageError(f"job {job.name}: its folder {job.working_dir} is not there")
+        test, send = request.commands
+        folder = Path(send[-1]).parent
+        with self._hold_lock():
+            self._check_name(name)
+            try:
+                folder.mkdir(mode=0o700)
+            except FileExistsError:
+                raise UsageError(f"job {name}: another one took {folder} meanwhile; submit it once more") from None
+            try:
+                for own, job in jobs.items():
+                    _write_job_dir(folder / own, job, values)
+                for path, text in request.files.items():
+                    _write_private_file(Path(path), text)
+                self._check_accepted(request.job, test)
+                id = self._run_checked(send, f"job {name}").strip().partition(";")[0]
+            except BaseException:
+                shutil.rmtree(folder)
+                raise
+            ids = {own: f"{id}_{own}" if own else id for own in jobs}
+            try:
+                for own, each in ids.items():
+                    _write_private_file(folder / own / ID_FILE, f"{each}\n")
+            except BaseException:
+                self._run_program(["scancel", id])  # nobody would know of it
+                raise
+        return list(ids.values())
+
+    def _get_status(self, id: str, folder: Path, known: bool = True) -> JobStatus:
+        name = self._array_dir(folder).name.rpartition("-")[0]
+        name = name if folder.parent == self.jobs_dir else f"{name}.{folder.name}"
+        found = self._query_job(id, folder) if known else None
+        result = _read_result_file(folder)
+        submitted = (folder / ID_FILE).stat().st_mtime
+        run = (folder / RUN_FILE).read_text().removesuffix("\n") if (folder / RUN_FILE).exists() else None
+        if found is None:
+            return replace(
+                parse_past_status(id, name, (folder / CANCELLED_FILE).exists(), submitted, result), run_dir=run
+            )
+        nodes = found.get("NodeList", "")
+        if set("[,") & set(nodes):
+            nodes = self._run_checked(["scontrol", "show", "hostnames", nodes])
+        status = parse_live_status(id, name, found, tuple(nodes.split()), submitted, result)
+        if status.state is JobState.QUEUED and (folder / UNFIT_FILE).exists():
+            unfit = ", ".join((folder / UNFIT_FILE).read_text().split())
+            hold_reason = (
+                f"is held, since {unfit} did not fit it: `phalanx jobs release {id} --on slurm` lets it go on elsewhere"
+            )
+            status = replace(status, reason=hold_reason)
+        return replace(status, run_dir=run)
+
+    def _query_job(self, id: str, folder: Path) -> dict[str, str] | None:
+        """Slurm's fields of a job; None when it has forgotten it, or another one has the number now."""
+        code, out, err = self._run_program(["scontrol", "show", "job", id])
+        if code and "Invalid job id" in err:
+            return None
+        if code:
+            raise UsageError(f"slurm does not answer: {_clean_error(err)}")
+        found = parse_fields(out)
+        return found if found.get("Command", "").endswith(f"/{self._array_dir(folder).name}/{BATCH_FILE}") else None
+
+    def _check_accepted(self, job: Job, test: Sequence[str]) -> None:
+        """Whether Slurm could ever run a job. That nodes are out of service for now is no reason to refuse it."""
+        code, _, err = self._run_program(test)
+        if code == 0:
+            return
+        partition = job.backend_options.get("partition")
+        nodes = self._query_nodes(partition) if NODES_UNAVAILABLE_TEXT in err else {}
+        if nodes and job.num_nodes > len(nodes):
+            size_text = f"{len(nodes)} nodes" if len(nodes) > 1 else "1 node"
+            raise UsageError(
+                f"job {job.name}: it needs {job.num_nodes} nodes, and {partition or 'the default partition'} has "
+                f"{size_text}: "
+                f"{_clean_error(err)}"
+            )
+        if not any(state.startswith(("down", "drain", "fail", "maint", "unk")) for state in nodes.values()):
+            raise UsageError(f"job {job.name}: {_clean_error(err)}")
+
+    def _query_nodes(self, partition: str | None) -> dict[str, str]:
+        """The states of a partition's nodes; without one, of the default's."""
+        listed = self._run_checked(["sinfo", "--noheader", "--Node", "--format=%N %P %T"])
+        rows = [line.split() for line in listed.splitlines()]
+        return {row[0]: row[2] for row in rows if (row[1].rstrip("*") == partition if partition else row[1][-1] == "*")}
+
+    def _run_checked(self, argv: Sequence[str], what: str = "slurm") -> str:
+        code, out, err = self._run_program(argv)
+        if code:
+            raise UsageError(f"{what}: {_clean_error(err)}")
+        return out
+
+    def _secret_values(self, job: Job) -> dict[str, str]:
+        missing = [name for name in job.secrets if name not in self._environ]
+        if missing:
+            raise UsageError(f"job {job.name}: the secret {missing[0]} is not set in the environment")
+        return {name: self._environ[name] for name in job.secrets}
+
+    def _check_name(self, name: str) -> None:
+        for id, folder in self._list_job_dirs().items():
+            if self._array_dir(folder).name.rpartition("-")[0] == name:
+                status = self._get_status(id, folder)
+                if not status.state.is_final:
+                    raise UsageError(f"job {name}: there is one of this name already, {id}, and it is {status.state}")
+
+    def _new_job_dir(self, name: str) -> Path:
+        """The first that no job of this name has had."""
+        used = [found.name.rpartition("-") for found in self.jobs_dir.glob(f"{name}-*")]
+        numbers = [int(number) for before, _, number in used if before == name and number.isdecimal()]
+        return self.jobs_dir / f"{name}-{max(numbers, default=0) + 1}"
+
+    def _array_dir(self, folder: Path) -> Path:
+        """The folder of the array that a job's folder belongs to; else that itself."""
+        return folder if folder.parent == self.jobs_dir else folder.parent
+
+    def _find_job_dir(self, job_id: str) -> Path:
+        found = self._list_job_dirs().get(job_id)
+        if found is None:
+            raise no_such_job_error(self.name, job_id)
+        return found
+
+    def _list_job_dirs(self) -> dict[str, Path]:
+        """The jobs' folders by id; of two with one id, as after a new start of Slurm's numbers, the later one."""
+        found = [*self.jobs_dir.glob(f"*/{ID_FILE}"), *self.jobs_dir.glob(f"*/[0-9]*/{ID_FILE}")]
+        files = sorted(found, key=lambda file: file.stat().st_mtime)
+        return {file.read_text().strip(): file.parent for file in files}
+
+    @contextmanager
+    def _hold_lock(self) -> Iterator[None]:
+        """Nobody else submits here meanwhile."""
+        self.jobs_dir.mkdir(parents=True, exist_ok=True)
+        with open(self.jobs_dir / ".lock", "w") as lock, ExitStack() as stack:
+            what = f"another command, which is submitting to Slurm in {self.jobs_dir}"
+            try:
+                acquired = acquire_lock(lock.fileno(), LOCK_TIMEOUT_S, what)
+            except LocksUnsupportedError:
+                acquired = stack.enter_context(lock_on_this_machine(lock.fileno(), LOCK_TIMEOUT_S, what))
+            if not acquired:
+                raise UsageError(
+                    f"{self.jobs_dir}: another command has been submitting there for {LOCK_TIMEOUT_S:.0f} s; "
+                    "`ps -ef | grep phalanx` shows it: end it if it hangs, and submit again"
+                )
+            yield
+
+
+def _write_job_dir(folder: Path, job: Job, secrets: dict[str, str]) -> None:
+    """What a job finds in its folder besides its scripts."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if secrets:
+        _write_private_file(folder / SECRETS_FILE, render_secret_file(secrets))
+    if job.run_dir is not None:
+        _write_private_file(folder / RUN_FILE, f"{job.run_dir}\n")
+    if job.snapshot is not None:
+        unpack_snapshot(job.snapshot.tar, folder / SNAPSHOT_DIR)
+
+
+def _write_private_file(path: Path, text: str) -> None:
+    """A file that only its owner can read."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", errors="surrogateescape") as file:
+        file.write(text)
+
+
+def _read_result_file(folder: Path) -> SlurmResult | None:
+    path = folder / RESULT_FILE
+    return parse_result(path.read_text()) if path.exists() else None
+
+
+def _clean_error(err: str) -> str:
+    """Slurm's words, in one line, without what it puts before them."""
+    lines = [re.sub(r"^(\w+: )?(error: )?", "", line).strip() for line in err.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line)) or "it failed without a word"

@@ -1,0 +1,258 @@
+"""The scripts of a job on Slurm, as text: one that Slurm starts on the first node, and one that srun starts on each.
+Pure: what was found out about the cluster goes in. Who sends them stands in slurm.
+
+All that a job, or a member of an array, writes lies in its folder, on a file system that all nodes share: `log`,
+`token.<attempt>`, `code.<attempt>.<render_node_script>`, `result`, `deaths` (in a row), and `unfit` when nodes are to
+be avoided. In `code` lies what travelled with it.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.backends.slurm.sbatch_options import SbatchOptions, Version, parse_options
+from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, with_unpacked_snapshot
+
+BATCH_FILE, NODE_FILE, SECRETS_FILE, SNAPSHOT_DIR = "batch.sh", "node.sh", "secrets.sh", "code"
+LOG_FILE, RESULT_FILE, UNFIT_FILE, CANCELLED_FILE, RUN_FILE = "log", "result", "unfit", "cancelled", "run"
+
+
+def render_scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
+    """Both scripts, by name. UsageError for what this version of Slurm cannot do."""
+    options = parse_options(job, version)
+    job = with_unpacked_snapshot(job, folder / SNAPSHOT_DIR)
+    _check_folders(job, folder)
+    return {BATCH_FILE: render_batch_script(job, options, folder), NODE_FILE: render_node_script(job, options, folder)}
+
+
+def render_array_scripts(jobs: Sequence[Job], version: Version, folder: Path) -> dict[str, str]:
+    """The scripts of a job array, whose members differ in what they run and in nothing that Slurm is asked for: one
+    batch script, and for each member its node script in a folder named by its index. UsageError as for
+    `render_scripts`."""
+    texts = {}
+    for index, job in enumerate(jobs):
+        member_dir = folder / str(index)
+        job = with_unpacked_snapshot(job, member_dir / SNAPSHOT_DIR)
+        _check_folders(job, member_dir)
+        texts[f"{index}/{NODE_FILE}"] = render_node_script(job, parse_options(job, version), member_dir)
+    array_job = replace(jobs[0], name=jobs[0].array_name or jobs[0].name, working_dir=folder)
+    start_dirs = tuple(
+        with_unpacked_snapshot(job, folder / str(index) / SNAPSHOT_DIR).working_dir for index, job in enumerate(jobs)
+    )
+    return {BATCH_FILE: render_batch_script(array_job, parse_options(array_job, version), folder, start_dirs), **texts}
+
+
+def _check_folders(job: Job, folder: Path) -> None:
+    for path in (folder, job.working_dir):
+        if not str(path).isprintable():
+            raise UsageError(f"job {job.name}: the folder {str(path)!r} has a control character in its name")
+    if "\\" in str(folder):
+        raise UsageError(
+            f"the folder {folder} for jobs has a backslash in its name, which Slurm takes for something else"
+        )
+
+
+def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_dirs: Sequence[Path] = ()) -> str:
+    """What runs on the first node: starts the step, passes the warning on, and decides what its end means.
+    `member_dirs`: where those of an array start; each has a folder in `folder`."""
+    output = str(folder).replace("%", "%%")  # Slurm puts numbers and names in for %j and the like
+    output = f"{output}/%a/{LOG_FILE}" if member_dirs else f"{output}/{LOG_FILE}"
+    parallel_suffix = f"%{job.max_parallel}" if job.max_parallel else ""
+    header = [*options.sbatch_options, *([f"--array=0-{len(member_dirs) - 1}{parallel_suffix}"] if member_dirs else [])]
+    header += [f"--chdir={job.working_dir}", f"--output={output}"]
+    return BATCH_TEMPLATE.format(
+        header="\n".join(f"#SBATCH {quote_directive(option)}" for option in header),
+        name=job.name,
+        folder=shlex.quote(str(folder)) + ("/$SLURM_ARRAY_TASK_ID" if member_dirs else ""),
+        # a member's own number would do, but for one member, whose number means the whole array
+        id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if member_dirs else "$SLURM_JOB_ID",
+        cores=f"export SRUN_CPUS_PER_TASK={job.cpus_per_node}\n" if job.cpus_per_node else "",
+        step=" ".join(
+            shlex.quote(word)
+            for word in (*options.srun_options, *_container_options(job, (folder, job.working_dir, *member_dirs)))
+        ),
+        grace=SIGNAL_GRACE_S,
+        requeues=options.max_requeues,
+        unfinished=int(ExitCode.UNFINISHED),
+        unfit=int(ExitCode.UNFIT_NODE),
+        deaths=MAX_KILLS_IN_A_ROW,
+        progress=int(MIN_PROGRESS_S),
+    )
+
+
+def render_node_script(job: Job, options: SbatchOptions, folder: Path) -> str:
+    """What runs on each node: the command, whose exit code it writes down."""
+    words = job.command
+    if options.apptainer_image is not None:
+        binds = [f"--bind={path}:{path}" for path in (folder, job.working_dir)]
+        nvidia = ["--nv"] if job.gpus_per_node else []
+        words = ("apptainer", "exec", *nvidia, *binds, f"--pwd={job.working_dir}", options.apptainer_image, *words)
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    return NODE_TEMPLATE.format(
+        name=job.name,
+        folder=shlex.quote(str(folder)),
+        start=shlex.quote(str(job.working_dir)),
+        environment="".join(f"{line}\n" for line in exports),
+        secrets=f'. "$folder/{SECRETS_FILE}"\n' if job.secrets else "",
+        command=shlex.join(words),
+        unfinished=int(ExitCode.UNFINISHED),
+        unfit=int(ExitCode.UNFIT_NODE),
+    )
+
+
+def render_secret_file(values: dict[str, str]) -> str:
+    """What `node.sh` reads the secrets from."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+
+
+def quote_directive(option: str) -> str:
+    """An option as it must stand behind #SBATCH, where sbatch, not a shell, reads quotes."""
+    if all(letter.isalnum() or letter in "-_=.,:/@+" for letter in option):
+        return option
+    return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _container_options(job: Job, folders: Sequence[Path]) -> list[str]:
+    """A container sees the job's folders by their own names, besides what is asked for."""
+    if "container-image" not in job.backend_options:
+        return []
+    own = [f"{path}:{path}" for path in dict.fromkeys(folders)]
+    given = job.backend_options.get("container-mounts")
+    return [
+        f"--container-mounts={','.join([*([given] if given else []), *own])}",
+        f"--container-workdir={job.working_dir}",
+    ]
+
+
+SIGNAL_GRACE_S = 5
+"""Seconds after which what a step runs is taken to know what to do when it is told to stop."""
+BATCH_TEMPLATE = r"""#!/bin/bash
+{header}
+# Job {name}, one attempt: Slurm starts this on the first of its nodes.
+set -o pipefail
+trap : TERM # what asks the job to stop must not end this script, which has to say how it ended
+warned=
+trap 'warned=1' USR1 # there is nobody yet to be told
+
+# shellcheck disable=SC2016 # names are meant as they stand
+folder={folder} options=({step})
+attempt=${{SLURM_RESTART_COUNT:-0}}
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+# below the ports that the kernel hands out; another one for each attempt
+port=$((20000 + (SLURM_JOB_ID + attempt) % 10000))
+while (: <"/dev/tcp/${{nodes[0]}}/$port") 2>/dev/null; do port=$((port + 1)); done
+
+# a new name for each attempt: no node can have the old one's contents in its cache
+rm -f "$folder"/token.* "$folder"/code.*
+token=$folder/token.$attempt
+(umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$token")
+
+export PHALANX_NUM_NODES=${{#nodes[@]}} PHALANX_LEADER_ADDR=${{nodes[0]}}:$port PHALANX_TOKEN_FILE=$token
+{cores}
+srun --input=none --export=ALL --kill-on-bad-exit=1 --wait=60 \
+  --nodes="${{#nodes[@]}}" --ntasks="${{#nodes[@]}}" --ntasks-per-node=1 "${{options[@]}}" \
+  bash "$folder/node.sh" "$attempt" &
+step=$!
+
+# The warning reaches this shell alone. The step may not have begun yet, and what it runs needs a moment until it can be
+# told: before that the signal would end it.
+begun=$EPOCHSECONDS
+# shellcheck disable=SC2317 # the trap calls it
+running() {{ kill -0 "$step" 2>/dev/null; }}
+# shellcheck disable=SC2317
+warn() {{
+  while running && ! scontrol show step "$SLURM_JOB_ID.0" >/dev/null 2>&1; do sleep 1 && begun=$EPOCHSECONDS; done
+  while running && ((EPOCHSECONDS - begun < {grace})); do sleep 1; done
+  while running && ! scancel --signal=USR1 "{id}.0" 2>/dev/null; do sleep 1; done
+}}
+trap warn USR1
+if [[ -n $warned ]]; then warn; fi
+
+while running; do wait "$step"; done # a signal ends `wait`, too
+wait "$step"
+code=$?
+
+# The first node leads, so its code is the job's. Where it was killed because another failed, that one's is.
+leader=
+unfit=()
+others=
+for node in "${{nodes[@]}}"; do
+  read -r one 2>/dev/null <"$folder/code.$attempt.$node" || one=
+  [[ $node == "${{nodes[0]}}" ]] && leader=$one
+  [[ $one == {unfit} ]] && unfit+=("$node")
+  [[ -z $others && -n $one && $one != 0 && $one != {unfinished} && $one -lt 128 ]] && others=$one
+done
+if [[ -n $leader ]]; then code=$leader; elif [[ $code == 0 ]]; then code={unfinished}; fi # who is done says so
+if ((${{#unfit[@]}} > 0 && (code >= 128 || code == {unfinished}))); then code={unfit}; fi
+if [[ -n $others && $code -ge 128 ]]; then code=$others; fi
+
+# Who was killed could not say what it wants, and is started again; not for ever, as where its memory is too small. An
+# srun that could not start the step, as right after a node came back, may end with more than 192.
+deaths=0
+if ((code > 128 && code <= 192)) || [[ -z $leader$others && $code -gt 192 ]]; then
+  if ((EPOCHSECONDS - begun < {progress})); then read -r deaths 2>/dev/null <"$folder/deaths" || deaths=0; fi
+  deaths=$((deaths + 1))
+fi
+printf '%s\n' "$deaths" >"$folder/deaths"
+
+printf 'code %s\nattempt %s\nnodes %s\nended %s\n' "$code" "$attempt" "${{nodes[*]}}" "$EPOCHSECONDS" \
+  >"$folder/result.new"
+mv "$folder/result.new" "$folder/result"
+
+cancelled() {{
+  [[ -e $folder/cancelled ]] || scontrol show job "{id}" | grep '^ *JobState=CANCELLED' >/dev/null
+}}
+ask() {{
+  local up
+  for _ in {{1..60}}; do # the controller may be starting again just now
+    up=$(scontrol ping | grep -cw UP)
+    scontrol "$1" "{id}" && exit "$code"
+    if ((up > 0)); then break; fi
+    sleep 5
+  done
+}}
+if ((deaths >= {deaths})); then
+  echo "killed $deaths times in a row (exit code $code): not started again; it may need more memory"
+elif [[ $code == {unfinished} || $code == {unfit} || $deaths != 0 ]] && ((attempt < {requeues})) && ! cancelled; then
+  if [[ $code != {unfit} ]]; then
+    ask requeue
+  else
+    # who polls the job keeps it off these nodes and lets it go on; a running job cannot be kept off any
+    printf '%s\n' "${{unfit[@]}}" >"$folder/unfit"
+    ask requeuehold
+  fi
+fi
+rm -f "$folder"/token.* "$folder/secrets.sh"
+exit "$code"
+"""
+
+NODE_TEMPLATE = r"""#!/bin/bash
+# Job {name}: srun starts this once on each node, with the number of the attempt.
+trap : HUP INT QUIT USR1 USR2 ALRM TERM # they reach every process; the command decides, and its code is to be told
+
+# shellcheck disable=SC2016 # names are meant as they stand
+folder={folder} start={start}
+export PHALANX_NODE_RANK=$SLURM_PROCID
+
+finish() {{
+  # by this shell alone: a signal to the step may come just now, and would end any program that it starts
+  printf '%s\n' "$1" >"$folder/code.$2.$SLURMD_NODENAME" || exit "$1"
+  # to srun this is no failure: it would kill the other nodes while they save
+  if [[ $1 == {unfinished} ]]; then exit 0; fi
+  exit "$1"
+}}
+
+if ! cd -- "$start"; then
+  echo "$SLURMD_NODENAME does not see the job's folder; is it on a file system that all nodes share?" >&2
+  finish {unfit} "$1"
+fi
+# the words stand as they were given
+# shellcheck disable=all
+(
+{secrets}{environment}exec -- {command}
+)
+finish $? "$1"
+"""

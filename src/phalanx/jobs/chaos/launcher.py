@@ -1,0 +1,290 @@
+"""Where a run under faults is started, and started again: as commands of our own, one a node, or in a queue of its own.
+
+What is started again, and what is not, goes by the exit code alone, as with any engine.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from phalanx.compat import die_with_parent
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.backends.local import LocalBackend
+from phalanx.jobs.chaos.faults import CHAOS_TAG_VARIABLE, disable_core_dumps
+from phalanx.jobs.chaos.run_monitor import RunMonitor
+from phalanx.jobs.spec import JobState
+from phalanx.run.boot_clock import unix_now
+
+MAX_STARTS_WITHOUT_ATTEMPT = 5
+"""Starts in a row that come to no attempt, after which nobody would try again."""
+POLL_INTERVAL_S = 0.1
+"""Seconds between two looks at a queue."""
+EXIT_TIMEOUT_S = 10.0
+"""Seconds in which the nodes of a run that is over must leave."""
+NODE_VARIABLES = (
+    "PHALANX_NODE_RANK",
+    "PHALANX_NUM_NODES",
+    "PHALANX_LEADER_ADDR",
+    "PHALANX_TOKEN",
+    "PHALANX_TOKEN_FILE",
+)
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Launcher(Protocol):
+    """Where a run is started."""
+
+    num_starts: int
+    """How often it was started."""
+
+    def start(self) -> None:
+        """For the first time."""
+
+    def restart_if_needed(self) -> int | None:
+        """Start again what has ended unfinished; the exit code when the run is over."""
+
+    def find_daemons(self) -> Sequence[psutil.Process]:
+        """Who looks after the queue, where there is one."""
+
+    def list_leftovers(self) -> list[str]:
+        """What stands in the queue still, where there is one."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
+def should_restart(code: int) -> bool:
+    """Whether a command that ended with this code is started again."""
+    return code < 0 or code == ExitCode.UNFINISHED
+
+
+def make_environment(tag: str, scratch: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a run under faults: marked, with a folder of its own for temporary files, in which nothing may
+    be left. What only saves time later, such as compiled code, is kept where it always is."""
+    found = {name: value for name, value in base.items() if name not in (*NODE_VARIABLES, *LAUNCHER_VARIABLES)}
+    temporary = scratch / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    compiled = Path(base.get("TMPDIR", "/tmp")) / f"torchinductor_{psutil.Process().username()}"
+    found.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    return {**found, CHAOS_TAG_VARIABLE: tag, "TMPDIR": str(temporary)}
+
+
+class LocalLauncher:
+    """A command for each node, all on this machine; `words` without the program. Their output goes to one file."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        monitor: RunMonitor,
+        num_nodes: int = 1,
+    ):
+        self.command, self.output, self.monitor = (sys.executable, "-P", "-m", "phalanx", *arguments), output, monitor
+        self._environments = [dict(environment) for _ in range(num_nodes)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._started_at: list[float] = []
+        self.num_starts = 0
+        self._starts_without_attempt, self._last_attempt = 0, -1
+        self._finished_at: float | None = None
+        if num_nodes > 1:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                leader = f"127.0.0.1:{free.getsockname()[1]}"
+            token = os.urandom(32).hex()
+            for node, each in enumerate(self._environments):
+                each |= {
+                    "PHALANX_NUM_NODES": str(num_nodes),
+                    "PHALANX_NODE_RANK": str(node),
+                    "PHALANX_LEADER_ADDR": leader,
+                }
+                each["PHALANX_TOKEN"] = token
+
+    def start(self) -> None:
+        for node in range(len(self._environments)):
+            self._started_at.append(unix_now())
+            self._processes.append(self._start_node(node))
+        self.num_starts += 1
+
+    def restart_if_needed(self) -> int | None:
+        codes = [process.poll() for process in self._processes]
+        leader_code = codes[0]
+        if leader_code is not None and not should_restart(leader_code):
+            return self._finish(leader_code, codes)
+        for node, code in enumerate(codes):
+            if code is None or not should_restart(code):
+                continue
+            if code == ExitCode.UNFINISHED and leader_code is None and self._started_at[node] > self._started_at[0]:
+                continue  # the leader is just ending, too, or will when it misses this node
+            if node == 0 and self._has_given_up():
+                return code
+            self._processes[node] = self._start_node(node)
+            self._started_at[node] = unix_now()
+            self.num_starts += node == 0
+        return None
+
+    def find_daemons(self) -> Sequence[psutil.Process]:
+        return ()
+
+    def list_leftovers(self) -> list[str]:
+        return []
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _start_node(self, node: int) -> "subprocess.Popen[bytes]":
+        with open(self.output, "ab") as output:
+            process = subprocess.Popen(
+                self.command,
+                env=self._environments[node],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the one who watches
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        disable_core_dumps(process.pid)
+        return process
+
+    def _has_given_up(self) -> bool:
+        """Whether it was started too often without coming to an attempt. Call before each start."""
+        self._starts_without_attempt = (
+            self._starts_without_attempt + 1 if self.monitor.attempt == self._last_attempt else 0
+        )
+        self._last_attempt = self.monitor.attempt
+        return self._starts_without_attempt >= MAX_STARTS_WITHOUT_ATTEMPT
+
+    def _finish(self, code: int, codes: Sequence[int | None]) -> int | None:
+        """The leader's code when all nodes have left, or have had the time to. One that was started again too late to
+        find its leader is sent away; another that stays is left behind."""
+        now = time.monotonic()
+        self._finished_at = self._finished_at or now
+        if all(each is not None for each in codes):
+            return code
+        for process, since in zip(self._processes, self._started_at, strict=True):
+            if process.poll() is None and since > self.monitor.attempt_started_at:
+                process.terminate()
+        return code if now - self._finished_at > EXIT_TIMEOUT_S else None
+
+
+class QueueLauncher:
+    """The run as a job in a local queue of its own, in `folder`. `words` without the program."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path):
+        self.arguments, self.folder, self.output = tuple(arguments), folder, output
+        self._environment = {**environment, "PHALANX_STATE_DIR": str(folder)}
+        self.backend = LocalBackend(
+            folder / "queue", ensure_daemon=lambda *_: None
+        )  # by `restart_if_needed`, so that supervisors bear the mark
+        self._daemon: subprocess.Popen[bytes] | None = None
+        self.job_id = ""
+        self.num_starts = 0
+        self._next_poll = 0.0
+
+    def start(self) -> None:
+        """As `phalanx jobs submit` does. UsageError with its words when it cannot."""
+        command = (sys.executable, "-P", "-m", "phalanx", "jobs", "submit", *self.arguments)
+        submission = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
+        with open(self.output, "a", encoding="utf-8") as output:
+            output.write(submission.stdout + submission.stderr)
+        if submission.returncode:
+            raise UsageError(
+                f"the run could not be put into a queue: {submission.stderr.strip().removeprefix('error: ')}"
+            )
+        self.job_id = self.backend.list_jobs()[-1].id
+
+    def restart_if_needed(self) -> int | None:
+        """Have a supervisor, and submit a job again that was ended too often."""
+        now = time.monotonic()
+        if now < self._next_poll:
+            return None
+        self._next_poll = now + POLL_INTERVAL_S
+        status = self.backend.poll(self.job_id)
+        self.num_starts = sum(each.num_attempts for each in self.backend.list_jobs())
+        if status.state is JobState.DONE:
+            return int(ExitCode.DONE)
+        if status.state.is_final:
+            code = int(ExitCode.GAVE_UP) if status.exit_code is None else status.exit_code
+            if not should_restart(code):
+                return code
+            self.start()
+        elif not self.find_daemons():
+            self._ensure_daemon()
+        return None
+
+    def find_daemons(self) -> Sequence[psutil.Process]:
+        tag = self._environment[CHAOS_TAG_VARIABLE]
+        return [
+            each for each in find_tagged_processes(tag) if "phalanx.jobs.local_queue.daemon" in read_command_line(each)
+        ]
+
+    def list_leftovers(self) -> list[str]:
+        entries = [
+            f"job {status.id} is {status.state}" for status in self.backend.list_jobs() if not status.state.is_final
+        ]
+        secrets = [str(path) for path in self.folder.rglob("secrets.json")]
+        return entries + secrets
+
+    def kill(self) -> None:
+        """Its supervisor first, which would start the job again."""
+        for process in [*self.find_daemons(), *find_tagged_processes(self._environment[CHAOS_TAG_VARIABLE])]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self._daemon is not None:
+            self._daemon.wait()
+
+    def _ensure_daemon(self) -> None:
+        """Start a supervisor, as the next command for the queue does."""
+        if self._daemon is not None and self._daemon.poll() is None:
+            return
+        folder = self.backend.database.folder
+        with open(folder / "supervisor.log", "ab") as log:
+            self._daemon = subprocess.Popen(
+                [sys.executable, "-P", "-m", "phalanx.jobs.local_queue.daemon", str(folder)],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+            )
+
+
+def find_tagged_processes(tag: str) -> list[psutil.Process]:
+    """Every process that carries the mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(CHAOS_TAG_VARIABLE) == tag and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def read_command_line(process: psutil.Process) -> list[str]:
+    """Its words; none when it has just ended."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return list(process.cmdline())
+    return []
+
+
+def kill_tagged_processes(
+    tag: str, timeout_s: float = EXIT_TIMEOUT_S, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Kill whatever carries the mark, and wait until it is gone."""
+    deadline = clock() + timeout_s
+    while (found := find_tagged_processes(tag)) and clock() < deadline:
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(found, timeout=0.5)

@@ -1,0 +1,188 @@
+"""Lets a run go through its faults, and judges it: the same digest as without them, and nothing left behind."""
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.cluster.health.checks.leaked_resources import find_abandoned_shm, list_processes
+from phalanx.cluster.health.context import CheckContext
+from phalanx.errors import ExitCode
+from phalanx.jobs.chaos.fault_plan import Fault
+from phalanx.jobs.chaos.faults import POLL_INTERVAL_S, FaultContext, inject_faults
+from phalanx.jobs.chaos.launcher import Launcher, find_tagged_processes, read_command_line
+from phalanx.run import Event, Run
+
+EXIT_GRACE_S = 10.0
+"""Seconds in which the processes of a run that is over must have ended; a queue's supervisor waits two for more."""
+MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS = 300.0, 20.0
+"""Seconds, or usual steps, without a word of the run after which it is taken for stuck."""
+TEMPORARY_NAME_PARTS = (".tmp", ".old")
+"""What names of files have in them that are not whole yet, or not needed any more, in a run directory."""
+
+
+@dataclass(frozen=True)
+class ChaosOutcome:
+    """How a run under faults ended: its exit code, None when it had to be ended, with a sentence then."""
+
+    exit_code: int | None
+    num_starts: int
+    hang: str | None = None
+
+
+@dataclass(frozen=True)
+class ChaosVerdict:
+    """Whether a run went through its faults unharmed; `reasons`: what was wrong, a sentence each."""
+
+    reasons: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Nothing was wrong."""
+        return not self.reasons
+
+
+def run_with_faults(
+    launcher: Launcher,
+    context: FaultContext,
+    faults: Sequence[Fault],
+    on_event: Callable[[Event], None],
+    on_restart: Callable[[int], None],
+    on_finish: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> ChaosOutcome:
+    """Start the run, let the faults strike, start it again until it is over. `on_event` gets each of its events,
+    `on_restart`
+    the number of each start but the first; `on_finish` is called when it is over by itself, before what is left of it
+    is ended. Whatever happens, the run has ended when this returns or raises."""
+    monitor, injection = context.monitor, inject_faults(faults, context)
+    hang_timeout_s = max(MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS * context.typical.step_s)
+    num_starts, last_event_at = 1, clock()
+    try:
+        launcher.start()
+        while True:
+            pause = next(injection, POLL_INTERVAL_S)
+            events = monitor.read_new()
+            for event in events:
+                on_event(event)
+            code = launcher.restart_if_needed()
+            if launcher.num_starts > num_starts:
+                num_starts = launcher.num_starts
+                on_restart(num_starts)
+            if code is not None:
+                for event in monitor.read_new():
+                    on_event(event)
+                on_finish()
+                return ChaosOutcome(code, launcher.num_starts)
+            if events:
+                last_event_at = clock()
+            elif clock() - last_event_at > hang_timeout_s:
+                return ChaosOutcome(None, launcher.num_starts, f"nothing was heard of it for {hang_timeout_s:.0f} s")
+            sleep(pause)
+    finally:
+        injection.close()
+        launcher.kill()
+
+
+@dataclass(frozen=True)
+class MachineBaseline:
+    """What was there before a run."""
+
+    shared_memory: frozenset[str]
+    """Names in /dev/shm."""
+
+
+def record_baseline() -> MachineBaseline:
+    """What is there now."""
+    folder = Path("/dev/shm")
+    return MachineBaseline(frozenset(os.listdir(folder)) if folder.is_dir() else frozenset())
+
+
+def find_leftovers(
+    run: Run,
+    tag: str,
+    scratch: Path,
+    baseline: MachineBaseline,
+    queue: Callable[[], Sequence[str]] = tuple,
+    grace_s: float = EXIT_GRACE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[str]:
+    """What a run that is over has left, a sentence each: processes, shared memory that nobody has open, temporary files
+    in its directory and among those of the system, entries of a queue."""
+    deadline, empty_looks = clock() + grace_s, 0
+    while True:
+        found = find_tagged_processes(tag)
+        empty_looks = 0 if found else empty_looks + 1
+        if empty_looks > 1 or clock() >= deadline:  # one that is just being started has no environment for a moment
+            break
+        sleep(0.05)
+    leftovers = [f"process {each.pid} still runs: {' '.join(read_command_line(each))[:100]}" for each in found]
+    check_context = CheckContext(run_dir=run.path)
+    shared_memory = sorted(
+        set(find_abandoned_shm(check_context, list_processes(check_context))) - baseline.shared_memory
+    )
+    leftovers += [f"shared memory: /dev/shm/{name}" for name in shared_memory]
+    leftovers += [f"temporary file: {path}" for path in find_temporary_files(run)]
+    leftovers += [f"temporary file: {path}" for path in sorted((scratch / "tmp").iterdir()) if not _is_probe(path)]
+    return leftovers + [f"queue: {entry}" for entry in queue()]
+
+
+def _is_probe(path: Path) -> bool:
+    """Whether it is what Python's `tempfile` makes for a moment, to see that it can write to a folder: a process that
+    was killed just then leaves it."""
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        return re.fullmatch("[a-z0-9_]{8}", path.name) is not None and path.read_bytes() in (b"", b"blat")
+    return False
+
+
+def find_temporary_files(run: Run) -> list[Path]:
+    """What is half made in a run directory."""
+    found = (path for path in run.path.rglob("*") if any(part in path.name for part in TEMPORARY_NAME_PARTS))
+    return sorted(path for path in found if not any(part in path.parent.name for part in TEMPORARY_NAME_PARTS))
+
+
+def verify_run(
+    run: Run,
+    expected: str,
+    outcome: ChaosOutcome,
+    num_planned: int,
+    num_injected: int,
+    leftovers: Sequence[str],
+    digest_of: Callable[[Run], str],
+) -> ChaosVerdict:
+    """The verdict. `digest_of` reads the newest checkpoint of a run: what is on disk, not what was said of it."""
+    reasons = []
+    result = run.read_json(run.result) or {}
+    if outcome.hang is not None:
+        reasons.append(f"the run hangs: {outcome.hang}")
+    elif outcome.exit_code != ExitCode.DONE:
+        message_text = f": {result['message']}" if result.get("message") else ""
+        reasons.append(f"the run ended with exit code {outcome.exit_code}{message_text}")
+    else:
+        if result.get("digest") != expected:
+            reasons.append(f"the digest is {result.get('digest')}, and {expected} without faults")
+        if (stored := digest_of(run)) != expected:
+            reasons.append(f"the digest of the last checkpoint is {stored}, and {expected} without faults")
+        if num_injected < num_planned:
+            reasons.append(
+                f"only {num_injected} of {num_planned} faults struck before the run was over: give it more steps, or "
+                f"fewer faults"
+            )
+    return ChaosVerdict((*reasons, *(f"left behind: {each}" for each in leftovers)))
+
+
+@contextlib.contextmanager
+def create_scratch_dir() -> Iterator[Path]:
+    """A folder for what runs need beside their directories; its path is short, since sockets may lie in it."""
+    path = Path(tempfile.mkdtemp(prefix="phalanx-chaos-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

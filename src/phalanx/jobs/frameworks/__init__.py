@@ -1,0 +1,1 @@
+"""Environments and launchers of other frameworks' processes."""

@@ -1,0 +1,391 @@
+"""Starts a program of any framework on one node: `python -m phalanx.jobs.frameworks.launcher FRAMEWORK PROCESSES --
+COMMAND`.
+
+The nodes meet on the control channel, tell each other addresses and free ports, and each starts its processes with
+their framework's variables. When one fails, all end, on every node, with its code. Nothing is started again here: that
+is the engine's, by the code.
+"""
+
+import contextlib
+import os
+import select
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from phalanx.compat import become_subreaper, die_with_parent
+from phalanx.deadline import POLL_INTERVAL_S, Deadline, print_status
+from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.jobs.agent.node_group import find_incompatibility, make_hello
+from phalanx.jobs.frameworks.process_env import (
+    ProcessTopology,
+    make_helper_variables,
+    make_mpirun_command,
+    make_process_variables,
+    render_hostfile,
+    select_visible_devices,
+)
+from phalanx.jobs.process_tree import kill_descendants
+from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader, load_token
+from phalanx.run.messages import LauncherHello, Leave, Message, NodeFailed, NodeFinished, Rejected, Topology
+from phalanx.run.node_env import NodeEnv
+
+JOIN_TIMEOUT_S = 600.0
+"""Seconds in which all nodes must have come."""
+EXIT_GRACE_S = 30.0
+"""Seconds that processes have to end after they were asked."""
+CONNECT_RETRY_INTERVAL_S = 0.2
+
+
+class RendezvousError(PhalanxError):
+    """The nodes did not come together."""
+
+    code = ExitCode.UNFINISHED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this node's part of the job; returns its exit code."""
+    framework, nproc_per_node, _, *command = sys.argv[1:] if arguments is None else arguments
+    try:
+        node_env = NodeEnv.from_environment(os.environ)
+        with contextlib.ExitStack() as stack:
+            topology, connections = join_nodes(node_env, int(nproc_per_node), stack)
+            return NodeLauncher(framework, topology, node_env.node_rank, command, connections).run(stack)
+    except PhalanxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.code)
+
+
+def join_nodes(
+    node_env: NodeEnv, nproc_per_node: int, stack: contextlib.ExitStack
+) -> tuple[ProcessTopology, list[AuthConnection]]:
+    """All nodes of the job, and this one's connections: to every other node where it leads, else to the leader."""
+    ports = find_free_ports(nproc_per_node + 1)
+    if node_env.leader_address is None:
+        return ProcessTopology(("127.0.0.1",), nproc_per_node, (ports,)), []
+    if node_env.node_rank == 0:
+        return _accept_nodes(node_env, nproc_per_node, ports, stack)
+    host, port = node_env.leader_address
+    deadline = Deadline(f"node 0 at {host}:{port}", JOIN_TIMEOUT_S)
+    while True:
+        try:
+            connection = connect_to_leader(node_env.leader_address, load_token())
+            break
+        except OSError as error:
+            if deadline.check_expired():
+                raise RendezvousError(f"node 0 cannot be reached at {host}:{port}: {error}") from None
+            time.sleep(CONNECT_RETRY_INTERVAL_S)  # nothing tells when somebody begins to listen
+    stack.callback(connection.close)
+    address = connection.sock.getsockname()[0]
+    identity = asdict(make_hello(node_env.node_rank, node_env.num_nodes))
+    connection.send(LauncherHello(**identity, address=address, ports=ports, nproc_per_node=nproc_per_node))
+    messages: list[Message] = []
+    deadline = Deadline("all nodes to come", JOIN_TIMEOUT_S)
+    while not messages:
+        if not select.select([connection], [], [], POLL_INTERVAL_S)[0]:
+            if deadline.check_expired():
+                raise RendezvousError(f"not all nodes came within {JOIN_TIMEOUT_S:.0f} s")
+            continue
+        found = connection.receive()
+        if found is None:
+            raise RendezvousError("node 0 is gone before all nodes had come")
+        messages = found
+    first = messages[0]
+    if isinstance(first, Rejected | Leave):
+        raise UsageError(first.message or "node 0 rejects this node")
+    if not isinstance(first, Topology):
+        raise UsageError("node 0 runs something else than this node")
+    return _topology_from_message(first), [connection]
+
+
+def _accept_nodes(
+    node_env: NodeEnv, nproc_per_node: int, ports: tuple[int, ...], stack: contextlib.ExitStack
+) -> tuple[ProcessTopology, list[AuthConnection]]:
+    assert node_env.leader_address is not None
+    server = stack.enter_context(ControlServer(node_env.leader_address, load_token()))
+    expected_hello = make_hello(0, node_env.num_nodes)
+    joined: dict[int, tuple[AuthConnection, LauncherHello]] = {}
+    deadline = Deadline(_describe_missing(node_env, joined), JOIN_TIMEOUT_S)
+    server.wake_socket.settimeout(POLL_INTERVAL_S)
+    while len(joined) < node_env.num_nodes - 1:
+        deadline.what = _describe_missing(node_env, joined)
+        try:
+            server.wake_socket.recv(1)
+        except TimeoutError:
+            if deadline.check_expired():
+                raise RendezvousError(f"{deadline.what} did not come within {JOIN_TIMEOUT_S:.0f} s") from None
+            continue
+        connection, hello = server.joins.get()
+        stack.callback(connection.close)
+        node, starts = hello.node_rank, hello.nproc_per_node if isinstance(hello, LauncherHello) else None
+        mismatch = find_incompatibility(hello, expected_hello)
+        if mismatch is None and starts != nproc_per_node:
+            mismatch = f"it starts {starts} processes, and the leading node {nproc_per_node}"
+        if mismatch is not None:
+            print_status(f"node {node} ({hello.host}) was sent away: {mismatch}")
+            with contextlib.suppress(ConnectionError):  # it is gone already
+                connection.send(Rejected(message=mismatch))
+        elif isinstance(hello, LauncherHello) and 0 < node < node_env.num_nodes:
+            joined[node] = connection, hello
+    others = [joined[node][1] for node in sorted(joined)]
+    # by the address at which the first of them reached this node: its name may lead elsewhere here
+    own_address = joined[min(joined)][0].sock.getsockname()[0]
+    topology_message = Topology(
+        hosts=(own_address, *(hello.address for hello in others)),
+        nproc_per_node=nproc_per_node,
+        ports=(ports, *(hello.ports for hello in others)),
+    )
+    connections = [joined[node][0] for node in sorted(joined)]
+    for node, connection in zip(sorted(joined), connections, strict=True):
+        try:
+            connection.send(topology_message)
+        except ConnectionError:
+            raise RendezvousError(f"node {node} is gone before all nodes had come") from None
+    return _topology_from_message(topology_message), connections
+
+
+def _describe_missing(node_env: NodeEnv, joined: Collection[int]) -> str:
+    missing = [str(node) for node in range(1, node_env.num_nodes) if node not in joined]
+    return f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(missing)}"
+
+
+def _topology_from_message(message: Topology) -> ProcessTopology:
+    return ProcessTopology(message.hosts, message.nproc_per_node, message.ports)
+
+
+def find_free_ports(count: int) -> tuple[int, ...]:
+    """Ports that are free now. Frameworks open them later by their number, so another program may be quicker."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return tuple(sock.getsockname()[1] for sock in socks)
+
+
+class NodeLauncher:
+    """One node's processes of the job."""
+
+    def __init__(
+        self,
+        framework: str,
+        topology: ProcessTopology,
+        node_rank: int,
+        command: Sequence[str],
+        connections: Sequence[AuthConnection],
+    ):
+        self.framework, self.topology, self.node_rank, self.command = framework, topology, node_rank, list(command)
+        self.connections = list(connections)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.workers: set[str] = set()
+        self.exit_code: int | None = None
+        """Of the whole job, when it is known."""
+        self.is_finished = False
+        """Whether all workers have ended as they should: what helpers end with has no say any more."""
+        self.kill_deadline: float | None = None
+        self._received_signals: list[int] = []
+        self._is_finish_sent = False
+        self._unfinished_nodes = {f"node {index + 1 if node_rank == 0 else 0}" for index, _ in enumerate(connections)}
+
+    def run(self, stack: contextlib.ExitStack) -> int:
+        """Start the processes, pass on what they print, and see them all to their end, also those of other nodes."""
+        become_subreaper()
+        wake_socket, wake_writer = (stack.enter_context(sock) for sock in socket.socketpair())
+        wake_writer.setblocking(False)
+        signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(each, lambda number, _: self._received_signals.append(number))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        stack.callback(self.kill_processes)
+        selector = stack.enter_context(selectors.DefaultSelector())
+        selector.register(wake_socket, selectors.EVENT_READ)
+        for index, connection in enumerate(self.connections):
+            selector.register(connection, selectors.EVENT_READ, f"node {index + 1 if self.node_rank == 0 else 0}")
+        for name, command, environment in self.plan_processes(stack):
+            self.start_process(name, command, environment, selector)
+        self.check_finished()  # where somebody else starts what runs here
+        while not self.is_over():
+            timeout_s = None if self.kill_deadline is None else max(0.0, self.kill_deadline - time.monotonic())
+            for key, _ in selector.select(timeout_s):
+                if key.fileobj is wake_socket:
+                    wake_socket.recv(4096)
+                elif isinstance(key.fileobj, AuthConnection):
+                    self.handle_node_messages(key.fileobj, key.data, selector)
+                else:
+                    self.copy_output(key.fileobj, key.data, selector)
+            while self._received_signals:
+                self.signal_processes(self._received_signals.pop(0))
+            self.reap_processes()
+            if self.kill_deadline is not None and time.monotonic() >= self.kill_deadline:
+                self.kill_deadline = None
+                self.signal_processes(signal.SIGKILL)
+        for key in [key for key in selector.get_map().values() if isinstance(key.data, tuple)]:
+            self.copy_output(key.fileobj, key.data, selector, is_last=True)
+        return self.exit_code or 0
+
+    def plan_processes(self, stack: contextlib.ExitStack) -> list[tuple[str, list[str], dict[str, str]]]:
+        """Name, command and variables of each process of this node."""
+        topology, found = self.topology, []
+        if self.framework == "mpi":
+            if self.node_rank != 0:
+                return []
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-mpi-")))
+            (folder / "hostfile").write_text(render_hostfile(topology))
+            if shutil.which("mpirun") is None:
+                raise UsageError("--framework mpi needs mpirun (Open MPI) on the first node's PATH")
+            return [
+                ("mpirun", make_mpirun_command(topology, str(folder / "hostfile"), self.command, os.geteuid() == 0), {})
+            ]
+        for index, process_env in enumerate(make_helper_variables(self.framework, topology, self.node_rank)):
+            found.append((f"{process_env['DMLC_ROLE']}{index}", self.command, process_env))
+        for local in range(topology.nproc_per_node):
+            rank = self.node_rank * topology.nproc_per_node + local
+            process_env = make_process_variables(self.framework, topology, rank)
+            devices = select_visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), topology.nproc_per_node, local)
+            if devices is not None and self.framework != "torch":  # torch's programs choose by LOCAL_RANK
+                process_env["CUDA_VISIBLE_DEVICES"] = devices
+            found.append((str(rank), self.command, process_env))
+        return found
+
+    def start_process(
+        self, name: str, command: list[str], process_env: Mapping[str, str], selector: selectors.BaseSelector
+    ) -> None:
+        """Start one process; UsageError when there is no such program."""
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **process_env},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        except OSError as error:
+            raise UsageError(f"{error.filename or command[0]}: {error.strerror}") from None
+        self.processes[name] = process
+        if process_env.get("DMLC_ROLE", "worker") == "worker":
+            self.workers.add(name)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        selector.register(process.stdout, selectors.EVENT_READ, (name, bytearray()))
+
+    def copy_output(
+        self, pipe: Any, data: tuple[str, bytearray], selector: selectors.BaseSelector, is_last: bool = False
+    ) -> None:
+        """Print what a process has printed, each line behind its rank where there are several."""
+        name, partial_line = data
+        chunk = self._read_pipe(pipe)
+        partial_line += chunk or b""
+        *lines, last = partial_line.split(b"\n")
+        if (not chunk or is_last) and last:
+            lines, last = [*lines, last], bytearray()
+        partial_line[:] = last
+        prefix = f"{name}| ".encode() if self.topology.world_size > 1 and self.framework != "mpi" else b""
+        sys.stdout.buffer.write(b"".join(prefix + line + b"\n" for line in lines))
+        sys.stdout.flush()
+        if chunk == b"":
+            selector.unregister(pipe)
+            pipe.close()
+
+    @staticmethod
+    def _read_pipe(pipe: BinaryIO) -> bytes | None:
+        """What lies in a pipe; empty at its end, None when there is nothing yet."""
+        try:
+            return os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return None
+
+    def reap_processes(self) -> None:
+        """Take note of processes that ended."""
+        for name, process in list(self.processes.items()):
+            status = process.poll()
+            if status is None:
+                continue
+            del self.processes[name]
+            self.workers.discard(name)
+            code = 128 - status if status < 0 else status
+            if code and self.exit_code is None and not self.is_finished:
+                self.fail_job(code)
+        self.check_finished()
+
+    def check_finished(self) -> None:
+        """Helpers end with the workers: the first node says so when those of all nodes have ended, since a server here
+        still serves workers elsewhere."""
+        if self.workers or self.is_finished or self.exit_code is not None:
+            return
+        if self.node_rank != 0 and not self._is_finish_sent:
+            self._is_finish_sent = True
+            self.broadcast(NodeFinished())
+        if not self._unfinished_nodes:
+            self.is_finished = True
+            if self.node_rank == 0:
+                self.broadcast(NodeFinished())
+            if self.processes:
+                self.signal_processes(signal.SIGTERM)
+
+    def fail_job(self, code: int) -> None:
+        """The job ends with this code: everywhere."""
+        self.exit_code = code
+        self.broadcast(NodeFailed(exit_code=code))
+        self.signal_processes(signal.SIGTERM)
+
+    def handle_node_messages(self, connection: AuthConnection, node: str, selector: selectors.BaseSelector) -> None:
+        """What another node says."""
+        messages = connection.receive()
+        for message in messages or ():
+            if isinstance(message, NodeFinished):
+                self._unfinished_nodes.discard(node)
+            elif isinstance(message, NodeFailed):
+                self.lose(connection, node, message.exit_code)
+        if messages is None:
+            self.lose(connection, node, int(ExitCode.UNFINISHED))
+            selector.unregister(connection)
+
+    def lose(self, wire: AuthConnection, node: str, code: int) -> None:
+        """A node failed with this code, or is gone before it has finished: so does the job."""
+        if node not in self._unfinished_nodes:
+            return
+        self._unfinished_nodes.discard(node)
+        if self.exit_code is None:
+            self.exit_code = code
+            for other in self.connections:  # where this node leads, the others must know
+                if other is not wire:
+                    self._send(other, NodeFailed(exit_code=code))
+            self.signal_processes(signal.SIGTERM)
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to wait for: here, and on nodes whose end decides about the job's."""
+        return not self.processes and (self.exit_code is not None or not self._unfinished_nodes)
+
+    def broadcast(self, message: Message) -> None:
+        """Say something to the nodes that this one is connected to."""
+        for connection in self.connections:
+            self._send(connection, message)
+
+    @staticmethod
+    def _send(connection: AuthConnection, message: Message) -> None:
+        with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
+            connection.send(message)
+
+    def signal_processes(self, number: int) -> None:
+        """Send a signal to all processes here; after one that asks them to end they have some time for it."""
+        for process in self.processes.values():
+            process.send_signal(number)
+        if number in (signal.SIGTERM, signal.SIGINT) and self.kill_deadline is None:
+            self.kill_deadline = time.monotonic() + EXIT_GRACE_S
+
+    def kill_processes(self) -> None:
+        """Leave no process behind, whatever happened."""
+        kill_descendants()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

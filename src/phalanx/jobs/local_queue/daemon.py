@@ -1,0 +1,347 @@
+"""Starts jobs of this machine's queue when their turn comes, and takes note of their ends: `python -m
+phalanx.jobs.local_queue.daemon FOLDER [LOCK]`.
+
+There is one at a time, and only while there are jobs. It may die at any moment: jobs that run go on, each below a
+process of its own, and the next supervisor finds them. Whoever looks at the queue then starts that one. What tells that
+one lives is a lock on a file, which goes over from who starts a supervisor to the supervisor, as the descriptor LOCK;
+so no second is started while the first is on its way.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.agent.fork_server import signal_name
+from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, CANCEL_SENT, JobDatabase, JobRecord
+from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
+from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, select_gpus, select_jobs_to_start
+from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MAX_TIME_LIMIT_S, MIN_PROGRESS_S, JobState, state_from_exit_code
+from phalanx.run import Run
+from phalanx.run.boot_clock import BootClock, process_identity
+from phalanx.run.directory import describe_unfinished
+from phalanx.run.lock import LocksUnsupportedError, acquire_lock
+
+POLL_INTERVAL_S = 0.2
+"""Seconds between two looks at the queue."""
+IDLE_EXIT_S = 2.0
+"""Seconds without a job after which the supervisor leaves."""
+TAKEOVER_TIMEOUT_S = 10.0
+"""Seconds that a supervisor waits for one that may be about to leave."""
+MAX_ATTEMPTS = 1000
+MIN_RETRY_DELAY_S = 1.0
+"""Seconds before a job that stopped unfinished, and without progress, is started again; twice as many for each further
+such attempt in a row."""
+MAX_RETRY_DELAY_S = 60.0
+"""Seconds that it waits at most."""
+JOB_TAG_VARIABLE = "PHALANX_JOB_TAG"
+"""Variable that marks every process of a job."""
+GPU_SELECTION_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables that choose GPUs: NVIDIA's and AMD's, and Intel's."""
+
+
+class QueueDaemon:
+    """One look at the queue at a time. `spawn_runner` starts the runner of an attempt and returns its process id."""
+
+    def __init__(
+        self,
+        database: JobDatabase,
+        capacity: Resources,
+        spawn: Callable[[Path, int], int],
+        clock: Callable[[], float] = time.time,
+    ):
+        self.database, self.capacity, self.spawn_runner, self.clock = database, capacity, spawn, clock
+        self._running: list[JobRecord] = []
+        self._has_queued = False
+        self._last_change: tuple[int, int] | None = None
+        """The queue's stamp when no further job could start, and ..."""
+        self._next_due: float | None = None
+        """... when a job that waits is due: until either changes no job can start."""
+
+    def tick(self) -> bool:
+        """Take note of ends, start who can start; whether anything waits or runs."""
+        if self.database.change_counter != self._last_change:
+            self._running = self.database.list_jobs(JobState.RUNNING)
+        for row in self._running:
+            self.collect_attempt(row)
+        if self.database.change_counter != self._last_change or (
+            self._next_due is not None and self.database.boot_clock.now() >= self._next_due
+        ):
+            self._start_ready_jobs()
+        return bool(self._has_queued or self._running)
+
+    def _start_ready_jobs(self) -> None:
+        """Start who can start. Moments are in seconds from now, negative in the past."""
+        change_counter = self.database.change_counter
+        queued, running = self.database.list_jobs(JobState.QUEUED), self.database.list_jobs(JobState.RUNNING)
+        wait_seconds = {row.id: -(self.database.boot_clock.seconds_since(row.due) or 0.0) for row in queued}
+        ready = apply_array_limits([row for row in queued if wait_seconds[row.id] <= 0], running)
+        chosen = select_jobs_to_start(
+            [
+                PendingJob(row.id, row.resources, row.priority, -self._queue_seconds(row), row.job.time_limit_s)
+                for row in ready
+            ],
+            [RunningJob(row.id, row.resources, self._remaining_seconds(row)) for row in running],
+            self.capacity,
+            0.0,
+        )
+        for row in sorted((row for row in ready if row.id in chosen), key=lambda row: chosen.index(row.id)):
+            self.start_attempt(row)
+        self._running, self._has_queued, self._last_change = running, bool(queued), change_counter
+        next_wait = min((wait for wait in wait_seconds.values() if wait > 0), default=None)
+        self._next_due = None if next_wait is None else self.database.boot_clock.now() + next_wait
+
+    def _queue_seconds(self, row: JobRecord) -> float:
+        """Seconds that a job has waited; one of an earlier boot at least since this one."""
+        waited_s = self.database.boot_clock.seconds_since(row.came)
+        return waited_s if waited_s is not None else max(self.database.boot_clock.now(), self.clock() - row.submitted)
+
+    def _remaining_seconds(self, row: JobRecord) -> float | None:
+        """Seconds that a job may still run, where it has a limit."""
+        ran = self.database.boot_clock.seconds_since(row.began)
+        return None if row.job.time_limit_s is None else row.job.time_limit_s - (ran or 0.0)
+
+    def start_attempt(self, row: JobRecord) -> None:
+        """Start an attempt of a job, unless it was cancelled meanwhile."""
+        used_gpus = [index for other in self.database.list_jobs(JobState.RUNNING) for index in other.given]
+        gpu_ids = select_gpus(row.resources.gpus, self.capacity.gpus, used_gpus)
+        attempt, now = row.attempts + 1, self.clock()
+        values: dict[str, Any] = {"attempts": attempt, "given": json.dumps(gpu_ids), "started": now, "ended": None}
+        values |= {"began": self.database.boot_clock.make_timestamp(), "runner": None, "runner_born": None}
+        if not self.database.update_if(
+            row.id, JobState.QUEUED, state=JobState.RUNNING, reason=None, code=None, **values
+        ):
+            return
+        job_dir = self.database.job_dir(row.id)
+        environment = {**row.job.environment, JOB_TAG_VARIABLE: make_process_tag(job_dir), "PHALANX_NUM_NODES": "1"}
+        if row.resources.gpus:
+            environment |= dict.fromkeys(GPU_SELECTION_VARIABLES, ",".join(map(str, gpu_ids)))
+        spec = AttemptSpec(
+            command=tuple(row.job.command),
+            working_dir=str(row.job.working_dir),
+            environment=environment,
+            time_limit_s=row.job.time_limit_s,
+            warning_s=min(row.job.warning_s, MAX_TIME_LIMIT_S),  # no time limit is longer
+        )
+        spec.write(job_dir, attempt)
+        runner = self.spawn_runner(job_dir, attempt)
+        self.database.update_if(
+            row.id, JobState.RUNNING, runner=runner, runner_born=process_identity(runner)
+        )  # None: it is over already
+
+    def collect_attempt(self, row: JobRecord) -> None:
+        """Take note of a job whose attempt is over, or whose runner is gone."""
+        runner = find_runner(row, make_process_tag(self.database.job_dir(row.id)))
+        found = read_ending(self.database.job_dir(row.id), row.attempts)
+        if runner is not None and found is None:
+            if row.cancelled == CANCEL_REQUESTED and self.database.update_if(
+                row.id, JobState.RUNNING, cancelled=CANCEL_SENT
+            ):
+                runner.terminate()
+            return
+        if found is None:
+            found = read_ending(self.database.job_dir(row.id), row.attempts)  # it may have ended between the two looks
+        kill_tagged(make_process_tag(self.database.job_dir(row.id)))
+        ending = found or AttemptEnd(exit_code=-int(signal.SIGKILL), reason="the process above it was killed")
+        state, values = next_state(row, ending, self.clock(), self.database.boot_clock)
+        if state.is_final:
+            values["over"] = self.database.boot_clock.make_timestamp()
+        self.database.update_if(
+            row.id, JobState.RUNNING, state=state, given="[]", runner=None, runner_born=None, **values
+        )
+        if state.is_final:
+            (self.database.job_dir(row.id) / "secrets.json").unlink(missing_ok=True)
+
+
+def apply_array_limits(ready: list[JobRecord], running: list[JobRecord]) -> list[JobRecord]:
+    """Those of `ready` that may start although of some arrays only so many may run: of each the first ones."""
+    counts = Counter(row.job.array_name for row in running)
+    allowed = []
+    for row in ready:
+        counts[row.job.array_name] += 1
+        if row.job.max_parallel is None or counts[row.job.array_name] <= row.job.max_parallel:
+            allowed.append(row)
+    return allowed
+
+
+def next_state(
+    row: JobRecord, ending: AttemptEnd, now: float, boot_clock: BootClock
+) -> tuple[JobState, dict[str, Any]]:
+    """What becomes of a job whose attempt ended like this: its state, and what changes in its row. An attempt that left
+    no word of its end counts as having lived until now (`now` in unix seconds, where it began before this boot)."""
+    shown_code, reason = ending.exit_code, ending.reason
+    code = normalize_exit_code(shown_code)
+    reason_text = reason or (f"was killed by {signal_name(-code)}" if code < 0 else None)
+    ended_at = ending.ended_at or now
+    lifetime_s = ending.duration_s
+    if lifetime_s is None:
+        lifetime_s = boot_clock.seconds_since(row.began)
+    if lifetime_s is None:
+        lifetime_s = 0.0 if row.started is None else ended_at - row.started
+    has_progress = lifetime_s >= MIN_PROGRESS_S
+    short_runs = 0 if has_progress else row.early + 1
+    kills_in_a_row = 0 if has_progress else row.deaths
+    values = {"code": shown_code, "ended": ended_at, "reason": reason_text, "early": short_runs}
+    if row.cancelled:
+        return JobState.CANCELLED, {**values, "reason": "cancelled"}
+    if row.attempts >= MAX_ATTEMPTS:
+        return JobState.FAILED, {**values, "reason": f"was started {row.attempts} times"}
+    if code == ExitCode.UNFINISHED:
+        delay_s = min(MAX_RETRY_DELAY_S, MIN_RETRY_DELAY_S * 2 ** min(short_runs - 1, 6)) if short_runs else 0.0
+        return JobState.QUEUED, {
+            **values,
+            "deaths": 0,
+            "due": boot_clock.make_timestamp(delay_s),
+            "reason": reason_text or "not finished: goes on",
+        }
+    if code < 0 and kills_in_a_row + 1 < MAX_KILLS_IN_A_ROW:
+        return JobState.QUEUED, {
+            **values,
+            "deaths": kills_in_a_row + 1,
+            "due": None,
+            "reason": f"{reason_text}: starts again",
+        }
+    if code == ExitCode.UNFIT_NODE:
+        return JobState.INTERRUPTED, {
+            **values,
+            "reason": reason_text or "this machine is unfit for it (`phalanx doctor`)",
+        }
+    if (
+        code == ExitCode.DONE
+        and row.job.run_dir is not None
+        and (problem := describe_unfinished(Run(row.job.run_dir))) is not None
+    ):
+        return JobState.FAILED, {**values, "reason": problem}
+    return state_from_exit_code(code), values
+
+
+def normalize_exit_code(code: int) -> int:
+    """An exit code; of a signal, as -N, also where a shell or a launcher says 128 + N."""
+    return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
+
+
+def find_runner(row: JobRecord, tag: str) -> psutil.Process | None:
+    """The process above a job; None when it is gone. A number that another process has got since is none of ours: its
+    start is compared, or the job's mark where a queue of the format before did not keep that."""
+    if row.runner is None:
+        return None
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        process = psutil.Process(row.runner)
+        if row.runner_born is None:
+            is_ours = process.environ().get(JOB_TAG_VARIABLE) == tag
+        else:
+            is_ours = process_identity(row.runner) == row.runner_born
+        return process if is_ours and process.status() != psutil.STATUS_ZOMBIE else None
+    return None
+
+
+def make_process_tag(job_dir: Path) -> str:
+    """What marks the processes of a job."""
+    return f"{job_dir.parent.parent}:{job_dir.name}"
+
+
+def kill_tagged(tag: str) -> None:
+    """Kill what is left of a job: every process that carries its mark."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(JOB_TAG_VARIABLE) == tag:
+                process.kill()
+
+
+def spawn_runner(job_dir: Path, attempt: int) -> int:
+    """Start the runner of an attempt in a session of its own; its output goes into the job's."""
+    with open(job_dir / OUTPUT_FILE, "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "phalanx.jobs.local_queue.job_runner", str(job_dir), str(attempt)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, JOB_TAG_VARIABLE: make_process_tag(job_dir)},
+        )
+    return process.pid
+
+
+def ensure_running(folder: Path, may_be_idle: bool = True) -> bool:
+    """Have a supervisor for the queue; whether one was started. `may_be_idle`: one that lives may have found nothing to
+    do and be about to leave, so another is started, which waits for that and leaves again if the first one stays."""
+    lock_fd = _open_lock_file(folder)
+    try:
+        if acquire_lock(lock_fd, 0):
+            _start_daemon(folder, lock_fd)
+            return True
+        if may_be_idle:
+            _start_daemon(folder)
+        return may_be_idle
+    except LocksUnsupportedError as error:
+        raise UsageError(
+            f"{error}, which the queue needs; name a folder on a local disk by PHALANX_STATE_DIR"
+        ) from None
+    finally:
+        os.close(lock_fd)  # the supervisor that got it holds the lock on
+
+
+def _open_lock_file(folder: Path) -> int:
+    return os.open(folder / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _start_daemon(folder: Path, *locks: int) -> None:
+    command = [sys.executable, "-P", "-m", "phalanx.jobs.local_queue.daemon", str(folder), *map(str, locks)]
+    with open(folder / "supervisor.log", "ab") as log:
+        # the shell leaves at once, and what it started is nobody's child: a program that submits need not wait for it
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" &', "sh", *command],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=locks,
+            cwd="/",
+        )
+
+
+@contextlib.contextmanager
+def hold_daemon_lock(folder: Path, lock_fd: int | None = None, timeout_s: float = TAKEOVER_TIMEOUT_S) -> Iterator[bool]:
+    """Whether this process is the queue's supervisor as long as the block lasts. `lock_fd`: the lock, if handed on."""
+    if lock_fd is None:
+        lock_fd = _open_lock_file(folder)
+    os.set_inheritable(lock_fd, False)
+    try:
+        yield acquire_lock(lock_fd, timeout_s)
+    finally:
+        os.close(lock_fd)
+
+
+def main() -> None:
+    """Supervise the queue in a folder until it has been empty for a while."""
+    from phalanx.cluster import discover_machine
+
+    folder = Path(sys.argv[1])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runners are reaped by nobody: their files tell how they ended
+    with hold_daemon_lock(folder, int(sys.argv[2]) if len(sys.argv) > 2 else None) as is_owner:
+        if not is_owner:
+            return
+        machine = discover_machine()
+        database = JobDatabase(folder)
+        daemon = QueueDaemon(database, Resources(machine.num_gpus, machine.physical_cores), spawn_runner)
+        last_busy = time.monotonic()
+        while time.monotonic() - last_busy < IDLE_EXIT_S:
+            if daemon.tick():
+                last_busy = time.monotonic()
+            time.sleep(POLL_INTERVAL_S)
+        database.close()
+
+
+if __name__ == "__main__":
+    main()

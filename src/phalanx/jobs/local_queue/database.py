@@ -1,0 +1,341 @@
+"""What is known of this machine's jobs, in one SQLite file that any number of commands and one supervisor share.
+
+Rows change only in transactions that check what they presume, so whoever dies at any moment leaves a queue that makes
+sense. Folders of jobs (output, ends of attempts, secrets) lie beside the file.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from phalanx.errors import UsageError
+from phalanx.jobs.local_queue.policy import Resources
+from phalanx.jobs.snapshot import unpack_snapshot
+from phalanx.jobs.spec import Job, JobState, JobStatus, with_unpacked_snapshot
+from phalanx.run.boot_clock import BootClock
+from phalanx.run.private_files import check_owner
+
+FORMAT_VERSION = 4
+"""Of the file."""
+SNAPSHOT_DIR = "code"
+"""Where a job's folder holds the code that came with it."""
+CHECKSUM_KEY = "xxh3"
+CANCEL_REQUESTED, CANCEL_SENT = 1, 2
+_SCHEMA_SQL = """
+CREATE TABLE jobs (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, spec TEXT NOT NULL, state TEXT NOT NULL,
+  devices INTEGER NOT NULL, cores INTEGER NOT NULL, priority INTEGER NOT NULL, submitted REAL NOT NULL,
+  came TEXT, due TEXT, began TEXT, over TEXT, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
+  given TEXT NOT NULL DEFAULT '[]', runner INTEGER, runner_born TEXT, started REAL, ended REAL, code INTEGER,
+  reason TEXT, cancelled INTEGER NOT NULL DEFAULT 0, early INTEGER NOT NULL DEFAULT 0
+);
+CREATE UNIQUE INDEX one_name ON jobs (name) WHERE state IN ('queued', 'running');
+CREATE INDEX by_state ON jobs (state);
+"""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job in the queue. `gpu_ids`: indices of its devices while it runs; `deaths`: how often in a row it was killed
+    without progress; `early`: how many attempts in a row ended without it (see `spec.MIN_PROGRESS_S`). `came`, `due`,
+    `began`, `over`: marks (`run/boot_clock.py`) of when it came, from when on it may start, when its last attempt
+    started, and when it was over; unix seconds are for people."""
+
+    id: int
+    name: str
+    job: Job
+    state: JobState
+    resources: Resources
+    priority: int
+    submitted: float
+    came: str | None
+    due: str | None
+    began: str | None
+    over: str | None
+    attempts: int
+    deaths: int
+    early: int
+    given: tuple[int, ...]
+    runner: int | None
+    runner_born: str | None
+    started: float | None
+    ended: float | None
+    code: int | None
+    reason: str | None
+    cancelled: int
+    """0; ASKED when its user wants it to end; TOLD when it was told."""
+
+    @property
+    def status(self) -> JobStatus:
+        """For the engine's users."""
+        node_names = (os.uname().nodename,) if self.attempts else ()
+        progress_fields = self.state, self.code, self.attempts, node_names, self.reason
+        run = None if self.job.run_dir is None else str(self.job.run_dir)
+        return JobStatus(str(self.id), self.name, *progress_fields, self.submitted, self.started, self.ended, run)
+
+
+_COLUMN_NAMES = {each.name for each in fields(JobRecord)} - {"job", "resources"} | {"spec", "devices", "cores"}
+_COLUMN_TYPES: dict[tuple[type, ...], tuple[str, ...]] = {
+    (int,): ("attempts", "deaths", "early", "cancelled"),
+    (int, float): ("submitted",),
+    (int, float, NoneType): ("started", "ended"),
+    (int, NoneType): ("runner", "code"),
+    (str, NoneType): ("came", "due", "began", "over", "runner_born", "reason"),
+}
+"""What stands in the columns that the seal does not cover: SQLite takes anything."""
+
+
+class _DatabaseDamagedError(UsageError):
+    """A page of the file that SQLite cannot make sense of, met wherever it is read."""
+
+
+@contextlib.contextmanager
+def _translate_errors() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError:  # SQLite names what is damaged, and the name is no text
+        raise _DatabaseDamagedError("queue.db is damaged; move its folder away to begin anew") from None
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", None)  # none: a text that is none
+        damaged = (None, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        if isinstance(error, sqlite3.IntegrityError) or code not in damaged:  # locked, or the disk is full
+            raise
+        raise _DatabaseDamagedError(f"queue.db is damaged ({error}); move its folder away to begin anew") from None
+
+
+class _Cursor(sqlite3.Cursor):
+    def execute(self, *what: Any) -> "_Cursor":
+        with _translate_errors():
+            super().execute(*what)
+            return self
+
+    def fetchone(self) -> Any:
+        with _translate_errors():
+            return super().fetchone()
+
+    def fetchall(self) -> list[Any]:
+        with _translate_errors():
+            return super().fetchall()
+
+    def __next__(self) -> Any:
+        with _translate_errors():
+            return super().__next__()
+
+
+class _Connection(sqlite3.Connection):
+    def execute(self, *what: Any) -> _Cursor:
+        return self.cursor(_Cursor).execute(*what)
+
+
+class JobDatabase:
+    """The queue in `folder`, made when it is not there. UsageError for a file that is no queue."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time, boot_clock: BootClock | None = None):
+        self.folder, self.clock, self.boot_clock = folder, clock, boot_clock or BootClock()
+        self.path = folder / "queue.db"
+        for path in (folder.parent, folder, self.path):  # its jobs are run
+            check_owner(path, "the queue")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, factory=_Connection)
+            self._db.row_factory = sqlite3.Row
+            self._db.execute("PRAGMA journal_mode=WAL")
+            with self._transaction():
+                version = self._db.execute("PRAGMA user_version").fetchone()[0]
+                if version == 0:
+                    if left := [path for path in folder.glob("jobs/*") if path.name.isdecimal()]:
+                        raise UsageError(
+                            f"{self.path}: is empty or was removed, and {folder / 'jobs'} has the folders of "
+                            f"{len(left)} jobs; put the file back, or move that folder away to start with an "
+                            "empty queue"
+                        )
+                    for statement in _SCHEMA_SQL.split(";"):
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version={FORMAT_VERSION}")
+            columns = {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}
+            if version <= FORMAT_VERSION and (missing := _COLUMN_NAMES - columns):
+                raise _DatabaseDamagedError(f"its table has no {', '.join(sorted(missing))}")
+        except (sqlite3.Error, _DatabaseDamagedError) as error:
+            raise UsageError(
+                f"{self.path}: this is no queue of Phalanx ({error}); move it away to begin anew"
+            ) from None
+        if version > FORMAT_VERSION:
+            raise UsageError(f"{self.path}: format {version}; this version of Phalanx knows {FORMAT_VERSION}")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+    def job_dir(self, job: int) -> Path:
+        """The folder of a job."""
+        return self.folder / "jobs" / str(job)
+
+    def add(
+        self, job: Job, resources: Resources, max_queued: int, fill_dir: Callable[[Path], None] = lambda home: None
+    ) -> int:
+        """Put a job into the queue; UsageError when `max_queued` wait already, or one of that name waits or runs.
+        `fill_dir` gets its folder, and nobody sees the job before that is filled."""
+        with self._transaction():
+            count = self._db.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()[0]
+            if count >= max_queued:
+                raise UsageError(f"the queue is full: {count} jobs wait; cancel some, or submit this one later")
+            same_name = self._db.execute(
+                "SELECT id, state FROM jobs WHERE name = ? AND state IN ('queued', 'running')", (job.name,)
+            ).fetchone()
+            if same_name is not None:
+                raise UsageError(
+                    f"job {same_name['id']} is called {job.name} and {same_name['state']}: give this one another "
+                    f"--name, or "
+                    f"end that one (`phalanx jobs cancel {same_name['id']}`)"
+                )
+            cursor = self._db.execute(
+                "INSERT INTO jobs (name, spec, state, devices, cores, priority, submitted, came) "
+                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?)",
+                (
+                    job.name,
+                    "",
+                    resources.gpus,
+                    resources.cpus,
+                    job.priority,
+                    self.clock(),
+                    self.boot_clock.make_timestamp(),
+                ),
+            )
+            job_id = cursor.lastrowid
+            assert job_id is not None
+            job_dir = self.job_dir(job_id)
+            spec = _with_checksum(
+                _job_to_json(with_unpacked_snapshot(job, job_dir / SNAPSHOT_DIR)), job.name, resources, job.priority
+            )
+            self._db.execute("UPDATE jobs SET spec = ? WHERE id = ?", (spec, job_id))
+            shutil.rmtree(job_dir, ignore_errors=True)  # of one that was killed while it submitted
+            job_dir.mkdir(parents=True, mode=0o700)
+            try:
+                fill_dir(job_dir)
+                if job.snapshot is not None:
+                    unpack_snapshot(job.snapshot.tar, job_dir / SNAPSHOT_DIR)
+            except BaseException:
+                shutil.rmtree(job_dir)
+                raise
+            return job_id
+
+    def get_job(self, job_id: int) -> JobRecord | None:
+        """A job by its id."""
+        row = self._db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        return None if row is None else self._to_record(row)
+
+    def list_jobs(self, *states: JobState) -> list[JobRecord]:
+        """Jobs in these states (all without any), in the order in which they came."""
+        where = f"WHERE state IN ({', '.join('?' * len(states))})" if states else ""
+        return [self._to_record(row) for row in self._db.execute(f"SELECT * FROM jobs {where} ORDER BY id", states)]
+
+    @property
+    def change_counter(self) -> tuple[int, int]:
+        """Differs after every change by any process."""
+        return int(self._db.execute("PRAGMA data_version").fetchone()[0]), self._db.total_changes
+
+    def has_open_jobs(self) -> bool:
+        """Whether any job waits or runs."""
+        asked = "SELECT EXISTS (SELECT 1 FROM jobs WHERE state IN ('queued', 'running'))"
+        return bool(self._db.execute(asked).fetchone()[0])
+
+    def update_if(self, job_id: int, expected_state: JobState, **values: Any) -> bool:
+        """Change a job that is in the presumed state; False, and nothing is changed, when it no longer is."""
+        names = ", ".join(f"{name} = ?" for name in values)
+        with self._transaction():
+            cursor = self._db.execute(
+                f"UPDATE jobs SET {names} WHERE id = ? AND state = ?",
+                (*values.values(), job_id, expected_state),
+            )
+            return cursor.rowcount == 1
+
+    def delete_job(self, job_id: int) -> bool:
+        """Remove a job that is over, and its folder; False, and nothing is changed, when it is not. Who dies meanwhile
+        leaves the job in the list, so that it can be forgotten again."""
+        with self._transaction():
+            deletion = "DELETE FROM jobs WHERE id = ? AND state NOT IN ('queued', 'running')"
+            if self._db.execute(deletion, (job_id,)).rowcount != 1:
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.job_dir(job_id))
+            return True
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _to_record(self, row: sqlite3.Row) -> JobRecord:
+        try:
+            job = _job_from_json(_verify_checksum(row))
+            state, gpu_ids = JobState(row["state"]), tuple(json.loads(row["given"]))
+            for types, columns in _COLUMN_TYPES.items():
+                for name in columns:
+                    if not isinstance(row[name], types):
+                        raise TypeError(f"{name} is {row[name]!r}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); mend it, or delete its row"
+            ) from None
+        names = (
+            "priority submitted came due began over attempts deaths early runner runner_born started ended code reason"
+        )
+        rest = {name: row[name] for name in names.split()}
+        resources = Resources(row["devices"], row["cores"])
+        return JobRecord(
+            row["id"], row["name"], job, state, resources, given=gpu_ids, cancelled=row["cancelled"], **rest
+        )
+
+
+def _with_checksum(values: dict[str, Any], name: str, resources: Resources, priority: int) -> str:
+    """What a job is, with a checksum over it and what its row says of it: a command that a bit has changed in is not
+    run."""
+    return json.dumps(
+        {**values, CHECKSUM_KEY: _compute_checksum(values, name, resources.gpus, resources.cpus, priority)}
+    )
+
+
+def _verify_checksum(row: sqlite3.Row) -> dict[str, Any]:
+    """What `_with_checksum` made; rows of older versions have no seal. ValueError where it was changed since."""
+    values: dict[str, Any] = json.loads(row["spec"])
+    checksum = values.pop(CHECKSUM_KEY, None)
+    if checksum is not None and checksum != _compute_checksum(
+        values, row["name"], row["devices"], row["cores"], row["priority"]
+    ):
+        raise ValueError("its checksum differs")
+    return values
+
+
+def _compute_checksum(*what: Any) -> str:
+    return xxh3_128_hexdigest(json.dumps(what, sort_keys=True).encode())
+
+
+def _job_to_json(job: Job) -> dict[str, Any]:
+    return {
+        **asdict(job),
+        "working_dir": str(job.working_dir),
+        "run_dir": None if job.run_dir is None else str(job.run_dir),
+    }
+
+
+def _job_from_json(values: dict[str, Any]) -> Job:
+    lists = {name: tuple(values[name]) for name in ("command", "secrets")}
+    run = values.get("run_dir")
+    return Job(
+        **{**values, **lists, "working_dir": Path(values["working_dir"]), "run_dir": None if run is None else Path(run)}
+    )

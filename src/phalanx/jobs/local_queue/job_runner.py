@@ -1,0 +1,160 @@
+"""The process above one attempt of a job: `python -m phalanx.jobs.local_queue.job_runner FOLDER ATTEMPT`.
+
+It belongs to nobody, so that a supervisor may die and another come while the job goes on. It starts the job's command,
+passes signals on, warns before the time limit, ends whatever is left of the job when the command is over, and writes
+how it ended. When it is killed itself, so is the command.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+from phalanx.compat import become_subreaper, die_with_parent
+from phalanx.jobs.process_tree import kill_descendants
+from phalanx.run.boot_clock import seconds_since_boot
+from phalanx.run.directory import write_json
+from phalanx.run.fields import ExitStatus, read_as
+
+EXIT_GRACE_S = 30.0
+"""Seconds after a last warning that a job has before it is killed; its `warning` where that is longer."""
+OUTPUT_FILE = "output.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptSpec:
+    """What to run in an attempt, as it stands in `attempt-N.json`. SIGTERM comes `warning_s` before the time limit."""
+
+    command: tuple[str, ...]
+    working_dir: str
+    environment: dict[str, str]
+    time_limit_s: float | None
+    warning_s: float
+
+    def write(self, home: Path, attempt: int) -> None:
+        """Write it, whole."""
+        write_json(home / f"attempt-{attempt}.json", asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnd:
+    """How an attempt ended, as it stands in `ended-N.json`: unix seconds by the wall clock, and `duration_s` by the one
+    that is never set; None where nothing is known of it."""
+
+    exit_code: ExitStatus
+    reason: str | None
+    started_at: float | None = None
+    ended_at: float | None = None
+    duration_s: float | None = None
+
+
+def main() -> None:
+    """Run one attempt, as `attempt-N.json` in the folder says."""
+    job_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
+    spec: AttemptSpec = read_as(AttemptSpec, json.loads((job_dir / f"attempt-{attempt}.json").read_text()))
+    become_subreaper()
+    wake_socket, wake_writer = socket.socketpair()
+    wake_writer.setblocking(False)
+    signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
+    received: list[int] = []
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(each, lambda number, _: received.append(number))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    started = AttemptStart()
+    try:
+        process = subprocess.Popen(
+            spec.command,
+            cwd=spec.working_dir,
+            env={**spec.environment, **read_secrets(job_dir)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+    except OSError as error:
+        print(f"error: {error.filename or spec.command[0]}: {error.strerror}", flush=True)
+        write_ending(job_dir, attempt, started, 127, f"could not be started: {error.strerror}")
+        return
+    limit, warning = spec.time_limit_s, spec.warning_s
+    kill_deadline = None if limit is None else time.monotonic() + limit
+    warn_at = None if kill_deadline is None else max(time.monotonic(), kill_deadline - warning)
+    reason = None
+    with selectors.DefaultSelector() as selector:
+        selector.register(wake_socket, selectors.EVENT_READ)
+        while process.poll() is None:
+            wake_times = [moment for moment in (warn_at, kill_deadline) if moment is not None]
+            patience = max(0.0, min(wake_times) - time.monotonic()) if wake_times else None
+            if selector.select(patience):
+                wake_socket.recv(4096)
+            while received:
+                number = received.pop(0)
+                process.send_signal(number)
+                if number == signal.SIGTERM:
+                    patience = time.monotonic() + max(EXIT_GRACE_S, warning)
+                    kill_deadline, reason = min(kill_deadline or patience, patience), "was asked to stop"
+            now = time.monotonic()
+            if warn_at is not None and now >= warn_at:
+                warn_at, reason = None, "reached its time limit"
+                process.send_signal(signal.SIGTERM)
+            if kill_deadline is not None and now >= kill_deadline:
+                kill_deadline = None
+                process.kill()
+    code = process.returncode
+    kill_descendants()
+    write_ending(job_dir, attempt, started, code, reason if code else None)
+
+
+def read_secrets(job_dir: Path) -> dict[str, str]:
+    """Values that only this process's user can read."""
+    with contextlib.suppress(FileNotFoundError):
+        found: dict[str, str] = json.loads((job_dir / "secrets.json").read_text())
+        return found
+    return {}
+
+
+@dataclass(frozen=True)
+class AttemptStart:
+    """When an attempt began: for people, and by the clock that is never set."""
+
+    wall_time: float = field(default_factory=time.time)
+    boot_time: float = field(default_factory=seconds_since_boot)
+
+
+def write_ending(job_dir: Path, attempt: int, started: AttemptStart, exit_code: int, reason: str | None) -> None:
+    """Write how the attempt ended, whole."""
+    end = AttemptEnd(
+        exit_code=exit_code,
+        reason=reason,
+        started_at=started.wall_time,
+        ended_at=time.time(),
+        duration_s=seconds_since_boot() - started.boot_time,
+    )
+    write_json(ending_path(job_dir, attempt), asdict(end))
+
+
+def ending_path(job_dir: Path, attempt: int) -> Path:
+    """Where the end of an attempt is told."""
+    return job_dir / f"ended-{attempt}.json"
+
+
+def read_ending(job_dir: Path, attempt: int) -> AttemptEnd | None:
+    """How an attempt ended; None while it has not. What another Phalanx wrote of it counts as that it was killed."""
+    path = ending_path(job_dir, attempt)
+    try:
+        found: AttemptEnd = read_as(AttemptEnd, json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return AttemptEnd(exit_code=-int(signal.SIGKILL), reason=f"{path.name} does not say how it ended")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Events in words: one sentence for each kind that somebody wants to read."""
+
+from phalanx.observe import formatting
+from phalanx.run import Event
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointRejected,
+    CheckpointSaved,
+    Compiled,
+    EvaluationDone,
+    GradSyncSelected,
+    HangDetected,
+    NonFiniteStep,
+    RunEnded,
+    RunWarning,
+    StragglerDetected,
+    WorkerFailure,
+)
+
+
+def describe_event(event: Event, world_size: int, step: int, total_steps: int) -> str:
+    """One line for an event that is not a step; empty for kinds that nobody needs to read. Of the run are known its
+    workers, the last step and all that it shall have."""
+    match event:
+        case AttemptStarted():
+            attempt_text = f"attempt {event.attempt}: " if event.attempt else ""
+            attempt_text += "scaled up to " if event.scaled_up else ""
+            start_text = (
+                f"resuming at step {event.start_step} of {total_steps}" if event.start_step else f"{total_steps} steps"
+            )
+            return f"{attempt_text}{formatting.format_plural(world_size, 'worker')} on {event.device}, {start_text}"
+        case Compiled():
+            breaks = (
+                f", with {formatting.format_plural(event.num_graph_breaks, 'graph break')}"
+                if event.num_graph_breaks
+                else ""
+            )
+            return (
+                f"compiled {formatting.format_plural(event.num_blocks, 'block')} in "
+                f"{formatting.format_duration(event.duration_s)}{breaks}"
+            )
+        case EvaluationDone():
+            listed = "".join(f"  {name} {formatting.format_loss(value)}" for name, value in event.metrics.items())
+            best = "  (best so far)" if event.is_best else ""
+            return (
+                f"evaluation at step {event.step}: validation loss {formatting.format_loss(event.loss)}{listed}{best}"
+            )
+        case CheckpointSaved():
+            return (
+                f"saved checkpoint at step {event.step} ({formatting.format_bytes(event.size_bytes)}, "
+                f"{stall(event.stall_s)} stall)"
+            )
+        case CheckpointRejected():
+            return f"checkpoint rejected: {event.path}/{event.file}: {event.reason}"
+        case CheckpointFailed():
+            return f"checkpoint at step {event.step} failed: {event.reason}; training continues"
+        case GradSyncSelected():
+            return f"gradient synchronization at step {event.step}: {event.selected}: {event.reason}"
+        case NonFiniteStep():
+            return f"non-finite step {event.step}: {event.reason}, {event.action} ({event.num_skipped} skipped so far)"
+        case WorkerFailure():
+            return f"failure: {event.message}"
+        case HangDetected():
+            return describe_hang(event)
+        case StragglerDetected():
+            return describe_straggler(event)
+        case RunWarning():
+            return f"warning: {event.text}"
+        case RunEnded():
+            ended = "finished" if event.status == "done" else event.status
+            return f"{ended}: {event.step} of {formatting.format_plural(total_steps, 'step')}"
+        case _:
+            return ""
+
+
+def stall(seconds: float) -> str:
+    """Format a stall in seconds, in ms where it is shorter."""
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1e-3 else formatting.format_duration(seconds)
+
+
+CURRENT_THREAD_MARK = "Current thread"
+"""How faulthandler begins with the thread that took the signal: the main one."""
+
+
+def describe_hang(event: HangDetected) -> str:
+    """Who seems stuck, where, in what, and the innermost line of its stack that is not a library's, if it told one: of
+    the thread that trains, which is printed as the current one, and not of those that read or save beside it."""
+    symptom = "has been stopped (SIGSTOP)" if event.is_stopped else "has sent no heartbeat"
+    message = f"hang: rank {event.rank} on {event.host} {symptom} for {formatting.format_duration(event.silence_s)}"
+    message += f", step {event.step}, phase: {event.phase}"
+    main_thread_stack = (event.stack or "").rpartition(CURRENT_THREAD_MARK)[2]
+    lines = [line.strip() for line in main_thread_stack.splitlines() if line.strip().startswith("File ")]
+    user_lines = [line for line in lines if "/site-packages/" not in line and "/lib/python" not in line]
+    innermost = (user_lines or lines)[:1]
+    return message + (f"; {innermost[0]}" if innermost else "")
+
+
+def describe_straggler(event: StragglerDetected) -> str:
+    """Who is slow, by how much, and what it costs."""
+    return (
+        f"straggler: rank {event.rank} on {event.host} takes {event.slowdown:.2f}x as long as its peers, which wait "
+        f"{formatting.format_duration(event.wait_s_per_step)}/step for it "
+        f"({formatting.format_percent(event.wait_fraction)} of "
+        f"the time)"
+    )

@@ -1,0 +1,239 @@
+"""The report as one HTML file that opens anywhere, also without network: no outside style, script, font or picture.
+
+The page forbids itself every request (Content-Security-Policy), plots are SVG made by `svg.py`, and the few lines of
+script only show values under the pointer. `page.css` and `page.js` beside this file are put into the page whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from phalanx.observe import formatting
+from phalanx.observe.history import STEP_COMPONENTS, RunHistory
+from phalanx.observe.html_report.figures import render_run_figures
+from phalanx.observe.recommendations import Recommendation
+from phalanx.observe.summary import RunSummary
+from phalanx.observe.text_report import (
+    COMPONENT_LABELS,
+    describe_outcome,
+    duration_rows,
+    loss_rows,
+    run_info_rows,
+    safety_rows,
+    speed_rows,
+)
+from phalanx.run import Event
+from phalanx.run.event_types import (
+    CheckpointFailed,
+    CheckpointRejected,
+    GradSyncSelected,
+    NonFiniteStep,
+    RunWarning,
+    WorkerFailure,
+)
+
+_MAX_SHOWN_EVENTS = 200
+
+
+def render_report_html(summary: RunSummary, history: RunHistory, recommendations: Sequence[Recommendation]) -> str:
+    """The whole document."""
+    run_info = summary.run_info
+    status = re.sub(r"[^a-z]+", "-", summary.status)
+    started_text = f" · started {formatting.format_timestamp(summary.started_at)}" if summary.started_at else ""
+    figures = render_run_figures(summary, history)
+    plots = f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step finished yet.</p>'
+    body = f"""
+<header><h1>{escape(run_info.name)}</h1><span class="status {escape(status)}">{escape(summary.status)}</span></header>
+<p class="sub">{escape(describe_outcome(summary).partition(": ")[2] or describe_outcome(summary))}{
+        escape(started_text)
+    }</p> {_render_tiles(summary)}
+<h2>Course of the run</h2>
+{plots}
+{_render_breakdown(summary)}
+{_render_recommendations(recommendations, summary)}
+<h2>What ran</h2>
+{_render_table(run_info_rows(run_info))}
+<div class="tables">
+<section><h2>Loss and speed</h2>{_render_table([*loss_rows(summary), *speed_rows(summary)])}</section>
+<section><h2>Duration and safety</h2>{_render_table([*duration_rows(summary), *safety_rows(summary)])}</section>
+</div>
+{_render_events(history)}"""
+    return render_document(f"{run_info.name}: report", body, f"Phalanx report on {run_info.run_path}")
+
+
+def render_document(title: str, body: str, footer: str) -> str:
+    """A page around `body` that needs, and may ask, nobody."""
+    here = Path(__file__)
+    css, script = here.with_name("page.css").read_text(), here.with_name("page.js").read_text()
+    script = f"\n{script}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="generator" content="phalanx">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{css}</style>
+</head>
+<body>
+<main>{body}
+<footer>{escape(footer)}</footer>
+</main>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _render_tiles(summary: RunSummary) -> str:
+    loss, speed, durations = summary.loss, summary.speed, summary.durations
+    tiles: list[tuple[str | None, str]] = []
+    end = loss.final_mean if loss.final_mean is not None else loss.last
+    first = f"training loss, from {formatting.format_loss(loss.first)}" if loss.first is not None else "training loss"
+    tiles.append((formatting.format_loss(end) if end is not None else None, first))
+    best = f"best validation loss, at step {loss.validation_best_step}" if loss.validation_best else "validation loss"
+    tiles.append((formatting.format_loss(loss.validation_best) if loss.validation_best is not None else None, best))
+    step = f"a step takes {formatting.format_duration(speed.step_median_s)}" if speed.step_median_s else "speed"
+    tiles.append((formatting.format_rate(speed.median_per_s, speed.unit) if speed.median_per_s else None, step))
+    mfu = speed.mfu_measured if speed.mfu_measured is not None else speed.mfu_data_sheet
+    base = "measured peak" if speed.mfu_measured is not None or mfu is None else "data-sheet peak"
+    tiles.append((formatting.format_percent(mfu) if mfu is not None else None, f"MFU ({base})"))
+    productive_text = (
+        f"wall time, {formatting.format_percent(durations.productive_s / durations.wall_s)} productive"
+        if durations.wall_s
+        else ""
+    )
+    tiles.append(
+        (formatting.format_duration(durations.wall_s) if durations.wall_s else None, productive_text or "wall time")
+    )
+    tile_html = (
+        f'<div class="tile"><b>{_split_unit(value)}</b><span>{escape(label)}</span></div>'
+        if value is not None
+        else f'<div class="tile"><b class="unknown">{formatting.NOT_MEASURED_TEXT}</b><span>{escape(label)}</span></div>'
+        for value, label in tiles
+    )
+    return f'<div class="tiles">{"".join(tile_html)}</div>'
+
+
+def _render_breakdown(summary: RunSummary) -> str:
+    split, shares = summary.breakdown_s, summary.breakdown_shares
+    if not split or not shares:
+        return ""
+    bar_html, keys = [], []
+    for part in STEP_COMPONENTS:
+        if split[part] <= 0:
+            continue
+        name, share = COMPONENT_LABELS.get(part, part), formatting.format_percent(shares[part])
+        time = formatting.format_duration(split[part])
+        bar_html.append(f'<span class="p-{part}" style="flex:{shares[part]:.5f}" title="{name} {share}"></span>')
+        keys.append(f'<div><i class="p-{part}"></i>{name}<b>{share} <small>{time}</small></b></div>')
+    return f'<h2>Step time</h2><div class="bar">{"".join(bar_html)}</div><div class="split">{"".join(keys)}</div>'
+
+
+def _render_recommendations(recommendations: Sequence[Recommendation], summary: RunSummary) -> str:
+    if not summary.last_step:
+        return ""
+    if not recommendations:
+        return '<h2>Recommendations</h2><p class="note">No issues found.</p>'
+    items = []
+    for recommendation in recommendations:
+        gain = (
+            f'<span class="gain">up to {formatting.format_percent(recommendation.max_gain)} of the run</span>'
+            if recommendation.max_gain >= 0.005
+            else ""
+        )
+        key = f" <code>{escape(recommendation.recipe_key)}</code>" if recommendation.recipe_key else ""
+        urgent = ' class="urgent"' if recommendation.is_urgent else ""
+        finding, text = _render_prose(recommendation.finding), _render_prose(recommendation.advice)
+        items.append(f"<li{urgent}>{gain}<strong>{finding}</strong><p>{text}.{key}</p></li>")
+    return f'<h2>Recommendations</h2><ul class="advice">{"".join(items)}</ul>'
+
+
+def _render_prose(text: str) -> str:
+    """A capital first letter; what stands in backquotes becomes code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text[:1].upper() + text[1:]))
+
+
+def _split_unit(value: str) -> str:
+    """A tile's number in large letters, what it counts in small ones."""
+    number, space, unit = value.rpartition(" ")
+    if not space or len(unit) < 5:
+        return escape(value)
+    return f"{escape(number)} <small>{escape(unit)}</small>"
+
+
+def _render_table(rows_: Iterable[tuple[str, str]]) -> str:
+    rows, before = [], ""
+    for label, value in rows_:
+        name = "" if label == before else escape(label)
+        rows.append(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>")
+        before = label
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _render_events(history: RunHistory) -> str:
+    event_rows = sorted(
+        [
+            *(
+                (attempt.started_at, attempt.start_step, "start", _describe_start(attempt.number, attempt.world_size))
+                for attempt in history.attempts
+            ),
+            *(
+                (event.time, getattr(event, "step", after), *row)
+                for after, event in history.others
+                if (row := _row(event)) is not None
+            ),
+            *(
+                (attempt.last_event_at, history.last_step, "end", attempt.end_status)
+                for attempt in history.attempts[-1:]
+                if attempt.end_status
+            ),
+        ],
+        key=lambda row: row[0],
+    )
+    if not event_rows:
+        return ""
+    zero = history.first_event_at or 0.0
+    rows = [
+        f'<tr><td class="when">{formatting.format_duration(max(0.0, t - zero))}</td><td class="when">step {step}</td>'
+        f'<td class="kind">{kind}</td><td>{escape(text)}</td></tr>'
+        for t, step, kind, text in event_rows[:_MAX_SHOWN_EVENTS]
+    ]
+    more = len(event_rows) - _MAX_SHOWN_EVENTS
+    rest = (
+        f'<p class="note">and {formatting.format_plural(more, "event")} more, see events.jsonl</p>' if more > 0 else ""
+    )
+    return f"<h2>Events</h2><table>{''.join(rows)}</table>{rest}"
+
+
+def _describe_start(attempt: int, world: int) -> str:
+    return f"attempt {attempt} with {formatting.format_plural(world, 'worker')}"
+
+
+def _row(event: Event) -> tuple[str, str] | None:
+    """An event's kind and text; None for one that has no row."""
+    match event:
+        case NonFiniteStep():
+            return "non-finite", f"{event.reason}: {event.action}"
+        case WorkerFailure():
+            return "failure", f"rank {event.rank}: {event.what}"
+        case CheckpointRejected():
+            return "rejected", f"{event.path}/{event.file}: {event.reason}"
+        case CheckpointFailed():
+            return "save failed", event.reason
+        case GradSyncSelected():
+            return "gradient sync", f"{event.selected}: {event.reason}"
+        case RunWarning():
+            return "warning", event.text
+        case _:
+            return None

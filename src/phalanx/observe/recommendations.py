@@ -1,0 +1,397 @@
+"""What to try next: one small pure function for each rule, a number in each text, and the recipe's key to change.
+
+A rule sees the Summary and, where the shape of a curve matters, the History. It returns None when there is nothing to
+say; none has anything to say about a healthy run. `max_gain` is the share of the run's time (or of its steps) that the
+advice could save at best, so that advices sort; those about quality or safety have a gain of 0 and come last, except
+`is_urgent` ones, which come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.observe import formatting
+from phalanx.observe.history import RunHistory, as_float
+from phalanx.observe.metrics import smooth_series
+from phalanx.observe.summary import RunSummary
+from phalanx.run.event_types import NonFiniteStep
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """One finding. `recipe_key` is the recipe's dotted key to change, or None when the recipe is not to blame."""
+
+    rule_name: str
+    finding: str
+    advice: str
+    recipe_key: str | None
+    max_gain: float = 0.0
+    is_urgent: bool = False
+
+    @property
+    def full_text(self) -> str:
+        """Finding and advice as one sentence or two."""
+        return f"{self.finding}: {self.advice}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "full_text": self.full_text}
+
+
+def find_recommendations(summary: RunSummary, history: RunHistory) -> list[Recommendation]:
+    """Every rule's finding: urgent first, then the greatest gain."""
+    recommendations = [
+        recommendation for rule in RECOMMENDATION_RULES if (recommendation := rule(summary, history)) is not None
+    ]
+    return sorted(recommendations, key=lambda recommendation: (not recommendation.is_urgent, -recommendation.max_gain))
+
+
+def _step_share(summary: RunSummary, component: str) -> float:
+    """A part's share of the step; 0 for runs too short to judge."""
+    shares = summary.breakdown_shares
+    return shares[component] if shares and summary.last_step >= 5 else 0.0
+
+
+def recommend_for_data_wait(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """The step waits for its samples."""
+    share = _step_share(summary, "data")
+    if share < 0.05:
+        return None
+    return Recommendation(
+        "data-wait",
+        f"data wait is {formatting.format_percent(share)} of the step",
+        "give the reader a core of its own (one thread less for training), or prepare the data once with `phalanx data"
+        " prepare`, onto a fast local disk, and name that directory",
+        "num_threads, data.source.prepared",
+        max_gain=share,
+    )
+
+
+def recommend_for_grad_sync(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Workers spend too much of the step on each other's gradients."""
+    share = _step_share(summary, "exchange")
+    if share < 0.10 or summary.run_info.world_size == 1:
+        return None
+    batch = summary.run_info.global_batch
+    batch_text = f" (it is {batch}; twice that halves the synchronizations per sample)" if batch else ""
+    return Recommendation(
+        "grad-sync",
+        f"gradient synchronization is {formatting.format_percent(share)} of the step on {summary.run_info.world_size} "
+        f"workers",
+        f"raise the global batch{batch_text} and its learning rate with care, or use fewer workers with more threads "
+        f"each",
+        "batch.global_size",
+        max_gain=share,
+    )
+
+
+def recommend_for_checkpoint_stalls(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Training stands still for saves."""
+    wall, checkpoints, every = summary.durations.wall_s, summary.checkpoints, summary.run_info.checkpoint_interval_steps
+    share = max(_step_share(summary, "checkpoint"), checkpoints.total_stall_s / wall if wall > 0 else 0.0)
+    if share < 0.03 or not checkpoints.count:
+        return None
+    interval_text = (
+        f" every {_round_up(every * share / 0.01)} steps instead of every {every}" if every else " more rarely"
+    )
+    return Recommendation(
+        "checkpoint-stalls",
+        f"checkpoint stalls took {formatting.format_percent(share)} of the time"
+        f" ({formatting.format_duration(checkpoints.total_stall_s)} over "
+        f"{formatting.format_plural(checkpoints.count, 'save')})",
+        f"save{interval_text}, which brings it to 1%, or put the run onto a faster disk",
+        "checkpoint.every",
+        max_gain=share,
+    )
+
+
+def _round_up(steps: float) -> int:
+    """To two leading digits, upwards: 1234 -> 1300."""
+    power = 10 ** max(0, len(str(int(steps))) - 2)
+    return int(-(-steps // power) * power)
+
+
+def recommend_for_optimizer(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """The update costs much against the gradient it applies."""
+    share = _step_share(summary, "optimizer")
+    if share < 0.20:
+        return None
+    batch = summary.run_info.global_batch
+    return Recommendation(
+        "optimizer-share",
+        f"the optimizer is {formatting.format_percent(share)} of the step",
+        f"its cost does not grow with the batch, so raise the global batch{f' from {batch}' if batch else ''}"
+        " (more samples for each update) and train fewer steps",
+        "batch.global_size",
+        max_gain=share / 2,
+    )
+
+
+def recommend_for_low_mfu(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Computing itself is far from what the machine does in a plain matmul."""
+    share = summary.breakdown_shares
+    mfu = summary.speed.mfu_measured
+    if mfu is None or share is None or summary.last_step < 5:
+        return None
+    compute_share = share["forward"] + share["backward"]
+    matmul_efficiency = mfu / compute_share if compute_share > 0 else 0.0
+    if compute_share < 0.3 or matmul_efficiency >= 0.20:
+        return None
+    micro, hidden_size = summary.run_info.micro_batch, summary.run_info.model_args.get("hidden_size")
+    if micro is not None and micro <= 4:
+        advice_text, recipe_key = (
+            f"micro-batches of {micro} are small; try batch.micro_size={micro * 4}",
+            "batch.micro_size",
+        )
+    elif isinstance(hidden_size, int) and hidden_size < 256:
+        advice_text, recipe_key = (
+            f"a width of {hidden_size} is too narrow to keep the units busy; compile may help",
+            "compile",
+        )
+    else:
+        advice_text, recipe_key = (
+            "see which operations take the time with `phalanx profile`, and try compile=true",
+            "compile",
+        )
+    return Recommendation(
+        "low-mfu",
+        f"forward and backward reach {formatting.format_percent(matmul_efficiency)} of the machine's measured "
+        f"peak (MFU "
+        f"{formatting.format_percent(mfu)})",
+        advice_text,
+        recipe_key,
+        max_gain=compute_share * (1 - matmul_efficiency / 0.4),
+    )
+
+
+def recommend_for_precision(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Another precision is much faster in matmul on this very machine."""
+    rates, used, shares = summary.run_info.measured_matmul_tflops, summary.run_info.precision, summary.breakdown_shares
+    own_rate = rates.get(used, 0.0)
+    other_rates = {name: rate for name, rate in rates.items() if name != used}
+    if not other_rates or own_rate <= 0 or not shares:
+        return None
+    best = max(other_rates, key=lambda name: other_rates[name])
+    factor = other_rates[best] / own_rate
+    if factor < 1.5:
+        return None
+    return Recommendation(
+        "slow-precision",
+        f"{best} would be {factor:.1f}x in matmul on this machine but {used} was used",
+        f"try precision={best}, and compare the losses of both",
+        "precision",
+        max_gain=(shares["forward"] + shares["backward"]) * (1 - 1 / factor),
+    )
+
+
+def recommend_for_idle_cores(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Most of the processor was not asked to do anything."""
+    run_info = summary.run_info
+    if run_info.device != "cpu" or not run_info.physical_cores or not run_info.threads_per_worker:
+        return None
+    used = run_info.threads_per_worker * run_info.world_size / run_info.num_nodes
+    if used >= run_info.physical_cores * 0.5:
+        return None
+    return Recommendation(
+        "idle-cores",
+        f"{used:.0f} of the machine's {run_info.physical_cores} cores were used "
+        f"({formatting.format_plural(run_info.world_size, 'worker')} of "
+        f"{formatting.format_plural(run_info.threads_per_worker, 'thread')})",
+        "give each worker more threads, or start more workers with --nproc-per-node",
+        "num_threads",
+        max_gain=1 - used / run_info.physical_cores,
+    )
+
+
+def recommend_for_prediction_error(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """The prediction did not hold: something was not as it was measured before the run."""
+    speed = summary.speed
+    if not speed.predicted_step_s or not speed.step_median_s or summary.last_step < 5:
+        return None
+    factor = speed.step_median_s / speed.predicted_step_s
+    if factor < 1.3:
+        return None
+    return Recommendation(
+        "slower-than-predicted",
+        f"a step took {formatting.format_duration(speed.step_median_s)}, {factor:.1f}x the predicted"
+        f" {formatting.format_duration(speed.predicted_step_s)}",
+        "see whether something else used this machine; `phalanx profile` shows which part of the step is slow",
+        None,
+        max_gain=1 - 1 / factor,
+    )
+
+
+def recommend_for_uneven_steps(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Some steps take far longer than most."""
+    speed = summary.speed
+    if (
+        not speed.step_p95_s
+        or not speed.step_median_s
+        or not speed.mean_per_s
+        or not speed.median_per_s
+        or summary.last_step < 40
+    ):
+        return None
+    lost_share = 1 - speed.mean_per_s / speed.median_per_s
+    if speed.step_p95_s < 1.5 * speed.step_median_s or lost_share < 0.05:
+        return None
+    return Recommendation(
+        "uneven-steps",
+        f"one step in twenty takes more than {formatting.format_duration(speed.step_p95_s)}, while half of "
+        f"them take less "
+        f"than"
+        f" {formatting.format_duration(speed.step_median_s)}",
+        "something disturbs the run from time to time: another program, a slow disk, or heat",
+        None,
+        max_gain=lost_share,
+    )
+
+
+def recommend_for_evaluation(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Scoring takes a good part of the run."""
+    wall, evaluation_s = summary.durations.wall_s, summary.durations.evaluation_s
+    if wall <= 0 or evaluation_s / wall < 0.10 or summary.last_step < 5:
+        return None
+    every = summary.run_info.evaluation_interval_steps
+    return Recommendation(
+        "evaluation-share",
+        f"evaluating took {formatting.format_percent(evaluation_s / wall)} of the time",
+        f"evaluate more rarely{f' than every {every} steps' if every else ''}, or on fewer samples "
+        f"(evaluation.max_samples)",
+        "evaluation.every",
+        max_gain=evaluation_s / wall,
+    )
+
+
+def recommend_for_restarts(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Work done again, and time when nobody worked."""
+    durations = summary.durations
+    share = durations.restart_cost_s / durations.wall_s if durations.wall_s > 0 else 0.0
+    if share < 0.03:
+        return None
+    every = summary.run_info.checkpoint_interval_steps
+    checkpoint_text = f"save more often than every {every} steps" if every else "save checkpoints (checkpoint.every)"
+    if durations.wasted_s < durations.unavailable_s:
+        advice = "most of it is waiting for the next start: see logs/ for the cause"
+    else:
+        advice = f"{checkpoint_text}, so that less progress is wasted"
+    return Recommendation(
+        "restart-cost",
+        f"restarts and rollbacks cost {formatting.format_percent(share)} of the time"
+        f" ({formatting.format_plural(summary.wasted_steps, 'step')} wasted, "
+        f"{formatting.format_duration(durations.unavailable_s)} unavailable)",
+        advice,
+        "checkpoint.every",
+        max_gain=share,
+    )
+
+
+def recommend_for_nonfinite(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Losses or gradients were not finite."""
+    num_nonfinite = sum(summary.nonfinite_actions.values())
+    if not num_nonfinite:
+        return None
+    steps = sorted({event.step for event in history.of(NonFiniteStep)})
+    first = f"from step {steps[0]} on" if len(steps) > 1 else f"at step {steps[0]}"
+    rollback_text = f", {formatting.format_plural(summary.num_rollbacks, 'rollback')}" if summary.num_rollbacks else ""
+    precision_text = "; or precision=bf16, whose range is that of fp32" if summary.run_info.precision == "fp16" else ""
+    return Recommendation(
+        "nonfinite-steps",
+        f"{formatting.format_plural(num_nonfinite, 'step')} had a loss or gradient that was not finite, "
+        f"{first}{rollback_text}",
+        f"lower the learning rate, lengthen the warm-up (optimizer.schedule.warmup_steps) or clip lower "
+        f"(optimizer.max_grad_norm){precision_text}",
+        "optimizer.lr",
+        is_urgent=True,
+    )
+
+
+def recommend_for_bad_checkpoints(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Files on disk were not what was written, or could not be written."""
+    checkpoints = summary.checkpoints
+    if not checkpoints.rejected and not checkpoints.failed:
+        return None
+    problems = [
+        f"{formatting.format_plural(len(checkpoints.failed), 'checkpoint')} could not be saved"
+        if checkpoints.failed
+        else "",
+        f"{formatting.format_plural(len(checkpoints.rejected), 'checkpoint')} did not pass verification"
+        if checkpoints.rejected
+        else "",
+    ]
+    first = (*checkpoints.failed, *checkpoints.rejected)[0]
+    keep_text = " (lower checkpoint.keep to need less space)" if checkpoints.failed else ""
+    return Recommendation(
+        "failed-checkpoints",
+        f"{' and '.join(filter(None, problems))} ({first})",
+        f"see to the disk before you trust it with a longer run{keep_text}",
+        "checkpoint.keep" if checkpoints.failed else None,
+        is_urgent=True,
+    )
+
+
+def recommend_longer_training(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """The run ended while the loss was still going down by more than its noise."""
+    loss = history.steps.loss[np.isfinite(history.steps.loss)]
+    if summary.status != "done" or len(loss) < 50:
+        return None
+    tenth = len(loss) // 10
+    before, after = loss[-2 * tenth : -tenth], loss[-tenth:]
+    decrease = float(before.mean() - after.mean())
+    noise = float(np.sqrt((before.var() + after.var()) / tenth))
+    if decrease < 3 * noise or decrease < 0.01 * abs(float(before.mean())):
+        return None
+    return Recommendation(
+        "train-longer",
+        f"the loss was still falling at the end, by {formatting.format_significant(decrease, 2)} over the last {tenth} "
+        f"steps",
+        f"train longer, for instance steps={2 * summary.last_step}; this run resumes from its last checkpoint",
+        "steps",
+    )
+
+
+def recommend_for_overfitting(summary: RunSummary, history: RunHistory) -> Recommendation | None:
+    """Held-out loss rises while training loss goes on falling."""
+    evaluations = [(event.step, as_float(event.loss)) for event in history.evaluations]
+    evaluations = [(step, loss) for step, loss in evaluations if np.isfinite(loss)]
+    if len(evaluations) < 3:
+        return None
+    best_step, best = min(evaluations, key=lambda score: score[1])
+    later = [loss for step, loss in evaluations if step > best_step]
+    if len(later) < 2 or later[-1] < best * 1.02:
+        return None
+    trend = smooth_series(history.steps.loss, 0.1)
+    at_best = int(np.searchsorted(history.steps.step, best_step))
+    if at_best >= len(trend) or not trend[-1] < trend[at_best]:
+        return None
+    return Recommendation(
+        "overfitting",
+        f"validation loss rises while training loss falls since step {best_step}"
+        f" ({formatting.format_loss(best)} to {formatting.format_loss(later[-1])}): overfitting",
+        "use the best checkpoint, and next time more data, fewer steps, or more weight decay (optimizer.weight_decay)",
+        "steps",
+        max_gain=1 - best_step / max(best_step, summary.last_step),
+    )
+
+
+RECOMMENDATION_RULES: tuple[Callable[[RunSummary, RunHistory], Recommendation | None], ...] = (
+    recommend_for_nonfinite,
+    recommend_for_bad_checkpoints,
+    recommend_for_data_wait,
+    recommend_for_grad_sync,
+    recommend_for_checkpoint_stalls,
+    recommend_for_optimizer,
+    recommend_for_low_mfu,
+    recommend_for_precision,
+    recommend_for_idle_cores,
+    recommend_for_prediction_error,
+    recommend_for_uneven_steps,
+    recommend_for_evaluation,
+    recommend_for_restarts,
+    recommend_for_overfitting,
+    recommend_longer_training,
+)

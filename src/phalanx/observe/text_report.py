@@ -1,0 +1,394 @@
+"""The page that `phalanx report RUN` prints: plain text, at most 100 columns, the same in a pipe."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from phalanx.observe import formatting
+from phalanx.observe.goodput import DeviceTime, FailureCost
+from phalanx.observe.history import STEP_COMPONENTS
+from phalanx.observe.recommendations import Recommendation
+from phalanx.observe.run_info import RunInfo
+from phalanx.observe.summary import RunSummary
+
+PAGE_WIDTH = 100
+_LABEL_WIDTH = 21
+
+COMPONENT_LABELS = {"data": "data wait", "exchange": "gradient sync", "checkpoint": "checkpoint stall"}
+
+
+def render_report_text(summary: RunSummary, recommendations: Sequence[Recommendation]) -> str:
+    """The whole page, ending in a newline."""
+    sections = [
+        _render_headline(summary),
+        _render_section("What ran", run_info_rows(summary.run_info)),
+        _render_section("Loss", loss_rows(summary)),
+        _render_section("Speed", speed_rows(summary)),
+        _render_breakdown(summary),
+        _render_section("Duration", duration_rows(summary)),
+        _render_section("Safety", safety_rows(summary)),
+        _render_recommendations(recommendations, summary),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def describe_outcome(summary: RunSummary) -> str:
+    """How the run ended, in one line."""
+    steps_text = (
+        f"{summary.last_step} of {formatting.format_plural(summary.planned_steps, 'step')}"
+        if summary.planned_steps
+        else ""
+    )
+    steps_text = steps_text or formatting.format_plural(summary.last_step, "step")
+    wall_text = f" in {formatting.format_duration(summary.durations.wall_s)}" if summary.durations.wall_s else ""
+    if summary.status == "not known":
+        return f"unknown: {steps_text} at least"
+    if summary.status == "not started":
+        return "not started: no events yet"
+    if summary.status == "incomplete":
+        return f"incomplete: {steps_text}{wall_text}; still running, or killed"
+    return f"{summary.status}: {steps_text}{wall_text}"
+
+
+def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
+    """Name and value of everything that was fixed before the first step."""
+    args = ", ".join(f"{key} {value}" for key, value in run_info.model_args.items())
+    size = (
+        f"{formatting.format_count(run_info.parameters)} parameters"
+        if run_info.parameters is not None
+        else "parameters not counted"
+    )
+    batch = formatting.NOT_MEASURED_TEXT
+    if run_info.global_batch is not None:
+        batch = formatting.format_plural(run_info.global_batch, "sample")
+        if run_info.unit == "tokens" and run_info.units_per_sample > 1:
+            batch += f" = {run_info.global_batch * run_info.units_per_sample} tokens"
+        if run_info.micro_batch:
+            batch += f", in micro-batches of {run_info.micro_batch}"
+    workers = formatting.format_plural(run_info.world_size, "worker")
+    workers += (
+        f" with {formatting.format_plural(run_info.threads_per_worker, 'thread')} each"
+        if run_info.threads_per_worker and run_info.device == "cpu"
+        else ""
+    )
+    workers += f" on {run_info.num_nodes} machines" if run_info.num_nodes > 1 else ""
+    cores = f", {formatting.format_plural(run_info.physical_cores, 'core')}" if run_info.physical_cores else ""
+    facts = [
+        ("model", f"{run_info.model}, {size}" + (f" ({args})" if args else "")),
+        ("task", run_info.task),
+        ("data", run_info.data),
+        ("batch", batch),
+        ("optimizer", run_info.optimizer),
+        ("precision", run_info.precision),
+        ("parallelism", f"{run_info.parallelism}; {workers}"),
+        (
+            "device",
+            f"{run_info.device or formatting.NOT_MEASURED_TEXT}"
+            f"{f', {run_info.device_name}' if run_info.device_name else ''}{cores}",
+        ),
+    ]
+    facts += [
+        ("auto", f"{key} = {value}{f': {reason}' if reason else ''}") for key, value, reason in run_info.auto_choices
+    ]
+    if run_info.versions:
+        facts.append(("versions", ", ".join(f"{name} {version}" for name, version in run_info.versions.items())))
+    return facts
+
+
+def loss_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """Training loss first to last, held-out loss and metrics."""
+    loss = summary.loss
+    if loss.last is None and summary.last_step:
+        return [("training", "unknown: the events of its steps are lost")]
+    if loss.last is None:
+        return [("training", "no step finished yet")]
+    training = f"{formatting.format_loss(loss.first)} -> {formatting.format_loss(loss.last)}"
+    training += (
+        f" (mean of the last steps {formatting.format_loss(loss.final_mean)})" if loss.final_mean is not None else ""
+    )
+    facts = [("training", training)]
+    if loss.num_nonfinite:
+        facts.append(
+            ("non-finite loss", f"{loss.num_nonfinite} of {formatting.format_plural(summary.last_step, 'step')}")
+        )
+    if loss.noise_scale is not None:
+        facts.append(("noise scale", describe_noise_scale(loss.noise_scale, summary.run_info.global_batch)))
+    if loss.validation_last is None:
+        facts.append(("validation", "not evaluated"))
+        return facts
+    validation_text = (
+        f"{formatting.format_loss(loss.validation_first)} -> {formatting.format_loss(loss.validation_last)}"
+    )
+    if loss.validation_best is not None:
+        validation_text += f", best {formatting.format_loss(loss.validation_best)} at step {loss.validation_best_step}"
+    facts.append(("validation", validation_text))
+    if loss.metrics:
+        facts.append(
+            ("metrics", ", ".join(f"{name} {formatting.format_loss(value)}" for name, value in loss.metrics.items()))
+        )
+    return facts
+
+
+def describe_noise_scale(samples: float, batch: int | None) -> str:
+    """The gradient noise scale, and how far the global batch may grow by it."""
+    scale = f"gradient noise scale about {formatting.format_plural(_round_to_two_digits(samples), 'sample')}"
+    if batch is None:
+        return scale
+    if samples > 2 * batch:
+        times = float(f"{samples / batch:.2g}")
+        return (
+            f"{scale}; batch.global_size is {batch}: room to grow to about {_round_to_two_digits(samples)} ({times:g} "
+            "x)"
+        )
+    if samples > batch / 2:
+        return f"{scale}; batch.global_size is {batch}: at the limit of efficient scaling"
+    return f"{scale}; batch.global_size is {batch}: a smaller one would need few more steps"
+
+
+def _round_to_two_digits(samples: float) -> int:
+    """To two digits: it is an estimate."""
+    return max(1, int(float(f"{samples:.2g}")))
+
+
+def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """Rates, MFU with what it is relative to, and the prediction beside what happened."""
+    speed = summary.speed
+    if speed.median_per_s is None:
+        return []
+    speed_text = (
+        f"{formatting.format_rate(speed.median_per_s, speed.unit)} (median; mean "
+        f"{formatting.format_rate(speed.mean_per_s, speed.unit)})"
+    )
+    step = (
+        f"{formatting.format_duration(speed.step_median_s)} (median; 95% within "
+        f"{formatting.format_duration(speed.step_p95_s)})"
+    )
+    if speed.predicted_step_s and speed.step_median_s:
+        relative_error = speed.step_median_s / speed.predicted_step_s - 1
+        step += f"; predicted {formatting.format_duration(speed.predicted_step_s)}, {_format_error(relative_error)}"
+    if speed.calibrated_step_s and speed.step_median_s:
+        relative_error = speed.step_median_s / speed.calibrated_step_s - 1
+        step += (
+            f"; predicted from the calibration {formatting.format_duration(speed.calibrated_step_s)}, "
+            f"{_format_error(relative_error)}"
+        )
+    facts = [("speed", speed_text), ("step", step)]
+    if (speed.predicted_step_s or speed.calibrated_step_s) and (largest_error := speed.largest_error) is not None:
+        parts = (
+            f"{formatting.format_duration(largest_error.predicted_s)} predicted, "
+            f"{formatting.format_duration(largest_error.measured_s)} measured"
+        )
+        facts.append(("largest error", f"{largest_error.component}: {parts}; {largest_error.reason}"))
+    computed = f" ({formatting.format_flops(speed.model_flops_per_s)} of {{}})"
+    measured, sheet = formatting.format_percent(speed.mfu_measured), formatting.format_percent(speed.mfu_data_sheet)
+    if speed.mfu_measured is not None:
+        measured += computed.format(
+            f"{formatting.format_flops(speed.matmul_flops_per_s)} measured in {summary.run_info.precision} matmul"
+        )
+    if speed.mfu_data_sheet is not None:
+        source = f", {speed.data_sheet_source}" if speed.data_sheet_source else ""
+        sheet += computed.format(f"{formatting.format_flops(speed.data_sheet_flops_per_s)}{source}")
+    facts += [("MFU (measured peak)", measured), ("MFU (data-sheet peak)", sheet)]
+    if (energy := summary.energy) is not None:
+        energy_text = (
+            f"{formatting.format_significant(energy.energy_j / 3.6e6)} kWh by "
+            f"{formatting.format_plural(energy.num_devices, 'GPU')}"
+        )
+        if energy.energy_j_per_unit is not None:
+            energy_text += (
+                f", {formatting.format_significant(energy.energy_j_per_unit)} J per {speed.unit.removesuffix('s')}"
+            )
+        facts.append(("energy", energy_text))
+    if speed.flops_rule:
+        facts.append(("FLOPs counted", speed.flops_rule))
+    return facts
+
+
+def _format_error(share: float) -> str:
+    if abs(share) < 0.005:
+        return "as predicted"
+    return f"{formatting.format_percent(abs(share))} {'slower' if share > 0 else 'faster'}"
+
+
+def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """Wall time and what became of it."""
+    durations = summary.durations
+    if durations.wall_s <= 0:
+        return []
+    named = (
+        ("training", durations.productive_s),
+        ("evaluation", durations.evaluation_s),
+        ("startup", durations.startup_s),
+        ("wasted", durations.wasted_s),
+        ("unavailable", durations.unavailable_s),
+        ("other", durations.other_s),
+    )
+    total = formatting.format_duration(durations.wall_s)
+    total += f", {formatting.format_percent(durations.productive_s / durations.wall_s)} productive"
+    total += f"; not counted: paused for {formatting.format_duration(durations.paused_s)}" if durations.paused_s else ""
+    parts = [
+        f"{name} {formatting.format_duration(seconds)}"
+        for name, seconds in named
+        if seconds > 0.0005 * durations.wall_s
+    ]
+    if durations.compilation_s:
+        within = f" (compiling {formatting.format_duration(durations.compilation_s)})"
+        parts = [part + within if part.startswith("startup") else part for part in parts]
+    facts = [
+        ("wall time", total),
+        ("breakdown", ", ".join(parts)),
+        (summary.run_info.unit, formatting.format_count(summary.num_units)),
+    ]
+    return facts + goodput_rows(summary.device_time)
+
+
+def goodput_rows(device_time: DeviceTime) -> list[tuple[str, str]]:
+    """What became of the devices, and what each fault cost."""
+    if device_time.goodput_share is None:
+        return []
+
+    def share(value: float) -> str:
+        return formatting.format_percent(value / device_time.allocated_s)
+
+    blocked = [
+        ("startup", device_time.startup_s),
+        ("data wait", device_time.data_wait_s),
+        ("checkpoint stall", device_time.checkpoint_stall_s),
+    ]
+    named = ", ".join(f"{name} {share(value)}" for name, value in blocked if value > 0.0005 * device_time.allocated_s)
+    goodput = f"{share(device_time.productive_s)} of {formatting.format_duration(device_time.allocated_s)} device time"
+    goodput += f"; blocked {share(device_time.blocked_s)}" + (f" ({named})" if named else "")
+    goodput += f", wasted {share(device_time.wasted_s)}, unavailable {share(device_time.unavailable_s)}"
+    return [
+        ("goodput", goodput),
+        *(("failure cost", describe_failure_cost(loss)) for loss in device_time.failure_costs),
+    ]
+
+
+def describe_failure_cost(failure_cost: FailureCost) -> str:
+    """A fault and what it cost."""
+    parts = [
+        ("wasted", failure_cost.wasted_s),
+        ("unavailable", failure_cost.unavailable_s),
+        ("restart", failure_cost.startup_s),
+    ]
+    breakdown_text = ", ".join(
+        f"{name} {formatting.format_duration(seconds)}" for name, seconds in parts if seconds > 0
+    )
+    detection_text = f"; detected after {formatting.format_duration(failure_cost.detection_s)}"
+    return (
+        f"{failure_cost.description}: {formatting.format_duration(failure_cost.total_s)} device time "
+        f"({breakdown_text}){detection_text}"
+    )
+
+
+def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """Restarts, guards, checkpoints, faults, warnings. A quiet run has three lines."""
+    checkpoints = summary.checkpoints
+    restarts = formatting.format_plural(summary.num_restarts, "restart") if summary.num_restarts else "none"
+    if summary.wasted_steps:
+        restarts += f"; {formatting.format_plural(summary.wasted_steps, 'step')} wasted"
+        restarts += f" ({formatting.format_duration(summary.durations.wasted_s)})"
+    worlds = {attempt.world_size for attempt in summary.attempts}
+    if len(worlds) > 1:
+        restarts += f"; workers: {' -> '.join(str(attempt.world_size) for attempt in summary.attempts)}"
+    checkpoint_text = "none saved"
+    if checkpoints.count:
+        checkpoint_text = (
+            f"{checkpoints.count} saved, the last at step {checkpoints.last_step} "
+            f"({formatting.format_bytes(checkpoints.last_bytes)})"
+        )
+        checkpoint_text += f"; stall {formatting.format_duration(checkpoints.total_stall_s)} in total"
+        checkpoint_text += (
+            f", {formatting.format_duration(checkpoints.longest_stall_s)} at most"
+            if checkpoints.longest_stall_s
+            else ""
+        )
+    nonfinite_text = ", ".join(f"{what} {count}x" for what, count in summary.nonfinite_actions.items()) or "none"
+    facts = [("restarts", restarts), ("non-finite steps", nonfinite_text), ("checkpoints", checkpoint_text)]
+    facts += [("save failed", text) for text in checkpoints.failed]
+    facts += [("rejected", text) for text in checkpoints.rejected]
+    facts += [("failure", text) for text in summary.failures]
+    facts += [("warning", text) for text in summary.warnings]
+    facts += [("lost", text) for text in summary.lost]
+    if summary.digest:
+        facts.append(("digest", summary.digest))
+    return facts
+
+
+def _render_headline(summary: RunSummary) -> str:
+    name, outcome = summary.run_info.name, describe_outcome(summary)
+    if len(name) + len(outcome) + 2 > PAGE_WIDTH:
+        line = f"{name}\n{textwrap.fill(outcome, PAGE_WIDTH)}"
+    else:
+        line = f"{name}{outcome:>{PAGE_WIDTH - len(name)}}"
+    started_text = (
+        f"{summary.run_info.run_path}, started {formatting.format_timestamp(summary.started_at)}"
+        if summary.started_at
+        else summary.run_info.run_path
+    )
+    return f"{line}\n{textwrap.shorten(started_text, PAGE_WIDTH)}"
+
+
+def _render_section(title: str, facts: Iterable[tuple[str, str]]) -> str:
+    lines = []
+    before = ""
+    for label, value in facts:
+        lines.append(_render_line("" if label == before else label, value))
+        before = label
+    return "\n".join([title, *lines]) if lines else ""
+
+
+def _render_line(label: str, value: str) -> str:
+    indent = " " * (2 + _LABEL_WIDTH + 1)
+    return textwrap.fill(
+        value,
+        PAGE_WIDTH,
+        initial_indent=f"  {label:<{_LABEL_WIDTH}} ",
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+
+
+def _render_breakdown(summary: RunSummary) -> str:
+    split, shares = summary.breakdown_s, summary.breakdown_shares
+    if not split or not shares:
+        return ""
+    lines = [f"{'Step time':<{_LABEL_WIDTH + 25}}{'share':>6}{'time':>12}"]
+    longest = max(shares.values())
+    for part in STEP_COMPONENTS:
+        if split[part] > 0:
+            bar = "#" * max(1 if shares[part] > 0.002 else 0, round(22 * shares[part] / longest))
+            name = COMPONENT_LABELS.get(part, part)
+            lines.append(
+                f"  {name:<{_LABEL_WIDTH}} "
+                f"{bar:<22}{formatting.format_percent(shares[part]):>6}{formatting.format_duration(split[part]):>12}"
+            )
+    return "\n".join(lines)
+
+
+def _render_recommendations(recommendations: Sequence[Recommendation], summary: RunSummary) -> str:
+    title = "Recommendations"
+    if not summary.last_step:
+        return ""
+    if not recommendations:
+        return f"{title}\n  No issues found."
+    lines = []
+    for number, recommendation in enumerate(recommendations, 1):
+        gain = (
+            f" [up to {formatting.format_percent(recommendation.max_gain)} of the run]"
+            if recommendation.max_gain >= 0.005
+            else ""
+        )
+        key = f" (recipe: {recommendation.recipe_key})" if recommendation.recipe_key else ""
+        lines.append(
+            textwrap.fill(
+                f"{recommendation.full_text}{key}{gain}",
+                PAGE_WIDTH,
+                initial_indent=f"  {number:>2}. ",
+                subsequent_indent="      ",
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join([title, *lines])

@@ -1,0 +1,165 @@
+"""What one device needs for an operation: products by a fitted curve, attention by its rate, the rest by memory.
+
+Costs come in layers, and each prediction says which it used: the data sheet with general efficiencies (`sheet`), curves
+fitted to measurements of that hardware (`fitted`), or what was measured on this very machine (`measured`, see
+`measured_costs.py`). Here are the first two. All functions take numbers or NumPy arrays, of one shape, and return
+seconds.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from phalanx.cluster.spec import AcceleratorSpec, MatmulCurve
+from phalanx.planner.model_profile import AttentionOp
+
+CostSource = Literal["sheet", "fitted", "measured"]
+LOG_ERROR_STD_BY_SOURCE: dict[CostSource, float] = {"sheet": 0.13, "fitted": 0.10, "measured": 0.07}
+"""Standard deviation of log(measured / predicted) that a prediction from each layer has had; see
+docs/benchmarks/planner.md."""
+TYPICAL_MATMUL_CURVE = MatmulCurve(efficiency=0.74, bandwidth=0.85, overhead_us=5.0, sharpness=1.4)
+"""Where nobody has measured the accelerator: what A100, H100 and A40 have in common (fitted to 80,364 products that
+Vidur's authors published, microsoft/vidur)."""
+TYPICAL_SHARE_OF_BEST = 0.88
+"""Share of the best rate that anyone found for an accelerator, by trying shapes, that large products typically reach:
+the mean of A100 (0.85) and H100 (0.93)."""
+MEMORY_BANDWIDTH_EFFICIENCY = 0.82
+"""Share of the memory's bandwidth that operations bound by it reach (0.8 to 0.9 on A100 and H100)."""
+SMALL_KERNEL_S = 4e-6
+"""Seconds from one small kernel to the next where launches do not hold the device up."""
+FUSED_ATTENTION_EFFICIENCY = {"forward": 0.62, "backward": 0.50}
+"""Share of the peak rate that fused attention reaches: FlashAttention-2 on A100 0.73 and 0.63 at best (Dao 2023), with
+causal masks and shorter sequences less; FlashAttention-3 on H100 0.75 at best (Shah et al. 2024)."""
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """One accelerator in one precision. FLOP/s, bytes/s and seconds."""
+
+    peak_flops: float
+    """Of products with weights, in the precision that they have."""
+    attention_peak_flops: float
+    """Of products of activations."""
+    matmul_curve: MatmulCurve
+    bandwidth: float
+    small_kernel_s: float
+    cost_source: CostSource
+    quantized: bool = False
+    """Whether operands of products with weights are cast to 8 bits or fewer first."""
+    attention_efficiency: tuple[float, float] | None = (
+        FUSED_ATTENTION_EFFICIENCY["forward"],
+        FUSED_ATTENTION_EFFICIENCY["backward"],
+    )
+    """Share of the peak rate that fused attention reaches, forward and backward; None where scores are stored, as
+    before FlashAttention."""
+
+    @property
+    def sustained_gemm_flops(self) -> float:
+        """FLOP/s of large products."""
+        return self.peak_flops * self.matmul_curve.efficiency
+
+
+def device_costs(accelerator: AcceleratorSpec, precision: str) -> DeviceCosts:
+    """Of an accelerator by its data sheet and by what is known to be fitted. KeyError naming the precision when the
+    accelerator has no such arithmetic."""
+    compute = "bf16" if precision in ("fp8", "fp4") else precision
+    if compute == "bf16" and "bf16" not in accelerator.tflops and "fp16" in accelerator.tflops:
+        compute = "fp16"
+    if precision not in accelerator.tflops and precision in ("fp8", "fp4"):
+        raise KeyError(precision)
+    peak = accelerator.tflops.get(precision) or accelerator.tflops.get(compute)  # type: ignore[call-overload]
+    if peak is None:
+        raise KeyError(precision)
+    attention_peak = accelerator.tflops[compute]  # type: ignore[index]
+    curve, layer = _matmul_curve_of(accelerator, precision, peak)
+    return DeviceCosts(
+        peak_flops=peak * 1e12,
+        attention_peak_flops=attention_peak * 1e12,
+        matmul_curve=curve,
+        bandwidth=(accelerator.memory_gbps or 100.0) * 1e9,
+        small_kernel_s=SMALL_KERNEL_S if accelerator.kernel_us is None else accelerator.kernel_us * 1e-6,
+        cost_source=layer,
+        quantized=precision in ("fp8", "fp4"),
+    )
+
+
+def _matmul_curve_of(accelerator: AcceleratorSpec, precision: str, peak: float) -> tuple[MatmulCurve, CostSource]:
+    fitted: Any = accelerator.curves.get(precision)  # type: ignore[call-overload]
+    if fitted is not None:
+        return fitted, "fitted"
+    best = accelerator.achieved_tflops.get(precision)  # type: ignore[call-overload]
+    if best is not None:
+        return TYPICAL_MATMUL_CURVE.model_copy(update={"efficiency": TYPICAL_SHARE_OF_BEST * best / peak}), "sheet"
+    return TYPICAL_MATMUL_CURVE, "sheet"
+
+
+def gemm_seconds(
+    device: DeviceCosts,
+    count: Any,
+    m: Any,
+    n: Any,
+    k: Any,
+    element_bytes: float,
+    has_weight: bool = True,
+    is_grouped: bool = False,
+) -> Any:
+    """Of `count` products [m, k] x [k, n]: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), the roofline with a soft
+    knee (Williams et al. 2009). One launch for all where they are `is_grouped`."""
+    peak, curve = (device.peak_flops if has_weight else device.attention_peak_flops), device.matmul_curve
+    flops = 2.0 * m * n * k
+    operand_bytes = 1.0 if has_weight and device.quantized else element_bytes
+    moved_bytes = operand_bytes * (m * k + k * n) + element_bytes * m * n
+    q = curve.sharpness
+    kernel_s = (
+        (flops / (peak * curve.efficiency)) ** q + (moved_bytes / (device.bandwidth * curve.bandwidth)) ** q
+    ) ** (1 / q)
+    cast_s = 0.0
+    if has_weight and device.quantized:
+        # The activation is read for its largest value, then read and written to be cast.
+        cast_s = (2.0 * element_bytes + 1.0) * m * k / (device.bandwidth * MEMORY_BANDWIDTH_EFFICIENCY)
+    launches = 1.0 if is_grouped else count
+    return launches * curve.overhead_us * 1e-6 + count * (kernel_s + cast_s)
+
+
+def attention_seconds(device: DeviceCosts, op: AttentionOp, samples: Any, heads: Any) -> Any:
+    """Of fused attention with so many heads on this device; see `AttentionOp.flops_per_sample`."""
+    if device.attention_efficiency is None:
+        return _unfused_attention_seconds(device, op, samples, heads)
+    efficiency = device.attention_efficiency[0 if op.phase == "forward" else 1]
+    # Tiles of 128 queries: short sequences leave some of the work of a tile unused, causal ones half a tile a row.
+    waste = 1.0 + (128.0 / max(op.num_queries, 128) if op.causal else 0.0)
+    flops = op.flops_per_sample * samples * heads / op.num_heads * waste
+    elements = (
+        op.samples.evaluate(1.0)
+        * samples
+        * (2 * heads * op.num_queries + 2 * heads * op.num_kv_heads / op.num_heads * op.num_keys)
+    )
+    moved = op.element_bytes * op.head_dim * elements * (2.0 if op.phase == "backward" else 1.0)
+    compute = flops / (device.attention_peak_flops * efficiency)
+    return device.small_kernel_s * (3 if op.phase == "backward" else 1) + np.maximum(
+        compute, moved / (device.bandwidth * MEMORY_BANDWIDTH_EFFICIENCY)
+    )
+
+
+def _unfused_attention_seconds(device: DeviceCosts, op: AttentionOp, samples: Any, heads: Any) -> Any:
+    """Attention as two batched products with a fused masked softmax and a dropout between, which store [s, s] scores a
+    head: 13 bytes are moved for each element of 16 bits forward, and as much for each half of backward (Korthikanti et
+    al. 2022 count what is stored: 5 bytes)."""
+    count = op.samples.evaluate(1.0) * samples * heads
+    scores = gemm_seconds(
+        device, count, op.num_queries, op.num_keys, op.head_dim, op.element_bytes, has_weight=False, is_grouped=True
+    )
+    weighted_sum = gemm_seconds(
+        device, count, op.num_queries, op.head_dim, op.num_keys, op.element_bytes, has_weight=False, is_grouped=True
+    )
+    moved = (
+        6.5 * op.element_bytes * count * op.num_queries * op.num_keys / (device.bandwidth * MEMORY_BANDWIDTH_EFFICIENCY)
+    )
+    forward = scores + weighted_sum + moved + 3 * device.small_kernel_s
+    return forward if op.phase == "forward" else 2.0 * forward
+
+
+def memory_op_seconds(device: DeviceCosts, moved_bytes: Any, launches: Any) -> Any:
+    """Of operations bound by memory that move so many bytes in so many launches."""
+    return launches * device.small_kernel_s + moved_bytes / (device.bandwidth * MEMORY_BANDWIDTH_EFFICIENCY)

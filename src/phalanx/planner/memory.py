@@ -1,0 +1,263 @@
+"""How much memory of a device a step needs, part by part, for any setup: the training state (state_memory.py),
+activations by the pipeline's order of work, what comes and goes at the fullest moment of backward, and what lies
+outside tensors.
+
+Activations: what backward needs of each segment was found by following the model (model_profile.py,
+activation_memory.py). A pipeline rank holds it for every micro-batch between its forward and its backward (Narayanan et
+al. 2021; Qi et al. 2023 for zero bubble, where the half that is put off keeps all of it). The fullest moment is looked
+for at each backward, in each segment from the last to the first.
+
+All quantities are bytes on one device. What is measured elsewhere comes under three names: `allocated` is what torch's
+`max_memory_allocated` counts, `reserved` `max_memory_reserved`, `total` what `nvidia-smi` shows for the process.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.cluster.spec import AcceleratorSpec
+from phalanx.planner.activation_memory import BYTES_PER_GIB, LossMode, StageActivations, estimate_stage_activations
+from phalanx.planner.pipeline import PipelineOpKind, PipelineSchedule, rank_schedule
+from phalanx.planner.scenario import Scenario
+from phalanx.planner.state_memory import (
+    NO_OPTIMIZER_STATE,
+    OptimizerState,
+    ParameterCounts,
+    StateBytes,
+    count_parameters,
+    optimizer_state_of,
+    state_bytes_of,
+)
+from phalanx.planner.step_time import StageSegments, split_into_stages
+
+MemoryCounter = Literal["allocated", "reserved", "total"]
+GPU_CONTEXT_BYTES = 0.6 * BYTES_PER_GIB
+"""Of a GPU's driver context with torch's kernels, loaded when they are needed."""
+NCCL_COMMUNICATOR_BYTES = 0.3 * BYTES_PER_GIB
+"""Of NCCL for each group of ranks that a device talks in."""
+CPU_PROCESS_BYTES = 0.3 * BYTES_PER_GIB
+"""Of a Python process with torch, on a CPU: measured, torch 2.11, resident after the first backward."""
+FRAGMENTATION_SHARE = 0.03
+"""What torch's allocator reserves beyond what is allocated at the peak, as a share, where its segments can grow."""
+RELATIVE_UNCERTAINTY = (0.02, 0.25, 0.5)
+"""By what share the training state; activations and temporaries; and all the rest may be off. Of the 264 measured runs
+that tests/helpers/memory_rows.py reads nineteen of twenty are within."""
+
+
+@dataclass(frozen=True)
+class NonTensorMemory:
+    """What a stack needs that no tensor of the model shows: fragmentation as a share of what is allocated, bytes of the
+    context, and bytes of buckets in which gradients and weights travel."""
+
+    fragmentation_share: float = FRAGMENTATION_SHARE
+    context_bytes: float = GPU_CONTEXT_BYTES
+    bucket_bytes: float = 0.0
+
+
+OVERHEAD_BY_STACK = {
+    "megatron-2021": NonTensorMemory(fragmentation_share=0.08, context_bytes=1573 * 2.0**20, bucket_bytes=2 * 2 * 5e8)
+}
+"""Stacks from before segments could grow and kernels were loaded one by one: all of them took 1573 MiB on an A100
+(measured with nvidia-smi; BLOOM, chronicles-prequel). DeepSpeed's two buckets have 5e8 elements of 16 bits each."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device at the fullest moment of a step, by part."""
+
+    pipeline_rank: int
+    """Of the pipeline."""
+    parameters: float
+    gradients: float
+    optimizer_state: float
+    activations: float
+    temporaries: float
+    """What comes and goes: a block that is computed again, gradients of activations, logits, gathered weights."""
+    comm_buffers: float
+    """Of communication; on a CPU of the checkpoint that is being written, which replicas share out."""
+    fragmentation: float
+    context: float
+    """The device's context; on a CPU the process."""
+
+    @property
+    def persistent_state(self) -> float:
+        """What is there all the time."""
+        return self.parameters + self.gradients + self.optimizer_state
+
+    @property
+    def allocated(self) -> float:
+        """What torch's `max_memory_allocated` says."""
+        return self.persistent_state + self.activations + self.temporaries
+
+    @property
+    def reserved(self) -> float:
+        """What `max_memory_reserved` says."""
+        return self.allocated + self.fragmentation
+
+    @property
+    def total(self) -> float:
+        """All of it, as `nvidia-smi` shows it."""
+        return self.reserved + self.comm_buffers + self.context
+
+    def interval(self, counter: MemoryCounter = "total") -> tuple[float, float]:
+        """The lowest and the highest that a measurement may show: from how far the measured runs of
+        `RELATIVE_UNCERTAINTY` were off."""
+        state_error, activation_error, other_error = RELATIVE_UNCERTAINTY
+        other_bytes = {"allocated": 0.0, "reserved": self.fragmentation}.get(
+            counter, self.fragmentation + self.comm_buffers + self.context
+        )
+        error_bytes = (
+            state_error * self.persistent_state
+            + activation_error * (self.activations + self.temporaries)
+            + other_error * other_bytes
+        )
+        predicted_bytes = float(getattr(self, counter))
+        return predicted_bytes - error_bytes, predicted_bytes + error_bytes
+
+
+def estimate_memory(
+    scenario: Scenario,
+    *,
+    optimizer: str = "adamw",
+    state_dtype: str = "fp32",
+    offload: bool = False,
+    loss_mode: LossMode = "whole",
+    momentum: float = 0.9,
+) -> MemoryEstimate:
+    """Of the pipeline rank that needs most. `optimizer_state`, its `momentum`, `state` (fp32, bf16, 8bit: of adamw's
+    moments)
+    and `offload` (of the optimizer, to the host) as in a recipe; `loss_mode`: whether logits exist in fp32 (whole), in
+    16 bits alone (fused) or never all at once (chunked). KeyError: no such optimizer or state."""
+    estimates = estimate_memory_by_rank(
+        scenario, optimizer=optimizer, state_dtype=state_dtype, offload=offload, loss_mode=loss_mode, momentum=momentum
+    )
+    return max(estimates, key=lambda each: each.total)
+
+
+def lower_bound_bytes(scenario: Scenario, optimizer_state: OptimizerState = NO_OPTIMIZER_STATE) -> float:
+    """Bytes that the same setup needs at least with any micro-batch, loss and way of recomputing: its footprint without
+    activations and what comes and goes."""
+    stages, num_ranks = split_into_stages(scenario), scenario.parallelism.pipeline
+    state_bytes = [
+        _persistent_state(scenario, rank, stages[rank::num_ranks], optimizer_state)[1] for rank in range(num_ranks)
+    ]
+    return max(_assemble_estimate(scenario, rank, state, 0.0, 0.0).total for rank, state in enumerate(state_bytes))
+
+
+def estimate_memory_by_rank(
+    scenario: Scenario,
+    *,
+    optimizer: str = "adamw",
+    state_dtype: str = "fp32",
+    offload: bool = False,
+    loss_mode: LossMode = "whole",
+    momentum: float = 0.9,
+) -> list[MemoryEstimate]:
+    """Of each pipeline rank, in order; see `estimate_memory`."""
+    if scenario.stack.name == "phalanx" and loss_mode == "whole":
+        if scenario.parallelism.tensor > 1:
+            loss_mode = "chunked"  # ranks that divide the vocabulary never have all logits
+        elif not is_cpu(scenario.cluster.node.accelerator):
+            loss_mode = "fused"  # one kernel from the logits to their gradient (train/ops/cross_entropy_kernel.py)
+    optimizer_state, stages = optimizer_state_of(optimizer, state_dtype, offload, momentum), split_into_stages(scenario)
+    pipeline = scenario.parallelism.pipeline
+    return [
+        _estimate_rank(scenario, rank, stages[rank::pipeline], optimizer_state, loss_mode) for rank in range(pipeline)
+    ]
+
+
+def _estimate_rank(
+    scenario: Scenario,
+    rank: int,
+    rank_stages: Sequence[StageSegments],
+    optimizer_state: OptimizerState,
+    loss_mode: LossMode,
+) -> MemoryEstimate:
+    parameters, state_bytes = _persistent_state(scenario, rank, rank_stages, optimizer_state)
+    activations, temporaries = _find_peak(
+        scenario, rank, [estimate_stage_activations(scenario, chunk, parameters, loss_mode) for chunk in rank_stages]
+    )
+    return _assemble_estimate(scenario, rank, state_bytes, activations, temporaries)
+
+
+def _persistent_state(
+    scenario: Scenario, rank: int, rank_stages: Sequence[StageSegments], optimizer_state: OptimizerState
+) -> tuple[ParameterCounts, StateBytes]:
+    """Parameters of a rank, and the bytes of its training state."""
+    parallelism = scenario.parallelism
+    parameters = count_parameters(scenario, [pair for chunk in rank_stages for pair in chunk.segments])
+    if 0 < rank == parallelism.pipeline - 1:  # a tied weight stands at both ends
+        parameters = replace(
+            parameters, dense_count=parameters.dense_count + scenario.profile.tied_elements / parallelism.tensor
+        )
+    return parameters, state_bytes_of(scenario, parameters, optimizer_state)
+
+
+def _assemble_estimate(
+    scenario: Scenario, rank: int, state_bytes: StateBytes, activations: float, temporaries: float
+) -> MemoryEstimate:
+    parallelism = scenario.parallelism
+    allocated = state_bytes.parameters + state_bytes.gradients + state_bytes.optimizer_state + activations + temporaries
+    overhead = OVERHEAD_BY_STACK.get(scenario.stack.name, NonTensorMemory())
+    on_cpu = is_cpu(scenario.cluster.node.accelerator)
+    num_communicators = sum(
+        size > 1
+        for size in (
+            scenario.data_parallel,
+            parallelism.tensor,
+            parallelism.pipeline,
+            parallelism.context,
+            parallelism.expert,
+        )
+    )
+    saved = (state_bytes.parameters + state_bytes.optimizer_state) / parallelism.replicate
+    return MemoryEstimate(
+        pipeline_rank=rank,
+        parameters=state_bytes.parameters,
+        gradients=state_bytes.gradients,
+        optimizer_state=state_bytes.optimizer_state,
+        activations=activations,
+        temporaries=temporaries,
+        comm_buffers=saved
+        if on_cpu
+        else NCCL_COMMUNICATOR_BYTES * num_communicators
+        + (overhead.bucket_bytes if scenario.zero_level and scenario.data_parallel > 1 else 0.0),
+        fragmentation=overhead.fragmentation_share * allocated,
+        context=CPU_PROCESS_BYTES if on_cpu else overhead.context_bytes,
+    )
+
+
+def is_cpu(accelerator: AcceleratorSpec) -> bool:
+    """Whether a device is a host's own processor, whose memory is the host's."""
+    return accelerator.generation == "cpu" or "CPU" in accelerator.name
+
+
+def _find_peak(scenario: Scenario, rank: int, stages: Sequence[StageActivations]) -> tuple[float, float]:
+    """Bytes that are held for backward, and that come and go, at the fullest moment of a rank: its work in order, and
+    each moment of every backward."""
+    live_bytes, peak_saved, peak_transient = 0.0, 0.0, 0.0
+    for kind, chunk, releases in _schedule_of_rank(scenario, rank):
+        stage = stages[chunk]
+        if kind == "F":
+            live_bytes += stage.saved_bytes
+        elif kind == "B":
+            for point in stage.backward_points:
+                if live_bytes - point.released_bytes + point.transient_bytes > peak_saved + peak_transient:
+                    peak_saved, peak_transient = live_bytes - point.released_bytes, point.transient_bytes
+        if releases:
+            live_bytes -= stage.saved_bytes
+    return peak_saved, peak_transient
+
+
+def _schedule_of_rank(scenario: Scenario, rank: int) -> Iterator[tuple[PipelineOpKind, int, bool]]:
+    """What a rank does, as (kind, chunk, whether it is the last that needs what forward kept). Twice as many
+    micro-batches as ranks fill a pipeline, more hold no more; fewer are what is left of a full one."""
+    ranks, num_micro_batches = scenario.parallelism.pipeline, scenario.num_micro_batches
+    schedule: PipelineSchedule = (
+        "interleaved" if scenario.virtual_stages > 1 else scenario.parallelism.pipeline_schedule
+    )
+    releasing_kind = "W" if schedule == "zero-bubble" else "B"
+    num_simulated = num_micro_batches if schedule == "gpipe" else 2 * ranks
+    for kind, chunk, micro in rank_schedule(schedule, rank, ranks, scenario.virtual_stages, num_simulated):
+        if micro < num_micro_batches:
+            yield kind, chunk, kind == releasing_kind

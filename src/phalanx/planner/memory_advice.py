@@ -1,0 +1,268 @@
+"""Whether a run fits into a device's memory, and if not, by how much, and which single change of its recipe would make
+it fit: told in words that an error message can end with. Predicted by memory.py; nothing is tried.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.planner.activation_memory import BYTES_PER_GIB, LossMode
+from phalanx.planner.memory import MemoryEstimate, estimate_memory, is_cpu
+from phalanx.planner.model_profile import AttentionOp
+from phalanx.planner.scenario import Scenario
+from phalanx.recipe.checks import list_divisors
+
+FitVerdict = Literal["yes", "probably", "hardly", "no"]
+MAX_DEVICE_FACTOR = 1024
+"""How many times as many devices are thought of at most."""
+MEMORY_LABELS = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer_state": "the optimizer's state",
+    "activations": "activations",
+    "temporaries": "what comes and goes in backward",
+    "comm_buffers": "buffers of communication and of checkpoints",
+    "fragmentation": "fragmentation",
+    "context": "the device's context",
+}
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How a run is trained, beside its setup; as the keywords of `estimate_memory`."""
+
+    optimizer: str = "adamw"
+    state_dtype: str = "fp32"
+    offload: bool = False
+    loss_mode: LossMode = "whole"
+    momentum: float = 0.9
+
+    def estimate_memory(self, scenario: Scenario) -> MemoryEstimate:
+        """Of a setup trained so."""
+        return estimate_memory(scenario, **vars(self))
+
+
+@dataclass(frozen=True)
+class RecipeChange:
+    """Overrides of a recipe, and the memory that it needs then."""
+
+    overrides: str
+    memory: MemoryEstimate
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """A run in `capacity_bytes` bytes of a device."""
+
+    capacity_bytes: float
+    memory: MemoryEstimate
+    sufficient_changes: tuple[RecipeChange, ...] = ()
+    """Each of which alone would make it fit, what costs least first; none where it fits."""
+    combined_change: RecipeChange | None = None
+    """All that saves memory at once, on as few devices as it takes, where no single change is enough."""
+
+    @property
+    def missing_bytes(self) -> float:
+        """Bytes that the prediction is above the capacity; negative: that are left."""
+        return self.memory.total - self.capacity_bytes
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Whether it fits, as sure as the prediction is."""
+        low, high = self.memory.interval()
+        if high <= self.capacity_bytes:
+            return "yes"
+        if self.missing_bytes <= 0:
+            return "probably"
+        return "hardly" if low <= self.capacity_bytes else "no"
+
+    @property
+    def description(self) -> str:
+        """All of it in a few sentences, in GiB."""
+        low, high = self.memory.interval()
+        usage = (
+            f"needs {_format_gib(self.memory.total)} GiB ({_format_gib(low)} to {_format_gib(high)}) of a device that "
+            "has "
+        )
+        usage += _format_gib(self.capacity_bytes)
+        if self.missing_bytes <= 0:
+            return f"{usage}: {_format_gib(-self.missing_bytes)} are left"
+        largest_parts = sorted(
+            ((getattr(self.memory, name), word) for name, word in MEMORY_LABELS.items()), reverse=True
+        )
+        largest = ", ".join(f"{word} {_format_gib(size)}" for size, word in largest_parts[:3])
+        description = f"{usage}, {_format_gib(self.missing_bytes)} too many; most are {largest}. "
+        if self.sufficient_changes:
+            return description + "Would fit: " + ", or ".join(_format_change(each) for each in self.sufficient_changes)
+        if self.combined_change is None:
+            return description + "Use a smaller model or sequence"
+        is_enough = self.combined_change.memory.total <= self.capacity_bytes
+        outcome = "together would fit" if is_enough else "not even together would fit"
+        return f"{description}No single change is enough; {outcome}: {_format_change(self.combined_change)}"
+
+
+def suggest_memory_changes(
+    scenario: Scenario,
+    *,
+    optimizer: str = "adamw",
+    state_dtype: str = "fp32",
+    offload: bool = False,
+    loss_mode: LossMode = "whole",
+    momentum: float = 0.9,
+    capacity: float | None = None,
+) -> MemoryFit:
+    """Whether a run fits into `capacity_bytes` bytes (those of the cluster's device), and else what would help. The
+    other arguments are those of `estimate_memory`."""
+    options = TrainingOptions(optimizer, state_dtype, offload, loss_mode, momentum)
+    capacity_bytes = scenario.cluster.node.accelerator.memory_gib * BYTES_PER_GIB if capacity is None else capacity
+    memory = options.estimate_memory(scenario)
+    if memory.total <= capacity_bytes:
+        return MemoryFit(capacity_bytes, memory)
+    sufficient_changes = []
+    for propose in (
+        _try_chunked_loss,
+        _try_smaller_micro_batches,
+        _try_checkpointing,
+        _try_state_dtypes,
+        _try_sharding,
+        _try_tensor_parallel,
+        _try_pipeline_parallel,
+        _try_offload,
+        _try_more_devices,
+    ):
+        for overrides, changed_scenario, changed_options in propose(scenario, options):
+            if (changed_memory := changed_options.estimate_memory(changed_scenario)).total <= capacity_bytes:
+                sufficient_changes.append(RecipeChange(overrides, changed_memory))
+                break
+    return MemoryFit(
+        capacity_bytes,
+        memory,
+        tuple(sufficient_changes),
+        None if sufficient_changes else _combine_changes(scenario, options, capacity_bytes),
+    )
+
+
+# --- kinds of changes, each from the mildest on -----------------------------------------------------------------------
+
+ChangeCandidates = Iterator[tuple[str, Scenario, TrainingOptions]]
+
+
+def _try_chunked_loss(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    if options.loss_mode != "chunked" and scenario.profile.units_per_sample > 1:
+        yield "memory.chunked_loss=true", scenario, replace(options, loss_mode="chunked")
+
+
+def _try_smaller_micro_batches(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    for micro_size in list_divisors(scenario.micro_size)[::-1]:
+        if micro_size < scenario.micro_size:
+            yield f"batch.micro_size={micro_size}", replace(scenario, micro_size=micro_size), options
+
+
+def _try_checkpointing(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    modes = ("none", "selective", "full")
+    current = 0 if scenario.checkpointing == "attention" else modes.index(scenario.checkpointing)
+    for mode in modes[current + 1 :]:
+        yield f"memory.activation_checkpointing={mode}", replace(scenario, checkpointing=mode), options
+
+
+def _try_state_dtypes(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    formats = ("fp32", "bf16", "int8")
+    if options.optimizer == "adamw" and not options.offload:
+        for dtype in formats[formats.index(options.state_dtype) + 1 :]:
+            yield f"optimizer.state_dtype={dtype}", scenario, replace(options, state_dtype=dtype)
+
+
+def _try_sharding(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    current_shard = scenario.parallelism.shard if scenario.zero_level == 3 else 1
+    for ranks in list_divisors(scenario.data_parallel):
+        if ranks > current_shard:
+            yield (
+                _format_sharding(scenario, ranks, scenario.data_parallel // ranks),
+                _with_sharding(scenario, ranks, scenario.data_parallel // ranks),
+                options,
+            )
+
+
+def _try_tensor_parallel(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    kv_heads = [op.num_kv_heads for each in scenario.profile.segments for op in each.ops if isinstance(op, AttentionOp)]
+    for ranks, changed in _double_from_replicas(scenario, "tensor"):
+        if kv_heads and ranks <= scenario.cluster.domain and all(count % ranks == 0 for count in kv_heads):
+            yield f"parallelism.tensor={ranks} {_format_data_parallel(changed)}", changed, options
+
+
+def _try_pipeline_parallel(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    for ranks, changed in _double_from_replicas(scenario, "pipeline"):
+        if ranks <= scenario.profile.num_blocks and changed.num_micro_batches >= ranks:
+            yield f"parallelism.pipeline={ranks} {_format_data_parallel(changed)}", changed, options
+
+
+def _try_offload(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    if not options.offload and options.optimizer in ("adamw", "sgd") and not is_cpu(scenario.cluster.node.accelerator):
+        yield "optimizer.offload=true", scenario, replace(options, offload=True)
+
+
+def _try_more_devices(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
+    """Shards on more devices, of which each has its part of the same batch."""
+    factor = 2
+    while (
+        factor <= MAX_DEVICE_FACTOR
+        and scenario.global_batch % (scenario.data_parallel * factor * scenario.micro_size) == 0
+    ):
+        ranks = scenario.data_parallel * factor
+        cluster = scenario.cluster.model_copy(update={"nodes": scenario.cluster.nodes * factor})
+        changed = _with_sharding(replace(scenario, cluster=cluster), ranks, 1)
+        yield f"{changed.parallelism.world} devices with {_format_sharding(scenario, ranks, 1)}", changed, options
+        factor *= 2
+
+
+def _combine_changes(scenario: Scenario, options: TrainingOptions, capacity_bytes: float) -> RecipeChange:
+    """Everything at once, without tensor or pipeline ranks; on more devices if it takes them and they are enough."""
+    overrides, changed_scenario, changed_options = [], scenario, options
+    for propose in (_try_chunked_loss, _try_smaller_micro_batches, _try_checkpointing, _try_sharding, _try_offload):
+        for override, next_scenario, next_options in list(propose(changed_scenario, changed_options))[-1:]:
+            overrides.append(override)
+            changed_scenario, changed_options = next_scenario, next_options
+    change = RecipeChange(" ".join(overrides), changed_options.estimate_memory(changed_scenario))
+    if change.memory.total > capacity_bytes:
+        for override, next_scenario, _ in _try_more_devices(changed_scenario, changed_options):
+            if (memory := changed_options.estimate_memory(next_scenario)).total <= capacity_bytes:
+                return RecipeChange(f"{override} {change.overrides}".strip(), memory)
+    return change
+
+
+def _double_from_replicas(scenario: Scenario, dimension: str) -> Iterator[tuple[int, Scenario]]:
+    """Twice as many ranks in a dimension, and so on, on the same devices: what divides the batch gets fewer."""
+    parallelism = scenario.parallelism
+    ranks, replicate, shard = getattr(parallelism, dimension), parallelism.replicate, parallelism.shard
+    while replicate % 2 == 0 or shard % 2 == 0:
+        replicate, shard = (replicate // 2, shard) if replicate % 2 == 0 else (replicate, shard // 2)
+        ranks *= 2
+        update = {dimension: ranks, "replicate": replicate, "shard": shard}
+        if parallelism.expert > shard * parallelism.context or (
+            dimension == "pipeline" and parallelism.layers_per_stage
+        ):
+            return
+        yield ranks, replace(scenario, parallelism=parallelism.model_copy(update=update))
+
+
+def _with_sharding(scenario: Scenario, shard: int, replicate: int) -> Scenario:
+    parallelism = scenario.parallelism.model_copy(update={"shard": shard, "replicate": replicate})
+    return replace(scenario, parallelism=parallelism, zero_level=3)
+
+
+def _format_sharding(scenario: Scenario, shard: int, replicate: int) -> str:
+    same = replicate == scenario.parallelism.replicate
+    return f"parallelism.shard={shard}" + ("" if same else f" parallelism.replicate={replicate}")
+
+
+def _format_data_parallel(scenario: Scenario) -> str:
+    parallelism = scenario.parallelism
+    return f"parallelism.replicate={parallelism.replicate} parallelism.shard={parallelism.shard}"
+
+
+def _format_change(change: RecipeChange) -> str:
+    return f"{change.overrides} ({_format_gib(change.memory.total)} GiB)"
+
+
+def _format_gib(size: float) -> str:
+    return f"{size / BYTES_PER_GIB:.1f}"

@@ -1,0 +1,147 @@
+"""What is to be predicted, as one value: a model's profile, on a cluster, divided and trained in a certain way."""
+
+from dataclasses import dataclass, field
+
+from phalanx.cluster.spec import Cluster
+from phalanx.planner.model_profile import Gemm, ModelProfile
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import LocalSgdConfig, Parallelism
+
+INT8_WIRE_RATIO = (1 + 4 / 256) / 4
+"""Bytes of numbers in 8 bits with an fp32 scale for each 256 of them, as a share of those in fp32."""
+
+
+@dataclass(frozen=True)
+class SoftwareStack:
+    """What a software stack is known or fitted to do. Constants of (hardware, software stack), never of a run."""
+
+    name: str = "phalanx"
+    compute_factor: float = 1.0
+    """Time of computing, as a multiple of what rates say."""
+    fp8_gemm_factor: float = 1.0
+    """Time of products in 8 bits or fewer, likewise, beside `compute_factor`."""
+    expert_factor: float = 1.0
+    """Time of everything in blocks with experts, likewise."""
+    comm_factor: float = 1.0
+    """Time that bytes take to travel, likewise."""
+    fuses_memory_ops: bool = True
+    """Whether what is bound by memory is fused, by a compiler or by hand."""
+    memory_op_speed: float = 1.1
+    """Speed of what is bound by memory, as a multiple of what bytes and bandwidth say: fusing saves more than
+    neighbours' results."""
+    attention_speed: float = 1.0
+    """Speed of its fused attention, as a multiple of what is usual on that hardware; 0 where scores are stored."""
+    sequence_parallel: bool = True
+    """Whether tensor ranks divide by sequence what they do not divide by width (Korthikanti et al. 2022)."""
+    max_overlap: float = 0.94
+    """Share of the communication of gradients and sharded weights that can hide behind computing at best."""
+    max_tp_overlap: float = 0.0
+    """The same of the sums over tensor ranks."""
+    latency_factor: float = 1.0
+    """Time of a collective that moves nothing, as a multiple of what links say."""
+    launch_s: float = 8e-6
+    """Seconds that the host needs for each kernel."""
+    launches_per_expert_gemm: float = 0.0
+    """Kernels that the host launches for each product of each expert that a rank has; 0 where one is for all."""
+    routing_sync_s: float = 0.0
+    """Seconds that the host is held up when tokens travel to experts or back, which it waits for to know how many."""
+    step_overhead_s: float = 0.005
+    """What a step costs besides: reading data, agreeing on norms, launching."""
+    gradient_bytes: int = 4
+    """Of one element of a gradient that travels."""
+
+
+@dataclass(frozen=True)
+class GradientTransport:
+    """What an exchange of gradients sends, as a share of its bytes, and the bytes of memory that it takes for each
+    element beside the gradient: buffers, and what it holds back."""
+
+    wire_ratio: float = 1.0
+    extra_bytes_per_element: float = 0.0
+    overlaps_backward: bool = True
+    """Whether it travels behind the backward pass."""
+    needed_by_single_replica: bool = False
+    """Whether the memory is taken by one worker alone, too."""
+
+
+TRANSPORT_BY_COMPRESSION = {
+    "bf16": GradientTransport(
+        2 / 4, 2.0 + 2.0 + 1.0
+    ),  # sent, received, and a part that is summed: a half of two workers
+    "int8": GradientTransport(
+        INT8_WIRE_RATIO, 4.0 + 2 * 4.0 * INT8_WIRE_RATIO
+    ),  # held back; sent and received with a scale for 256
+}
+"""By compression; others send gradients as they are."""
+
+
+def transport_of(recipe: Recipe, profile: ModelProfile | None = None) -> GradientTransport:
+    """What a recipe sends in a step; of powersgd it depends on the model, of which at most all is sent."""
+    if recipe.local_sgd is not None:
+        return local_wire(recipe.local_sgd)
+    if recipe.grad_sync.compression == "powersgd":
+        share = 1.0 if profile is None else powersgd_wire_ratio(profile, recipe.grad_sync.powersgd_rank)
+        return GradientTransport(share, 4.0 + 4.0 * share)  # held back; sent
+    return TRANSPORT_BY_COMPRESSION.get(recipe.grad_sync.compression, GradientTransport())
+
+
+def local_wire(local_sgd: LocalSgdConfig) -> GradientTransport:
+    """What workers send that take steps of their own: nothing but every so many steps, when they wait for it (Stich
+    2019, arXiv 1805.09767; Douillard et al. 2023, arXiv 2311.08105, who call it H) or go on (2025, arXiv 2501.18512).
+    They keep beside gradients the weights with which a round began, how far they moved, and the momentum of outer
+    steps."""
+    each = TRANSPORT_BY_COMPRESSION.get(local_sgd.sync_dtype, GradientTransport())
+    momentum = 4.0 if local_sgd.method == "diloco" and local_sgd.outer_optimizer.momentum else 0.0
+    memory = each.extra_bytes_per_element + 4.0 + 4.0 + momentum
+    return GradientTransport(
+        each.wire_ratio / local_sgd.sync_every, memory, local_sgd.sync_delay > 0, needed_by_single_replica=True
+    )
+
+
+def powersgd_wire_ratio(profile: ModelProfile, rank: int) -> float:
+    """Of all gradients' bytes, what powersgd sends: a product's weight [n, k] travels as two matrices of so many
+    columns (Vogels et al. 2019) where these are smaller; others, embeddings that are no product's weight among them,
+    are taken to travel whole, and all where some weights are frozen."""
+    if any(segment.weights.frozen_count for segment in profile.segments):
+        return 1.0
+    saved_elements = 0.0
+    for segment in profile.segments:
+        for each in segment.ops_of("forward"):
+            if isinstance(each, Gemm) and each.has_weight:
+                n, k = sorted((each.n.fixed, each.k.fixed))
+                saved_elements += segment.repeats * each.count.fixed * max(0.0, n * k - min(rank, n) * (n + k))
+    return max(0.0, 1.0 - saved_elements / profile.num_parameters)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run that is to be foretold."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    parallelism: Parallelism
+    micro_size: int
+    global_batch: int
+    """Samples of a step."""
+    precision: str = "bf16"
+    checkpointing: str = "none"
+    """none, selective (memory-bound operations), full; or attention: only what unfused attention stores."""
+    zero_level: int = 1
+    """What data-parallel ranks divide: 0 nothing, 1 optimizer state, 2 gradients, too, 3 weights, too. Weights are
+    divided over `parallelism.shard`; the rest over all replicas."""
+    virtual_stages: int = 1
+    """Stages that one pipeline rank has (interleaving)."""
+    stack: SoftwareStack = field(default_factory=SoftwareStack)
+    optimizer: str = "adamw"
+    transport: GradientTransport = GradientTransport()
+    """How gradients travel between replicas."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Groups of ranks among which the batch is divided."""
+        return self.parallelism.replicate * self.parallelism.shard
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one group in a step."""
+        return max(1, self.global_batch // (self.data_parallel * self.micro_size))

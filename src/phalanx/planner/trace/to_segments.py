@@ -1,0 +1,194 @@
+"""From what was followed for two micro-batches of different size to a profile's segments: what differs between them
+grows with the samples. Also which operations a compiler would fuse, and what backward then needs kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.planner.liveness import AccessTrace, fuse_groups, live_bytes_at, live_ranges, peak_ops
+from phalanx.planner.model_profile import (
+    Affine,
+    MemoryOp,
+    ModelSegment,
+    ProfiledOp,
+    SavedActivations,
+    SegmentWeights,
+    TensorAllReduce,
+)
+from phalanx.planner.moe import merge_expert_ops
+from phalanx.planner.trace.op_recorder import RecordedSegment
+
+TRACED_MICRO_SIZES = (2, 3)
+"""Micro-batches that are followed: from 2, since a dimension of 1 is often treated apart."""
+
+
+def to_segment(small: RecordedSegment, large: RecordedSegment) -> ModelSegment:
+    """A segment, from what was followed for two numbers of samples."""
+    fused = [_fused_bytes(part) for part in (small, large)]
+    operations: list[ProfiledOp] = []
+    for index, (a, b) in enumerate(zip(small.ops, large.ops, strict=True)):
+        sizes = {name: _fit_affine(a.sizes[name], b.sizes[name]) for name in a.sizes}
+        rest = dict(a.attributes)
+        if a.op_type is MemoryOp:
+            (first, leads), (second, _) = (each[index] for each in fused)
+            sizes["fused_bytes"], rest["launches"] = _fit_affine(first, second), leads
+            rest["shape"] = _shape_of_one_sample(a.attributes["shape"], b.attributes["shape"])
+        operations.append(a.op_type(**sizes, **rest))
+    shapes = {small.expert_shapes[name] for name in small.expert_shapes}
+    if shapes:
+        operations = merge_expert_ops(
+            operations, next(iter(shapes))[0], {size for shape in shapes for size in shape[1:]}
+        )
+    return ModelSegment(
+        name=small.name,
+        repeats=small.num_repeats,
+        ops=tuple(operations),
+        weights=_count_weights(small),
+        saved=_to_saved_activations(small.saved, large.saved),
+        saved_when_fused=_to_saved_activations(_saved_when_fused(small), _saved_when_fused(large)),
+        saved_when_selective=_to_saved_activations(small.selective_results, large.selective_results),
+        input_bytes=_fit_affine(small.input_bytes, large.input_bytes),
+        peaks=_peak_activations(_access_trace(small), _access_trace(large)),
+        peaks_when_fused=_peak_activations(_fused_access_trace(small), _fused_access_trace(large)),
+        is_block=small.is_block,
+        num_experts=next(iter(shapes))[0] if shapes else 0,
+    )
+
+
+def _fit_affine(small: float, large: float) -> Affine:
+    per_sample = (large - small) / (TRACED_MICRO_SIZES[1] - TRACED_MICRO_SIZES[0])
+    return Affine(small - per_sample * TRACED_MICRO_SIZES[0], per_sample)
+
+
+def _shape_of_one_sample(few: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape for one sample, from those for two numbers of them."""
+    if len(few) != len(more):
+        return few
+    return tuple(a if a == b else a // TRACED_MICRO_SIZES[0] for a, b in zip(few, more, strict=True))
+
+
+def _to_saved_activations(few: dict[int, tuple[float, bool]], more: dict[int, tuple[float, bool]]) -> SavedActivations:
+    def total(of: dict[int, tuple[float, bool]], divided: bool) -> float:
+        return sum(size for size, is_divided in of.values() if is_divided is divided)
+
+    return SavedActivations(
+        _fit_affine(total(few, True), total(more, True)), _fit_affine(total(few, False), total(more, False))
+    )
+
+
+def _access_trace(segment: RecordedSegment) -> AccessTrace:
+    """What its operations did with storages."""
+    backward = segment.backward_ops
+    end = len(segment.ops)
+    return AccessTrace(segment.storage_sizes, segment.producer, segment.readers, min(backward, default=end), end)
+
+
+def _fused_access_trace(segment: RecordedSegment) -> AccessTrace:
+    return fuse_groups(_access_trace(segment), _fusion_groups(segment), _saved_when_fused(segment))
+
+
+def _peak_activations(small_trace: AccessTrace, large_trace: AccessTrace) -> tuple[SavedActivations, ...]:
+    """What is alive at the fullest moments of the larger micro-batch."""
+    small_ranges, large_ranges = live_ranges(small_trace), live_ranges(large_trace)
+    peaks = []
+    for index in peak_ops(large_ranges, large_trace.num_ops):
+        (a_divided, a_whole), (b_divided, b_whole) = (
+            live_bytes_at(small_ranges, index),
+            live_bytes_at(large_ranges, index),
+        )
+        peaks.append(SavedActivations(_fit_affine(a_divided, b_divided), _fit_affine(a_whole, b_whole)))
+    return tuple(peaks)
+
+
+def _count_weights(segment: RecordedSegment) -> SegmentWeights:
+    def count(names: set[str]) -> int:
+        return sum(segment.parameter_elements[name] for name in names)
+
+    everything = set(segment.parameter_elements)
+    experts = everything & set(segment.expert_shapes)
+    tp_sharded = {name for name in everything - experts if segment.tp_dims.get(name)}
+    replicated = everything - tp_sharded - experts
+    largest = max(segment.parameter_elements.values(), default=0)
+    return SegmentWeights(count(tp_sharded), count(replicated), count(experts), count(segment.frozen_names), largest)
+
+
+def drop_tied_weights(segments: tuple[ModelSegment, ...], traced: list[RecordedSegment]) -> tuple[ModelSegment, ...]:
+    """Segments in which a weight that was met before does not count again."""
+    seen: set[str] = set()
+    found = []
+    for segment, part in zip(segments, traced, strict=True):
+        without_tied = replace(
+            part,
+            parameter_elements={name: 0 if name in seen else size for name, size in part.parameter_elements.items()},
+        )
+        found.append(replace(segment, weights=_count_weights(without_tied)))
+        seen |= set(part.parameter_elements)
+    return tuple(found)
+
+
+def _fusion_groups(segment: RecordedSegment) -> list[list[int]]:
+    """Indices of operations that are bound by memory and that a compiler would fuse: they wait for each other until a
+    product or attention needs what one of them makes."""
+    groups: list[list[int]] = [[]]
+    reads: dict[int, set[int]] = {}
+    for key, readers in segment.readers.items():
+        for reader in readers:
+            reads.setdefault(reader, set()).add(key)
+    unread_outputs: set[int] = set()
+    for index, operation in enumerate(segment.ops):
+        phase_changes = index > 0 and operation.attributes["phase"] != segment.ops[index - 1].attributes["phase"]
+        needs = unread_outputs & reads.get(index, set())
+        if phase_changes or (operation.op_type is not MemoryOp and (needs or operation.op_type is TensorAllReduce)):
+            groups.append([])
+            unread_outputs = set()
+        if operation.op_type is MemoryOp:
+            groups[-1].append(index)
+            unread_outputs |= {key for key, maker in segment.producer.items() if maker == index}
+    return [group for group in groups if group]
+
+
+def _fused_bytes(segment: RecordedSegment) -> dict[int, tuple[float, bool]]:
+    """Of each operation bound by memory, by its index: the bytes that are left when neighbours are fused, so that what
+    one hands to the next in its group is never stored; and whether it is the first of its group."""
+    accesses = {index: (read, written) for index, read, written in segment.memory_accesses}
+    saved, backward = set(_saved_when_fused(segment)), segment.backward_ops
+    found: dict[int, tuple[float, bool]] = {}
+    for group in _fusion_groups(segment):
+        inside, seen = set(group), set[int]()
+        for index in group:
+            read, written = accesses[index]
+            entering = sum(size for key, size in read.items() if key not in seen)
+            seen |= set(read) | set(written)
+            leaving = 0.0
+            for key, size in written.items():
+                readers = {reader for reader in segment.readers.get(key, []) if reader > index}
+                if not readers or readers - inside - backward or key in saved:
+                    leaving += size
+            found[index] = (entering + leaving, index == group[0])
+    return found
+
+
+def _saved_when_fused(segment: RecordedSegment) -> dict[int, tuple[float, bool]]:
+    """What backward needs kept when groups are fused: in the place of what never leaves its group, that from which the
+    group can make it again."""
+    group_of = {index: number for number, group in enumerate(_fusion_groups(segment)) for index in group}
+    reads = {index: read for index, read, _ in segment.memory_accesses}
+    backward = segment.backward_ops
+    saved: dict[int, tuple[float, bool]] = {}
+    to_visit, seen = list(segment.saved), set[int]()
+    while to_visit:
+        key = to_visit.pop()
+        if key in seen:
+            continue
+        seen.add(key)
+        producer = segment.producer.get(key)
+        inside = producer in group_of and not any(
+            group_of.get(reader) != group_of[producer]
+            for reader in segment.readers.get(key, [])
+            if reader not in backward
+        )
+        if inside and producer is not None:
+            to_visit += [source for source in reads[producer] if source in segment.forward_storages]
+        else:
+            saved[key] = segment.saved.get(key) or segment.forward_storages[key]
+    return saved

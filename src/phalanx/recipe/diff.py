@@ -1,0 +1,99 @@
+"""What differs between two recipes, and which differences a run that goes on may have."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.recipe.json_schema import can_be_auto
+from phalanx.recipe.schema import Recipe
+from phalanx.recipe.validation_errors import describe_value
+
+KEYS_FREE_ON_RESUME = (
+    "name",
+    "steps",
+    "checkpoint",
+    "fault_tolerance",
+    "callbacks",
+    "evaluation.every",
+    "evaluation.max_samples",
+    "parallelism",
+    "device",
+)
+"""Keys that may change when a run goes on; every other one changes the mathematics or its rounding.
+
+`evaluation.holdout_fraction` and `evaluation.source` are not free: they say what training never sees. `parallelism` and
+`device` are: they change rounding only, and a note says so.
+"""
+KEYS_NOT_COMPARED = ("data.source", "data.tokenizer", "evaluation.source", "batch.micro_size")
+"""Keys of a recipe that say where data lie, which a fingerprint stands for, and in which parts a batch is computed."""
+
+
+@dataclass(frozen=True)
+class RecipeDifference:
+    """One key whose value differs. None stands for null and for a key that is not there."""
+
+    key: str
+    old_value: Any
+    new_value: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {describe_value(self.old_value)} -> {describe_value(self.new_value)}"
+
+
+def diff_recipes(old: Recipe, new: Recipe) -> list[RecipeDifference]:
+    """Keys whose values differ, the deepest that both recipes have, in the recipe's order."""
+    return list(_diff_values(_to_dict(old), _to_dict(new), ""))
+
+
+def is_free_on_resume(key: str) -> bool:
+    """Whether a run may go on with another value of `key`."""
+    return any(key == free or key.startswith(f"{free}.") for free in KEYS_FREE_ON_RESUME)
+
+
+def is_mathematics(key: str, trained: Recipe) -> bool:
+    """Whether a value of `key` in resolved.yaml must be that of the checkpoint's own recipe, `trained`."""
+    # what is chosen while training
+    own = (
+        (*KEYS_NOT_COMPARED, "determinism", "grad_sync", "local_sgd")
+        if trained.determinism == "off"
+        else KEYS_NOT_COMPARED
+    )
+    return not is_free_on_resume(key) and not any(f"{key}.".startswith(f"{place}.") for place in own)
+
+
+def incompatible_changes(given_old: Recipe, resolved_old: Recipe, given_new: Recipe) -> list[RecipeDifference]:
+    """What keeps a run from going on under `given_new`: differences that change the mathematics.
+
+    An `auto` stays what it was resolved to: only an explicit other value differs from it, and a new `auto` differs
+    from nothing.
+    """
+    resolved = _to_dict(resolved_old)
+    result: list[RecipeDifference] = []
+    for difference in diff_recipes(given_old, given_new):
+        can_be_auto_ = can_be_auto(difference.key)
+        if can_be_auto_ and difference.new_value == "auto":
+            continue
+        if can_be_auto_ and difference.old_value == "auto":
+            resolved_value = resolved
+            for part in difference.key.split("."):
+                resolved_value = resolved_value[part]
+            result += _diff_values(resolved_value, difference.new_value, difference.key)
+        else:
+            result.append(difference)
+    return [difference for difference in result if not is_free_on_resume(difference.key)]
+
+
+def _to_dict(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump()
+
+
+def _diff_values(old: Any, new: Any, key: str) -> Iterator[RecipeDifference]:
+    start = f"{key}." if key else ""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from _diff_values(old.get(name), new.get(name), f"{start}{name}")
+    elif isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _diff_values(before, after, f"{start}{index}")
+    elif old != new or type(old) is not type(new):
+        yield RecipeDifference(key, old, new)

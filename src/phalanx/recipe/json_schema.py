@@ -1,0 +1,191 @@
+"""The schema as values: JSON Schema for editors, which keys there are, what each expects in words.
+
+Keys can be asked of any model whose files people write by hand (`model`); without one they are the recipe's.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from phalanx.recipe.schema import PERCENT_REGEX, STEPS_REGEX, Recipe
+from phalanx.recipe.yaml_loader import KeyPath, format_key
+
+JsonSchema = dict[str, Any]
+ModelClass = type[BaseModel]
+_TYPE_NOUNS = {"integer": "whole number", "number": "number"}
+
+
+@cache
+def _inlined_schema(model: ModelClass) -> JsonSchema:
+    """The model's JSON Schema, with every reference replaced by what it refers to."""
+    schema = model.model_json_schema(mode="validation")
+    resolved: JsonSchema = _inline_refs(schema, schema.get("$defs", {}))
+    return resolved
+
+
+def _inline_refs(schema: Any, definitions: dict[str, JsonSchema]) -> Any:
+    if isinstance(schema, list):
+        return [_inline_refs(one, definitions) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    resolved = {
+        name: _inline_refs(below, definitions) for name, below in schema.items() if name not in ("$defs", "$ref")
+    }
+    if "$ref" in schema:
+        resolved["anyOf"] = [_inline_refs(definitions[schema["$ref"].rsplit("/", 1)[1]], definitions)]
+    return resolved
+
+
+def json_schema() -> JsonSchema:
+    """JSON Schema (2020-12) of a recipe file; editors complete and check from it."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Recipe.model_json_schema(mode="validation"),
+        "title": "Phalanx recipe",
+        "examples": [
+            {
+                "name": "gpt-python",
+                "steps": 300,
+                "optimizer": {"lr": 1e-3, "schedule": {"warmup_steps": 20, "decay": "cosine"}},
+            }
+        ],
+    }
+
+
+def iterate_variants(schema: JsonSchema) -> Iterator[JsonSchema]:
+    """The forms that a value may take."""
+    if "anyOf" in schema:
+        for one in schema["anyOf"]:
+            yield from iterate_variants(one)
+    else:
+        yield schema
+
+
+def find_schema(key: KeyPath, model: ModelClass = Recipe) -> JsonSchema | None:
+    """The schema of one key; None when there is no such key, or it may hold anything."""
+    schema: JsonSchema = _inlined_schema(model)
+    for part in key:
+        for variant in iterate_variants(schema):
+            if isinstance(part, str):
+                others = variant.get("additionalProperties")
+                child = variant.get("properties", {}).get(part, others if isinstance(others, dict) else None)
+            else:
+                child = dict(enumerate(variant.get("prefixItems", []))).get(part, variant.get("items"))
+            if child is not None:
+                schema = child
+                break
+        else:
+            return None
+    return schema
+
+
+def child_keys(key: KeyPath, model: ModelClass = Recipe) -> list[str]:
+    """Names of the keys that may stand below `key`."""
+    variants = iterate_variants(find_schema(key, model) or {})
+    return [
+        name
+        for variant in variants
+        for name in variant.get("properties", variant.get("propertyNames", {}).get("enum", ()))
+    ]
+
+
+def iterate_keys(key: KeyPath = (), model: ModelClass = Recipe) -> Iterator[KeyPath]:
+    """Every key of a file, parts before what is in them."""
+    for name in child_keys(key, model):
+        child = (*key, name)
+        yield child
+        yield from iterate_keys(child, model)
+
+
+@cache
+def _auto_keys() -> frozenset[str]:
+    return frozenset(
+        format_key(key)
+        for key in iterate_keys()
+        for variant in iterate_variants(find_schema(key) or {})
+        if "auto" in (variant.get("const"), *variant.get("enum", ()))
+    )
+
+
+def can_be_auto(name: str) -> bool:
+    """Whether `auto` is a word of the recipe at this key, and not just somebody's text."""
+    return name in _auto_keys()
+
+
+def describe_expected(schema: JsonSchema) -> str:
+    """What a value must be, in words: `a whole number above 0 or auto`."""
+    words = list(dict.fromkeys(describe_variant(variant) for variant in iterate_variants(schema)))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def describe_variant(schema: JsonSchema) -> str:
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return join_alternatives([str(value) for value in schema["enum"]])
+    match schema.get("type"):
+        case "integer":
+            return "a whole number" + _describe_range(schema)
+        case "number":
+            return "a number" + _describe_range(schema)
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "string":
+            if schema.get("pattern") == STEPS_REGEX:
+                return "`N steps`"
+            if schema.get("pattern") == PERCENT_REGEX:
+                return "`N%`"
+            return "text" + (f" matching {schema['pattern']}" if "pattern" in schema else "")
+        case "array" if "prefixItems" in schema:
+            items = schema["prefixItems"]
+            return f"a list of {len(items)}, each {describe_expected(items[0])}"
+        case "array":
+            item_texts = [
+                one.get("title", _TYPE_NOUNS.get(one.get("type", ""), "text")).lower() + "s" + _describe_range(one)
+                for one in iterate_variants(schema.get("items", {}))
+            ]
+            return f"a list of {join_alternatives(item_texts)}"
+        case "object" if "properties" in schema:
+            return f"a mapping ({', '.join(schema['properties'])})"
+        case "object":
+            return "a mapping"
+        case _:
+            return "any value"
+
+
+def _describe_range(schema: JsonSchema) -> str:
+    minimum, exclusive_minimum = schema.get("minimum"), schema.get("exclusiveMinimum")
+    maximum, exclusive_maximum = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if schema.get("type") == "integer" and exclusive_minimum is not None and maximum is not None:
+        minimum, exclusive_minimum = exclusive_minimum + 1, None
+    if minimum is not None and maximum is not None:
+        return f" from {_figure(minimum)} to {_figure(maximum)}"
+    start = (
+        f"above {_figure(exclusive_minimum)}"
+        if exclusive_minimum is not None
+        else f"of at least {_figure(minimum)}"
+        if minimum is not None
+        else ""
+    )
+    end = (
+        f"below {_figure(exclusive_maximum)}"
+        if exclusive_maximum is not None
+        else f"of at most {_figure(maximum)}"
+        if maximum is not None
+        else ""
+    )
+    both = " and ".join(text for text in (start, end) if text)
+    return f" {both}" if both else ""
+
+
+def _figure(value: float) -> str:
+    """A bound as people read it: 1,000,000, 0.5, 1e+18."""
+    return f"{int(value):,}" if value == int(value) and (value < 1e15 or isinstance(value, int)) else f"{value:g}"
+
+
+def join_alternatives(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,111 @@
+"""What is wrong with a file that people write, in words: from pydantic's errors to one line for each problem.
+
+`FILE:LINE: key: what was found, what was expected`. pydantic reports every branch of a union; here a problem is told
+once.
+"""
+
+import json
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from phalanx.errors import RecipeError
+from phalanx.recipe.json_schema import ModelClass, child_keys, describe_expected, find_schema, iterate_keys
+from phalanx.recipe.schema import Recipe
+from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key
+
+MAX_SHOWN_PROBLEMS = 5
+"""So many problems are told at once."""
+
+
+def describe_validation_error(
+    error: ValidationError, value: Any, locations: SourceLocations, model: ModelClass = Recipe
+) -> RecipeError:
+    """The RecipeError that tells all problems of `value`, which is no `model`, in the order of the file."""
+    key_errors = [(_key_of_error(details, value), details) for details in error.errors(include_url=False)]
+    # of a union's branches, the one that got deepest is the one that was meant
+    keys = [key for key, _ in key_errors]
+    key_errors = [(key, details) for key, details in key_errors if not any(_is_below(other, key) for other in keys)]
+    problems: dict[KeyPath, str] = {}
+    for key, details in key_errors:
+        if key not in problems or details["type"] == "value_error":
+            problems[key] = f"{location_of_key(locations, key)}: {_describe_error(key, details, model)}"
+    order = {key: index for index, key in enumerate(locations)}
+    return join_problems([problems[key] for key in sorted(problems, key=lambda key: order.get(key, len(order)))])
+
+
+def join_problems(problems: Sequence[str]) -> RecipeError:
+    """One error of several problems, one line each."""
+    num_hidden = len(problems) - MAX_SHOWN_PROBLEMS
+    return RecipeError(
+        "\n".join([*problems[:MAX_SHOWN_PROBLEMS], *([f"... and {num_hidden} more"] if num_hidden > 0 else [])])
+    )
+
+
+def suggest_nearest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean NAME?` for a slip of the pen, else nothing."""
+    close = get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _key_of_error(error: ErrorDetails, value: Any) -> KeyPath:
+    """The path of an error in the value itself: pydantic's own has the names of union branches in between."""
+    key: KeyPath = ()
+    last = len(error["loc"]) - 1
+    for index, part in enumerate(error["loc"]):
+        if isinstance(value, dict) and (part in value or (index == last and error["type"] == "missing")):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            continue
+        key = (*key, part)
+    return key
+
+
+def _is_below(key: KeyPath, above: KeyPath) -> bool:
+    return len(key) > len(above) and key[: len(above)] == above
+
+
+def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str:
+    name = format_key(key)
+    if error["loc"][-1:] == ("[key]",):
+        return f"{name}: unknown key{_suggest_key(key, model)}"
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{name}: unknown key{_suggest_key(key, model)}"
+        case "missing":
+            return f"{name}: missing, expected {describe_expected(find_schema(key, model) or {})}"
+        case "value_error":
+            return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
+    start = f"{name}: " if name else ""
+    finite_text = " that is finite" if error["type"] == "finite_number" else ""
+    return (
+        f"{start}found {describe_value(error['input'])}, expected "
+        f"{describe_expected(find_schema(key, model) or {})}{finite_text}"
+    )
+
+
+def _suggest_key(key: KeyPath, model: ModelClass) -> str:
+    """The key that was meant: the highest of its name elsewhere, else one of nearly its name here, else all that may
+    stand here."""
+    name, here = str(key[-1]), child_keys(key[:-1], model)
+    same_name = [other for other in iterate_keys(model=model) if other[-1] == name]
+    min_depth = min(map(len, same_name), default=0)  # a key deep down is rarely meant by who leaves out where it stands
+    other_keys = [format_key(other) for other in same_name if len(other) == min_depth]
+    if other_keys:
+        return f"; did you mean {' or '.join(other_keys[:3])}?"
+    return suggest_nearest(name, here) or f"; known are {', '.join(here)}"
+
+
+def describe_value(value: Any) -> str:
+    """A value from a recipe in a few words."""
+    if isinstance(value, dict):
+        return "a mapping"
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list) and len(text) > 40:
+        return f"a list of {len(value)}"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,62 @@
+"""Whose code a run's model is: names in a run directory are imported only where this user has trained with the same,
+or says so now.
+
+Every run that this user starts leaves a mark in the user's state folder: a hash of what builds its model and its task,
+with their arguments and the folder that their modules come from. A run directory that came from elsewhere has none, and
+nothing in it can make one.
+"""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError
+from phalanx.recipe import Recipe
+from phalanx.run.private_files import check_owner, state_root
+
+SHIPPED_MODELS_PREFIX = "phalanx.models:"
+HUGGING_FACE_PREFIX = "hf:"
+
+
+def list_user_code(recipe: Recipe) -> list[str]:
+    """The import paths by which a trained model needs code that did not come with Phalanx."""
+    build, task = recipe.model.build, recipe.task
+    shipped = build.startswith(SHIPPED_MODELS_PREFIX) and "." not in build.removeprefix(SHIPPED_MODELS_PREFIX)
+    own = [] if shipped or build.startswith(HUGGING_FACE_PREFIX) else [build]
+    return own + ([task] if ":" in task else [])
+
+
+def record_trust(recipe: Recipe, folder: Path) -> None:
+    """This user trains with that code. Where the state folder cannot be written, who reads the run is asked."""
+    if list_user_code(recipe):
+        with suppress(OSError, UsageError):
+            marker = _trust_marker_path(recipe, folder)
+            marker.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            marker.touch()
+
+
+def check_trusted(path: Path, recipe: Recipe, folder: Path) -> None:
+    """UsageError where the run at `path` needs code that this user has not trained with: it names the code."""
+    code = list_user_code(recipe)
+    if not code:
+        return
+    marker = _trust_marker_path(recipe, folder)
+    if marker.exists():
+        return
+    raise UsageError(
+        f"{path}: its model would run code that you have not trained with here: {' and '.join(code)}, from {folder} or "
+        "the installed packages; look at it, and add --trust-code if you trust it"
+    )
+
+
+def _trust_marker_path(recipe: Recipe, folder: Path) -> Path:
+    root = state_root()
+    check_owner(root, "the state folder")
+    model = recipe.model.model_dump(mode="json")
+    model["rules"] = model.pop("tp_plan")  # as it was first written: the hash stays what it was
+    what: dict[str, Any] = {"model": model, "task": recipe.task}
+    text = json.dumps({**what, "folder": os.path.realpath(folder)}, sort_keys=True)
+    return root / "trained-with" / hashlib.sha256(text.encode()).hexdigest()

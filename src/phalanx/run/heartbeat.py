@@ -1,0 +1,122 @@
+"""Signs of life: what each worker of a node was last seen to finish, in memory that the agent shares with them.
+
+A worker writes a few numbers whenever a part of a step ends, which takes a microsecond and no message, and goes on
+whether anybody reads them or not. A worker that is stuck writes nothing: that is what tells.
+"""
+
+import mmap
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+PHASE_NAMES = (
+    "starting",
+    "restoring",
+    "compiling",
+    "data",
+    "forward",
+    "backward",
+    "exchange",
+    "optimizer",
+    "checkpoint",
+    "other",
+    "evaluation",
+    "ending",
+)
+"""What a worker can have finished; the parts of a step are those of `train/step_timer.py`."""
+MAX_WORKERS = 1024
+"""Most workers of one agent."""
+_SLOT_STRUCT = struct.Struct("<qqqqdd")
+_SLOT_BYTES = 64
+HEARTBEAT_FD_VARIABLE = "PHALANX_HEARTBEAT_FD"
+"""Environment variable with the number of the inherited file."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The last sign of a worker."""
+
+    pid: int
+    count: int
+    """Signs so far: of workers that wait for each other, the one with the fewest is waited for."""
+    step: int
+    phase: str
+    """What it finished last."""
+    t: float
+    """Of the machine's monotonic clock, in seconds."""
+    busy_s: float = 0.0
+    """Seconds of finished steps in which it did not wait for other workers."""
+
+
+class HeartbeatTable:
+    """The agent's side: memory for the signs of all its workers, in a file without a name."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this
+        self._file.truncate(MAX_WORKERS * _SLOT_BYTES)
+        self._memory = mmap.mmap(self._file.fileno(), MAX_WORKERS * _SLOT_BYTES)
+
+    @property
+    def fd(self) -> int:
+        """For workers to inherit."""
+        return self._file.fileno()
+
+    def clear(self) -> None:
+        """Forget all signs: other workers come."""
+        self._memory[:] = bytes(len(self._memory))
+
+    def read(self, rank: int) -> Heartbeat | None:
+        """The last sign of a worker; None before its first."""
+        while True:  # a sign that is being written looks different a moment later
+            slot = self._memory[rank * _SLOT_BYTES : rank * _SLOT_BYTES + _SLOT_STRUCT.size]
+            if slot == self._memory[rank * _SLOT_BYTES : rank * _SLOT_BYTES + _SLOT_STRUCT.size]:
+                break
+        pid, count, step, phase, t, busy_s = _SLOT_STRUCT.unpack(slot)
+        return Heartbeat(pid, count, step, PHASE_NAMES[phase], t, busy_s) if count else None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+        self._file.close()
+
+
+class HeartbeatWriter:
+    """The worker's side. `step` is what signs tell until it is set anew."""
+
+    def __init__(self, fd: int, rank: int, clock: Callable[[], float] = time.monotonic):
+        self.step = 0
+        self.busy_s = 0.0
+        self._memory = mmap.mmap(fd, MAX_WORKERS * _SLOT_BYTES)
+        self._offset, self._pid, self._count, self._clock = rank * _SLOT_BYTES, os.getpid(), 0, clock
+
+    def record(self, phase: str) -> None:
+        """Something of PLACES has ended."""
+        self._count += 1
+        fields = (self._pid, self._count, self.step, PHASE_NAMES.index(phase), self._clock(), self.busy_s)
+        _SLOT_STRUCT.pack_into(self._memory, self._offset, *fields)
+
+    def reset_count(self) -> None:
+        """Count from nothing again, as all workers do that meet anew: counts are compared."""
+        self._count, self.busy_s = 0, 0.0
+
+
+class NullHeartbeat:
+    """In the place of a `HeartbeatWriter` where nobody listens."""
+
+    step = 0
+    busy_s = 0.0
+
+    def record(self, phase: str) -> None:
+        """Nothing."""
+
+    def reset_count(self) -> None:
+        """Nothing."""
+
+
+def open_heartbeat(rank: int, environment: Mapping[str, str] = os.environ) -> HeartbeatWriter | NullHeartbeat:
+    """The pulse of a worker of this rank on its node; a silent one without an agent."""
+    fd = environment.get(HEARTBEAT_FD_VARIABLE)
+    return HeartbeatWriter(int(fd), rank) if fd and rank < MAX_WORKERS else NullHeartbeat()

@@ -1,0 +1,215 @@
+"""Parts of a hot copy: a rank's share of the state as one safetensors file, with a record that makes it whole.
+
+    phalanx-hot-.../step-000000060-<token>/
+        rank-00000.safetensors      as in a checkpoint
+        rank-00000.json             its hash, then what the file holds, its checksums, and the run's progress
+
+A node holds parts of its own workers and of others. The record is put there last, under its name at once, so a part
+is whole or it is not there; a copy is whole when the parts that are left, on whichever nodes, hold every tensor.
+Several parts may hold the same block, since each node keeps all that its workers hold: `merge_shards` takes each once.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import xxhash
+from pydantic import Field, StringConstraints, ValidationError, model_validator
+
+from phalanx.errors import DataError
+from phalanx.safe_files import read_bytes
+from phalanx.train.checkpoint.format import (
+    CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    CheckpointManifest,
+    CorruptCheckpointError,
+    FileRecord,
+    RankManifest,
+    ShardRecord,
+    TensorRecord,
+    format_checkpoint_name,
+    rank_file_name,
+)
+from phalanx.train.checkpoint.load import verify_files
+from phalanx.train.checkpoint.pinned_buffer import Bytes
+from phalanx.train.checkpoint.save import CheckpointSaver, write_with_checksums
+from phalanx.train.checkpoint.staging import ShardFileSpec
+
+
+class InMemoryShard(RankManifest):
+    """What one rank holds of a copy. `token` names the line of history, `meta` is what a checkpoint's manifest has."""
+
+    format: Literal[1] = 1
+    step: Annotated[int, Field(ge=0)]
+    token: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+$", max_length=64)]
+    rank: Annotated[int, Field(ge=0)]
+    meta: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _check_own_file(self) -> Self:
+        if set(self.files) != {rank_file_name(self.rank)}:
+            raise ValueError("it names other files than its rank's")
+        return self
+
+    @property
+    def file_name(self) -> str:
+        """The name of its one file."""
+        (name,) = self.files
+        return name
+
+
+NUM_TENSORS_KEY = "tensors"
+"""Key of `meta`: how many tensors the whole state has. A worker that is gone takes some along of which no other part
+tells."""
+SendToReplica = Callable[[InMemoryShard, Bytes], None]
+"""Brings a part to the node that keeps a second copy of it. OSError when that fails."""
+
+
+def format_copy_name(step: int, token: str) -> str:
+    """The folder of a copy."""
+    return f"{format_checkpoint_name(step)}-{token}"
+
+
+def list_copies(folder: Path) -> list[tuple[int, str]]:
+    """Step and token of the copies of which a node's folder has anything, the newest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        words = path.name.split("-")
+        if len(words) == 3 and words[0] == "step" and words[1].isdecimal():
+            found.append((int(words[1]), words[2]))
+    return sorted(found, reverse=True)
+
+
+def list_shard_records(copy: Path) -> list[Path]:
+    """The records of a copy's parts here, by rank."""
+    return sorted(copy.glob("rank-[0-9]*.json"))
+
+
+def parse_rank(record: Path) -> int:
+    """Whose part a record is."""
+    return int(record.stem.removeprefix("rank-"))
+
+
+def encode_shard(shard: InMemoryShard) -> bytes:
+    """The bytes of its record."""
+    text = json.dumps(shard.model_dump(mode="json")).encode()
+    return xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text
+
+
+def decode_shard(content: bytes, path: Path) -> InMemoryShard:
+    """The part whose record this is, read from `path`. CorruptError when it is damaged."""
+    digest, _, text = content.partition(b"\n")
+    if xxhash.xxh3_128_hexdigest(text).encode() != digest:
+        raise CorruptCheckpointError(path, "damaged (its own checksum differs)")
+    try:
+        return InMemoryShard.model_validate_json(text)
+    except ValidationError as error:
+        raise CorruptCheckpointError(path, f"malformed record: {error.errors()[0]['msg']}") from None
+
+
+def read_shard(path: Path) -> InMemoryShard:
+    """The part of a record, with every byte of its file verified. CorruptError when either is damaged."""
+    try:
+        content = read_bytes(path, MAX_MANIFEST_BYTES)
+    except DataError as error:
+        raise CorruptCheckpointError(path, str(error).partition(": ")[2]) from None
+    except OSError as error:
+        raise CorruptCheckpointError(path, str(error.strerror)) from None
+    shard = decode_shard(content, path)
+    verify_files(path.parent, shard.files, CHUNK_BYTES, threads=1)
+    return shard
+
+
+def write_shard_record(copy: Path, shard: InMemoryShard) -> None:
+    """Write the record of a part whose file is there."""
+    path = (copy / shard.file_name).with_suffix(".json")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(encode_shard(shard))
+    os.replace(temporary, path)
+
+
+def merge_shards(shards: Sequence[InMemoryShard], preferred_ranks: Collection[int] = ()) -> CheckpointManifest:
+    """The manifest of a copy from its parts: a block that several hold is taken from ranks in `preferred_ranks`, else
+    from the
+    first. ValueError when they do not hold every tensor whole, of so many as their `meta` says under TENSORS."""
+    ordered = sorted(shards, key=lambda shard: (shard.rank not in preferred_ranks, shard.rank))
+    tensors: dict[str, TensorRecord] = {}
+    taken: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], ShardRecord]] = {}
+    for shard in ordered:
+        for name, tensor in shard.tensors.items():
+            known = tensors.setdefault(name, tensor)
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                raise ValueError(f"tensor {name}: parts disagree about its dtype or shape")
+            blocks = taken.setdefault(name, {})
+            for tensor_shard in tensor.pieces:
+                blocks.setdefault((tensor_shard.offset, tensor_shard.extent), tensor_shard)
+    merged = {
+        name: tensors[name].model_copy(update={"pieces": tuple(blocks.values())})
+        for name, blocks in sorted(taken.items())
+    }
+    used = {tensor_shard.file for tensor in merged.values() for tensor_shard in tensor.pieces}
+    files: dict[str, FileRecord] = {}
+    for shard in ordered:
+        files |= {name: file for name, file in shard.files.items() if name in used}
+    meta = ordered[0].meta if ordered else {}
+    if not merged:
+        raise ValueError("there is no part")
+    if len(merged) < meta.get(NUM_TENSORS_KEY, 0):
+        raise ValueError(f"{len(merged)} of {meta[NUM_TENSORS_KEY]} tensors are there")
+    return CheckpointManifest(files=files, tensors=merged, meta=meta)
+
+
+class InMemorySaver(CheckpointSaver):
+    """Saves one rank's parts, into the folder of its node and by `send_to_replica` to another. `token` is the line of
+    history;
+    `before_write` is called in the background before anything is written. `written` are never removed by `abandon`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        token: str,
+        before_write: Callable[[int], None],
+        send_to_replica: SendToReplica | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        super().__init__(folder, rank, 1, clock=clock)
+        self._epoch_token, self._before_write, self._send_to_replica = token, before_write, send_to_replica
+        self.cpu_s = 0.0
+        """Seconds of a core that the background took for the last part."""
+
+    def set_epoch_token(self, token: str) -> None:
+        """Parts belong to another line of history from now on."""
+        self._epoch_token = token
+
+    def keep_shard(self) -> None:
+        """The part that was written is part of a whole copy: it stays."""
+        self.poll_when_idle()
+        self._reset()
+
+    def _write_dir(self, step: int) -> Path:
+        return self._directory / format_copy_name(step, self._epoch_token)
+
+    def _check_free_space(self, nbytes: int) -> None:
+        """The node's workers look for room together, before the first."""
+
+    def _write_durably(self, step: int, image: Bytes, file_spec: ShardFileSpec) -> None:
+        self._before_write(step)
+        folder = self._write_dir(step)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        chunks = tuple(write_with_checksums(folder / self._file, image, self._cancelled))
+        shard = InMemoryShard(
+            files={self._file: FileRecord(bytes=file_spec.nbytes, chunks=chunks)},
+            tensors=file_spec.tensors,
+            step=step,
+            token=self._epoch_token,
+            rank=self._rank,
+            meta=self._meta,
+        )
+        write_shard_record(folder, shard)
+        if self._send_to_replica is not None:
+            self._send_to_replica(shard, image)
+        self.cpu_s = time.thread_time()  # each save has a thread of its own

@@ -1,0 +1,215 @@
+"""Connections of one worker that keep a second copy of its part of the state on another node.
+
+They are plain TCP and not a process group's: a collective could not be left while the other end is dead or held still,
+and a group over all pairs of nodes takes all ranks to make. Addresses and secrets are told over the process group. Each
+part goes as its record and its file's bytes, is compared with its checksums where it arrives, and is answered.
+"""
+
+import contextlib
+import hmac
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import xxhash
+
+from phalanx.run.control_channel import AuthenticationError, HandshakeServer, receive_exactly
+from phalanx.train.checkpoint.format import CHUNK_BYTES, CorruptCheckpointError
+from phalanx.train.checkpoint.in_memory.format import (
+    InMemoryShard,
+    decode_shard,
+    encode_shard,
+    format_copy_name,
+    write_shard_record,
+)
+from phalanx.train.checkpoint.pinned_buffer import Bytes
+
+CONNECT_TIMEOUT_S = 20.0
+"""Seconds within which a connection must be there and its secret told."""
+_LENGTH_PREFIX = struct.Struct("!I")
+_MAX_RECORD_BYTES = 1 << 30  # bytes beyond which a record is none
+ListenerAddress = tuple[str, int, str]
+"""Host, port and secret (hexadecimal) of a listener."""
+
+
+def find_local_address(environment: Mapping[str, str] = os.environ) -> str:
+    """This machine's address on the network over which workers talk: gloo's interface where one is named, else the one
+    that leads to where they meet."""
+    named = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    for each in psutil.net_if_addrs().get(named, ()):
+        if each.family == socket.AF_INET:
+            return each.address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "9"))))
+        address: str = sock.getsockname()[0]  # nothing was sent
+        return address
+
+
+class ReplicaServer:
+    """Keeps parts of workers on other nodes in `folder`. `listen`, then `accept` each of them."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._secret = secrets.token_hex(16)
+        self._listener: socket.socket | None = None
+        self._connections: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._cpu_s: dict[int, float] = {}
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of a core that keeping the last parts took."""
+        return sum(self._cpu_s.values())
+
+    def listen(self, address: str) -> ListenerAddress:
+        """Be ready for connections; where, and the secret."""
+        self._listener = socket.create_server((address, 0))
+        host, port = self._listener.getsockname()[:2]
+        return host, port, self._secret
+
+    def accept(self, count: int) -> None:
+        """Take so many connections, and serve each from now on. OSError when they do not come in time."""
+        assert self._listener is not None
+        until = time.monotonic() + CONNECT_TIMEOUT_S
+        arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        with HandshakeServer(self._listener, self._authenticate, arrived.put):
+            while len(self._connections) < count:
+                try:
+                    connection = arrived.get(timeout=max(0.0, until - time.monotonic()))
+                except queue.Empty:
+                    raise TimeoutError("the worker whose part this one keeps did not come") from None
+                self._connections.append(connection)
+                number = len(self._threads)
+                thread = threading.Thread(target=self._serve, args=(connection, number), name="keeper", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def _authenticate(self, connection: socket.socket, until: float) -> socket.socket:
+        if not hmac.compare_digest(receive_exactly(connection, len(self._secret), until), self._secret.encode()):
+            raise AuthenticationError("it does not know the secret")
+        connection.settimeout(None)
+        return connection
+
+    def close(self) -> None:
+        """Stop keeping, at once: whoever sends notices."""
+        for connection in self._connections:
+            with _shutting_down(connection):
+                pass
+        for thread in self._threads:
+            thread.join()
+        for connection in self._connections:
+            connection.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _serve(self, connection: socket.socket, number: int) -> None:
+        block = bytearray(CHUNK_BYTES)
+        # The other end closed, or died, or sent what is no record: it finds the connection closed, and tells.
+        with contextlib.suppress(ConnectionError, CorruptCheckpointError), _shutting_down(connection):
+            while True:
+                (size,) = _LENGTH_PREFIX.unpack(_recv_exactly(connection, _LENGTH_PREFIX.size))
+                if not 0 < size < _MAX_RECORD_BYTES:
+                    return
+                start_time = time.thread_time()
+                content = bytes(_recv_exactly(connection, size))
+                reply = self._store_shard(connection, content, memoryview(block))
+                self._cpu_s[number] = time.thread_time() - start_time
+                connection.sendall(_LENGTH_PREFIX.pack(len(reply)) + reply)
+
+    def _store_shard(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes:
+        """Take a part's file and keep it; what was wrong, or nothing. All of it is read either way."""
+        shard = decode_shard(content, Path("record"))
+        file, record = shard.file_name, shard.files[shard.file_name]
+        copy = self._folder / format_copy_name(shard.step, shard.token)
+        problem = ""
+        with contextlib.ExitStack() as stack:
+            descriptor = -1
+            try:
+                copy.mkdir(mode=0o700, exist_ok=True)
+                descriptor = os.open(copy / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                stack.callback(os.close, descriptor)
+            except OSError as error:
+                problem = str(error)
+            for number, chunk in enumerate(record.chunks):
+                view = block[: min(CHUNK_BYTES, record.bytes - number * CHUNK_BYTES)]
+                _recv_into(connection, view)
+                if problem:
+                    continue
+                if xxhash.xxh3_64_hexdigest(view) != chunk:
+                    problem = f"{file} was damaged on its way"
+                    continue
+                try:
+                    _write_all(descriptor, view)
+                except OSError as error:
+                    problem = f"{copy / file}: {error.strerror}"
+        if not problem:
+            try:
+                write_shard_record(copy, shard)
+            except OSError as error:
+                problem = str(error)
+        return problem.encode()
+
+
+class ReplicaClient:
+    """Brings this worker's parts to its keeper."""
+
+    def __init__(self, address: ListenerAddress):
+        host, port, secret = address
+        self._socket = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+        self._socket.sendall(secret.encode())
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send_shard(self, shard: InMemoryShard, image: Bytes) -> None:
+        """Send a part and its file's bytes; returns when they are kept. OSError when that fails."""
+        record = encode_shard(shard)
+        self._socket.sendall(_LENGTH_PREFIX.pack(len(record)) + record)
+        self._socket.sendall(image.data)
+        (size,) = _LENGTH_PREFIX.unpack(_recv_exactly(self._socket, _LENGTH_PREFIX.size))
+        if problem := bytes(_recv_exactly(self._socket, size)).decode():
+            raise OSError(f"the second copy could not be kept: {problem}")
+
+    def close(self) -> None:
+        """Break off, at once, also what another thread delivers."""
+        with _shutting_down(self._socket):
+            pass
+
+    def close_socket(self) -> None:
+        """After `close`, when no thread delivers any more."""
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def _shutting_down(connection: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it is shut already
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _recv_exactly(connection: socket.socket, count: int) -> bytearray:
+    found = bytearray(count)
+    _recv_into(connection, memoryview(found))
+    return found
+
+
+def _recv_into(connection: socket.socket, target: memoryview) -> None:
+    done = 0
+    while done < len(target):
+        count = connection.recv_into(target[done:])
+        if count == 0:
+            raise ConnectionResetError("the other end closed the connection")
+        done += count
+
+
+def _write_all(descriptor: int, block: memoryview) -> None:
+    while block:
+        block = block[os.write(descriptor, block) :]

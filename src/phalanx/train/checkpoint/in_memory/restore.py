@@ -1,0 +1,280 @@
+"""Bringing hot copies back: workers that start agree on the newest copy that is whole among their nodes, and read it.
+
+Every worker verifies some of the parts that its node has, byte by byte, and tells the others what is good. A part that
+a node needs and lacks comes from one that has it, over the process group, and is then kept there as well. Copies of
+another history (`run/in_memory_checkpoint.py`) are left alone by name; a copy is read as a checkpoint is, under any
+layout.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import UsageError
+from phalanx.run import Run
+from phalanx.run.in_memory_checkpoint import (
+    create_node_dir,
+    find_base_dir,
+    find_node_dir,
+    is_private,
+    is_valid_copy,
+    read_epochs,
+    truncate_history,
+)
+from phalanx.train.checkpoint import CorruptCheckpointError, LoadedCheckpoint, list_checkpoints, parse_step
+from phalanx.train.checkpoint.in_memory.checkpointer import prune_copies
+from phalanx.train.checkpoint.in_memory.format import (
+    InMemoryShard,
+    format_copy_name,
+    list_copies,
+    list_shard_records,
+    merge_shards,
+    parse_rank,
+    read_shard,
+    write_shard_record,
+)
+from phalanx.train.checkpoint.load import find_needed_files
+from phalanx.train.checkpoint.restore import ApplyFn, OnRejectFn, RejectedFile, report_rejected_files
+from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.object_collectives import (
+    NodeMap,
+    all_gather_json,
+    broadcast_json_from_rank_zero,
+    gather_node_map,
+)
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.optim import OptimizerContainer
+from phalanx.train.precision import GradScaler
+from phalanx.train.train_state import execute_load_plan, make_load_plan
+
+MESSAGE_BYTES = 16 << 20
+"""Bytes that are sent at once."""
+CopyId = tuple[int, str]
+"""Step and token."""
+
+
+@dataclass(frozen=True)
+class VerifiedCopies:
+    """What all workers found good: for each copy the ranks whose parts there are, and the workers that have read each.
+    `own_shards` are those that this one has read."""
+
+    node_map: NodeMap
+    readers_by_copy: Mapping[CopyId, Mapping[int, Sequence[int]]]
+    own_shards: Mapping[CopyId, Mapping[int, InMemoryShard]]
+
+
+@dataclass(frozen=True)
+class RestoredCopy:
+    """A copy that was read. `fetched_bytes` bytes came from other nodes, over all workers."""
+
+    checkpoint: LoadedCheckpoint
+    fetched_bytes: int
+
+
+def find_verified_copies(
+    run: Run, dist_env: DistEnv, on_reject: OnRejectFn, environment: Mapping[str, str] = os.environ
+) -> VerifiedCopies | None:
+    """The parts that may be gone on from, verified; None when no hot copy was ever begun. Every worker calls it. A bad
+    one is removed and told to `on_reject`, on every worker alike."""
+    history = None
+    if dist_env.is_rank_zero:
+        newest = max((parse_step(path) for path in list_checkpoints(run.checkpoints)), default=0)
+        epochs, saved = read_epochs(run)
+        history = {"lines": epochs if saved <= newest else [], "newest": newest}
+    history = broadcast_json_from_rank_zero(dist_env, history)
+    if not history["lines"]:
+        return None
+    node_map, folder = gather_node_map(dist_env, environment), find_node_dir(run, environment)
+    copies = (
+        [(folder / format_copy_name(*copy), copy) for copy in list_copies(folder)]
+        if _is_own_private_dir(folder)
+        else []
+    )
+    own_shards: dict[CopyId, dict[int, InMemoryShard]] = {}
+    bad: list[tuple[str, str, str]] = []
+    ranks_on_node = node_map.ranks_on_same_node(dist_env.rank)
+    records = [
+        (step, token, record)
+        for path, (step, token) in copies
+        if step > history["newest"] and is_valid_copy(history["lines"], token, step)
+        for record in list_shard_records(path)
+        # By name and not by number in the list: another worker may be removing a bad one.
+        if parse_rank(record) % len(ranks_on_node) == ranks_on_node.index(dist_env.rank)
+    ]
+    for step, token, path in records:
+        try:
+            shard = read_shard(path)
+        except CorruptCheckpointError as error:
+            bad.append((str(path.parent), error.file.name, error.reason))
+            path.unlink(missing_ok=True)
+            continue
+        own_shards.setdefault((step, token), {})[shard.rank] = shard
+    good = [[step, token, sorted(readers_by_copy)] for (step, token), readers_by_copy in own_shards.items()]
+    readers_by_copy: dict[CopyId, dict[int, list[int]]] = {}
+    for rank, theirs in enumerate(all_gather_json(dist_env, {"good": good, "bad": bad})):
+        for directory, file, reason in theirs["bad"]:
+            on_reject(Path(directory), file, reason)
+        for step, token, ranks in theirs["good"]:
+            for owner in ranks:
+                readers_by_copy.setdefault((step, token), {}).setdefault(owner, []).append(rank)
+    return VerifiedCopies(node_map, readers_by_copy, own_shards)
+
+
+def restore_in_memory(
+    run: Run,
+    verified: VerifiedCopies,
+    dist_env: DistEnv,
+    parallel_model: ParallelModel,
+    optimizer: OptimizerContainer,
+    scaler: GradScaler,
+    on_reject: OnRejectFn,
+    environment: Mapping[str, str] = os.environ,
+) -> RestoredCopy | None:
+    """Load the newest of the copies that is whole into the model, optimizer and scale; None when there is none. Every
+    worker calls it. Nothing changes before every worker has read its part."""
+    if not verified.readers_by_copy:
+        return None
+    folder, bad = Path(), list[RejectedFile]()
+    try:
+        folder = create_node_dir(run, environment)
+    except (OSError, UsageError) as error:
+        bad = [(str(find_base_dir(environment)), "", f"no place on a node for what it lacks: {error}")]
+    if _report_bad_copies(dist_env, bad, on_reject):
+        return None
+    for copy in sorted(verified.readers_by_copy, reverse=True):
+        shards = _gather_shard_records(verified, dist_env, copy)
+        ranks_on_node = set(verified.node_map.ranks_on_same_node(dist_env.rank))
+        ranks_present = {
+            owner for owner, readers in verified.readers_by_copy[copy].items() if ranks_on_node & set(readers)
+        }
+        try:
+            manifest = merge_shards(list(shards.values()), ranks_present)
+        except ValueError:  # some of it was on nodes that are gone; all workers have the same parts before them
+            continue
+        path = folder / format_copy_name(*copy)
+        load_plan = make_load_plan(parallel_model, path, manifest)
+        files = find_needed_files(manifest, load_plan.all_blocks)
+        lacking = [owner for owner, shard in shards.items() if owner not in ranks_present and shard.file_name in files]
+        fetched = _fetch_missing_shards(verified, dist_env, copy, path, shards, lacking)
+        apply: ApplyFn | None = None
+        bad = []
+        try:
+            apply = execute_load_plan(load_plan, parallel_model, optimizer, scaler, path, manifest)
+        except CorruptCheckpointError as error:
+            bad = [(str(path), error.file.name, error.reason)]
+        if not _report_bad_copies(dist_env, bad, on_reject):
+            assert apply is not None
+            apply()
+            return RestoredCopy(LoadedCheckpoint(path, manifest, {}), fetched)
+    return None
+
+
+def prune_stale(
+    run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None, environment: Mapping[str, str] = os.environ
+) -> None:
+    """The run goes on from this step, by a hot copy where one is `kept_copy`: later ones belong to no history any more,
+    and all others here are removed. Every worker calls it."""
+    if dist_env.is_rank_zero:
+        truncate_history(run, step)
+    folder = find_node_dir(run, environment)
+    if dist_env.local_rank == 0 and _is_own_private_dir(folder):
+        prune_copies(folder, () if kept_copy is None else (kept_copy.name,))
+
+
+def _report_bad_copies(dist_env: DistEnv, bad: list[RejectedFile], on_reject: OnRejectFn) -> bool:
+    """Whether any worker found something bad, which is reported on all of them."""
+    gathered = [{"bad": each} for each in all_gather_json(dist_env, bad)]
+    report_rejected_files(gathered, on_reject)
+    return any(each["bad"] for each in gathered)
+
+
+def _is_own_private_dir(folder: Path | None) -> TypeGuard[Path]:
+    """Whether there is a folder for hot copies that nobody else can have written to."""
+    return folder is not None and is_private(folder)
+
+
+def _gather_shard_records(verified: VerifiedCopies, dist_env: DistEnv, copy: CopyId) -> dict[int, InMemoryShard]:
+    """All parts of a copy by rank; each is told by the first worker that has read it."""
+    own_shards = verified.own_shards.get(copy, {})
+    first = [owner for owner, readers in verified.readers_by_copy[copy].items() if readers[0] == dist_env.rank]
+    gathered = all_gather_json(dist_env, [own_shards[owner].model_dump(mode="json") for owner in first])
+    shards = [InMemoryShard.model_validate(shard) for theirs in gathered for shard in theirs]
+    return {shard.rank: shard for shard in sorted(shards, key=lambda shard: shard.rank)}
+
+
+def _fetch_missing_shards(
+    verified: VerifiedCopies,
+    dist_env: DistEnv,
+    copy: CopyId,
+    path: Path,
+    shards: Mapping[int, InMemoryShard],
+    lacking: Sequence[int],
+) -> int:
+    """Bring to each node the parts that its workers need and lack; their bytes, on all nodes together. All workers go
+    through the transfers in one order, so none waits for one that waits for it."""
+    missing_by_rank = all_gather_json(dist_env, list(lacking))
+    fetched = 0
+    for node in range(verified.node_map.num_nodes):
+        ranks = verified.node_map.ranks_on(node)
+        for owner in sorted({owner for rank in ranks for owner in missing_by_rank[rank]}):
+            readers, shard = verified.readers_by_copy[copy][owner], shards[owner]
+            source = readers[node % len(readers)]
+            fetched += shard.files[shard.file_name].bytes
+            if dist_env.rank == source:
+                _send_shard_file(path / shard.file_name, shard, ranks[0])
+            elif dist_env.rank == ranks[0]:
+                _receive_shard_file(path, shard, source)
+    if fetched:
+        all_gather_json(dist_env, None)  # what the first worker of a node received is there for the others
+    return fetched
+
+
+def _send_shard_file(file: Path, shard: InMemoryShard, target: int) -> None:
+    """Who waits for it gets as many bytes in any case: what can no longer be read here is zeros, which the receiver
+    finds damaged."""
+    with contextlib.ExitStack() as stack:
+        content = None
+        with contextlib.suppress(OSError):
+            content = stack.enter_context(open(file, "rb"))
+        for size in _message_sizes(shard):
+            read = b""
+            if content is not None:
+                try:
+                    read = content.read(size)
+                except OSError:
+                    content = None
+            dist.send(torch.frombuffer(bytearray(read.ljust(size, b"\0")), dtype=torch.uint8), target)
+
+
+def _receive_shard_file(copy: Path, shard: InMemoryShard, source: int) -> None:
+    """What the disk has no room for is found missing when it is read."""
+    with contextlib.ExitStack() as stack:
+        content = None
+        with contextlib.suppress(OSError):
+            copy.mkdir(mode=0o700, exist_ok=True)
+            content = stack.enter_context(open(copy / shard.file_name, "wb"))
+        for size in _message_sizes(shard):
+            message = torch.empty(size, dtype=torch.uint8)
+            dist.recv(message, source)
+            if content is not None:
+                try:
+                    content.write(as_bytes(message).data)
+                except OSError:
+                    content = None
+    with contextlib.suppress(OSError):
+        write_shard_record(copy, shard)
+
+
+def _message_sizes(shard: InMemoryShard) -> Iterator[int]:
+    """The sizes of the messages by which its file travels."""
+    left = shard.files[shard.file_name].bytes
+    while left:
+        yield min(left, MESSAGE_BYTES)
+        left -= min(left, MESSAGE_BYTES)

@@ -1,0 +1,165 @@
+"""The weights that a run begins with, read into the parts of the model that a worker holds.
+
+A model that was built on the meta device is divided first; then `allocate_meta_parameters` gives memory to what is left
+of it here, and
+an origin (the files of a Hugging Face directory or of an export, or a checkpoint) fills that memory block by block. So
+no worker ever holds the whole model. How a model is built and divided stands elsewhere; resuming is `restore.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.errors import DataError
+from phalanx.recipe import huggingface_directory
+from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, read_manifest
+from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
+from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
+from phalanx.train.hf.safetensors_reader import WeightReader
+from phalanx.train.ops.lora import is_lora_name
+
+
+class InitialWeights(Protocol):
+    """Where weights come from; what was wrong with it was said when it was made."""
+
+    def fill_parameters(self, parallel_model: ParallelModel) -> None:
+        """Read this worker's parts of the model's parameters and persistent buffers, but for new adapters."""
+
+
+@dataclass(frozen=True)
+class SafetensorsWeights:
+    """Safetensors files: `names` tells which of their tensors a parameter or buffer is
+    (`huggingface.match_tensor_names`)."""
+
+    source: WeightReader
+    names: Mapping[str, Sequence[str]]
+
+    @torch.no_grad()
+    def fill_parameters(self, parallel_model: ParallelModel) -> None:
+        """DataError when tensors that the model ties differ in what this worker holds."""
+        for name, local_tensor in _local_tensors(parallel_model).items():
+            if name not in self.names:
+                continue
+            first, *others = self.names[name]
+            for block in local_tensor.global_blocks.blocks:
+                part = self.source.read(first, block.global_offset, block.extent)
+                for other in others:
+                    if not torch.equal(part, self.source.read(other, block.global_offset, block.extent)):
+                        raise make_tie_mismatch_error(self.source, first, other)
+                block.slice_local(local_tensor.tensor).copy_(part)
+
+
+@dataclass(frozen=True)
+class CheckpointWeights:
+    """A checkpoint, written under any layout."""
+
+    path: Path
+    manifest: CheckpointManifest
+
+    @torch.no_grad()
+    def fill_parameters(self, parallel_model: ParallelModel) -> None:
+        """CorruptError names a bad file."""
+        requested: list[tuple[str, Sequence[int], Tensor]] = []
+        converted: list[tuple[Tensor, Tensor]] = []
+        for name, local_tensor in _local_tensors(parallel_model).items():
+            if (record := self.manifest.tensors.get(name)) is None:  # a new adapter
+                continue
+            for block in local_tensor.global_blocks.blocks:
+                target = part = block.slice_local(local_tensor.tensor)
+                if part.dtype != record.torch_dtype:
+                    part = torch.empty(block.extent, dtype=record.torch_dtype)
+                    converted.append((target, part))
+                requested.append((name, block.global_offset, part))
+        load_blocks(self.path, requested, 2, self.manifest)
+        for target, part in converted:
+            target.copy_(part)
+
+
+def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_later: bool = False) -> InitialWeights:
+    """What `init_from` names, for a whole model (its parameters may be on meta): `hf:PATH`, a checkpoint, or a run,
+    whose newest checkpoint is taken. Reads headers only. DataError for tensors that are missing or have another shape,
+    and for adapters that the model has not, unless it is still to get its own."""
+    if (directory := huggingface_directory(where, folder, "init_from")) is not None:
+        return open_hf_weights(directory, model)
+    path = find_newest_checkpoint(folder / where)
+    manifest = read_manifest(path)
+    tensors = dict(model.named_parameters()) | _persistent_buffers_of(model)
+    lora_names = [name for name in manifest.tensors if is_lora_name(name) and name not in tensors]
+    if lora_names and not lora_added_later:
+        raise DataError(
+            f"init_from: {path} was trained with adapters ({lora_names[0]}), and this recipe has none there; give the "
+            f"same "
+            "`lora`, or fold them in by `phalanx checkpoint export` and give init_from: hf:OUT"
+        )
+    for name, tensor in tensors.items():
+        record = manifest.tensors.get(name)
+        if record is None and not is_lora_name(name):
+            raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
+        if record is not None and record.shape != tuple(tensor.shape):
+            raise DataError(f"{path}: {name} has shape {list(record.shape)}, the model's has {list(tensor.shape)}")
+    return CheckpointWeights(path, manifest)
+
+
+def open_hf_weights(directory: Path, model: nn.Module) -> SafetensorsWeights:
+    """The weights of a directory for a whole model. Errors as of `match_tensor_names`."""
+    source = open_source(model, directory)
+    return SafetensorsWeights(source, match_tensor_names(model, source))
+
+
+def find_newest_checkpoint(where: Path) -> Path:
+    """The newest checkpoint of a run or of a directory of checkpoints, or the one itself."""
+    return next(iter(list_checkpoints(where / "checkpoints") or list_checkpoints(where)), where)
+
+
+@torch.no_grad()
+def allocate_meta_parameters(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Give every parameter that is still on the meta device memory on `device`, without values: for one that is
+    sharded, this worker's shard. What was tied stays tied. All other parameters, and buffers, move there."""
+    named_params = [
+        (module, name, p) for module in modules for name, p in module.named_parameters(remove_duplicate=False)
+    ]
+    allocated: dict[int, nn.Parameter] = {}
+    for module, name, parameter in named_params:
+        if parameter.is_meta:
+            path, _, last = name.rpartition(".")
+            if id(parameter) not in allocated:
+                allocated[id(parameter)] = nn.Parameter(
+                    _empty_like_local(parameter, device), requires_grad=parameter.requires_grad
+                )
+            # The way to replace a parameter of which FSDP takes notice (`to_empty` would lose the buffers' values).
+            module.get_submodule(path).load_state_dict({last: allocated[id(parameter)]}, strict=False, assign=True)
+        elif parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    for module in modules:
+        for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+            path, _, last = name.rpartition(".")
+            setattr(module.get_submodule(path), last, buffer.to(device))
+
+
+def _empty_like_local(parameter: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return torch.empty_like(parameter, device=device)
+    part = torch.empty_like(parameter.to_local(), device=device)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
+    """This worker's parts of all parameters and persistent buffers."""
+    tensors = {
+        name: parallel_model.local_tensor(name, parameter) for name, parameter in parallel_model.parameters().items()
+    }
+    return tensors | {
+        name: parallel_model.replicated_tensor(buffer.detach())
+        for name, buffer in parallel_model.owned_buffers().items()
+    }
+
+
+def _persistent_buffers_of(model: nn.Module) -> dict[str, Any]:
+    names = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}

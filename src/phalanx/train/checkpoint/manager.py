@@ -1,0 +1,374 @@
+"""Checkpoints of a run as the training loop sees them: all workers save together, and agree on how it went.
+
+Each worker writes its share in the background (`checkpoint.Saver`). Its state travels as flags in the per-step
+agreement (`step.STEP_FLAGS`); `handle_flags` acts on the sums of all workers, so every worker takes the same turn at
+the same step: written by all -> rank 0 commits -> committed; or failed on one -> all drop it and training goes on.
+
+When workers are lost meanwhile the others take the save along into their next world and end it there. Nothing waits for
+it: threads go on writing while the workers meet. Whether the lost ones had written their parts is seen where it is
+committed, when nobody who is left writes any more; if not, all drop it then, and no thread is waited for either.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ValidationError
+
+from phalanx.errors import UsageError, describe_os_error, is_storage_error
+from phalanx.run import Event, Run
+from phalanx.run.directory import write_json
+from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunWarning
+from phalanx.train.checkpoint import (
+    CheckpointSaver,
+    SavePhase,
+    TensorShard,
+    apply_retention,
+    assign_to_ranks,
+    discard_directory,
+    format_checkpoint_name,
+    list_checkpoints,
+    parse_step,
+)
+from phalanx.train.checkpoint.format import RankManifest, merge_rank_manifests
+from phalanx.train.checkpoint.in_memory.checkpointer import IN_MEMORY_FLAGS, InMemoryCheckpointer
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.distributed.object_collectives import (
+    all_gather_json,
+    broadcast_json_from_rank_zero,
+    format_dtype,
+    recv_json,
+    send_json,
+)
+from phalanx.train.distributed.parallel_model import LocalTensor
+from phalanx.train.train_state import PendingSave, TrainState
+
+DISK_POLL_INTERVAL_S = 0.02
+"""Seconds after which one who waits for the disk looks whether the others are still there."""
+SAVE_FLAG_NAMES = ("written", "failed", "committed", *IN_MEMORY_FLAGS)
+
+
+class _Claim(BaseModel):
+    """What one worker holds (dtype and shape of each logical tensor), and what it would save of that."""
+
+    held: dict[str, str]
+    share: RankManifest
+
+
+class CheckpointManager:
+    """Saves of one worker. `report_event(event)` reports what became of them: CheckpointSaved and CheckpointFailed on
+    every worker, RunWarning on the leading one. `flush()` sends the events told so far: a run that dies goes on
+    from what was committed, so the events of the steps until then must not die with it. `in_memory` are copies in the
+    nodes'
+    memory besides: they go along with whatever is done here. `check_membership` is called while this waits for the
+    disk, and raises where somebody is gone with whom it would go on."""
+
+    def __init__(
+        self,
+        run: Run,
+        dist_env: DistEnv,
+        mesh: Mesh,
+        keep: int,
+        common_meta: dict[str, Any],
+        report_event: Callable[[Event], None],
+        flush: Callable[[], None],
+        in_memory: InMemoryCheckpointer | None = None,
+        check_membership: Callable[[], None] = lambda: None,
+    ):
+        self._run = run
+        self._dist_env = dist_env
+        self._mesh = mesh
+        self._keep = keep
+        self._common_meta = common_meta
+        self._report_event = report_event
+        self._flush = flush
+        self.in_memory = in_memory
+        self._check_membership = check_membership
+        self._saver = CheckpointSaver(run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt)
+        self._next_saver: CheckpointSaver | None = (
+            None  # this world's, while one of the world before has something in flight
+        )
+        self._pruner = ThreadPoolExecutor(1, thread_name_prefix="retention")
+        self._removals: list[Future[list[Path]]] = []  # of old checkpoints, not known to be done
+        self._stall_s = 0.0
+        self._waiting_for_copy = self._warned = False
+        self._sizes: dict[str, int] = {}  # of what was saved last
+        self._own_names: set[str] = set()  # what this worker saves of it
+        self.step_in_flight: int | None = None  # the step being saved, alike on all workers
+        self._best: float | None = None
+        self.last_saved: int | None = None
+        self.failure_reason = ""  # why the last save failed, where this worker knows
+        self.prunes_old = True
+        """Whether a new checkpoint makes old ones superfluous."""
+
+    def set_last_saved(self, step: int) -> None:
+        """Go on from a checkpoint that was read. Others are removed as after a save, since `keep` may be smaller now
+        and a disk too full for a save."""
+        self.last_saved = step
+        if self._dist_env.is_rank_zero:
+            self._prune(step)
+
+    def adopt_pending_save(self, pending_save: PendingSave) -> None:
+        """Go on with a save that was begun in the world before, by all who are here and by others who were lost."""
+        self._saver, self._next_saver = pending_save.saver, self._saver
+        self.step_in_flight, self.failure_reason = pending_save.step, pending_save.reason
+        self._best, self._stall_s = pending_save.best_loss, pending_save.stall_s
+
+    def delete_after(self, step: int) -> None:
+        """Make it as if nothing had ever been saved after this step; for workers who all end now."""
+        if self._dist_env.is_rank_zero:
+            self._pruner.submit(self._remove_new, step).result()  # it may be removing old ones
+        if self.in_memory is not None:
+            self.in_memory.roll_back(step)
+        all_gather_json(self._dist_env, None)  # the first who ends is the end of all
+
+    def roll_back(self, step: int) -> None:
+        """Go back to the checkpoint of this step: what came after it is undone."""
+        self.set_last_saved(step)
+        if self.in_memory is not None:
+            self.in_memory.roll_back(step)
+
+    def start_save(
+        self, train_state: TrainState, state: Mapping[str, LocalTensor], copy_now: list[str], is_best: bool
+    ) -> None:
+        """Begin to save. Nothing else may be in flight. Workers that hold the same share it out."""
+        assert self.step_in_flight is None
+        step = train_state.step
+        self.step_in_flight = step
+        self._best = train_state.best_loss if is_best else None
+        shards = self._make_shards(state)
+        meta = {**self._common_meta, **asdict(train_state), "last_saved_step": step}
+        start_time = time.perf_counter()
+        try:
+            self._saver.start(step, shards, meta, copy_now=[name for name in copy_now if name in self._own_names])
+            self._waiting_for_copy = True
+        except UsageError as error:  # no room on the disk: training goes on
+            self.failure_reason = str(error)
+        except OSError as error:
+            if not is_storage_error(error):
+                raise
+            self.failure_reason = describe_os_error(error)
+        self._stall_s = time.perf_counter() - start_time
+        if self._saver.blocks_training and not self._warned and self._dist_env.is_rank_zero:
+            self._warned = True
+            text = "host memory for checkpoints could not be page-locked, so training waits while they are copied"
+            self._report_event(RunWarning(text=f"{text}: raise the limit of locked memory (ulimit -l)"))
+
+    def check_whole(self, step: int, state: Mapping[str, LocalTensor]) -> None:
+        """See that the workers together would save each element of each tensor once: an optimizer or a module of the
+        user's may hold something else on each. Every worker calls it, after an update. UsageError where they do not."""
+        held = {
+            name: f"{format_dtype(each.tensor.dtype)}{list(each.global_blocks.global_shape)}"
+            for name, each in state.items()
+        }
+        claim = _Claim(held=held, share=self._saver.share(self._make_shards(state)))
+        if not self._dist_env.is_rank_zero:
+            send_json(0, claim.model_dump(mode="json"), None)
+        problem = self._not_whole(claim) if self._dist_env.is_rank_zero else None
+        if self._dist_env.world_size > 1:
+            problem = broadcast_json_from_rank_zero(self._dist_env, problem)
+        if problem:
+            raise UsageError(
+                f"step {step}: a checkpoint would not hold the state of all workers: {problem}; let the model and the "
+                "optimizer hold tensors of the same names, shapes and dtypes on every worker"
+            )
+
+    def _not_whole(self, claim: _Claim) -> str:
+        """What is wrong with what all workers hold and would save, on the leading one."""
+        others = (_Claim.model_validate(recv_json(rank, None)) for rank in range(1, self._dist_env.world_size))
+        claims = [claim, *others]
+        first: dict[str, tuple[int, str]] = {}
+        for rank, each in enumerate(claims):
+            for name, what in each.held.items():
+                before, known = first.setdefault(name, (rank, what))
+                if known != what:
+                    return f"{name} is {known} on worker {before} and {what} on worker {rank}"
+        try:
+            left = first.keys() - merge_rank_manifests((each.share for each in claims), {}).tensors.keys()
+        except ValueError as error:
+            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        else:
+            if not left:
+                return ""
+            problem = f"no worker would save {min(left)}"
+        if lone := sorted(name for name in first if sum(name in each.held for each in claims) == 1):
+            problem += f", and one worker alone holds {lone[0]}"
+        return problem
+
+    def allocate_buffer(self, state: Mapping[str, LocalTensor]) -> None:
+        """Allocate what the first save needs, in the background."""
+        self._saver.allocate_buffer(self._make_shards(state))
+
+    def _make_shards(self, state: Mapping[str, LocalTensor]) -> list[TensorShard]:
+        """What this worker writes."""
+        sizes = {
+            name: local_tensor.tensor.numel() * local_tensor.tensor.element_size()
+            for name, local_tensor in state.items()
+        }
+        if sizes != self._sizes:  # an optimizer has no state before its first update, which a guard may put off
+            self._sizes, self._own_names = sizes, self._assign_tensors(state, sizes)
+        return [
+            TensorShard(
+                name, block.slice_local(state[name].tensor), state[name].global_blocks.global_shape, block.global_offset
+            )
+            for name in sorted(self._own_names)
+            for block in state[name].global_blocks.blocks
+        ]
+
+    def wait_snapshot_copied(self) -> None:
+        """Call before tensors change."""
+        if self._waiting_for_copy:
+            self._stall_s += self._saver.wait_snapshot_copied()
+            self._waiting_for_copy = False
+        if self.in_memory is not None:
+            self.in_memory.wait_snapshot_copied()
+
+    def local_flags(self) -> tuple[bool, ...]:
+        """This worker's SAVE_FLAGS now."""
+        return (*self._disk_flags(), *((False, False) if self.in_memory is None else self.in_memory.local_flags()))
+
+    def _disk_flags(self) -> tuple[bool, bool, bool]:
+        if self.step_in_flight is None:
+            return (False, False, False)
+        state = self._saver.poll()
+        if state.phase is SavePhase.FAILED:
+            self.failure_reason = state.reason
+        failed = state.phase is SavePhase.FAILED or (state.phase is SavePhase.IDLE and bool(self.failure_reason))
+        return (state.phase is SavePhase.WRITTEN, failed, state.phase is SavePhase.COMMITTED)
+
+    def handle_flags(self, flags: Mapping[str, int]) -> None:
+        """Take the next turn, given the flags of all workers."""
+        if self.in_memory is not None:
+            self.in_memory.handle_flags(flags)
+        step = self.step_in_flight
+        if step is None:
+            return
+        if flags["failed"]:
+            self._saver.cancel()
+            reason = self.failure_reason or "another worker could not write its part"
+            self._reset_save()
+            self._report_event(CheckpointFailed(step=step, reason=reason))
+        elif flags["committed"]:
+            self._on_committed(step)
+        elif flags["written"] == self._dist_env.world_size and self._dist_env.is_rank_zero:
+            self._flush()
+            self._saver.commit_async()
+
+    def wait_until_saved(self) -> None:
+        """Block until nothing is in flight."""
+        while self.step_in_flight is not None:
+            while self._saver.poll_when_idle(DISK_POLL_INTERVAL_S).is_busy:
+                self._check_membership()
+            self.handle_flags(self._reduce_flags())
+
+    def close(self) -> None:
+        """Finish, and wait until old checkpoints, and all hot copies, are removed."""
+        self.wait_until_saved()
+        self._saver.retry_cleanup()
+        if self.in_memory is not None:
+            self.in_memory.close()
+        self._pruner.shutdown()
+        self._report_failed_removals()
+
+    def detach(self) -> PendingSave | None:
+        """Leave this world, waiting for no other worker: some are gone. Whole copies stay. The checkpoint that is being
+        written, if any, is returned; its thread goes on, but reads none of the state's tensors any more."""
+        self.wait_snapshot_copied()
+        if self.in_memory is not None:
+            self.in_memory.cancel()
+        self._pruner.shutdown()
+        if self.step_in_flight is None:
+            return None
+        return PendingSave(self._saver, self.step_in_flight, self._best, self._stall_s, self.failure_reason)
+
+    def _assign_tensors(self, state: Mapping[str, LocalTensor], sizes: Mapping[str, int]) -> set[str]:
+        """What this worker saves of what it holds."""
+        own: set[str] = set()
+        for replicated_axes in {local_tensor.replicated_axes for local_tensor in state.values()}:
+            sizes_with_axes = {
+                name: sizes[name]
+                for name, local_tensor in state.items()
+                if local_tensor.replicated_axes == replicated_axes
+            }
+            index, count = self._mesh.index_along(replicated_axes)
+            own.update(assign_to_ranks(sizes_with_axes, count)[index])
+        return own
+
+    def _reduce_flags(self) -> dict[str, int]:
+        flags = torch.tensor([float(flag) for flag in self.local_flags()], device=self._dist_env.device)
+        if self._dist_env.world_size > 1:
+            dist.all_reduce(flags)
+        return {name: round(value) for name, value in zip(SAVE_FLAG_NAMES, flags.tolist(), strict=True)}
+
+    def _on_committed(self, step: int) -> None:
+        state = self._saver.poll()
+        event = CheckpointSaved(
+            step=step,
+            path=os.path.join(self._run.checkpoints.name, format_checkpoint_name(step)),
+            size_bytes=state.size_bytes,
+            duration_s=state.duration_s,
+            stall_s=self._stall_s,
+        )
+        if self._dist_env.is_rank_zero:
+            if self._best is not None:
+                self._write_best_file(step, self._best)
+            self._prune(step)
+        self._reset_save()
+        self.last_saved = step
+        if self.in_memory is not None:
+            self.in_memory.note_checkpoint(step)
+        self._report_event(event)
+
+    def _write_best_file(self, step: int, loss: float) -> None:
+        try:
+            write_json(best_checkpoint_file(self._run), {"step": step, "loss": loss})
+        except OSError as error:  # the checkpoint may have taken the last room; training goes on
+            text = f"step {step} is the best so far, but this could not be written: {error}"
+            self._report_event(RunWarning(text=text))
+
+    def _prune(self, step: int) -> None:
+        """Have old checkpoints removed in the background; `step` is one that is good, and stays."""
+        self._report_failed_removals()
+        if self.prunes_old:
+            self._removals.append(self._pruner.submit(self._remove_old, step))
+
+    def _remove_old(self, step: int) -> list[Path]:
+        best = self._run.read_json_or_empty(best_checkpoint_file(self._run)).get("step")
+        protected = [step, best] if isinstance(best, int) else [step]
+        return apply_retention(self._run.checkpoints, self._keep, protected)
+
+    def _remove_new(self, step: int) -> None:
+        for path in list_checkpoints(self._run.checkpoints):
+            if parse_step(path) > step:
+                discard_directory(path)
+
+    def _report_failed_removals(self) -> None:
+        """Tell of an old checkpoint that could not be removed, on the leading worker; training goes on."""
+        done = [removal for removal in self._removals if removal.done()]
+        self._removals = [removal for removal in self._removals if removal not in done]
+        for removal in done:
+            try:
+                removal.result()
+            except OSError as error:
+                self._report_event(RunWarning(text=f"an old checkpoint could not be removed: {error}"))
+
+    def _reset_save(self) -> None:
+        self._saver.cancel()
+        if self._next_saver is not None:
+            self._saver, self._next_saver = self._next_saver, None
+        self.step_in_flight = None
+        self._stall_s = 0.0
+        self._waiting_for_copy = False
+        self.failure_reason = ""
+
+
+def best_checkpoint_file(run: Run) -> Path:
+    """Where it stands which checkpoint had the lowest held-out loss."""
+    return run.checkpoints / "best.json"

@@ -1,0 +1,190 @@
+"""When the state of a run is kept: in checkpoints, and in copies in the nodes' memory.
+
+It tells its `Saving` when to begin. Of a checkpoint that was lost together with a worker who wrote it, it remembers
+that one is owed in its place, and that a guard would have to go back before it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.errors import ExitCode, PhalanxError
+from phalanx.run import Event
+from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunWarning
+from phalanx.train.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
+from phalanx.train.checkpoint.interval import CheckpointInterval, ReportEventFn, StepTimes
+from phalanx.train.checkpoint.manager import CheckpointManager
+from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
+from phalanx.train.distributed.parallel_model import LocalTensor
+from phalanx.train.train_context import TrainContext
+from phalanx.train.train_state import SurvivorState, get_local_state
+
+
+class FinalSaveError(PhalanxError):
+    """The state with which a run ended could not be written."""
+
+    code = ExitCode.UNFINISHED
+
+
+class CheckpointPolicy:
+    """One worker's part."""
+
+    def __init__(
+        self,
+        context: TrainContext,
+        survivor_state: SurvivorState,
+        common_meta: dict[str, Any],
+        step_times: StepTimes,
+        report_event: ReportEventFn,
+    ):
+        self._context, self._train_state, self._report_event = context, survivor_state.train_state, report_event
+        recipe, dist_env, mesh = context.recipe, context.dist_env, context.parallel_model.mesh
+        reporting = (common_meta, self._on_save_event, context.reporter.flush)
+        train_state = self._train_state
+        self.interval = CheckpointInterval(
+            recipe.checkpoint.every, context.run, dist_env, train_state.last_saved_step, step_times, self._on_save_event
+        )
+        checkpoint_interval = self.interval.current_interval
+        in_memory = InMemoryCheckpointer(
+            context.run,
+            dist_env,
+            mesh,
+            recipe.checkpoint.in_memory_every,
+            train_state.step,
+            step_times,
+            checkpoint_interval,
+            *reporting,
+        )
+        self.checkpoints = CheckpointManager(
+            context.run, dist_env, mesh, recipe.checkpoint.keep, *reporting, in_memory, context.check_membership
+        )
+        self.checkpoints.prunes_old = not train_state.lost_checkpoint_step
+        if train_state.last_saved_step:
+            self.checkpoints.set_last_saved(train_state.last_saved_step)
+        self._inherited_step = survivor_state.pending_save and survivor_state.pending_save.step
+        if survivor_state.pending_save is not None:
+            self.interval.begin_save(survivor_state.pending_save.step)
+            self.checkpoints.adopt_pending_save(survivor_state.pending_save)
+        self._replacement_owed = (
+            train_state.lost_checkpoint_step > train_state.last_saved_step
+        )  # a save in place of one that was lost
+        self._buffers = list(context.parallel_model.owned_buffers())
+        self._frozen_versions = self._snapshot_frozen(values=True)
+        self._changed_frozen: set[str] | None = None  # of these, what forwards change; to be found
+        self._checked = False  # that the workers together save everything once
+        self._buffer_allocated = dist_env.device.type == "cpu"  # there memory is quickly had
+
+    def save_if_due(self, improved: bool) -> None:
+        """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
+        step = self._train_state.step
+        if not self._checked and not self._train_state.consecutive_skips:
+            self._checked = True
+            self.checkpoints.check_whole(step, self._local_tensors())
+        replacement_due = self._replacement_owed and self.checkpoints.step_in_flight is None
+        due = self.is_due(self.interval.is_due) or improved
+        if (
+            self.interval.interval_steps is None or self._train_state.consecutive_skips
+        ):  # weights in doubt are nothing to go back to
+            return
+        if not self._buffer_allocated:
+            self._buffer_allocated = True
+            self.checkpoints.allocate_buffer(self._local_tensors())
+        if not (due or replacement_due):
+            return
+        if self.checkpoints.step_in_flight is not None and not improved:
+            busy = f"step {step}: not saved, because step {self.checkpoints.step_in_flight} is still being written"
+            self._report_event(RunWarning(text=f"{busy}; a larger checkpoint.every would suit this disk"))
+            return
+        if improved:
+            self.checkpoints.wait_until_saved()
+        self._start_save(improved, is_scheduled=due)
+
+    def is_due(self, due: Callable[[int], bool]) -> bool:
+        """Whether something is due after this step: or was, while each worker trained apart, and now all hold the same
+        weights again."""
+        step, local_sgd = self._train_state.step, self._context.parallel_model.local_sgd
+        return any(due(each) for each in (range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)))
+
+    def copy_to_memory_if_due(self) -> None:
+        """Begin a copy into the nodes' memory if it is time; not while steps are skipped."""
+        in_memory, train_state = self.checkpoints.in_memory, self._train_state
+        if self.checkpoints.step_in_flight is not None:  # who goes on from a copy must have all checkpoints before it
+            return
+        if in_memory is None or train_state.consecutive_skips:
+            return
+        if self.is_due(lambda step: in_memory.is_due(step, self._context.recipe.steps)):
+            in_memory.start_copy(train_state, self._local_tensors(), self._names_to_copy_now())
+
+    def save_final(self, improved: bool) -> None:
+        """Save the state with which the run ends, unless it is saved already."""
+        self.checkpoints.wait_until_saved()
+        if self.checkpoints.last_saved != self._train_state.step:
+            self._start_save(improved, is_scheduled=True)
+            self.checkpoints.wait_until_saved()
+        self.checkpoints.close()
+        if self.checkpoints.last_saved != self._train_state.step:
+            where = (
+                ""
+                if self.checkpoints.last_saved is None
+                else f"; the last good checkpoint is of step {self.checkpoints.last_saved}"
+            )
+            raise FinalSaveError(f"step {self._train_state.step}: the last checkpoint could not be written{where}")
+
+    def _start_save(self, improved: bool, is_scheduled: bool) -> None:
+        """Begin a save; `is_scheduled` ones are those that a run has in which nobody is lost."""
+        self._replacement_owed = False
+        if is_scheduled:
+            self._set_lost_checkpoint(0)
+        self.interval.begin_save(self._train_state.step)
+        self.checkpoints.start_save(self._train_state, self._local_tensors(), self._names_to_copy_now(), improved)
+
+    def _names_to_copy_now(self) -> list[str]:
+        """What a step changes before its update, while a snapshot may still be copied: buffers, what the exchange
+        holds back, and parameters that are not trained if forwards have changed them."""
+        error_feedback = self._context.parallel_model.error_feedback
+        first = (
+            self._changed_frozen is None
+        )  # what is written to `weight.data` shows in values only, which are looked at once
+        now = self._snapshot_frozen(values=first)
+        comparable = now.keys() & self._frozen_versions.keys()  # FSDP may have some gathered at one time only
+        changed = {name for name in comparable if now[name][0] != self._frozen_versions[name][0]}
+        self._changed_frozen = (self._changed_frozen or set()) | changed
+        if first:
+            self._changed_frozen |= {name for name in comparable if now[name][1] != self._frozen_versions[name][1]}
+        return [
+            *self._buffers,
+            *sorted(self._changed_frozen),
+            *([] if error_feedback is None else error_feedback.local_tensors()),
+        ]
+
+    def was_restored(self) -> None:
+        """Parameters that are not trained were written to by no forward, but from a checkpoint."""
+        self._frozen_versions = self._snapshot_frozen(values=self._changed_frozen is None)
+
+    def _snapshot_frozen(self, values: bool) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        for module in self._context.parallel_model.modules:
+            found |= snapshot_weight_versions(module, values, frozen=True)
+        return found
+
+    def _set_lost_checkpoint(self, step: int) -> None:
+        """The checkpoint of this step is missing if a guard has to go back to it: what it was before it stays."""
+        self._train_state.lost_checkpoint_step = step
+        self.checkpoints.prunes_old = not step
+
+    def _local_tensors(self) -> dict[str, LocalTensor]:
+        return get_local_state(self._context.parallel_model, self._context.optimizer, self._context.scaler)
+
+    def _on_save_event(self, event: Event) -> None:
+        if isinstance(event, CheckpointSaved):
+            self._inherited_step = None
+            self._train_state.last_saved_step = event.step
+            self._replacement_owed = False
+            self.interval.record_saved(event.step, event.stall_s, event.duration_s)
+        elif isinstance(event, CheckpointFailed):
+            inherited_step, self._inherited_step = self._inherited_step, None
+            self.interval.record_failed()
+            if inherited_step is not None:
+                self._replacement_owed = True
+                if not self._train_state.lost_checkpoint_step:  # else it was itself in the place of one
+                    self._set_lost_checkpoint(event.step)
+        self._report_event(event)

@@ -1,0 +1,129 @@
+"""Going back to a checkpoint: which one is good for every worker, and each worker's part of it."""
+
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from phalanx.errors import is_storage_error
+from phalanx.run import Run
+from phalanx.train.checkpoint import (
+    CheckpointManifest,
+    CorruptCheckpointError,
+    LoadedCheckpoint,
+    list_checkpoints,
+    load_tensors,
+    parse_step,
+    read_manifest,
+)
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.object_collectives import all_gather_json
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.optim import OptimizerContainer
+from phalanx.train.precision import GradScaler
+from phalanx.train.train_state import get_model_tensors, load_full_state, read_local_state
+
+OnRejectFn = Callable[[Path, str, str], None]
+ApplyFn = Callable[[], None]
+RejectedFile = tuple[str, str, str]
+"""A checkpoint's path, the file's name, the reason."""
+ResultT = TypeVar("ResultT")
+NO_CHECKPOINT = -1
+"""Instead of a checkpoint's step: none is good."""
+
+
+def restore_checkpoint(
+    run: Run,
+    dist_env: DistEnv,
+    parallel_model: ParallelModel,
+    optimizer: OptimizerContainer,
+    scaler: GradScaler,
+    on_reject: OnRejectFn,
+    in_place: bool = False,
+) -> LoadedCheckpoint | None:
+    """Load the newest checkpoint that is good for every worker into the model, optimizer and scale; None when there is
+    none. Nothing changes before every worker has read its part of the same one, so all of them fall back to the one
+    before, or none. A bad one is reported on every worker. OSError on every worker when one's storage failed and there
+    is no other that all can read: a checkpoint that cannot be read now may be good.
+
+    `in_place`: without memory for all of it once more. Weights are read over those that there are, and what the
+    optimizer has is dropped first; so where None is returned or an error raised, the caller must not go on."""
+    if in_place:
+        optimizer.forget()
+
+    def read(path: Path) -> tuple[CheckpointManifest, ApplyFn]:
+        manifest = read_manifest(path)
+        if not parallel_model.fully_replicated:
+            return manifest, read_local_state(parallel_model, optimizer, scaler, path, manifest, in_place=in_place)
+        into = _fitting(get_model_tensors(parallel_model.modules[0]), manifest) if in_place else {}
+        tensors = load_tensors(path, manifest.tensors, into, manifest=manifest)
+        return manifest, lambda: load_full_state(parallel_model.modules[0], optimizer, scaler, tensors, str(path))
+
+    candidate, newest, storage_error_seen = None, None, False
+    while True:
+        rejected: list[RejectedFile] = []
+        if candidate is None:
+            candidate, storage_failed_now = _read_newest(run.checkpoints, newest, read, rejected)
+            storage_error_seen = storage_error_seen or storage_failed_now
+        gathered = all_gather_json(
+            dist_env,
+            {
+                "step": NO_CHECKPOINT if candidate is None else parse_step(candidate[0]),
+                "unknown": storage_error_seen,
+                "bad": rejected,
+            },
+        )
+        report_rejected_files(gathered, on_reject)
+        steps = [each["step"] for each in gathered]
+        newest = min(steps)
+        if newest == NO_CHECKPOINT or candidate is None:
+            if any(each["unknown"] for each in gathered):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(run.checkpoints))
+            return None
+        path, (manifest, apply) = candidate
+        if max(steps) == newest:
+            apply()
+            return LoadedCheckpoint(path, manifest, {})
+        if parse_step(path) > newest:  # another worker could not read this one
+            candidate = None
+
+
+def _fitting(tensors: Mapping[str, Tensor], manifest: CheckpointManifest) -> dict[str, Tensor]:
+    """Those that a checkpoint has just so."""
+    records = {name: manifest.tensors[name] for name in tensors.keys() & manifest.tensors.keys()}
+    return {
+        name: tensors[name]
+        for name, record in records.items()
+        if (record.torch_dtype, tuple(record.shape)) == (tensors[name].dtype, tuple(tensors[name].shape))
+    }
+
+
+def _read_newest(
+    directory: Path, max_step: int | None, read: Callable[[Path], ResultT], rejected: list[RejectedFile]
+) -> tuple[tuple[Path, ResultT] | None, bool]:
+    """The newest checkpoint that can be read here and is not newer than that step, and whether storage failed before.
+    `rejected` gets those that cannot be read."""
+    storage_error_seen = False
+    try:
+        for path in list_checkpoints(directory):
+            if max_step is not None and parse_step(path) > max_step:
+                continue
+            try:
+                return (path, read(path)), storage_error_seen
+            except CorruptCheckpointError as error:
+                rejected.append((str(path), error.file.name, error.reason))
+                storage_error_seen = storage_error_seen or error.storage_error is not None
+    except OSError as error:
+        if not is_storage_error(error):
+            raise
+        storage_error_seen = True
+    return None, storage_error_seen
+
+
+def report_rejected_files(gathered: Sequence[Mapping[str, Any]], on_reject: OnRejectFn) -> None:
+    """Report on every worker what any of them found `rejected`, once."""
+    for path, file, reason in dict.fromkeys(tuple(each) for theirs in gathered for each in theirs["bad"]):
+        on_reject(Path(path), file, reason)

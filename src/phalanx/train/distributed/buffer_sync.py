@@ -1,0 +1,329 @@
+"""State that forwards change: BatchNorm's statistics, moving averages, codebooks, counters, extra state of modules.
+
+The rule is that of DistributedDataParallel: what the first worker of a stage has counts. At the end of each step in
+which a forward changed a persistent buffer the others take it over, so all hold the same whenever something is saved or
+evaluated, and a run that goes on is the run that was stopped. It is not the same on another number of workers, since
+the first then sees other samples: under `determinism: elastic` such a model is refused, by the trial before the run, or
+in the step that shows it. Parameters that are not trained count as buffers do.
+
+Whether anything changes is seen by the versions that torch counts. Running statistics are written without being
+counted, so normalisation layers that keep some count as changed, and in its first step a worker compares values, too.
+A model whose forwards change nothing costs nothing but that look, and one without persistent buffers not even that.
+Workers need not find the same: each says in the agreement of the step whether it saw a change in what is not sent yet,
+and if one did all exchange names.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.compat import tensor_version
+from phalanx.errors import RecipeError
+from phalanx.recipe.grad_sync_defaults import explain_not_elastic
+from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.module_state import (
+    find_extra_state_modules,
+    get_extra_state,
+    get_persistent_buffers,
+    load_extra_state,
+)
+from phalanx.train.distributed.object_collectives import all_gather_json
+from phalanx.train.ops.collectives import Group
+
+VersionedBuffer = tuple[Tensor, int]
+"""A buffer, and its version."""
+NORM_LAYER_TYPES: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+MODULE_ATTRIBUTES = ("training", *vars(nn.Module()))
+"""Attributes that every module has."""
+MAX_COMPARED_VALUES = 1000
+"""More values than that in an attribute are not compared."""
+NORM_LAYER_TYPES += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+GENERATOR_POSITION: dict[type, Callable[[Any], object]] = {
+    torch.Generator: lambda generator: bytes(generator.get_state()),
+    random.Random: lambda generator: generator.getstate(),
+    np.random.Generator: lambda generator: str(generator.bit_generator.state),
+    np.random.RandomState: lambda generator: str(generator.get_state()),
+}
+"""Kinds of generators of random numbers, and where one of them stands."""
+INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
+
+
+def updates_running_stats(module: nn.Module) -> bool:
+    """Whether a forward moves running statistics of this layer."""
+    return isinstance(module, NORM_LAYER_TYPES) and module.training and module.running_mean is not None
+
+
+def find_changed_buffers(before: dict[str, VersionedBuffer], now: dict[str, Tensor]) -> list[str]:
+    """Names of the buffers that were written to, or replaced, since."""
+    known = {name: version for name, (buffer, version) in before.items() if now.get(name) is buffer}
+    return [name for name, buffer in now.items() if known.get(name) != tensor_version(buffer)]
+
+
+def snapshot_weight_versions(model: nn.Module, values: bool = True, frozen: bool = False) -> dict[str, tuple[int, int]]:
+    """What shows whether a parameter was written to: its version, and the sum of its bits where it has `values`, since
+    what is written to `weight.data` is not counted. Those that are sharded are left out; `frozen`: those that are
+    trained, too."""
+    return {
+        name: (tensor_version(parameter), _sum_bits(parameter) if values else 0)
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor) and not (frozen and parameter.requires_grad)
+    }
+
+
+def _sum_bits(tensor: Tensor) -> int:
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return int(real.view(INTEGER_DTYPES[real.element_size()]).sum(dtype=torch.int64))
+
+
+class BufferSync:
+    """That of one worker. `group` are those who hold the same modules; `elastic`: results must not depend on how many
+    these are; `has_all_parameters`: each holds all of the parameters."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        dist_env: DistEnv,
+        group: Group,
+        elastic: bool,
+        has_all_parameters: bool = True,
+    ):
+        self._dist_env, self._group, self._elastic, self._has_all_parameters = (
+            dist_env,
+            group,
+            elastic,
+            has_all_parameters,
+        )
+        watches = group is not None or elastic
+        self._modules = (
+            [m for m in modules if self._mutable_tensors(m) or find_extra_state_modules(m)] if watches else []
+        )
+        self._extra = any(find_extra_state_modules(module) for module in self._modules)
+        self._synced_names: set[str] = set()
+        self._changed_now: set[str] = set()
+        self._versions_before: dict[str, VersionedBuffer] = {}
+        self._extra_before: dict[str, Tensor] = {}
+        self._norms = {
+            f"{name}.{buffer}" if name else buffer: layer
+            for module in self._modules
+            for name, layer in module.named_modules()
+            if isinstance(layer, NORM_LAYER_TYPES)
+            for buffer, _ in layer.named_buffers(recurse=False)
+        }
+        self._values: dict[str, Tensor] | None = {}  # in the first step
+
+    def record_versions(self) -> None:
+        """A step begins."""
+        self._versions_before = {
+            name: (buffer, tensor_version(buffer)) for name, buffer in self._collect_buffers().items()
+        }
+        if self._values is not None:
+            self._values = {  # not of parameters, which may be many
+                name: buffer.detach().clone()
+                for name, (buffer, _) in self._versions_before.items()
+                if not isinstance(buffer, nn.Parameter)
+            }
+        if self._extra:
+            self._extra_before = self._collect_extra_state()
+
+    def detect_changes(self) -> bool:
+        """Whether forwards of this step changed what is not sent yet."""
+        self._changed_now = set(self._changed_names()) if self._modules else set()
+        return bool(self._changed_now - self._synced_names)
+
+    @torch.no_grad()
+    def sync_buffers(self, any_changed: bool) -> list[str]:
+        """After the step, of which all know whether any worker `found` something: have all hold what the first does.
+        Returns the names that are new. RecipeError on all workers under `determinism: elastic`. Every worker calls
+        it."""
+        new: list[str] = []
+        self._values = None
+        if any_changed:
+            names = {name for theirs in all_gather_json(self._dist_env, sorted(self._changed_now)) for name in theirs}
+            new = sorted(names - self._synced_names)
+            self._synced_names |= names
+            if self._elastic:
+                raise RecipeError(explain_not_elastic(format_names(new)))
+        if self._synced_names and self._group is not None:
+            self._broadcast_buffers()
+        return new
+
+    def _mutable_tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """What forwards may change of a module, and a checkpoint holds as a tensor."""
+        frozen = [
+            (name, each)
+            for name, each in module.named_parameters()
+            if self._has_all_parameters and not each.requires_grad
+        ]
+        return get_persistent_buffers(module) | dict(frozen)
+
+    def _collect_buffers(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for module in self._modules:
+            found |= self._mutable_tensors(module)
+        return found
+
+    def _collect_extra_state(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for module in self._modules:
+            found |= get_extra_state(module)
+        return found
+
+    def _changed_names(self) -> list[str]:
+        now = self._collect_buffers()
+        found = find_changed_buffers(self._versions_before, now)
+        found += [name for name, layer in self._norms.items() if name in now and updates_running_stats(layer)]
+        found += [name for name, value in (self._values or {}).items() if not _same_bits(value, now.get(name))]
+        if self._extra:
+            extra = self._collect_extra_state()
+            found += [name for name, value in extra.items() if not value.equal(self._extra_before[name])]
+        return found
+
+    def _broadcast_buffers(self) -> None:
+        buffers = self._collect_buffers()
+        chosen = [buffers[name] for name in sorted(self._synced_names & buffers.keys())]
+        chosen.sort(key=lambda buffer: -buffer.element_size())  # so that each begins where its elements may
+        if chosen:
+            parts = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in chosen]
+            flat = torch.cat(parts)
+            dist.broadcast(flat, group=self._group, group_src=0)
+            if dist.get_rank(self._group):
+                for buffer, part in zip(chosen, flat.split([part.numel() for part in parts]), strict=True):
+                    buffer.copy_(part.view(buffer.dtype).view(buffer.shape))
+        if any(name.startswith(EXTRA_STATE_PREFIX) for name in self._synced_names):
+            self._broadcast_extra_state()
+
+    def _broadcast_extra_state(self) -> None:
+        own = self._collect_extra_state()
+        names = sorted(own)
+        sizes = torch.tensor([own[name].numel() for name in names])
+        dist.broadcast(sizes, group=self._group, group_src=0)
+        is_source = dist.get_rank(self._group) == 0
+        total = int(sizes.sum())
+        flat = torch.cat([own[name] for name in names]) if is_source else torch.empty(total, dtype=torch.uint8)
+        dist.broadcast(flat, group=self._group, group_src=0)
+        if not is_source:
+            received = dict(zip(names, flat.split(sizes.tolist()), strict=True))
+            for module in self._modules:
+                load_extra_state(module, received, "the first worker")
+
+
+def _same_bits(value: Tensor, now: Tensor | None) -> bool:
+    """Bit by bit, so NaN counts as itself, and each dtype can be compared."""
+    if now is None or value.shape != now.shape or value.dtype != now.dtype:
+        return False
+    return torch.equal(_as_byte_view(value), _as_byte_view(now))
+
+
+def _as_byte_view(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    """Whether it is plain memory with values; a sparse, nested or quantised tensor is not."""
+    strided = tensor.layout == torch.strided and not tensor.is_nested
+    return strided and not tensor.is_quantized and not tensor.is_meta
+
+
+def find_forward_changes(model: nn.Module, forward: Callable[[], object]) -> tuple[list[str], list[str]]:
+    """Names of what `forward`, called twice, changes: of what a checkpoint holds, and of what none does (buffers that
+    are not persistent, and plain attributes). What the second of two equal forwards leaves as the first did is a cache
+    or a result, not state; so is what each forward computes anew from what a checkpoint holds."""
+    state = BufferSync([model], DistEnv(), None, elastic=True)
+    state.record_versions()
+    forward()
+    before = _copy_unsaved_state(model)
+    forward()
+    state.detect_changes()
+    now = _copy_unsaved_state(model)
+    lost = sorted(name for name in now if name in before and not _values_equal(before[name], now[name]))
+    if tensors := {name: before[name] for name in lost if isinstance(before[name], Tensor)}:
+        computed = _computed(model, forward, state._mutable_tensors(model), tensors)
+        lost = [name for name in lost if name not in computed]
+    return sorted(state._changed_now), lost
+
+
+@torch.no_grad()
+def _restore(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in held.items():
+        tensor.copy_(values[name])
+
+
+def _computed(
+    model: nn.Module, forward: Callable[[], object], held: dict[str, Tensor], others: Mapping[str, Tensor]
+) -> set[str]:
+    """Those of `others` that come out of a forward equal whatever they were before it, where what a checkpoint holds
+    was the same: the weight of the older spectral norm, say. They have the values of another forward to begin with."""
+    values = {name: tensor.detach().clone() for name, tensor in held.items()}
+    forward()
+    once = _copy_unsaved_state(model)
+    _restore(held, values)
+    for name, value in others.items():
+        path, _, key = name.rpartition(".")
+        setattr(model.get_submodule(path), key, value.clone())
+    forward()
+    again = _copy_unsaved_state(model)
+    return {name for name in others if name in once and name in again and _values_equal(once[name], again[name])}
+
+
+def _copy_unsaved_state(model: nn.Module) -> dict[str, Any]:
+    """Copies of what modules hold beside parameters, persistent buffers, what their `get_extra_state` gives, and what
+    is summed over all workers at the end of a step (`after_step`); and where random numbers other than torch's are."""
+    saved, extra = get_persistent_buffers(model), find_extra_state_modules(model)
+    found: dict[str, Any] = {"Python's random": random.getstate(), "numpy.random": str(np.random.get_state())}
+    for name, module in model.named_modules():
+        if name in extra or hasattr(module, "after_step"):
+            continue
+        own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
+        own |= dict(module.named_buffers(recurse=False))
+        attributes = {f"{name}.{key}" if name else key: value for key, value in own.items() if _is_plain_value(value)}
+        found |= {key: _copy_value(value) for key, value in attributes.items() if key not in saved}
+    return found
+
+
+def _is_plain_value(value: object) -> bool:
+    """Whether an attribute is a value that can be compared: a number, a text, a tensor, or a few of them."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | deque):
+        return len(value) <= MAX_COMPARED_VALUES and all(_is_plain_value(each) for each in value)
+    if isinstance(value, Tensor):
+        return _is_comparable(value)
+    return value is None or isinstance(value, bool | int | float | str) or type(value) in GENERATOR_POSITION
+
+
+def _copy_value(value: Any) -> Any:
+    if type(value) in GENERATOR_POSITION:
+        return GENERATOR_POSITION[type(value)](value)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copy_value(each) for key, each in value.items()}
+    return [_copy_value(each) for each in value] if isinstance(value, list | tuple | deque) else value
+
+
+def _values_equal(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return _same_bits(before, now)
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(_values_equal(each, now[key]) for key, each in before.items())
+    if isinstance(before, list):
+        return len(before) == len(now) and all(map(_values_equal, before, now))
+    return bool(before == now or (before != before and now != now))  # NaN counts as itself
+
+
+def format_names(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(name.removeprefix(EXTRA_STATE_PREFIX) or "the model's extra state" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

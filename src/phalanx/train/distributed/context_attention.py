@@ -1,0 +1,204 @@
+"""Attention over a sequence of which every rank of a group holds a part: what context parallelism is made of.
+
+Queries, keys and values come as the rank's own positions, [b, heads, s/n, d], and so does the result; gradients flow
+back to the ranks that hold the values. Two ways:
+
+`gather`    Keys and values of the whole sequence are gathered on every rank, which answers its own queries (the
+            all-gather of Llama 3: Grattafiori et al. 2024, section 3.3.2). The sequence is cut into 2n chunks and rank
+            r holds chunks r and 2n-1-r, in this order, so that causal work is the same for all ("zigzag").
+`alltoall`  An all-to-all turns parts of the sequence with all heads into the whole sequence with h/n heads, ordinary
+            attention follows, and a second all-to-all turns its result back (Ulysses: Jacobs et al. 2023). Rank r
+            holds the r-th of n contiguous parts.
+
+It is not about how a model comes to use this, nor how a batch is cut: see context_parallel.py. Letters: b batch, s the
+whole sequence, n ranks, h heads of queries, g heads of keys and values, d features of a head, c = s / 2n.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from phalanx.compat import causal_lower_right
+from phalanx.errors import RecipeError
+from phalanx.train.ops.collectives import Group, all_to_all_rows, gather_from_group, group_rank, group_size
+
+ContextMethod = Literal["gather", "alltoall"]
+
+
+def choose_context_method(heads: int, kv_heads: int, n: int) -> ContextMethod:
+    """The way for n ranks: `alltoall` where the heads divide by n, else `gather`, which needs nothing of them.
+
+    With e bytes a number, one attention receives on each rank, in the forward pass (and again in the backward)
+
+        gather     (n-1)/n x b s d e x 2g                              keys and values of all others
+        alltoall   (n-1)/n x b s d e x (2h + 2 lcm(g, n)) / n          own queries, keys, values; then results
+
+    where lcm(g, n) = g if the key-value heads divide by n, too. With g = h all-to-all receives n/2 times less. With
+    g = h/4 it receives more up to n = 4, and is chosen all the same: bytes grow with s and attention with s^2, its
+    attention is the ordinary one of whole sequences, with the best kernels, and gathered keys and values need not be
+    kept for the backward. Key-value heads that do not divide it repeats, lcm(g, n) in all: only where that receives
+    less than gathering is it chosen.
+    """
+    if heads % n == 0 and (kv_heads % n == 0 or heads + math.lcm(kv_heads, n) <= n * kv_heads):
+        return "alltoall"
+    return "gather"
+
+
+def local_chunks(method: ContextMethod, rank: int, n: int) -> tuple[tuple[int, ...], int]:
+    """The numbers of the chunks that a rank holds, in its order, and into how many the sequence is cut."""
+    return ((rank, 2 * n - 1 - rank), 2 * n) if method == "gather" else ((rank,), n)
+
+
+def make_document_masks(documents: Tensor, method: ContextMethod, group: Group) -> tuple[Tensor, ...]:
+    """What a query may see, from the number of each position's document [b, s]: earlier keys in its own document.
+
+    gather: for each of the rank's two chunks [b, 1, c, k], with the k keys up to the chunk's end.
+    alltoall: one mask [b, 1, s, s].
+    """
+    length = documents.shape[1]
+    positions = torch.arange(length, device=documents.device)
+    if method == "alltoall":
+        spans = [(0, length)]
+    else:
+        chunks, count = local_chunks(method, group_rank(group), group_size(group))
+        spans = [(chunk * length // count, (chunk + 1) * length // count) for chunk in chunks]
+    return tuple(
+        (documents[:, None, start:end, None] == documents[:, None, None, :end])
+        & (positions[start:end, None] >= positions[:end])
+        for start, end in spans
+    )
+
+
+def attention_over_context(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group,
+    method: ContextMethod,
+    *,
+    causal: bool,
+    masks: tuple[Tensor, ...] | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of this rank's queries [b, h, s/n, d] to the keys and values [b, g, s/n, d] of the whole sequence.
+
+    Causal or full; `masks`, those of `make_document_masks`, take the place of the causal rule. h must be a multiple of
+    g. Returns [b, h, s/n, dv]. RecipeError if `alltoall` cannot divide the heads.
+    """
+    query, key, value = (_cast_to_autocast_dtype(x) for x in (query, key, value))
+    attention_fn = _attention_all_gather if method == "gather" else _attention_all_to_all
+    return attention_fn(query, key, value, group, causal, masks, scale)
+
+
+def _attention_all_gather(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group,
+    causal: bool,
+    masks: tuple[Tensor, ...] | None,
+    scale: float | None,
+) -> Tensor:
+    n = group_size(group)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    whole = gather_from_group(
+        torch.cat([key, value], dim=-1), group, dim=2
+    )  # [b, g, s, d + dv], in the order of the ranks
+    widths = [key.shape[-1], value.shape[-1]]
+    if not causal and masks is None:  # the order of the keys does not matter
+        keys, values = whole.split(widths, dim=-1)
+        return scaled_dot_product_attention(query, keys, values, **options)
+    keys, values = _to_sequence_order(whole, n).split(widths, dim=-1)
+    size = query.shape[2] // 2
+    chunks, _ = local_chunks("gather", group_rank(group), n)
+    results = []
+    for index, (chunk, queries) in enumerate(zip(chunks, query.split(size, dim=2), strict=True)):
+        end = (chunk + 1) * size
+        if masks is not None:
+            mask: dict[str, Any] = {"attn_mask": masks[index]}
+        elif end == size:
+            mask = {"is_causal": True}
+        else:
+            mask = {"attn_mask": _causal_bias_at_end(size, end, query.device)}
+        results.append(scaled_dot_product_attention(queries, keys[:, :, :end], values[:, :, :end], **mask, **options))
+    return torch.cat(results, dim=2)
+
+
+def _causal_bias_at_end(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The causal rule for queries at the end of more keys. CUDA has kernels for the bias, which need no mask, but
+    torch.compile cannot make one; on a CPU it would only be turned into this mask, which costs 3 to 13% of the time of
+    attention without one."""
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)
+    positions = torch.arange(keys, device=device)
+    return positions[keys - queries :, None] >= positions
+
+
+def _to_sequence_order(whole: Tensor, n: int) -> Tensor:
+    """Chunks 0, 2n-1, 1, 2n-2, ... along dimension 2 in the order of the sequence. Slices, not an index: the gradient
+    of an index is a scattered addition, which is slow and on CUDA of no fixed order."""
+    pairs = whole.unflatten(2, (n, 2, -1))  # [b, g, n, 2, c, d]
+    return torch.cat([pairs[:, :, :, 0], pairs[:, :, :, 1].flip(2)], dim=2).flatten(2, 3)
+
+
+def _attention_all_to_all(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group,
+    causal: bool,
+    masks: tuple[Tensor, ...] | None,
+    scale: float | None,
+) -> Tensor:
+    n, heads, kv_heads = group_size(group), query.shape[1], key.shape[1]
+    if heads % n:
+        raise RecipeError(
+            f"parallelism.context: {heads} heads of attention do not divide by {n}, so all-to-all cannot; gather can"
+        )
+    # Each rank needs the key-value heads of its queries: as often as lcm(g, n), which divides h, makes it come out.
+    repeats = math.lcm(kv_heads, n) // kv_heads
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    query, key, value = _shard_heads_not_sequence([query, key, value], group)
+    out = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if masks is None else masks[0],
+        is_causal=causal and masks is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return _shard_sequence_not_heads(out, group)
+
+
+def _shard_heads_not_sequence(parts: list[Tensor], group: Group) -> list[Tensor]:
+    """All heads of a part of the sequence [b, h, s/n, d] -> the whole sequence of a part of the heads [b, h/n, s, d],
+    for several tensors in one exchange."""
+    n = group_size(group)
+    rows = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in parts]  # [n, b, h/n, s/n, d]
+    sent = torch.cat([row.reshape(n, -1) for row in rows], dim=1)
+    arrived = all_to_all_rows(sent, [1] * n, [1] * n, group).split([row[0].numel() for row in rows], dim=1)
+    return [
+        received.reshape(row.shape).movedim(0, 2).flatten(2, 3)  # [b, h/n, n, s/n, d]
+        for received, row in zip(arrived, rows, strict=True)
+    ]
+
+
+def _shard_sequence_not_heads(x: Tensor, group: Group) -> Tensor:
+    """The way back: [b, h/n, s, d] -> [b, h, s/n, d]."""
+    n = group_size(group)
+    rows = x.unflatten(2, (n, -1)).movedim(2, 0)  # [n, b, h/n, s/n, d]
+    arrived = all_to_all_rows(rows.reshape(n, -1), [1] * n, [1] * n, group)
+    return arrived.reshape(rows.shape).movedim(0, 1).flatten(1, 2)
+
+
+def _cast_to_autocast_dtype(x: Tensor) -> Tensor:
+    """x as autocast would hand it to the kernel, so that no more bytes are sent than are used."""
+    kind = x.device.type
+    if kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x

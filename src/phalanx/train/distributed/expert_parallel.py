@@ -1,0 +1,133 @@
+"""Expert parallel: each rank of a group holds some of the experts, and rows travel to their experts and back.
+
+Any module may be divided that says `expert_parallel = True`, whose parameters all have the expert as first dimension,
+and whose `forward(x, counts)` takes rows x [m, w] sorted by expert and how many there are for each, counts [E] (int64),
+gives rows [m, ...] in the same order, and takes as many experts as it finds weights for. Our `GroupedExperts` does, and
+so may a user's. (Lepikhin et al. 2020, GShard; but no row is dropped, so their numbers differ from rank to rank.)
+
+The rows of all the group's ranks meet at the one rank that has their expert. So there the gradient of the expert's
+weights is already the sum over the group, and must not be added up over it again.
+
+Who has which tokens, the router, and how parameters are sharded and saved are not this file's business.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.errors import RecipeError
+from phalanx.train.distributed.shard_spec import DimShard, shard_evenly
+from phalanx.train.ops.collectives import Group, all_to_all_rows
+
+ExpertForward = Callable[[Tensor, Tensor], Tensor]
+
+
+def apply_expert_parallel(model: nn.Module, group: Group) -> dict[str, DimShard]:
+    """Keep this rank's experts [rank E/n, (rank + 1) E/n) of every module of experts in `model`, in place, and wrap its
+    forward so that rows reach them. Each rank of the group must call it, and later each forward and backward, as often
+    as the others, without rows if need be. Returns the cut of every parameter that was divided, by its name.
+
+    Raises RecipeError when the model has no experts, or not a multiple of the ranks.
+    """
+    if group is None or group.size() == 1:
+        return {}
+    experts = check_experts(model, group.size())
+    found = {name: model.get_submodule(name) for name in experts}
+    dim_shards: dict[str, DimShard] = {}
+    new_params: dict[nn.Parameter, nn.Parameter] = {}  # two modules may share one
+    for name, module in found.items():
+        dim_shard = shard_evenly(0, experts[name], group.rank(), group.size(), "expert")
+        for key, parameter in list(module.named_parameters(remove_duplicate=False)):
+            owner, _, attribute = key.rpartition(".")
+            if parameter not in new_params:
+                new_params[parameter] = _slice_experts(parameter, dim_shard)
+                dim_shards[f"{name}.{key}" if name else key] = dim_shard
+            setattr(module.get_submodule(owner), attribute, new_params[parameter])
+        module.forward = _dispatch_and_combine(module.forward, group)
+    return dim_shards
+
+
+def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of experts, by name."""
+    return {name: module for name, module in model.named_modules() if getattr(module, "expert_parallel", False)}
+
+
+def check_experts(model: nn.Module, size: int) -> dict[str, int]:
+    """The number of experts of each module of experts. RecipeError when there is none, or `size` ranks cannot share
+    them evenly."""
+    found = find_expert_modules(model)
+    if not found:
+        raise RecipeError(
+            f"parallelism.expert: found {size}, but the model has no experts to divide (phalanx.models:moe has); "
+            "expected 1"
+        )
+    experts = {name: _count_experts(name, module) for name, module in found.items()}
+    for name, count in experts.items():
+        if count % size:
+            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise RecipeError(
+                f"parallelism.expert: {size} ranks cannot share the {count} experts of {name or 'the model'} evenly; "
+                f"expected one of {fitting}"
+            )
+    return experts
+
+
+def _count_experts(name: str, module: nn.Module) -> int:
+    """The number of experts; RecipeError where the parameters disagree about it."""
+    counts = {key: len(p) if p.dim() else 0 for key, p in module.named_parameters()}
+    if len(set(counts.values())) != 1:
+        raise RecipeError(
+            f"parallelism.expert: {name or 'the model'} says expert_parallel, so all its parameters must have the "
+            f"expert as first dimension; found first dimensions {counts}"
+        )
+    return next(iter(counts.values()))
+
+
+def _slice_experts(parameter: nn.Parameter, dim_shard: DimShard) -> nn.Parameter:
+    ((start, end),) = dim_shard.ranges
+    part = parameter.detach()[start:end].clone()  # a view would keep the whole in memory
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def _dispatch_and_combine(compute_local: ExpertForward, group: dist.ProcessGroup) -> ExpertForward:
+    """`compute_local`, which computes the rank's own experts, for rows of all experts.
+
+    Left out of compiled graphs: how many rows travel is known only when they do.
+    """
+
+    def forward(x: Tensor, counts: Tensor) -> Tensor:
+        """x [m, w], rows sorted by expert, counts [E] -> [m, ...]; the rows are computed where their expert is."""
+        send = counts.unflatten(0, (group.size(), -1)).contiguous()  # [ranks, own experts]: for each of another's
+        received_counts = torch.empty_like(send)  # [ranks, own experts]: from each, for own
+        dist.all_to_all_single(received_counts, send, group=group)
+        # Messages need lengths on the host: the one wait for the device.
+        to_each, from_each = torch.stack((send.sum(1), received_counts.sum(1))).tolist()
+        rows = all_to_all_rows(x, to_each, from_each, group)
+        # They come by rank, and within each by expert; `compute_local` wants them by expert, and within each by rank.
+        ranks, own = received_counts.shape
+        blocks = torch.arange(own, device=x.device).repeat(ranks)
+        experts = blocks.repeat_interleave(received_counts.flatten(), output_size=sum(from_each))
+        order = experts.argsort(stable=True)
+        back = order.argsort()
+        outputs = compute_local(_Permute.apply(rows, order, back), received_counts.sum(0))
+        return all_to_all_rows(_Permute.apply(outputs, back, order), from_each, to_each, group)
+
+    disabled: ExpertForward = torch.compiler.disable(forward)
+    return disabled
+
+
+class _Permute(torch.autograd.Function):
+    """Rows of x in a new order; `back` is its inverse. Backward gathers, where plain indexing would scatter and add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (back,) = ctx.saved_tensors
+        return grad[back], None, None

@@ -1,0 +1,207 @@
+"""Which linear layers a run computes in fp8: those in blocks whose matrices are so large that it is faster here.
+
+Small products lose, since finding the scales and casting costs as much as it saves; where the border lies depends on
+the device. So both ways are timed, forward and backward, for each distinct shape, on the very device and as they will
+run (compiled or not). All workers go by what the leading one measured, and the run keeps it (`fp8.json`): a run that
+goes on chooses alike. What is never computed in fp8: the head, whose logits need the digits, and what a module with
+`keeps_precision = True` contains, such as the router of a mixture of experts.
+"""
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phalanx.cluster.matmul_benchmark import median_seconds
+from phalanx.errors import RecipeError
+from phalanx.recipe.checks import FP8_VARIABLE, NO_FP8_TEXT, has_fp8
+from phalanx.run import Run
+from phalanx.run.cache import load_or_measure
+from phalanx.run.directory import write_json
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json
+from phalanx.train.ops.float8 import (
+    Float8Weight,
+    can_use_float8,
+    convert_to_float8,
+    float8_linear,
+    quantize_weights_once,
+)
+
+MIN_SPEEDUP = 1.05
+"""fp8 is chosen where it is at least so many times faster: less would be within the noise of the measurement."""
+DEFAULT_ROWS = 8192
+"""Rows of a layer's input that are assumed where nothing tells: in a loop of the user's own."""
+TIMING_DURATION_S = 0.2  # for each way to compute a shape
+
+
+@dataclass(frozen=True, order=True)
+class MatmulShape:
+    """Of a layer's product: [rows, inputs] x [inputs, outputs]."""
+
+    rows: int
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of a layer's forward and backward."""
+
+    bf16: float
+    fp8: float
+
+
+def select_shapes(times: Mapping[MatmulShape, LayerTimes]) -> frozenset[MatmulShape]:
+    """The shapes for which fp8 is faster by at least `MIN_SPEEDUP`."""
+    return frozenset(shape for shape, each in times.items() if each.bf16 >= MIN_SPEEDUP * each.fp8)
+
+
+def find_candidates(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Linear]:
+    """Linear layers in blocks that can be computed in fp8, by name."""
+    inside = tuple(f"{block}." for block in blocks)
+    excluded = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "keeps_precision", False))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.startswith(inside)
+        and not name.startswith(excluded)
+        and can_use_float8(module)
+    }
+
+
+def measure_layer_rows(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
+    """Rows of what enters each linear layer when `run()` calls the model; 0 for a layer that it does not use."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    rows = dict.fromkeys(layers, 0)
+
+    def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows[name] = max(rows[name], args[0].numel() // args[0].shape[-1] if args else 0)
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(noting(name)) for name, module in layers.items()]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return rows
+
+
+@dataclass(frozen=True)
+class Float8Selector:
+    """Chooses for a model that tensor parallel has cut already: `rows` of a micro-batch for each layer by name, ROWS
+    for those that it does not know."""
+
+    run: Run
+    dist_env: DistEnv
+    rows: Mapping[str, int]
+    compiled: bool
+    always: bool = False
+
+    def __call__(self, model: nn.Module, blocks: Iterable[str]) -> list[str]:
+        """Have the layers that are worth it computed in fp8; their names. RecipeError on a device without fp8. Every
+        worker calls it."""
+        layers = find_candidates(model, blocks)
+        if self.always:
+            selected = set(layers)
+        else:
+            check_float8_device(self.dist_env.device)
+            shapes = {name: self._layer_shape(name, layer) for name, layer in layers.items()}
+            good = select_shapes(self._gather_times(set(shapes.values())))
+            selected = {name for name, shape in shapes.items() if shape in good}
+        for name in selected:
+            convert_to_float8(layers[name])
+        quantize_weights_once(model)
+        return sorted(selected)
+
+    def _layer_shape(self, name: str, layer: nn.Linear) -> MatmulShape:
+        outputs, inputs = layer.weight.shape
+        return MatmulShape(self.rows.get(name, DEFAULT_ROWS), inputs, outputs)
+
+    def _gather_times(self, shapes: Collection[MatmulShape]) -> dict[MatmulShape, LayerTimes]:
+        """The same times on all workers: of their shapes together, as the leading one measured them."""
+        if self.dist_env.world_size > 1:
+            gathered = all_gather_json(self.dist_env, [asdict(shape) for shape in shapes])
+            shapes = {MatmulShape(**each) for shapes_of_rank in gathered for each in shapes_of_rank}
+        found: dict[MatmulShape, LayerTimes] = {}
+        if self.dist_env.is_rank_zero:
+            path = self.run.path / "fp8.json"
+            known = _read_times(self.run, path)
+            found = {shape: known.get(shape) or self._measure_cached(shape) for shape in sorted(shapes)}
+            if found.keys() - known.keys():
+                _write_times(path, known | found)
+        if self.dist_env.world_size > 1:
+            broadcast_times = broadcast_json(0, [[asdict(shape), asdict(times)] for shape, times in found.items()])
+            found = {MatmulShape(**shape): LayerTimes(**times) for shape, times in broadcast_times}
+        return found
+
+    def _measure_cached(self, shape: MatmulShape) -> LayerTimes:
+        device = self.dist_env.device
+        key: dict[str, Any] = {"shape": asdict(shape), "compiled": self.compiled, "torch": torch.__version__}
+        key["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return LayerTimes(**load_or_measure("fp8", key, lambda: asdict(time_layer(shape, device, self.compiled))))
+
+
+def make_float8_selector(run: Run, dist_env: DistEnv, rows: Mapping[str, int], compiled: bool) -> Float8Selector:
+    """The chooser of a run, as the environment wants it."""
+    return Float8Selector(run, dist_env, rows, compiled, always=os.environ.get(FP8_VARIABLE) == "always")
+
+
+def check_float8_device(device: torch.device) -> None:
+    """RecipeError unless the device has tensor cores for fp8."""
+    is_nvidia = device.type == "cuda" and not torch.version.hip  # AMD's capabilities are other numbers
+    if not has_fp8(torch.cuda.get_device_capability(device) if is_nvidia else None):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise RecipeError(f"precision: {NO_FP8_TEXT.format(name)}")
+
+
+def time_layer(
+    shape: MatmulShape, device: torch.device, compiled: bool, duration_s: float = TIMING_DURATION_S
+) -> LayerTimes:
+    """Time forward and backward of a layer of this shape both ways, with fp32 weights under bf16 autocast."""
+    x = torch.randn(shape.rows, shape.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(shape.outputs, shape.inputs, device=device, requires_grad=True)
+    grad = torch.randn(shape.rows, shape.outputs, device=device, dtype=torch.bfloat16)
+
+    def seconds_of(product: Callable[[Tensor, Tensor], Tensor]) -> float:
+        called = torch.compile(product, dynamic=False) if compiled else product
+
+        def run() -> None:
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                out = called(x, weight)
+            torch.autograd.grad(out, (x, weight), grad)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        run()  # compiles
+        return median_seconds(run, duration_s, time.perf_counter)
+
+    float8_weight = Float8Weight.allocate_for(weight)  # as a run has it, where it is quantised once a step
+    float8_weight.quantize_from(weight)
+    fp8 = seconds_of(lambda x, weight: float8_linear(x, weight, float8_weight=float8_weight))
+    return LayerTimes(bf16=seconds_of(lambda x, weight: F.linear(x, weight)), fp8=fp8)
+
+
+def _read_times(run: Run, path: Path) -> dict[MatmulShape, LayerTimes]:
+    records = (run.read_json(path) or {}).get("layers", [])
+    return {MatmulShape(**each["shape"]): LayerTimes(**each["seconds"]) for each in records}
+
+
+def _write_times(path: Path, times: Mapping[MatmulShape, LayerTimes]) -> None:
+    good = select_shapes(times)
+    layers = [
+        {"shape": asdict(shape), "seconds": asdict(each), "chosen": shape in good}
+        for shape, each in sorted(times.items())
+    ]
+    write_json(path, {"layers": layers})

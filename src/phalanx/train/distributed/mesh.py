@@ -1,0 +1,212 @@
+"""Which workers work together on what: the process groups of a layout.
+
+Ranks are numbered with the tensor dimension innermost, since it talks most and should have the fastest links, and
+pipeline stages outermost, since they talk least:
+
+    rank = (((pipeline x replicate + r) x shard + s) x context + c) x tensor + t
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.data.prefetch import micro_batch_range
+from phalanx.recipe import Recipe
+from phalanx.recipe.grad_sync_defaults import reduces_hybrid_shards
+from phalanx.recipe.schema import Parallelism
+from phalanx.train.distributed.environment import DistEnv, patience
+from phalanx.train.distributed.fsdp import REDUCES_UNUSED
+from phalanx.train.ops.collectives import Group
+
+MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Of the world, outermost first."""
+_MESH_IDS = itertools.count(1)
+"""DTensor remembers what it made on a mesh, and would take one of an earlier world for a new one if they were equal."""
+
+
+def rank_coordinates(parallelism: Parallelism, rank: int) -> dict[str, int]:
+    """Where a rank stands in each dimension."""
+    found = {}
+    for name in reversed(MESH_DIMENSIONS):
+        size = getattr(parallelism, name)
+        found[name] = rank % size
+        rank //= size
+    return {name: found[name] for name in MESH_DIMENSIONS}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This worker's place in a layout, and the groups that it belongs to; a group of one is None.
+
+    `stage_group` are all ranks that hold the same layers. `dp_rank` numbers the parts of the batch, 0 <= data <
+    data_size: ranks
+    that differ in pipeline, context or tensor only work on the same samples. `fsdp_mesh` is the DeviceMesh over which
+    parameters are sharded ("shard"), or sharded and replicated ("replicate", "shard") where sums over replicas are left
+    to FSDP; None where they are whole.
+    `expert_fsdp_mesh` is the same for experts, whose number of owners is smaller by `expert_group`. `is_tree_hsdp`: the
+    ranks that shard a replica take micro-batches in turns, and sums over replicas are not left to FSDP.
+    """
+
+    parallelism: Parallelism
+    coordinates: dict[str, int]
+    tensor_group: Group = None
+    context_group: Group = None
+    pipeline_group: Group = None
+    replicate_group: Group = None
+    expert_group: Group = None
+    stage_group: Group = None
+    fsdp_mesh: DeviceMesh | None = None
+    expert_fsdp_mesh: DeviceMesh | None = None
+    is_tree_hsdp: bool = False
+
+    @property
+    def dp_rank(self) -> int:
+        """The number of this worker's part of the batch."""
+        return self.coordinates["replicate"] * self.parallelism.shard + self.coordinates["shard"]
+
+    @property
+    def dp_size(self) -> int:
+        """Parts into which the batch is divided."""
+        return self.parallelism.replicate * self.parallelism.shard
+
+    @property
+    def micro_batch_stride(self) -> int:
+        """Ranks that take micro-batches in turns (`feed.micro_batch_range`)."""
+        return self.parallelism.shard if self.is_tree_hsdp else 1
+
+    def own_micro_batches(self, micro_batches: int) -> range:
+        """Which of a step's micro-batches are this worker's."""
+        return micro_batch_range(micro_batches, self.dp_rank, self.dp_size, self.micro_batch_stride)
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks over which a parameter is sharded."""
+        return self.parallelism.shard * self.parallelism.context
+
+    @property
+    def fsdp_rank(self) -> int:
+        """This worker's number among those."""
+        return self.coordinates["shard"] * self.parallelism.context + self.coordinates["context"]
+
+    @property
+    def owns_loss(self) -> bool:
+        """Whether losses of this worker's micro-batches count: tensor ranks hold the same, only the last stage has
+        any. (Context ranks hold parts.)"""
+        return self.coordinates["tensor"] == 0 and self.coordinates["pipeline"] == self.parallelism.pipeline - 1
+
+    @property
+    def first_loss_rank(self) -> int:
+        """The rank of the first worker that speaks."""
+        return (self.parallelism.pipeline - 1) * (self.parallelism.world // self.parallelism.pipeline)
+
+    def index_along(self, axes: Sequence[str]) -> tuple[int, int]:
+        """This worker's number among the ranks that differ from it in `axes` only, and how many they are."""
+        index, count = 0, 1
+        for axis in axes:
+            size = getattr(self.parallelism, axis)
+            index, count = index * size + self.coordinates[axis], count * size
+        return index, count
+
+    @property
+    def is_pure_ddp(self) -> bool:
+        """Whether every worker holds the whole model."""
+        return self.parallelism.replicate == self.parallelism.world
+
+
+def make_single_worker_mesh() -> Mesh:
+    """The mesh of a single worker."""
+    return Mesh(Parallelism(), rank_coordinates(Parallelism(), 0))
+
+
+def build_mesh(
+    parallelism: Parallelism,
+    dist_env: DistEnv,
+    recipe: Recipe | None = None,
+    connection_scope: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
+) -> Mesh:
+    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; the
+    `recipe` says who sums between sharded replicas. What `connection_scope` gives for a dimension is entered while its
+    group opens connections."""
+    own_coordinates = rank_coordinates(parallelism, dist_env.rank)
+    world_group = dist.group.WORLD if parallelism.world > 1 else None
+    if parallelism.replicate == parallelism.world:
+        return Mesh(parallelism, own_coordinates, replicate_group=world_group, stage_group=world_group)
+    fsdp_size = parallelism.shard * parallelism.context
+    sizes = [getattr(parallelism, name) for name in MESH_DIMENSIONS]
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    groups: dict[str, Group] = {}
+    for i, name in enumerate(MESH_DIMENSIONS):
+        with connection_scope(name):
+            groups[name] = _make_groups(ranks.movedim(i, -1), dist_env.rank)
+    fsdp_mesh = expert_fsdp_mesh = expert = None
+    is_tree_hsdp = fsdp_size > 1 and reduces_hybrid_shards(recipe or Recipe(), parallelism, dist_env.device.type)
+    if fsdp_size > 1:
+        owners = groups["shard"]
+        if parallelism.context > 1:
+            owners = _make_groups(ranks.flatten(2, 3).movedim(2, -1), dist_env.rank)
+        # rounds go with no other dimension than these two
+        replicas = groups["replicate"] if REDUCES_UNUSED and not is_tree_hsdp else None
+        fsdp_mesh = _make_device_mesh(dist_env, owners, replicas)
+        if parallelism.expert > 1:
+            by_expert = ranks.reshape(
+                parallelism.pipeline, parallelism.replicate, -1, parallelism.expert, parallelism.tensor
+            )
+            expert = _make_groups(by_expert.movedim(3, -1), dist_env.rank)
+            same = _make_groups(by_expert.movedim(2, -1), dist_env.rank, single=True)
+            expert_fsdp_mesh = _make_device_mesh(dist_env, same, replicas)
+    return Mesh(
+        parallelism,
+        own_coordinates,
+        tensor_group=groups["tensor"],
+        context_group=groups["context"],
+        pipeline_group=groups["pipeline"],
+        replicate_group=groups["replicate"],
+        expert_group=expert,
+        stage_group=world_group if parallelism.pipeline == 1 else _make_groups(ranks.flatten(1), dist_env.rank),
+        fsdp_mesh=fsdp_mesh,
+        expert_fsdp_mesh=expert_fsdp_mesh,
+        is_tree_hsdp=is_tree_hsdp,
+    )
+
+
+def make_stage_group(mesh: Mesh, dist_env: DistEnv, stage_positions: Sequence[int]) -> Group:
+    """The group of the workers at these places in the pipeline that differ in nothing else; every worker calls it."""
+    ranks = torch.arange(mesh.parallelism.world).view(mesh.parallelism.pipeline, -1)
+    chosen = ranks[list(stage_positions)].T  # [all else, members]
+    return _make_groups(chosen, dist_env.rank, required=mesh.coordinates["pipeline"] in stage_positions)
+
+
+def _make_groups(ranks: torch.Tensor, rank: int, required: bool = True, single: bool = False) -> Group:
+    """Of the groups that are the rows of `ranks` [..., size], the one that holds `rank`. All ranks make all groups, in
+    the same order. None instead of a group of one, unless `single`."""
+    if ranks.shape[-1] == 1 and not single:
+        return None
+    own: Group = None
+    for row in ranks.reshape(-1, ranks.shape[-1]).tolist():
+        group: dist.ProcessGroup = dist.new_group(row, timeout=patience())
+        if rank in row:
+            own = group
+    assert own is not None or not required
+    return own
+
+
+def _make_device_mesh(dist_env: DistEnv, owners: Group, replicas: Group) -> DeviceMesh:
+    """What FSDP shards over `owners`, and replicates over `replicas` where there are any: of the groups that there are,
+    since a second communicator for the same ranks costs connections, and memory of a GPU."""
+    assert owners is not None
+    name = f"shard of mesh {next(_MESH_IDS)}"
+    if replicas is None:
+        return DeviceMesh.from_group(owners, dist_env.device.type, mesh_dim_names=(name,))
+    across = dist.get_process_group_ranks(replicas)
+    along = dist.get_process_group_ranks(owners)
+    # Ranks of a dimension are as far from one another whatever the others are.
+    mesh = [[first + other - dist_env.rank for other in along] for first in across]
+    return DeviceMesh.from_group([replicas, owners], dist_env.device.type, mesh, mesh_dim_names=("replicate", name))

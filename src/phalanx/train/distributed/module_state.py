@@ -1,0 +1,214 @@
+"""What a checkpoint can hold of a model, and what can be trained: looked at when a model is built, so before any work.
+
+Beside tensors a model may have what its modules say in `get_extra_state`, and an optimizer what it keeps in its groups.
+Such a value is saved as one uint8 tensor: a safetensors file of the tensors in it, with all else as JSON in its head.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from phalanx.errors import DataError, PhalanxError, RecipeError
+from phalanx.recipe import describe_exception
+from phalanx.train.checkpoint.format import DTYPE_NAMES, EXTRA_STATE_PREFIX
+from phalanx.train.oom import is_out_of_memory
+
+
+def check_model_can_be_saved(model: nn.Module) -> None:
+    """RecipeError naming the first parameter, buffer or module that cannot be trained or saved."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        if frozen := [name for name, tensor in tensors if not is_lazy(tensor) and tensor.is_inference()]:
+            raise RecipeError(
+                f"model.build: {kind} {frozen[0]!r} was made in torch.inference_mode(), so nothing can be trained with "
+                "it; build the model outside of that (torch.no_grad() does no harm)"
+            )
+    has_values = not all(parameter.is_meta for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        if has_values and parameter.is_meta:
+            raise RecipeError(
+                f"model.build: parameter {name!r} has no values (it is on the meta device); give it some in the builder"
+            )
+        if is_lazy(parameter):
+            raise RecipeError(
+                f"model.build: parameter {name!r} has no shape yet (a Lazy module); run one forward in the builder, or "
+                "use the module with its size given"
+            )
+        _check_tensor("parameter", name, parameter)
+        if parameter.requires_grad and not (parameter.is_floating_point() and parameter.dtype.itemsize > 1):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise RecipeError(
+                f"model.build: parameter {name!r} is {kind}, which cannot be trained here; use a floating-point dtype "
+                "of 16 bits or more (for a complex one torch.view_as_real in the model), or requires_grad_(False)"
+            )
+    buffers = get_persistent_buffers(model)
+    buffers_have_values = has_values or not all(buffer.is_meta for buffer in buffers.values())
+    for name, buffer in buffers.items():
+        if is_lazy(buffer):
+            raise RecipeError(f"model.build: buffer {name!r} has no shape yet; run one forward in the builder")
+        if buffers_have_values and buffer.is_meta:
+            raise RecipeError(
+                f"model.build: buffer {name!r} has no values (it is on the meta device); give it some in the builder"
+            )
+        _check_tensor("buffer", name, buffer)
+    for name in (*dict(model.named_parameters()), *buffers, *find_extra_state_modules(model)):
+        if not _is_text(name):
+            raise RecipeError(f"model.build: {name!r} is a name of no text that can be saved; give it another")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise RecipeError(
+                f"model.build: {name or type(module).__name__!r} makes sparse gradients, which cannot be summed over "
+                "workers; build it with sparse=False"
+            )
+    get_extra_state(model)
+
+
+def _is_text(name: str) -> bool:
+    """Whether UTF-8 has it: halves of characters, as of a file's name in another encoding, are read back otherwise."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise RecipeError(
+            f"model.build: {what} {name!r} is a tensor of layout {kind}, which a checkpoint cannot hold; "
+            "keep its dense parts, or a buffer with persistent=False"
+        )
+    if tensor.dtype not in DTYPE_NAMES:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise RecipeError(
+            f"model.build: {what} {name!r} is {kind}, which a checkpoint cannot hold; use another dtype, or a buffer "
+            "with persistent=False"
+        )
+
+
+def get_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are saved, by name. RecipeError where the model's own code fails at saying which."""
+    try:
+        persistent = model.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    except Exception as error:
+        if isinstance(error, PhalanxError) or is_out_of_memory(error):
+            raise
+        raise RecipeError(f"model.build: state_dict() of the model failed: {describe_exception(error)}") from error
+
+
+@torch.no_grad()
+def ensure_own_memory(model: nn.Module) -> None:
+    """Give each parameter and persistent buffer whose elements share memory (`expand`), or that is a conjugate, memory
+    of its own with the same values: nothing can be written into it otherwise. Tied ones stay tied."""
+    for parameter in model.parameters():
+        if not is_lazy(parameter) and _has_overlapping_memory(parameter):
+            parameter.data = _copy_contiguous(parameter)
+    shared = {
+        id(buffer): buffer for buffer in get_persistent_buffers(model).values() if _has_overlapping_memory(buffer)
+    }
+    copies = {key: _copy_contiguous(buffer) for key, buffer in shared.items()}
+    for module in model.modules() if copies else ():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if id(buffer) in copies:
+                setattr(module, name, copies[id(buffer)])
+
+
+def _copy_contiguous(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _has_overlapping_memory(tensor: Tensor) -> bool:
+    """Whether two elements may lie in one place, or a value is not what its memory says."""
+    if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor) or tensor.is_quantized:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def find_extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules with a `get_extra_state` of their own, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def get_extra_state(model: nn.Module) -> dict[str, Tensor]:
+    """What modules say in `get_extra_state`, by logical name. RecipeError for what cannot be saved."""
+    return {
+        EXTRA_STATE_PREFIX + name: pack_value(
+            module.get_extra_state(), f"model.build: get_extra_state of {_display_name(name, module)}"
+        )
+        for name, module in find_extra_state_modules(model).items()
+    }
+
+
+def load_extra_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Give each such module what it said. DataError for one of which `tensors` have nothing."""
+    for name, module in find_extra_state_modules(model).items():
+        if EXTRA_STATE_PREFIX + name not in tensors:
+            raise DataError(f"{where}: has no extra state of {_display_name(name, module)}, which the model needs")
+        module.set_extra_state(unpack_value(tensors[EXTRA_STATE_PREFIX + name], where))
+
+
+def _display_name(name: str, module: nn.Module) -> str:
+    return repr(name) if name else type(module).__name__
+
+
+def pack_value(value: Any, what: str) -> Tensor:
+    """The value as a uint8 tensor. RecipeError, beginning with `what`, for one that is made of anything but tensors,
+    numbers, texts, lists, tuples and dicts by text."""
+    tensors: dict[str, Tensor] = {}
+
+    def to_json(part: Any) -> Any:
+        if isinstance(part, Tensor) and part.layout == torch.strided and part.dtype in DTYPE_NAMES:
+            tensors[str(len(tensors))] = _copy_contiguous(part).cpu()
+            return {"tensor": str(len(tensors) - 1)}
+        if type(part) is dict and all(type(key) is str for key in part):
+            return {"dict": {key: to_json(each) for key, each in part.items()}}
+        if type(part) in (list, tuple):
+            return {type(part).__name__: [to_json(each) for each in part]}
+        if part is None or type(part) in (bool, int, float, str):
+            return {"value": part}
+        kind = f"a tensor of {part.dtype}" if isinstance(part, Tensor) else type(part).__name__
+        raise RecipeError(
+            f"{what} holds {kind}, which is not saved; it may hold tensors, numbers, texts, lists, tuples and dicts"
+        )
+
+    text = json.dumps(to_json(value))
+    return torch.frombuffer(bytearray(save(tensors, metadata={"value": text})), dtype=torch.uint8)
+
+
+def unpack_value(content: Tensor, where: str) -> Any:
+    """What was `pack_value`. DataError for anything else."""
+    data = content.cpu().numpy().tobytes()
+    try:
+        tensors = load(data)
+        head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+        def value(part: Any) -> Any:
+            ((kind, payload),) = part.items()
+            if kind == "tensor":
+                return tensors[payload]
+            if kind == "dict":
+                return {key: value(each) for key, each in payload.items()}
+            if kind in ("list", "tuple"):
+                return {"list": list, "tuple": tuple}[kind](value(each) for each in payload)
+            return payload
+
+        return value(json.loads(head["__metadata__"]["value"]))
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{where}: extra state that is not what was saved: {error}") from None

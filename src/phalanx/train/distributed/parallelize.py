@@ -1,0 +1,175 @@
+"""Divide a model over the workers of a layout, in the one order that is right:
+
+    tensor -> expert -> fp8 -> cast once -> recompute -> compile -> shard, and the optimizer is built last.
+
+Tensor and expert parallel change what parameters are, and with it which products are large enough for fp8;
+recomputation must wrap what they made, or it would not repeat their communication; a compiled block must contain all
+of them; FSDP shards what is left; and an optimizer that was built before would update tensors that no longer belong to
+the model, silently. (docs/how-to/parallelism.md tells the reasons at length.)
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from phalanx.errors import RecipeError
+from phalanx.recipe.schema import Parallelism
+from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
+from phalanx.train.distributed.async_tp import ASYNC_TP_CHUNKS
+from phalanx.train.distributed.blocks import find_blocks
+from phalanx.train.distributed.compile import CompileMode, compile_blocks
+from phalanx.train.distributed.context_parallel import check_context_parallel
+from phalanx.train.distributed.expert_parallel import apply_expert_parallel, check_experts, find_expert_modules
+from phalanx.train.distributed.fsdp import apply_fsdp, check_fsdp_groups, check_parameter_hooks, check_tied_params
+from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.distributed.shard_spec import DimShard
+from phalanx.train.distributed.stubs import ModuleStub
+from phalanx.train.distributed.tensor_parallel import apply_tensor_parallel, check_tp_plan
+from phalanx.train.distributed.tp_plans import find_divisible_sizes, find_tp_plan
+from phalanx.train.ops.cached_cast_linear import linear_names_in_blocks, use_cached_casts
+from phalanx.train.ops.collectives import Group
+from phalanx.train.precision import AUTOCAST_DTYPES
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the parts of a model are to be computed: what the recipe says besides the layout. `sequence` is the length
+    of the sequences, where there are any; `vocabulary` whether the loss can be computed over parts of the vocabulary.
+    `float8_selector`, given a model and the names of its blocks, has linear layers in them computed in fp8, and returns
+    which.
+    `cache_weight_casts`: linear layers in blocks, and the `lm_head` layer, keep their weights in autocast's dtype for a
+    step.
+    """
+
+    precision: str = "fp32"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    compile: CompileMode = False
+    tp_plan: Mapping[str, str] | None = None
+    seq_len: int | None = None
+    vocab_parallel_loss: bool = False
+    float8_selector: Callable[[nn.Module, Iterable[str]], list[str]] | None = None
+    cache_weight_casts: bool = False
+    lm_head: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What was found in a whole model before any of it is divided: its `blocks` in order, the tensor-parallel
+    `tp_styles` of its modules, attributes that `divided_attributes` heads, and whether hidden states are cut along the
+    `sequence`."""
+
+    blocks: tuple[str, ...]
+    tp_styles: Mapping[str, str]
+    divided_attributes: Mapping[str, Sequence[str]]
+    sequence_parallel: bool
+
+
+def plan_model(model: nn.Module, parallelism: Parallelism, config: ParallelConfig) -> ModelPlan:
+    """Look at a whole model's names and shapes. RecipeError, naming the rule, when it cannot be divided so."""
+    module_order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    blocks = tuple(sorted(find_blocks(model), key=module_order.__getitem__))
+    tp_styles: Mapping[str, str] = {}
+    divided_attributes: Mapping[str, Sequence[str]] = {}
+    if parallelism.tensor > 1:
+        tp_plan = find_tp_plan(model)
+        tp_styles = check_tp_plan(model, _get_tp_styles(model, parallelism.tensor, config), parallelism.tensor)
+        divided_attributes = tp_plan.divided_attributes if tp_plan is not None and not config.tp_plan else {}
+    if parallelism.expert > 1:
+        check_experts(model, parallelism.expert)
+    if parallelism.context > 1:
+        if config.seq_len is None:
+            raise RecipeError("parallelism.context: is for models of sequences, and these data have none")
+        check_context_parallel(model, config.seq_len)
+    if parallelism.shard * parallelism.context * parallelism.pipeline * parallelism.expert > 1:
+        check_parameter_hooks(model)
+    if parallelism.shard * parallelism.context > 1:
+        modules = [model.get_submodule(name) for name in blocks]
+        check_tied_params(model, modules)
+        check_fsdp_groups(model, modules, rest=parallelism.pipeline == 1)
+    length = None if config.seq_len is None else config.seq_len // parallelism.context
+    if parallelism.async_tp and (length is None or length % (parallelism.tensor * ASYNC_TP_CHUNKS)):
+        raise RecipeError(
+            f"parallelism.async_tp: needs sequences that {parallelism.tensor} ranks can share in {ASYNC_TP_CHUNKS} "
+            f"chunks each; "
+            f"a rank's have {length} positions"
+        )
+    return ModelPlan(blocks, tp_styles, divided_attributes, length is not None and length % parallelism.tensor == 0)
+
+
+def parallelize(model: nn.Module, root: nn.Module, mesh: Mesh, config: ParallelConfig) -> tuple[ParallelModel, Group]:
+    """Divide `model`, which `root` contains, in place; the group over which its vocabulary is cut comes with it.
+    RecipeError when it does not fit the layout."""
+    dim_shards, partial_grads, vocab_group = parallelize_part(
+        model, root, mesh, config, plan_model(model, mesh.parallelism, config)
+    )
+    return ParallelModel(
+        mesh, (model,), dim_shards, partial_grads, fsdp_root=None if mesh.fsdp_mesh is None else root
+    ), vocab_group
+
+
+def parallelize_part(
+    model: nn.Module, root: nn.Module, mesh: Mesh, config: ParallelConfig, model_plan: ModelPlan
+) -> tuple[dict[str, tuple[DimShard, ...]], frozenset[str], Group]:
+    """Divide a model or one pipeline stage of it, in place: cuts of parameters, those whose gradient is partial on each
+    tensor rank, and the group over which its vocabulary is cut."""
+    tp_result = apply_tensor_parallel(
+        model,
+        model_plan.tp_styles,
+        mesh.tensor_group,
+        blocks=model_plan.blocks,
+        divided_attributes=model_plan.divided_attributes,
+        sequence_parallel=model_plan.sequence_parallel,
+        vocab_parallel_loss=config.vocab_parallel_loss,
+        async_tp=mesh.parallelism.async_tp,
+    )
+    dim_shards: dict[str, tuple[DimShard, ...]] = {
+        name: (dim_shard,) for name, dim_shard in tp_result.dim_shards.items()
+    }
+    modules = {name: module for name, module in model.named_modules() if not isinstance(module, ModuleStub)}
+    blocks = [name for name in model_plan.blocks if name in modules]
+    if mesh.expert_group is not None and find_expert_modules(model):  # a pipeline stage may have none
+        for name, dim_shard in apply_expert_parallel(model, mesh.expert_group).items():
+            dim_shards[name] = (*dim_shards.get(name, ()), dim_shard)
+    if config.float8_selector is not None:
+        config.float8_selector(model, blocks)
+    if config.cache_weight_casts and mesh.is_pure_ddp:
+        use_cached_casts(
+            model,
+            [*linear_names_in_blocks(model, blocks), *filter(None, [config.lm_head])],
+            AUTOCAST_DTYPES[config.precision],
+        )
+    apply_activation_checkpointing(model, blocks, config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(model, [modules[name] for name in blocks], graphs=config.compile == "cuda-graphs")
+    if mesh.fsdp_mesh is not None:
+        experts = [
+            m for m in modules.values() if mesh.expert_group is not None and getattr(m, "expert_parallel", False)
+        ]
+        apply_fsdp(
+            root,
+            [modules[name] for name in blocks],
+            mesh.fsdp_mesh,
+            experts=experts,
+            expert_mesh=mesh.expert_fsdp_mesh,
+            precision=config.precision,
+            stage=mesh.pipeline_group is not None,
+            hooked=mesh.is_tree_hsdp and mesh.fsdp_mesh.device_type == "cpu",  # see GradientExchange
+        )
+    return dim_shards, frozenset(tp_result.partial_grads), tp_result.vocab_group
+
+
+def _get_tp_styles(model: nn.Module, size: int, config: ParallelConfig) -> Mapping[str, str]:
+    """The rules by which tensor ranks cut the model: the recipe's, or those of its family."""
+    family_plan = find_tp_plan(model)
+    styles = config.tp_plan or (family_plan.styles if family_plan is not None else None)
+    if not styles:
+        raise RecipeError(
+            f"parallelism.tensor: no rules are known for {type(model).__name__}; give model.tp_plan, such as "
+            '{"blocks.*.attention.query": columns, "blocks.*.attention.out": rows}, or parallelism.tensor=1'
+        )
+    for what, count in find_divisible_sizes(model).items():
+        if count % size and "vocabulary" not in what:
+            raise RecipeError(f"parallelism.tensor: {size} ranks cannot share the model's {count} {what}")
+    return styles

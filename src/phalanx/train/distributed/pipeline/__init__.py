@@ -1,0 +1,1 @@
+"""Pipeline parallelism: partition, stages, schedule."""

@@ -1,0 +1,298 @@
+"""How values flow in a model: what a pipeline must know of it before it can be cut, found by one run on no data.
+
+The model runs once, on tensors without data, and for each block (and for the loss, which comes after the last) the
+autograd graph is followed back to the parameters and to the outputs of earlier blocks. So nobody has to declare what is
+an embedding, a head or a tied weight, and skip connections are seen. What autograd does not see (a value that depends
+on another through integers or under `no_grad`) is not found. Cutting is `partition.py`.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from phalanx.compat import fake_tensor_mode, tensor_version
+from phalanx.errors import RecipeError
+from phalanx.train.distributed.buffer_sync import updates_running_stats
+from phalanx.train.distributed.stubs import get_first_argument, iterate_tensors, map_tensors
+
+# What a step does with a model and a batch (of tensors): (sum of losses, number of terms, ...).
+ModelLossFn = Callable[[nn.Module, Any], tuple[Any, ...]]
+
+
+class BlockOutput(NamedTuple):
+    """What a block returns: its activation alone, or first in a tuple or list."""
+
+    container_type: type | None  # None: the activation alone
+    other_values: tuple[Any, ...]  # what comes after it, with None for tensors: they do not travel
+    keeps_shape: bool  # the activation has the shape of the block's first argument
+    problem: str | None  # why there is no activation
+
+    def wrap_output(self, hidden: Tensor) -> Any:
+        return hidden if self.container_type is None else self.container_type((hidden, *self.other_values))
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """How values flow in a model, of n blocks. Names are those of `model.named_parameters()`: tied weights have one."""
+
+    blocks: tuple[str, ...]
+    required_params: tuple[
+        frozenset[str], ...
+    ]  # [n + 1] parameters that each block's output depends on; the last: the loss
+    input_blocks: tuple[
+        frozenset[int], ...
+    ]  # [n + 1] blocks whose output each block, and the loss, depends on directly
+    extra_input_blocks: tuple[
+        frozenset[int], ...
+    ]  # [n + 1] the same for what these blocks return besides their activation
+    takes_previous_output: tuple[
+        bool, ...
+    ]  # [n - 1] whether a block gets as its first argument the very output of the one before
+    outputs: tuple[BlockOutput, ...]  # [n]
+    unused_params: frozenset[str]  # parameters that nothing depends on
+    changed_buffers: Mapping[str, frozenset[int]]
+    """Buffers outside the blocks that a forward in training changes, by the first name of each, and where: in which
+    block, or behind which and before the next. What comes before the first block counts as in it."""
+
+
+def trace_dataflow(
+    model: nn.Module, blocks: Sequence[str], loss_fn: ModelLossFn, batch: Any, *, use_real_data: bool = False
+) -> Dataflow:
+    """Run the objective once and see what depends on what. Model and batch are left as they are.
+
+    `blocks` are names of modules in the order in which they run. Tensors are fake, with shapes and dtypes but no data,
+    so this takes no memory and model or batch may be on the meta device. `use_real_data` runs it with the data, where
+    model and
+    batch are, for a model whose forward looks at values. RecipeError when the model cannot be run so, or its blocks do
+    not run one after the other.
+    """
+    if not blocks:
+        raise RecipeError(
+            "parallelism.pipeline: the model has no repeated blocks to cut between; use parallelism.pipeline=1"
+        )
+    devices = {p.device for p in model.parameters() if use_real_data and p.device.type not in ("cpu", "meta")}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(devices=list(devices)))
+        if not use_real_data:
+            stack.enter_context(fake_tensor_mode())
+
+        def substitute(x: Tensor) -> Tensor:
+            return x.detach().clone() if use_real_data else torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+        parameters = {name: substitute(parameter) for name, parameter in model.named_parameters()}
+        for parameter in parameters.values():
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+        buffers = {name: substitute(buffer) for name, buffer in model.named_buffers()}
+        training = [(module, module.training) for module in model.modules()]
+        model.train()
+        tracer = _DataflowTracer(model, blocks, parameters, buffers)
+        try:
+            loss = torch.func.functional_call(
+                _LossWrapper(model, loss_fn),
+                {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()},
+                (map_tensors(batch, substitute),),
+            )
+        except RecipeError:
+            raise
+        except Exception as error:
+            how = "" if use_real_data else " without data"
+            raise RecipeError(
+                f"parallelism.pipeline: the model cannot be cut into stages, since its forward{how} fails: "
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            ) from error
+        finally:
+            tracer.remove_hooks()
+            for module, mode in training:
+                module.training = mode
+        return tracer.build_dataflow(loss)
+
+
+class _LossWrapper(nn.Module):
+    """Model and objective as one module, so that `functional_call` can lend it other tensors."""
+
+    def __init__(self, model: nn.Module, loss_fn: ModelLossFn):
+        super().__init__()
+        self.model = model
+        self._loss_fn = loss_fn
+
+    def forward(self, batch: Any) -> Any:
+        return self._loss_fn(self.model, batch)[0]
+
+
+class _DataflowTracer:
+    """Hooks that follow one forward."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ):
+        self._model, self._blocks = model, tuple(blocks)
+        modules = [model.get_submodule(name) for name in blocks]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._block_params = [frozenset(names[id(p)] for p in module.parameters()) for module in modules]
+        self._outside_params = frozenset(names.values()).difference(*self._block_params)
+        # Edges are kept, since nodes are known again only while something holds them.
+        self._edges = [get_gradient_edge(p) for p in parameters.values() if p.requires_grad]
+        trained = [name for name, p in parameters.items() if p.requires_grad]
+        # Parameters of integers have no gradients to follow: every stage gets them.
+        self._untracked_params = self._outside_params.difference(trained)
+        self._graph_sources: dict[Node, str | int] = {e.node: n for e, n in zip(self._edges, trained, strict=True)}
+        self._required_params: list[frozenset[str]] = []
+        self._input_blocks: list[frozenset[int]] = []
+        self._extra_input_blocks: list[frozenset[int]] = []
+        self._takes_previous_output: list[bool] = []
+        self._outputs: list[BlockOutput] = []
+        self._last_output: Tensor | None = None
+        self._no_grad_params: set[str] = set()
+        self._handles = []
+        for index, module in enumerate(modules):
+            self._handles.append(module.register_forward_pre_hook(self._make_pre_hook(index), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._make_post_hook(index), with_kwargs=True))
+        inside = {id(child) for module in modules for child in module.modules()}
+        for module in model.modules():
+            own = {names[id(p)] for p in module.parameters(recurse=False)}
+            if own and id(module) not in inside:
+                self._handles.append(module.register_forward_hook(self._make_no_grad_hook(own)))
+        self._changed_buffers: dict[str, set[int]] = {}
+        within = {id(buffer) for module in modules for buffer in module.buffers()}
+        self._buffers = {name for name, buffer in model.named_buffers() if id(buffer) not in within}
+        self._buffer_versions = self._buffer_versions_of(buffers)
+        for name, module in model.named_modules():
+            if id(module) not in inside and updates_running_stats(module):
+                own = {f"{name}.{buffer}" if name else buffer for buffer, _ in module.named_buffers(recurse=False)}
+                self._handles.append(module.register_forward_hook(self._make_statistics_hook(own & self._buffers)))
+        self._handles.append(model.register_forward_hook(lambda *_: self._record_changed_buffers()))
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def build_dataflow(self, loss: Any) -> Dataflow:
+        """What was seen, given the loss."""
+        count = len(self._outputs)
+        if count < len(self._blocks):
+            raise RecipeError(
+                f"parallelism.pipeline: block {self._blocks[count]} does not run, so stages cannot be cut"
+            )
+        self._required_params.append(self._trace_graph(loss))
+        self._required_params = [needs | self._untracked_params for needs in self._required_params]
+        idle = self._outside_params.difference(*self._required_params)
+        if hidden := sorted(idle & self._no_grad_params):
+            raise RecipeError(
+                f"parallelism.pipeline: parameter {hidden[0]} is used without autograd, so it cannot be told which "
+                "stages need it; compute it inside a block, or use parallelism.pipeline=1"
+            )
+        return Dataflow(
+            self._blocks,
+            tuple(self._required_params),
+            tuple(self._input_blocks),
+            tuple(self._extra_input_blocks),
+            tuple(self._takes_previous_output),
+            tuple(self._outputs),
+            idle,
+            {name: frozenset(block_indices) for name, block_indices in self._changed_buffers.items()},
+        )
+
+    def _buffer_versions_of(self, buffers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        return {name: (buffer, tensor_version(buffer)) for name, buffer in buffers.items() if name in self._buffers}
+
+    def _current_block(self) -> int:
+        """Where the forward is now."""
+        return max(0, len(self._outputs) - 1)
+
+    def _record_changed_buffers(self, block_index: int | None = None) -> None:
+        """Note which buffers were written to, or replaced, since the last look."""
+        now = self._buffer_versions_of(dict(self._model.named_buffers()))
+        for name, (buffer, version) in now.items():
+            before, count = self._buffer_versions.get(name, (None, 0))
+            if buffer is not before or version != count:
+                self._changed_buffers.setdefault(name, set()).add(
+                    self._current_block() if block_index is None else block_index
+                )
+        self._buffer_versions = now
+
+    def _make_statistics_hook(self, own: set[str]) -> Callable[..., None]:
+        """Running statistics are written to without being counted."""
+
+        def hook(*_: Any) -> None:
+            for name in own:
+                self._changed_buffers.setdefault(name, set()).add(self._current_block())
+
+        return hook
+
+    def _make_pre_hook(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if index != len(self._outputs):
+                raise RecipeError(
+                    f"parallelism.pipeline: block {self._blocks[index]} runs out of order or more than once, so stages "
+                    f"cannot be cut; use parallelism.pipeline=1"
+                )
+            self._record_changed_buffers()
+            if index:
+                self._takes_previous_output.append(get_first_argument(args, kwargs) is self._last_output)
+
+        return hook
+
+    def _make_post_hook(self, index: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            self._record_changed_buffers(index)
+            self._required_params.append(self._trace_graph(output) | self._block_params[index])
+            returned = _describe_output(output, get_first_argument(args, kwargs))
+            self._outputs.append(returned)
+            if returned.problem is not None:
+                return None
+            # Leaves in place of the outputs: what follows is seen to depend on them, and not on what lies behind.
+            self._last_output = self._make_graph_source(output if returned.container_type is None else output[0], index)
+            if returned.container_type is None:
+                return self._last_output
+            others = map_tensors(tuple(output[1:]), lambda x: self._make_graph_source(x, -1 - index))
+            return returned.container_type((self._last_output, *others))
+
+        return hook
+
+    def _make_graph_source(self, x: Tensor, mark: int) -> Tensor:
+        source = x.detach()
+        if source.is_floating_point():
+            edge = get_gradient_edge(source.requires_grad_())
+            self._edges.append(edge)
+            self._graph_sources[edge.node] = mark
+        return source
+
+    def _make_no_grad_hook(self, own: set[str]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not any(x.requires_grad for x in iterate_tensors(output)):
+                self._no_grad_params.update(own)
+
+        return hook
+
+    def _trace_graph(self, outputs: Any) -> frozenset[str]:
+        """Note which blocks' outputs stand at the ends of the graph behind some tensors; the parameters that do."""
+        queue = [get_gradient_edge(x).node for x in iterate_tensors(outputs) if x.requires_grad]
+        seen = set(queue)
+        while queue:
+            for node, _ in queue.pop().next_functions:
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    queue.append(node)
+        found = [self._graph_sources[node] for node in seen if node in self._graph_sources]
+        marks = {mark for mark in found if isinstance(mark, int)}
+        self._input_blocks.append(frozenset(mark for mark in marks if mark >= 0))
+        self._extra_input_blocks.append(frozenset(-1 - mark for mark in marks if mark < 0))
+        return frozenset(name for name in found if isinstance(name, str))
+
+
+def _describe_output(output: Any, given: Any) -> BlockOutput:
+    single = isinstance(output, Tensor)
+    several = isinstance(output, list | tuple) and len(output) > 0 and not hasattr(output, "_fields")
+    hidden = output if single else output[0] if several else None
+    others = tuple(output[1:]) if several else ()
+    problem = None
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+        problem = f"returns {type(output).__name__}, not a tensor of floats or a tuple that begins with one"
+    keeps_shape = isinstance(hidden, Tensor) and isinstance(given, Tensor) and hidden.shape == given.shape
+    return BlockOutput(None if single else type(output), map_tensors(others, lambda x: None), keeps_shape, problem)

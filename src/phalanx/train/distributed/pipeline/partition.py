@@ -1,0 +1,372 @@
+"""Cutting any model into pipeline stages: where it may be cut, which parameters each stage needs, the stages.
+
+Every stage runs the model's own forward on the same batch; only the hidden state travels. Stage k computes blocks
+[a, b). Blocks before a are passed through, the one just before a returns the activation that was received, and block b
+ends the forward (`train/distributed/stubs.py`). Names of parameters stay the model's own. Which parameters a stage
+needs is known from how values flow (`dataflow.py`): embeddings land on the first stage, the head on the last, a tied
+weight on both, a table that every block reads on all of them, whatever the model calls these. Running the stages is
+`schedule.py`.
+"""
+
+import bisect
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import RecipeError
+from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
+from phalanx.train.distributed.module_state import find_extra_state_modules
+from phalanx.train.distributed.pipeline.dataflow import Dataflow, ModelLossFn
+from phalanx.train.distributed.stubs import (
+    Passthrough,
+    ShapeStub,
+    StageEndSignal,
+    StageInput,
+    StageOutput,
+    iterate_tensors,
+    make_placeholder,
+)
+
+EMBEDDING_AND_HEAD_COST_BLOCKS = (
+    0.25  # what embedding and head count for, in blocks, where no weights are given: only enough to break ties
+)
+
+
+class TiedStages(NamedTuple):
+    """A parameter of which several stages have a copy: their gradients are to be added, and it counts once."""
+
+    name: str
+    stages: tuple[int, ...]
+
+
+def balance_stage_bounds(
+    blocks: int,
+    stages: int,
+    weights: Sequence[float] | None = None,
+    *,
+    embedding_cost: float = 0.0,
+    head_cost: float = 0.0,
+    blocks_per_stage: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Bounds [stages + 1] of the stages' blocks: stage k has blocks [bounds[k], bounds[k + 1]), at least one.
+
+    Without weights the numbers of blocks are as even as can be, and the ends, which also have embedding and head, get
+    the smaller ones. `weights` [blocks] say what each block costs (parameters, FLOPs, seconds), `embedding_cost` and
+    `head_cost`
+    what embedding and head do, in the same unit: the dearest stage becomes as cheap as possible. `blocks_per_stage`
+    [stages] gives the numbers of blocks outright. RecipeError when they do not fit.
+    """
+    if stages > blocks:
+        raise RecipeError(
+            f"parallelism.pipeline: {stages} stages need as many blocks, but the model has {blocks}; "
+            f"use {blocks} stages or fewer"
+        )
+    if blocks_per_stage is not None:
+        if len(blocks_per_stage) != stages or sum(blocks_per_stage) != blocks or min(blocks_per_stage) < 1:
+            raise RecipeError(
+                f"parallelism.pipeline: blocks per stage {list(blocks_per_stage)} must be {stages} numbers of at "
+                f"least 1 that "
+                f"add up to the {blocks} blocks of the model"
+            )
+        return tuple(sum(blocks_per_stage[:stage]) for stage in range(stages + 1))
+    if weights is None:
+        weights, embedding_cost, head_cost = (
+            [1.0] * blocks,
+            EMBEDDING_AND_HEAD_COST_BLOCKS,
+            EMBEDDING_AND_HEAD_COST_BLOCKS,
+        )
+    elif len(weights) != blocks:
+        raise ValueError(f"{len(weights)} weights for {blocks} blocks")
+    total = [sum(weights[:count]) for count in range(blocks + 1)]
+
+    def cost(first: int, end: int) -> float:
+        return total[end] - total[first] + (embedding_cost if first == 0 else 0) + (head_cost if end == blocks else 0)
+
+    # best[end]: (dearest stage, sum of squares, bounds) of the stages so far, which hold blocks [0, end)
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+    for stage in range(1, stages + 1):
+        ends = [blocks] if stage == stages else range(stage, blocks - (stages - stage) + 1)
+        best = {
+            end: min(
+                (max(max_cost, cost(first, end)), squares + cost(first, end) ** 2, (*bounds, end))
+                for first, (max_cost, squares, bounds) in best.items()
+                if first < end
+            )
+            for end in ends
+        }
+    return best[blocks][2]
+
+
+@dataclass(frozen=True)
+class StagePartition:
+    """A model's stages: stage k computes blocks [bounds[k], bounds[k + 1]). Made by `partition_stages`."""
+
+    dataflow: Dataflow
+    bounds: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def block_names(self, stage: int) -> tuple[str, ...]:
+        """Names of a stage's own blocks."""
+        return self.dataflow.blocks[self.bounds[stage] : self.bounds[stage + 1]]
+
+    def stage_of_block(self, block: int) -> int:
+        """The stage that computes a block."""
+        return bisect.bisect_right(self.bounds, block) - 1
+
+    def parameter_names(self, stage: int) -> frozenset[str]:
+        """Names of the parameters that a stage holds. Those that nothing uses are on the last."""
+        last = stage == self.num_stages - 1
+        needs = self.dataflow.required_params[self.bounds[stage] : self.bounds[stage + 1] + last]
+        return frozenset().union(*needs, self.dataflow.unused_params if last else ())
+
+    @property
+    def tied_params(self) -> tuple[TiedStages, ...]:
+        """Parameters that several stages hold, in order of name."""
+        stages_by_name: dict[str, list[int]] = {}
+        for stage in range(self.num_stages):
+            for name in self.parameter_names(stage):
+                stages_by_name.setdefault(name, []).append(stage)
+        return tuple(
+            TiedStages(name, tuple(stages)) for name, stages in sorted(stages_by_name.items()) if len(stages) > 1
+        )
+
+
+def partition_stages(dataflow: Dataflow, bounds: Sequence[int]) -> StagePartition:
+    """Stages with these bounds. RecipeError where the model cannot be cut."""
+    names = dataflow.blocks
+    for stage in range(1, len(bounds) - 1):
+        boundary = bounds[stage]
+        before, after = names[boundary - 1], names[boundary]
+        prefix = f"parallelism.pipeline: cannot cut between {before} and {after}"
+        if problem := dataflow.outputs[boundary - 1].problem:
+            raise RecipeError(f"{prefix}: {before} {problem}")
+        if not dataflow.takes_previous_output[boundary - 1]:
+            raise RecipeError(f"{prefix}: the first argument of {after} is not the output of {before}")
+        for index in range(boundary, len(names) + 1):
+            user = "the model's end" if index == len(names) else names[index]
+            if skipped := [earlier for earlier in sorted(dataflow.input_blocks[index]) if earlier < boundary - 1]:
+                raise RecipeError(f"{prefix}: {user} also uses the output of {names[skipped[0]]} (a skip connection)")
+            if extra := [earlier for earlier in sorted(dataflow.extra_input_blocks[index]) if earlier < boundary]:
+                raise RecipeError(f"{prefix}: {user} uses what {names[extra[0]]} returns besides its first output")
+    return StagePartition(dataflow, tuple(bounds))
+
+
+def assign_buffer_owners(model: nn.Module, partition: StagePartition) -> dict[str, int]:
+    """The stage that keeps what a module of the whole model has besides parameters: buffers by their names, extra state
+    by its logical name. In a block it is the block's; a buffer that forwards change outside belongs to the stage that
+    has values there; others to the last that has the module, which alone comes to the end of the forward. RecipeError
+    for a buffer that several stages would change."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    blocks = {id(named[name]) for name in partition.dataflow.blocks}
+    stages_by_module: dict[str, list[int]] = {name: [] for name in named}
+    for stage in range(partition.num_stages):
+        stage_param_names = partition.parameter_names(stage)
+        needed = {id(parameter) for name, parameter in model.named_parameters() if name in stage_param_names}
+        left_out = {
+            id(m)
+            for part in _unneeded_modules(model, blocks, partition.dataflow.blocks, needed)
+            for m in part.modules()
+        }
+        for name, module in named.items():
+            if id(module) not in left_out:
+                stages_by_module[name].append(stage)
+    for stage in range(partition.num_stages):
+        for block in partition.block_names(stage):
+            stages_by_module |= {name: [stage] for name in named if name == block or name.startswith(f"{block}.")}
+    first = {id(buffer): name for name, buffer in model.named_buffers()}
+    found = {EXTRA_STATE_PREFIX + name: stages_by_module[name][-1] for name in find_extra_state_modules(model)}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        stages_with_module = stages_by_module[name.rpartition(".")[0]]
+        block_indices = partition.dataflow.changed_buffers.get(first[id(buffer)], ())
+        stages = sorted(
+            {partition.stage_of_block(block_index) for block_index in block_indices} & set(stages_with_module)
+        )
+        if len(stages) > 1:
+            raise RecipeError(
+                f"parallelism.pipeline: forwards change {name} in stage {stages[0]} and in stage {stages[1]}, and "
+                "neither has what the other does to it; use parallelism.pipeline=1, or a buffer for each of the two "
+                "places"
+            )
+        found[name] = (stages or stages_with_module)[-1]
+    return found
+
+
+class PartialModel(NamedTuple):
+    """One stage's copy of the model. It has only the stage's parameters, under the model's own names."""
+
+    model: nn.Module
+    stage_input: StageInput | None  # None on the first stage
+    stubs: tuple[ShapeStub, ...]
+    placeholders: tuple[
+        tuple[nn.Module, str, Tensor], ...
+    ]  # single parameters left out: module, attribute, meta tensor
+
+    def set_device(self, device: torch.device) -> None:
+        """Have what stands for the parts left out say that it is on this device."""
+        for stub in self.stubs:
+            stub.device = device
+        for module, name, like in self.placeholders:
+            setattr(module, name, make_placeholder(like, device))
+
+
+def extract_stages(model: nn.Module, partition: StagePartition, stages: Sequence[int]) -> dict[int, PartialModel]:
+    """The models of these stages. Parameters and buffers are the given model's, not copies, so drop that afterwards;
+    where two of the stages have the same parameter (a tie), the later one gets a copy. RecipeError when the model's
+    Python objects cannot be copied."""
+    used_names: set[str] = set()
+    models = {}
+    for stage in stages:
+        models[stage] = _extract_stage(model, partition, stage, used_names)
+        used_names |= partition.parameter_names(stage)
+    return models
+
+
+def _extract_stage(model: nn.Module, partition: StagePartition, stage: int, used_names: set[str]) -> PartialModel:
+    needed_names = partition.parameter_names(stage)
+    blocks = [model.get_submodule(name) for name in partition.dataflow.blocks]
+    returned = partition.dataflow.outputs
+    first, end = partition.bounds[stage], partition.bounds[stage + 1]
+    # What a deep copy finds here it takes as it is, in place of a copy: the model itself is not changed.
+    copies: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if name not in needed_names:
+            copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        elif name in used_names:
+            copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        else:
+            copies[id(parameter)] = parameter
+    left_out = {id(copies[id(p)]) for name, p in model.named_parameters() if name not in needed_names}
+    for buffer in model.buffers():
+        copies[id(buffer)] = buffer.clone() if used_names else buffer
+    stage_input = None
+    stubs: list[ShapeStub] = []
+    needed = {id(p) for name, p in model.named_parameters() if name in needed_names}
+    try:
+        for part in _unneeded_modules(model, {id(block) for block in blocks}, partition.dataflow.blocks, needed):
+            stubs.append(ShapeStub(part))
+            copies[id(part)] = stubs[-1]
+        for index, block in enumerate(blocks):
+            if index == first - 1:
+                copies[id(block)] = stage_input = StageInput(block, returned[index].wrap_output)
+            elif index < first and returned[index].keeps_shape and returned[index].problem is None:
+                copies[id(block)] = Passthrough(block, returned[index].wrap_output)
+            elif index < first:
+                stubs.append(ShapeStub(block))
+                copies[id(block)] = stubs[-1]
+            elif index >= end:
+                copies[id(block)] = StageOutput(block)
+        stage_model = copy.deepcopy(model, copies)
+    except (TypeError, RuntimeError) as error:
+        raise RecipeError(f"parallelism.pipeline: the model's objects cannot be copied: {error}") from error
+    emptied = []
+    for module in stage_model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in left_out:
+                delattr(module, name)
+                emptied.append((module, name, parameter.detach()))
+    return PartialModel(stage_model, stage_input, tuple(stubs), tuple(emptied))
+
+
+def _unneeded_modules(model: nn.Module, blocks: set[int], names: Sequence[str], needed: set[int]) -> list[nn.Module]:
+    """The outermost modules outside the blocks that have parameters, but none that the stage needs."""
+    around = {id(model)}
+    for name in names:
+        levels = name.split(".")
+        around |= {id(model.get_submodule(".".join(levels[:depth]))) for depth in range(1, len(levels))}
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        if id(module) in blocks:
+            return
+        own = {id(parameter) for parameter in module.parameters()}
+        if own and not own & needed and id(module) not in around:
+            yield module
+        else:
+            for child in module.children():
+                yield from visit(child)
+
+    return list(visit(model))
+
+
+class StageModule(nn.Module):
+    """A stage as a module: the activation received [...] (None on the first stage) -> the activation to send, or, on
+    the last stage, the sum of losses (0-d, fp32). Parameters are called `model.` and then as in the model.
+
+    `set_batches` gives it the batches of a step, and `micro_batch_index` says whose turn it is: micro-batch
+    `micro_batch_index` is computed by the
+    next forward. What the objective returned for each, detached, is in `results` on the last stage.
+
+    In training mode `seed(micro_batch, stage)` sets the random numbers before each forward; it must mix in the stage,
+    or the stages' dropout masks would be alike. Stages draw where one process would draw on, so with dropout the
+    numbers are others than in one process, but the same in every run with the same stages. `context` is made anew
+    around each forward: autocast.
+    """
+
+    def __init__(
+        self,
+        partial_model: PartialModel,
+        partition: StagePartition,
+        index: int,
+        loss_fn: ModelLossFn,
+        *,
+        seed: Callable[[int, int], None] | None = None,
+        context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ):
+        super().__init__()
+        self.model = partial_model.model
+        self.index = index
+        self.is_last = index == partition.num_stages - 1
+        self.blocks = tuple(f"model.{name}" for name in partition.block_names(index))
+        self.loss_fn = loss_fn
+        self.micro_batch_index = 0
+        self.results: list[Any] = []
+        self._partial_model = (partial_model,)  # in a tuple, so that its modules are registered under one name only
+        self._device: torch.device | None = None
+        self._batches: Sequence[Any] = ()
+        self._current_loss_fn = loss_fn
+        self._seed = seed
+        self._context = context
+
+    def set_batches(self, batches: Sequence[Any], loss_fn: ModelLossFn | None = None) -> None:
+        """Take the batches of the next forwards, and another objective for them if one is given."""
+        self._batches = batches
+        self._current_loss_fn = loss_fn or self.loss_fn
+        self.results = [None] * len(batches)
+
+    def forward(self, hidden: Tensor | None = None) -> Tensor:
+        (partial_model,) = self._partial_model
+        batch = self._batches[self.micro_batch_index]
+        device = next(iterate_tensors(batch)).device if hidden is None else hidden.device
+        if device != self._device:
+            partial_model.set_device(device)
+            self._device = device
+        if self._seed is not None and self.training:
+            self._seed(self.micro_batch_index, self.index)
+        if partial_model.stage_input is not None:
+            partial_model.stage_input.hidden = hidden
+        try:
+            with self._context():
+                result = self._current_loss_fn(self.model, batch)
+        except StageEndSignal as end:
+            return self._prepare_output(end.hidden)
+        finally:
+            if partial_model.stage_input is not None:
+                partial_model.stage_input.hidden = None
+        if not self.is_last:
+            raise RuntimeError(f"stage {self.index} computed the whole model: no block after its own was called")
+        self.results[self.micro_batch_index] = tuple(x.detach() if isinstance(x, Tensor) else x for x in result)
+        total: Tensor = result[0]
+        return total.float()
+
+    def _prepare_output(self, hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # All of it is frozen. The next stage sends a gradient all the same: schedules know no other way.
+            hidden = hidden.detach().requires_grad_()
+        return hidden.contiguous()

@@ -1,0 +1,385 @@
+"""Running the stages of a pipeline: forward and backward by the schedules of torch.distributed.pipelining, forward
+alone by a loop of our own.
+
+    gpipe        all forwards, then all backwards                        (Huang et al. 2019)
+    1f1b         one forward, one backward, in turn: less memory         (Narayanan et al. 2021)
+    interleaved  1f1b with several stages a rank: smaller bubbles        (Narayanan et al. 2021)
+    zero-bubble  the backward in two halves, for inputs and for weights, which fills the bubbles (Qi et al. 2023 and,
+                 with two stages a rank, as a V: the first and the last stage on one rank, Qi et al. 2024)
+
+Every rank of the pipeline calls `step` or `evaluate` with the same batches. Gradients are left in the parameters as
+sums over micro-batches, and added to what is there. Adding them over tied parameters, replicas or shards, dividing
+and updating is the caller's. Cutting the model is `partition.py`.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from phalanx.errors import RecipeError
+from phalanx.recipe.checks import list_divisors
+from phalanx.recipe.pipelines import fitting, stages_problem
+from phalanx.train.distributed.object_collectives import format_dtype, parse_dtype, recv_json, send_json
+from phalanx.train.distributed.pipeline.dataflow import ModelLossFn
+from phalanx.train.distributed.pipeline.partition import StageModule
+from phalanx.train.distributed.stubs import iterate_tensors
+
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+# Schedules that compute the backward in two halves. They need the graph of every operation, so blocks must not be
+# compiled, and they add to `.grad` without running hooks that wait for gradients to accumulate.
+SPLIT_BACKWARD_SCHEDULES = ("zero-bubble",)
+
+
+def assign_stage_owners(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
+    """The rank of each stage: in turn (0, 1, 0, 1), or as a V (0, 1, 1, 0) for zero-bubble with two stages a rank.
+    RecipeError when the schedule cannot have so many stages on so many ranks."""
+    if schedule not in PIPELINE_SCHEDULES:
+        raise RecipeError(f"parallelism.pipeline: no schedule {schedule!r}; expected {', '.join(PIPELINE_SCHEDULES)}")
+    if problem := stages_problem(schedule, stages, ranks):
+        raise RecipeError(f"parallelism.pipeline: {problem}")
+    if schedule == "zero-bubble" and stages == 2 * ranks:
+        return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+    return tuple(stage % ranks for stage in range(stages))
+
+
+def check_micro_batches(schedule: str, micro_batches: int, stages: int, ranks: int, samples: int | None = None) -> None:
+    """RecipeError when the schedule cannot run with so many micro-batches a step. With `samples`, how many the
+    pipeline gets a step, it names the values of batch.micro_size that fit, else the numbers of micro-batches."""
+    if fitting(schedule, micro_batches, stages, ranks):
+        return
+    if samples is None:
+        valid_counts = [n for n in range(1, 2 * max(micro_batches, stages) + 1) if fitting(schedule, n, stages, ranks)]
+        valid_counts = sorted(sorted(valid_counts, key=lambda n: abs(n - micro_batches))[:4])
+        valid = f"{', '.join(map(str, valid_counts))} would fit"
+    else:
+        sizes = [m for m in list_divisors(samples) if fitting(schedule, samples // m, stages, ranks)]
+        if sizes:
+            valid = f"batch.micro_size of {', '.join(map(str, sizes))} would fit"
+        else:
+            valid = f"no batch.micro_size fits the {samples} samples of a step; raise batch.global_size"
+    raise RecipeError(
+        f"batch.micro_size: {schedule} with {stages} stages on {ranks} ranks cannot run {micro_batches} micro-batches "
+        f"a step; {valid}"
+    )
+
+
+class ActivationSpec(NamedTuple):
+    """What travels from one stage to the next."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make_example(self, device: torch.device | str) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=torch.is_grad_enabled())
+
+
+class StageIO(NamedTuple):
+    """What a stage receives and sends: None at the ends."""
+
+    received: ActivationSpec | None
+    sent: ActivationSpec | None
+
+
+class Pipeline:
+    """This rank's stages of a pipeline over `group`, by number. They may have been wrapped, sharded or compiled.
+
+    `get_loss_scale` is asked in each backward for the factor of the loss (fp16). The shapes of activations are found at
+    the
+    first step, by a forward of each stage in turn on zeros, and again when a batch has another shape; all micro-batches
+    of a step must have the same.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageModule],
+        num_stages: int,
+        *,
+        schedule: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        get_loss_scale: Callable[[], float] | None = None,
+    ):
+        self.stages = dict(sorted(stages.items()))
+        self.num_stages = num_stages
+        self.schedule = schedule
+        self.group = group
+        self.device = device
+        self.stage_owners = assign_stage_owners(schedule, num_stages, group.size())
+        self._rank = group.rank()
+        own = [stage for stage, owner in enumerate(self.stage_owners) if owner == self._rank]
+        if own != list(self.stages):
+            raise ValueError(f"rank {self._rank} has stages {own} under {schedule}, not {list(self.stages)}")
+        if schedule in SPLIT_BACKWARD_SCHEDULES:
+            for module in itertools.chain(*(stage.modules() for stage in stages.values())):
+                # Before the backward they look for the parameters in the graph, where only unsharded ones stand:
+                # those that were given back after the forward would silently get no gradient.
+                if isinstance(module, FSDPModule):
+                    module.set_reshard_after_forward(False, recurse=False)
+        self._get_loss_scale = get_loss_scale
+        self._stage_ios: dict[Any, dict[int, StageIO]] = {}
+        self._torch_schedule: tuple[Any, Any] = (None, None)
+
+    def step(self, batches: Sequence[Any]) -> list[Any] | None:
+        """Forward and backward of all micro-batches: what the objective returned for each, detached, on the rank that
+        has the last stage, None elsewhere. The first of each is the sum of losses. RecipeError when the schedule does
+        not fit their number."""
+        check_micro_batches(self.schedule, len(batches), self.num_stages, self.group.size())
+        torch_schedule = self._get_torch_schedule(batches)
+        for stage in self.stages.values():
+            stage.set_batches(batches)
+        # Losses are given out by the stage. Schedules want targets, to know the micro-batches of the last stage.
+        target = torch.arange(len(batches)) if self._has_last else None
+        try:
+            torch_schedule.step(target=target, return_outputs=False)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            # Schedules make a RuntimeError of everything; the caller tells out of memory from a bad recipe.
+            error.__cause__.add_note(str(error).strip())
+            raise error.__cause__ from None
+        return self._take_results()
+
+    def evaluate(self, batches: Sequence[Any], loss_fn: ModelLossFn | None = None) -> list[Any] | None:
+        """Forward of any number of batches of one shape, without gradients: what the objective (that of the stages
+        unless another is given) returned for each, on the rank that has the last stage, None elsewhere."""
+        if not batches:
+            return [] if self._has_last else None
+        with torch.no_grad():
+            stage_ios = self._get_stage_ios(batches)
+            for stage in self.stages.values():
+                stage.set_batches(batches, loss_fn)
+            self._run_forward(len(batches), stage_ios)
+        return self._take_results()
+
+    @property
+    def _has_last(self) -> bool:
+        return self.num_stages - 1 in self.stages
+
+    def _take_results(self) -> list[Any] | None:
+        last = self.stages.get(self.num_stages - 1)
+        for stage in self.stages.values():
+            results = stage.results
+            stage.set_batches(())  # batches are not kept until the next step
+        return results if last is not None else None
+
+    def _get_torch_schedule(self, batches: Sequence[Any]) -> Any:
+        """The schedule for batches of this shape and number."""
+        key = (_tensor_shapes(batches[0]), len(batches))
+        if self._torch_schedule[0] != key:
+            stage_ios = self._get_stage_ios(batches)
+            made = [
+                _IndexedStage(
+                    stage,
+                    index,
+                    self.num_stages,
+                    self.device,
+                    input_args=() if stage_io.received is None else stage_io.received.make_example("meta"),
+                    output_args=torch.zeros((), device="meta")
+                    if stage_io.sent is None
+                    else stage_io.sent.make_example("meta"),
+                    group=self.group,
+                )
+                for (index, stage), stage_io in zip(self.stages.items(), stage_ios.values(), strict=True)
+            ]
+            self._torch_schedule = key, _make_torch_schedule(self.schedule, made, len(batches), self._scale_loss)
+        elif any(_tensor_shapes(batch) != key[0] for batch in batches):
+            raise ValueError("micro-batches of one step must have the same shapes")
+        return self._torch_schedule[1]
+
+    def _scale_loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        scale = 1.0 if self._get_loss_scale is None else self._get_loss_scale()
+        return loss if scale == 1.0 else loss * scale
+
+    def _get_stage_ios(self, batches: Sequence[Any]) -> dict[int, StageIO]:
+        """What own stages receive and send for such batches: known, or found by a forward of each stage in turn."""
+        key = _tensor_shapes(batches[0])
+        if any(_tensor_shapes(batch) != key for batch in batches):
+            raise ValueError("micro-batches of one step must have the same shapes")
+        if key not in self._stage_ios:
+            self._stage_ios[key] = self._infer_stage_ios(batches[0])
+        return self._stage_ios[key]
+
+    def _infer_stage_ios(self, batch: Any) -> dict[int, StageIO]:
+        stage_ios: dict[int, StageIO] = {}
+        local_output: ActivationSpec | None = None  # by the stage before, where that is on this rank
+        for index, stage in self.stages.items():
+            received = None
+            if index > 0:
+                received = (
+                    local_output
+                    if self.stage_owners[index - 1] == self._rank
+                    else self._recv_spec(self.stage_owners[index - 1])
+                )
+            sent = None
+            if not stage.is_last:
+                sent = local_output = self._infer_output(stage, batch, received)
+                if self.stage_owners[index + 1] != self._rank:
+                    spec = [list(sent.shape), format_dtype(sent.dtype)]
+                    send_json(self._global_rank(index + 1), spec, self.group, self.device)
+            stage_ios[index] = StageIO(received, sent)
+        return stage_ios
+
+    def _recv_spec(self, rank: int) -> ActivationSpec:
+        shape, dtype = recv_json(dist.get_global_rank(self.group, rank), self.group, self.device)
+        return ActivationSpec(tuple(shape), parse_dtype(dtype))
+
+    def _infer_output(self, stage: StageModule, batch: Any, received: ActivationSpec | None) -> ActivationSpec:
+        buffers = [(buffer, buffer.clone()) for buffer in stage.buffers()]
+        stage.set_batches([batch])
+        stage.micro_batch_index = 0
+        hidden = stage(None if received is None else received.make_example(self.device))
+        stage.set_batches(())
+        with torch.no_grad():
+            for buffer, before in buffers:  # running statistics have seen nothing
+                buffer.copy_(before)
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return ActivationSpec(tuple(hidden.shape), hidden.dtype)
+
+    def _global_rank(self, stage: int) -> int:
+        return dist.get_global_rank(self.group, self.stage_owners[stage])
+
+    def _run_forward(self, count: int, stage_ios: Mapping[int, StageIO]) -> None:
+        """Forward of micro-batches 0..count-1 through own stages, in groups of as many micro-batches as ranks."""
+        ranks = self.group.size()
+        groups = [range(first, min(first + ranks, count)) for first in range(0, count, ranks)]
+        task_groups = [
+            [(index, micro_batch_index) for index in range(self.num_stages) for micro_batch_index in group]
+            for group in groups
+        ]
+        p2p = _ActivationP2P(itertools.chain(*task_groups), self.stage_owners, stage_ios, self.group, self.device)
+        local_outputs: dict[int, Tensor] = {}  # by micro-batch: from one stage of this rank to the next
+        for tasks in task_groups:
+            p2p.start_group()
+            for index, micro_batch_index in tasks:
+                if self.stage_owners[index] != self._rank:
+                    continue
+                hidden = None
+                if index > 0:
+                    is_local = self.stage_owners[index - 1] == self._rank
+                    hidden = (
+                        local_outputs.pop(micro_batch_index)
+                        if is_local
+                        else p2p.receive((index - 1, micro_batch_index))
+                    )
+                stage = self.stages[index]
+                stage.micro_batch_index = micro_batch_index
+                hidden = stage(hidden)
+                if stage.is_last:
+                    continue
+                if self.stage_owners[index + 1] == self._rank:
+                    local_outputs[micro_batch_index] = hidden
+                else:
+                    p2p.send((index, micro_batch_index), hidden)
+        p2p.close()
+
+
+ActivationHop = tuple[int, int]  # the output of a stage for a micro-batch, on its way to the next stage
+
+
+class _ActivationP2P:
+    """Activations between ranks. Between any two ranks they are started in one order on both sides, the order of
+    `tasks` (stage, micro-batch), as NCCL needs it: an activation that is to be received is asked for before a later
+    one is sent."""
+
+    def __init__(
+        self,
+        tasks: Iterable[ActivationHop],
+        owners: Sequence[int],
+        stage_ios: Mapping[int, StageIO],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ):
+        self._owners, self._stage_ios, self._group, self._device = owners, stage_ios, group, device
+        self._rank = group.rank()
+        self._hops: dict[int, deque[ActivationHop]] = {}  # by peer: not started yet
+        for stage, micro_batch_index in tasks:
+            ends = set(owners[stage : stage + 2])
+            if len(ends) == 2 and self._rank in ends:
+                self._hops.setdefault((ends - {self._rank}).pop(), deque()).append((stage, micro_batch_index))
+        self._pending_recvs: dict[ActivationHop, tuple[Tensor, Any]] = {}
+        self._pending_sends: deque[list[tuple[Tensor, Any]]] = deque()
+
+    def receive(self, hop: ActivationHop) -> Tensor:
+        """What the previous stage sends."""
+        while hop not in self._pending_recvs:
+            self._post_recv(self._owners[hop[0]])
+        buffer, work = self._pending_recvs.pop(hop)
+        work.wait()
+        return buffer
+
+    def send(self, hop: ActivationHop, hidden: Tensor) -> None:
+        """To the next stage, without waiting for it."""
+        peer = self._owners[hop[0] + 1]
+        while self._hops[peer][0] != hop:
+            self._post_recv(peer)
+        self._hops[peer].popleft()
+        work = dist.isend(hidden, dist.get_global_rank(self._group, peer), self._group)
+        self._pending_sends[-1].append((hidden, work))
+
+    def start_group(self) -> None:
+        """Let go of what was sent two groups ago: it has surely been asked for, so waiting cannot block for ever."""
+        self._pending_sends.append([])
+        while len(self._pending_sends) > 2:
+            self._wait_sends(self._pending_sends.popleft())
+
+    def close(self) -> None:
+        """Wait for all that was sent."""
+        for sent in self._pending_sends:
+            self._wait_sends(sent)
+
+    def _post_recv(self, peer: int) -> None:
+        hop = self._hops[peer].popleft()
+        activation = self._stage_ios[hop[0] + 1].received
+        assert activation is not None
+        buffer = activation.make_example(self._device)
+        self._pending_recvs[hop] = buffer, dist.irecv(buffer, dist.get_global_rank(self._group, peer), self._group)
+
+    def _wait_sends(self, sent: list[tuple[Tensor, Any]]) -> None:
+        for _, work in sent:
+            work.wait()
+
+
+class _IndexedStage(PipelineStage):
+    """Tells its module which micro-batch is computed, as a number: an index given as a tensor would have to be read
+    back from the device."""
+
+    def __init__(self, stage: StageModule, *args: Any, **kwargs: Any):
+        super().__init__(stage, *args, **kwargs)
+        self.stage = stage
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.stage.micro_batch_index = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+
+def _make_torch_schedule(schedule: str, stages: list[Any], micro_batches: int, loss: Callable[..., Tensor]) -> Any:
+    """A schedule of torch's. Losses are sums: gradients are not to be divided by the number of micro-batches."""
+    if schedule == "gpipe":
+        return ScheduleGPipe(stages[0], micro_batches, loss, scale_grads=False)
+    if schedule == "1f1b":
+        return Schedule1F1B(stages[0], micro_batches, loss, scale_grads=False)
+    if schedule == "interleaved":
+        return ScheduleInterleaved1F1B(stages, micro_batches, loss, scale_grads=False)
+    if len(stages) == 2:
+        return ScheduleZBVZeroBubble(stages, micro_batches, loss, scale_grads=False)
+    return ScheduleInterleavedZeroBubble(stages, micro_batches, loss, scale_grads=False)
+
+
+def _tensor_shapes(batch: Any) -> Any:
+    return tuple((tuple(x.shape), x.dtype) for x in iterate_tensors(batch))

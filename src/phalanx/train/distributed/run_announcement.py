@@ -1,0 +1,208 @@
+"""How workers that an outside launcher started learn whether to train: the leading one tells the others over the store.
+
+Only that, and the attempt's number: which run and whose code, each worker knows by its own arguments. Where the store
+is not signed, others might say something else. Before they enter their group they wait for all to be there, and who
+cannot take part says why instead: in the group's own store they would wait for it until that gives up.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from phalanx.deadline import Deadline, print_status
+from phalanx.errors import ExitCode, PhalanxError, SubprocessError, UsageError
+from phalanx.recipe import describe_exception
+from phalanx.run.fields import read_as
+from phalanx.train.distributed.environment import MIN_COLLECTIVE_TIMEOUT as COMING
+from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, open_attempt_store
+from phalanx.train.distributed.failures import PassingError, cause_of
+
+ANNOUNCEMENT_TIMEOUT_S = 12 * 3600.0
+"""Seconds to wait for it: preparing data on the leading worker may take long."""
+WAIT_MESSAGE_INTERVAL_S = 60.0
+"""Seconds after which it is said, again and again, that this one waits."""
+MIN_POLL_INTERVAL_S, MAX_POLL_INTERVAL_S = 0.001, 0.2
+"""Seconds between two looks: at first, and at most."""
+MAX_ANNOUNCEMENT_BYTES = 1 << 16
+"""Bytes of an announcement."""
+MAX_ERROR_CHARS = 4000
+"""Characters of an error that are told."""
+HEAR_TIMEOUT_S = 30.0
+"""Seconds for which who leads, and may host the store, waits for the others to hear why there is nothing to train."""
+_ANNOUNCEMENT_KEY, _ALL_KEY, _COME_KEY, _HEARD_KEY = "run", "all", "come", "heard"
+
+
+class RelayedError(PhalanxError):
+    """What another worker said that ends this one, too."""
+
+
+@dataclass(frozen=True)
+class RunAnnouncement:
+    """What the leading worker says: the `attempt` of its run, or that the run `is_finished`, or with `error` and
+    `exit_code` why there is nothing to train. `rank`: of the worker that says it."""
+
+    run_dir: str = ""
+    attempt: int = 0
+    is_finished: bool = False
+    error: str = ""
+    exit_code: int = 0
+    rank: int = 0
+
+    def text(self) -> str:
+        """As it stands in the store."""
+        return json.dumps(asdict(replace(self, error=self.error[:MAX_ERROR_CHARS])))
+
+
+def announce_run(dist_env: DistEnv, announcement: RunAnnouncement) -> None:
+    """Tell all workers of this attempt what to train. Where that is nothing, wait until they have heard it, or a while:
+    when this process ends, the store may be gone."""
+    if dist_env.world_size == 1:
+        return
+    store = open_attempt_store(dist_env)
+    store.set(_ANNOUNCEMENT_KEY, announcement.text())
+    if (announcement.error or announcement.is_finished) and not _supervised():
+        wait = Deadline("the other workers to hear why there is nothing to train", HEAR_TIMEOUT_S)
+        while store.add(_HEARD_KEY, 0) < dist_env.world_size - 1 and not wait.check_expired():
+            time.sleep(MIN_POLL_INTERVAL_S)
+
+
+@contextlib.contextmanager
+def telling_others(place: DistEnv) -> Iterator[None]:
+    """Around what a worker does before it enters the group: where it fails, the others learn why."""
+    try:
+        yield
+    except RelayedError:
+        raise
+    except Exception as error:
+        with contextlib.suppress(dist.DistError, PhalanxError):  # there is no store at which others could wait
+            _say_why(place, error)
+        raise
+
+
+def _say_why(place: DistEnv, error: Exception) -> None:
+    """A mistake in somebody's code ends the others as it would end a run of ours before its first step."""
+    if place.world_size == 1 or (_supervised() and not isinstance(error, PhalanxError)):
+        return  # an agent knows the rest by the worker's status
+    known = error if isinstance(error, SubprocessError) else cause_of(error)
+    text, code = (describe_exception(error), ExitCode.GAVE_UP) if known is None else (str(known), known.code)
+    what = RunAnnouncement(error=text, exit_code=int(code), rank=place.rank)
+    if not _supervised():
+        open_attempt_store(_launched(place)).set(_ALL_KEY, what.text())
+    if place.is_rank_zero:
+        announce_run(_launched(place), what)
+    else:
+        open_attempt_store(_launched(place)).add(_HEARD_KEY, 1)  # there is nothing that it has to hear
+
+
+def come_together(place: DistEnv) -> None:
+    """Wait until all workers are about to enter the group; the RelayedError of who cannot. Under our agent none needs
+    to: it ends all when one fails."""
+    if place.world_size == 1 or _supervised():
+        return
+    launched = _launched(place)
+    store = open_attempt_store(launched)
+    if store.add(_COME_KEY, 1) == place.world_size:
+        store.set(_ALL_KEY, RunAnnouncement().text())
+    what, patience = f"all {place.world_size} workers to come", COMING.total_seconds()
+    _end_if_failed(
+        _parse_announcement(_read_announcement_bytes(launched, _ALL_KEY, what, patience, _too_few)), launched
+    )
+
+
+def _too_few(place: DistEnv, limit: float) -> str:
+    come = open_attempt_store(place).add(_COME_KEY, 0)
+    return f"only {come} of {place.world_size} workers came within {limit:.0f} s; start again"
+
+
+def _launched(place: DistEnv) -> DistEnv:
+    """With the launcher's own count of attempts, which all workers know before they know the run's."""
+    return replace(place, attempt=dist_env_from_environment(device="cpu").attempt)
+
+
+def _supervised() -> bool:
+    return "PHALANX_EVENTS_FD" in os.environ
+
+
+def _end_if_failed(found: RunAnnouncement, place: DistEnv) -> None:
+    """End this worker where another says so."""
+    if not found.error:
+        return
+    who = (
+        f"worker {found.rank} could not take part" if found.rank else "the leading worker could not make the run ready"
+    )
+    error = RelayedError(f"{who}: {found.error}")
+    error.code = ExitCode(found.exit_code)
+    open_attempt_store(place).add(_HEARD_KEY, 1)
+    raise error
+
+
+def wait_for_announcement(dist_env: DistEnv, run: Path) -> RunAnnouncement:
+    """What the leading worker told. PhalanxError when it failed, and where no agent looks after this worker also when
+    it is gone; UsageError when its run is another than this worker's."""
+    try:
+        content = _read_announcement_bytes(
+            dist_env, _ANNOUNCEMENT_KEY, "the leading worker to make the run ready", ANNOUNCEMENT_TIMEOUT_S, _silent
+        )
+        found = _parse_announcement(content)
+        _end_if_failed(found, dist_env)
+    except (dist.DistNetworkError, dist.DistStoreError) as lost:  # the latter where it does not answer any more
+        if _supervised():
+            raise
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PassingError(
+            f"the leading worker was lost before it said what to train (at {where}); start again"
+        ) from lost
+    if found.is_finished:
+        open_attempt_store(dist_env).add(_HEARD_KEY, 1)
+    elif os.path.realpath(found.run_dir) != os.path.realpath(run):
+        raise UsageError(
+            f"this worker's run is {os.path.realpath(run)}, and that of worker 0 {found.run_dir}: start all workers in "
+            "the same folder with the same arguments"
+        )
+    return found
+
+
+def _silent(_: DistEnv, limit: float) -> str:
+    return f"the leading worker has said nothing for {limit / 3600:.0f} h; start again"
+
+
+def _read_announcement_bytes(
+    dist_env: DistEnv, key: str, what: str, limit: float, over: Callable[[DistEnv, float], str]
+) -> bytes:
+    """What is said under a key. PassingError, with the words of `over`, when it is not in time."""
+    store, pause = open_attempt_store(dist_env), MIN_POLL_INTERVAL_S
+    print_wait = print_status if dist_env.local_rank == 0 else _ignore_message
+    wait = Deadline(what, limit, print_wait, report_interval_s=WAIT_MESSAGE_INTERVAL_S)
+    while not store.check([key]):
+        if wait.check_expired():
+            raise PassingError(over(dist_env, limit))
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_POLL_INTERVAL_S)
+    content: bytes = store.get(key)
+    return content
+
+
+def _ignore_message(_: str) -> None:
+    """One worker of a machine says it for all."""
+
+
+def _parse_announcement(content: bytes) -> RunAnnouncement:
+    invalid = UsageError("what was announced where the workers meet is not an announcement of Phalanx")
+    if len(content) > MAX_ANNOUNCEMENT_BYTES:
+        raise invalid
+    try:
+        said = json.loads(content)
+        found: RunAnnouncement = read_as(RunAnnouncement, said)
+        if found.exit_code:
+            ExitCode(found.exit_code)
+    except (ValueError, RecursionError):
+        raise invalid from None
+    if said.keys() - vars(found).keys() or (found.error and not found.exit_code):
+        raise invalid
+    return found

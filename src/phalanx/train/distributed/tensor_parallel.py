@@ -1,0 +1,351 @@
+"""Tensor parallel for any module: matrices cut over a group of ranks by rules `pattern -> style`, hidden states cut
+along the sequence between them (Shoeybi et al. 2019; Korthikanti et al. 2022).
+
+The styles are described in `tp_plans.py`, where the rules of known models are. A linear layer with the style `columns`
+outside of a region is a region of its own. Everything that has no style stays whole on all ranks. Every pattern must
+match a module, every layer with parameters inside a region must have a style, and a tied weight must be cut alike in
+all its places.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import RecipeError
+from phalanx.train.distributed.async_tp import can_chunk, linear_reduce_scatter
+from phalanx.train.distributed.shard_spec import DimShard, fsdp_row_range, shard_evenly
+from phalanx.train.distributed.stubs import ModuleStub
+from phalanx.train.distributed.tp_plans import TP_STYLES, find_matching
+from phalanx.train.ops.collectives import (
+    Group,
+    copy_to_group,
+    gather_from_group,
+    gather_replicated,
+    group_rank,
+    group_size,
+    reduce_from_group,
+    reduce_scatter_to_group,
+    scatter_to_group,
+)
+from phalanx.train.ops.float8 import Float8Linear
+from phalanx.train.ops.lora import LEAVE_REGION_ATTR, LORA_A_NAME, LORA_B_NAME, has_lora
+
+TP_PLAN_KEY = "model.tp_plan"
+VOCAB_STYLES = ("vocabulary", "head")
+SEQUENCE_DIM = 1  # the dimension of the sequence in hidden states [b, s, w]
+
+
+@dataclass
+class TensorParallelResult:
+    """What tensor parallel did: the `dim_shards` of parameters, and the whole ones whose gradient is `partial_grads` on
+    each rank, both by name (tied parameters by their first); `vocabulary` is the group over which the head is cut."""
+
+    dim_shards: dict[str, DimShard] = field(default_factory=dict)
+    partial_grads: set[str] = field(default_factory=set)
+    vocab_group: Group = None
+
+
+def resolve_styles(model: nn.Module, styles_by_pattern: Mapping[str, str]) -> dict[str, str]:
+    """The style of each module that a rule matches. RecipeError for unknown styles, patterns that match nothing, and
+    modules that two rules treat differently."""
+    modules = dict(model.named_modules())
+    found: dict[str, str] = {}
+    for pattern, style in styles_by_pattern.items():
+        if style not in TP_STYLES:
+            raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: no style {style!r}; expected {', '.join(TP_STYLES)}")
+        names = find_matching(pattern, modules)
+        if not names:
+            raise RecipeError(
+                f"{TP_PLAN_KEY}.{pattern}: matches no module; the model's are named {_example_names(modules)}"
+            )
+        for name in names:
+            if found.setdefault(name, style) != style:
+                raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: makes {name} {style}, another rule makes it {found[name]}")
+    return found
+
+
+def check_tp_plan(model: nn.Module, styles_by_pattern: Mapping[str, str], size: int) -> dict[str, str]:
+    """`resolve_styles`, and whether the model can be cut so over `size` ranks. RecipeError naming rule and module."""
+    styles = resolve_styles(model, styles_by_pattern)
+    modules = dict(model.named_modules())
+    for name, style in styles.items():
+        for parameter, dim, parts in _sharded_dims(modules[name], style, name):
+            length = parameter.shape[dim]
+            if style not in VOCAB_STYLES and length % (parts * size):
+                features = f"{length} features" + (f" ({parts} x {length // parts})" if parts > 1 else "")
+                raise RecipeError(
+                    f"parallelism.tensor: {name} ({style}) has {features}, which {size} ranks cannot share"
+                )
+    regions = [name for name, style in styles.items() if style == "region"]
+    for name, module in modules.items():
+        bare = any(True for _ in module.parameters(recurse=False)) and name not in styles
+        inside = next((region for region in regions if name.startswith(f"{region}.")), None)
+        if bare and inside is not None:
+            raise RecipeError(
+                f"{TP_PLAN_KEY}: {name} has parameters and lies in {inside} (region), so it needs a style; "
+                "shared keeps it whole"
+            )
+    _check_tied_styles(model, styles)
+    return styles
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    styles: Mapping[str, str],
+    group: Group,
+    *,
+    blocks: Sequence[str] = (),
+    divided_attributes: Mapping[str, Sequence[str]] | None = None,
+    sequence_parallel: bool = False,
+    vocab_parallel_loss: bool = False,
+    async_tp: bool = False,
+) -> TensorParallelResult:
+    """Cut the model's parameters in place and make its layers talk over `group`. Done before optimizer and FSDP.
+
+    `styles` are those that `check_tp_plan` found for the whole model; a pipeline stage has only some of its modules.
+    `sequence_parallel`: hidden states between the first and last of `blocks` are cut along the sequence, whose length
+    must
+    divide. `async_tp`: so cut, what leaves a region travels in chunks, while others are computed. `vocabulary`: whether
+    the loss can be computed over parts of the vocabulary; otherwise embedding and head stay whole.
+    `divided_attributes`: attributes of modules (by pattern) that count heads or features, which are divided, too.
+    """
+    result = TensorParallelResult()
+    if group_size(group) == 1:
+        return result
+    sequence_parallel = sequence_parallel and len(blocks) > 0  # else there is nothing between which it could be cut
+    modules = {name: m for name, m in model.named_modules() if not isinstance(m, ModuleStub)}
+    names = {p: name for name, p in model.named_parameters()}
+    styles = {
+        name: style for name, style in styles.items() if name in modules and _has_parameters(modules[name], style)
+    }
+    if not vocab_parallel_loss:
+        styles = {name: style for name, style in styles.items() if style not in VOCAB_STYLES}
+    elif "head" in styles.values():
+        result.vocab_group = group
+    dim_shards: dict[nn.Parameter, DimShard] = {}
+    for name, style in styles.items():
+        for parameter, dim, parts in _sharded_dims(modules[name], style, name):
+            if parameter not in dim_shards:
+                dim_shards[parameter] = dim_shard = _make_dim_shard(parameter, dim, parts, style, group)
+                result.dim_shards[names[parameter]] = dim_shard
+    for parameter, dim_shard in dim_shards.items():
+        pieces = [parameter.data.narrow(dim_shard.dim, start, end - start) for start, end in dim_shard.ranges]
+        parameter.data = torch.cat(pieces, dim_shard.dim).clone(memory_format=torch.contiguous_format)
+    for name, style in styles.items():
+        in_region = any(styles.get(parent) == "region" for parent in _name_and_parents(name))
+        _APPLY_STYLE[style.partition(":")[0]](modules[name], _TPComm(group, sequence_parallel, in_region, async_tp))
+    for pattern, attributes in (divided_attributes or {}).items():
+        for name in find_matching(pattern, modules):
+            for attribute in attributes:
+                setattr(modules[name], attribute, getattr(modules[name], attribute) // group_size(group))
+    whole = {names[p] for p in names if p not in dim_shards}
+    result.partial_grads = {
+        name for name in whole for parent in _name_and_parents(name) if styles.get(parent) == "shared"
+    }
+    # What an adapter makes of the inputs goes only into this rank's outputs.
+    columns = {name for name, style in styles.items() if style.startswith("columns")}
+    result.partial_grads |= {
+        name for name in whole if name.endswith(f".{LORA_A_NAME}") and name.rpartition(".")[0] in columns
+    }
+    if sequence_parallel:
+        _shard_sequence_between(modules, blocks, group)
+        result.partial_grads |= {name for name in whole if any(name.startswith(f"{block}.") for block in blocks)}
+    return result
+
+
+def _shard_sequence_between(modules: Mapping[str, nn.Module], blocks: Sequence[str], group: Group) -> None:
+    """Cut the hidden state along the sequence where it enters the first block, and join it after the last."""
+    if blocks[0] in modules:
+        modules[blocks[0]].register_forward_pre_hook(
+            _transform_first_argument(lambda x: scatter_to_group(x, group, SEQUENCE_DIM)), with_kwargs=True
+        )
+    if blocks[-1] in modules:
+        modules[blocks[-1]].register_forward_hook(
+            _transform_first_output(lambda x: gather_replicated(x, group, SEQUENCE_DIM))
+        )
+
+
+def _has_parameters(module: nn.Module, style: str) -> bool:
+    """Whether a pipeline stage has this module's parameters."""
+    return style in ("region", "shared") or isinstance(getattr(module, "weight", None), nn.Parameter)
+
+
+@dataclass(frozen=True)
+class _TPComm:
+    """How a layer talks: over which group, whether the hidden state is cut along the sequence, whether what enters the
+    layer has entered a region already, and whether it talks while it computes."""
+
+    group: Group
+    sequence_parallel: bool
+    in_region: bool
+    async_tp: bool
+
+    def enter_region(self, x: Tensor) -> Tensor:
+        """From the hidden state into a region."""
+        return (
+            gather_from_group(x, self.group, SEQUENCE_DIM) if self.sequence_parallel else copy_to_group(x, self.group)
+        )
+
+    def leave_region(self, x: Tensor) -> Tensor:
+        """From a region's partial results back to the hidden state."""
+        return (
+            reduce_scatter_to_group(x, self.group, SEQUENCE_DIM)
+            if self.sequence_parallel
+            else reduce_from_group(x, self.group)
+        )
+
+
+def _sharded_dims(module: nn.Module, style: str, name: str) -> list[tuple[nn.Parameter, int, int]]:
+    """Which parameters a style cuts along which dimension, and of how many fused parts that is made."""
+    kind, _, fused = style.partition(":")
+    parts = int(fused or 1)
+    if kind in ("region", "shared"):
+        return []
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    expected_type = (
+        nn.Embedding if kind == "vocabulary" else nn.Linear if kind in ("columns", "rows", "head") else nn.Module
+    )
+    if not isinstance(module, expected_type) or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        expected = expected_type.__name__ if expected_type is not nn.Module else "Conv1D"
+        raise RecipeError(f"{TP_PLAN_KEY}: {name} is {type(module).__name__}, and {style} is for {expected}")
+    dim = {"columns": 0, "rows": 1, "vocabulary": 0, "head": 0, "columns-conv1d": 1, "rows-conv1d": 0}[kind]
+    sharded = [(weight, dim, parts)]
+    rows = kind in ("rows", "rows-conv1d")
+    if isinstance(bias, nn.Parameter) and not rows:
+        sharded.append((bias, 0, parts))
+    if has_lora(module):  # of the two, the one that lies at the side that is cut is cut with it
+        sharded.append((module.get_parameter(LORA_A_NAME if rows else LORA_B_NAME), dim, parts))
+    return sharded
+
+
+def _make_dim_shard(parameter: nn.Parameter, dim: int, parts: int, style: str, group: Group) -> DimShard:
+    rank, size, full_size = group_rank(group), group_size(group), parameter.shape[dim]
+    if style in VOCAB_STYLES:  # any size of vocabulary will do
+        return DimShard(dim, (fsdp_row_range(full_size, rank, size),), full_size, "tensor")
+    return shard_evenly(dim, full_size, rank, size, "tensor", parts)
+
+
+def _check_tied_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
+    """RecipeError when a parameter that several modules share would be cut in one and not in another."""
+    seen: dict[nn.Parameter, tuple[str, object]] = {}
+    for name, module in model.named_modules():
+        sharded = {p: (dim, parts) for p, dim, parts in _sharded_dims(module, styles.get(name, "shared"), name)}
+        for parameter in module.parameters(recurse=False):
+            first_name, sharding = seen.setdefault(parameter, (name, sharded.get(parameter)))
+            if sharding != sharded.get(parameter):
+                raise RecipeError(
+                    f"{TP_PLAN_KEY}: {first_name} and {name} share a weight (tied), but only one of them would be "
+                    f"cut, or each "
+                    "differently; give both a style that cuts alike, such as vocabulary and head"
+                )
+
+
+def _apply_region(module: nn.Module, comm: _TPComm) -> None:
+    module.register_forward_pre_hook(_transform_first_argument(comm.enter_region), with_kwargs=True)
+
+
+def _apply_colwise(module: nn.Module, comm: _TPComm) -> None:
+    if not comm.in_region:
+        module.register_forward_pre_hook(_transform_first_argument(comm.enter_region), with_kwargs=True)
+
+
+def _apply_rowwise(module: nn.Module, comm: _TPComm) -> None:
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        if isinstance(self, Float8Linear):
+            out = comm.leave_region(self.matmul(x))
+        elif comm.async_tp and comm.group is not None and can_chunk(x, comm.group):
+            out = linear_reduce_scatter(x, self.weight, comm.group)
+        else:
+            out = comm.leave_region(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias  # once, not once a rank
+
+    vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
+
+
+def _apply_rowwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = comm.leave_region(x @ self.weight) + self.bias
+        return out
+
+    vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
+
+
+def _apply_colwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
+    _apply_colwise(module, comm)
+
+    def forward(self: Any, x: Tensor) -> Tensor:  # its own forward goes by the features of the whole
+        out: Tensor = x @ self.weight + self.bias
+        return out
+
+    vars(module)["forward"] = MethodType(forward, module)
+
+
+def _apply_vocab_embedding(module: nn.Module, comm: _TPComm) -> None:
+    assert isinstance(module, nn.Embedding)
+    start, _ = fsdp_row_range(module.num_embeddings, group_rank(comm.group), group_size(comm.group))
+
+    def forward(self: nn.Embedding, tokens: Tensor) -> Tensor:
+        local = tokens - start
+        outside = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill(outside.unsqueeze(-1), 0.0)
+        return reduce_from_group(rows, comm.group)
+
+    vars(module)["forward"] = MethodType(forward, module)
+
+
+def _apply_nothing(module: nn.Module, comm: _TPComm) -> None:
+    """`shared` computes as before; `head` is left out of the forward, and the loss takes its weight."""
+
+
+_APPLY_STYLE: dict[str, Callable[[nn.Module, _TPComm], None]] = {
+    "region": _apply_region,
+    "columns": _apply_colwise,
+    "rows": _apply_rowwise,
+    "columns-conv1d": _apply_colwise_conv1d,
+    "rows-conv1d": _apply_rowwise_conv1d,
+    "vocabulary": _apply_vocab_embedding,
+    "head": _apply_nothing,
+    "shared": _apply_nothing,
+}
+
+
+def _transform_first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """A forward pre-hook that changes the first floating-point tensor among the arguments."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for i, value in enumerate(args):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return (*args[:i], change(value), *args[i + 1 :]), kwargs
+        for key, value in kwargs.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return args, {**kwargs, key: change(value)}
+        raise RecipeError(
+            f"{TP_PLAN_KEY}: a {type(module).__name__} with a style was called without a floating-point tensor"
+        )
+
+    return hook
+
+
+def _transform_first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """A forward hook that changes the output, or the first of several."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return change(output) if isinstance(output, Tensor) else (change(output[0]), *output[1:])
+
+    return hook
+
+
+def _name_and_parents(name: str) -> list[str]:
+    """Dotted names above and including `name`."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+
+
+def _example_names(modules: Mapping[str, nn.Module]) -> str:
+    names = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

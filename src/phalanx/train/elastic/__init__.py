@@ -1,0 +1,1 @@
+"""Reconfiguration of the surviving replicas after a loss."""

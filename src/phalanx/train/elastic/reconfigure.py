@@ -1,0 +1,340 @@
+"""Going on from memory: workers that hold the same state meet in another number, and go on where they are.
+
+When one of several replicas is lost, the others need nothing that it had. A worker knows that a step is done only when
+all have sent their part of it, so survivors are at the same step or one apart; who is behind, and who has just come,
+gets the state from one that is not. Under `determinism: elastic` nothing else depends on how many they are. Here are
+the meeting and replicas that are whole; those that are sharded are `sharded_recovery.py`'s. A checkpoint that is being
+written goes along (`train/checkpoint/manager.py`).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from phalanx.errors import DataError
+from phalanx.recipe.schema import Parallelism
+from phalanx.run.event_types import CheckpointFailed
+from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
+from phalanx.run.messages import JoinedGroup, LeftGroup, MembershipUpdate
+from phalanx.train.builder import make_train_step, report_start
+from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.distributed.environment import (
+    DistEnv,
+    abort_process_group,
+    init_process_group,
+    is_peer_failure,
+    open_attempt_store,
+)
+from phalanx.train.distributed.mesh import Mesh, build_mesh
+from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json, format_dtype, parse_dtype
+from phalanx.train.distributed.pipeline.build import PipelineRunner
+from phalanx.train.elastic.membership import MembershipUpdates, SocketRegistry
+from phalanx.train.evaluation import EvaluationResult
+from phalanx.train.loss import LossModule
+from phalanx.train.model_builder import MicroBatchSeeds
+from phalanx.train.reporter import Reporter
+from phalanx.train.train_context import TrainContext
+from phalanx.train.train_state import PendingSave, SurvivorState, TrainState, get_state_tensors, load_full_state
+from phalanx.train.trainer import MembershipChanged, Trainer
+
+EvaluatorFactory = Callable[[DistEnv, Mesh], Callable[[], EvaluationResult | None]]
+"""Makes what evaluates in a world of another size."""
+MIN_POLL_INTERVAL_S, POLL_BACKOFF_FACTOR, MAX_POLL_INTERVAL_S = 0.001, 1.2, 0.05
+"""Seconds between two looks whether all have come: at first, by how much longer each time, and at most, since many may
+wait long for a few."""
+NO_STEP = -1
+"""Instead of a step: a worker that has no state yet."""
+
+
+@dataclass(frozen=True)
+class BuiltTrainer:
+    """What a worker trains, and with what."""
+
+    context: TrainContext
+    loss_module: LossModule | PipelineRunner
+
+
+@dataclass(frozen=True)
+class PeerStates:
+    """What those who met have: the step that each rank has `reached`, and which of them have `grads_reduced` the
+    gradients of
+    the one after, and are `saving` the state after which; the `survivor_state` of the first that is farthest,
+    `source_rank`, and its loss `scaler_state`. `own`: this worker's standing before."""
+
+    step_of_rank: list[int]
+    grads_reduced: list[bool]
+    saving_step_of_rank: list[int]
+    source_rank: int
+    survivor_state: SurvivorState
+    scaler_state: dict[str, Tensor]
+    own_state: SurvivorState | None
+
+    @property
+    def all_at_same_step(self) -> bool:
+        """Whether all are at the same step."""
+        return min(self.step_of_rank) == max(self.step_of_rank)
+
+    @property
+    def saves_diverged(self) -> bool:
+        """Whether a save ended or began for some of them only: they were torn out of the step that it happened in."""
+        saving = zip(self.step_of_rank, self.saving_step_of_rank, strict=True)
+        return len({step for reached, step in saving if reached != NO_STEP}) > 1
+
+
+class RecoveryMode(Protocol):
+    """How a worker comes by what it needs in another world."""
+
+    def rebuild(self, before: BuiltTrainer | None, dist_env: DistEnv) -> BuiltTrainer:
+        """What it trains there, from what it trained before; None for one that has just come."""
+
+    def sync_state(self, before: BuiltTrainer | None, now: BuiltTrainer, peers: PeerStates) -> None:
+        """Bring all to the state of those who are farthest."""
+
+    def warm_up(self, now: BuiltTrainer, train_state: TrainState) -> None:
+        """What is left to do before the next step."""
+
+
+class Reconfiguration:
+    """One worker's part in it, for as long as it lives. `worker_id` is the worker's own, whatever its rank;
+    `inter_replica_sockets` and
+    `intra_replica_sockets` are its connections to other replicas and to the workers of its own."""
+
+    def __init__(
+        self,
+        membership_updates: MembershipUpdates,
+        inter_replica_sockets: SocketRegistry,
+        intra_replica_sockets: SocketRegistry,
+        worker_id: int,
+        dist_env: DistEnv,
+        reporter: Reporter,
+        heartbeat: HeartbeatWriter | NullHeartbeat,
+        recovery_mode: RecoveryMode,
+        fingerprint: str,
+    ):
+        self.membership_updates, self._inter_replica_sockets, self._intra_replica_sockets = (
+            membership_updates,
+            inter_replica_sockets,
+            intra_replica_sockets,
+        )
+        self._worker_id, self._dist_env = worker_id, dist_env
+        self._reporter, self._heartbeat, self._recovery_mode, self._fingerprint = (
+            reporter,
+            heartbeat,
+            recovery_mode,
+            fingerprint,
+        )
+        self._hooks: list[RemovableHandle] = []
+
+    def install_membership_hooks(self, modules: Iterable[nn.Module], compiled: bool) -> None:
+        """Look for orders whenever a forward comes to parameters of these, unless they are compiled, and whenever
+        backward has made a gradient: who has a long step would else learn only in the exchange that it is in vain."""
+        for hook in self._hooks:
+            hook.remove()
+        parameters_by_module = {
+            module_: list(module_.parameters(recurse=False)) for module in modules for module_ in module.modules()
+        }
+        trained = {parameter for own in parameters_by_module.values() for parameter in own if parameter.requires_grad}
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._check_on_grad) for parameter in trained]
+        if not compiled:
+            self._hooks += [
+                module_.register_forward_pre_hook(self._check_on_forward)
+                for module_, own in parameters_by_module.items()
+                if own
+            ]
+
+    def check_membership(self) -> None:
+        """Summoned where somebody is gone, so that what is going on now cannot end."""
+        if self.membership_updates.worker_lost:
+            raise MembershipChanged
+
+    def _check_on_grad(self, parameter: Tensor) -> None:
+        self.check_membership()
+
+    def _check_on_forward(self, module: nn.Module, arguments: Any) -> None:
+        if module.training:
+            self.check_membership()
+
+    def detach(self, trainer: Trainer) -> SurvivorState:
+        """Leave a group of which somebody may be gone, and undo what was begun."""
+        self._reporter.send_control(LeftGroup(rank=self._worker_id))
+        survivor_state = trainer.detach()
+        for sockets in (self._inter_replica_sockets, self._intra_replica_sockets):
+            sockets.shut_down()  # or those who have not noticed yet would wait for us
+        abort_process_group()
+        return survivor_state
+
+    def rejoin(
+        self, before: BuiltTrainer | None, survivor_state: SurvivorState | None, samples: int
+    ) -> tuple[BuiltTrainer, SurvivorState]:
+        """Wait for the agent's word, meet, and share the state; None as standing for one that has none yet. Returns how
+        all stand now. DataError when this worker has other data than the others."""
+        was_rank_zero = self._dist_env.is_rank_zero and survivor_state is not None
+        update = self._wait_for_rendezvous()
+        dist_env, rank, world_size = self._dist_env, self._dist_env.rank, self._dist_env.world_size
+        init_process_group(dist_env, connection_scope=self._inter_replica_sockets)
+        peers = self._gather_peer_states(before, survivor_state)
+        built = self._recovery_mode.rebuild(before, dist_env)
+        if before is not None:
+            before.context.callbacks.run_context.rank, before.context.callbacks.run_context.world_size = (
+                rank,
+                world_size,
+            )
+        self._recovery_mode.sync_state(before, built, peers)
+        self._heartbeat.reset_count()
+        pending_save = None if survivor_state is None else survivor_state.pending_save
+        if peers.saves_diverged:
+            self._cancel_pending_save(pending_save, peers)
+            pending_save = None
+        own_step, last = peers.step_of_rank[rank], peers.survivor_state.last_step
+        if NO_STEP < own_step < max(peers.step_of_rank) and last is not None:
+            for event in last.events:
+                self._reporter.remember_event(event)
+        if dist_env.is_rank_zero:
+            # Also what the lost ones left of a save that was given up; but others still write what goes along.
+            clean_checkpoint_dir(
+                built.context.run.checkpoints, keep_step=None if pending_save is None else pending_save.step
+            )
+            report_start(built.context, samples, peers.survivor_state.train_state, scaled_up=not update.worker_lost)
+            self._reporter.resend_events(own_step if was_rank_zero else update.last_reported_step)
+        all_gather_json(dist_env, None)  # before that nobody may begin a save, which may be the first that is due
+        self._recovery_mode.warm_up(built, peers.survivor_state.train_state)
+        return built, replace(peers.survivor_state, pending_save=pending_save)
+
+    def _wait_for_rendezvous(self) -> MembershipUpdate:
+        """Wait for the agent's word, and until all have come whom it names: a process group that begins to meet waits
+        for ever for one who does not. If one is lost before, the agent says who meets instead."""
+        while True:
+            update = self.membership_updates.take_update()
+            rank, world_size = update.active_ranks.index(self._worker_id), len(update.active_ranks)
+            self._dist_env = replace(self._dist_env, rank=rank, world_size=world_size, attempt=update.attempt)
+            if world_size == 1 or self._all_arrived(update):
+                self._reporter.send_control(JoinedGroup(rank=self._worker_id, attempt=update.attempt))
+                return update
+
+    def _all_arrived(self, update: MembershipUpdate) -> bool:
+        """False when another order comes first."""
+        store, poll_interval_s = open_attempt_store(self._dist_env), MIN_POLL_INTERVAL_S
+        if store.add("come", 1) == len(update.active_ranks):
+            store.set("all", "1")
+        while not store.check(["all"]):
+            self.membership_updates.wait_for_update(poll_interval_s)
+            if self.membership_updates.has_update:
+                return False
+            poll_interval_s = min(POLL_BACKOFF_FACTOR * poll_interval_s, MAX_POLL_INTERVAL_S)
+        return True
+
+    def _cancel_pending_save(self, pending_save: PendingSave | None, peers: PeerStates) -> None:
+        """Drop the save that only some have in flight. If it was to come, it is missing; one that had ended at those
+        who are farthest is a checkpoint, or had failed."""
+        if pending_save is not None:
+            pending_save.saver.cancel()
+        all_gather_json(self._dist_env, None)  # nobody writes any more
+        train_state, step = peers.survivor_state.train_state, peers.saving_step_of_rank[peers.source_rank]
+        if step != NO_STEP:
+            train_state.lost_checkpoint_step = train_state.lost_checkpoint_step or step
+            if self._dist_env.is_rank_zero:
+                reason = "workers were lost when only some had begun with it"
+                self._reporter.report_event(CheckpointFailed(step=step, reason=reason))
+
+    def _gather_peer_states(self, before: BuiltTrainer | None, survivor_state: SurvivorState | None) -> PeerStates:
+        """Learn what the others have."""
+        dist_env = self._dist_env
+        step, grads_reduced = (
+            (NO_STEP, False)
+            if survivor_state is None
+            else (survivor_state.train_state.step, survivor_state.grads_reduced)
+        )
+        saving_step = (
+            NO_STEP
+            if survivor_state is None or survivor_state.pending_save is None
+            else survivor_state.pending_save.step
+        )
+        scaler_state = {} if before is None else before.context.scaler.state()
+        if dist_env.world_size == 1:
+            assert survivor_state is not None
+            return PeerStates([step], [grads_reduced], [saving_step], 0, survivor_state, scaler_state, survivor_state)
+        mine = torch.tensor([step, int(grads_reduced), saving_step])
+        all_of_them = [torch.empty_like(mine) for _ in range(dist_env.world_size)]
+        dist.all_gather(all_of_them, mine)
+        step_of_rank = [int(each[0]) for each in all_of_them]
+        source = step_of_rank.index(max(step_of_rank))
+        payload: list[Any] = []
+        if dist_env.rank == source:
+            assert survivor_state is not None
+            payload = [
+                survivor_state.to_json(),
+                self._fingerprint,
+                {name: float(value) for name, value in scaler_state.items()},
+            ]
+        state_json, fingerprint, scaler_values = broadcast_json(source, payload)
+        farthest = SurvivorState.from_json(state_json)
+        scaler_state = {name: torch.tensor(value, dtype=torch.float64) for name, value in scaler_values.items()}
+        if fingerprint != self._fingerprint:
+            raise DataError(
+                f"the data of worker {self._worker_id} are not those of the others: all nodes must read the same"
+            )
+        of_sums, of_saves = [bool(each[1]) for each in all_of_them], [int(each[2]) for each in all_of_them]
+        return PeerStates(step_of_rank, of_sums, of_saves, source, farthest, scaler_state, survivor_state)
+
+
+class ReplicatedRecovery:
+    """Workers each of which holds the whole state: the model stays, and who is behind gets all of it."""
+
+    def __init__(self, evaluator_factory: EvaluatorFactory):
+        self._evaluator_factory = evaluator_factory
+
+    def rebuild(self, before: BuiltTrainer | None, dist_env: DistEnv) -> BuiltTrainer:
+        """The same model and optimizer in another world."""
+        assert before is not None
+        context = before.context
+        context.train_step.reducer.close()
+        mesh = build_mesh(Parallelism(replicate=dist_env.world_size), dist_env)
+        parallel_model = replace(context.parallel_model, mesh=mesh)
+        seeds = MicroBatchSeeds(context.recipe.seed, dist_env.device)
+        train_step = make_train_step(context.recipe, dist_env, parallel_model, context.optimizer, context.scaler, seeds)
+        evaluate = self._evaluator_factory(dist_env, mesh)
+        return replace(
+            before,
+            context=replace(
+                context, dist_env=dist_env, parallel_model=parallel_model, train_step=train_step, evaluate=evaluate
+            ),
+        )
+
+    def sync_state(self, before: BuiltTrainer | None, now: BuiltTrainer, peers: PeerStates) -> None:
+        if peers.all_at_same_step:
+            return
+        context = now.context
+        behind = peers.step_of_rank[context.dist_env.rank] < max(peers.step_of_rank)
+        own = None if behind else get_state_tensors(context.model, context.optimizer, context.scaler)
+        received = broadcast_tensors(own if context.dist_env.rank == peers.source_rank else None, peers.source_rank)
+        if behind:
+            load_full_state(
+                context.parallel_model.modules[0], context.optimizer, context.scaler, received, "the other workers"
+            )
+
+    def warm_up(self, now: BuiltTrainer, train_state: TrainState) -> None:
+        """Nothing: the model is the one that was there."""
+
+
+def broadcast_tensors(
+    own: dict[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """The tensors of the worker `source_rank` of this group, which gives its `own`, on all of it."""
+    specs = [[name, list(tensor.shape), format_dtype(tensor.dtype)] for name, tensor in (own or {}).items()]
+    found = {}
+    for name, shape, dtype in broadcast_json(source, specs, group):
+        tensor = torch.empty(shape, dtype=parse_dtype(dtype)) if own is None else own[name].contiguous()
+        if tensor.numel():  # a shard may have no row of it
+            dist.broadcast(tensor, src=source, group=group)
+        found[name] = tensor
+    return found
+
+
+def requires_reconfiguration(error: BaseException) -> bool:
+    """Whether this ends a group, and not the run."""
+    return isinstance(error, MembershipChanged) or is_peer_failure(error)

@@ -1,0 +1,16 @@
+"""Gradient synchronization between replicas: buckets, algorithms that sum them, compression.
+
+reducer            reduces gradients after backward
+bucketed_reducer   counts gradients as backward produces them, and sends buckets in order
+buckets            gradients that travel together
+comm_queue         runs the stages of an algorithm on buckets during backward
+algorithms/        one algorithm a file; `base` has the interface
+compression/       bf16, int8 and PowerSGD
+registry           the algorithms by the names that recipes use
+selection          which algorithm is used, when the recipe says `auto`
+"""
+
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
+from phalanx.train.grad_sync.buckets import GRAD_ALIGNMENT_ELEMENTS, Bucket, make_buckets
+
+__all__ = ["GRAD_ALIGNMENT_ELEMENTS", "Bucket", "BucketedReducer", "make_buckets"]

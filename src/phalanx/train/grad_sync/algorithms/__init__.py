@@ -1,0 +1,1 @@
+"""Algorithms of gradient synchronization, one a module."""

@@ -1,0 +1,71 @@
+"""Parameter servers among the workers: they take everybody's gradients in, add them in the order of ranks, and send the
+sum to all.
+
+`ParameterServer`: rank 0 serves, the baseline that FireCaffe beat: (n - 1) |W| through one port in, then out;
+it needs room for everybody's bucket, on CPUs for three of each. `ShardedParameterServer`: every
+worker serves an equal part (Li et al. 2014, OSDI), with all ports busy both ways: the bytes of a ring.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.train.grad_sync.algorithms.base import CommContext, PendingWork
+from phalanx.train.grad_sync.algorithms.p2p import P2PAlgorithm, P2PChannel
+from phalanx.train.grad_sync.buckets import Bucket
+
+
+class ParameterServer(P2PAlgorithm):
+    """Rank 0 serves all."""
+
+    def __init__(self, comm: CommContext, buckets: object):
+        super().__init__(comm, buckets)
+        self._servers = self._choose_servers(comm.world_size)
+
+    def _choose_servers(self, world_size: int) -> Sequence[int]:
+        return range(1)
+
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        clients, flat = range(self._comm.world_size), bucket.buffer.flat
+        reduce_to_servers(self._channel.for_bucket(bucket_index), flat, self._servers, clients, self._comm.rank)
+        return None
+
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        clients, flat = range(self._comm.world_size), bucket.buffer.flat
+        broadcast_from_servers(self._channel.for_bucket(bucket_index), flat, self._servers, clients, self._comm.rank)
+
+
+class ShardedParameterServer(ParameterServer):
+    """Every rank serves a part."""
+
+    def _choose_servers(self, world_size: int) -> Sequence[int]:
+        return range(world_size)
+
+
+def reduce_to_servers(
+    channel: P2PChannel, flat: Tensor, servers: Sequence[int], clients: Sequence[int], rank: int
+) -> None:
+    """Leave with each of `servers` the sum over `clients`, of which they are some, of its equal part of `flat`."""
+    parts = dict(zip(servers, flat.tensor_split(len(servers)), strict=True))
+    own = parts.pop(rank, None)
+    if own is None:
+        channel.send_recv(parts.items())
+        return
+    received = {client: torch.empty_like(own) for client in clients if client != rank}
+    channel.send_recv(parts.items(), received.items())
+    first, *others = ((own if client == rank else received[client]) for client in clients)
+    for other in others:
+        first.add_(other)
+    if first is not own:
+        own.copy_(first)
+
+
+def broadcast_from_servers(
+    channel: P2PChannel, flat: Tensor, servers: Sequence[int], clients: Sequence[int], rank: int
+) -> None:
+    """Give all `clients` the parts of `flat` that `servers` have."""
+    parts = dict(zip(servers, flat.tensor_split(len(servers)), strict=True))
+    own = parts.pop(rank, None)
+    sent = [] if own is None else [(client, own) for client in clients if client != rank]
+    channel.send_recv(sent, parts.items())

@@ -1,0 +1,289 @@
+"""Gradients as backward makes them, summed over micro-batches and workers in buckets that are fixed before step 0.
+
+Hooks count gradients, also those that FSDP has reduced; those of a bucket are copied into it together as soon as it has
+all of them (a copy each from Python would cost small models a percent), and it is sent, always in bucket order, and
+travels beside the rest of backward. (torch's DDP re-arranges its buckets after the first step, which changes the order
+of addition, and with it bits, when a run is resumed.)
+
+`fixed-world`: micro-batches add up locally, then a strategy sums each bucket: the same bits for the same number of
+workers.
+`elastic`: micro-batch gradients are added in the fixed tree of `summation_tree.py`, begun here and ended by
+`algorithms/deterministic_tree.py`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.data.prefetch import micro_batch_range
+from phalanx.errors import RecipeError
+from phalanx.recipe.devices import device_kind_of
+from phalanx.train.distributed.environment import clone_group
+from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm
+from phalanx.train.grad_sync.algorithms.deterministic_tree import DeterministicTree
+from phalanx.train.grad_sync.buckets import Bucket, make_buckets
+from phalanx.train.grad_sync.comm_queue import CommQueue
+from phalanx.train.grad_sync.compression.powersgd import make_projection_bases
+from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
+from phalanx.train.grad_sync.summation_tree import TreeNode, count_merges_after, cover_range
+from phalanx.train.ops.collectives import Group
+from phalanx.train.ops.grad_norm import total_norm
+from phalanx.train.optim.dtensor_utils import to_local
+
+
+class BucketedReducer:
+    """Sums gradients over micro-batches and workers.
+
+    For every micro-batch: `begin_backward`, backward, `end_backward`; then once `reduce_gradients`, after which every
+    parameter's `.grad` is a view
+    of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
+    all counts as zero. Under `fixed-world`, what is written into `slots` (fp32, of the number asked for) before the
+    last backward is summed with the gradients; it is None where they could not travel in one operation.
+
+    Each worker owns its `feed.micro_batch_range` of the micro-batches; `group` is theirs (None: everybody). Of a
+    parameter that
+    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. `powersgd_rank` is that
+    of what `powersgd` sends after the first `warmup_steps` steps, of which `start_step` tells. RecipeError when one
+    backward makes a gradient twice, as re-entrant checkpointing of activations can.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        world_size: int,
+        micro_batches: int,
+        is_elastic: bool,
+        bucket_bytes: float = 25 * 2**20,
+        group: Group = None,
+        num_metric_slots: int = 0,
+        algorithm: str = "all-reduce",
+        node_of_rank: Sequence[int] | None = None,
+        powersgd_rank: int = 4,
+        warmup_steps: int = 0,
+    ):
+        self.rank = rank
+        self.world_size = world_size
+        self.is_elastic = is_elastic
+        self.micro_batches = micro_batches
+        indices_by_rank = [micro_batch_range(micro_batches, r, world_size) for r in range(world_size)]
+        self._first_micro_batch, self._last_micro_batch = indices_by_rank[rank].start, indices_by_rank[rank].stop - 1
+        self._tree_nodes_by_rank: list[list[TreeNode]] = [
+            cover_range(micro_batches, own_indices.start, own_indices.stop) for own_indices in indices_by_rank
+        ]
+        factory = GRAD_SYNC_ALGORITHMS[algorithm]
+        carries_metrics = factory.carries_metrics and not is_elastic
+        has_metric_slots = (
+            num_metric_slots > 0 and carries_metrics and world_size > 1 and parameters[0].dtype == torch.float32
+        )
+        self.buckets = make_buckets(
+            parameters, bucket_bytes, world_size, num_metric_slots if has_metric_slots else 0, overlaps_backward=True
+        )
+        if factory.is_low_rank and not is_elastic:
+            first = 0
+            for bucket in self.buckets:
+                bucket.projection_bases = make_projection_bases(bucket, powersgd_rank, first)
+                first += len(bucket.parameters)
+        self._comm_queue: CommQueue | None = None
+        self._started = world_size == 1
+        self._second_group: Group = None  # kept when strategies take turns: groups cost connections
+        self._group, self._factory = group, factory
+        if factory.uses_error_feedback and not is_elastic:
+            self.enable_error_feedback()
+        self._node_of_rank, self._bucket_bytes = (
+            range(world_size) if node_of_rank is None else node_of_rank,
+            bucket_bytes,
+        )
+        last = self.buckets[-1]
+        self._metric_slots_memory = (
+            last.buffer.flat[last.num_used : last.num_used + num_metric_slots] if has_metric_slots else None
+        )
+        self.metric_slots = self._metric_slots_memory
+        self._parameters = list(parameters)
+        self._next_bucket = 0  # the first bucket that is not complete yet
+        self._collects = False
+        self._micro_batch_index = 0
+        self._warmup_steps = warmup_steps
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, bucket, index))
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.parameters)
+            # On a GPU FSDP may still be writing then, on a stream of its own; `end_backward` comes after it.
+            if not (isinstance(parameter, DTensor) and device_kind_of(parameter.device.type).is_gpu)
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the model, and let go of the group."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._comm_queue is not None:
+            self._comm_queue.close()
+        self._comm_queue = self._group = self._second_group = None
+
+    def switch_algorithm(self, algorithm: str) -> None:
+        """Between two steps: sum by another strategy from now on; every worker does so. Buckets stay as they are. What
+        the one before held back is sent with the next step, or goes on being held back."""
+        factory = GRAD_SYNC_ALGORITHMS[algorithm]
+        if factory is self._factory:
+            return
+        if self._comm_queue is not None:
+            self._comm_queue.close()
+        self._comm_queue, self._started, self._factory = None, self.world_size == 1, factory
+        if self._metric_slots_memory is not None:
+            self._metric_slots_memory.zero_()  # or the last sums would be summed again, and be rounded with gradients
+        self.metric_slots = self._metric_slots_memory if factory.carries_metrics else None
+        if factory.uses_error_feedback:
+            self.enable_error_feedback()
+
+    def enable_error_feedback(self) -> None:
+        """Have room for what a strategy cannot send yet, or what one before did not."""
+        for bucket in self.buckets:
+            bucket.enable_error_feedback()
+
+    def _start_algorithm(self) -> None:
+        """Before the first step: meet the others in the groups of the strategy."""
+        self._started = True
+        device, two_phase = self.buckets[0].buffer.flat.device, self.is_elastic or self._factory.is_two_phase
+        if two_phase and self._second_group is None:
+            self._second_group = clone_group(self._group)
+        second_group = self._second_group if two_phase else self._group
+        # One that projects begins sums of the library's in a thread, so others must not be begun in the same group.
+        group = clone_group(self._group) if self._factory.is_low_rank and not self.is_elastic else self._group
+        comm = CommContext(self.rank, self.world_size, group, second_group, device, self._node_of_rank)
+        if self.is_elastic:
+            algorithm: GradSyncAlgorithm = DeterministicTree(
+                comm, self.micro_batches, self._tree_nodes_by_rank, self._bucket_bytes
+            )
+        else:
+            algorithm = self._factory(comm, self.buckets)
+        self._comm_queue = CommQueue(algorithm, use_threads=comm.on_cpu)
+
+    def start_step(self, step: int) -> None:
+        """The step of a run that has this number comes next."""
+        for bucket in self.buckets:
+            bucket.send_uncompressed = step <= self._warmup_steps
+
+    def begin_backward(self, micro_batch_index: int) -> None:
+        """The backward of micro-batch number `micro_batch_index` of the global batch comes next."""
+        if not self._started:
+            self._start_algorithm()
+        self._micro_batch_index = micro_batch_index
+        # Under `fixed-world`, earlier micro-batches add up in `.grad` by themselves; only the last one fills the
+        # buckets.
+        self._collects = self.is_elastic or micro_batch_index == self._last_micro_batch
+        if self._collects:
+            self._next_bucket = 0
+            for bucket in self.buckets:
+                bucket.missing_grads = set(range(len(bucket.parameters)))
+                if self.is_elastic and micro_batch_index == self._first_micro_batch:
+                    bucket.free_buffers += bucket.tree_nodes
+                    bucket.tree_nodes = []
+
+    def end_backward(self) -> None:
+        """That backward is done."""
+        if not self._collects:
+            return
+        for bucket in self.buckets:
+            if bucket.missing_grads:  # of those, an earlier micro-batch may have left gradients
+                bucket.missing_grads = set()
+                bucket.take_grads()
+        self._send_complete_buckets()
+        self._collects = False
+
+    def reduce_gradients(self) -> None:
+        """Wait for the sums and make them the parameters' gradients."""
+        if self._comm_queue is not None:
+            self._comm_queue.wait_all()
+        for bucket in self.buckets:
+            if self.is_elastic and self.world_size == 1:  # the root of the tree is here
+                (root,) = bucket.tree_nodes
+                bucket.free_buffers.append(bucket.buffer)
+                bucket.tree_nodes, bucket.buffer = [], root
+            if bucket.residual is not None and self.world_size == 1:
+                bucket.flat_grads().copy_(bucket.residual[: bucket.num_used])
+                bucket.residual.zero_()
+            for parameter, gradient in zip(bucket.parameters, bucket.buffer.gradients, strict=True):
+                parameter.grad = gradient
+
+    def grad_norm(self) -> Tensor:
+        """Euclidean norm of the whole sum (0-d). Under `is_elastic` parameter by parameter, which takes longer: in what
+        order squares are added must not depend on the size of buckets, for a run may have others elsewhere."""
+        return total_norm(self._local_grads() if self.is_elastic else self.grad_tensors())
+
+    def grad_tensors(self) -> list[Tensor]:
+        """The sum as a few large tensors."""
+        return [bucket.flat_grads() for bucket in self.buckets]
+
+    def residuals(self) -> dict[nn.Parameter, Tensor]:
+        """What this worker has not sent yet of each parameter's gradients, live; empty where nothing is held back."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for bucket in self.buckets:
+            found |= dict(zip(bucket.parameters, bucket.residual_views, strict=False))
+        return found
+
+    def projection_bases(self) -> dict[nn.Parameter, Tensor]:
+        """On what gradients are projected, live [columns, rank], alike on all workers; empty where none is."""
+        pairs = (
+            pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.projection_bases, strict=False)
+        )
+        return {parameter: basis for parameter, basis in pairs if basis is not None}
+
+    def local_squared_norm(self) -> Tensor | None:
+        """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `is_elastic`,
+        whose micro-batches stay apart."""
+        gradients = self._local_grads()
+        return total_norm(gradients).square() if gradients else None
+
+    def _local_grads(self) -> list[Tensor]:
+        """What is here of each parameter's gradient."""
+        return [to_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+
+    @property
+    def num_norm_samples(self) -> int:
+        """Workers whose squares are of different samples."""
+        return self.world_size
+
+    def _on_grad_ready(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        """Hook: backward has finished this parameter's gradient."""
+        if not self._collects:
+            return
+        if index not in bucket.missing_grads:
+            raise RecipeError(
+                f"model.build: one backward made the gradient of a parameter of shape {list(parameter.shape)} twice; "
+                "checkpoint activations with use_reentrant=False"
+            )
+        bucket.missing_grads.discard(index)
+        if not bucket.missing_grads:
+            bucket.take_grads()
+            self._send_complete_buckets()
+
+    def _send_complete_buckets(self) -> None:
+        """Close complete buckets, strictly in bucket order, so that all workers issue the same operations alike."""
+        while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].missing_grads:
+            bucket_index, bucket = self._next_bucket, self.buckets[self._next_bucket]
+            self._next_bucket += 1
+            if self._comm_queue is not None and self._micro_batch_index == self._last_micro_batch:
+                self._comm_queue.submit(bucket_index, bucket, self._fill_bucket)
+            else:
+                self._fill_bucket(bucket)
+
+    def _fill_bucket(self, bucket: Bucket) -> None:
+        """Have in a bucket what is to be sent of the gradients that it has collected."""
+        bucket.copy_grads_in()
+        if self.is_elastic:
+            self._add_to_tree(bucket)
+        elif not self._factory.uses_error_feedback:
+            bucket.flush_error_feedback()
+
+    def _add_to_tree(self, bucket: Bucket) -> None:
+        """Add a micro-batch's gradient to this worker's part of the tree."""
+        bucket.tree_nodes.append(bucket.buffer)
+        for _ in range(count_merges_after(self.micro_batches, self._first_micro_batch, self._micro_batch_index)):
+            right = bucket.tree_nodes.pop()
+            bucket.tree_nodes[-1].flat.add_(right.flat)
+            bucket.free_buffers.append(right)
+        bucket.buffer = bucket.take_buffer()

@@ -1,0 +1,178 @@
+"""Buckets: the gradients that travel together, fixed before step 0, in memory of their own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.compat import call_foreach
+from phalanx.train.optim.dtensor_utils import distribute_like, to_local
+
+GRAD_ALIGNMENT_ELEMENTS = 16
+"""Elements (64 bytes of fp32) to which every gradient in a bucket is aligned, as fast kernels like it."""
+QUANT_BLOCK_ELEMENTS = 256
+"""Elements that share a scale where numbers are rounded to 8 bits. Each worker's part of a bucket is a multiple of it,
+so that nobody has to pad it, unless that would add more than a small part to the bucket: one in ROOMY."""
+MIN_BLOCKS_TO_PAD = 16
+LAST_BUCKET_FRACTION = 16
+"""What comes last in backward has nothing to travel beside, so it is kept to one part in so many of a bucket."""
+
+
+@dataclass
+class FlatBuffer:
+    """One buffer for the gradients of a bucket: `flat` [length], a view of it for each parameter, and what these views
+    are as gradients: sharded as the parameter is."""
+
+    flat: Tensor
+    views: list[Tensor]
+    gradients: list[Tensor]
+
+
+@dataclass
+class Bucket:
+    """Some parameters whose gradients travel together.
+
+    `num_used` elements hold gradients; the rest up to `num_elements`, slots and what makes the bucket a multiple of
+    `world_size` equal parts, belongs to no norm: `num_used` does not depend on the world.
+    """
+
+    parameters: list[nn.Parameter]
+    offsets: list[int]
+    num_used: int
+    num_elements: int
+    buffer: FlatBuffer  # where gradients are copied now, unless there is a residual; after `finish`, the sum
+    free_buffers: list[FlatBuffer] = field(default_factory=list)
+    tree_nodes: list[FlatBuffer] = field(default_factory=list)  # nodes of the tree that wait for their sibling
+    residual: Tensor | None = None  # [length], fp32, what this worker has not sent yet of its gradients
+    residual_views: list[Tensor] = field(default_factory=list)  # a view of the residual for each parameter
+    projection_bases: list[Tensor | None] = field(
+        default_factory=list
+    )  # of each parameter, on what its gradient is projected
+    send_uncompressed: bool = False  # nothing is projected in this step
+    pending_grads: list[Tensor | None] = field(default_factory=list)  # gradients that are not in the slab yet
+    missing_grads: set[int] = field(default_factory=set)  # parameters whose gradients backward has not made yet
+
+    def take_buffer(self) -> FlatBuffer:
+        """A spare buffer, or a new one; its padding is zero."""
+        return (
+            self.free_buffers.pop()
+            if self.free_buffers
+            else make_flat_buffer(self.parameters, self.offsets, self.num_elements)
+        )
+
+    def enable_error_feedback(self) -> None:
+        """Have a residual."""
+        if self.residual is None:
+            self.residual = torch.zeros_like(self.buffer.flat, dtype=torch.float32)
+            self.residual_views = make_parameter_views(self.residual, self.parameters, self.offsets)
+
+    def flush_error_feedback(self) -> None:
+        """Have in the slab what the residual has, and keep nothing."""
+        if self.residual is not None:
+            self.flat_grads().copy_(self.residual[: self.num_used])
+            self.residual, self.residual_views = None, []
+
+    def take_grads(self) -> None:
+        """Take the parameters' gradients away from them; `copy_grads_in` has them then."""
+        self.pending_grads = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def copy_grads_in(self) -> None:
+        """Move what was collected into the slab; a gradient that is not there counts as zero. Where something is held
+        back they are added to it instead, and the slab is left as it is: one pass through memory does both."""
+        pending, self.pending_grads = self.pending_grads, []
+        views, gradients = [], []
+        for gradient, view in zip(pending, self.residual_views or self.buffer.views, strict=True):
+            if gradient is not None:
+                views.append(view)
+                gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            elif not self.residual_views:
+                view.zero_()
+        if views:
+            call_foreach("add_" if self.residual_views else "copy_", views, gradients)
+
+    def flat_grads(self) -> Tensor:
+        """The gradients without the padding."""
+        return self.buffer.flat[: self.num_used]
+
+
+def make_flat_buffer(
+    parameters: Sequence[nn.Parameter], offsets: Sequence[int], length: int, dtype: torch.dtype | None = None
+) -> FlatBuffer:
+    """A zeroed buffer (of the parameters' dtype, or another) with a view for each parameter, of the parameter's own
+    memory layout: fused optimizers go over both as they lie in memory (channels_last, for one, is not in the order of
+    the indices)."""
+    flat = torch.zeros(length, dtype=dtype or parameters[0].dtype, device=parameters[0].device)
+    views = make_parameter_views(flat, parameters, offsets)
+    return FlatBuffer(flat, views, [distribute_like(p, view) for p, view in zip(parameters, views, strict=True)])
+
+
+def make_parameter_views(flat: Tensor, parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> list[Tensor]:
+    """The parts of a bucket's memory that belong to its parameters, as each of these lies in memory."""
+    local_params = [to_local(p) for p in parameters]
+    parts = zip(local_params, [torch.empty_like(p).stride() for p in local_params], offsets, strict=True)
+    return [flat.as_strided(p.shape, stride, start) for p, stride, start in parts]
+
+
+def make_buckets(
+    parameters: Sequence[nn.Parameter],
+    bucket_bytes: float,
+    world_size: int,
+    num_metric_slots: int = 0,
+    dtype: torch.dtype | None = None,
+    overlaps_backward: bool = False,
+) -> list[Bucket]:
+    """Cut parameters, last first (roughly the order in which backward makes gradients), into buckets of at most
+    `bucket_bytes` bytes (a larger parameter has one of its own). A bucket has one dtype and one device. The last has
+    room for so many `num_metric_slots` after its gradients. `dtype`: of what travels, where it is not the parameters'.
+    `overlaps_backward`: they
+    travel beside backward, so the last of several is cut once more, to leave little that comes after it."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0.0
+    for parameter in reversed(parameters):
+        last = groups[-1][-1] if groups else None
+        same_kind = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        if not same_kind or size + _parameter_bytes(parameter) > bucket_bytes:
+            groups.append([])
+            size = 0.0
+        groups[-1].append(parameter)
+        size += _parameter_bytes(parameter)
+    if overlaps_backward and len(groups) > 1:
+        groups[-1:] = _split_off_tail(groups[-1], bucket_bytes / LAST_BUCKET_FRACTION)
+    return [_make_bucket(group, world_size, num_metric_slots if group is groups[-1] else 0, dtype) for group in groups]
+
+
+def _split_off_tail(group: list[nn.Parameter], tail: float) -> list[list[nn.Parameter]]:
+    """The parameters, the last of them apart: at most `tail` bytes or one parameter. Whole if that is most of it."""
+    sizes = [_parameter_bytes(parameter) for parameter in group]
+    first = len(group) - 1
+    while first > 0 and sum(sizes[first - 1 :]) <= tail:
+        first -= 1
+    return [group[:first], group[first:]] if first and 2 * sum(sizes[first:]) <= sum(sizes) else [group]
+
+
+def _parameter_bytes(parameter: nn.Parameter) -> int:
+    return to_local(parameter).numel() * parameter.element_size()
+
+
+def _make_bucket(
+    parameters: list[nn.Parameter], world_size: int, num_metric_slots: int, dtype: torch.dtype | None
+) -> Bucket:
+    offsets, num_used = [], 0
+    for parameter in parameters:
+        offsets.append(num_used)
+        num_used += _round_up(to_local(parameter).numel(), GRAD_ALIGNMENT_ELEMENTS)
+    unit = (
+        QUANT_BLOCK_ELEMENTS
+        if num_used >= MIN_BLOCKS_TO_PAD * world_size * QUANT_BLOCK_ELEMENTS
+        else GRAD_ALIGNMENT_ELEMENTS
+    )
+    length = _round_up(max(num_used + num_metric_slots, 1), world_size * unit)  # a rank may hold no row of any of them
+    return Bucket(parameters, offsets, num_used, length, make_flat_buffer(parameters, offsets, length, dtype))
+
+
+def _round_up(bucket_index: int, unit: int) -> int:
+    return -(-bucket_index // unit) * unit

@@ -1,0 +1,168 @@
+"""Gradients of low rank with error feedback (PowerSGD; Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727).
+
+A gradient M [rows, columns] travels as two thin matrices, one step of subspace iteration from where the last step
+ended: all workers add up P = M Q, make its columns orthonormal, and add up Q = M^T P; the sum is taken to be P Q^T.
+What of its own gradient a worker could not send, M - P P^T M, is kept and added to its next one, so that nothing is
+lost but late. (The paper keeps M less the mean of what all sent. The sum over workers is the same; this one does not
+grow with how much they differ.) Vectors, and matrices that are no larger than their two thin ones, travel as they are;
+and so does everything in the first steps of a run, in which gradients change too fast to be told late.
+
+A step whose gradients are not finite is skipped by all; nothing of it is kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.train.grad_sync.algorithms.base import CommContext, PendingWork
+from phalanx.train.grad_sync.buckets import Bucket
+from phalanx.train.ops.collectives import Group
+from phalanx.train.optim.dtensor_utils import to_local
+
+BASIS_SEED = 71
+"""Of the bases that a run starts with: alike on all workers."""
+
+
+class PowerSGDCompression:
+    """Its two stages are all-reduces: of P with what travels whole, and of Q."""
+
+    carries_metrics = False
+    is_two_phase = True
+    uses_error_feedback = True
+    is_low_rank = True
+    num_channels = 1
+
+    def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
+        self._comm = comm
+        self._low_rank_buffers = [_PowerSGDBuffers(bucket) for bucket in buckets]
+
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        assert bucket.residual is not None
+        buffers = self._low_rank_buffers[bucket_index]
+        if bucket.send_uncompressed:
+            bucket.buffer.flat.copy_(bucket.residual)
+            bucket.residual.zero_()
+            return _all_reduce_async(bucket.buffer.flat, self._comm.group)
+        for each in buffers.uncompressed:
+            each.sent.copy_(each.residual)
+            each.residual.zero_()
+        for part in buffers.low_rank:
+            torch.mm(part.matrix, part.basis, out=part.left)
+        return _all_reduce_async(buffers.first_phase, self._comm.group)
+
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        buffers = self._low_rank_buffers[bucket_index]
+        if bucket.send_uncompressed or not buffers.low_rank:
+            return None
+        for part in buffers.low_rank:
+            part.project()
+        return _all_reduce_async(buffers.second_phase, self._comm.second_group)
+
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        if bucket.send_uncompressed:
+            return
+        buffers, flat = self._low_rank_buffers[bucket_index], bucket.buffer.flat
+        for each in buffers.uncompressed:
+            flat[each.start : each.start + len(each.sent)].copy_(each.sent)
+        for part in buffers.low_rank:
+            rows, columns = part.matrix.shape
+            into = flat[part.start : part.start + rows * columns].view(rows, columns)
+            into.copy_(part.left @ part.right.T)
+            good = part.right.isfinite().all() & part.right.any()  # zeros would lead nowhere
+            part.basis.copy_(torch.where(good, part.right, part.basis))
+
+
+def _all_reduce_async(tensor: Tensor, group: Group) -> PendingWork | None:
+    """Begins to add up what all workers have in `tensor`."""
+    work: PendingWork | None = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
+
+
+@dataclass
+class _UncompressedGrad:
+    """A parameter whose gradient, `here` in the residual, is `sent` as it is."""
+
+    start: int
+    residual: Tensor
+    sent: Tensor
+
+
+@dataclass
+class _LowRankGrad:
+    """A parameter whose gradient, `matrix` in the residual [rows, columns], travels as `left` [rows, rank] and `right`
+    [columns, rank]."""
+
+    start: int
+    matrix: Tensor
+    basis: Tensor
+    left: Tensor
+    right: Tensor
+
+    def project(self) -> None:
+        """From the sum of all P in `left` to this worker's part of Q; the residual keeps what that has not. Where P is
+        not finite, Q is not a number; what is not finite leaves nothing in the residual. No host waits to see it."""
+        fine = self.left.isfinite().all()
+        self.left.copy_(torch.linalg.qr(self.left.masked_fill(~fine, 0.0)).Q)
+        torch.mm(self.matrix.T, self.left, out=self.right)
+        self.matrix.addmm_(self.left, self.right.T, alpha=-1)
+        self.right.masked_fill_(~fine, torch.nan)
+        self.matrix.masked_fill_(~self.right.isfinite().all(), 0.0)
+
+
+class _PowerSGDBuffers:
+    """What of a bucket travels first and second, and of whom each part is."""
+
+    def __init__(self, bucket: Bucket):
+        assert bucket.residual is not None
+        residual, bases = bucket.residual, bucket.projection_bases
+        lengths = [to_local(parameter).numel() for parameter in bucket.parameters]
+        every = list(zip(bucket.parameters, bucket.offsets, lengths, bases, strict=True))
+        size = sum(n if basis is None else n // len(basis) * basis.shape[1] for _, _, n, basis in every)
+        self.first_phase = residual.new_zeros(size)
+        self.second_phase = residual.new_zeros(sum(basis.numel() for basis in bases if basis is not None))
+        self.uncompressed: list[_UncompressedGrad] = []
+        self.low_rank: list[_LowRankGrad] = []
+        first = second = 0
+        for _, start, length, basis in every:
+            residual_part = residual[start : start + length]
+            if basis is None:
+                self.uncompressed.append(
+                    _UncompressedGrad(start, residual_part, self.first_phase[first : first + length])
+                )
+                first += length
+                continue
+            columns, rank = basis.shape
+            rows = length // columns
+            left = self.first_phase[first : first + rows * rank].view(rows, rank)
+            right = self.second_phase[second : second + columns * rank].view(columns, rank)
+            self.low_rank.append(_LowRankGrad(start, residual_part.view(rows, columns), basis, left, right))
+            first, second = first + left.numel(), second + right.numel()
+
+
+def make_projection_bases(bucket: Bucket, rank: int, first: int) -> list[Tensor | None]:
+    """For each parameter of a bucket the columns [columns, rank] from which its first step starts, or None where two
+    thin matrices would be no smaller than the gradient. `first_phase`: how many parameters came before."""
+    found: list[Tensor | None] = []
+    for number, parameter in enumerate(bucket.parameters, first):
+        rows, columns = matrix_shape(parameter)
+        width = min(rank, rows, columns)
+        if width * (rows + columns) >= rows * columns:
+            found.append(None)
+            continue
+        generator = torch.Generator().manual_seed(BASIS_SEED + number)
+        found.append(torch.randn(columns, width, generator=generator).to(bucket.buffer.flat.device))
+    return found
+
+
+def matrix_shape(parameter: nn.Parameter) -> tuple[int, int]:
+    """Rows and columns of a parameter as it lies in memory: rows are its outermost dimension there, such as the outputs
+    of a layer, also where the channels of its kernels come last. (0, 0) for one that is empty."""
+    local_param = to_local(parameter)
+    if not local_param.numel() or not local_param.dim():
+        return local_param.numel(), local_param.numel()
+    outermost = max(range(local_param.dim()), key=lambda dim: torch.empty_like(local_param).stride(dim))
+    rows = local_param.shape[outermost]
+    return rows, local_param.numel() // rows

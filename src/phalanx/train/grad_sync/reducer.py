@@ -1,0 +1,263 @@
+"""Gradients of a step, summed over all micro-batches and workers, however the model is divided.
+
+Four ways with one face: `LocalReducer` of one worker alone; `exchange.GradientExchange` between replicas of the
+whole model; `HSDPTreeReducer` of replicas that are sharded each, under `determinism: elastic`; `ParallelReducer` of
+any other model of which each worker holds a part. `begin_backward` and `end_backward` stand around each
+backward, `reduce_gradients` after the last; then `grad_norm`, and `grad_tensors`: what to scale in place before the
+optimizer runs.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.train.distributed.fsdp import enable_deferred_all_reduce, set_all_reduce_required
+from phalanx.train.distributed.parallel_model import ParallelModel, to_local
+from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.ops.cached_cast_linear import CachedCastLinear
+from phalanx.train.ops.collectives import Group, all_reduce_copy
+from phalanx.train.ops.grad_norm import total_norm
+
+MAX_FUSED_ELEMENTS = 1 << 23
+"""Elements that are summed in one operation."""
+
+
+class GradReducer(Protocol):
+    """What a step asks for. What is written into `metric_slots` before the last backward of a step is summed over all
+    workers together with the gradients, where there are such slots."""
+
+    @property
+    def metric_slots(self) -> Tensor | None:
+        """fp32 [as many as were asked for]; None where nothing can go along."""
+
+    def begin_backward(self, micro_batch_index: int) -> None:
+        """The backward of micro-batch number `micro_batch_index` of the global batch comes next."""
+
+    def end_backward(self) -> None:
+        """That backward is done."""
+
+    def reduce_gradients(self) -> None:
+        """Make the parameters' gradients the sums over all workers."""
+
+    def grad_norm(self) -> Tensor:
+        """Euclidean norm of the whole sum (0-d)."""
+
+    def grad_tensors(self) -> list[Tensor]:
+        """The sum, or this worker's part of it, as live tensors."""
+
+    def close(self) -> None:
+        """Leave the model as it was: no step comes any more."""
+
+    def local_squared_norm(self) -> Tensor | None:
+        """Between two backwards: this worker's part (0-d) of the squared norm of the gradient so far. The parts of all
+        workers add up to `num_norm_samples` squared norms. None where it cannot be told."""
+
+    @property
+    def num_norm_samples(self) -> int:
+        """Gradients of different samples whose squares all workers' `local_squared_norm` add up to."""
+
+
+class LocalReducer:
+    """The gradients that autograd adds up in `.grad`; a parameter that was not used has zeros, as in an exchange."""
+
+    metric_slots = None
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[CachedCastLinear] = ()):
+        """`layers` add up their weights' gradients themselves, where they have a total."""
+        self._parameters = parameters
+        self._layers = layers
+        self._residuals: dict[nn.Parameter, Tensor] = {}
+
+    def begin_backward(self, micro_batch_index: int) -> None:
+        pass
+
+    def end_backward(self) -> None:
+        for layer in self._layers:
+            layer.move_grad_sum_to_grad()
+
+    def reduce_gradients(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for parameter, residual in self._residuals.items():
+            _local_grad(parameter).add_(residual)
+        self._residuals = {}
+
+    def residuals(self) -> dict[nn.Parameter, Tensor]:
+        """What a world that was larger held back, until the next step."""
+        return self._residuals
+
+    def enable_error_feedback(self) -> None:
+        """Have room for it."""
+        self._residuals = {p: torch.zeros_like(to_local(p), dtype=torch.float32) for p in self._parameters}
+
+    def grad_norm(self) -> Tensor:
+        return total_norm(self.grad_tensors())
+
+    def grad_tensors(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def close(self) -> None:
+        pass
+
+    def local_squared_norm(self) -> Tensor | None:
+        return total_norm(self.grad_tensors()).square()
+
+    num_norm_samples = 1
+
+
+class ParallelReducer:
+    """Gradients of a model that is divided over workers. FSDP has summed what it shards, over replicas once, in the
+    backward of the `last_micro_batch` micro-batch here (those of a pipeline sum once anyway); `replica_reducer`, an
+    exchange, sums whole
+    parts between replicas; what is left is summed here: parameters whose gradient is partial on each tensor rank, those
+    that two pipeline stages hold, and all over replicas where neither of the two others does."""
+
+    metric_slots = None
+
+    def __init__(
+        self, parallel_model: ParallelModel, replica_reducer: GradReducer | None, last_micro_batch: int | None = None
+    ):
+        self._parallel_model = parallel_model
+        self._replica_reducer = replica_reducer
+        self._last_micro_batch = last_micro_batch
+        replicates = (
+            last_micro_batch is not None
+            and parallel_model.mesh.fsdp_mesh is not None
+            and parallel_model.mesh.fsdp_mesh.ndim > 1
+        )
+        self._deferred_modules = (
+            []
+            if parallel_model.fsdp_root is None or not replicates
+            else enable_deferred_all_reduce(parallel_model.fsdp_root)
+        )
+        self._parameters = parallel_model.trainable_parameters()
+        self._partial_grad_params = [p for name, p in self._parameters.items() if name in parallel_model.partial_grads]
+        tied_params = {
+            name: tied_param for name, tied_param in parallel_model.tied_params.items() if name in self._parameters
+        }
+        self._tied_params = [(self._parameters[name], tied_param.group) for name, tied_param in tied_params.items()]
+
+    def begin_backward(self, micro_batch_index: int) -> None:
+        if self._replica_reducer is not None:
+            self._replica_reducer.begin_backward(micro_batch_index)
+        set_all_reduce_required(self._deferred_modules, micro_batch_index == self._last_micro_batch)
+
+    def end_backward(self) -> None:
+        if self._replica_reducer is not None:
+            self._replica_reducer.end_backward()
+
+    def reduce_gradients(self) -> None:
+        if self._replica_reducer is not None:
+            self._replica_reducer.reduce_gradients()
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        mesh = self._parallel_model.mesh
+        if self._replica_reducer is None and (mesh.fsdp_mesh is None or mesh.fsdp_mesh.ndim == 1):
+            _all_reduce_fused([_local_grad(p) for p in self._parameters.values()], mesh.replicate_group)
+        _all_reduce_fused([_local_grad(p) for p in self._partial_grad_params], mesh.tensor_group)
+        for parameter, group in self._tied_params:
+            _all_reduce_fused([_local_grad(parameter)], group)
+
+    def grad_norm(self) -> Tensor:
+        return self._parallel_model.grad_norm({name: _local_grad(p) for name, p in self._parameters.items()})
+
+    def grad_tensors(self) -> list[Tensor]:
+        if self._replica_reducer is not None:
+            return self._replica_reducer.grad_tensors()
+        return [_local_grad(parameter) for parameter in self._parameters.values()]
+
+    def close(self) -> None:
+        if self._replica_reducer is not None:
+            self._replica_reducer.close()
+
+    def local_squared_norm(self) -> Tensor | None:
+        # What is partial on tensor ranks, held by two stages or summed over replicas once is there at the end only.
+        mesh = self._parallel_model.mesh
+        sums_later = bool(self._partial_grad_params) or mesh.pipeline_group is not None
+        if sums_later or (self._replica_reducer is None and mesh.replicate_group is not None):
+            return None
+        present = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        own = self._parallel_model.local_squared_norm({name: _local_grad(p) for name, p in present.items()})
+        return own if self._replica_reducer is None else own * self._parallel_model.mesh.parallelism.replicate
+
+    @property
+    def num_norm_samples(self) -> int:
+        return 1 if self._replica_reducer is None else self._parallel_model.mesh.parallelism.replicate
+
+    @property
+    def replica_reducer(self) -> GradReducer | None:
+        """What sums between replicas."""
+        return self._replica_reducer
+
+
+class HSDPTreeReducer:
+    """Gradients of replicas each of which FSDP shards over the ranks of `group`, under `determinism: elastic`. In a
+    round each of these has a micro-batch, and FSDP leaves each its part of the sum; rounds are the leaves of the tree
+    in which `replica_reducer` adds them, with those who hold the same part in other replicas. All replicas then have
+    the same bits, so the norm is summed within one: its order of addition does not depend on how many there are."""
+
+    metric_slots = None
+
+    def __init__(self, replica_reducer: GradReducer, group: dist.ProcessGroup):
+        self._replica_reducer, self._group = replica_reducer, group
+
+    def begin_backward(self, micro_batch_index: int) -> None:
+        self._replica_reducer.begin_backward(micro_batch_index // self._group.size())
+
+    def end_backward(self) -> None:
+        self._replica_reducer.end_backward()
+
+    def reduce_gradients(self) -> None:
+        self._replica_reducer.reduce_gradients()
+
+    def grad_norm(self) -> Tensor:
+        return all_reduce_copy(self._replica_reducer.grad_norm().square(), self._group).sqrt()
+
+    def grad_tensors(self) -> list[Tensor]:
+        return self._replica_reducer.grad_tensors()
+
+    def close(self) -> None:
+        self._replica_reducer.close()
+
+    def local_squared_norm(self) -> Tensor | None:
+        return None  # rounds stay apart
+
+    @property
+    def num_norm_samples(self) -> int:
+        return self._replica_reducer.num_norm_samples
+
+    @property
+    def replica_reducer(self) -> GradReducer:
+        """What sums between replicas."""
+        return self._replica_reducer
+
+
+def find_bucketed_reducer(reducer: GradReducer) -> BucketedReducer | None:
+    """The exchange between replicas that is ours, where there is one."""
+    inner = reducer.replica_reducer if isinstance(reducer, ParallelReducer | HSDPTreeReducer) else reducer
+    return inner if isinstance(inner, BucketedReducer) else None
+
+
+def _local_grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return to_local(parameter.grad)
+
+
+def _all_reduce_fused(tensors: Sequence[Tensor], group: Group) -> None:
+    """Replace each tensor by its sum over the group, many small ones in one operation."""
+    if group is None:
+        return
+    batch: list[Tensor] = []
+    for i, tensor in enumerate(tensors):
+        batch.append(tensor)
+        if i == len(tensors) - 1 or sum(t.numel() for t in batch) >= MAX_FUSED_ELEMENTS:
+            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+            dist.all_reduce(flat, group=group)
+            for one, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
+                one.copy_(part.view_as(one))
+            batch = []

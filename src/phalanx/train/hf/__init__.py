@@ -1,0 +1,1 @@
+"""Hugging Face models: building, weights, inputs, LoRA."""

@@ -1,0 +1,376 @@
+"""Hugging Face directories: the architecture that config.json names, built without memory for its weights, and which
+tensor of the files is which parameter.
+
+`build_on_meta` makes the model with parameters on the meta device; `match_tensor_names` maps its parameters to the
+files' tensors,
+which `safetensors_reader.py` reads by name and range, and `train/checkpoint/init_weights.py` into the parts that a
+worker holds; `materialize` and `load_weights` do it for one process that holds the whole model. How such a model is
+called stands in `inputs.py`. Nothing here writes files.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from phalanx.data import DataInfo
+from phalanx.errors import DataError, PhalanxError, RecipeError
+from phalanx.models.size_limits import MAX_LAYERS
+from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
+from phalanx.recipe.validation_errors import suggest_nearest
+from phalanx.safe_files import read_text
+from phalanx.train.hf.inputs import install_input_adapter
+from phalanx.train.hf.safetensors_reader import (
+    WeightReader,
+    copy_tensor_into,
+    find_tied_names,
+    open_weight_reader,
+    strip_wrapper_parts,
+)
+from phalanx.train.hf.weight_conversion import ConvertedWeightSource, open_converted_source
+from phalanx.train.ops.lora import is_lora_name
+from phalanx.train.train_state import get_model_tensors
+
+MAX_LISTED_TENSORS = 5
+"""So many tensors are named in an error."""
+OBSOLETE_TENSOR_PATTERNS = (
+    r"(^|\.)rotary_emb\.inv_freq$",
+    r"(^|\.)attn\.(masked_)?bias$",
+    r"(^|\.)(position|token_type)_ids$",
+)
+"""Tensors of older files that today's models compute by themselves."""
+TENSORFLOW_SUFFIXES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+"""Endings under which files that came from TensorFlow hold a parameter."""
+
+
+def build_on_meta(directory: Path, args: Mapping[str, Any], facts: DataInfo | None = None) -> nn.Module:
+    """The model of a directory, `args` replacing values of its config.json, with parameters on the meta device (fp32)
+    and real buffers on the CPU, taking what our tasks give. With `facts` it is checked that the data fit it.
+
+    RecipeError: transformers is not installed, config.json is not of a known architecture, `args` do not fit it, or
+    the data have more tokens or longer samples than it.
+    """
+    kind, config = _load_architecture(directory, args)
+    if facts is not None:
+        _check_data_fits(config, facts)
+    try:
+        with _parameters_on_meta():
+            model: nn.Module = kind(config)
+    except Exception as error:
+        raise RecipeError(
+            f"model.build: {directory}: {kind.__name__} cannot be built: {describe_exception(error)}"
+        ) from error
+    install_input_adapter(model)
+    return model
+
+
+def build_with_weights(
+    directory: Path, args: Mapping[str, Any], facts: DataInfo | None, device: torch.device
+) -> nn.Module:
+    """The whole model of a directory, with its weights, on a device. Errors as of `build_on_meta` and
+    `match_tensor_names`."""
+    model = build_on_meta(directory, args, facts)
+    source = open_source(model, directory)
+    names = match_tensor_names(model, source)
+    materialize(model, device)
+    load_weights(model, source, names)
+    return model
+
+
+def open_source(model: nn.Module, directory: Path) -> WeightReader:
+    """The tensors of a directory as the model has them. Errors as of `open_weight_reader` and `converted`."""
+    return open_converted_source(model, open_weight_reader(directory))
+
+
+def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list[str]]:
+    """Which tensors of the files a parameter or persistent buffer is: one, or, where the model ties what the files hold
+    twice, several that must be equal. Models of a base and a head find their tensors with and without the base's
+    prefix (`model.`, `transformer.`). Adapters are left out. Reads headers only; nothing about the model's memory is
+    asked.
+
+    DataError naming tensors that the files lack, hold beyond the model's, or hold in another shape.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found: dict[str, list[str]] = {}
+    parameters = dict(model.named_parameters())
+    for name, alias_names in _group_alias_names(model).items():
+        if is_lora_name(name):
+            continue
+        present = [
+            file_name
+            for alias in alias_names
+            for file_name in _candidate_names(alias, prefix)
+            if file_name in source.files
+        ]
+        found[name] = list(dict.fromkeys(present))
+    optional = _read_patterns(model, "_keys_to_ignore_on_load_missing")
+    # What may be missing is what a model computes, which only buffers have done when they are built.
+    missing = [
+        name
+        for name, file_name in found.items()
+        if not file_name and (name in parameters or not _matches_any(optional, name))
+    ]
+    used = {file_name for names in found.values() for file_name in names}
+    computed = {name for name, _ in model.named_buffers()} - found.keys()
+    needless = [*OBSOLETE_TENSOR_PATTERNS, *_read_patterns(model, "_keys_to_ignore_on_load_unexpected")]
+    extra = [
+        name
+        for name in sorted(source.names - used)
+        if not _matches_any(needless, name)
+        and not any(candidate in computed for candidate in _candidate_names(name, prefix))
+    ]
+    kind = type(model).__name__
+    if missing:
+        raise DataError(
+            f"{source.path}: {kind} needs {_format_tensor_names(missing)}, which the files "
+            f"lack{_suggest_fix(missing, extra)}"
+        )
+    if extra:
+        raise DataError(
+            f"{source.path}: {kind} has no place for {_format_tensor_names(extra)}{_suggest_fix(missing, extra)}"
+        )
+    tensors = get_model_tensors(model)
+    for name, names in found.items():
+        for file_name in names:
+            if source.shape(file_name) != tuple(tensors[name].shape):
+                shapes = f"{list(source.shape(file_name))}, {kind} by its {HF_CONFIG_FILE} {list(tensors[name].shape)}"
+                raise DataError(f"{source.files[file_name]}: {file_name} has shape {shapes}")
+    return {name: names for name, names in found.items() if names}
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter on the meta device memory on `device`, without values; what was tied stays tied. Buffers,
+    which have values already, move there."""
+    allocated: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter.is_meta and id(parameter) not in allocated:
+            empty = torch.empty_like(parameter, device=device)
+            allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        _assign_tensor(model, name, allocated.get(id(parameter), parameter))
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        _assign_tensor(model, name, buffer.to(device))
+
+
+def load_weights(model: nn.Module, source: WeightReader, names: Mapping[str, list[str]]) -> None:
+    """Read all weights into the model, converted to its dtype, one tensor at a time. DataError when tensors that the
+    model ties differ."""
+    tensors = get_model_tensors(model)
+    for name, (first, *others) in names.items():
+        copy_tensor_into(tensors[name], source, first)
+        for other in others:
+            if not torch.equal(source.read(first), source.read(other)):
+                raise make_tie_mismatch_error(source, first, other)
+
+
+def make_tie_mismatch_error(source: WeightReader, first: str, other: str) -> DataError:
+    """Two tensors of the files differ that the model ties."""
+    return DataError(
+        f"{source.path}: {first} and {other} differ, but {HF_CONFIG_FILE} ties them; "
+        "model.args.tie_word_embeddings=false keeps both"
+    )
+
+
+def describe_for_export(directory: Path, args: Mapping[str, Any]) -> dict[str, Any]:
+    """What an export needs to write such a directory again: its path, config.json with `args` in it, the names in its
+    files of those tensors that the model calls otherwise, which are made of which, and which parameters are one."""
+    model = build_on_meta(directory, args)
+    source = open_source(model, directory)
+    names = {name: file_names[0] for name, file_names in match_tensor_names(model, source).items()}
+    conversion_groups: list[dict[str, list[str]]] = []
+    if isinstance(source, ConvertedWeightSource):
+        conversion_groups = source.conversion_groups()
+        names = {
+            name: source.original_name(file_names)
+            for name, file_names in names.items()
+            if name not in source.conversions
+        }
+    return {
+        "directory": str(directory.absolute()),
+        "config": _read_config(directory) | dict(args),
+        "names": {name: file_names for name, file_names in names.items() if file_names != name},
+        "converted": conversion_groups,
+        "tied": find_tied_names(model),
+    }
+
+
+def check_directory(directory: Path, args: Mapping[str, Any]) -> None:
+    """Whether a model can be built and its weights are all there, by the files' headers. Errors as of `build_on_meta`
+    and `match_tensor_names`."""
+    model = build_on_meta(directory, args)
+    match_tensor_names(model, open_source(model, directory))
+
+
+def preload_architecture(directory: str) -> None:
+    """Import what a model of this directory needs: in a process from which workers are forked, so that not each has to.
+    What is wrong with the directory is not told here: whoever uses it will."""
+    with suppress(PhalanxError):
+        _load_architecture(Path(directory), {})
+
+
+def import_transformers() -> Any:
+    """The transformers package. RecipeError when it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise RecipeError(
+            "model.build: hf:PATH needs the `transformers` package: pip install 'phalanx[huggingface]'"
+        ) from None
+    return transformers
+
+
+def _load_architecture(directory: Path, args: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
+    """The model's class and config."""
+    transformers = import_transformers()
+    where = directory / HF_CONFIG_FILE
+    _read_config(directory)
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        if "auto_map" in _read_config(directory):
+            raise RecipeError(
+                f"model.build: {where}: auto_map names code of the directory's own, which is never run; convert the "
+                "model to an architecture of transformers"
+            ) from None
+        kind = _read_config(directory).get("model_type")
+        version = transformers.__version__
+        raise RecipeError(
+            f"model.build: {where}: transformers {version} knows no architecture of model_type {kind!r} "
+            f"({describe_exception(error)})"
+        ) from error
+    known = config.to_dict()
+    for key, value in args.items():
+        if key not in known and not hasattr(config, key):
+            raise RecipeError(f"model.args.{key}: {where} has no such value{suggest_nearest(key, sorted(known))}")
+        setattr(config, key, value)
+    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise RecipeError(f"model.args.num_hidden_layers: {where} has {layers} layers, expected at most {MAX_LAYERS}")
+    names = getattr(config, "architectures", None) or []
+    if not names:
+        raise RecipeError(
+            f"model.build: {where} names no architecture; give one, as model.args.architectures=[LlamaForCausalLM]"
+        )
+    kind = getattr(transformers, str(names[0]), None)
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise RecipeError(
+            f"model.build: {where}: transformers {transformers.__version__} has no architecture {names[0]!r}"
+        )
+    kernel = str(getattr(config, "_attn_implementation", None) or "")
+    if "/" in kernel:
+        raise RecipeError(
+            f"model.build: {where}: attention by {kernel!r} would fetch and run code; name one of transformers' own: "
+            "model.args.attn_implementation=sdpa"
+        )
+    return kind, config
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """config.json as it stands there."""
+    where = directory / HF_CONFIG_FILE
+    try:
+        value = json.loads(read_text(where))
+    except (OSError, ValueError, RecursionError, DataError) as error:
+        raise RecipeError(f"model.build: {where}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise RecipeError(f"model.build: {where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _check_data_fits(config: Any, facts: DataInfo) -> None:
+    """RecipeError when the data have tokens or positions that the model has not."""
+    vocab, longest = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    if facts.vocab_size is not None and vocab is not None and facts.vocab_size > vocab:
+        raise RecipeError(
+            f"data.tokenizer: has {facts.vocab_size} tokens, but the model's vocabulary has {vocab}; "
+            "use the tokenizer.json that belongs to the model"
+        )
+    if facts.seq_len is not None and longest is not None and facts.seq_len > longest:
+        raise RecipeError(f"data.seq_len: {facts.seq_len} tokens, but the model has positions for {longest} only")
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their memory as soon as a module registers them, before anything is drawn for them; buffers are
+    computed as ever. (On the meta device as a whole, buffers that no file holds, such as rotary frequencies, would be
+    lost.)"""
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+
+    hook: Callable[..., Any] = to_meta
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _group_alias_names(model: nn.Module) -> dict[str, list[str]]:
+    """Each tensor that has to be loaded, by its first name: all names that it has."""
+    tensors = get_model_tensors(model)
+    everything: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+    everything += model.named_buffers(remove_duplicate=False)
+    first: dict[int, str] = {}
+    names_by_tensor: dict[str, list[str]] = {}
+    for name, tensor in everything:
+        owner = first.setdefault(id(tensor), name)
+        if owner in tensors:
+            names_by_tensor.setdefault(owner, []).append(name)
+    return names_by_tensor
+
+
+def _candidate_names(name: str, prefix: str) -> list[str]:
+    """Names that a tensor may have in a file."""
+    plain = strip_wrapper_parts(name)
+    names = list(dict.fromkeys([name, plain, plain.removeprefix("module.")]))
+    if len(prefix) > 1:
+        names += [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name]
+    old = [
+        one.removesuffix(ending) + before
+        for one in names
+        for ending, before in TENSORFLOW_SUFFIXES.items()
+        if one.endswith(ending)
+    ]
+    return names + old
+
+
+def _read_patterns(model: nn.Module, attribute: str) -> list[str]:
+    """Regular expressions of names that a model of transformers declares."""
+    return list(getattr(model, attribute, None) or [])
+
+
+def _matches_any(patterns: list[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _format_tensor_names(names: list[str]) -> str:
+    rest = len(names) - MAX_LISTED_TENSORS
+    listed = ", ".join(names[:MAX_LISTED_TENSORS])
+    count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+    return f"{count} ({listed}{f' and {rest} more' if rest > 0 else ''})"
+
+
+def _suggest_fix(missing: list[str], extra: list[str]) -> str:
+    """What would be right."""
+    if missing and extra:
+        return (
+            f"; they hold {_format_tensor_names(extra)} instead: model.args.architectures must name what was saved here"
+        )
+    if missing:
+        return "; save the whole model again with save_pretrained, or name what was saved in model.args.architectures"
+    return "; name an architecture that has them in model.args.architectures, or save the model again"
+
+
+def _assign_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the parameter or buffer of that name."""
+    path, _, last = name.rpartition(".")
+    setattr(model.get_submodule(path), last, tensor)

@@ -1,0 +1,145 @@
+"""Weights in safetensors files, read by name and range, so that no process ever has to hold a whole model.
+
+It knows files and tensors by the names that they have there; what they mean to a model is told in `model.py`.
+Checkpoints of our own are read by `checkpoint/load.py`, which verifies them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from phalanx.data.file_format import check_file_format
+from phalanx.errors import DataError
+from phalanx.safe_files import read_json
+
+SINGLE_FILE_NAME, INDEX_FILE_NAME = "model.safetensors", "model.safetensors.index.json"
+MAX_INDEX_BYTES = 1 << 28
+"""Bytes of an index; those of the largest models have some ten million."""
+WRAPPER_NAME_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of names that torch's wrappers put there: of a compiled, a recomputed and a sharded module."""
+
+
+@dataclass(frozen=True)
+class WeightReader:
+    """The tensors of a directory. `files` tells which file holds a tensor, by the tensor's name."""
+
+    path: Path
+    files: Mapping[str, Path]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(self.files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor. DataError when there is none of this name, or its file cannot be read."""
+        with _open_safetensors(self._file_of(name)) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def read(self, name: str, offset: Sequence[int] | None = None, extent: Sequence[int] | None = None) -> Tensor:
+        """The block of `extent` elements from `offset` on, in each dimension, as a new CPU tensor in the file's dtype;
+        by default the whole tensor. Only the bytes of the block are read.
+
+        DataError when there is no such tensor, the block is not within it, or the file cannot be read.
+        """
+        with _open_safetensors(self._file_of(name)) as file:
+            if offset is None or extent is None:
+                full_size: Tensor = file.get_tensor(name)
+                return full_size
+            part = file.get_slice(name)
+            shape = part.get_shape()
+            fits = len(offset) == len(extent) == len(shape)
+            if not fits or any(
+                a < 0 or n < 0 or a + n > full_size for a, n, full_size in zip(offset, extent, shape, strict=True)
+            ):
+                raise DataError(f"{self.path}: {name} has shape {shape}; {list(extent)} from {list(offset)} was asked")
+            if not shape or not math.prod(extent):
+                # safetensors cuts neither scalars nor nothing
+                full_size = file.get_tensor(name)
+                return full_size[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))].clone()
+            block: Tensor = part[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))]
+            return block.contiguous()
+
+    def _file_of(self, name: str) -> Path:
+        if name not in self.files:
+            raise DataError(f"{self.path}: holds no tensor {name!r}")
+        return self.files[name]
+
+
+def open_weight_reader(path: Path) -> WeightReader:
+    """The weights of a directory: of `model.safetensors`, of the files that `model.safetensors.index.json` lists, or
+    of its only *.safetensors file. Reads headers only.
+
+    DataError when there are no such files, one is missing or damaged, or lacks a tensor that the index promises.
+    """
+    if (path / INDEX_FILE_NAME).is_file():
+        return WeightReader(path, _read_index(path))
+    single = path / SINGLE_FILE_NAME
+    if not single.is_file():
+        found = sorted(path.glob("*.safetensors"))
+        if len(found) != 1:
+            file_names = ", ".join(file.name for file in found[:5]) or "no *.safetensors file"
+            raise DataError(f"{path}: expected {SINGLE_FILE_NAME} or {INDEX_FILE_NAME}; found {file_names}")
+        single = found[0]
+    return WeightReader(path, dict.fromkeys(_read_tensor_names(single), single))
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Tensor -> file, as the index says, and found to be so."""
+    listed = read_json(path / INDEX_FILE_NAME, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(listed, dict):
+        raise DataError(f"{path / INDEX_FILE_NAME}: expected JSON with a mapping `weight_map` of tensors to files")
+    for name, file in listed.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise DataError(f"{path / INDEX_FILE_NAME}: expected a file of this folder for {name}, found {file!r}")
+    files = {name: path / file for name, file in listed.items()}
+    for file in sorted(set(files.values())):
+        names_in_file = _read_tensor_names(file)
+        for name in sorted(name for name, named_file in files.items() if named_file == file):
+            if name not in names_in_file:
+                raise DataError(f"{file}: holds no tensor {name!r}, though {INDEX_FILE_NAME} says so")
+    return files
+
+
+def _read_tensor_names(file: Path) -> frozenset[str]:
+    with _open_safetensors(file) as opened:
+        return frozenset(opened.keys())
+
+
+def _open_safetensors(file: Path) -> Any:
+    """The file, mapped into memory; close it (`with`) after use."""
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise DataError(f"{file}: there is no such file") from None
+    except (SafetensorError, OSError) as error:
+        check_file_format(file, "safetensors")
+        raise DataError(f"{file}: not a whole safetensors file ({error})") from None
+
+
+def strip_wrapper_parts(name: str) -> str:
+    """A tensor's name without the parts that torch's wrappers put there."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAME_PARTS)
+
+
+def find_tied_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters that are tied, each name but the first, and the first."""
+    first: dict[int, str] = {}
+    everything = model.named_parameters(remove_duplicate=False)
+    owners = {name: first.setdefault(id(parameter), name) for name, parameter in everything}
+    return {name: owner for name, owner in owners.items() if name != owner}
+
+
+def copy_tensor_into(target: Tensor, source: WeightReader, name: str) -> None:
+    """Overwrite `target` by a whole tensor, converted to its dtype. DataError when the shapes differ."""
+    shape = source.shape(name)
+    if shape != tuple(target.shape):
+        raise DataError(f"{source.files[name]}: {name} has shape {list(shape)}, the model's has {list(target.shape)}")
+    with torch.no_grad():
+        target.copy_(source.read(name))

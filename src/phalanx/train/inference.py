@@ -1,0 +1,195 @@
+"""A trained model out of a run: for text, scores, or anything else that only needs the weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+
+from phalanx.data import DataInfo, open_data
+from phalanx.data.manifest import is_dataset
+from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
+from phalanx.recipe import Recipe, diff_recipes, load_recipe
+from phalanx.recipe.diff import is_mathematics
+from phalanx.recipe.schema import DataSource
+from phalanx.run import Run
+from phalanx.run.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
+from phalanx.std_streams import word_of
+from phalanx.train.checkpoint import (
+    CheckpointManifest,
+    find_newest_good,
+    format_checkpoint_name,
+    list_checkpoints,
+    load_tensors,
+    read_manifest,
+)
+from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
+from phalanx.train.checkpoint.init_weights import allocate_meta_parameters
+from phalanx.train.checkpoint.manager import best_checkpoint_file
+from phalanx.train.checkpoint.recipe import recipe_in
+from phalanx.train.distributed.module_state import find_extra_state_modules
+from phalanx.train.model_builder import build_model
+from phalanx.train.train_state import check_nothing_left, get_model_tensors, load_model_tensors
+
+MAX_DATA_SIZE = 1 << 31
+"""Beyond every vocabulary, number of classes, length of a sequence and side of a picture."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model in evaluation mode, with what it was trained by."""
+
+    model: nn.Module
+    recipe: Recipe
+    facts: DataInfo
+    folder: Path | None
+    checkpoint: Path
+    notes: tuple[str, ...] = ()
+    """What of the run is lost or damaged, and what was taken instead."""
+
+
+def load_trained_model(
+    run: Run, step: int | None, best: bool, device: torch.device, trusted: bool = False
+) -> TrainedModel:
+    """The model of the run's checkpoint of `step`, of its best one, or of its newest good one.
+
+    UsageError when there is no such checkpoint, and where the run needs code that this user has not trained with unless
+    it is `trusted`; DataError when it is damaged.
+    """
+    if step is not None and best:
+        raise UsageError(f"--step {step} and --best: give one of them")
+    checkpoint, notes = _choose_checkpoint(run, step, best)
+    manifest = read_manifest(checkpoint)
+    if "model" not in manifest.meta and "data_info" not in run.read_json_or_empty(run.plan):
+        raise UsageError(
+            f"{run.path}: was trained by a loop of its own, and only that script can build the model; "
+            f"`phalanx checkpoint export {word_of(run.path)} OUT` writes its weights"
+        )
+    recipe = _recipe(run, checkpoint, manifest, notes)
+    facts = _parse_facts(run, recipe, notes)
+    # Without code of the user's own no module is looked for in a folder that a stranger may have named.
+    modules = _folder(run) if list_user_code(recipe) or recipe.model.build.startswith(HUGGING_FACE_PREFIX) else None
+    if modules is not None and not trusted:
+        check_trusted(run.path, recipe, modules)
+    model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.lora, load=False)
+    allocate_meta_parameters([model], device)
+    names = [*get_model_tensors(model), *(EXTRA_STATE_PREFIX + name for name in find_extra_state_modules(model))]
+    check_nothing_left(manifest.tensors, names, str(checkpoint))
+    with torch.no_grad():
+        load_model_tensors(model, load_tensors(checkpoint, names), str(checkpoint))
+    return TrainedModel(
+        model.eval(), recipe, facts, modules if list_user_code(recipe) else None, checkpoint, tuple(notes)
+    )
+
+
+def given_device(run: Run) -> str:
+    """The `device` that the run's recipe was given with: what `auto` became is where it was trained, not where it can
+    be used. `auto` where that recipe is lost."""
+    try:
+        return load_recipe(run.recipe).recipe.device
+    except RecipeError:
+        return "auto"
+
+
+def check_data(recipe: Recipe) -> None:
+    """DataError where data of a resolved recipe are gone, as from a cache that was emptied. They are not prepared here:
+    a run may come from somebody else, and its sources may be any files."""
+    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
+    scored = [] if recipe.evaluation.source is None else [recipe.evaluation.source]
+    for source in (*sources, *scored):
+        if source.prepared is not None and not is_dataset(Path(source.prepared)):
+            raise DataError(
+                f"{source.prepared}: the run's prepared data are gone; `phalanx train RECIPE --dry-run`, with the "
+                "recipe and the overrides that the run was started with, prepares them again"
+            )
+
+
+def _recipe(run: Run, checkpoint: Path, manifest: CheckpointManifest, notes: list[str]) -> Recipe:
+    """What the checkpoint was trained with: resolved.yaml where it says so, too, else what the checkpoint itself holds,
+    under its checksum."""
+    if "recipe" not in manifest.meta:  # a checkpoint of before recipes were in them
+        return load_recipe(run.resolved).recipe
+    trained = recipe_in(checkpoint, manifest)
+    try:
+        now = load_recipe(run.resolved).recipe
+    except (RecipeError, DataError) as error:
+        why = str(error).splitlines()[0] if run.resolved.exists() else f"{run.resolved}: is missing"
+        notes.append(f"{why}; the recipe is taken from {checkpoint.name}")
+        return trained
+    differing = [each for each in diff_recipes(trained, now) if is_mathematics(each.key, trained)]
+    if differing:
+        notes.append(f"{run.resolved}: is not what {checkpoint.name} was trained with, which is taken: {differing[0]}")
+        return trained
+    if isinstance(now.batch.micro_size, str) or any(each.prepared is None for each in _sources(now)):
+        notes.append(f"{run.resolved}: is not resolved; the recipe is taken from {checkpoint.name}")
+        return trained
+    return now
+
+
+def _sources(recipe: Recipe) -> list[DataSource]:
+    source = recipe.data.source
+    return [*(source if isinstance(source, list) else [source]), *filter(None, [recipe.evaluation.source])]
+
+
+def _folder(run: Run) -> Path:
+    """The folder of the recipe that was trained, in which its modules and directories lie."""
+    try:
+        named = (run.read_json(run.environment) or {}).get("folder")
+    except DataError as error:
+        raise DataError(f"{error}; it tells in which folder the code of the model lies") from None
+    if not isinstance(named, str) or not Path(named).is_absolute() or "\0" in named:
+        why = f"folder is {named!r}, expected an absolute path" if run.environment.is_file() else "is missing"
+        raise DataError(f"{run.environment}: {why}; it tells in which folder the code of the model lies")
+    return Path(named)
+
+
+def _parse_facts(run: Run, recipe: Recipe, notes: list[str]) -> DataInfo:
+    """What plan.json says of the data, or else what they say themselves. DataError where neither does."""
+    plan = run.read_json_or_empty(run.plan)
+    if "data_info" in plan:
+        return _checked(run, plan["data_info"])
+    lost = f"{run.plan}: is {'damaged' if run.plan.exists() else 'missing'}"
+    try:
+        facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
+    except (PhalanxError, OSError) as error:
+        raise DataError(f"{lost}, and the data do not tell what the model was built for: {error}") from None
+    notes.append(f"{lost}; what the model was built for is taken from the data")
+    return facts
+
+
+def _checked(run: Run, told: Any) -> DataInfo:
+    """Facts as plan.json holds them. DataError where they are not of their kind."""
+    try:
+        facts = TypeAdapter(DataInfo).validate_python(told)
+        sizes = (facts.vocab_size, facts.num_classes, facts.seq_len, *(facts.image_shape or ()))
+        if not all(size is None or 0 < size < MAX_DATA_SIZE for size in sizes):
+            raise ValueError(f"sizes {sizes}")
+    except ValueError as error:  # pydantic's, too
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise DataError(f"{run.plan}: facts is not what data have ({why})") from None
+    return facts
+
+
+def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
+    """The checkpoint that is meant, and which newer ones are damaged."""
+    if best:
+        chosen = run.read_json(best_checkpoint_file(run))
+        if chosen is None:
+            raise UsageError(f"{run.path}: no best checkpoint is recorded; the run has not evaluated and saved yet")
+        step = chosen.get("step")
+        if type(step) is not int:
+            raise DataError(f"{best_checkpoint_file(run)}: step is {step!r}, expected a number")
+    if step is not None:
+        path = run.checkpoints / format_checkpoint_name(step)
+        if not path.is_dir():
+            known = ", ".join(path.name for path in list_checkpoints(run.checkpoints)) or "none"
+            asked = f"the best checkpoint was that of step {step}, which is gone" if best else ""
+            raise UsageError(f"{run.path}: {asked or f'no checkpoint of step {step}'}; there are: {known}")
+        return path, []
+    rejected: list[str] = []
+    found = find_newest_good(run.checkpoints, lambda path, file, reason: rejected.append(f"{path / file}: {reason}"))
+    if found is None:
+        raise DataError("\n".join(rejected)) if rejected else UsageError(f"{run.path}: no checkpoint yet")
+    return found, [f"{each}; {found.name} is taken" for each in rejected]

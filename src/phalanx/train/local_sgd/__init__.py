@@ -1,0 +1,1 @@
+"""Local SGD and DiLoCo: inner steps, outer steps, schedule."""

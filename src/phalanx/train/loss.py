@@ -1,0 +1,146 @@
+"""What is computed of a model and a batch: the sum of its losses and the number of terms, and a task's metrics.
+
+`LossModule` holds both model and scoring: it is what runs in a step and in an evaluation, and the root of what FSDP
+shards, so that the loss may use a weight of the model (the output layer's) while it is gathered.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import RecipeError
+from phalanx.train.distributed.context_attention import ContextMethod, choose_context_method
+from phalanx.train.distributed.context_parallel import ContextParallel, check_context_parallel, shard_batch
+from phalanx.train.hf.inputs import adapt_inputs, get_logits
+from phalanx.train.lm_head import bypass_lm_head
+from phalanx.train.ops.collectives import Group, group_size
+from phalanx.train.ops.linear_cross_entropy import vocab_parallel
+from phalanx.train.precision import autocast_context
+from phalanx.train.tasks import Task, TensorBatch
+
+LossSums = list[tuple[str, Tensor, Tensor | int]]
+"""Name, sum, number of terms; the loss first."""
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """How sequences are split over a context group: `method` of attention, and the model's argument for positions."""
+
+    group: Group
+    method: ContextMethod
+    positions_argument: str
+
+
+def plan_context_split(model: nn.Module, group: Group, length: int) -> ContextSplit:
+    """How the model's sequences of `length` are split. RecipeError when it cannot be told its positions, or attends in
+    a way that cannot be split."""
+    argument = check_context_parallel(model, length)
+    heads, kv_heads = count_attention_heads(model)
+    if any(hook is adapt_inputs for hook in model._forward_pre_hooks.values()):
+        argument = "positions"  # which it turns into its own, together with documents
+    return ContextSplit(group, choose_context_method(heads, kv_heads, group_size(group)), argument)
+
+
+def count_attention_heads(model: nn.Module) -> tuple[int, int]:
+    """Heads of queries and of keys and values; (1, 1) where the model does not tell."""
+    config = getattr(model, "config", None)
+    for owner, names in ((config, ("num_attention_heads", "num_key_value_heads")), (model, ("heads", "kv_heads"))):
+        heads = getattr(owner, names[0], None)
+        if isinstance(heads, int):
+            return heads, getattr(owner, names[1], None) or heads
+    return 1, 1
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """The output layer `name`, left out of the forward because the task takes the loss from what enters it
+    (`head_loss`), and the group over which its vocabulary of so many rows is cut."""
+
+    name: str
+    head_loss: Callable[[Tensor, Tensor, TensorBatch], tuple[Tensor, Tensor | int]]
+    vocab_size: int
+    group: Group = None
+
+    def with_group(self, group: Group) -> "LMHead":
+        """The same with its vocabulary cut over a group."""
+        return replace(self, group=group)
+
+
+class LossFn:
+    """What is computed of a model and a batch, in `precision`: a function of both, so that each pipeline stage can
+    have it with its own part of the model."""
+
+    def __init__(self, task: Task, precision: str, device: torch.device):
+        self.task = task
+        self.precision = precision
+        self.device = device
+        self.context_split: ContextSplit | None = None
+        self.lm_head: LMHead | None = None
+
+    def __call__(self, model: nn.Module, batch: TensorBatch, metrics: bool = False) -> LossSums:
+        """Sums over a micro-batch, or this rank's part of its sequences: the loss, and if asked the task's metrics."""
+        with autocast_context(self.precision, self.device), self._split_sequences(batch) as mine:
+            args, kwargs = self.task.inputs(mine)
+            if self.context_split is not None:
+                kwargs = {**kwargs, self.context_split.positions_argument: mine["positions"]}
+            score = getattr(self.task, "metrics", None) if metrics else None
+            if self.lm_head is not None and score is None:
+                total, num_terms = _compute_head_loss(self.lm_head, model, args, kwargs, mine)
+                return [("loss", total, num_terms)]
+            output = model(*args, **kwargs)
+            total, num_terms = self.task.loss(output, mine)
+            sums: LossSums = [("loss", total, num_terms)]
+            if score is not None:
+                sums += [(name, value, count) for name, (value, count) in score(output, mine).items()]
+        return sums
+
+    @contextlib.contextmanager
+    def _split_sequences(self, batch: TensorBatch) -> Iterator[TensorBatch]:
+        if self.context_split is None:
+            yield batch
+            return
+        mine = shard_batch(batch, self.context_split.group, self.context_split.method)
+        documents = batch.get("documents")
+        with ContextParallel(
+            self.context_split.group, self.context_split.method, documents, replace_masks=True
+        ) as context:
+            yield mine
+            if (
+                not context.attention_seen
+            ):  # a trial looks closer (autoconfig/causality_check.py), where one process can hold the model
+                raise RecipeError(
+                    "parallelism.context: the model's forward never calls "
+                    "torch.nn.functional.scaled_dot_product_attention, so each part of a sequence would be trained "
+                    "as a sequence of its own; call it by that name, as F.scaled_dot_product_attention, or use "
+                    "parallelism.context=1"
+                )
+
+
+def _compute_head_loss(
+    head: LMHead, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: TensorBatch
+) -> tuple[Tensor, Tensor | int]:
+    layer = model.get_submodule(head.name)
+    with bypass_lm_head(layer):
+        output = model(*args, **kwargs)
+    hidden = get_logits(output)
+    weight = layer.weight  # as it is now: gathered while the forward runs, where it is sharded
+    assert isinstance(weight, Tensor)
+    with vocab_parallel(head.group, head.vocab_size):
+        return head.head_loss(hidden, weight, batch)
+
+
+class LossModule(nn.Module):
+    """A model with its scoring: the root of what is sharded."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn):
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, batch: TensorBatch, metrics: bool = False) -> LossSums:
+        """Sums over a micro-batch: the loss, and if asked the task's metrics."""
+        return self.loss_fn(self.model, batch, metrics)

@@ -1,0 +1,188 @@
+"""The model of a recipe: built by import path, with what the data know filled in, from the seed's random numbers."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from phalanx.data import DataInfo
+from phalanx.errors import PhalanxError, RecipeError
+from phalanx.recipe import describe_exception, huggingface_directory, import_object
+from phalanx.recipe.builder_arguments import fill_arguments
+from phalanx.recipe.schema import LoraConfig, ModelConfig
+from phalanx.train.distributed.environment import DistEnv, assert_same_on_all_ranks, is_gpu_failure
+from phalanx.train.distributed.module_state import check_model_can_be_saved, ensure_own_memory, get_persistent_buffers
+from phalanx.train.hf import model as hf_model
+from phalanx.train.hf.skip_init import InitValueNeeded, SkipInit
+from phalanx.train.oom import is_out_of_memory
+from phalanx.train.ops.lora import add_lora
+
+BUILT_IN_PREFIX = "phalanx.models:"
+"""Begins what builds the models that ship: they can be built without memory."""
+GIB_BYTES = 2**30
+
+
+def derive_seed(*components: object) -> int:
+    """A 63-bit seed that is a pure function of its parts."""
+    return xxhash.xxh3_64_intdigest("/".join(map(str, components)).encode()) >> 1
+
+
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed the generators that modules draw from: the CPU's and this device's."""
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits every other backend: 100 times slower
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).manual_seed(seed)
+
+
+class MicroBatchSeeds:
+    """Random numbers of a run's forwards: a pure function of seed, step and micro-batch, whoever computes it."""
+
+    def __init__(self, seed: int, device: torch.device):
+        self._seed, self._device = seed, device
+        self._step = 0
+        self._micro_batch_indices = range(1 << 62)
+
+    def start_step(self, step: int, micro_batch_indices: range) -> None:
+        """A step begins of which these micro-batches are done here."""
+        self._step, self._micro_batch_indices = step, micro_batch_indices
+
+    def seed_micro_batch(self, micro_batch: int) -> None:
+        """Seed the forward of this worker's micro-batch with that number in the step."""
+        seed_everything(derive_seed(self._seed, self._step, self._micro_batch_indices[micro_batch]), self._device)
+
+    def seed_stage(self, micro_batch: int, stage: int) -> None:
+        """The same for one stage of a pipeline, each of which draws its own."""
+        seed_everything(
+            derive_seed(self._seed, self._step, self._micro_batch_indices[micro_batch], stage), self._device
+        )
+
+
+def model_facts(facts: DataInfo) -> dict[str, int | None]:
+    """What the data tell a model's builder."""
+    return {"vocab_size": facts.vocab_size, "seq_len": facts.seq_len, "num_classes": facts.num_classes}
+
+
+def describe_model(spec: ModelConfig, facts: DataInfo, folder: Path | None) -> dict[str, Any]:
+    """What builds the same model anywhere: its import path, and all its arguments with those that the data filled in;
+    for a Hugging Face directory, what writes one again. It stands in checkpoints, and in the config.json of an export.
+    """
+    if (directory := huggingface_directory(spec.build, folder)) is not None:
+        return {
+            "build": spec.build,
+            "args": spec.args,
+            "huggingface": hf_model.describe_for_export(directory, spec.args),
+        }
+    builder = import_object(spec.build, folder, key="model.build")
+    return {"build": spec.build, "args": fill_arguments(builder, spec.args, model_facts(facts))}
+
+
+def build_model(
+    spec: ModelConfig,
+    facts: DataInfo,
+    folder: Path | None,
+    seed: int,
+    device: torch.device,
+    lora: LoraConfig | None = None,
+    *,
+    load: bool = True,
+    init_weights: bool = True,
+) -> nn.Module:
+    """The model with its initial weights, which depend on `seed` only, or with those of a Hugging Face directory; with
+    adapters beside its layers if the recipe wants them. Without `load` the parameters of a Hugging Face directory stay
+    on the meta device (adapters and buffers on the CPU). Without `init_weights`, for one that takes over a whole state,
+    random parameters may hold anything. RecipeError for what the user can mend."""
+    if (directory := huggingface_directory(spec.build, folder)) is not None:
+        if load:
+            model = hf_model.build_with_weights(directory, spec.args, facts, device)
+        else:
+            model = hf_model.build_on_meta(directory, spec.args, facts)
+    else:
+        model = _build_from_import_path(spec, facts, folder, seed, init_weights)
+        if device.type != "cpu":  # `to` replaces imagined parameters (autoconfig/trials.py), which cannot be
+            model = model.to(device)
+    ensure_own_memory(model)
+    check_model_can_be_saved(model)
+    if lora is not None:
+        add_lora(model, lora, torch.Generator().manual_seed(derive_seed(seed, "adapter")))
+    return model
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Seed what builders draw from besides torch: Python's and numpy's random numbers, which go on afterwards where
+    they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def check_begins_alike(place: DistEnv, model: nn.Module) -> None:
+    """RecipeError on all workers unless parameters and persistent buffers of their models have the same values. Every
+    worker calls it; what has no values yet is left out."""
+    if place.world_size == 1:
+        return
+    digest = xxhash.xxh3_64()
+    for tensor in (*model.parameters(), *get_persistent_buffers(model).values()):
+        if not tensor.is_meta:
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    cure = "draw it from the random numbers of torch, Python or numpy, which are seeded while a recipe's model is built"
+    cure += "; in a loop of your own those of torch, or seed the others in build()"
+    assert_same_on_all_ranks(place, digest.hexdigest(), "initial state", cure, also_single_node=True, error=RecipeError)
+
+
+def _build_from_import_path(
+    spec: ModelConfig, facts: DataInfo, folder: Path | None, seed: int, init_weights: bool
+) -> nn.Module:
+    """The model of an import path, on the CPU."""
+    builder = import_object(spec.build, folder, key="model.build")
+    filled = fill_arguments(builder, spec.args, model_facts(facts))
+    seed_everything(derive_seed(seed, "init"), torch.device("cpu"))
+    skip_init = None if init_weights else SkipInit()
+    try:
+        with _drawing_from(derive_seed(seed, "init")), skip_init or nullcontext():
+            model = builder(**filled)
+    except InitValueNeeded:
+        return _build_from_import_path(spec, facts, folder, seed, init_weights=True)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"model.args: {spec.build} refuses them: {error}") from error
+    except Exception as error:
+        if isinstance(error, PhalanxError) or is_out_of_memory(error) or is_gpu_failure(error):
+            raise
+        raise RecipeError(f"model.build: {spec.build} failed: {describe_exception(error, folder)}") from error
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model.build: {spec.build} returned {type(model).__name__}, expected an nn.Module")
+    if skip_init is not None and not (skip_init.only_parameters_differ and skip_init.only_of(model)):
+        return _build_from_import_path(spec, facts, folder, seed, init_weights=True)
+    return model
+
+
+def check_model_fits_memory(spec: ModelConfig, facts: DataInfo, folder: Path | None, memory: int) -> None:
+    """RecipeError where the parameters of a model of ours, built without memory, are more than `memory` bytes hold."""
+    if not spec.build.startswith(BUILT_IN_PREFIX):
+        return
+    with torch.device("meta"):
+        model = _build_from_import_path(spec, facts, folder, 0, init_weights=True)
+    if (needed := sum(parameter.nbytes for parameter in model.parameters())) > memory:
+        raise RecipeError(
+            f"model.args: {spec.build} has {sum(p.numel() for p in model.parameters()):,} parameters with them, "
+            f"{needed / GIB_BYTES:,.0f} GiB, and this machine has {memory / GIB_BYTES:,.0f} GiB; make it smaller, or "
+            f"plan it for a "
+            "cluster with `phalanx plan`"
+        )
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether the model normalises over the batch, which makes results depend on the micro-batch."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    return any(isinstance(module, kinds) for module in model.modules())

@@ -1,0 +1,211 @@
+"""Linear layers whose three matrix products are computed in 8-bit floating point, on hardware that has it.
+
+Each tensor that enters a product is scaled as a whole, by its own largest value at that moment, so that this becomes
+the largest number that the format has (Micikevicius et al. 2022, FP8 Formats for Deep Learning): e4m3, with more
+digits, for what goes forward, e5m2, with more range, for gradients. Products are added up in fp32. Weights, their
+gradients and the optimizer's state keep their dtype, and nothing in fp8 ever travels between ranks.
+
+    forward    y [n, o] = x [n, i] w [o, i]^T
+    backward   dx = dy w,  dw = dy^T x
+
+Letters: n rows (tokens), i inputs, o outputs. Which layers are worth it is for `train/distributed/float8_select.py` to
+say.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from phalanx.compat import scaled_mm
+
+FORWARD_DTYPE = torch.float8_e4m3fn
+BACKWARD_DTYPE = torch.float8_e5m2
+SIZE_MULTIPLE = 16
+"""Of which the sizes of a product's matrices must be multiples: the tensor cores' tiles."""
+MIN_ABS_MAX = 2.0**-100
+"""A tensor with nothing larger counts as zero, so that its scale is a normal number."""
+
+
+def quantize_to_float8(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x as (values of dtype `kind`, fp32 scale 0-d), x = values * scale but for rounding. A tensor that holds infinity
+    or NaN gives NaN somewhere: what went wrong before stays to be seen."""
+    largest = torch.finfo(kind).max
+    scale = x.abs().amax().float().clamp(min=MIN_ABS_MAX) / largest
+    # Rounding of the quotient may lead just above the largest, which e4m3 has no infinity to show for.
+    return (x.float() / scale).clamp(-largest, largest).to(kind), scale
+
+
+@dataclass(frozen=True)
+class Float8Weight:
+    """A weight [o, i] in fp8 as both products want it: by rows for the forward, its transpose [i, o] for the gradient
+    of the input, and their scale (fp32, 0-d)."""
+
+    rows: Tensor
+    transposed: Tensor
+    scale: Tensor
+
+    @classmethod
+    def allocate_for(cls, weight: Tensor) -> "Float8Weight":
+        """Memory for it; `quantize_from` gives it values."""
+        outputs, inputs = weight.shape
+        rows = torch.empty(outputs, inputs, dtype=FORWARD_DTYPE, device=weight.device)
+        transposed = torch.empty(inputs, outputs, dtype=FORWARD_DTYPE, device=weight.device)
+        return cls(rows, transposed, torch.empty((), dtype=torch.float32, device=weight.device))
+
+    @torch.no_grad()
+    def quantize_from(self, weight: Tensor) -> None:
+        """Quantise the weight as it is now."""
+        values, scale = _quantize_weight_fn(weight.device.type)(weight)
+        self.rows.copy_(values)
+        self.transposed.copy_(values.t())
+        self.scale.copy_(scale)
+
+
+@functools.cache
+def _quantize_weight_fn(kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`quantize_to_float8` of a weight; on a GPU compiled, or each of its operations would be a pass over the
+    weight."""
+
+    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_to_float8(weight, FORWARD_DTYPE)
+
+    return torch.compile(quantize, dynamic=False) if kind == "cuda" else quantize
+
+
+def float8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, float8_weight: Float8Weight | None = None
+) -> Tensor:
+    """What F.linear gives, up to fp8's rounding: x [..., i], weight [o, i] -> [..., o], in autocast's dtype where it is
+    active, else in that of x. i and o must be multiples of 16. `float8_weight`: the weight in fp8, if known."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    if count == 0:  # a scale of nothing there is not
+        return F.linear(x, weight, bias)
+    if count % SIZE_MULTIPLE:  # the gradient of the weight is a product over rows; rows of zeros add nothing to it
+        rows = F.pad(rows, (0, 0, 0, -count % SIZE_MULTIPLE))
+    with torch.autocast(kind, enabled=False):  # the CPU's product is emulated by one that autocast would change
+        float8_weight_or_none = float8_weight
+        given = (
+            (None, None, None)
+            if float8_weight_or_none is None
+            else (float8_weight_or_none.rows, float8_weight_or_none.transposed, float8_weight_or_none.scale)
+        )
+        out: Tensor = _Float8Matmul.apply(rows, weight, dtype, *given)
+    out = out[:count].view(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias.to(dtype)
+
+
+class _Float8Matmul(torch.autograd.Function):
+    """x [n, i], weight [o, i] -> x weight^T [n, o] in `dtype`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        dtype: torch.dtype,
+        rows: Tensor | None,
+        transposed: Tensor | None,
+        scale: Tensor | None,
+    ) -> Tensor:
+        x8, x_scale = quantize_to_float8(x, FORWARD_DTYPE)
+        ctx.known = transposed is not None
+        # Of x one byte a value is kept. A weight that is not known in fp8 is kept as it came: FSDP lets go of it and
+        # gathers it again, where a copy would stay.
+        if rows is None or scale is None:
+            rows, scale = quantize_to_float8(weight, FORWARD_DTYPE)
+            ctx.save_for_backward(x8, x_scale, weight)
+        else:
+            ctx.save_for_backward(x8, x_scale, transposed, scale)
+        ctx.dtypes = x.dtype, weight.dtype
+        return scaled_mm(x8, rows.t(), x_scale, scale, dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x8, x_scale, *of_weight = ctx.saved_tensors
+        grad8, grad_scale = quantize_to_float8(grad, BACKWARD_DTYPE)
+        grad_x = grad_weight = None
+        dtype, weight_dtype = ctx.dtypes
+        if ctx.needs_input_grad[0]:
+            if ctx.known:
+                by_columns, scale = of_weight[0].t(), of_weight[1]
+            else:
+                weight8, scale = quantize_to_float8(of_weight[0], FORWARD_DTYPE)
+                by_columns = _to_column_major(weight8)
+            grad_x = scaled_mm(grad8, by_columns, grad_scale, scale, dtype)
+        if ctx.needs_input_grad[1]:
+            transposed = grad8.t().contiguous()  # [o, n]
+            grad_weight = scaled_mm(transposed, _to_column_major(x8), grad_scale, x_scale, weight_dtype)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _to_column_major(x: Tensor) -> Tensor:
+    """x with its columns one after the other in memory, as the second factor of a product must have them."""
+    return x.t().contiguous().t()
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer computed in fp8. Parameters, their names and their dtypes are nn.Linear's. `float8_weight` is
+    the weight in fp8 until it changes: no part of the layer's state."""
+
+    float8_weight: Float8Weight | None = None
+    weight_is_stale = True
+    """Whether the weight has to be quantised again."""
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x [..., i] -> [..., o], without the bias."""
+        return float8_linear(x, self.weight, float8_weight=self.float8_weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return float8_linear(x, self.weight, self.bias, self.float8_weight)
+
+    def before_step(self) -> None:
+        """Have the weight quantised once in the step that begins. Versions of tensors do not tell that it has changed:
+        fused optimizers leave them as they were."""
+        self.weight_is_stale = True
+
+    def refresh_weight(self) -> None:
+        """Quantise the weight for the next forward: the first of a step, and each of an evaluation. One that is sharded
+        is left to the forward, which has it whole."""
+        if isinstance(self.weight, DTensor):
+            self.float8_weight = None
+        elif self.weight_is_stale or not self.training:
+            if self.float8_weight is None:
+                self.float8_weight = Float8Weight.allocate_for(self.weight)
+            self.float8_weight.quantize_from(self.weight)
+            self.weight_is_stale = not self.training
+
+
+def quantize_weights_once(model: nn.Module) -> None:
+    """Have the weights of a model's fp8 layers quantised before the first forward of a step, not in each micro-batch:
+    `before_step` of each layer says that one begins."""
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+
+    def refresh(*_: object) -> None:
+        for layer in layers:
+            layer.refresh_weight()
+
+    if layers:
+        model.register_forward_pre_hook(refresh)
+
+
+def can_use_float8(layer: nn.Module) -> bool:
+    """Whether a layer can be computed in fp8: a plain nn.Linear with sizes that are multiples of 16. One that tensor
+    parallel has cut counts by the size that is left."""
+    if type(layer) is not nn.Linear or layer.weight.dim() != 2:
+        return False
+    return layer.weight.shape[0] % SIZE_MULTIPLE == 0 and layer.weight.shape[1] % SIZE_MULTIPLE == 0
+
+
+def convert_to_float8(layer: nn.Linear) -> None:
+    """Have a layer that fits computed in fp8 from now on, in place: it stays the same object with the same parameters,
+    hooks and names."""
+    layer.__class__ = Float8Linear

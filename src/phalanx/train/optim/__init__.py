@@ -1,0 +1,27 @@
+"""Optimizers from the recipe: which parameter goes to which, and their state under logical names.
+
+`factory.py` builds them, `container.py` makes them act as one; the others are optimizers and ways to keep their state.
+"""
+
+from phalanx.train.optim.container import (
+    OPTIMIZER_PREFIX,
+    SETTINGS_PREFIX,
+    STATE_ENTRIES,
+    OptimizerContainer,
+    state_entry_shape,
+)
+from phalanx.train.optim.dtensor_utils import NormFn, compute_norms, compute_squared_norms
+from phalanx.train.optim.factory import find_hidden_matrices, trainable_parameters
+
+__all__ = [
+    "OPTIMIZER_PREFIX",
+    "SETTINGS_PREFIX",
+    "STATE_ENTRIES",
+    "NormFn",
+    "OptimizerContainer",
+    "compute_norms",
+    "compute_squared_norms",
+    "find_hidden_matrices",
+    "state_entry_shape",
+    "trainable_parameters",
+]

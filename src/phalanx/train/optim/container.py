@@ -1,0 +1,176 @@
+"""The optimizers of a run as one: a step, and their state as tensors by logical names. How each works is its own."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.errors import DataError
+from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.optim.adamw_8bit import SCALE_SUFFIX, AdamW8bit, decode_state, encode_state, scale_shape
+from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW
+from phalanx.train.optim.cpu_offload import OffloadedOptimizer
+from phalanx.train.optim.dtensor_utils import NormFn, compute_norms, distribute_like, to_local
+from phalanx.train.optim.factory import build_optimizers, trainable_parameters
+from phalanx.train.optim.lars_lamb import LAMB, LARS
+
+OPTIMIZER_PREFIX = "optimizer/"
+STATE_ENTRIES: dict[type[torch.optim.Optimizer], frozenset[str]] = {
+    torch.optim.AdamW: frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+    torch.optim.Muon: frozenset({"momentum_buffer"}),
+    LARS: frozenset({"momentum_buffer"}),
+    LAMB: frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    AdamWBf16: frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    AdamW8bit: frozenset({"step", "exp_avg", "exp_avg_sq", f"exp_avg{SCALE_SUFFIX}", f"exp_avg_sq{SCALE_SUFFIX}"}),
+}
+"""Tensors that each kind of optimizer keeps for a parameter."""
+
+SETTINGS_PREFIX = "settings/"
+"""Begins the logical names of what an optimizer keeps for no parameter."""
+StateEntries = dict[str, Tensor]
+
+
+class OptimizerContainer:
+    """One or two torch optimizers that act as one. `parameter_names` are its parameters, in the model's order.
+
+    `seed` is the run's, for stochastic rounding. `offload` keeps the state of parameters on a GPU in host memory.
+    `norm_fn` gives norms of whole parameters where tensor parallel cuts them. `is_pipeline_stage`: the model is one
+    stage of a pipeline, which may have nothing to train. RecipeError when any other model has nothing to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: OptimizerConfig,
+        *,
+        seed: int = 0,
+        offload: bool = False,
+        norm_fn: NormFn = compute_norms,
+        is_pipeline_stage: bool = False,
+    ):
+        found = dict(model.named_parameters()) if is_pipeline_stage else trainable_parameters(model)
+        self.parameter_names = {parameter: name for name, parameter in found.items() if parameter.requires_grad}
+        self.optimizers = (
+            []
+            if not self.parameter_names
+            else build_optimizers(model, self.parameter_names, spec, seed=seed, offload=offload, norm_fn=norm_fn)
+        )
+
+    def step(self, lr: float) -> None:
+        """Update the parameters from their gradients with this learning rate."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+
+    @property
+    def supports_scaled_step(self) -> bool:
+        """Whether `step_scaled` works."""
+        kinds = (torch.optim.AdamW, torch.optim.SGD)
+        return all(type(optimizer) in kinds and optimizer.param_groups[0].get("fused") for optimizer in self.optimizers)
+
+    def step_scaled(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
+        """The same with gradients that are divided by `divisor` first, and nothing where `skip` is 1 (fp32 0-d, on the
+        parameters' device): the host need not know either. By what torch's fused optimizers have for loss scales."""
+        for optimizer in self.optimizers:
+            optimizer.grad_scale, optimizer.found_inf = divisor, skip  # type: ignore[attr-defined]
+        try:
+            self.step(lr)
+        finally:
+            for optimizer in self.optimizers:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors of the state as `optimizer/<parameter>/<state>`: the live tensors, not copies. Those of a DTensor
+        parameter are DTensors like it, or plain tensors of its local part when they are in host memory."""
+        return {
+            f"{OPTIMIZER_PREFIX}{name}/{key}": value
+            for optimizer in self.optimizers
+            for parameter, name in self.parameter_names.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def group_settings(self) -> dict[str, Tensor]:
+        """What it keeps for no parameter, by logical name, as new tensors."""
+        return {}
+
+    def load_group_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Take over what `group_settings` gave."""
+
+    def forget(self) -> None:
+        """Drop the whole state."""
+        for part in self.optimizers:
+            for entries in part.state.values():
+                entries.clear()
+
+    def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Take over a state that `state` gave; the tensors may become the optimizer's own. For a DTensor parameter they
+        are DTensors like it, or plain tensors of its local part.
+
+        AdamW's state of another precision is converted. State of another kind of optimizer (a run forced to go on with
+        a new one) is left out: this one starts afresh.
+        DataError naming the tensor and `where` when it belongs to no parameter of this model or has another shape.
+        """
+        parameters = {name: parameter for parameter, name in self.parameter_names.items()}
+        owners = {
+            p: optimizer for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        }
+        self.forget()
+        found: dict[nn.Parameter, StateEntries] = {}
+        for key, value in tensors.items():
+            name, _, entry = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+            if name not in parameters:
+                raise DataError(f"{where}: has optimizer state for {name!r}, which this model does not train")
+            parameter = parameters[name]
+            whole = parameter if isinstance(value, DTensor) else to_local(parameter)
+            expected = state_entry_shape(entry, whole.shape)
+            if value.dim() and value.shape != expected:
+                shapes = f"{list(value.shape)}, the model's parameter has {list(expected)}"
+                raise DataError(f"{where}: {key} has shape {shapes}")
+            found.setdefault(parameter, {})[entry] = to_local(value)
+        fitted = {p: _convert_entries(_optimizer_type(owners[p]), to_local(p), entries) for p, entries in found.items()}
+        if all(entries.keys() <= STATE_ENTRIES[_optimizer_type(owners[p])] for p, entries in fitted.items()):
+            for parameter, entries in fitted.items():
+                for entry, value in entries.items():
+                    owners[parameter].state[parameter][entry] = _move_entry_to_owner(
+                        owners[parameter], parameter, entry, value
+                    )
+
+
+def state_entry_shape(entry: str, shape: torch.Size) -> torch.Size:
+    """Shape of an entry of the state, unless 0-d, for a parameter or part of one that has this shape."""
+    return scale_shape(shape) if entry.endswith(SCALE_SUFFIX) else shape
+
+
+def _optimizer_type(owner: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    return owner.optimizer_type if isinstance(owner, OffloadedOptimizer) else type(owner)
+
+
+def _convert_entries(kind: type[torch.optim.Optimizer], part: Tensor, entries: StateEntries) -> StateEntries:
+    """AdamW's entries for this local part of a parameter in the precision that this kind of it keeps."""
+    if kind is AdamW8bit:
+        return encode_state(part, entries)
+    if kind not in (torch.optim.AdamW, AdamWBf16):
+        return entries
+    dtype = torch.bfloat16 if kind is AdamWBf16 else part.dtype
+    return {name: value if name == "step" else value.to(dtype) for name, value in decode_state(entries).items()}
+
+
+def _move_entry_to_owner(owner: torch.optim.Optimizer, parameter: nn.Parameter, entry: str, value: Tensor) -> Tensor:
+    """The value where this owner of a parameter wants it, distributed as its state is."""
+    if isinstance(owner, OffloadedOptimizer):
+        return match_memory_format(owner.host_copy_of(parameter), value)
+    if entry == "step":  # ours read it on the host, fused ones on the device
+        return value.cpu() if isinstance(owner, LAMB | LowPrecisionAdamW) else value.to(parameter.device)
+    return distribute_like(parameter, match_memory_format(to_local(parameter), value))
+
+
+def match_memory_format(parameter: Tensor, value: Tensor) -> Tensor:
+    """The value on the parameter's device and in its memory layout, which fused optimizers take for granted."""
+    value = value.to(parameter.device)
+    if value.shape != parameter.shape or value.stride() == torch.empty_like(parameter, device="meta").stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -1,0 +1,135 @@
+"""Which parameter goes to which optimizer. What they do with it is theirs.
+
+Matrices get weight decay, vectors (norms, biases) do not. `muon` orthogonalises the momentum of hidden matrices and
+leaves embeddings, the output layer and everything that is not a matrix to AdamW (Jordan et al. 2024).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.errors import RecipeError
+from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.optim.adamw_8bit import AdamW8bit
+from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW, ParamOrigin
+from phalanx.train.optim.cpu_offload import OffloadedOptimizer
+from phalanx.train.optim.dtensor_utils import NormFn, first_row
+from phalanx.train.optim.lars_lamb import LAMB, LARS
+
+ParamGroup = dict[str, Any]
+OptimizerFactory = Callable[[list[ParamGroup], Mapping[Tensor, ParamOrigin]], torch.optim.Optimizer]
+
+LOW_PRECISION_ADAMW: dict[str, type[LowPrecisionAdamW]] = {"bf16": AdamWBf16, "int8": AdamW8bit}
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that take part in training, by name; tied ones once. RecipeError when there are none."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise RecipeError("model.build: the model has no parameter that requires a gradient: nothing to train")
+    return found
+
+
+def find_hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Weights that Muon is meant for: those of linear layers, except the output layer (the last linear layer of the
+    model) and weights that an embedding shares."""
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linear = [p for m in model.modules() if isinstance(m, nn.Linear) for p in [m.weight] if isinstance(p, nn.Parameter)]
+    return {weight for weight in linear[:-1] if id(weight) not in embedded}
+
+
+def build_optimizers(
+    model: nn.Module,
+    names: Mapping[nn.Parameter, str],
+    spec: OptimizerConfig,
+    *,
+    seed: int,
+    offload: bool,
+    norm_fn: NormFn,
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of a recipe for the parameters in `names`. RecipeError where the recipe asks for what does not go
+    together or does not fit the model."""
+    parameters = list(names)
+    if spec.state_dtype != "fp32" and spec.name != "adamw":
+        raise RecipeError(
+            f"optimizer.state_dtype: {spec.state_dtype} is for adamw; {spec.name} keeps its state in fp32"
+        )
+    if offload and spec.name not in ("adamw", "sgd"):
+        raise RecipeError(
+            f"optimizer.offload: true goes with adamw and sgd; a step of {spec.name} needs whole matrices, not only "
+            "the part that a worker holds"
+        )
+    if spec.name == "lars":
+        groups = _make_param_groups(parameters, spec.weight_decay)
+        return [LARS(groups, spec.lr, momentum=spec.momentum, norm_fn=norm_fn)]
+    if spec.name == "lamb":
+        return [LAMB(_make_param_groups(parameters, spec.weight_decay), spec.lr, betas=spec.betas, norm_fn=norm_fn)]
+    if spec.name == "muon":
+        return _build_muon_and_adamw(model, parameters, spec)
+    make = _make_optimizer_factory(spec, seed)
+    groups = _make_param_groups(parameters, spec.weight_decay)
+    origins: dict[Tensor, ParamOrigin] = {p: ParamOrigin(name, first_row(p)) for p, name in names.items()}
+    if offload and _needs_offload(parameters):
+        return [
+            OffloadedOptimizer(
+                groups,
+                lambda host_groups, of: make(host_groups, {host_copy: origins[p] for host_copy, p in of.items()}),
+            )
+        ]
+    return [make(groups, origins)]
+
+
+def _needs_offload(parameters: Iterable[Tensor]) -> bool:
+    """Whether state would not be in host memory anyway."""
+    return any(parameter.device.type != "cpu" for parameter in parameters)
+
+
+def _make_optimizer_factory(spec: OptimizerConfig, seed: int) -> OptimizerFactory:
+    """What builds the optimizer, adamw or sgd, over given groups."""
+
+    def make(groups: list[ParamGroup], origins: Mapping[Tensor, ParamOrigin]) -> torch.optim.Optimizer:
+        if spec.name == "sgd":
+            # torch 2.13 has no fused SGD for sharded parameters.
+            fused = not any(isinstance(p, DTensor) for group in groups for p in group["params"])
+            return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.momentum > 0, fused=fused)
+        if spec.state_dtype == "fp32":
+            return _build_adamw(groups, spec)
+        return LOW_PRECISION_ADAMW[spec.state_dtype](groups, spec.lr, betas=spec.betas, origins=origins, seed=seed)
+
+    return make
+
+
+def _build_muon_and_adamw(
+    model: nn.Module, parameters: list[nn.Parameter], spec: OptimizerConfig
+) -> list[torch.optim.Optimizer]:
+    matrices = find_hidden_matrices(model)
+    hidden = [p for p in parameters if p in matrices]
+    if not hidden:
+        raise RecipeError("optimizer.name: muon is for hidden matrices, and this model has none to train; use adamw")
+    # match_rms_adamw scales updates like AdamW's, so that one learning rate fits both.
+    muon = torch.optim.Muon(
+        hidden,
+        lr=spec.lr,
+        weight_decay=spec.weight_decay,
+        momentum=spec.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    others = [p for p in parameters if p not in matrices]
+    return [muon, _build_adamw(_make_param_groups(others, spec.weight_decay), spec)] if others else [muon]
+
+
+def _build_adamw(groups: list[ParamGroup], spec: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=True)
+
+
+def _make_param_groups(parameters: Iterable[nn.Parameter], decay: float) -> list[ParamGroup]:
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for parameter in parameters:
+        (matrices if parameter.dim() >= 2 else vectors).append(parameter)
+    groups: list[ParamGroup] = [{"params": matrices, "weight_decay": decay}]
+    groups.append({"params": vectors, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,239 @@
+"""An optimizer that the user's own training loop made, under the face that the engine gives all optimizers."""
+
+import inspect
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import DataError, UsageError
+from phalanx.train.distributed.module_state import pack_value, unpack_value
+from phalanx.train.optim.container import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, match_memory_format
+from phalanx.train.optim.dtensor_utils import distribute_like, to_local
+from phalanx.train.optim.factory import trainable_parameters
+
+GROUP_SETTINGS_KEY = SETTINGS_PREFIX + "groups"
+EXCLUDED_GROUP_KEYS = ("params", "lr", "initial_lr")
+"""Keys of a group that are no state: the schedule sets the rate, and a scheduler of the loop's own is refused."""
+SCHEDULER_REFUSED_HINT = (
+    "the recipe's optimizer.schedule sets it before each step, and a checkpoint does not hold a scheduler's state: "
+    "leave the scheduler out, and give its warmup and decay as optimizer.schedule in the recipe"
+)
+
+
+class UserOptimizer(OptimizerContainer):
+    """`base_lr` is the highest learning rate of its groups as the loop set it: what the schedule's factor is applied
+    to; the other groups follow in proportion.
+
+    UsageError when the optimizer does not train just the model's parameters: one that was built before the model was
+    divided would train nothing. `is_sharded` says that workers hold parts of parameters: then the state must be cut
+    like them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, is_sharded: bool = False):
+        self.parameter_names = {parameter: name for name, parameter in trainable_parameters(model).items()}
+        owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if strange := owned - set(model.parameters()):
+            raise UsageError(
+                f"gang.prepare: the optimizer has {len(strange)} parameters that are not the model's; make it of the "
+                "model that make_optimizer is given"
+            )
+        if missing := [name for parameter, name in self.parameter_names.items() if parameter not in owned]:
+            raise UsageError(
+                f"gang.prepare: the optimizer leaves out {len(missing)} parameters that require a gradient, such as "
+                f"{missing[0]}; give it all, or freeze these in build() by requires_grad_(False)"
+            )
+        self.optimizers = [optimizer]
+        self._initial_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.base_lr = max(self._initial_lrs)
+        if self.base_lr <= 0:
+            raise UsageError(
+                "gang.prepare: the optimizer's learning rate is 0; give the highest, the schedule lowers it"
+            )
+        if _needs_closure(optimizer):
+            raise UsageError(
+                f"gang.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, which a "
+                "run has not; use an optimizer that steps from gradients"
+            )
+        self._is_sharded = is_sharded
+        self._state_checked = 0  # entries of its state that were looked at
+        self._own = _numbers(optimizer)
+        self._initial_settings = [deepcopy(self._saved_settings(group)) for group in optimizer.param_groups]
+        self._sizes = _sizes(optimizer)
+        self._expected_lrs = list(self._initial_lrs)  # the rates that the groups had when this was done with them
+
+    supports_scaled_step = False
+
+    def step(self, lr: float) -> None:
+        """Update with `lr` in the group whose rate is the highest, in the others with as much less as the loop set.
+        UsageError when the optimizer keeps state that a checkpoint could not hold, or when the loop changed a rate."""
+        (optimizer,) = self.optimizers
+        self._check_groups()
+        for group, expected_lr in zip(optimizer.param_groups, self._expected_lrs, strict=True):
+            if float(group["lr"]) != expected_lr:
+                raise UsageError(
+                    f"gang.step: the loop changed a learning rate to {float(group['lr']):g}; {SCHEDULER_REFUSED_HINT}"
+                )
+            if "initial_lr" in group:  # as torch's schedulers leave it
+                raise UsageError(f"gang.step: the loop has a scheduler for the learning rate; {SCHEDULER_REFUSED_HINT}")
+        for group, initial in zip(optimizer.param_groups, self._initial_lrs, strict=True):
+            scaled_lr = initial * (lr / self.base_lr)
+            if isinstance(group["lr"], Tensor):  # one that a captured or compiled step reads
+                group["lr"].fill_(scaled_lr)
+            else:
+                group["lr"] = scaled_lr
+        self._expected_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        optimizer.step()
+        entries = sum(map(len, optimizer.state.values()))
+        if not self._state_checked or entries != self._state_checked:
+            self._state_checked = entries
+            self._check_state()
+
+    def forget(self) -> None:
+        """Drop the whole state."""
+        self.optimizers[0].state.clear()
+
+    def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Take over a state that `state` gave. DataError for one that does not fit the model."""
+        (optimizer,) = self.optimizers
+        parameters = {name: parameter for parameter, name in self.parameter_names.items()}
+        groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        self.forget()
+        for key, value in tensors.items():
+            name, _, entry = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+            if name not in parameters:
+                raise DataError(f"{where}: has optimizer state for {name!r}, which this model does not train")
+            parameter = parameters[name]
+            if value.dim():
+                value = distribute_like(parameter, match_memory_format(to_local(parameter), to_local(value)))
+            elif entry != "step" or groups[parameter].get("fused") or groups[parameter].get("capturable"):
+                # As torch's own load_state_dict has it: a count of steps is on the host but for these two.
+                value = value.to(parameter.device)
+            optimizer.state[parameter][entry] = value
+
+    def group_settings(self) -> dict[str, Tensor]:
+        """What it changed in its groups, besides learning rates. RecipeError for what a checkpoint cannot hold."""
+        (optimizer,) = self.optimizers
+        self._check_groups()
+        changed = [
+            {
+                key: value
+                for key, value in self._saved_settings(group).items()
+                if key not in given or _differs(value, given[key])
+            }
+            for group, given in zip(optimizer.param_groups, self._initial_settings, strict=True)
+        ]
+        what = f"gang.prepare: a parameter group of {type(optimizer).__name__}"
+        return {GROUP_SETTINGS_KEY: pack_value(changed, what)} if any(changed) else {}
+
+    def load_group_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Groups as they were when `group_settings` was asked."""
+        (optimizer,) = self.optimizers
+        self._check_groups()
+        changed: list[dict[str, Any]] = [{} for _ in self._initial_settings]
+        if GROUP_SETTINGS_KEY in tensors:
+            changed = unpack_value(tensors[GROUP_SETTINGS_KEY], where)
+        if len(changed) != len(self._initial_settings):
+            raise DataError(
+                f"{where}: has {len(changed)} groups of the optimizer, which now has {len(self._initial_settings)}"
+            )
+        for group, given, values in zip(optimizer.param_groups, self._initial_settings, changed, strict=True):
+            for key in self._saved_settings(group):
+                del group[key]
+            group |= deepcopy(given) | values
+
+    @staticmethod
+    def _saved_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in EXCLUDED_GROUP_KEYS}
+
+    def _check_groups(self) -> None:
+        """UsageError when the loop added groups or parameters, or took some away, since it was adopted."""
+        if (now := _sizes(self.optimizers[0])) != self._sizes:
+            raise UsageError(
+                f"gang.prepare: the optimizer had groups of {self._sizes} parameters, and the loop made them {now}; "
+                "give it all of its groups in make_optimizer, since what comes later is neither divided nor saved"
+            )
+
+    def _check_state(self) -> None:
+        (optimizer,) = self.optimizers
+        kind = type(optimizer).__name__
+        self.group_settings()
+        now = _numbers(optimizer)
+        if moved := [name for name in now if _differs(now[name], self._own.get(name, []))]:
+            raise UsageError(
+                f"gang.prepare: {kind} keeps what a step changes in its attribute {moved[0]!r}, and only its state and "
+                "its parameter groups are saved: a run could not go on exactly; keep it in a group"
+            )
+        if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+            raise UsageError(
+                f"gang.prepare: {kind} keeps state under {strange[0]!r}, which is no parameter, and only what belongs "
+                "to one is saved: a run could not go on exactly"
+            )
+        for parameter, name in self.parameter_names.items():
+            for entry, value in optimizer.state.get(parameter, {}).items():
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    raise UsageError(
+                        f"gang.prepare: {kind} keeps {entry!r} of {name} as {type(value).__name__}, and only tensors "
+                        "are saved: a run could not go on exactly; use an optimizer whose state is tensors"
+                    )
+                if self._is_sharded and value.dim() and to_local(value).shape != to_local(parameter).shape:
+                    raise UsageError(
+                        f"gang.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, which "
+                        "cannot be divided with it; use parallelism.replicate"
+                    )
+
+
+def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """Numbers, tensors and generators among its own attributes, in lists and dicts, too: what it has besides state and
+    groups. Not truths, such as whether it has begun, and not the parameters."""
+    theirs = vars(torch.optim.SGD([torch.zeros(1)])).keys()
+    groups = optimizer.param_groups
+    seen = {id(each) for each in (optimizer.state, groups, *groups, *(p for group in groups for p in group["params"]))}
+    own = {name: list(_leaves(value, seen)) for name, value in vars(optimizer).items() if name not in theirs}
+    return {name: leaves for name, leaves in own.items() if leaves}
+
+
+def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Copies of what can change in a value; nothing of what was seen."""
+    if id(value) in seen or isinstance(value, bool):
+        return
+    if isinstance(value, Tensor):
+        yield value.detach().clone()
+    elif isinstance(value, torch.Generator):
+        yield value.get_state()
+    elif isinstance(value, int | float):
+        yield value
+    elif isinstance(value, Mapping | list | tuple | deque):
+        seen.add(id(value))
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(each, seen)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _differs(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype != other.dtype or not torch.equal(one.cpu(), other.cpu())
+    if type(one) is not type(other):
+        return True
+    if isinstance(one, dict):
+        return one.keys() != other.keys() or any(_differs(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) != len(other) or any(map(_differs, one, other))
+    if isinstance(one, float) and math.isnan(one):
+        return not math.isnan(other)
+    return bool(np.any(one != other))

@@ -1,0 +1,102 @@
+"""A profile of a few training steps: time by part of the step, by kind of operation, and a Chrome trace file."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from phalanx.data import Prefetcher
+from phalanx.train.loss import LossModule
+from phalanx.train.step_timer import STEP_PHASES, make_step_timer
+from phalanx.train.train_context import TrainContext
+
+OP_KINDS = {
+    "matmul": ("mm", "addmm", "bmm", "linear", "matmul", "baddbmm"),
+    "attention": ("attention",),
+    "convolution": ("conv", "mkldnn_convolution"),
+    "normalisation": ("norm",),
+    "optimizer": ("fused_adam", "fused_sgd", "newton"),
+    "loss": ("log_softmax", "nll_loss", "cross_entropy"),
+    "embedding": ("embedding",),
+    "communication": ("c10d", "gloo", "nccl", "all_reduce", "all_gather", "all_to_all"),
+    "copies and casts": ("copy", "to_copy", "clone", "contiguous", "cat", "stack"),
+}
+"""Kinds of operations by parts of their names, in this order; the rest is `element-wise and other`."""
+OTHER_OP_KIND = "element-wise and other"
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Means over the traced steps, in seconds. `kinds_s` and `ops` count an operation's own time only."""
+
+    steps: int
+    step_s: float
+    breakdown_s: dict[str, float]
+    kinds_s: dict[str, float]
+    ops: list[tuple[str, float, int]]  # name, seconds a step, calls a step
+
+
+def classify_op(name: str) -> str:
+    """The kind of operation that a profiler's name belongs to."""
+    bare = name.removeprefix("aten::").strip("_").lower()
+    for kind, words in OP_KINDS.items():
+        if any(word in bare for word in words):
+            return kind
+    return OTHER_OP_KIND
+
+
+def profile_steps(
+    context: TrainContext, loss_module: LossModule, steps: int, warm_up: int, trace_path: Path | None
+) -> ProfileResult:
+    """Run `warm_up` steps, then `steps` under the profiler; the Chrome trace goes to `trace_path`. Weights do
+    change."""
+    recipe, train_step, dist_env = context.recipe, context.train_step, context.dist_env
+    micro_size = recipe.batch.micro_size
+    assert isinstance(micro_size, int)
+    timer = make_step_timer(dist_env.device)
+    total, phase_sums = 0.0, dict.fromkeys(STEP_PHASES, 0.0)
+    on_gpu = dist_env.device.type != "cpu"
+    activities = [ProfilerActivity.CPU, *([getattr(ProfilerActivity, dist_env.device.type.upper())] if on_gpu else [])]
+    with Prefetcher(
+        context.data,
+        global_batch=recipe.batch.global_size,
+        micro_size=micro_size,
+        rank=0,
+        num_groups=1,
+        samples_consumed=0,
+    ) as feed:
+
+        def one_step(number: int) -> None:
+            timer.start()
+            batches = next(feed)
+            timer.lap("data")
+            train_step.start_step(number)
+            for arrays in batches:
+                train_step.seed_micro_batch()
+                ((_, loss, num_terms),) = loss_module(context.prepare_batch(arrays))
+                train_step.backward(loss, num_terms, lambda: (), timer)
+            _, factor = train_step.finalize(train_step.reduce_gradients(timer))
+            train_step.optimizer_step(factor, recipe.optimizer.lr)
+            timer.lap("optimizer")
+
+        for number in range(warm_up):
+            one_step(number)
+        with profile(activities=activities) as profiler:
+            for number in range(warm_up, warm_up + steps):
+                one_step(number)
+                step_s, seconds_by_phase = timer.stop()
+                total += step_s
+                for phase, value in seconds_by_phase.items():
+                    phase_sums[phase] += value
+    if trace_path is not None:
+        profiler.export_chrome_trace(str(trace_path))
+    kinds: Counter[str] = Counter()
+    operations = []
+    for event in profiler.key_averages():
+        own = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        kinds[classify_op(event.key)] += own / steps
+        operations.append((event.key, own / steps, event.count // steps))
+    operations.sort(key=lambda operation: -operation[1])
+    means = {phase: value / steps for phase, value in phase_sums.items()}
+    return ProfileResult(steps, total / steps, means, dict(kinds.most_common()), operations)

@@ -1,0 +1,338 @@
+"""A training loop of the user's own under a gang: model, optimizer and batches come from here, all else stays theirs.
+
+    with phalanx.join("recipe.yaml") as gang:
+        model, optimizer = gang.prepare(build, lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4))
+        for batch in gang.batches(dataset):
+            loss_sum, terms = ...
+            gang.backward(loss_sum, terms)
+            gang.step()                  # both in one: gang.learn(loss_sum, terms)
+
+The recipe's layout, precision, batch, steps, schedule, checkpoint and recovery hold as under the trainer. Model, data,
+loss and optimizer with its learning rate are the loop's; so is evaluation. `phalanx.join` (joining.py) makes the run
+ready and ends it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from phalanx.errors import UsageError
+from phalanx.recipe import Recipe, dump_recipe, load_recipe
+from phalanx.recipe.grad_sync_defaults import gradient_bytes_per_rank, inter_node_bucket_mib, overlaps_with_backward
+from phalanx.recipe.schema import Parallelism
+from phalanx.run import Run
+from phalanx.run.directory import write_atomic, write_json
+from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
+from phalanx.train.builder import make_result, make_train_step, report_start, resume_training
+from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
+from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.float8_select import make_float8_selector
+from phalanx.train.distributed.fsdp import reshard_parameters
+from phalanx.train.distributed.mesh import build_mesh
+from phalanx.train.distributed.module_state import check_model_can_be_saved, ensure_own_memory
+from phalanx.train.distributed.object_collectives import gather_node_map
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
+from phalanx.train.map_dataset import (
+    CollateFn,
+    MapDatasetSource,
+    batch_to_device,
+    check_map_dataset,
+    fingerprint_dataset,
+    map_tensors_in,
+)
+from phalanx.train.model_builder import MicroBatchSeeds, check_begins_alike, derive_seed, seed_everything
+from phalanx.train.oom import explain_out_of_memory
+from phalanx.train.optim.user import UserOptimizer
+from phalanx.train.precision import GradScaler, autocast_context
+from phalanx.train.reporter import Reporter
+from phalanx.train.signals import StopRequest
+from phalanx.train.train_context import TrainContext
+from phalanx.train.trainer import Trainer
+
+OTHER_DATA_HINT = (
+    "give the data that it was trained on, or another run directory. Where a dataset gives other samples each time, "
+    "name it by gang.batches(dataset, fingerprint=...)"
+)
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """What `prepare` made. `plan_facts` describe it for the run's plan."""
+
+    model: nn.Module
+    parallel_model: ParallelModel
+    optimizer: UserOptimizer
+    scaler: GradScaler
+    plan_facts: dict[str, Any]
+
+
+class Session:
+    """What `phalanx.session` gives: this worker's place in the run. `rank`, `world_size` and `device` say where it
+    is."""
+
+    def __init__(
+        self,
+        run: Run,
+        recipe: Recipe,
+        folder: Path,
+        dist_env: DistEnv,
+        reporter: Reporter,
+        stop: StopRequest,
+        force: bool,
+        heartbeat: HeartbeatWriter | NullHeartbeat,
+    ):
+        assert isinstance(recipe.parallelism, Parallelism)
+        self.rank, self.world_size, self.device = dist_env.rank, dist_env.world_size, dist_env.device
+        self._run, self._recipe, self._folder, self._dist_env = run, recipe, folder, dist_env
+        self._reporter, self._stop, self._force, self._heartbeat = reporter, stop, force, heartbeat
+        if dist_env.is_rank_zero:
+            clean_checkpoint_dir(run.checkpoints)
+        self._mesh = build_mesh(recipe.parallelism, dist_env, recipe)
+        self._prepared: PreparedModel | None = None
+        self._trainer: Trainer | None = None
+        self._finished = False
+        self._stepped = False
+
+    def prepare(
+        self,
+        build: Callable[[], nn.Module],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        tp_plan: dict[str, str] | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model that `build()` returns, divided and in the recipe's precision, and the optimizer that
+        `make_optimizer(model)` makes of it afterwards. Initial weights depend on the recipe's seed. `tp_plan` tell how
+        tensor ranks cut it, as model.tp_plan in the recipe does. RecipeError when it does not fit the layout,
+        UsageError when the optimizer does not train just this model."""
+        recipe, dist_env = self._recipe, self._dist_env
+        seed_everything(derive_seed(recipe.seed, "init"), torch.device("cpu"))
+        model = build()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"gang.prepare: build() returned {type(model).__name__}, expected an nn.Module")
+        ensure_own_memory(model)
+        check_model_can_be_saved(model)
+        check_begins_alike(dist_env, model)
+        model.to(dist_env.device).train()
+        size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self._recipe = recipe = resolve_bucket_size(self._run, recipe, dist_env, size)
+        assert recipe.memory.activation_checkpointing != "auto"
+        parallel_config = ParallelConfig(
+            recipe.precision,
+            activation_checkpointing=recipe.memory.activation_checkpointing,
+            compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
+            tp_plan=tp_plan or recipe.model.tp_plan,
+            float8_selector=make_float8_selector(self._run, dist_env, {}, bool(recipe.compile))
+            if recipe.precision == "fp8"
+            else None,
+        )
+        parallel_model, _ = parallelize(model, model, self._mesh, parallel_config)
+        apply_autocast(model, recipe.precision, dist_env.device)
+        optimizer = make_optimizer(model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"gang.prepare: make_optimizer(model) returned {type(optimizer).__name__}, expected an optimizer"
+            )
+        user_optimizer = UserOptimizer(model, optimizer, is_sharded=not self._mesh.is_pure_ddp)
+        scaler = GradScaler.for_precision(recipe.precision, recipe.batch.global_size)
+        kind = type(optimizer).__name__
+        plan_facts = {
+            "model": type(model).__name__,
+            "parameters": size,
+            "optimizer": f"{kind}, lr {user_optimizer.base_lr:g}",
+        }
+        self._prepared = PreparedModel(model, parallel_model, user_optimizer, scaler, plan_facts)
+        return model, optimizer
+
+    def micro_batches(
+        self, dataset: Any, fingerprint: str | None = None, tokens: int = 1, collate: CollateFn = default_collate
+    ) -> Iterator[Any]:
+        """This worker's micro-batches of a map-style dataset (`len` and `[i]`), collated, on the device, in the run's
+        order, from where the run stands to its last step, over as many epochs as that takes.
+
+        `fingerprint` names the data, so that a run does not go on with other data; by default it follows from the
+        dataset's class, length and a few of its samples. `tokens` is what a sample counts in rates. What a sample is
+        must depend on its index only, or a run that resumes is another run. DataError when the run was trained on
+        other data.
+        """
+        if self._prepared is None:
+            raise UsageError("gang.batches: call gang.prepare(build, make_optimizer) first")
+        if self._trainer is not None:
+            if not self._finished:
+                raise UsageError("gang.batches: take the batches of a run once, in one loop up to its last step")
+            return iter(())  # a loop over epochs comes back for more: the first one had them all
+        check_map_dataset(dataset)
+        fingerprint = fingerprint or fingerprint_dataset(dataset)
+        prepared, dist_env = self._prepared, self._dist_env
+        context = self._make_context(
+            prepared, MapDatasetSource(dataset, fingerprint, self._recipe.seed, collate), tokens
+        )
+        self._write_plan(prepared, dataset, tokens)
+        train_state = resume_training(context, fingerprint, self._force, OTHER_DATA_HINT)
+        self._heartbeat.record("restoring")
+        if dist_env.is_rank_zero:
+            report_start(context, len(dataset), train_state)
+        meta = {"fingerprint": fingerprint, "recipe": context.recipe.model_dump(mode="json")}
+        self._trainer = Trainer(context, train_state, meta)
+        return self._iterate(self._trainer)
+
+    def _iterate(self, trainer: Trainer) -> Iterator[Any]:
+        for batch in trainer.micro_batches():
+            yield batch
+            if self._stepped:
+                self._reshard()
+        self._finished = True
+        self._heartbeat.record("ending")  # what the loop does now may take as long as it likes
+
+    def _reshard(self) -> None:
+        """Take back what an evaluation in the loop has gathered of a sharded model: no backward did."""
+        assert self._prepared is not None
+        reshard_parameters(self._prepared.model.modules())
+        self._stepped = False
+
+    def _make_context(self, prepared: PreparedModel, data: MapDatasetSource, tokens: int) -> TrainContext:
+        dist_env, parallel_model, optimizer, scaler = (
+            self._dist_env,
+            prepared.parallel_model,
+            prepared.optimizer,
+            prepared.scaler,
+        )
+        # The schedule's factor is applied to the rate that the loop gave its optimizer, and events tell that.
+        optim = self._recipe.optimizer.model_copy(update={"lr": optimizer.base_lr})
+        recipe = self._recipe.model_copy(update={"optimizer": optim})
+        view = RunContext(self._run.path, dist_env.rank, dist_env.world_size, prepared.model)
+        return TrainContext(
+            run=self._run,
+            recipe=recipe,
+            dist_env=dist_env,
+            data=data,
+            model=prepared.model,
+            parallel_model=parallel_model,
+            optimizer=optimizer,
+            scaler=scaler,
+            train_step=make_train_step(
+                recipe, dist_env, parallel_model, optimizer, scaler, MicroBatchSeeds(recipe.seed, dist_env.device)
+            ),
+            callbacks=Callbacks(load_callbacks(recipe.callbacks, self._folder), view),
+            reporter=self._reporter,
+            stop_request=self._stop,
+            units_per_sample=tokens,
+            evaluate=lambda: None,
+            prepare_batch=lambda batch: batch_to_device(batch, dist_env.device),
+            heartbeat=self._heartbeat,
+        )
+
+    def _write_plan(self, prepared: PreparedModel, dataset: Any, tokens: int) -> None:
+        """Complete plan.json by what only the loop knew. UsageError when the run was begun with another optimizer."""
+        plan = self._run.read_json_or_empty(self._run.plan)
+        now = prepared.plan_facts["optimizer"].partition(",")[0]
+        if "session" in plan and (before := plan["session"]["optimizer"].partition(",")[0]) != now:
+            raise UsageError(
+                f"{self._run.path}: was trained with {before}, and the loop now makes {now}, which cannot go on with "
+                "that state; make the same, or give another run directory"
+            )
+        if self._dist_env.is_rank_zero:
+            data = f"{type(dataset).__name__}, {len(dataset)} samples"
+            plan |= {
+                "session": {**prepared.plan_facts, "data": data},
+                "trainable_parameters": prepared.plan_facts["parameters"],
+            }
+            plan |= {"unit": "tokens" if tokens > 1 else "samples", "units_per_sample": tokens}
+            write_json(self._run.plan, plan)
+
+    def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
+        """Backward of a micro-batch: the sum (0-d) of its losses over `num_terms` terms, not their mean. UsageError
+        when there is no such sum, or no batch that waits for it."""
+        trainer = self._require_trainer()
+        if not isinstance(loss_sum, Tensor) or loss_sum.dim() or not loss_sum.requires_grad:
+            found = f"shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else type(loss_sum).__name__
+            found = "one without a gradient" if isinstance(loss_sum, Tensor) and not loss_sum.dim() else found
+            raise UsageError(
+                "gang.backward: expected the sum of the losses as a 0-d tensor that depends on the model, "
+                f"found {found}"
+            )
+        trainer.backward(loss_sum, num_terms)
+
+    def backward_and_step(self, loss_sum: Tensor, num_terms: Tensor | int) -> bool:
+        """`backward` and `step` in one."""
+        self.backward(loss_sum, num_terms)
+        return self.step()
+
+    def step(self) -> bool:
+        """After each backward; acts when a step's micro-batches are done, and says whether it did."""
+        self._stepped = self._require_trainer().step()
+        return self._stepped
+
+    def send_heartbeat(self) -> None:
+        """A sign of life in long work of the loop's own between two steps, such as after each batch of an evaluation:
+        a worker that gives none for `fault_tolerance.hang_timeout_s` seconds is taken for stuck. Costs a
+        microsecond."""
+        self._heartbeat.record("evaluation")
+
+    def explain_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Around the loop: turns an allocation failure into an error that names a micro-batch that would fit."""
+        micro_size = self._recipe.batch.micro_size
+        assert isinstance(micro_size, int)
+        return explain_out_of_memory(micro_size, None)
+
+    def _require_trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise UsageError("a training loop must take its batches from gang.batches(dataset)")
+        return self._trainer
+
+    def release_process_group(self) -> None:
+        """Let go of everything that holds the process group, which is left next. The model stays the loop's."""
+        if self._trainer is not None:
+            self._trainer.context.train_step.reducer.close()
+        self._trainer = self._prepared = None
+        del self._mesh
+
+    def finish(self) -> str:
+        """Save the last state and report the result; `done` or `interrupted`."""
+        trainer = self._require_trainer()
+        self._reshard()
+        status = trainer.finish()
+        if self._dist_env.is_rank_zero:
+            self._reporter.report_result(make_result(trainer.context, trainer.train_state, status))
+        return status
+
+
+def resolve_bucket_size(run: Run, recipe: Recipe, dist_env: DistEnv, num_trainable: int) -> Recipe:
+    """The recipe of a new run with the size of buckets that suits a model of so many trained parameters, where that was
+    left open and workers are on several nodes: nobody knew the model when the recipe was resolved. Bits may depend on
+    it, so resolved.yaml says it from then on. All workers call it."""
+    parallelism, has_started = recipe.parallelism, "session" in run.read_json_or_empty(run.plan)
+    left_open = load_recipe(run.recipe).recipe.grad_sync.bucket_mib == "auto"
+    assert isinstance(parallelism, Parallelism)
+    overlaps_backward = overlaps_with_backward(recipe, parallelism, dist_env.device.type)
+    if has_started or not left_open or not overlaps_backward or gather_node_map(dist_env).num_nodes == 1:
+        return recipe
+    bucket = inter_node_bucket_mib(gradient_bytes_per_rank(num_trainable, parallelism), recipe.grad_sync)
+    grad_sync = recipe.grad_sync.model_copy(update={"bucket_mib": bucket})
+    if dist_env.is_rank_zero:
+        resolved = load_recipe(run.resolved).recipe
+        write_atomic(run.resolved, dump_recipe(resolved.model_copy(update={"grad_sync": grad_sync})))
+    return recipe.model_copy(update={"grad_sync": grad_sync})
+
+
+def apply_autocast(model: nn.Module, precision: str, device: torch.device) -> None:
+    """Have the model's forward run in autocast if `precision` asks for it, and give its floating-point results in
+    fp32, so that the loss is computed in that."""
+    if precision in ("fp32", "tf32"):
+        return
+    forward = model.forward
+
+    def autocast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with autocast_context(precision, device):
+            return map_tensors_in(
+                forward(*args, **kwargs), lambda part: part.float() if part.is_floating_point() else part
+            )
+
+    vars(model)["forward"] = MethodType(autocast_forward, model)

@@ -1,0 +1,139 @@
+"""Where the time of a step goes: laps of a stopwatch, summed by part."""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from phalanx.recipe.devices import device_kind_of
+from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
+
+STEP_PHASES = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
+OWN_WORK_PHASES = ("data", "forward", "backward", "optimizer")
+"""In which a worker does its own share; in the others it waits for its peers, or does what only one does."""
+
+
+class StepTimer(Protocol):
+    """Laps belong to the part that has just ended."""
+
+    def start(self) -> None:
+        """A step begins."""
+
+    def lap(self, phase: str) -> None:
+        """`phase` ends here."""
+
+    def skip(self) -> None:
+        """What has just ended does not belong to any step (evaluation)."""
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        """Seconds of the whole step and of each part; the parts sum to the whole."""
+
+
+class HostStepTimer:
+    """For devices that compute while the host waits."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+
+    def start(self) -> None:
+        self._seconds_by_phase = dict.fromkeys(STEP_PHASES, 0.0)
+        self._start_time = self._last_time = self._clock()
+
+    def lap(self, phase: str) -> None:
+        now = self._clock()
+        self._seconds_by_phase[phase] += now - self._last_time
+        self._last_time = now
+
+    def skip(self) -> None:
+        now = self._clock()
+        self._start_time += now - self._last_time
+        self._last_time = now
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        self.lap("other")
+        return self._last_time - self._start_time, self._seconds_by_phase
+
+
+class HeartbeatTimer:
+    """A stopwatch that also gives a sign of life at the end of every part, and tells how long the worker was busy."""
+
+    def __init__(self, timer: StepTimer, heartbeat: HeartbeatWriter | NullHeartbeat):
+        self._timer, self._heartbeat = timer, heartbeat
+
+    def start(self) -> None:
+        self._timer.start()
+
+    def lap(self, phase: str) -> None:
+        self._timer.lap(phase)
+        self._heartbeat.record(phase)
+
+    def skip(self) -> None:
+        self._timer.skip()
+        self._heartbeat.record("evaluation")
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        step_s, seconds_by_phase = self._timer.stop()
+        # saves, callbacks and events are the leading worker's: they would make it look slower than its peers
+        self._heartbeat.busy_s += sum(seconds_by_phase[phase] for phase in OWN_WORK_PHASES)
+        return step_s, seconds_by_phase
+
+
+class GpuEvent(Protocol):
+    """A mark in a GPU's stream of work, as torch.Event is one."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+def _make_gpu_event() -> GpuEvent:
+    event: GpuEvent = torch.get_device_module().Event(enable_timing=True)
+    return event
+
+
+class GpuStepTimer:
+    """For GPUs, which run behind the host: events in the stream.
+
+    `stop` waits for nothing: it would leave the GPU without work. It reads the laps that the GPU has passed (in a
+    training step at least all up to the agreement, where host and GPU meet); the rest, a step's update as a rule, goes
+    to the next step. So a step lasts from agreement to agreement, and over many steps nothing is lost.
+    """
+
+    def __init__(self, make_event: Callable[[], GpuEvent] = _make_gpu_event):
+        self._make_event = make_event
+        self._marks: list[tuple[str, GpuEvent]] = []
+
+    def start(self) -> None:
+        if not self._marks:
+            self.lap("start")
+
+    def lap(self, phase: str) -> None:
+        event = self._make_event()
+        event.record()
+        self._marks.append((phase, event))
+
+    def skip(self) -> None:
+        self.lap("skip")
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        self.lap("other")
+        passed = 1
+        while passed < len(self._marks) and self._marks[passed][1].query():
+            passed += 1
+        if passed == 1:
+            self._marks[-1][1].synchronize()
+            passed = len(self._marks)
+        seconds_by_phase = dict.fromkeys(STEP_PHASES, 0.0)
+        for (_, before), (phase, after) in pairwise(self._marks[:passed]):
+            if phase != "skip":
+                seconds_by_phase[phase] += before.elapsed_time(after) / 1000
+        del self._marks[: passed - 1]
+        return sum(seconds_by_phase.values()), seconds_by_phase
+
+
+def make_step_timer(device: torch.device) -> StepTimer:
+    """The stopwatch for a device."""
+    return GpuStepTimer() if device_kind_of(device.type).is_gpu else HostStepTimer()

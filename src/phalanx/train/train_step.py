@@ -1,0 +1,361 @@
+"""One optimizer step: this worker's micro-batches forward and backward, the exchange, the guard, the update.
+
+Everything that workers must agree on in a step is summed over them: the losses and terms of all micro-batches, each in
+a slot of its own so that the sum is exact, and flags such as the wish to stop. It travels with the gradients where they
+have room for it, because an operation of its own costs 9% of a step of 12 ms on two cores
+(docs/benchmarks/notes/measurements.md).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.compat import scale_in_place
+from phalanx.data import Batch
+from phalanx.run.event_types import SkipReason
+from phalanx.train.checkpoint.manager import SAVE_FLAG_NAMES
+from phalanx.train.distributed.buffer_sync import BufferSync
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, find_bucketed_reducer
+from phalanx.train.model_builder import MicroBatchSeeds
+from phalanx.train.ops.collectives import all_reduce_copy
+from phalanx.train.optim import OptimizerContainer
+from phalanx.train.precision import GradScaler
+from phalanx.train.step_timer import StepTimer
+from phalanx.train.tasks import TensorBatch
+
+STEP_FLAGS = ("stop", "summoned", *SAVE_FLAG_NAMES)
+BUFFERS_CHANGED_FLAG = "changed"
+"""The flag that forwards changed what is not sent yet (distributed/buffer_sync.py)."""
+FP32_PARTS_PER_FP64 = 3
+"""fp32 numbers that hold one of fp64: 24 bits of its 53 each."""
+NOISE_SCALE_EVERY_STEPS = 8
+"""Steps from one estimate of the gradient noise to the next: each costs a pass over the gradients."""
+
+
+class NoiseSample(NamedTuple):
+    """Squared norms of mean gradients over few and over all terms of a step, for `noise.NoiseScale.update`."""
+
+    small_squared_norm: float
+    small_terms: float
+    big_squared_norm: float
+    big_terms: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, alike on all workers. `flags` counts the workers that raised each."""
+
+    loss: float
+    grad_norm: float
+    skip_reason: SkipReason | None
+    flags: dict[str, int]
+    noise_sample: NoiseSample | None = None
+
+
+def to_device(batch: Batch, device: torch.device) -> TensorBatch:
+    """Copy a batch to the device as tensors. Not by way of pinned memory: taking 512 KB of it costs 7 ms while a GPU is
+    busy, and the copy from pageable memory 0.16 ms (H200, docs/benchmarks/gpu.md)."""
+    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
+
+
+def num_metric_slots(micro_batches: int) -> int:
+    """fp32 elements that the agreement of a step of so many micro-batches takes among the gradients."""
+    return FP32_PARTS_PER_FP64 * (2 * micro_batches + len(STEP_FLAGS) + 1)
+
+
+def split_fp64(values: Tensor) -> Tensor:
+    """fp64 [n] -> fp32 [PARTS x n], whose sum over the parts it is, bit for bit within the range of fp32."""
+    parts, rest = [], values
+    for _ in range(FP32_PARTS_PER_FP64):
+        part = rest.float()
+        parts.append(part)
+        rest = rest - part
+    return torch.cat(parts)
+
+
+def merge_fp64(parts: Tensor) -> Tensor:
+    """What was `split_fp64`."""
+    return parts.view(FP32_PARTS_PER_FP64, -1).double().sum(0)
+
+
+def changed_flag_unit(world_size: int) -> int:
+    """More than one flag can count to in a world: one that goes along with another is worth so much of it."""
+    return 1 << world_size.bit_length()
+
+
+def unpack_step_metrics(
+    values: Sequence[float], micro_batches: int, world_size: int
+) -> tuple[float, float, dict[str, int]]:
+    """What an agreement says: the mean loss, over how many terms, and how many workers raised each flag. CHANGED goes
+    along with the first: a flag of its own would move what else travels with the gradients."""
+    loss_sum, num_terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
+    flag_counts = {name: round(n) for name, n in zip(STEP_FLAGS, values[2 * micro_batches :], strict=True)}
+    flag_counts[BUFFERS_CHANGED_FLAG], flag_counts[STEP_FLAGS[0]] = divmod(
+        flag_counts[STEP_FLAGS[0]], changed_flag_unit(world_size)
+    )
+    # A batch without a single term teaches nothing: gradient and loss are zero.
+    return loss_sum / max(num_terms, 1.0), num_terms, flag_counts
+
+
+class AsyncHostRead:
+    """Host memory for a few numbers of a GPU, fp64 [n], which can be read while the GPU is at what came after them."""
+
+    def __init__(self, count: int):
+        self._numbers = torch.empty(count, dtype=torch.float64, pin_memory=True)
+        self._copied = torch.cuda.Event()
+
+    def start_copy(self, numbers: Tensor) -> None:
+        """Copy them once the GPU has them."""
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._copied.record()
+
+    def wait_values(self) -> list[float]:
+        """Wait until they are there."""
+        self._copied.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
+
+
+def compute_divisor_and_skip(
+    numbers: Tensor, micro_batches: int, loss_scale: float, max_grad_norm: float | None
+) -> tuple[Tensor, Tensor]:
+    """By what to divide summed gradients, so that they are the clipped mean's, and whether (1) not to use them, as
+    `TrainStep.finalize` finds it; both fp32 0-d where `numbers` are, the agreement and the norm of the sum."""
+    losses, num_terms = numbers[:micro_batches], numbers[micro_batches : 2 * micro_batches]
+    count = num_terms.sum().clamp(min=1.0)
+    divisor = count * loss_scale
+    grad_norm = numbers[-1] / divisor
+    skip = ~(losses.sum() / count).isfinite() | ~grad_norm.isfinite()
+    if max_grad_norm is not None:
+        divisor = divisor * (grad_norm / max_grad_norm).clamp(min=1.0)
+    return divisor.float(), skip.float()
+
+
+def nonfinite_reason(loss: float, grad_norm: float) -> SkipReason | None:
+    """Why a step must not change the weights."""
+    if not math.isfinite(loss):
+        return "non-finite loss"
+    return None if math.isfinite(grad_norm) else "non-finite gradient"
+
+
+class TrainStep:
+    """Performs steps: `start_step`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`;
+    then `reduce_gradients`,
+    `finalize`, `optimizer_step`, `update_aux_state`; where it is `decides_on_device`, `reduce_gradients`,
+    `step_on_device`, `finalize`, `update_aux_state`. `micro_batches` is
+    their number in a global batch, over all workers. `persistent_grads`: gradients are added up in memory of their own
+    from the beginning. `elastic`: the number of replicas must not matter.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerContainer,
+        scaler: GradScaler,
+        reducer: GradReducer,
+        *,
+        dist_env: DistEnv,
+        mesh: Mesh,
+        micro_batches: int,
+        max_grad_norm: float | None,
+        seeds: MicroBatchSeeds,
+        modules: Sequence[nn.Module] = (),
+        persistent_grads: bool = False,
+        elastic: bool = False,
+    ):
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.reducer = reducer
+        self.dist_env = dist_env
+        self.mesh = mesh
+        self.micro_batches = micro_batches
+        self.max_grad_norm = max_grad_norm
+        self._seeds = seeds
+        self._persistent_grads = persistent_grads
+        self._micro_batch_indices = mesh.own_micro_batches(micro_batches)
+        self._num_own = len(self._micro_batch_indices)
+        self._evenly_divided = (
+            micro_batches == self._num_own * mesh.dp_size
+        )  # else the squares are not of as many terms each
+        self._parameters = list(optimizer.parameter_names)
+        self.num_backwards = 0
+        """Micro-batches of this step that are done."""
+        self.grads_reduced = False
+        """Whether the gradients of this step are summed over all workers."""
+        # Nobody else has a part of the state that sharded replicas have: who knows that a step is agreed knows that
+        # each worker has what it takes to do it (elastic/reconfigure.py).
+        self._reduce_grads_first = isinstance(reducer, HSDPTreeReducer)
+        modules_: list[Any] = [module_ for module in modules for module_ in module.modules()]
+        self._after_step_hooks: list[Callable[[Callable[[Tensor], Tensor]], None]] = [
+            module_.after_step for module_ in modules_ if callable(getattr(module_, "after_step", None))
+        ]
+        self._before_step_hooks: list[Callable[[], None]] = [
+            module_.before_step for module_ in modules_ if callable(getattr(module_, "before_step", None))
+        ]
+        self.buffer_sync = BufferSync(modules, dist_env, mesh.stage_group, elastic, mesh.is_pure_ddp)
+        self._loss_scaled_modules = [
+            module_ for module_ in modules_ if scaler.dynamic and hasattr(module_, "loss_scale")
+        ]
+        # Several workers must agree before any of them changes its state (elastic/reconfigure.py).
+        self.decides_on_device = (
+            dist_env.world_size == 1
+            and dist_env.device.type == "cuda"
+            and optimizer.supports_scaled_step
+            and not elastic
+        )
+        """Whether the device judges a step, so that it computes on while the host waits for the outcome."""
+        self._async_read = AsyncHostRead(2 * micro_batches + len(STEP_FLAGS) + 2) if self.decides_on_device else None
+
+    def start_step(self, step: int) -> None:
+        """A step with this number begins."""
+        self._seeds.start_step(step, self._micro_batch_indices)
+        if (bucketed_reducer := find_bucketed_reducer(self.reducer)) is not None:
+            bucketed_reducer.start_step(step)
+        self.num_backwards, self.grads_reduced = 0, False
+        self.buffer_sync.record_versions()
+        for before_step in self._before_step_hooks:
+            before_step()
+        # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
+        # [2 x micro_batches + len(FLAGS) + 1].
+        self._measures_noise = step % NOISE_SCALE_EVERY_STEPS == 0 and self._num_own > 1 and self._evenly_divided
+        size = 2 * self.micro_batches + len(STEP_FLAGS) + 1
+        self._step_metrics = torch.zeros(size, dtype=torch.float64, device=self.dist_env.device)
+        for parameter in self._parameters:
+            # Otherwise autograd keeps the tensor that it is given, which a CUDA graph writes over when it runs again.
+            parameter.grad = torch.zeros_like(parameter) if self._persistent_grads else None
+        for part in self._loss_scaled_modules:
+            part.loss_scale = self.scaler.scale
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of this worker's micro-batches are done."""
+        return self.num_backwards == self._num_own
+
+    def seed_micro_batch(self) -> None:
+        """Seed random numbers for the forward of the next micro-batch: they do not depend on who computes it."""
+        self._seeds.seed_micro_batch(self.num_backwards)
+
+    def backward(
+        self, loss: Tensor, num_terms: Tensor | int, flags: Callable[[], Sequence[bool]], timer: StepTimer
+    ) -> None:
+        """Note loss and terms of the next micro-batch, and run its backward. `flags` are asked as late as the agreement
+        allows."""
+        micro_batch_index = self._micro_batch_indices[self.num_backwards]
+        self.num_backwards += 1
+        if self.mesh.owns_loss:
+            self._step_metrics[micro_batch_index] = loss.detach()
+            self._write_num_terms(micro_batch_index, num_terms)
+        if self.is_complete:
+            self._write_flags(flags)
+            if self.reducer.metric_slots is not None:
+                self.reducer.metric_slots.copy_(split_fp64(self._step_metrics))
+        timer.lap("forward")
+        self.reducer.begin_backward(micro_batch_index)
+        (loss * self.scaler.scale if self.scaler.dynamic else loss).backward()
+        self.reducer.end_backward()
+        if (
+            self._measures_noise
+            and self.num_backwards == 1
+            and (square := self.reducer.local_squared_norm()) is not None
+        ):
+            self._step_metrics[-1] = square
+        timer.lap("backward")
+
+    def record_pipeline_losses(
+        self,
+        losses: Sequence[tuple[Tensor, Tensor | int]] | None,
+        flags: Callable[[], Sequence[bool]],
+        timer: StepTimer,
+    ) -> None:
+        """Note losses and terms of all micro-batches, whose backward a pipeline has done already; None where this
+        worker has not the last stage."""
+        timer.lap("backward")
+        for micro_batch_index, (loss, num_terms) in (
+            zip(self._micro_batch_indices, losses, strict=True) if losses else ()
+        ):
+            if self.mesh.owns_loss:
+                self._step_metrics[micro_batch_index] = loss
+                self._write_num_terms(micro_batch_index, num_terms)
+        self.num_backwards = self._num_own
+        self._write_flags(flags)
+
+    def _write_num_terms(self, micro_batch_index: int, num_terms: Tensor | int) -> None:
+        if isinstance(num_terms, Tensor):
+            self._step_metrics[self.micro_batches + micro_batch_index] = num_terms
+        else:  # an assigned number is copied from the host, which waits for the GPU
+            self._step_metrics[self.micro_batches + micro_batch_index].fill_(num_terms)
+
+    def _write_flags(self, flags: Callable[[], Sequence[bool]]) -> None:
+        for index, raised in enumerate(flags()):
+            if raised:
+                self._step_metrics[2 * self.micro_batches + index].fill_(1)
+        if self.buffer_sync.detect_changes():
+            self._step_metrics[2 * self.micro_batches] += changed_flag_unit(self.dist_env.world_size)
+
+    def reduce_gradients(self, timer: StepTimer) -> Tensor:
+        """Leave summed gradients in the parameters; the agreement of all workers, on the device."""
+        pending, needs_all_reduce = None, self.dist_env.world_size > 1 and self.reducer.metric_slots is None
+        if needs_all_reduce and not self._reduce_grads_first:
+            pending = dist.all_reduce(self._step_metrics, async_op=True)
+        self.reducer.reduce_gradients()
+        self.grads_reduced = True
+        if pending is not None:
+            pending.wait()
+        elif needs_all_reduce:
+            dist.all_reduce(self._step_metrics)
+        if self.reducer.metric_slots is not None:
+            self._step_metrics = merge_fp64(self.reducer.metric_slots)
+        timer.lap("exchange")
+        return self._step_metrics
+
+    def step_on_device(self, step_metrics: Tensor, lr: float) -> None:
+        """Judge the step on the device and change the parameters, or not; `finalize` comes to the same."""
+        assert self._async_read is not None
+        numbers = torch.cat([step_metrics, self.reducer.grad_norm().view(1)])
+        self._async_read.start_copy(numbers)
+        self.optimizer.step_scaled(
+            lr, *compute_divisor_and_skip(numbers, self.micro_batches, self.scaler.scale, self.max_grad_norm)
+        )
+
+    def finalize(self, step_metrics: Tensor) -> tuple[StepResult, float]:
+        """Judge the step: its outcome and the factor that turns summed gradients into the clipped mean's."""
+        count = self.micro_batches
+        if self._async_read is not None:
+            *values, square, raw_norm = self._async_read.wait_values()
+        else:
+            *values, square, raw_norm = torch.cat([step_metrics, self.reducer.grad_norm().view(1)]).tolist()
+        loss, num_terms, flags = unpack_step_metrics(values, count, self.dist_env.world_size)
+        factor = 1.0 / (max(num_terms, 1.0) * self.scaler.scale)
+        grad_norm = raw_norm * factor
+        skip_reason = nonfinite_reason(loss, grad_norm)
+        if skip_reason is None and self.max_grad_norm is not None and grad_norm > self.max_grad_norm:
+            factor *= self.max_grad_norm / grad_norm
+        noise_sample = self._make_noise_sample(square, values[count : 2 * count], grad_norm) if square else None
+        return StepResult(loss, grad_norm, skip_reason, flags, noise_sample), factor
+
+    def _make_noise_sample(self, sum_of_squares: float, num_terms: Sequence[float], grad_norm: float) -> NoiseSample:
+        """From the squares of each worker's first gradient (a sum over its terms), the agreed terms and the norm."""
+        first = sum(num_terms[:: self._num_own])
+        small_terms = max(first / self.reducer.num_norm_samples, 1.0)
+        small = sum_of_squares / self.reducer.num_norm_samples / (small_terms * self.scaler.scale) ** 2
+        return NoiseSample(small, small_terms, grad_norm**2, max(sum(num_terms), 1.0))
+
+    def optimizer_step(self, factor: float, lr: float) -> None:
+        """Scale the gradients and change the parameters."""
+        scale_in_place(self.reducer.grad_tensors(), factor)
+        self.optimizer.step(lr)
+
+    def update_aux_state(self, flags: Mapping[str, int]) -> list[str]:
+        """Let parts of the model that keep statistics of the global batch (`after_step`) have those of all workers, and
+        all workers the same of what forwards changed; the names of what changed for the first time."""
+        for after_step in self._after_step_hooks:
+            after_step(
+                lambda value: value if self.mesh.stage_group is None else all_reduce_copy(value, self.mesh.stage_group)
+            )
+        return self.buffer_sync.sync_buffers(flags[BUFFERS_CHANGED_FLAG] > 0)

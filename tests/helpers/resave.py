@@ -1,0 +1,36 @@
+"""Work for the processes of a layout: read a run's checkpoint and write it again, without a step between."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from phalanx.data import open_data
+from phalanx.recipe import load_recipe
+from phalanx.run import Run
+from phalanx.run.messages import WorkerFinishing
+from phalanx.train.builder import resume_training
+from phalanx.train.checkpoint.manager import CheckpointManager
+from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group, shut_down_process_group
+from phalanx.train.reporter import make_reporter
+from phalanx.train.signals import StopRequest
+from phalanx.train.train_state import get_local_state
+from phalanx.train.worker import build_context
+
+
+def work(payload: dict[str, Any]) -> None:
+    """Load `run`'s newest checkpoint under the layout of `recipe` and save it into the run `out`."""
+    place, run, out = dist_env_from_environment(), Run(Path(payload["run"])), Run(Path(payload["out"]))
+    recipe = load_recipe(Path(payload["recipe"])).recipe
+    init_process_group(place)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
+    report = make_reporter(out, place.is_rank_zero, os.environ["PHALANX_EVENTS_FD"])
+    parts, _ = build_context(run, recipe, Path(payload["folder"]), place, data, report, StopRequest())
+    progress = resume_training(parts, data.fingerprint, force=False)
+    saving = CheckpointManager(out, place, parts.parallel_model.mesh, 3, {}, lambda event: None, lambda: None)
+    saving.start_save(progress, get_local_state(parts.parallel_model, parts.optimizer, parts.scaler), [], is_best=False)
+    saving.wait_snapshot_copied()
+    saving.close()
+    shut_down_process_group()
+    if place.is_rank_zero:
+        report.report_result({"status": "done"})
+    report.send_control(WorkerFinishing(rank=place.rank, exit_code=0))

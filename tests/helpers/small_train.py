@@ -1,0 +1,272 @@
+"""Small models, data in memory, a clock to be set by hand and a reporter that remembers: shared by the train room's
+tests. Everything is seeded and needs no file and no process."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.data import Batch, DataInfo
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import OptimizerConfig, Parallelism
+from phalanx.run import Event, Run
+from phalanx.run.event_types import RunEvent
+from phalanx.train.callbacks import Callbacks, RunContext
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.mesh import Mesh, rank_coordinates
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.evaluation import EvaluationResult, evaluate
+from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.reducer import GradReducer, LocalReducer
+from phalanx.train.loss import LossFn, LossModule
+from phalanx.train.model_builder import MicroBatchSeeds
+from phalanx.train.optim import OptimizerContainer
+from phalanx.train.precision import GradScaler
+from phalanx.train.signals import StopRequest
+from phalanx.train.step_timer import HostStepTimer, StepTimer
+from phalanx.train.tasks import LanguageModeling, Task
+from phalanx.train.train_context import TrainContext
+from phalanx.train.train_step import TrainStep, to_device
+from phalanx.train.trainer import Trainer
+
+VOCAB, SEQUENCE = 11, 6
+GLOBAL, MICRO = 4, 2
+
+
+class TinyLM(nn.Module):
+    """Tokens [b, s] to logits [b, s, vocab]; `dropout` makes it draw random numbers."""
+
+    def __init__(self, vocab: int = VOCAB, width: int = 8, dropout: float = 0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.hidden = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(self.norm(x + self.dropout(torch.tanh(self.hidden(x)))))
+
+
+def tiny_lm(seed: int = 0, **options: Any) -> TinyLM:
+    torch.manual_seed(seed)
+    return TinyLM(**options)
+
+
+def token_batch(count: int, seed: int = 0, ignored: float = 0.0, sequence: int = SEQUENCE, vocab: int = VOCAB) -> Batch:
+    """`count` samples of random tokens; about the share `ignored` of the targets does not count."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, vocab, (count, sequence + 1))
+    targets = tokens[:, 1:].copy()
+    targets[random.random(targets.shape) < ignored] = -100
+    return {"tokens": tokens[:, :-1].copy(), "targets": targets}
+
+
+def cut(batch: Batch, micro: int) -> list[Batch]:
+    """The batch in micro-batches."""
+    count = len(next(iter(batch.values())))
+    return [{k: v[i : i + micro] for k, v in batch.items()} for i in range(0, count, micro)]
+
+
+class Samples:
+    """Data in memory, as the loop and the evaluation ask for them: training samples repeat without end."""
+
+    def __init__(self, train: Batch, held_out: Batch | None = None):
+        self._train, self._validation = train, held_out or {}
+        self.num_train_samples = len(next(iter(train.values())))
+        self.num_validation_samples = len(next(iter(self._validation.values()))) if held_out else 0
+        self.info = DataInfo("tokens", VOCAB, None, SEQUENCE, None)
+        self.fingerprint = "0" * 32
+        self.asked: list[tuple[int, int]] = []
+
+    def read_training(self, consumed: int, count: int) -> Batch:
+        self.asked.append((consumed, count))
+        rows = np.arange(consumed, consumed + count) % self.num_train_samples
+        return {name: values[rows] for name, values in self._train.items()}
+
+    def read_validation(self, start: int, count: int) -> Batch:
+        assert start + count <= self.num_validation_samples
+        return {name: values[start : start + count] for name, values in self._validation.items()}
+
+
+class Clock:
+    """Tells the time that was set; `tick` lets it pass."""
+
+    def __init__(self, now: float = 1000.0):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+
+
+E = TypeVar("E", bound=RunEvent)
+
+
+class Remembering:
+    """A reporter that keeps everything in lists."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.errors: list[tuple[str, int]] = []
+        self.results: list[dict[str, Any]] = []
+
+    def report_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def report_error(self, text: str, code: int) -> None:
+        self.errors.append((text, code))
+
+    def report_result(self, value: dict[str, Any]) -> None:
+        self.results.append(value)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def close(self) -> None:
+        """Nothing to send."""
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def mesh_of(rank: int = 0, **layout: int) -> Mesh:
+    """The place of a rank in a layout, without the groups that it would talk to."""
+    found = Parallelism(**layout)
+    return Mesh(found, rank_coordinates(found, rank))
+
+
+def objective_of(model: nn.Module, task: Task | None = None, precision: str = "fp32") -> LossModule:
+    """The model under next-token prediction, or another task, on the CPU."""
+    return LossModule(model, LossFn(task or LanguageModeling(), precision, torch.device("cpu")))
+
+
+class SmallStepper(TrainStep):
+    """A stepper with the objective whose steps it performs."""
+
+    objective: LossModule
+
+    def gradients(
+        self, step: int, batches: Sequence[Batch], flags: Callable[[], Sequence[bool]], watch: StepTimer
+    ) -> Tensor:
+        """All of a step but its judgement and update; the agreement of all workers."""
+        self.start_step(step)
+        for batch in batches:
+            self.seed_micro_batch()
+            ((_, loss, terms),) = self.objective(to_device(batch, self.dist_env.device))
+            self.backward(loss, terms, flags, watch)
+        return self.reduce_gradients(watch)
+
+
+def make_stepper(
+    model: nn.Module,
+    micro_batches: int,
+    task: Task | None = None,
+    *,
+    replicas: bool = False,
+    precision: str = "fp32",
+    clip: float | None = None,
+    seed: int = 0,
+    optim: OptimizerConfig | None = None,
+    scale: GradScaler | None = None,
+) -> SmallStepper:
+    """A stepper of one process, with an exchange when `replicas` asks for the tree."""
+    optimizer = OptimizerContainer(model, optim or OptimizerConfig(max_grad_norm=clip))
+    parameters = list(ParallelModel(mesh_of(), (model,)).trainable_parameters().values())
+    gradients: GradReducer = LocalReducer(parameters)
+    if replicas:
+        gradients = BucketedReducer(
+            parameters, rank=0, world_size=1, micro_batches=micro_batches, is_elastic=True, bucket_bytes=256
+        )
+    stepper = SmallStepper(
+        optimizer,
+        scale or GradScaler(),
+        gradients,
+        dist_env=DistEnv(),
+        mesh=mesh_of(),
+        micro_batches=micro_batches,
+        max_grad_norm=clip,
+        seeds=MicroBatchSeeds(seed, torch.device("cpu")),
+        modules=(model,),
+    )
+    stepper.objective = objective_of(model, task, precision)
+    return stepper
+
+
+def mean_gradients(stepper: SmallStepper, batches: Sequence[Batch], step: int = 1) -> tuple[float, list[Tensor]]:
+    """Loss and gradients (of the mean loss) of a step that does not change the model."""
+    watch = HostStepTimer()
+    watch.start()
+    outcome, factor = stepper.finalize(stepper.gradients(step, batches, lambda: (), watch))
+    gradients = [p.grad.detach() * factor for p in stepper.optimizer.parameter_names if p.grad is not None]
+    return outcome.loss, gradients
+
+
+@dataclass
+class SmallParts(TrainContext):
+    """What a gang works with, and the objective that the trainer gets beside it."""
+
+    objective: LossModule
+
+
+def make_parts(
+    path: Path, task: LanguageModeling | None = None, callbacks: tuple[Any, ...] = (), **changes: Any
+) -> SmallParts:
+    """What training a tiny model for 6 steps of two micro-batches takes; `changes` go into the recipe."""
+    run = Run(path)
+    run.create()
+    values = {"steps": 6, "batch": {"global_size": GLOBAL, "micro_size": MICRO}, "precision": "fp32", "num_threads": 1}
+    values |= {"evaluation": {"every": None}, "checkpoint": {"every": None}, "parallelism": {"replicate": 1}}
+    recipe = Recipe.model_validate({**values, **changes})
+    model = tiny_lm()
+    scale = GradScaler.for_precision(recipe.precision, GLOBAL)
+    stepper = make_stepper(model, GLOBAL // MICRO, task, precision=recipe.precision, clip=1.0, scale=scale)
+    data = Samples(token_batch(20), token_batch(5, seed=1))
+    stop = StopRequest()
+
+    def score() -> EvaluationResult | None:
+        return evaluate(
+            stepper.objective,
+            data,  # type: ignore[arg-type]
+            dist_env=DistEnv(),
+            mesh=mesh_of(),
+            max_samples=recipe.evaluation.max_samples,
+            micro_size=MICRO,
+            stop_requested=lambda: stop.requested,
+        )
+
+    return SmallParts(
+        run=run,
+        recipe=recipe,
+        dist_env=DistEnv(),
+        data=data,
+        model=model,
+        parallel_model=ParallelModel(mesh_of(), (model,)),
+        optimizer=stepper.optimizer,
+        scaler=scale,
+        train_step=stepper,
+        callbacks=Callbacks(callbacks, RunContext(path, 0, 1, model)),
+        reporter=Remembering(),
+        stop_request=stop,
+        units_per_sample=6,
+        evaluate=score,
+        prepare_batch=lambda arrays: to_device(arrays, torch.device("cpu")),
+        objective=stepper.objective,
+    )
+
+
+def steps_of(gang: Trainer) -> Iterator[None]:
+    """Train step by step, as the trainer does; what lies between two steps is the caller's."""
+    assert isinstance(gang.context, SmallParts)
+    for batch in gang.micro_batches():
+        ((_, loss, terms),) = gang.context.objective(batch)
+        gang.backward(loss, terms)
+        if gang.step():
+            yield

@@ -1,0 +1,207 @@
+"""Jobs made of what people type, and a job that is followed."""
+
+import io
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_events import made
+from phalanx.app.session import DeferredDisplay
+from phalanx.app.submit import (
+    BACKEND_TIMEOUT_S,
+    follow_job,
+    make_framework_job,
+    make_recipe_job,
+    parse_assignments,
+    parse_duration,
+)
+from phalanx.errors import RecipeError, UsageError
+from phalanx.jobs.spec import JobState, JobStatus
+from phalanx.run import Event, EventLog, EventTail, Run
+from phalanx.run.directory import write_json
+from phalanx.run.event_types import RunWarning, WorkerFailure
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("1.5h", 5400), ("15min", 900), ("2d", 172800), ("01:30:05", 5405), ("2m", 120)],
+)
+def test_times_are_read_as_people_write_them(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "1:2", "h"])
+def test_what_is_no_time_is_told(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a duration: expected such as"):
+        parse_duration(text)
+
+
+def test_options_are_pairs() -> None:
+    assert parse_assignments(["a=1", "b=x=y"], "-o") == {"a": "1", "b": "x=y"}
+    with pytest.raises(UsageError, match="expected KEY=VALUE"):
+        parse_assignments(["a"], "-o")
+
+
+def test_a_recipe_is_checked_before_it_becomes_a_job(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: mine\nstpes: 3\n")
+    with pytest.raises(RecipeError, match="stpes"):
+        make_recipe_job(recipe, [], None, None, False, None)
+
+
+def test_a_recipes_job_trains_it_in_an_absolute_run(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: mine\nmodel: {build: 'phalanx.models:transformer'}\ndata: {source: {text: '*.txt'}}\n")
+    job = make_recipe_job(recipe, ["steps=3"], Path("here"), 2, True, None, num_nodes=2)
+    assert (job.name, job.num_nodes) == ("mine", 2)
+    assert job.command[1:] == (
+        *("-P", "-m", "phalanx", "train", str(recipe), "steps=3", "--run", str(Path("here").absolute())),
+        *("--nproc-per-node", "2", "--force"),
+    )
+
+
+RECIPE = "name: mine\nmodel: {}\ndata: {source: {text: '*.txt'}}\n"
+
+
+def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    job = make_recipe_job(
+        tmp_path / "recipe.yaml", [], Path("here"), None, False, None, "workdir", environment={"A": "b"}
+    )
+    assert job.snapshot is not None
+    assert (job.snapshot.source_dir, job.snapshot.num_files, job.run_dir) == (tmp_path, 1, Path("here").absolute())
+    assert job.command[1:] == ("-P", "-m", "phalanx", "train", "recipe.yaml", "--run", str(Path("here").absolute()))
+    assert job.environment == {"A": "b", "PHALANX_SNAPSHOT_SOURCE": str(tmp_path)}
+
+
+def test_of_a_commit_its_own_recipe_is_checked_and_not_the_one_that_lies_here(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    recipe = tmp_path / "recipe.yaml"
+    git("init", "--quiet")
+    for text in (RECIPE + "stpes: 3\n", RECIPE):
+        recipe.write_text(text)
+        git("add", ".")
+        git("commit", "--quiet", "-m", "another")
+    assert make_recipe_job(recipe, [], None, None, False, None, "HEAD").snapshot is not None
+    with pytest.raises(RecipeError, match=r"^commit [0-9a-f]{12}: recipe\.yaml:4: stpes"):
+        make_recipe_job(recipe, [], None, None, False, None, "HEAD~1")
+
+
+def test_a_script_travels_with_the_folder_that_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "loop.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    job = make_recipe_job(Path("deep/loop.py"), ["-v"], None, None, False, None, "workdir")
+    assert job.command[5:7] == ("deep/loop.py", "-v")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(UsageError, match="start from a directory that contains the script"):
+        make_recipe_job(Path("../deep/loop.py"), [], None, None, False, None, "workdir")
+
+
+def test_a_frameworks_job_is_named_after_its_script() -> None:
+    job = make_framework_job("jax", ["python", "-u", "path/to/my.script.py", "--lr", "1"], 2, None)
+    assert job.name == "my.script"
+    assert job.command[1:7] == ("-P", "-m", "phalanx.jobs.frameworks.launcher", "jax", "2", "--")
+    with pytest.raises(UsageError, match="needs a command"):
+        make_framework_job("torch", [], None, None)
+
+
+class Scripted:
+    """An engine that says one thing after the other."""
+
+    name = "scripted"
+
+    def __init__(self, *said: JobStatus | UsageError):
+        self.said: Iterator[Any] = iter(said)
+
+    def poll(self, job: str) -> JobStatus:
+        found = next(self.said)
+        if isinstance(found, UsageError):
+            raise found
+        assert isinstance(found, JobStatus)
+        return found
+
+
+HAPPENED: dict[Run, EventTail] = {}
+"""What has happened in a run since somebody began to follow it."""
+
+
+def status(state: JobState, **more: Any) -> JobStatus:
+    return JobStatus("7", "job", state, **more)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.create()
+    write_json(run.result, {"status": "done", "digest": "abc"})
+    log = EventLog(run.events)
+    log.write(made(RunWarning, text="an older one"))
+    happened = EventTail(run.events)
+    happened.skip()
+    HAPPENED[run] = happened
+    log.write(made(WorkerFailure, message="a newer one"))
+    log.close()
+    return run
+
+
+def followed(run: Run, *said: JobStatus | UsageError) -> tuple[JobStatus, str]:
+    out = io.StringIO()
+    engine: Any = Scripted(*said)
+    with DeferredDisplay(run, out) as shown:
+        found = follow_job(engine, "7", HAPPENED[run], shown, out, sleep=lambda seconds: None)
+    return found, out.getvalue()
+
+
+def test_what_happens_in_a_followed_run_is_shown_from_now_on(run: Run) -> None:
+    found, said = followed(run, status(JobState.QUEUED), status(JobState.RUNNING), status(JobState.DONE, exit_code=0))
+    assert found.state is JobState.DONE
+    assert "a newer one" in said
+    assert "an older one" not in said
+
+
+def test_events_of_a_followed_run_are_read_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    read_new = EventTail.read
+
+    def counting(self: EventTail) -> Iterator[Event]:
+        events = list(read_new(self))
+        read.append(len(events))
+        return iter(events)
+
+    monkeypatch.setattr(EventTail, "read", counting)
+    followed(run, *[status(JobState.RUNNING)] * 5, status(JobState.DONE, exit_code=0))
+    assert read == [1, 0, 0, 0, 0, 0]
+
+
+def test_how_a_job_ended_is_told_with_its_code_and_why(run: Run) -> None:
+    found, said = followed(run, status(JobState.FAILED, exit_code=93, reason="no progress"))
+    assert found.exit_code == 93
+    assert "job 7 failed, exit code 93: no progress" in said
+
+
+def test_an_engine_that_does_not_answer_for_a_while_is_asked_again(run: Run) -> None:
+    silent = UsageError("slurm does not answer")
+    found, said = followed(run, silent, silent, status(JobState.DONE, exit_code=0))
+    assert found.state is JobState.DONE
+    assert said.count("slurm does not answer; retrying for 10 min") == 1
+    with pytest.raises(UsageError, match="does not answer"):
+        followed(run, *[silent] * int(BACKEND_TIMEOUT_S + 2))
+
+
+@pytest.mark.parametrize(("device", "devices"), [("auto", 2), ("cuda", 2), ("cpu", 0)])
+def test_a_recipe_for_the_cpu_takes_no_gpu_unless_it_is_asked_for(tmp_path: Path, device: str, devices: int) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    assert (
+        make_recipe_job(recipe, [f"device={device}"], None, None, False, None, default_gpus=2).gpus_per_node == devices
+    )

@@ -1,0 +1,344 @@
+"""The pure parts of what the verbs do: what a run's result is, what is left to do in it, and what changed."""
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import phalanx
+from made_events import made
+from phalanx.app import train
+from phalanx.app.train import (
+    build_result,
+    check_resolved_recipe,
+    create_run,
+    describe_changes,
+    describe_finished,
+    describe_resume,
+    make_trial_recipe,
+    read_last_step,
+)
+from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
+from phalanx.jobs.agent.leader_agent import RunOutcome
+from phalanx.recipe import Recipe, dump_recipe, incompatible_changes, load_recipe
+from phalanx.run import Event, EventLog, Run
+from phalanx.run.directory import write_json
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointRejected,
+    CheckpointSaved,
+    RunEnded,
+    RunWarning,
+    StepDone,
+    WorkerFailure,
+    WorkerStarted,
+)
+from phalanx.run.lock import lock_run
+
+DAY = 86400.0
+
+
+def recipe(**values: Any) -> Recipe:
+    return Recipe.model_validate({"data": {"source": {"text": "texts/*.txt"}}, **values})
+
+
+def resolved(**values: Any) -> Recipe:
+    """A recipe as if every `auto` in it had been resolved."""
+    batch = {"global_size": 16, "micro_size": 8}
+    base = {"batch": batch, "num_threads": 2, "precision": "bf16", "parallelism": {"replicate": 2}, "compile": False}
+    return recipe(**{**base, **values})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.create()
+    return run
+
+
+def record(run: Run, *events: Event) -> None:
+    log = EventLog(run.events)
+    for event in events:
+        log.write(event)
+    log.close()
+
+
+def start(t: float, attempt: int = 0) -> Event:
+    return made(AttemptStarted, time=t, attempt=attempt)
+
+
+def worker(t: float, attempt: int = 0) -> Event:
+    return made(WorkerStarted, time=t, attempt=attempt)
+
+
+def step(t: float, number: int, **fields: Any) -> Event:
+    return made(StepDone, time=t, step=number, **{"loss": 10.0 - number, "units": 100, **fields})
+
+
+def ended(code: ExitCode, result: dict[str, Any] | None = None, message: str | None = None) -> RunOutcome:
+    return RunOutcome(code, result, message)
+
+
+def test_the_result_is_what_the_worker_reported_and_the_seconds_of_all_attempts(run: Run) -> None:
+    record(run, worker(9.0), start(10.0), step(12.0, 1), step(15.0, 2), made(RunEnded, time=15.5))
+    reported = {"format": 1, "status": "done", "steps": 2, "digest": "d" * 32}
+    assert build_result(run, ended(ExitCode.DONE, reported)) == {**reported, "duration_s": 5.5}
+
+
+def test_the_time_between_attempts_does_not_count(run: Run) -> None:
+    record(run, worker(99.0), start(100.0), step(110.0, 1), made(RunEnded, time=111.0, status="interrupted"))
+    record(run, made(RunWarning, time=DAY), worker(DAY + 1, 1))
+    record(run, made(CheckpointRejected, time=DAY + 2))
+    record(run, start(DAY + 3, 1), step(DAY + 8, 2), made(RunEnded, time=DAY + 10))
+    assert build_result(run, ended(ExitCode.DONE, {"steps": 2}))["duration_s"] == 11.0 + 7.0
+
+
+def test_the_time_of_an_attempt_that_died_counts_up_to_what_was_seen_of_it(run: Run) -> None:
+    record(run, worker(99.0), start(100.0), step(110.0, 1))
+    record(run, worker(DAY, 1), start(DAY + 1, 1), step(DAY + 3, 2), made(WorkerFailure, time=DAY + 4))
+    assert build_result(run, ended(ExitCode.GAVE_UP))["duration_s"] == 10.0 + 3.0
+
+
+def test_a_warning_within_an_attempt_costs_it_no_time(run: Run) -> None:
+    record(run, worker(9.0), start(10.0), made(RunWarning, time=11.0), step(15.0, 1))
+    assert build_result(run, ended(ExitCode.UNFINISHED))["duration_s"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(ExitCode.UNFINISHED, "interrupted"), (ExitCode.GAVE_UP, "failed"), (ExitCode.RECIPE, "failed")],
+)
+def test_without_a_report_the_events_tell_how_far_it_came(run: Run, code: ExitCode, status: str) -> None:
+    record(run, worker(9.0), start(10.0), step(11.0, 1), step(12.0, 2))
+    assert build_result(run, ended(code, message="why")) == {
+        "format": 1,
+        "status": status,
+        "steps": 2,
+        "final_loss": 8.0,
+        "units": 200,
+        "duration_s": 2.0,
+        "restarts": 0,
+        "digest": None,
+        "message": "why",
+    }
+
+
+def test_steps_done_again_count_once(run: Run) -> None:
+    record(run, start(10.0), step(11.0, 1), step(12.0, 2), step(13.0, 3))
+    record(run, start(20.0, 1), step(21.0, 2, loss=0.5))
+    result = build_result(run, ended(ExitCode.GAVE_UP))
+    assert (result["steps"], result["final_loss"], result["units"], result["restarts"]) == (2, 0.5, 200, 1)
+
+
+def test_skipped_steps_teach_nothing(run: Run) -> None:
+    record(run, start(10.0), step(11.0, 1), step(12.0, 2, loss=None, skip_reason="non-finite loss"))
+    result = build_result(run, ended(ExitCode.UNFINISHED))
+    assert (result["steps"], result["final_loss"], result["units"]) == (2, 9.0, 100)
+
+
+def test_a_run_that_never_came_to_a_step_has_done_none(run: Run) -> None:
+    result = build_result(run, ended(ExitCode.RECIPE, message="no"))
+    assert (result["steps"], result["final_loss"], result["units"], result["restarts"]) == (0, None, 0, 0)
+
+
+def test_the_last_step_is_the_one_done_last(run: Run) -> None:
+    assert read_last_step(run) == 0
+    record(run, start(1.0), step(2.0, 1), step(3.0, 2), start(4.0, 1), step(5.0, 1))
+    assert read_last_step(run) == 1
+
+
+def write_run(run: Run, given: Recipe, result: dict[str, Any] | None = None, **values: Any) -> None:
+    run.recipe.write_text(dump_recipe(given))
+    run.resolved.write_text(dump_recipe(resolved(steps=given.steps, **values)))
+    if result is not None:
+        write_json(run.result, result)
+
+
+DONE = {"status": "done", "steps": 300}
+
+
+def test_a_run_at_its_end_has_nothing_left_to_do(run: Run) -> None:
+    write_run(run, recipe(), DONE)
+    sentence = describe_finished(run, recipe())
+    assert sentence == f"{run.path}: finished at step 300; set steps=600 to train longer"
+
+
+def test_a_run_that_is_asked_for_fewer_steps_has_nothing_left_to_do(run: Run) -> None:
+    write_run(run, recipe(), DONE)
+    assert describe_finished(run, recipe(steps=100)) is not None
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted"),
+    [
+        (None, {}),
+        ({"status": "interrupted", "steps": 300}, {}),
+        ({"status": "failed", "steps": 300}, {}),
+        (DONE, {"steps": 301}),
+        (DONE, {"optimizer": {"lr": 0.5}}),
+    ],
+)
+def test_otherwise_there_is_something_to_do_or_to_refuse(
+    run: Run, result: dict[str, Any] | None, wanted: dict[str, Any]
+) -> None:
+    write_run(run, recipe(), result)
+    assert describe_finished(run, recipe(**wanted)) is None
+
+
+def test_a_directory_without_a_run_is_not_finished(run: Run) -> None:
+    assert describe_finished(run, recipe()) is None
+
+
+def test_training_a_finished_run_from_python_returns_its_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError("no process is needed")
+
+    monkeypatch.setattr(train, "ForkServerClient", refuse)
+    write_run(run, recipe(), DONE)
+    assert phalanx.train(recipe(), run=run.path) == DONE
+
+
+@pytest.mark.parametrize("steps", [300, 600])
+def test_a_run_that_lost_its_checkpoints_is_refused_also_when_it_was_done(run: Run, steps: int) -> None:
+    write_run(run, recipe(), DONE)
+    saved = made(CheckpointSaved, time=2.0, step=300, path="checkpoints/step-000000300")
+    record(run, start(1.0), step(2.0, 300), saved)
+    (run.checkpoints / "step-000000301.tmp-0").mkdir()
+    with pytest.raises(DataError) as refusal:
+        describe_finished(run, recipe(steps=steps))
+    assert str(refusal.value) == (
+        f"{run.checkpoints}: has no checkpoint any more, and the run did 300 steps; put the checkpoints back, or give "
+        "another --run to start from the beginning"
+    )
+
+
+def test_a_run_whose_checkpoints_are_damaged_or_were_never_saved_is_not_taken_for_one_that_lost_them(run: Run) -> None:
+    write_run(run, recipe(), DONE)
+    record(run, start(1.0), step(2.0, 300))
+    assert describe_finished(run, recipe()) is not None
+    record(run, made(CheckpointSaved, time=3.0, step=300, path="checkpoints/step-000000300"))
+    (run.checkpoints / "step-000000300").mkdir()
+    assert describe_finished(run, recipe()) is not None
+
+
+def test_overrides_are_for_files() -> None:
+    with pytest.raises(UsageError, match="overrides are for recipes in files"):
+        phalanx.train(recipe(), ["steps=3"])
+
+
+def test_a_changed_recipe_is_told_key_by_key_with_what_to_do(run: Run) -> None:
+    old, new = recipe(), recipe(optimizer={"lr": 0.5}, seed=3)
+    message = describe_changes(run, incompatible_changes(old, resolved(), new))
+    assert message.startswith(f"{run.path}: this run was started with another recipe")
+    assert "\n  optimizer.lr: 0.001 -> 0.5\n  seed: 0 -> 3\n" in message
+    assert message.endswith("or --force to go on all the same")
+
+
+def test_a_longer_run_is_told_the_jump_of_its_learning_rate() -> None:
+    schedule = {"lr": 1.0, "schedule": {"warmup_steps": 0, "decay": "linear", "min_lr_ratio": 0.0}}
+    (note,) = describe_resume(resolved(steps=100, optimizer=schedule), resolved(steps=200, optimizer=schedule))
+    assert note == (
+        "steps 100 -> 200: the schedule's horizon follows; the learning rate at step 100 jumps from 0 to 0.5"
+    )
+
+
+def test_another_number_of_workers_is_told_to_change_the_digest() -> None:
+    (note,) = describe_resume(resolved(), resolved(parallelism={"replicate": 3}))
+    assert note == "the number of workers changed under determinism = fixed-world: the digest will differ by rounding"
+
+
+def test_another_layout_of_as_many_workers_is_told_to_change_the_digest() -> None:
+    (note,) = describe_resume(
+        resolved(parallelism={"replicate": 4}), resolved(parallelism={"shard": 2, "replicate": 2})
+    )
+    assert note == "the layout changed under determinism = fixed-world: the digest will differ by rounding"
+
+
+def test_another_device_is_told_to_change_the_digest() -> None:
+    (note,) = describe_resume(resolved(device="cuda"), resolved(device="cpu"))
+    assert note == "device cuda -> cpu: the digest will differ by rounding"
+
+
+def test_a_run_from_before_recipes_named_a_device_goes_on_with_any() -> None:
+    old, new = resolved(), resolved(device="cpu")
+    assert describe_resume(old, new) == []
+    assert incompatible_changes(recipe(), old, recipe(device="cpu")) == []
+
+
+def test_workers_that_train_apart_are_told_to_go_on_from_their_mean() -> None:
+    exchange = {"determinism": "off", "local_sgd": {"method": "diloco"}}
+    (note,) = describe_resume(resolved(**exchange), resolved(parallelism={"replicate": 3}, **exchange))
+    assert note == (
+        "the number of workers changed under local_sgd.method = diloco: each goes on from the mean of what all had"
+    )
+
+
+def test_under_replicas_another_number_of_workers_changes_nothing_to_be_told() -> None:
+    exact = {"determinism": "elastic"}
+    assert describe_resume(resolved(**exact), resolved(parallelism={"replicate": 3}, **exact)) == []
+
+
+def test_under_replicas_only_the_number_of_replicas_may_change_without_a_word() -> None:
+    sharded = resolved(parallelism={"shard": 2}, determinism="elastic")
+    more = resolved(parallelism={"replicate": 4, "shard": 2}, determinism="elastic")
+    (note,) = describe_resume(sharded, resolved(parallelism={"replicate": 2}, determinism="elastic"))
+    assert note == (
+        "the layout changed in more than the number of replicas: the digest will differ by rounding, also under "
+        "determinism: elastic"
+    )
+    assert describe_resume(sharded, more) == []
+
+
+def test_a_run_that_goes_on_as_it_was_has_nothing_to_be_told() -> None:
+    assert describe_resume(resolved(), resolved(checkpoint={"every": 7})) == []
+
+
+def test_trials_do_not_depend_on_what_they_do_not_measure() -> None:
+    one = make_trial_recipe(recipe())
+    other = make_trial_recipe(recipe(name="other", steps=7, callbacks=["a:B"], checkpoint={"every": 3}))
+    assert one == other
+    assert make_trial_recipe(recipe(batch={"global_size": 32})) != one
+    Recipe.model_validate(one)
+
+
+def test_only_one_process_may_train_a_run(run: Run) -> None:
+    with lock_run(run), pytest.raises(UsageError, match="another process is training this run"), lock_run(run):
+        pass
+    with lock_run(run):
+        pass
+
+
+def test_a_place_that_is_refused_by_the_file_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Run) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Run, "create", refuse)
+    with pytest.raises(UsageError, match="cannot be kept here: Read-only file system"):
+        create_run(Run(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("text", ["", "name: mine\n", "num_threads: 2\nprecision: fp32\n"])
+def test_a_resolved_recipe_that_was_cut_short_is_refused(tmp_path: Path, text: str) -> None:
+    run = Run(tmp_path)
+    run.resolved.write_text(text)
+    with pytest.raises(RecipeError, match=r"resolved.yaml: is empty or cut short: it leaves \S+ open"):
+        check_resolved_recipe(run, load_recipe(run.resolved).recipe)
+
+
+@pytest.mark.parametrize(("device", "reads"), [("cpu", False), ("cuda", True)])
+def test_a_run_reads_counters_of_gpus_only_where_it_trains_on_them(
+    run: Run, device: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    machine = SimpleNamespace(device=device, num_gpus=int(reads), device_count=1)
+    monkeypatch.setattr(train, "discover_machine", lambda device: machine)
+    monkeypatch.setattr(train, "read_local_gpu_joules", lambda count: 7.0)
+    monkeypatch.setattr(train, "LeaderAgent", lambda *_, **more: given.update(more))
+    monkeypatch.setattr(train, "supervise_until_done", lambda *_: None)
+    ready: Any = SimpleNamespace(
+        run=run, recipe=resolved(device=device), recipe_dir=run.path, first_attempt=0, notes=[]
+    )
+    train.supervise_run(ready, cast(Any, None), lambda event: None, force=False)
+    assert given["meter"](1) == (7.0 if reads else None)

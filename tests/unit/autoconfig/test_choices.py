@@ -1,0 +1,414 @@
+"""Every `auto` of a recipe becomes a value, by rules over numbers."""
+
+from typing import Any
+
+import pytest
+
+from phalanx.autoconfig.choices import (
+    AutoChoice,
+    build_plan_json,
+    choose_bucket_mib,
+    choose_compile,
+    choose_determinism,
+    choose_num_threads,
+    choose_precision,
+    choose_warmup_steps,
+    choose_without_trials,
+    precisions_to_time,
+    resolve_recipe,
+    resume_parallelism,
+    resume_recipe,
+)
+from phalanx.errors import RecipeError
+from phalanx.recipe import Recipe
+from phalanx.recipe.checks import has_bf16
+from phalanx.recipe.grad_sync_defaults import DETERMINISTIC_SLOWDOWN_KEY, NONDETERMINISTIC_OP_KEY, given_start
+from phalanx.recipe.schema import LocalSgdConfig, Parallelism
+
+
+def recipe(**values: Any) -> Recipe:
+    return Recipe.model_validate(values)
+
+
+def replicas(batch: int, **values: Any) -> Recipe:
+    return recipe(batch={"global_size": batch}, determinism="elastic", **values)
+
+
+CHOSEN = [
+    AutoChoice("num_threads", 2, "2 cores"),
+    AutoChoice("memory.activation_checkpointing", "selective", "fits"),
+    AutoChoice("memory.chunked_loss", True, "large"),
+    AutoChoice("batch.micro_size", 8, "fits"),
+    AutoChoice("precision", "bf16", "faster"),
+]
+
+
+@pytest.mark.parametrize(("cores", "world", "expected"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (2, 4, 1)])
+def test_cores_are_divided_among_workers(cores: int, world: int, expected: int) -> None:
+    assert choose_num_threads(recipe(), cores, world).value == expected
+
+
+def test_under_replicas_a_worker_has_one_thread_on_any_world() -> None:
+    assert {choose_num_threads(replicas(16), cores, world).value for cores in (1, 8) for world in (1, 2, 4)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"), [(100_000, 1.0), (3_300_000, 1.0), (25_000_000, 7.9), (1_000_000_000, 25.0)]
+)
+def test_between_nodes_a_bucket_is_a_part_of_the_gradients(parameters: int, expected: float) -> None:
+    (choice,) = choose_bucket_mib(recipe(), parameters, world_size=4, num_nodes=2)
+    assert (choice.key, choice.value) == ("grad_sync.bucket_mib", expected)
+    assert "2 nodes" in choice.reason
+    assert resolve_recipe(recipe(), [*CHOSEN, choice], 4).grad_sync.bucket_mib == expected
+
+
+@pytest.mark.parametrize(("strategy", "least"), [("int8", 1.0), ("powersgd", 2.0)])
+def test_thin_matrices_travel_in_larger_ones(strategy: str, least: float) -> None:
+    lossy = recipe(determinism="off", grad_sync={"compression": strategy})
+    (small, large) = (choose_bucket_mib(lossy, parameters, 4, num_nodes=2)[0] for parameters in (100_000, 25_000_000))
+    assert (small.value, large.value) == (least, 7.9)
+
+
+def test_a_replica_that_tensor_ranks_divide_has_less_of_them() -> None:
+    (whole,) = choose_bucket_mib(recipe(parallelism={"replicate": 4}), 25_000_000, 4, num_nodes=2)
+    (divided,) = choose_bucket_mib(recipe(parallelism={"replicate": 2, "tensor": 2}), 25_000_000, 4, num_nodes=2)
+    assert divided.value == pytest.approx(whole.value / 2, abs=0.1)
+
+
+def test_sharded_replicas_send_the_shards_of_their_gradients_beside_backward_on_cpus_only() -> None:
+    (whole,) = choose_bucket_mib(recipe(parallelism={"replicate": 4}), 25_000_000, 4, num_nodes=2)
+    sharded = recipe(parallelism={"replicate": 2, "shard": 2}, determinism="elastic")
+    (half,) = choose_bucket_mib(sharded, 25_000_000, 4, num_nodes=2)
+    assert half.value == pytest.approx(whole.value / 2, abs=0.1)
+    assert choose_bucket_mib(sharded, 25_000_000, 4, 2, "cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("values", "nodes"),
+    [
+        ({}, 1),
+        ({"grad_sync": {"bucket_mib": 3}}, 2),
+        ({"determinism": "off", "local_sgd": {"method": "diloco"}}, 2),
+        ({"parallelism": {"shard": 4}}, 2),
+        ({"parallelism": {"replicate": 2, "shard": 2}}, 2),
+        ({"parallelism": {"replicate": 2, "pipeline": 2}}, 2),
+        ({"parallelism": {"tensor": 4}}, 2),
+    ],
+    ids=["one node", "given", "rounds", "shards", "replicas that FSDP sums", "pipeline", "one replica"],
+)
+def test_where_nothing_travels_beside_backward_between_nodes_nothing_is_said_of_buckets(
+    values: dict[str, Any], nodes: int
+) -> None:
+    assert choose_bucket_mib(recipe(**values), 1_000_000, 4, nodes) == []
+
+
+def test_given_threads_are_taken() -> None:
+    assert choose_num_threads(replicas(16, num_threads=3), 8, 2) == AutoChoice("num_threads", 3, "given")
+
+
+@pytest.mark.parametrize(("bf16", "expected"), [(0.50, "bf16"), (0.8, "bf16"), (0.9, "fp32"), (2.0, "fp32")])
+def test_bf16_is_taken_when_it_is_measured_to_be_clearly_faster(bf16: float, expected: str) -> None:
+    choice = choose_precision(recipe(), {"fp32": 1.0, "bf16": bf16})
+    assert choice.value == expected
+    assert f"{1 / bf16:.2f} x" in choice.reason
+
+
+def test_a_precision_that_ran_out_of_memory_is_not_taken() -> None:
+    assert choose_precision(recipe(), {"bf16": 1.0}).value == "bf16"
+    assert choose_precision(recipe(), {"fp32": 1.0}).reason == "the other ran out of memory"
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "fp32"), ("cuda", "bf16"), ("xpu", "bf16")])
+def test_a_model_that_could_not_be_timed_has_its_precision_by_rule(device: str, expected: str) -> None:
+    assert choose_precision(recipe(), {}, device).value == expected
+
+
+def test_a_given_precision_needs_no_measurement() -> None:
+    assert choose_precision(recipe(precision="fp16"), {}) == AutoChoice("precision", "fp16", "given")
+
+
+def test_a_resolved_recipe_has_no_auto_left() -> None:
+    resolved = resolve_recipe(recipe(device="cpu"), CHOSEN, 2)
+    assert "auto" not in resolved.model_dump_json()
+    assert (resolved.num_threads, resolved.batch.micro_size, resolved.precision) == (2, 8, "bf16")
+    assert (resolved.memory.activation_checkpointing, resolved.memory.chunked_loss) == ("selective", True)
+    assert not isinstance(resolved.parallelism, str)
+    assert (resolved.parallelism.replicate, resolved.parallelism.world) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("exact", "expected"), [("fixed-world", "all-reduce"), ("elastic", "all-reduce"), ("off", "auto")]
+)
+def test_only_where_no_bits_are_promised_the_exchange_is_left_to_be_chosen_while_training(
+    exact: str, expected: str
+) -> None:
+    assert resolve_recipe(recipe(determinism=exact), CHOSEN, world_size=2).grad_sync.algorithm == expected
+
+
+def test_resolving_leaves_everything_else_as_given() -> None:
+    given = recipe(name="mine", steps=77, optimizer={"name": "muon", "lr": 0.3}, determinism="elastic", seed=5)
+    resolved = resolve_recipe(given, CHOSEN, 1)
+    assert (resolved.name, resolved.steps, resolved.optimizer, resolved.seed) == ("mine", 77, given.optimizer, 5)
+    assert resolved.determinism == "elastic"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("auto", False), (False, False), (True, True), ("cuda-graphs", "cuda-graphs")]
+)
+def test_a_model_is_compiled_only_when_asked(given: Any, expected: Any) -> None:
+    assert resolve_recipe(recipe(compile=given), CHOSEN, 1).compile == expected
+
+
+def test_going_on_keeps_what_was_resolved() -> None:
+    resolved = resolve_recipe(recipe(batch={"global_size": 32}), CHOSEN, 2)
+    going = resume_recipe(resolved, recipe(batch={"global_size": 32}), 2)
+    assert going == resolved
+
+
+def test_going_on_takes_what_is_free_to_change() -> None:
+    resolved = resolve_recipe(recipe(), CHOSEN, 2)
+    new = recipe(
+        name="again",
+        steps=900,
+        checkpoint={"every": 7, "keep": 1},
+        fault_tolerance={"max_restarts": 9},
+        callbacks=["my:Callback"],
+        evaluation={"every": 11, "max_samples": 13},
+    )
+    going = resume_recipe(resolved, new, 3)
+    assert (going.name, going.steps, going.checkpoint, going.fault_tolerance) == (
+        "again",
+        900,
+        new.checkpoint,
+        new.fault_tolerance,
+    )
+    assert (going.callbacks, going.evaluation.every, going.evaluation.max_samples) == (["my:Callback"], 11, 13)
+    assert not isinstance(going.parallelism, str)
+    assert going.parallelism.replicate == 3
+    assert (going.num_threads, going.batch.micro_size, going.precision) == (2, 8, "bf16")
+
+
+ROUNDS: dict[str, Any] = {"determinism": "off", "local_sgd": {"method": "diloco"}}
+
+
+def test_workers_part_after_a_third_of_the_steps_and_it_is_told() -> None:
+    (choice,) = choose_warmup_steps(recipe(steps=900, **ROUNDS))
+    assert (choice.key, choice.value, choice.reason) == ("local_sgd.warmup_steps", 300, "a third of 900 steps together")
+    assert resolve_recipe(recipe(steps=900, **ROUNDS), CHOSEN, 2).local_sgd == LocalSgdConfig(warmup_steps=300)
+
+
+@pytest.mark.parametrize(
+    ("sync", "expected"),
+    [
+        ({}, 100),
+        ({**ROUNDS, "local_sgd": {"warmup_steps": 5}}, 5),
+        ({"determinism": "off", "grad_sync": {"compression": "int8"}}, 100),
+        ({"determinism": "off", "grad_sync": {"compression": "powersgd", "warmup_steps": 7}}, 7),
+    ],
+)
+def test_nothing_is_chosen_where_the_first_steps_are_given_or_like_all_others(sync: Any, expected: int) -> None:
+    assert choose_warmup_steps(recipe(**sync)) == []
+    assert given_start(resolve_recipe(recipe(**sync), CHOSEN, 2)) == expected
+
+
+@pytest.mark.parametrize(("start", "expected"), [("auto", 100), (5000, 5000)])
+def test_a_run_that_ends_before_workers_part_is_told(start: Any, expected: int) -> None:
+    (choice,) = choose_warmup_steps(recipe(steps=60, **ROUNDS | {"local_sgd": {"warmup_steps": start}}))
+    assert (choice.value, choice.reason) == (expected, "the run ends before that, after 60 steps")
+
+
+def test_a_run_that_goes_on_for_longer_parts_where_it_would_have() -> None:
+    resolved = resolve_recipe(recipe(steps=900, **ROUNDS), CHOSEN, 2)
+    going = resume_recipe(resolved, recipe(steps=3000, **ROUNDS), 2)
+    assert (going.steps, given_start(going)) == (3000, 300)
+
+
+@pytest.mark.parametrize(
+    ("given", "exact", "world", "expected"),
+    [
+        ("auto", "fixed-world", 2, 6),
+        ("auto", "fixed-world", 3, 8),
+        ("auto", "fixed-world", 4, 6),
+        ("auto", "fixed-world", 12, 2),
+        ("auto", "fixed-world", 5, 8),  # cannot be: `check` says what can
+        ("auto", "elastic", 4, 8),
+        (8, "fixed-world", 4, 8),
+    ],
+)
+def test_a_micro_batch_that_nobody_gave_shrinks_when_more_workers_have_to_share(
+    given: Any, exact: str, world: int, expected: int
+) -> None:
+    values = {"batch": {"global_size": 24, "micro_size": given}, "determinism": exact}
+    assert (
+        resume_recipe(resolve_recipe(recipe(**values), CHOSEN, 1), recipe(**values), world).batch.micro_size == expected
+    )
+
+
+def test_going_on_takes_the_places_of_prepared_data_as_they_are_now() -> None:
+    resolved = resolve_recipe(recipe(data={"source": {"prepared": "/old"}}), CHOSEN, 1)
+    new = recipe(data={"source": {"prepared": "/new"}}, evaluation={"source": {"prepared": "/held"}})
+    going = resume_recipe(resolved, new, 1)
+    assert (going.data.source, going.evaluation.source) == (new.data.source, new.evaluation.source)
+
+
+def test_the_plan_predicts_a_step_by_its_micro_batches_and_update() -> None:
+    resolved = resolve_recipe(recipe(batch={"global_size": 64}), CHOSEN, 2)
+    profile = {"parameters": 5, "flops_per_sample": 7.0}
+    plan = build_plan_json(profile, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
+    assert plan["predicted_step_s"] == 4 * 1.0 + 0.5
+    assert (plan["parameters"], plan["flops_per_sample"]) == (5, 7.0)
+    assert plan["auto_choices"][3] == {"key": "batch.micro_size", "value": 8, "reason": "fits"}
+
+
+def test_without_times_the_plan_predicts_none() -> None:
+    assert build_plan_json({}, CHOSEN, {}, resolve_recipe(recipe(), CHOSEN, 1))["predicted_step_s"] is None
+
+
+def test_the_plan_tells_what_a_sample_takes_as_it_was_chosen() -> None:
+    resolved = resolve_recipe(recipe(), CHOSEN, 1)
+    peaks = {"whole": {"none": 9, "selective": 7, "full": 5}, "chunked": {"none": 8, "selective": 6, "full": None}}
+    plan = build_plan_json({"peaks": peaks}, CHOSEN, {"bf16": 1.0, "update": 0.5}, resolved)
+    assert plan["peak_bytes_per_sample"] == peaks["chunked"]
+    assert plan["activation_bytes_per_sample"] == 6
+    assert "peaks" not in plan
+
+
+def test_of_a_model_without_a_loss_in_chunks_the_plan_tells_that_of_the_whole() -> None:
+    peaks = {"whole": {"none": 9, "selective": 7, "full": 5}}
+    plan = build_plan_json({"peaks": peaks}, CHOSEN, {"bf16": 1.0, "update": 0.5}, resolve_recipe(recipe(), CHOSEN, 1))
+    assert (plan["peak_bytes_per_sample"], plan["activation_bytes_per_sample"]) == (peaks["whole"], 7)
+
+
+def test_a_loop_of_the_users_own_has_all_of_its_autos_chosen_by_rules() -> None:
+    resolved = resolve_recipe(recipe(device="cpu"), choose_without_trials(recipe(), 4, 2, "cpu"), 2)
+    assert "auto" not in resolved.model_dump_json()
+    assert (resolved.memory.activation_checkpointing, resolved.memory.chunked_loss, resolved.batch.micro_size) == (
+        "none",
+        False,
+        8,
+    )
+
+
+def laid_out(**layout: int) -> Recipe:
+    """A recipe that was resolved under this layout."""
+    world = Parallelism(**layout).world
+    return resolve_recipe(recipe(batch={"global_size": 24}, parallelism=layout), CHOSEN, world)
+
+
+def test_a_given_layout_is_kept() -> None:
+    assert laid_out(shard=2, tensor=2).parallelism == Parallelism(shard=2, tensor=2)
+
+
+def test_going_on_takes_the_layout_that_is_given_now() -> None:
+    given = recipe(batch={"global_size": 24}, parallelism={"tensor": 2})
+    assert resume_recipe(laid_out(shard=2), given, 2).parallelism == Parallelism(tensor=2)
+
+
+@pytest.mark.parametrize(("world", "replicate"), [(4, 1), (8, 2), (12, 3)])
+def test_a_run_goes_on_with_as_many_of_its_replicas_as_the_workers_make(world: int, replicate: int) -> None:
+    going = resume_recipe(laid_out(replicate=2, shard=2, tensor=2), recipe(batch={"global_size": 24}), world)
+    assert going.parallelism == Parallelism(replicate=replicate, shard=2, tensor=2)
+
+
+def test_workers_that_make_no_whole_number_of_replicas_are_told() -> None:
+    with pytest.raises(
+        RecipeError, match=r"^parallelism: a replica of this run takes 4 workers, and 6 are no multiple"
+    ):
+        resume_parallelism(laid_out(shard=2, tensor=2), recipe(), 6)
+
+
+def test_a_micro_batch_shrinks_for_the_groups_that_share_the_batch_not_for_all_workers() -> None:
+    resolved = laid_out(tensor=2)
+    assert resume_recipe(resolved, recipe(batch={"global_size": 24}), 2).batch.micro_size == 8
+    assert resume_recipe(resolved, recipe(batch={"global_size": 24}), 8).batch.micro_size == 6
+
+
+def test_the_plan_counts_the_micro_batches_of_a_group_not_of_a_worker() -> None:
+    resolved = resolve_recipe(recipe(batch={"global_size": 64}, parallelism={"shard": 2, "tensor": 2}), CHOSEN, 4)
+    plan = build_plan_json({}, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
+    assert plan["predicted_step_s"] == 4 * 1.0 + 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "device", "blocks", "expected"),
+    [
+        ({}, "cuda", 12, True),
+        ({}, "cuda", 0, False),
+        ({"steps": 20}, "cuda", 12, False),
+        ({}, "cpu", 12, False),
+        ({"compile": "cuda-graphs"}, "cpu", 0, "cuda-graphs"),
+        ({"parallelism": {"pipeline_schedule": "zero-bubble"}}, "cuda", 12, True),
+    ],
+)
+def test_repeated_blocks_are_compiled_on_a_gpu_in_runs_that_earn_it_back(
+    values: dict[str, Any], device: str, blocks: int, expected: Any
+) -> None:
+    choice = choose_compile(recipe(**values), device, blocks)
+    assert choice.value == expected
+    assert resolve_recipe(recipe(**values), [*CHOSEN, choice], 1).compile == expected
+
+
+def test_blocks_whose_backward_comes_in_two_parts_are_not_compiled() -> None:
+    halves = recipe(parallelism={"pipeline": 2, "pipeline_schedule": "zero-bubble"})
+    assert choose_compile(halves, "cuda", 12).value is False
+
+
+@pytest.mark.parametrize(
+    ("trial", "expected"),
+    [
+        ({DETERMINISTIC_SLOWDOWN_KEY: 0.01}, "fixed-world"),
+        ({DETERMINISTIC_SLOWDOWN_KEY: 0.05}, "off"),
+        ({}, "off"),
+        ({NONDETERMINISTIC_OP_KEY: "x"}, "off"),
+    ],
+)
+def test_bits_are_promised_on_a_gpu_where_deterministic_kernels_cost_little(
+    trial: dict[str, Any], expected: str
+) -> None:
+    [choice] = choose_determinism(recipe(), trial, "cuda")
+    resolved = resolve_recipe(recipe(), [*CHOSEN, choice], 2)
+    assert resolved.determinism == expected
+    assert resolved.grad_sync.method == "all-reduce"  # that bits cost too much is no reason to round what is sent
+
+
+def test_bits_are_promised_on_a_cpu() -> None:
+    assert choose_determinism(recipe(), {}, "cpu") == []
+    assert resolve_recipe(recipe(), CHOSEN, 2).determinism == "fixed-world"
+
+
+@pytest.mark.parametrize("exact", ["fixed-world", "elastic"])
+def test_bits_that_an_operation_cannot_keep_are_refused_by_its_name(exact: str) -> None:
+    with pytest.raises(RecipeError, match="adaptive_avg_pool2d_backward has no deterministic kernel"):
+        choose_determinism(recipe(determinism=exact), {NONDETERMINISTIC_OP_KEY: "adaptive_avg_pool2d_backward"}, "cuda")
+
+
+def test_on_a_gpu_bf16_is_taken_without_a_race() -> None:
+    assert precisions_to_time(recipe(), "cuda") == ["bf16"]
+    assert precisions_to_time(recipe(), "cpu") == ["fp32", "bf16"]
+    assert choose_precision(recipe(), {"bf16": 1.0}, "cuda").reason == "the rule on cuda"
+
+
+def test_without_a_c_compiler_nothing_is_compiled_on_a_gpu_by_itself() -> None:
+    choice = choose_compile(recipe(), "cuda", 12, compiler=False)
+    assert choice.value is False
+    assert choice.reason == "torch.compile needs a C compiler (gcc or CC) and Python.h on a GPU"
+    assert choose_compile(recipe(compile=True), "cuda", 12, compiler=False).value is True
+
+
+def test_a_gpu_from_before_bf16_takes_fp32_unless_the_recipe_says_otherwise() -> None:
+    assert [has_bf16(each) for each in ((7, 5), (8, 0), None)] == [False, True, True]
+    assert precisions_to_time(recipe(), "cuda", bf16=False) == ["fp32"]
+    assert choose_precision(recipe(), {"fp32": 1.0}, "cuda", bf16=False).value == "fp32"
+    assert choose_precision(recipe(precision="bf16"), {}, "cuda", bf16=False).value == "bf16"
+    assert resolve_recipe(recipe(), choose_without_trials(recipe(), 4, 2, "cuda", bf16=False), 2).precision == "fp32"
+
+
+def test_where_torch_does_not_say_which_kernels_are_deterministic_no_bits_are_promised() -> None:
+    (choice,) = choose_determinism(recipe(), {DETERMINISTIC_SLOWDOWN_KEY: 0.0}, "xpu")
+    assert (choice.key, choice.value) == ("determinism", "off")
+    assert choice.reason.startswith("torch does not say which kernels of an Intel GPU are deterministic")
+
+
+def test_a_run_that_goes_on_takes_the_device_that_it_is_given_now() -> None:
+    resolved = resolve_recipe(recipe(device="cpu"), CHOSEN, 2)
+    assert resume_recipe(resolved, recipe(device="cuda"), 2).device == "cuda"

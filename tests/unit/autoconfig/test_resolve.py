@@ -1,0 +1,148 @@
+"""Trials that fill memory: their end is an answer, and the next best choice is tried. No process is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.autoconfig.micro_batch import MemoryProfile, WorkerMemory
+from phalanx.autoconfig.resolve import (
+    META_PROFILE_TRIAL,
+    PROFILE_TRIAL,
+    TIMING_TRIAL,
+    SubprocessCall,
+    call_catching_oom,
+    check_batch,
+    measure_memory,
+    try_memory_choices,
+)
+from phalanx.data import prepare_source
+from phalanx.errors import RecipeError, SubprocessError
+from phalanx.recipe import Recipe
+from phalanx.recipe.schema import DataConfig, DataSource
+
+NEEDS = MemoryProfile(1000, 0, {"whole": {"none": 1000, "selective": 500, "full": 100}})
+ROOM = WorkerMemory("cpu", 10**12, 1)
+DIED = {"out_of_memory": 1.0}
+PROFILED: dict[str, Any] = {"trainable_parameters": 1000, "frozen_parameters": 0, "peaks": NEEDS.peak_bytes}
+SECONDS = {"fp32": 1.0, "bf16": 0.5, "update": 0.1}
+
+
+def recipe(**values: Any) -> Recipe:
+    return Recipe.model_validate(values)
+
+
+def killed(function: str, payload: dict[str, Any]) -> Any:
+    raise SubprocessError("the trial process ended with SIGKILL", None, killed=True)
+
+
+def machine(limit: int, asked: list[tuple[str, int]]) -> SubprocessCall:
+    """Trials on a machine where only so many samples at once survive."""
+
+    def call(function: str, payload: dict[str, Any]) -> Any:
+        asked.append((payload["recompute"], payload["micro"]))
+        return SECONDS if payload["micro"] <= limit else DIED
+
+    return call
+
+
+@pytest.mark.parametrize("function", [PROFILE_TRIAL, TIMING_TRIAL])
+def test_a_trial_that_is_killed_for_memory_says_so(function: str) -> None:
+    assert call_catching_oom(killed, function, {}) == DIED
+
+
+def test_any_other_trial_that_is_killed_is_an_error() -> None:
+    with pytest.raises(SubprocessError, match="SIGKILL"):
+        call_catching_oom(killed, "phalanx.autoconfig.trials:measure_matmul_rate", {})
+
+
+def test_a_trial_that_fails_otherwise_is_an_error() -> None:
+    def failing(function: str, payload: dict[str, Any]) -> Any:
+        raise SubprocessError("KeyError: 'x'", None)
+
+    with pytest.raises(SubprocessError, match="KeyError"):
+        call_catching_oom(failing, TIMING_TRIAL, {})
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(16, [16]), (5, [16, 8, 4])])
+def test_the_next_smaller_micro_batch_is_tried_until_one_survives(limit: int, asked: list[int]) -> None:
+    seen: list[tuple[str, int]] = []
+    choices, seconds = try_memory_choices(recipe(batch={"global_size": 16}), NEEDS, ROOM, {}, machine(limit, seen))
+    assert seen == [("none", micro) for micro in asked]
+    assert {choice.key: choice.value for choice in choices}["batch.micro_size"] == asked[-1]
+    assert seconds == SECONDS
+
+
+def test_where_the_layout_divides_the_model_a_trial_of_the_whole_proves_nothing() -> None:
+    seen: list[tuple[str, int]] = []
+    of = recipe(batch={"global_size": 16}, parallelism={"shard": 2})
+    choices, seconds = try_memory_choices(of, NEEDS, WorkerMemory("cpu", 10**12, 2), {}, machine(0, seen))
+    assert ([choice.value for choice in choices], seconds) == (["none", False, 8], {})
+    assert seen == [("none", 8)]
+
+
+def test_when_no_trial_survives_the_recipe_is_refused() -> None:
+    seen: list[tuple[str, int]] = []
+    with pytest.raises(RecipeError, match="trials ran out of memory, the last with 1 samples at once"):
+        try_memory_choices(recipe(batch={"global_size": 2}), NEEDS, ROOM, {}, machine(0, seen))
+    assert seen == [(way, micro) for way in ("none", "selective", "full") for micro in (2, 1)]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    (tmp_path / "a.txt").write_text("0123456789abcdef" * 200)
+    source = DataSource(text="*.txt")
+    prepare_source(source, DataConfig(source=source), tmp_path, tmp_path / "data", num_workers=1)
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize(
+    ("layout", "memory", "imagined", "expected"),
+    [
+        ("auto", 100, PROFILED, [PROFILE_TRIAL]),
+        ({"shard": 2}, 17_000, PROFILED, [META_PROFILE_TRIAL, PROFILE_TRIAL]),
+        ({"shard": 2}, 16_000, PROFILED, [META_PROFILE_TRIAL]),
+        ({"shard": 2}, 16_000, {}, [META_PROFILE_TRIAL, PROFILE_TRIAL]),
+    ],
+    ids=["a whole model", "a divided one that fits into one process", "one that does not", "one nobody can imagine"],
+)
+def test_only_a_model_that_fits_into_a_process_is_loaded_for_trials(
+    prepared: Path, layout: Any, memory: int, imagined: dict[str, Any], expected: list[str]
+) -> None:
+    called: list[str] = []
+
+    def call(function: str, payload: dict[str, Any]) -> Any:
+        called.append(function)
+        return imagined if function == META_PROFILE_TRIAL else PROFILED
+
+    given = recipe(parallelism=layout, data={"source": {"prepared": str(prepared)}})
+    profile, needs = measure_memory(given, WorkerMemory("cpu", memory, 1), 2, {}, call)
+    assert called == expected
+    assert (profile, needs.trainable_parameters, needs.peak_bytes) == (PROFILED, 1000, NEEDS.peak_bytes)
+
+
+def test_a_loss_in_chunks_that_the_model_cannot_have_is_refused(prepared: Path) -> None:
+    given = recipe(memory={"chunked_loss": True}, data={"source": {"prepared": str(prepared)}})
+    with pytest.raises(RecipeError, match=r"^memory.chunked_loss: true needs a language model .*; use auto or false$"):
+        measure_memory(given, WorkerMemory("cpu", 10**9, 1), 2, {}, lambda function, payload: PROFILED)
+
+
+def test_a_batch_that_memory_cannot_hold_is_refused(prepared: Path) -> None:
+    given = recipe(data={"source": {"prepared": str(prepared)}, "seq_len": 8}, batch={"global_size": 10**8})
+    check_batch(given, 10**12, 1)
+    check_batch(given, 3 * 10**10, 2)
+    with pytest.raises(RecipeError) as caught:
+        check_batch(given, 10**9, 2)
+    assert str(caught.value) == (  # a sample is 8 tokens and 8 targets in 64 bits
+        "batch.global_size: found 100,000,000, but the samples of a step and those read ahead would take 19.2 GB on "
+        "each "
+        "node, which has 1.0 GB of memory; expected at most 5,208,333"
+    )
+
+
+def test_each_micro_batch_takes_memory_of_its_own(prepared: Path) -> None:
+    given = recipe(
+        data={"source": {"prepared": str(prepared)}, "seq_len": 8}, batch={"global_size": 10**8, "micro_size": 1}
+    )
+    with pytest.raises(RecipeError, match=r"batch.global_size: found 100,000,000"):
+        check_batch(given, 30 * 10**9, 1)

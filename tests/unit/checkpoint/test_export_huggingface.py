@@ -1,0 +1,250 @@
+"""From a directory that transformers wrote, through our model and checkpoint, to one that transformers reads."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from checkpoints import save
+from phalanx.data import DataInfo
+from phalanx.data.tokenizers import train_bpe_tokenizer
+from phalanx.errors import DataError
+from phalanx.recipe.schema import LoraConfig, ModelConfig
+from phalanx.train.checkpoint import export_huggingface
+from phalanx.train.model_builder import build_model, describe_model
+from phalanx.train.ops.lora import add_lora, is_lora_name, lora_scale, merge_lora_tensors
+from phalanx.train.train_state import get_model_tensors
+
+tiny: Any = pytest.importorskip("tiny_huggingface")
+transformers: Any = pytest.importorskip("transformers")
+
+FACTS = DataInfo("tokens", tiny.VOCAB, None, 32, None)
+KINDS = tiny.MODEL_KINDS
+
+
+def load(directory: Path, **args: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Our model of a directory, and what a checkpoint says of it."""
+    spec = ModelConfig(build=f"hf:{directory.name}", args=args)
+    model = build_model(spec, FACTS, directory.parent, 0, torch.device("cpu"))
+    return model.eval(), {"model": describe_model(spec, FACTS, directory.parent)}
+
+
+def export(folder: Path, tensors: dict[str, torch.Tensor], meta: dict[str, Any], **options: int) -> Path:
+    return export_huggingface(save(folder / "run" / "checkpoints", 1, tensors, meta), folder / "out", **options)
+
+
+def read_back(out: Path) -> nn.Module:
+    """What transformers makes of an export, without a word."""
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(told.values())
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_round_trip_changes_no_bit(tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    reference = tiny.save_random_model(tmp_path / "origin", kind)
+    model, meta = load(tmp_path / "origin")
+    out = export(tmp_path, get_model_tensors(model), meta)
+    capfd.readouterr()
+    transformers.logging.set_verbosity_warning()
+    again = read_back(out)
+    transformers.logging.set_verbosity_error()
+    assert "[transformers]" not in capfd.readouterr().err
+    before, after = reference.state_dict(), again.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    with torch.no_grad():
+        tokens = tiny.random_tokens()
+        torch.testing.assert_close(again(tokens).logits, reference(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_have_the_names_that_they_came_with(tmp_path: Path, kind: str) -> None:
+    tiny.save_random_model(tmp_path / "origin", kind)
+    model, meta = load(tmp_path / "origin")
+    out = export(tmp_path, get_model_tensors(model), meta)
+    names = [load_file(folder / "model.safetensors").keys() for folder in (tmp_path / "origin", out)]
+    assert names[0] == names[1]
+
+
+def test_names_without_the_prefix_of_the_base_come_back(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "gpt2")
+    file = tmp_path / "origin" / "model.safetensors"
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(bare, file, metadata={"format": "pt"})
+    model, meta = load(tmp_path / "origin")
+    out = export(tmp_path, get_model_tensors(model), meta, file_bytes=10_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == bare.keys()
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in read_back(out).named_parameters())
+
+
+def test_tokenizer_files_come_along_and_weights_of_the_origin_do_not(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama")
+    for name in ("tokenizer.json", "special_tokens_map.json", "pytorch_model.bin", "modeling_own.py"):
+        (tmp_path / "origin" / name).write_text("{}")
+    model, meta = load(tmp_path / "origin")
+    out = export(tmp_path, get_model_tensors(model), meta)
+    beside = {"config.json", "generation_config.json", "tokenizer.json", "special_tokens_map.json", "model.safetensors"}
+    assert {file.name for file in out.iterdir()} == beside
+
+
+def test_without_the_origin_the_runs_own_tokenizer_goes_along(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama")
+    model, meta = load(tmp_path / "origin")
+    shutil.rmtree(tmp_path / "origin")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokenizer.json").write_text("{}")
+    out = export(tmp_path, get_model_tensors(model), meta)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    read_back(out)
+
+
+def test_the_config_has_the_changed_values_and_the_number_format_of_the_weights(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama").to(torch.bfloat16).save_pretrained(tmp_path / "origin")
+    model, meta = load(tmp_path / "origin", attention_dropout=0.25)
+    again = read_back(export(tmp_path, get_model_tensors(model), meta))
+    assert again.config.attention_dropout == 0.25
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_adapters_are_folded_in(tmp_path: Path, kind: str) -> None:
+    tiny.save_random_model(tmp_path / "origin", kind)
+    model, meta = load(tmp_path / "origin")
+    spec = LoraConfig(rank=4, alpha=8)
+    add_lora(model, spec)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_lora_name(name):
+                parameter.normal_(std=0.2)
+    meta["recipe"] = {"lora": spec.model_dump()}
+    # so small that each weight is in a file of its own, and its adapter has to be found beside it
+    out = export(tmp_path, get_model_tensors(model), meta, file_bytes=100)
+    again, merged = read_back(out).state_dict(), merge_lora_tensors(dict(model.state_dict()), lora_scale(spec))
+    assert again.keys() == merged.keys()
+    assert all(torch.equal(again[name], merged[name]) for name in merged)
+    with torch.no_grad():
+        tokens = tiny.random_tokens()
+        torch.testing.assert_close(read_back(out)(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def adapted(model: nn.Module, meta: dict[str, Any], modules: str) -> nn.Module:
+    """With an adapter that does something, and a checkpoint's word of it."""
+    spec = LoraConfig(rank=4, alpha=8, target_modules=modules)
+    add_lora(model, spec)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_lora_name(name):
+                parameter.normal_(std=0.2)
+    meta["recipe"] = {"lora": spec.model_dump()}
+    return model
+
+
+@pytest.mark.parametrize("remembers", [True, False], ids=["", "a checkpoint of before"])
+@pytest.mark.parametrize("kind", ["llama-tied", "gpt2"])
+def test_a_tied_head_that_has_an_adapter_is_untied(tmp_path: Path, kind: str, remembers: bool) -> None:
+    tiny.save_random_model(tmp_path / "origin", kind)
+    model, meta = load(tmp_path / "origin")
+    model = adapted(model, meta, "lm_head")
+    if not remembers:
+        del meta["model"]["huggingface"]["tied"]
+    again = read_back(export(tmp_path, get_model_tensors(model), meta, file_bytes=100))
+    assert again.config.tie_word_embeddings is False
+    assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    with torch.no_grad():
+        tokens = tiny.random_tokens()
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_conversion_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama")
+    model, meta = load(tmp_path / "origin")
+    meta["model"]["huggingface"]["converted"] = [{"tensors": ["experts"], "held": ["expert.0", "expert.1"]}]
+    with pytest.raises(DataError, match="says that experts was made of other tensors"):
+        export(tmp_path, get_model_tensors(model), meta)
+
+
+def test_an_adapter_whose_weight_is_not_there_is_refused(tmp_path: Path) -> None:
+    tensors = {"embedding.weight": torch.ones(8, 4), "head.lora_a": torch.ones(2, 4), "head.lora_b": torch.ones(8, 2)}
+    meta = {"recipe": {"lora": LoraConfig(rank=2).model_dump()}, "model": {"build": "m:f", "args": {}}}
+    with pytest.raises(DataError, match=r"there are adapters at head.weight, which is tied"):
+        export(tmp_path, tensors, meta)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrapped", ["_orig_mod.{}", "module.{}", "module._orig_mod.{}", "a._orig_mod.{}"])
+def test_names_are_those_of_the_model_and_not_of_what_wraps_it(tmp_path: Path, wrapped: str) -> None:
+    tensors = {wrapped.format(name): torch.full((2,), float(i)) for i, name in enumerate(("a.weight", "b.module.bias"))}
+    written = load_file(export(tmp_path, tensors, {}) / "model.safetensors")
+    inner = "a." if wrapped.startswith("a.") else ""
+    assert written.keys() == {f"{inner}a.weight", f"{inner}b.module.bias"}
+
+
+# --- what goes along --------------------------------------------------------------------------------------------------
+
+
+def said(folder: Path, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> tuple[Path, str]:
+    notes: list[str] = []
+    out = export_huggingface(save(folder / "run" / "checkpoints", 1, tensors, meta), folder / "out", notes=notes.append)
+    return out, "\n".join(notes)
+
+
+def test_a_tokenizer_of_the_runs_own_takes_the_place_of_the_origins(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"):
+        (tmp_path / "origin" / name).write_text("{}")
+    model, meta = load(tmp_path / "origin")
+    (tmp_path / "run").mkdir()
+    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, tmp_path / "run" / "tokenizer.json")
+    out, notes = said(tmp_path, get_model_tensors(model), meta)
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
+    assert not (out / "vocab.json").exists()
+    assert not (out / "generation_config.json").exists()
+    assert notes == f"tokenizer.json copied from {tmp_path / 'run'}"
+    read = transformers.AutoTokenizer.from_pretrained(out)
+    assert read.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+    assert read.decode(read("to be")["input_ids"]) == "to be"
+
+
+def test_a_directory_that_the_recipe_does_not_name_is_not_read(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "tokenizer.json").write_text('{"a": "secret"}')
+    model, meta = load(tmp_path / "origin")
+    meta["model"]["huggingface"]["directory"] = str(tmp_path / "private")
+    out, notes = said(tmp_path, get_model_tensors(model), meta)
+    assert {file.name for file in out.iterdir()} == {"config.json", "model.safetensors"}
+    assert f"nothing copied from {tmp_path / 'private'}" in notes
+
+
+def test_no_link_is_followed_out_of_the_directory_or_the_run(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama")
+    (tmp_path / "secret").write_text("root:*:20228")
+    for file in ("vocab.txt", "tokenizer.json"):
+        (tmp_path / "origin" / file).symlink_to(tmp_path / "secret")
+    model, meta = load(tmp_path / "origin")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    out, notes = said(tmp_path, get_model_tensors(model), meta)
+    assert not any("root" in file.read_text(errors="replace") for file in out.iterdir())
+    assert notes.count("a link that leads out of") == 3
+
+
+def test_links_within_the_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--x" / "snapshots" / "abc"
+    tiny.save_random_model(snapshot, "llama")
+    (tmp_path / "models--x" / "blobs").mkdir()
+    (tmp_path / "models--x" / "blobs" / "1").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
+    model, meta = load(snapshot)
+    out, notes = said(tmp_path, get_model_tensors(model), meta)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert f"tokenizer.json copied from {snapshot}" in notes

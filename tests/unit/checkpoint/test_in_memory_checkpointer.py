@@ -1,0 +1,365 @@
+"""Hot copies of one worker, and who copies what where there are many."""
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.errors import UsageError
+from phalanx.run.event_types import InMemoryRestored, RunWarning
+from phalanx.run.in_memory_checkpoint import create_node_dir, find_node_dir, history_path
+from phalanx.train.builder import resume_training
+from phalanx.train.checkpoint import list_checkpoints, parse_step
+from phalanx.train.checkpoint.in_memory import checkpointer as checkpointer_module
+from phalanx.train.checkpoint.in_memory.capacity import explain_missing_space, find_available_bytes
+from phalanx.train.checkpoint.in_memory.checkpointer import assign_owned_tensors, parse_percent
+from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
+from phalanx.train.checkpoint.interval import StepTimes
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.object_collectives import NodeMap, count_nodes_from_environment
+from phalanx.train.distributed.parallel_model import LocalTensor
+from phalanx.train.distributed.shard_spec import GlobalBlocks
+from phalanx.train.step_timer import HeartbeatTimer, HostStepTimer
+from phalanx.train.train_state import TrainState, get_state_tensors
+from phalanx.train.trainer import Trainer
+from small_train import E, Remembering, SmallParts, make_parts, mesh_of, steps_of
+
+META = {"fingerprint": "f"}
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of this machine's memory."""
+    monkeypatch.setenv("PHALANX_IN_MEMORY_DIR", str(tmp_path / "memory"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PHALANX_NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "memory"
+
+
+def made(path: Path, hot: Any = 1, **changes: Any) -> SmallParts:
+    return make_parts(
+        path, checkpoint={"every": None, **changes.pop("checkpoint", {}), "in_memory_every": hot}, **changes
+    )
+
+
+def events(parts: SmallParts, kind: type[E]) -> list[E]:
+    assert isinstance(parts.reporter, Remembering)
+    return parts.reporter.of(kind)
+
+
+def weights(parts: SmallParts) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in get_state_tensors(parts.model, parts.optimizer, parts.scaler).items()}
+
+
+def wait_for_copy(gang: Trainer) -> None:
+    """Until the copy that is in flight, if one is, is written."""
+    gang.checkpoints.wait_snapshot_copied()
+    assert gang.checkpoints.in_memory is not None
+    if gang.checkpoints.in_memory._saver is not None:
+        gang.checkpoints.in_memory._saver.poll_when_idle()
+
+
+def train_and_die(parts: SmallParts, step: int, progress: TrainState | None = None) -> dict[int, dict[str, Tensor]]:
+    """Train to a step and stop there as a worker that is killed; the state after each step."""
+    gang = Trainer(parts, progress or TrainState(), META)
+    states = {}
+    for _ in steps_of(gang):
+        states[gang.train_state.step] = weights(parts)
+        gang.checkpoints.wait_until_saved()
+        wait_for_copy(gang)
+        if gang.train_state.step == step:
+            break
+    gang.checkpoints.detach()
+    return states
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return set(one) == set(other) and all(tensor.equal(other[name]) for name, tensor in one.items())
+
+
+def folder_of(parts: SmallParts) -> Path:
+    folder = find_node_dir(parts.run)
+    assert folder is not None
+    return folder
+
+
+def test_a_killed_run_goes_on_from_its_newest_copy_with_the_same_bits(tmp_path: Path) -> None:
+    states = train_and_die(made(tmp_path / "run"), 5)
+    parts = made(tmp_path / "run")
+    progress = resume_training(parts, "f", force=False)
+    assert (progress.step, progress.last_saved_step, progress.samples_consumed) == (4, 0, 16)
+    assert same(weights(parts), states[4])
+    (restored,) = events(parts, InMemoryRestored)
+    assert (restored.step, restored.fetched_bytes) == (4, 0)
+
+
+def test_the_newest_two_copies_stay_and_one_while_the_next_is_written(tmp_path: Path) -> None:
+    parts = made(tmp_path / "run")
+    gang = Trainer(parts, TrainState(), META)
+    seen = []
+    for _ in steps_of(gang):
+        wait_for_copy(gang)
+        seen.append([step for step, _ in list_copies(folder_of(parts))])
+        if gang.train_state.step == 5:
+            break
+    assert seen == [[1], [2, 1], [3, 2], [4, 3], [5, 4]]
+    gang.checkpoints.close()
+
+
+def test_a_run_that_ends_leaves_no_copy(tmp_path: Path, memory: Path) -> None:
+    parts = made(tmp_path / "run")
+    gang = Trainer(parts, TrainState(), META)
+    for _ in steps_of(gang):
+        pass
+    assert gang.finish() == "done"
+    assert list(memory.iterdir()) == []
+    assert not history_path(parts.run).exists()
+    assert [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)] == [6]
+
+
+def test_a_run_that_goes_on_from_a_copy_of_its_last_step_still_saves_it(tmp_path: Path) -> None:
+    train_and_die(made(tmp_path / "run", steps=7), 6)
+    parts = made(tmp_path / "run", steps=5)
+    progress = resume_training(parts, "f", force=False)
+    assert progress.step == 5
+    gang = Trainer(parts, progress, META)
+    for _ in steps_of(gang):
+        pass
+    assert gang.finish() == "done"
+    assert [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)] == [5]
+
+
+def test_a_newer_checkpoint_is_preferred(tmp_path: Path) -> None:
+    train_and_die(made(tmp_path / "run", hot=2, checkpoint={"every": 3}), 5)
+    parts = made(tmp_path / "run")
+    steps = {step for step, _ in list_copies(folder_of(parts))}
+    (newest, *_) = [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)]
+    assert (newest, max(steps)) == (3, 4)
+    for step, token in list_copies(folder_of(parts)):
+        if step > newest:
+            for record in list_shard_records(folder_of(parts) / format_copy_name(step, token)):
+                record.unlink()
+    progress = resume_training(parts, "f", force=False)
+    assert (progress.step, progress.last_saved_step) == (3, 3)
+    assert events(parts, InMemoryRestored) == []
+    assert list_copies(folder_of(parts)) == []
+
+
+def test_a_copy_that_was_made_after_a_checkpoint_that_is_gone_is_not_used(tmp_path: Path) -> None:
+    """Somebody went back by removing checkpoints."""
+    train_and_die(made(tmp_path / "run", checkpoint={"every": 2}), 5)
+    parts = made(tmp_path / "run")
+    newest, before = list_checkpoints(parts.run.checkpoints)
+    shutil.rmtree(newest)
+    assert resume_training(parts, "f", force=False).step == parse_step(before)
+
+
+def test_after_a_rollback_copies_of_what_was_undone_count_no_more(tmp_path: Path) -> None:
+    parts = made(tmp_path / "run", checkpoint={"every": 2})
+    gang = Trainer(parts, TrainState(), META)
+    for _ in steps_of(gang):
+        gang.checkpoints.wait_snapshot_copied()
+        if gang.train_state.step == 5:
+            break
+    gang.checkpoints.wait_until_saved()
+    undone = {token for _, token in list_copies(folder_of(parts))}
+    assert undone
+    gang.checkpoints.roll_back(2)
+    assert list_copies(folder_of(parts)) == []
+    create_node_dir(parts.run).joinpath(
+        format_copy_name(5, undone.pop())
+    ).mkdir()  # a node that comes back has it still
+    gang.checkpoints.detach()
+    for path in list_checkpoints(parts.run.checkpoints)[:-1]:
+        shutil.rmtree(path)
+    again = made(tmp_path / "run")
+    assert resume_training(again, "f", force=False).step == 2
+    assert list_copies(folder_of(again)) == []
+
+
+@pytest.mark.parametrize(("lap", "copies"), [(0.001, False), (0.1, True)], ids=["short steps", "long steps"])
+def test_short_runs_copy_nothing_by_default_unless_their_steps_are_long(
+    tmp_path: Path, memory: Path, lap: float, copies: bool
+) -> None:
+    parts = make_parts(tmp_path / "run", steps=30)
+    assert parts.recipe.checkpoint.in_memory_every == "1%"
+    gang = Trainer(parts, TrainState(), META)
+    laps = itertools.count()
+    gang.timer = HeartbeatTimer(
+        HostStepTimer(lambda: lap * next(laps)), parts.heartbeat
+    )  # however busy this machine is
+    for _ in steps_of(gang):
+        pass
+    gang.finish()
+    assert memory.exists() == copies
+    kinds = [event.kind for event in parts.reporter.events if "in_memory" in event.kind]  # type: ignore[attr-defined]
+    assert kinds[:1] == ["in_memory_interval"] * copies
+
+
+def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer_module, "find_available_bytes", lambda folder: 1000)
+    parts = made(tmp_path / "run")
+    gang = Trainer(parts, TrainState(), META)
+    for _ in steps_of(gang):
+        pass
+    assert gang.finish() == "done"
+    (warning,) = [event.text for event in events(parts, RunWarning)]
+    assert warning.startswith("no hot copies: they need ")
+    assert "MB and may take 0.0 MB; training goes on" in warning
+
+
+def test_a_copy_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path: Path, memory: Path) -> None:
+    parts = made(tmp_path / "run")
+    gang = Trainer(parts, TrainState(), META)
+    for _ in steps_of(gang):
+        if gang.train_state.step == 2:
+            wait_for_copy(gang)
+            shutil.rmtree(folder_of(parts))
+            folder_of(parts).write_text("in the way")
+    assert gang.finish() == "done"
+    (warning,) = [event.text for event in events(parts, RunWarning)]
+    assert warning.startswith("no hot copies: ")
+    assert not history_path(parts.run).exists()
+
+
+def held(rows: int, *copies: str) -> LocalTensor:
+    return LocalTensor(torch.zeros(rows), GlobalBlocks.full_tensor((rows,)), copies)
+
+
+def owners(layout: dict[str, int], nodes: NodeMap, state: dict[str, LocalTensor]) -> list[tuple[list[str], bool]]:
+    sizes = {name: 4 * each.tensor.numel() for name, each in state.items()}
+    world = len(nodes.node_of_rank)
+    return [assign_owned_tensors(state, sizes, mesh_of(rank, **layout), nodes, rank) for rank in range(world)]
+
+
+TWO_NODES = NodeMap((0, 0, 1, 1))
+PARAMETERS = {"a": held(4, "replicate"), "b": held(2, "replicate")}
+
+
+def test_each_node_keeps_all_that_replicas_hold_and_sends_nothing() -> None:
+    found = owners({"replicate": 4}, TWO_NODES, PARAMETERS)
+    assert found == [(["a"], False), (["b"], False), (["a"], False), (["b"], False)]
+
+
+def test_shards_over_two_nodes_go_to_the_other_node() -> None:
+    found = owners({"shard": 4}, TWO_NODES, PARAMETERS)
+    assert found == [(["a", "b"], True)] * 4
+    assert [TWO_NODES.replica_rank(rank) for rank in range(4)] == [2, 3, 0, 1]
+
+
+def test_replicas_on_two_nodes_that_are_sharded_inside_send_nothing() -> None:
+    found = owners({"replicate": 2, "shard": 2}, TWO_NODES, PARAMETERS)
+    assert found == [(["a", "b"], False)] * 4
+
+
+def test_one_node_has_nobody_to_send_to() -> None:
+    assert owners({"shard": 2}, NodeMap((0, 0)), PARAMETERS) == [(["a", "b"], False)] * 2
+
+
+def test_nodes_are_numbered_by_their_first_worker_and_may_differ_in_size() -> None:
+    nodes = NodeMap.from_names(["x", "x", "x", "y", "z", "z"])
+    assert nodes.node_of_rank == (0, 0, 0, 1, 2, 2)
+    assert [nodes.replica_rank(rank) for rank in range(6)] == [3, 3, 3, 4, 0, 1]
+    assert [nodes.is_node_leader(rank) for rank in range(6)] == [True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(("local", "expected"), [({}, 1), ("4", 1), ("2", 2), ("3", 2)])
+def test_a_launcher_tells_on_how_many_nodes_its_workers_are(local: Any, expected: int) -> None:
+    assert count_nodes_from_environment(DistEnv(world_size=4), {"LOCAL_WORLD_SIZE": local} if local else {}) == expected
+
+
+def test_a_number_that_is_none_is_told_before_anybody_meets() -> None:
+    with pytest.raises(UsageError, match=r"LOCAL_WORLD_SIZE must be a number: .*'two'"):
+        count_nodes_from_environment(DistEnv(world_size=4), {"LOCAL_WORLD_SIZE": "two"})
+
+
+def test_room_is_looked_for_on_every_node_for_its_own_and_the_kept_parts() -> None:
+    said = [{"bytes": 10_000_000, "exposed": True, "room": 50_000_000, "in_memory": True} for _ in range(4)]
+    assert explain_missing_space(said, TWO_NODES) == "they need 100.0 MB on node 0 and may take 50.0 MB"
+    for each in said:
+        each["room"] = 100_000_000
+    assert explain_missing_space(said, TWO_NODES) == ""
+
+
+def test_copies_that_are_there_count_as_room(tmp_path: Path, memory: Path) -> None:
+    memory.mkdir()
+    before = find_available_bytes(memory)
+    (memory / "part").write_bytes(bytes(1 << 20))
+    assert abs(find_available_bytes(memory) - before) < 1 << 20 or find_available_bytes(memory) > before
+
+
+def test_a_share_is_read_from_its_words() -> None:
+    assert parse_percent(" 0.5 %") == pytest.approx(0.005)
+
+
+def deciding(parts: SmallParts, step_seconds: float, cost: float, durable: int | None) -> int | None:
+    """The interval that a share of 1% gives."""
+    times = StepTimes()
+    for _ in range(10):
+        times.record_step(step_seconds)
+    if cost:
+        times.copy_overhead.record_done(cost)
+    told: list[Any] = []
+    hot = checkpointer_module.InMemoryCheckpointer(
+        parts.run,
+        parts.dist_env,
+        mesh_of(),
+        "1%",
+        0,
+        times,
+        lambda: durable,
+        {},
+        told.append,
+        lambda: None,
+    )
+    hot.is_due(10, 1_000_000)
+    assert [event.kind for event in told] == ([] if hot.interval_steps is None else ["in_memory_interval"])
+    return hot.interval_steps
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "cost", "durable", "every"),
+    [
+        (2.0, 0.0, None, 1),  # nothing is known of the cost yet
+        (2.0, 0.01, None, 1),
+        (2.0, 0.2, None, 10),
+        (0.1, 0.0, None, 10),  # not more often than every second
+        (0.1, 0.03, 100, 30),
+        (0.1, 0.06, 100, None),  # a checkpoint comes as soon
+        (0.01, 0.0, 50, None),
+    ],
+)
+def test_copies_are_as_frequent_as_their_share_of_the_time_allows(
+    tmp_path: Path, step_seconds: float, cost: float, durable: int | None, every: int | None
+) -> None:
+    assert deciding(make_parts(tmp_path), step_seconds, cost, durable) == every
+
+
+def test_copies_that_seemed_too_dear_are_tried_again(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    times = StepTimes()
+    for _ in range(10):
+        times.record_step(1.0)
+    times.copy_overhead.record_done(0.6)
+    place, told = parts.dist_env, (lambda: 100, {}, lambda *_: None, lambda: None)
+    hot = checkpointer_module.InMemoryCheckpointer(parts.run, place, mesh_of(), "1%", 0, times, *told)
+    assert not hot.is_due(10, 10_000)
+    assert hot.interval_steps is None
+    hot.is_due(509, 10_000)
+    assert hot.interval_steps is None
+    hot.is_due(510, 10_000)
+    assert hot.interval_steps == 1
+
+
+def test_a_checkpoint_says_that_it_is_one(tmp_path: Path) -> None:
+    parts = made(tmp_path / "run", hot=None, checkpoint={"every": 2})
+    gang = Trainer(parts, TrainState(), META)
+    for _ in steps_of(gang):
+        pass
+    gang.finish()
+    loaded = resume_training(made(tmp_path / "run"), "f", force=False)
+    assert (loaded.step, loaded.last_saved_step) == (6, 6)

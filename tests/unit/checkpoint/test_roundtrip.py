@@ -1,0 +1,180 @@
+"""What is saved comes back, bit for bit, under any layout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from checkpoints import random_tensor, same_bits, save, state
+from phalanx.errors import DataError, UsageError
+from phalanx.train.checkpoint import (
+    CheckpointSaver,
+    TensorShard,
+    assign_to_ranks,
+    load_blocks,
+    load_tensors,
+    read_manifest,
+    verify_checkpoint,
+)
+from phalanx.train.checkpoint.format import TORCH_DTYPES
+
+
+def test_every_dtype_scalar_empty_and_strided_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    tensors = state()
+    loaded = load_tensors(save(tmp_path, 60, tensors))
+    assert loaded.keys() == tensors.keys()
+    assert [name for name in tensors if not same_bits(tensors[name], loaded[name])] == []
+
+
+def test_a_rank_file_is_readable_by_the_safetensors_library(tmp_path: Path) -> None:
+    tensors = state()
+    path = save(tmp_path, 60, tensors)
+    assert sorted(file.name for file in path.iterdir()) == ["MANIFEST.json", "MANIFEST.xxh3", "rank-00000.safetensors"]
+    with safe_open(path / "rank-00000.safetensors", "pt") as file:
+        assert set(file.keys()) == set(tensors)
+        assert all(same_bits(file.get_tensor(name), tensors[name]) for name in tensors)
+
+
+def test_the_manifest_keeps_meta_and_logical_shapes(tmp_path: Path) -> None:
+    manifest = read_manifest(save(tmp_path, 60, state(), {"fingerprint": "f00d", "recipe": {"a": [1, None]}}))
+    assert manifest.meta == {"step": 60, "samples_consumed": 960, "fingerprint": "f00d", "recipe": {"a": [1, None]}}
+    assert manifest.tensors["transposed"].shape == (30, 40)
+
+
+def test_loading_into_given_tensors_overwrites_them_in_place_even_strided_ones(tmp_path: Path) -> None:
+    tensors = state()
+    path = save(tmp_path, 60, tensors)
+    into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    strided = torch.zeros(3, 300_000).T
+    into["blocks.0.weight"] = strided
+    load_tensors(path, into=into)
+    assert same_bits(strided, tensors["blocks.0.weight"])
+    assert all(same_bits(into[name], tensors[name]) for name in tensors)
+
+
+def test_loading_some_names_reads_only_these(tmp_path: Path) -> None:
+    tensors = state()
+    assert load_tensors(save(tmp_path, 60, tensors), ["scalar", "of.BF16"]).keys() == {"scalar", "of.BF16"}
+
+
+@pytest.mark.parametrize(
+    ("into", "message"),
+    [
+        ({"unknown": torch.zeros(1)}, "holds no tensor 'unknown'"),
+        ({"scalar": torch.zeros(2)}, r"tensor 'scalar' is F32 \[\] there, F32 \[2\] here"),
+        ({"scalar": torch.zeros((), dtype=torch.float16)}, r"tensor 'scalar' is F32 \[\] there, F16 \[\] here"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_an_error_that_names_it(
+    tmp_path: Path, into: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load_tensors(save(tmp_path, 60, state(big=10)), into=into)
+
+
+def test_a_dtype_that_safetensors_does_not_know_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"tensor w: a checkpoint cannot hold torch\.complex128"):
+        CheckpointSaver(tmp_path, 0, 1).reserve_space(
+            [TensorShard.full_tensor("w", torch.zeros(2, dtype=torch.complex128))]
+        )
+
+
+def _cut(name: str, tensor: torch.Tensor, dim: int, parts: int) -> list[TensorShard]:
+    pieces, at = [], 0
+    for part in tensor.tensor_split(parts, dim):
+        offset = [0] * tensor.dim()
+        offset[dim], at = at, at + part.shape[dim]
+        pieces.append(TensorShard(name, part, tuple(tensor.shape), tuple(offset)))
+    return pieces
+
+
+def _save_by_ranks(directory: Path, ranks: list[list[TensorShard]]) -> Path:
+    savers = [CheckpointSaver(directory, rank, len(ranks)) for rank in range(len(ranks))]
+    for saver, pieces in zip(savers, ranks, strict=True):
+        saver.start(60, pieces, {"step": 60, "samples_consumed": 960})
+    for saver in savers:
+        saver.wait_snapshot_copied()
+        assert saver.poll_when_idle().phase == "written"
+    path = savers[0].commit().path
+    assert path is not None
+    return path
+
+
+def test_pieces_of_several_ranks_cut_along_any_dimension_make_one_tensor(tmp_path: Path) -> None:
+    rows, columns = random_tensor(torch.bfloat16, (101, 67), 1), random_tensor(torch.float32, (53, 90, 3), 2)
+    both = random_tensor(torch.float32, (64, 64), 3)
+    ranks: list[list[TensorShard]] = [
+        [a, b] for a, b in zip(_cut("rows", rows, 0, 3), _cut("columns", columns, 1, 3), strict=True)
+    ]
+    for i, top in enumerate(_cut("both", both, 0, 2)):  # two dimensions at once; rank 0 holds two blocks
+        for j, block in enumerate(_cut("both", top.tensor, 1, 2)):
+            ranks[(i + j) % 3].append(TensorShard("both", block.tensor, (64, 64), (top.offset[0], block.offset[1])))
+    path = _save_by_ranks(tmp_path, ranks)
+    loaded = load_tensors(path)
+    assert same_bits(loaded["rows"], rows)
+    assert same_bits(loaded["columns"], columns)
+    assert same_bits(loaded["both"], both)
+    assert len(verify_checkpoint(path).files) == 3
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("want", [0, 1])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_any_block_can_be_read_whatever_way_the_tensor_was_cut(
+    tmp_path: Path, cut: int, want: int, threads: int
+) -> None:
+    whole = random_tensor(torch.float32, (700, 1500), 4)
+    path = _save_by_ranks(tmp_path, [[piece] for piece in _cut("w", whole, cut, 3)])
+    for part in _cut("w", whole, want, 4):
+        block = {"w": (part.offset, tuple(part.tensor.shape))}
+        assert same_bits(load_tensors(path, ["w"], ranges=block, threads=threads)["w"], part.tensor)
+
+
+def test_an_inner_block_of_three_dimensions_can_be_read(tmp_path: Path) -> None:
+    whole = random_tensor(torch.int16, (20, 30, 40), 5)
+    path = _save_by_ranks(tmp_path, [[piece] for piece in _cut("w", whole, 1, 4)])
+    block = {"w": ((3, 5, 7), (11, 13, 17))}
+    assert same_bits(load_tensors(path, ["w"], ranges=block)["w"], whole[3:14, 5:18, 7:24])
+
+
+def test_a_block_beyond_the_tensor_is_an_error(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, {"w": torch.zeros(4, 4)})
+    with pytest.raises(DataError, match=r"tensor 'w' has shape \[4, 4\], \[2, 4\] from \[3, 0\] asked"):
+        load_tensors(path, ["w"], ranges={"w": ((3, 0), (2, 4))})
+
+
+@pytest.mark.parametrize("missing", ["gap", "overlap"])
+def test_ranks_that_do_not_hold_each_element_once_cannot_commit(tmp_path: Path, missing: str) -> None:
+    w = torch.arange(8.0)
+    offset = {"gap": 5, "overlap": 3}[missing]
+    ranks = [TensorShard("w", w[:4], (8,), (0,)), TensorShard("w", w[offset:][:4], (8,), (offset,))]
+    with pytest.raises(ValueError, match="w"):
+        _save_by_ranks(tmp_path, [[piece] for piece in ranks])
+
+
+def test_replicated_tensors_are_shared_out_evenly_and_each_once() -> None:
+    sizes = {f"layer{i}": (i * 7919) % 1000 + 1 for i in range(200)}
+    ranks = assign_to_ranks(sizes, 6)
+    assert sorted(name for names in ranks for name in names) == sorted(sizes)
+    assert assign_to_ranks(dict(reversed(sizes.items())), 6) == ranks
+    loads = [sum(sizes[name] for name in names) for names in ranks]
+    assert max(loads) - min(loads) <= max(sizes.values())
+
+
+def test_more_ranks_than_tensors_leave_some_with_nothing_to_write(tmp_path: Path) -> None:
+    assert assign_to_ranks({"a": 1, "b": 2}, 3) == [["b"], ["a"], []]
+    path = _save_by_ranks(tmp_path, [[TensorShard.full_tensor("w", torch.ones(3))], []])
+    assert verify_checkpoint(path).tensors.keys() == {"w"}
+
+
+def test_all_dtypes_of_the_table_are_tested() -> None:
+    assert {f"of.{name}" for name in TORCH_DTYPES} <= state(big=1).keys()
+
+
+def test_elements_that_are_wanted_twice_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, {"w": torch.arange(12.0).view(3, 4)})
+    blocks = [("w", (0, 0), torch.empty(2, 4)), ("w", (1, 0), torch.empty(2, 4))]
+    with pytest.raises(ValueError, match="two of the blocks to be read hold the same elements"):
+        load_blocks(path, blocks, 2, read_manifest(path))
+    load_blocks(path, [blocks[0], ("w", (2, 0), torch.empty(1, 4))], 2, read_manifest(path))

@@ -1,0 +1,489 @@
+"""Saving: lazy, one at a time, whole or not there, whatever happens to the process or the disk."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import same_bits, save, state
+from phalanx.errors import UsageError
+from phalanx.train.checkpoint import (
+    CheckpointSaver,
+    SaveStatus,
+    TensorShard,
+    clean_checkpoint_dir,
+    list_checkpoints,
+    load_tensors,
+    verify_checkpoint,
+)
+from phalanx.train.checkpoint import commit as commit_module
+from phalanx.train.checkpoint import save as save_module
+from phalanx.train.checkpoint.pinned_buffer import PIN_BLOCK_BYTES, PinnedBuffer
+from phalanx.train.checkpoint.staging import StagingBuffer
+
+MB = 1 << 20
+
+
+def pieces(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
+    return [TensorShard.full_tensor(*item) for item in tensors.items()]
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The background copy waits for this event."""
+    event, copy = threading.Event(), StagingBuffer.copy_from_cpu
+
+    def held_back(self: StagingBuffer, *args: Any) -> None:
+        assert event.wait(20)
+        copy(self, *args)
+
+    monkeypatch.setattr(StagingBuffer, "copy_from_cpu", held_back)
+    yield event
+    event.set()
+
+
+def test_the_copy_is_taken_in_the_background_except_for_eager_tensors(tmp_path: Path, gate: threading.Event) -> None:
+    tensors = {"lazy": torch.zeros(1000), "eager": torch.zeros(1000)}
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver.start(1, pieces(tensors), {}, copy_now=["eager"])
+    assert saver.poll().phase == "writing"
+    for tensor in tensors.values():  # `start` has returned before anything lazy was copied
+        tensor.fill_(1.0)
+    gate.set()
+    saver.wait_snapshot_copied()
+    saver.poll_when_idle()
+    path = saver.commit().path
+    assert path is not None
+    loaded = load_tensors(path)
+    assert loaded["lazy"].eq(1.0).all()
+    assert loaded["eager"].eq(0.0).all()
+
+
+def test_what_changes_right_after_wait_copied_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    tensors = {f"layer{i}": torch.empty(500_000) for i in range(8)}
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    for step in range(1, 6):
+        for tensor in tensors.values():
+            tensor.fill_(step)
+        saver.start(step, pieces(tensors), {})
+        assert saver.wait_snapshot_copied() >= 0.0
+        for tensor in tensors.values():
+            tensor.fill_(-1.0)
+        saver.poll_when_idle()
+        path = saver.commit().path
+        assert path is not None
+        assert all(tensor.eq(step).all() for tensor in load_tensors(path).values())
+
+
+def test_the_staging_buffer_is_allocated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    init = StagingBuffer.__init__
+    monkeypatch.setattr(
+        StagingBuffer, "__init__", lambda self, nbytes, device: (made.append(nbytes), init(self, nbytes, device))[1]
+    )
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    tensors = state(big=1000)
+    assert saver.reserve_space(pieces(tensors)) > 1_000_000
+    for step in (1, 2, 3):
+        saver.start(step, pieces(tensors), {})
+        saver.poll_when_idle()
+        saver.commit()
+    assert len(made) == 1
+
+
+def test_a_second_save_while_one_is_in_flight_is_refused(tmp_path: Path, gate: threading.Event) -> None:
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver.start(1, pieces({"w": torch.zeros(3)}), {})
+    for before in ("writing", "written"):
+        assert saver.poll().phase == before
+        with pytest.raises(RuntimeError, match="step 2: the save of step 1 is neither committed nor given up"):
+            saver.start(2, pieces({"w": torch.zeros(3)}), {})
+        gate.set()
+        saver.poll_when_idle()
+    saver.cancel()
+    saver.start(2, pieces({"w": torch.zeros(3)}), {})
+    assert saver.poll_when_idle().phase == "written"
+
+
+def test_a_save_that_is_given_up_is_not_written_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, written = threading.Event(), threading.Event(), list[int]()
+    write = os.write
+
+    def slow(fd: int, content: bytes) -> int:
+        begun.set()
+        assert go.wait(20)
+        written.append(len(content))
+        return write(fd, content)
+
+    monkeypatch.setattr(save_module.os, "write", slow)
+    monkeypatch.setattr(save_module, "_WRITE_BLOCK_BYTES", 1 << 20)
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver.start(1, pieces({"w": torch.zeros(16 << 18)}), {})
+    assert begun.wait(20)
+    abandoning = threading.Thread(target=saver.cancel)
+    abandoning.start()
+    assert saver._cancelled.wait(20)
+    go.set()
+    abandoning.join(20)
+    assert len(written) == 1
+    assert names_in(tmp_path) == []
+
+
+def test_states_follow_each_other_and_tell_bytes_and_seconds(tmp_path: Path) -> None:
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    assert saver.poll().phase == "idle"
+    saver.start(7, pieces({"w": torch.zeros(1000)}), {"samples_consumed": 1})
+    written = saver.poll_when_idle()
+    assert (written.phase, written.step) == ("written", 7)
+    assert list_checkpoints(tmp_path) == []
+    saver.commit_async()
+    assert saver.poll().phase in ("committing", "committed")
+    done = saver.poll_when_idle()
+    assert (done.phase, done.path, done.reason) == ("committed", tmp_path / "step-000000007", "")
+    assert done.duration_s >= written.duration_s > 0
+    assert done.size_bytes == sum(file.stat().st_size for file in (tmp_path / "step-000000007").iterdir())
+
+
+def test_an_abandoned_save_leaves_nothing(tmp_path: Path) -> None:
+    savers = [CheckpointSaver(tmp_path, rank, 2) for rank in range(2)]
+    for saver in savers:
+        saver.start(1, pieces({f"w{id(saver)}": torch.zeros(10)}), {})
+    for saver in savers:
+        saver.cancel()
+        assert saver.poll().phase == "idle"
+    assert names_in(tmp_path) == []
+
+
+def test_when_one_rank_fails_and_all_abandon_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = CheckpointSaver(tmp_path, 0, 2), CheckpointSaver(tmp_path, 1, 2)
+    good.start(1, pieces({"a": torch.zeros(10)}), {})
+    assert good.poll_when_idle().phase == "written"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+        bad.start(1, pieces({"b": torch.zeros(10)}), {})
+        assert bad.poll_when_idle().reason.endswith("rank-00001.safetensors: Input/output error")
+    good.cancel()
+    bad.cancel()
+    assert names_in(tmp_path) == []
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 60, {"w": torch.zeros(3)})
+    path = save(tmp_path, 60, {"w": torch.ones(3)})
+    assert load_tensors(path)["w"].eq(1.0).all()
+    assert names_in(tmp_path) == ["step-000000060"]
+
+
+def test_a_checkpoint_that_was_moved_aside_comes_back_if_its_successor_never_came(tmp_path: Path) -> None:
+    path = save(tmp_path, 60, {"w": torch.zeros(3)})
+    path.rename(tmp_path / "step-000000060.old")
+    (tmp_path / "step-000000060.tmp-3").mkdir()
+    assert list_checkpoints(tmp_path) == []
+    assert clean_checkpoint_dir(tmp_path) == [tmp_path / "step-000000060.tmp-3"]
+    verify_checkpoint(path)
+
+
+def kill_children(*arguments: object) -> None:
+    script = Path(__file__).parents[2] / "helpers" / "kill_savers.py"
+    done = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_kill_at_a_random_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    kill_children("random", tmp_path, 20, 25)
+
+
+def test_a_kill_before_any_call_to_the_file_system_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    kill_children("calls", tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small file system: {mounted.stderr.decode().strip()} (needs root)")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def failed_save(saver: CheckpointSaver, step: int, tensors: dict[str, torch.Tensor]) -> SaveStatus:
+    saver.start(step, pieces(tensors), {"samples_consumed": 1})
+    saver.wait_snapshot_copied()
+    state = saver.poll_when_idle()
+    return saver.commit() if state.phase == "written" else state
+
+
+def test_a_full_disk_fails_the_save_and_leaves_the_old_checkpoint_whole(small_disk: Path) -> None:
+    saver = CheckpointSaver(small_disk / "checkpoints", 0, 1)
+    tensors = {"w": torch.ones(MB)}  # 4 MB
+    assert failed_save(saver, 1, tensors).phase == "committed"
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(10 * MB))
+    state = failed_save(saver, 2, tensors)
+    assert state.phase == "failed"
+    assert state.reason.endswith("step-000000002.tmp-0/rank-00000.safetensors: No space left on device")
+    assert names_in(small_disk / "checkpoints") == ["step-000000001"]
+    verify_checkpoint(small_disk / "checkpoints" / "step-000000001")
+    filler.unlink()
+    assert failed_save(saver, 3, tensors).phase == "committed"
+
+
+def test_a_file_that_may_not_grow_fails_the_save(tmp_path: Path) -> None:
+    save(tmp_path, 1, state(big=10))
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9 * MB, hard))
+    try:
+        failed = failed_save(saver, 2, {"w": torch.ones(3 * MB)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failed.phase == "failed"
+    assert "File too large" in failed.reason
+    assert names_in(tmp_path) == ["step-000000001"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_any_refusal_of_the_disk_fails_the_save_and_removes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
+) -> None:
+    save(tmp_path, 1, {"w": torch.zeros(3)})
+
+    def refuse(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        failed = failed_save(saver, 1, {"w": torch.ones(3)})
+    assert failed.phase == "failed"
+    assert os.strerror(code) in failed.reason
+    assert names_in(tmp_path) == ["step-000000001"]
+    assert load_tensors(tmp_path / "step-000000001")["w"].eq(0.0).all()
+    assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "committed"
+
+
+def test_what_two_ranks_remove_at_the_same_time_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has seen files that the other then removes before it does, while its own are still there."""
+
+    def refuse(what: str | int, **more: object) -> None:
+        code = errno.EIO if os.path.exists(what) else errno.ENOENT
+        raise OSError(code, os.strerror(code))
+
+    first, other = CheckpointSaver(tmp_path, 0, 2), CheckpointSaver(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        for call in ("fsync", "unlink", "rmdir"):
+            patch.setattr(os, call, refuse)
+        for saver in (first, other):
+            assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "failed"
+    assert names_in(tmp_path / "step-000000001.tmp-0") == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    unlink = os.unlink
+
+    def unlink_after_the_other(*args: Any, **more: Any) -> None:
+        monkeypatch.setattr(os, "unlink", unlink)
+        other.retry_cleanup()
+        unlink(*args, **more)
+
+    monkeypatch.setattr(os, "unlink", unlink_after_the_other)
+    first.retry_cleanup()
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_left_on_storage_that_cannot_be_reached_is_removed_once_it_can(tmp_path: Path, rank: int) -> None:
+    folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
+    saver = CheckpointSaver(folder, rank, 2)
+    saver.start(1, pieces({"w": torch.ones(3)}), {})
+    assert saver.poll_when_idle().phase == "written"
+    folder.rename(aside)
+    folder.symlink_to(folder.name)  # what autofs says of a lost mount: ELOOP
+    saver.cancel()
+    saver.retry_cleanup()
+    folder.unlink()
+    aside.rename(folder)
+    saver.retry_cleanup()
+    assert names_in(folder) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_storage_does_not_let_go_of_is_removed_before_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    saver = CheckpointSaver(tmp_path, rank, 2)
+    with monkeypatch.context() as patch:
+        for call in ("fsync", "unlink", "rmdir"):
+            patch.setattr(os, call, refuse)
+        assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "failed"
+        saver.retry_cleanup()
+    assert names_in(tmp_path) == ["step-000000001.tmp-0"]
+    saver.retry_cleanup()
+    assert names_in(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_while_committing_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(commit_module, "write_synced", refuse)
+    failed = failed_save(CheckpointSaver(tmp_path, 0, 1), 1, {"w": torch.ones(3)})
+    assert failed.phase == "failed"
+    assert "MANIFEST.json: No space left on device" in failed.reason
+    assert names_in(tmp_path) == []
+
+
+def test_a_bug_in_the_background_is_raised_in_the_training_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> Sequence[str]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(save_module, "write_with_checksums", broken)
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver.start(1, pieces({"w": torch.ones(3)}), {})
+    saver.wait_snapshot_copied()
+    with pytest.raises(ZeroDivisionError):
+        saver.poll_when_idle()
+
+
+def test_room_on_the_disk_is_checked_before_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
+    place = tmp_path / "not" / "there"
+    saver = CheckpointSaver(place, 0, 1)
+    with pytest.raises(UsageError, match=r"not/there: no room: a checkpoint takes 4\.0 MB, and each is"):
+        saver.reserve_space(pieces({"w": torch.ones(1_000_000)}))
+    assert not place.exists()
+    saver.reserve_space(pieces({"w": torch.ones(500_000)}))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8 * MB, 8 * MB + 1, 9 * MB])
+def test_files_of_any_length_are_written_whole(tmp_path: Path, nbytes: int) -> None:
+    tensors = {"w": torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)}
+    assert same_bits(load_tensors(save(tmp_path, 1, tensors))["w"], tensors["w"])
+    verify_checkpoint(tmp_path / "step-000000001")
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, content: write(fd, content[: 1 + len(content) * 2 // 3]))
+    tensors = state()
+    loaded = load_tensors(save(tmp_path, 1, tensors))
+    assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_memory_for_a_gpu_that_locks_none_is_there_at_once_and_says_so() -> None:
+    buffer = PinnedBuffer(10, torch.device("xpu"))
+    buffer.wait()
+    assert not buffer.is_pinned
+    assert not buffer.bytes.any()
+
+
+def test_copies_from_a_gpu_cross_no_border_of_blocks_and_leave_no_byte_out() -> None:
+    memory = PinnedBuffer(10)
+    for start, end in (
+        (0, 3 * PIN_BLOCK_BYTES),
+        (5, 7),
+        (7, 7),
+        (PIN_BLOCK_BYTES - 1, PIN_BLOCK_BYTES + 1),
+        (PIN_BLOCK_BYTES, 2 * PIN_BLOCK_BYTES + 5),
+    ):
+        blocks = memory.blocks(start, end)
+        assert [low for low, _ in blocks] + [end] == [start] + [high for _, high in blocks]
+        assert all(low // PIN_BLOCK_BYTES == (high - 1) // PIN_BLOCK_BYTES for low, high in blocks if high > low)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("block", [PIN_BLOCK_BYTES, 1 << 20])
+def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr("phalanx.train.checkpoint.pinned_buffer.PIN_BLOCK_BYTES", block)
+    tensors = {f"layer{i}": torch.full((8_000_000,), 1.0, device="cuda") for i in range(4)}
+    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver.reserve_space(pieces(tensors))
+    saver.start(1, pieces(tensors), {})
+    assert not saver.blocks_training
+    saver.wait_snapshot_copied()
+    for tensor in tensors.values():
+        tensor.fill_(2.0)
+    saver.poll_when_idle()
+    path = saver.commit().path
+    assert path is not None
+    assert all(tensor.eq(1.0).all() for tensor in load_tensors(path).values())
+    load_tensors(path, into=tensors)
+    assert all(tensor.eq(1.0).all() for tensor in tensors.values())
+
+
+def begun(folder: Path, meta: dict[str, Any] | None = None) -> list[CheckpointSaver]:
+    """Two ranks that have written their parts of step 1."""
+    savers = [CheckpointSaver(folder, rank, 2) for rank in range(2)]
+    for saver in savers:
+        saver.start(1, pieces({f"w{id(saver)}": torch.zeros(10)}), meta or {"samples_consumed": 1})
+        assert saver.poll_when_idle().phase == "written"
+    return savers
+
+
+def test_whoever_is_left_commits_what_all_have_written(tmp_path: Path) -> None:
+    _, other = begun(tmp_path)
+    assert other.commit().phase == "committed"
+    assert len(verify_checkpoint(tmp_path / "step-000000001").tensors) == 2
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"files":'])
+def test_a_part_that_a_lost_rank_had_not_ended_fails_the_save_and_nothing_is_left(
+    tmp_path: Path, left: bytes | None
+) -> None:
+    saver, _ = begun(tmp_path)
+    record = tmp_path / "step-000000001.tmp-0" / "rank-00001.json"
+    if left is None:
+        record.unlink()
+    else:
+        record.write_bytes(left)
+    failed = saver.commit()
+    assert failed.phase == "failed"
+    assert failed.reason.endswith("rank-00001.json: the worker was lost before it had written its part")
+    saver.cancel()
+    assert names_in(tmp_path) == []
+
+
+def test_what_a_lost_rank_had_committed_is_committed(tmp_path: Path) -> None:
+    first, other = begun(tmp_path)
+    done, found = first.commit(), other.commit()
+    assert (found.phase, found.path, found.size_bytes) == ("committed", done.path, done.size_bytes)
+
+
+def test_another_checkpoint_of_the_step_is_not_taken_for_it(tmp_path: Path) -> None:
+    first, _ = begun(tmp_path, {"samples_consumed": 1})
+    first.commit()
+    _, other = begun(tmp_path, {"samples_consumed": 2})
+    shutil.rmtree(tmp_path / "step-000000001.tmp-0")
+    assert other.commit().phase == "failed"
+
+
+def test_the_save_that_goes_on_is_spared_when_a_directory_is_cleaned(tmp_path: Path) -> None:
+    saver, _ = begun(tmp_path)
+    (tmp_path / "step-000000000.tmp-deleted").mkdir()
+    assert clean_checkpoint_dir(tmp_path, keep_step=1) == [tmp_path / "step-000000000.tmp-deleted"]
+    assert saver.commit().phase == "committed"

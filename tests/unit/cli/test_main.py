@@ -1,0 +1,260 @@
+"""The command line's frame: lazy verbs, and every way to fail ends in its own exit code without a traceback."""
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import phalanx
+from phalanx.cli import main
+from phalanx.errors import DataError
+
+VERBS = ["train", "report", "compare", "generate", "evaluate", "profile", "data", "checkpoint", "recipe"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def verb(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    """Put `function` in the place of `phalanx train`."""
+    module = ModuleType("phalanx.cli.stand_in")
+    module.train = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "phalanx.cli.stand_in", module)
+    monkeypatch.setitem(main._COMMAND_MODULES, "train", ("phalanx.cli.stand_in:train", "A stand-in."))
+
+
+def test_help_lists_every_verb_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from phalanx.cli.main import main; code = main(['--help']);"
+        "heavy = {'torch', 'pydantic', 'numpy', 'yaml', 'rich'} & set(sys.modules); sys.exit(f'{code} {heavy}')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "0 set()\n"
+    for name in VERBS:
+        assert f"\n  {name} " in done.stdout
+
+
+def test_no_arguments_at_all_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 0
+    assert capsys.readouterr().out.startswith("Usage: phalanx")
+
+
+def test_the_version_is_that_of_the_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name}-1.2")
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == "phalanx phalanx-1.2\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nope"], "No such option"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'"),
+        (["recipe"], "Missing command"),
+        (["recipe", "check"], "Missing argument"),
+        (["recipe", "check", "r.yaml", "--nope"], "No such option"),
+        (["recipe", "check", "r.yaml", "--world-size", "x"], "--world-size"),
+        (["recipe", "check", "r.yaml", "--world-size", "0"], "--world-size"),
+        (["recipe", "check", "r.yaml", "steps"], "override 'steps': expected KEY=VALUE"),
+    ],
+)
+def test_wrong_usage_exits_64(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r.yaml").write_text("")
+    assert main.main(arguments) == 64
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert said in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        ("a:\n  optim: 3\nstepz: 1", ["stepz=2"], "stepz"),
+        ("name: x\nstepz: 3", [], "r.yaml:2: stepz: unknown key; did you mean steps?"),
+        ("name: x\nsteps: soon", [], 'r.yaml:2: steps: found "soon", expected a whole number'),
+        (
+            "batch: {global_size: 16, micro_size: 4}",
+            ["--world-size", "8"],
+            "r.yaml:1: batch.micro_size: 4 x 8 workers = 32 does not divide",
+        ),
+        ("name: x\nmodel: {build: 'not_here:Net'}", [], "r.yaml:2: model.build: 'not_here:Net': there is no module"),
+        ("model: {build: 'json:Net'}", [], "r.yaml:1: model.build: 'json:Net': json has no 'Net'"),
+        ("task: 'not_here:Task'\nmodel: {build: 'json:load'}", [], "r.yaml:1: task: 'not_here:Task'"),
+        ("model: {build: 'json:load'}", [], "r.yaml: names no data.source; a recipe says what it trains and on what"),
+        ("data: {source: {text: '*'}}", ["data.seq_len=8"], "r.yaml: names no model; a recipe says"),
+        ("model: [", [], "r.yaml:2: not valid YAML"),
+        (None, [], "r.yaml: there is no such file"),
+    ],
+)
+def test_a_bad_recipe_exits_78_in_two_lines_and_leaves_nothing_behind(
+    text: str | None, arguments: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        Path("r.yaml").write_text(text + "\n")
+    before = sorted(folder.rglob("*"))
+    assert main.main(["recipe", "check", "r.yaml", *arguments]) == 78
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert said in captured.err
+    assert "Traceback" not in captured.err
+    assert len(captured.err.splitlines()) <= 2
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_bad_recipe_leaves_the_process_with_its_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "recipe", "check", "gone.yaml"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (78, "")
+    assert done.stderr == "error: gone.yaml: there is no such file\n"
+
+
+def test_a_good_recipe_is_ok_and_tells_what_is_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r.yaml").write_text("model: {build: 'json:load'}\nprecision: fp32\ndata: {source: {text: '*'}}\n")
+    assert main.main(["recipe", "check", "r.yaml", "steps=7"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "ok  r.yaml: gpt-python, 7 steps of 16 samples"
+    assert "batch.micro_size" in second
+    assert "precision" not in second
+
+
+def test_a_check_as_json_has_the_whole_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r.yaml").write_text("model: {build: 'json:load'}\ndata: {source: {text: '*'}}\n")
+    assert main.main(["recipe", "check", "r.yaml", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["recipe"]["batch"] == {"global_size": 16, "micro_size": "auto", "scale_with_workers": False}
+    assert "precision" in answer["auto"]
+
+
+def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["recipe", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "Phalanx recipe"
+
+
+def test_an_error_that_a_user_can_mend_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> None:
+        raise DataError("shard-3: block 7 is damaged")
+
+    verb(monkeypatch, train)
+    assert main.main(["train"]) == 65
+    assert capsys.readouterr().err == "error: shard-3: block 7 is damaged\n"
+
+
+def test_a_file_that_the_system_refuses_is_named_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb(monkeypatch, lambda: Path("not/there").mkdir())
+    assert main.main(["train"]) == 64
+    assert capsys.readouterr().err == "error: not/there: No such file or directory\n"
+
+
+def test_storage_that_fails_is_told_in_one_line_and_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lost = tmp_path / "lost"
+    lost.symlink_to(lost)
+    verb(monkeypatch, lambda: os.listdir(lost))
+    assert main.main(["train"]) == 75
+    assert capsys.readouterr().err == f"error: storage fails: {lost}: Too many levels of symbolic links\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> None:
+        raise ZeroDivisionError
+
+    verb(monkeypatch, train)
+    with pytest.raises(ZeroDivisionError):
+        main.main(["train"])
+
+
+def test_an_interrupt_exits_75_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+
+    verb(monkeypatch, train)
+    assert main.main(["train"]) == 75
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_a_verb_may_return_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    verb(monkeypatch, lambda: 93)
+    assert main.main(["train"]) == 93
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    code = (
+        "import sys; from phalanx.cli.main import main; from phalanx.recipe import schema;"
+        "input(); sys.exit(main(['recipe', 'schema']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    process.stdout.close()
+    process.stdin.write("\n")
+    process.stdin.close()
+    process.stdin = process.stdout = None
+    assert process.communicate()[1] == ""
+    assert process.returncode == 75
+
+
+def test_a_broken_pipe_that_is_not_standard_output_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> None:
+        raise BrokenPipeError
+
+    verb(monkeypatch, train)
+    monkeypatch.setattr(main, "_is_reader_gone", lambda: False)
+    with pytest.raises(BrokenPipeError):
+        main.main(["train"])
+
+
+def test_train_stays_callable_when_its_room_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = ModuleType("phalanx.app.train")
+    api.train = lambda recipe: f"trained {recipe}"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "phalanx.app.train", api)
+    monkeypatch.setattr(phalanx, "train", ModuleType("phalanx.train"), raising=False)
+    assert phalanx.train("this") == "trained this"  # type: ignore[arg-type, comparison-overlap]
+
+
+def test_the_python_interface_is_imported_when_it_is_used() -> None:
+    code = (
+        "import sys, phalanx; before = 'pydantic' in sys.modules; phalanx.Recipe; phalanx.Run;"
+        'sys.exit(f\'{before} {"pydantic" in sys.modules} {"torch" in sys.modules}\')'
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "False True False\n"
+    with pytest.raises(AttributeError, match="no attribute 'Nope'"):
+        _ = phalanx.Nope
+
+
+def test_what_fails_after_an_interrupt_was_ignored_is_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Swallows:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    def train() -> None:
+        Swallows()
+        raise DataError("not a mapping")
+
+    verb(monkeypatch, train)
+    assert main.main(["train"]) == 75
+    assert capfd.readouterr().err == "error: interrupted\n"

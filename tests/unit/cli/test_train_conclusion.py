@@ -1,0 +1,46 @@
+"""What `phalanx train` says at its end: it promises nothing that was not saved, and its command can be pasted."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.train_local import format_conclusion
+from phalanx.errors import ExitCode
+from phalanx.run import Run
+from phalanx.run.directory import write_json
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.create()
+    return run
+
+
+def test_a_run_that_stopped_and_saved_says_at_which_step(run: Run) -> None:
+    write_json(run.result, {"status": "interrupted", "steps": 40, "digest": "ab" * 16})
+    told = format_conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), [], None)
+    assert told == f"saved at step 40; resume with: phalanx train r.yaml --run {run.path}"
+
+
+def test_a_run_that_could_not_save_does_not_say_that_it_did(run: Run) -> None:
+    write_json(run.result, {"status": "interrupted", "steps": 40, "digest": None})
+    told = format_conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), [], None)
+    assert told.startswith("the last steps were not saved; resume with: phalanx train")
+
+
+@pytest.mark.parametrize("name", ["it's $HOME.yaml", "-dash.yaml"])
+@pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.UNFINISHED])
+def test_a_shell_reads_the_paths_of_the_next_command_as_they_are(name: str, code: ExitCode) -> None:
+    said = format_conclusion(Run(Path(name)), code, Path(name), [], None)
+    words = shlex.split(said.splitlines()[-1])
+    here = f"./{name}" if name.startswith("-") else name
+    run = [here] if code is ExitCode.DONE else [here, "--run", name]
+    assert words[-len(run) - 1 :] == ["report" if code is ExitCode.DONE else "train", *run]
+
+
+def test_the_command_to_go_on_keeps_the_workers_and_is_quoted_for_the_shell(run: Run) -> None:
+    write_json(run.result, {"status": "interrupted", "steps": 40, "digest": "ab" * 16})
+    told = format_conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), ["model.args={layers: 2}"], 3)
+    assert f"'model.args={{layers: 2}}' --run {run.path} --nproc-per-node 3" in told

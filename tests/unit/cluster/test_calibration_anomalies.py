@@ -1,0 +1,101 @@
+"""What looks wrong in measurements, and what does not."""
+
+from typing import Any
+
+import pytest
+
+from phalanx.cluster.calibration.anomalies import best_gemm_tflops, find_anomalies, measured_memory_bandwidth
+from phalanx.cluster.spec import (
+    AcceleratorSpec,
+    CollectiveTiming,
+    GemmTiming,
+    OpTiming,
+    ScaleUpNetwork,
+    StorageSpec,
+)
+
+DEVICE = AcceleratorSpec(name="X", tflops={"fp32": 1.0, "bf16": 2.0}, memory_gib=16, memory_gbps=100)
+
+
+def odd(**given: Any) -> list[str]:
+    whole: dict[str, Any] = {"gemms": [], "ops": [], "collectives": [], "storage": None, "drift": 0.0}
+    whole |= {"clock_share": None, "scale_up": None}
+    return find_anomalies(DEVICE, **{**whole, **given})
+
+
+def product(precision: Any, tflops: float, side: int = 1024, **given: Any) -> GemmTiming:
+    return GemmTiming(precision=precision, m=side, n=side, k=side, seconds=2 * side**3 / tflops / 1e12, **given)
+
+
+def addition(gbps: float, nbytes: float = 2.0**25) -> OpTiming:
+    return OpTiming(kind="add", precision="fp32", bytes=nbytes, seconds=nbytes / gbps / 1e9)
+
+
+def all_reduce(gbps: float, right: bool = True) -> CollectiveTiming:
+    given: dict[str, Any] = {"kind": "all_reduce", "backend": "nccl", "ranks": 2, "bytes": 2**26, "seconds": 0.1}
+    return CollectiveTiming(**given, busbw_gbps=gbps, right=right)
+
+
+def test_a_machine_that_does_what_it_should_has_nothing_odd() -> None:
+    fine = [product("fp32", 0.8), product("bf16", 1.6)]
+    assert odd(gemms=fine, ops=[addition(80)], storage=StorageSpec(node_write_gbps=1), clock_share=0.95) == []
+
+
+def test_rates_far_below_the_data_sheet_are_told() -> None:
+    (text,) = odd(gemms=[product("fp32", 0.2)])
+    assert text == "fp32 products reach 0.2 of 1 TFLOP/s (20%)"
+
+
+def test_small_products_say_nothing_of_the_device() -> None:
+    assert odd(gemms=[product("fp32", 0.9), product("fp32", 0.01, side=64)]) == []
+
+
+def test_bf16_without_hardware_is_told() -> None:
+    (text,) = odd(gemms=[product("fp32", 0.9), product("bf16", 0.8)])
+    assert "bf16 products take 1.1 times as long as fp32" in text
+
+
+def test_a_shape_that_only_one_precision_has_does_not_count() -> None:
+    assert odd(gemms=[product("fp32", 0.9), product("bf16", 0.8, side=2048)]) == []
+
+
+def test_slow_memory_is_told() -> None:
+    (text,) = odd(ops=[addition(20)])
+    assert text == "memory gives 20 of 100 GB/s (20%)"
+
+
+def test_drift_and_low_clocks_are_told() -> None:
+    drifting, slow = odd(drift=0.2, clock_share=0.5)
+    assert "20%" in drifting
+    assert "50% of its highest" in slow
+
+
+def test_wrong_results_come_in_capitals() -> None:
+    (text,) = odd(collectives=[all_reduce(10, right=False)])
+    assert text.startswith("WRONG RESULTS of all_reduce (nccl, 2 ranks)")
+
+
+def test_a_link_that_is_not_used_is_told() -> None:
+    (text,) = odd(collectives=[all_reduce(20)], scale_up=ScaleUpNetwork(link="NVLink 4", gbps=450, domain=2))
+    assert "20 of the 450 GB/s of NVLink 4" in text
+
+
+def test_a_slow_disk_is_told() -> None:
+    (text,) = odd(storage=StorageSpec(node_write_gbps=0.02, node_read_gbps=0.5))
+    assert text.startswith("the disk writes 20 MB/s")
+
+
+def test_a_narrow_link_is_passed_on() -> None:
+    assert odd(link_warnings=["GPU x: narrow"]) == ["GPU x: narrow"]
+
+
+def test_rates_are_those_of_one_process_alone() -> None:
+    assert best_gemm_tflops([product("fp32", 0.5), product("fp32", 0.7, processes=2)]) == {"fp32": pytest.approx(0.5)}
+
+
+def test_memory_is_measured_by_the_largest_tensors_that_the_allocator_keeps() -> None:
+    fresh = OpTiming(kind="fresh_memory", precision="fp32", bytes=2.0**26, seconds=0.1)
+    found = [addition(90, 2.0**20), addition(40, 2.0**25), addition(5, 2.0**30)]
+    assert measured_memory_bandwidth([*found, fresh]) == pytest.approx(40)
+    assert measured_memory_bandwidth(found) == pytest.approx(5)
+    assert measured_memory_bandwidth([]) is None

@@ -1,0 +1,59 @@
+"""Measuring a folder, on a real one, with a clock of our own where that decides."""
+
+import itertools
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.cluster.calibration import storage
+from phalanx.errors import UsageError
+
+
+def test_a_folder_is_written_and_read_and_left_empty(tmp_path: Path) -> None:
+    rates = storage.measure_storage(tmp_path, quick=True, seconds=0.2, clock=time.perf_counter)
+    assert rates.write_gbps > 0
+    assert (rates.read_gbps is None) == (rates.read_mode == "cached")
+    assert storage.BLOCK_BYTES <= rates.num_bytes <= storage.MAX_WRITTEN_BYTES[True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_is_written_less(tmp_path: Path) -> None:
+    ticks = itertools.count()
+    rates = storage.measure_storage(
+        tmp_path, quick=True, seconds=1.0, clock=lambda: float(next(ticks))
+    )  # 32 MiB in a second
+    assert rates.num_bytes == storage.BLOCK_BYTES
+    assert rates.write_gbps == pytest.approx(storage.BLOCK_BYTES / 1e9)
+
+
+def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+    ticks = itertools.count()
+
+    def clock() -> float:
+        if next(ticks) == 2:
+            raise KeyboardInterrupt
+        return 0.0
+
+    with pytest.raises(KeyboardInterrupt):
+        storage.measure_storage(tmp_path, quick=True, seconds=1.0, clock=clock)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**8))
+    with pytest.raises(UsageError, match=r"takes 141 MB, 100 MB are free; choose another --dir"):
+        storage.check_free_space(tmp_path, quick=True)
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    block = storage.mmap.mmap(-1, storage.BLOCK_BYTES)
+    block.write(b"x" * storage.BLOCK_BYTES)
+    storage.write_file(path, block, storage.BLOCK_BYTES + 4096, time.perf_counter)
+    assert path.stat().st_size == storage.BLOCK_BYTES + 4096
+    rate, cache = storage.read_file(path, block, storage.BLOCK_BYTES + 4096, 10.0, time.perf_counter)
+    assert rate > 0
+    assert cache in ("direct", "dropped")
+    block.close()

@@ -1,0 +1,388 @@
+"""What the doctor says of cores, memory, disks, limits, names, clocks and versions, on machines made of text files."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.cluster.health import CheckContext, HealthVerdict, worst_verdict
+from phalanx.cluster.health.checks import clock, cpu, disk_space, memory, network, ulimits, versions
+from phalanx.cluster.health.checks.clock import KernelClock
+from phalanx.cluster.health.finding import HealthFinding, parse_finding
+from phalanx.cluster.health.thresholds import THRESHOLD_BY_NAME, evaluate_threshold
+from phalanx.cluster.nics import Nic
+
+GIB = 2**30
+
+
+def put(root: Path, **files: str) -> None:
+    """Files below `root`; `__` stands for a slash."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+def site(root: Path, **given: Any) -> CheckContext:
+    return CheckContext(run_dir=root / "run", cache_dir=root / "cache", temp_dir=root / "tmp", root=root, **given)
+
+
+def space(free: float, total: float = 100 * GIB, **given: Any) -> Any:
+    """What statvfs says of a file system with blocks of one byte."""
+    whole = {
+        "f_bavail": int(free),
+        "f_blocks": int(total),
+        "f_frsize": 1,
+        "f_files": 1000,
+        "f_favail": 10**6,
+        "f_flag": 0,
+    }
+    return lambda path: SimpleNamespace(**{**whole, **given})
+
+
+def only(findings: list[HealthFinding]) -> HealthFinding:
+    (one,) = findings
+    return one
+
+
+def test_a_finding_survives_json() -> None:
+    before = HealthFinding("disk/run", HealthVerdict.WARN, "little room", {"free": 12, "kind": "ext4", "inodes": None})
+    assert parse_finding(before.as_json()) == before
+
+
+def test_a_site_survives_json(tmp_path: Path) -> None:
+    before = site(tmp_path, uid=7, expected_devices=8, is_quick=True)
+    assert CheckContext.from_json(before.as_json()) == before
+
+
+def test_a_check_without_end_is_no_pass_and_an_unknown_one_is_not_held_against_the_machine() -> None:
+    assert HealthVerdict.ERROR.is_unfit
+    assert HealthVerdict.FAIL.is_unfit
+    assert not HealthVerdict.UNKNOWN.is_unfit
+    assert worst_verdict([HealthVerdict.PASS, HealthVerdict.ERROR, HealthVerdict.WARN]) is HealthVerdict.ERROR
+
+
+@pytest.mark.parametrize("name", THRESHOLD_BY_NAME)
+def test_thresholds_get_graver_in_one_direction(name: str) -> None:
+    one = THRESHOLD_BY_NAME[name]
+    bounds = [bound for bound in (one.warn, one.fail) if bound is not None]
+    assert bounds
+    assert bounds == sorted(bounds, reverse=not one.is_upper)
+
+
+def test_a_threshold_itself_is_still_right() -> None:
+    assert evaluate_threshold("matmul slowdown", 0.05) is HealthVerdict.PASS
+    assert evaluate_threshold("matmul slowdown", 0.0501) is HealthVerdict.WARN
+    assert evaluate_threshold("matmul slowdown", 0.2001) is HealthVerdict.FAIL
+    assert evaluate_threshold("memory free", 0.04) is HealthVerdict.FAIL
+
+
+def machine(root: Path, **files: str) -> None:
+    stat = "cpu  10 0 10 1000 0 0 0 0 0 0\ncpu0 5 0 5 500 0 0 0 0 0 0\ncpu1 5 0 5 500 0 0 0 0 0 0\nintr 1"
+    whole = {
+        "proc__stat": stat,
+        "sys__devices__system__cpu__present": "0-3",
+        "sys__devices__system__cpu__online": "0-3",
+        "sys__devices__system__cpu__smt__control": "on",
+        "sys__devices__system__cpu__cpu0__cpufreq__scaling_max_freq": "3000000",
+        "sys__devices__system__cpu__cpu0__cpufreq__cpuinfo_max_freq": "3000000",
+    }
+    put(root, **{**whole, **files})
+
+
+def looked(root: Path, affinity: list[int], busy: str | None = None) -> HealthFinding:
+    def sleep(seconds: float) -> None:
+        if busy is not None:
+            put(root, proc__stat=busy)
+
+    return only(cpu.evaluate_cpu(cpu.measure_cpu(site(root), affinity, sleep)))
+
+
+def test_all_cores_are_fine(tmp_path: Path) -> None:
+    machine(tmp_path)
+    assert looked(tmp_path, [0, 1, 2, 3]).verdict is HealthVerdict.PASS
+
+
+def test_cores_that_are_switched_off_are_told(tmp_path: Path) -> None:
+    machine(tmp_path, sys__devices__system__cpu__online="0-1,3")
+    assert looked(tmp_path, [0, 1, 3]).verdict is HealthVerdict.WARN
+
+
+def test_threads_off_with_hyper_threading_are_no_fault(tmp_path: Path) -> None:
+    machine(tmp_path, sys__devices__system__cpu__online="0-1", sys__devices__system__cpu__smt__control="off")
+    assert looked(tmp_path, [0, 1]).verdict is HealthVerdict.PASS
+
+
+def test_one_core_of_many_is_told_as_sruns_forgetting(tmp_path: Path) -> None:
+    machine(tmp_path)
+    assert "--cpus-per-task" in looked(tmp_path, [2]).reason
+
+
+def test_a_limited_clock_is_told(tmp_path: Path) -> None:
+    machine(tmp_path, sys__devices__system__cpu__cpu0__cpufreq__scaling_max_freq="1500000")
+    found = looked(tmp_path, [0, 1, 2, 3])
+    assert found.verdict is HealthVerdict.WARN
+    assert "50%" in found.reason
+
+
+def test_cores_that_others_keep_busy_are_told(tmp_path: Path) -> None:
+    machine(tmp_path)
+    busy = "cpu  60 0 10 1030 0 0 0 0 0 0\ncpu0 5 0 5 500\ncpu1 5 0 5 500"
+    found = looked(tmp_path, [0, 1, 2, 3], busy)
+    assert found.verdict is HealthVerdict.WARN
+    assert found.values["busy"] == pytest.approx(2 * 50 / 80)
+
+
+def meminfo(available: float, swap_free: int = 8 * 2**20) -> str:
+    total, swap = 100 * 2**20, 8 * 2**20
+    fields = {"MemTotal": total, "MemAvailable": int(available * total), "SwapTotal": swap, "SwapFree": swap_free}
+    return "\n".join(f"{name}: {value} kB" for name, value in fields.items())
+
+
+def remembering(root: Path, shm: Any = None) -> list[HealthFinding]:
+    return memory.evaluate_memory(memory.measure_memory(site(root), shm or space(50 * GIB)))
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(0.9, HealthVerdict.PASS), (0.2, HealthVerdict.WARN), (0.04, HealthVerdict.FAIL)]
+)
+def test_memory_is_judged_by_what_is_free(tmp_path: Path, share: float, verdict: HealthVerdict) -> None:
+    put(tmp_path, proc__meminfo=meminfo(share))
+    assert remembering(tmp_path)[0].verdict is verdict
+
+
+def test_swap_in_use_is_told(tmp_path: Path) -> None:
+    put(tmp_path, proc__meminfo=meminfo(0.9, swap_free=0))
+    found = remembering(tmp_path)[0]
+    assert found.verdict is HealthVerdict.WARN
+    assert "8.0 GiB lie in swap" in found.reason
+
+
+def test_the_control_groups_limit_counts_before_the_machines_memory(tmp_path: Path) -> None:
+    put(tmp_path, proc__meminfo=meminfo(0.9), proc__self__cgroup="0::/job")
+    group = {"memory.max": 10 * GIB, "memory.current": 9.8 * GIB}
+    for name, value in group.items():
+        path = tmp_path / "sys/fs/cgroup/job" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{int(value)}\n")
+    (tmp_path / "sys/fs/cgroup/job/memory.stat").write_text("anon 1\ninactive_file 0\n")
+    found = remembering(tmp_path)[0]
+    assert found.verdict is HealthVerdict.FAIL
+    assert "10.0 GiB free (2% of the control group's limit)" in found.reason
+
+
+def test_files_in_the_page_cache_do_not_fill_a_control_group(tmp_path: Path) -> None:
+    put(tmp_path, proc__self__cgroup="4:memory:/job")
+    folder = tmp_path / "sys/fs/cgroup/memory/job"
+    folder.mkdir(parents=True)
+    (folder / "memory.usage_in_bytes").write_text("1000\n")
+    (folder / "memory.stat").write_text("cache 900\ninactive_file 700\n")
+    assert memory.read_cgroup_used(tmp_path) == 300
+
+
+def test_a_machine_that_tells_nothing_of_its_memory_is_unknown(tmp_path: Path) -> None:
+    assert remembering(tmp_path)[0].verdict is HealthVerdict.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict"), [(GIB, HealthVerdict.PASS), (2**26, HealthVerdict.WARN), (2**20, HealthVerdict.FAIL)]
+)
+def test_shared_memory_is_judged_by_its_room(tmp_path: Path, free: int, verdict: HealthVerdict) -> None:
+    put(tmp_path, proc__meminfo=meminfo(0.9))
+    assert remembering(tmp_path, space(free))[1].verdict is verdict
+
+
+def test_a_missing_shared_memory_is_told(tmp_path: Path) -> None:
+    def none(path: Path) -> Any:
+        raise FileNotFoundError
+
+    assert remembering(tmp_path, none)[1].verdict is HealthVerdict.WARN
+
+
+def folders(root: Path) -> CheckContext:
+    for name in ("cache", "tmp"):
+        (root / name).mkdir()
+    return site(root)
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict"), [(20, HealthVerdict.PASS), (5, HealthVerdict.WARN), (0.5, HealthVerdict.FAIL)]
+)
+def test_a_runs_disk_is_judged_by_its_room(tmp_path: Path, free: float, verdict: HealthVerdict) -> None:
+    found = disk_space.check_disk_space(folders(tmp_path), space(free * GIB))
+    assert [each.check for each in found] == ["disk/run", "disk/cache", "disk/temp"]
+    assert found[0].verdict is verdict
+
+
+def test_a_disk_without_room_for_more_files_is_bad(tmp_path: Path) -> None:
+    found = disk_space.check_disk_space(folders(tmp_path), space(50 * GIB, f_favail=100))
+    assert found[0].verdict is HealthVerdict.FAIL
+    assert "100 more files" in found[0].reason
+
+
+def test_file_systems_that_count_no_inodes_are_fine(tmp_path: Path) -> None:
+    assert (
+        disk_space.check_disk_space(folders(tmp_path), space(50 * GIB, f_files=0, f_favail=0))[0].verdict
+        is HealthVerdict.PASS
+    )
+
+
+def test_a_read_only_file_system_is_bad(tmp_path: Path) -> None:
+    found = disk_space.check_disk_space(folders(tmp_path), space(50 * GIB, f_flag=os.ST_RDONLY))
+    assert {each.verdict for each in found} == {HealthVerdict.FAIL}
+    assert "read-only" in found[0].reason
+
+
+def test_a_disk_that_fails_is_bad_and_named(tmp_path: Path) -> None:
+    def failing(path: Path) -> Any:
+        raise OSError(5, "Input/output error")
+
+    found = disk_space.check_disk_space(folders(tmp_path), failing)
+    assert {each.verdict for each in found} == {HealthVerdict.FAIL}
+    assert found[0].reason == f"{tmp_path / 'run'}: Input/output error"
+
+
+def test_a_run_that_does_not_exist_yet_is_checked_where_it_would_be_made(tmp_path: Path) -> None:
+    assert disk_space.nearest_existing(tmp_path / "a/b/c") == tmp_path
+
+
+def limited(root: Path, files: int, locked: int) -> HealthFinding:
+    import resource
+
+    given = {resource.RLIMIT_NOFILE: (files, 2 * files), resource.RLIMIT_MEMLOCK: (locked, locked)}
+    return only(ulimits.evaluate_ulimits(ulimits.measure_ulimits(site(root), lambda which: given[which])))
+
+
+@pytest.mark.parametrize(
+    ("files", "verdict"), [(1024, HealthVerdict.PASS), (512, HealthVerdict.WARN), (64, HealthVerdict.FAIL)]
+)
+def test_open_files_are_judged(tmp_path: Path, files: int, verdict: HealthVerdict) -> None:
+    assert limited(tmp_path, files, 2**23).verdict is verdict
+
+
+def test_little_lockable_memory_is_told_where_there_is_rdma(tmp_path: Path) -> None:
+    port = "sys__class__infiniband__mlx5_0__ports__1__"
+    put(
+        tmp_path,
+        **{f"{port}link_layer": "InfiniBand", f"{port}state": "4: ACTIVE", f"{port}rate": "400 Gb/sec (4X NDR)"},
+    )
+    found = limited(tmp_path, 4096, 2**23)
+    assert found.verdict is HealthVerdict.WARN
+    assert "ulimit -l" in found.reason
+
+
+def named(*found: str, seconds: float = 0.0) -> HealthFinding:
+    times = iter((0.0, seconds))
+    return network.evaluate_hostname("node7", lambda name: list(found), lambda: next(times))
+
+
+def test_a_name_with_an_address_is_fine() -> None:
+    assert named("10.0.0.7").verdict is HealthVerdict.PASS
+
+
+def test_a_name_that_only_this_machine_can_reach_is_told() -> None:
+    found = named("127.0.1.1", "::1")
+    assert found.verdict is HealthVerdict.WARN
+    assert "GLOO_SOCKET_IFNAME" in found.reason
+
+
+def test_a_slow_answer_is_told() -> None:
+    assert named("10.0.0.7", seconds=5.0).verdict is HealthVerdict.WARN
+
+
+def test_a_name_without_an_address_is_told() -> None:
+    def none(name: str) -> list[str]:
+        raise OSError(-2, "Name or service not known")
+
+    found = network.evaluate_hostname("node7", none, lambda: 0.0)
+    assert found.verdict is HealthVerdict.WARN
+    assert "Name or service not known" in found.reason
+
+
+CARDS = (
+    Nic("eth0", "ethernet", True),
+    Nic("mlx5_0:1", "infiniband", True, 50.0),
+    Nic("mlx5_1:1", "infiniband", True, 50.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("variable", "wanted", "verdict"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", HealthVerdict.PASS),
+        ("GLOO_SOCKET_IFNAME", "eth", HealthVerdict.FAIL),
+        ("GLOO_SOCKET_IFNAME", "eth0,lo", HealthVerdict.PASS),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth7", HealthVerdict.FAIL),
+        ("NCCL_SOCKET_IFNAME", "eth", HealthVerdict.PASS),
+        ("NCCL_SOCKET_IFNAME", "=eth", HealthVerdict.FAIL),
+        ("NCCL_SOCKET_IFNAME", "^docker", HealthVerdict.PASS),
+        ("NCCL_SOCKET_IFNAME", "ib", HealthVerdict.FAIL),
+    ],
+)
+def test_interfaces_that_libraries_are_told_to_use_must_exist(
+    variable: str, wanted: str, verdict: HealthVerdict
+) -> None:
+    assert network.evaluate_interfaces(CARDS, {variable: wanted}).verdict is verdict
+
+
+def test_an_rdma_port_that_is_down_among_others_is_told() -> None:
+    found = network.evaluate_interfaces((*CARDS, Nic("mlx5_2:1", "infiniband", False)), {})
+    assert found.verdict is HealthVerdict.WARN
+    assert "1 of 3 RDMA ports are down: mlx5_2:1" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("kernel", "offset", "verdict"),
+    [
+        (KernelClock(True, 0.01), None, HealthVerdict.PASS),
+        (KernelClock(True, 3.0), None, HealthVerdict.WARN),
+        (KernelClock(False, 16.0), None, HealthVerdict.WARN),
+        (KernelClock(True, 0.01), -7.0, HealthVerdict.WARN),
+        (KernelClock(True, 0.01), 400.0, HealthVerdict.FAIL),
+        (None, None, HealthVerdict.UNKNOWN),
+    ],
+)
+def test_clocks_are_judged(kernel: KernelClock | None, offset: float | None, verdict: HealthVerdict) -> None:
+    assert only(clock.evaluate_clock(kernel, offset)).verdict is verdict
+
+
+def test_this_kernel_tells_of_its_clock_or_says_nothing() -> None:
+    found = clock.read_kernel_clock()
+    assert found is None or found.max_error_s >= 0
+
+
+def served(root: Path, kind: str) -> CheckContext:
+    put(root, proc__self__mountinfo=f"22 1 0:21 / {root} rw - {kind} server:/x rw")
+    return site(root)
+
+
+def test_a_file_server_tells_how_far_a_clock_is_off(tmp_path: Path) -> None:
+    import time
+
+    offset = clock.server_offset(tmp_path, served(tmp_path, "nfs4"), now=lambda: time.time() + 5)
+    assert offset == pytest.approx(5, abs=0.5)
+    assert not list(tmp_path.glob(".phalanx-doctor-*"))
+
+
+def test_a_disk_of_ones_own_tells_nothing_of_a_clock(tmp_path: Path) -> None:
+    assert clock.server_offset(tmp_path, served(tmp_path, "ext4")) is None
+
+
+FIGURES = {"python": "3.12.1", "torch": "2.13.0", "phalanx": "0.1.0", "numpy": "2", "kernel": "6.1", "driver": None}
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({}, HealthVerdict.PASS),
+        ({"torch": None}, HealthVerdict.FAIL),
+        ({"torch": "2.10.0"}, HealthVerdict.WARN),
+        ({"torch": "2.16.0"}, HealthVerdict.WARN),
+        ({"torch": "2.13.0+cpu"}, HealthVerdict.PASS),
+        ({"torch": "2.13.0+cpu", "driver": "nvidia 550.1"}, HealthVerdict.WARN),
+    ],
+)
+def test_versions_are_judged(changed: dict[str, Any], verdict: HealthVerdict) -> None:
+    assert only(versions.evaluate_versions({**FIGURES, **changed})).verdict is verdict

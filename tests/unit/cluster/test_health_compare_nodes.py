@@ -1,0 +1,95 @@
+"""Nodes beside each other: who stands out is named, with why."""
+
+from typing import Any
+
+import pytest
+
+from phalanx.cluster.health import HealthFinding, HealthVerdict
+from phalanx.cluster.health.compare_nodes import compare_nodes
+from phalanx.cluster.health.runner import NodeHealthReport
+
+SOFTWARE = {"torch": "2.13.0", "phalanx": "0.1.0", "python": "3.12.1", "numpy": "2", "kernel": "6.1", "driver": None}
+
+
+def node(name: str, seconds: float | None = 0.010, time: float = 1000.0, **given: Any) -> NodeHealthReport:
+    findings = [
+        HealthFinding("versions", HealthVerdict.PASS, "", {**SOFTWARE, **given.get("software", {})}),
+        HealthFinding("clock", HealthVerdict.PASS, "", {"server_offset": given.get("offset")}),
+        HealthFinding("disk-throughput", HealthVerdict.PASS, "", {"written": given.get("written", 1e9)}),
+    ]
+    if seconds is not None:
+        figures = {"device": given.get("device", "H100"), "seconds": seconds}
+        findings.append(HealthFinding("matmul", HealthVerdict.PASS, "", figures))
+    return NodeHealthReport(name, time, 5.0, tuple(findings))
+
+
+def verdicts(check: str, *reports: NodeHealthReport) -> list[HealthVerdict | None]:
+    """Of one comparison, node by node; None where nothing is said."""
+    found = compare_nodes(reports)
+    return [next((each.verdict for each in found[report.node] if each.check == check), None) for report in reports]
+
+
+OK, WARN, BAD, UNKNOWN = HealthVerdict.PASS, HealthVerdict.WARN, HealthVerdict.FAIL, HealthVerdict.UNKNOWN
+
+
+def test_of_three_nodes_the_slow_one_is_named() -> None:
+    found = compare_nodes([node("n1"), node("n2", 0.0135), node("n3", 0.0101)])
+    (pace,) = [each for each in found["n2"] if each.check == "fleet/matmul"]
+    assert pace.verdict is BAD
+    assert pace.reason == "25% below the median of 3 nodes"
+    assert all(each.verdict is OK for name in ("n1", "n3") for each in found[name])
+
+
+def test_six_percent_below_the_median_is_a_warning() -> None:
+    assert verdicts("fleet/matmul", node("n1"), node("n2"), node("n3", 0.01065)) == [OK, OK, WARN]
+
+
+def test_of_two_nodes_the_slower_is_held_against_the_faster() -> None:
+    assert verdicts("fleet/matmul", node("n1"), node("n2", 0.013)) == [OK, BAD]
+
+
+def test_different_devices_are_not_compared() -> None:
+    assert verdicts("fleet/matmul", node("n1"), node("n2", 0.05, device="T4")) == [UNKNOWN, UNKNOWN]
+
+
+def test_a_node_that_did_not_measure_is_unknown() -> None:
+    assert verdicts("fleet/matmul", node("n1"), node("n2"), node("n3", None)) == [OK, OK, UNKNOWN]
+
+
+def test_the_slowest_gpu_of_a_node_counts() -> None:
+    one = node("n3")
+    slow = HealthFinding("matmul/gpu1", OK, "", {"device": "H100", "seconds": 0.02})
+    both = NodeHealthReport("n3", one.written_at, 5.0, (*one.findings, slow))
+    assert verdicts("fleet/matmul", node("n1"), node("n2"), both) == [OK, OK, BAD]
+
+
+@pytest.mark.parametrize(("name", "verdict"), [("torch", BAD), ("phalanx", BAD), ("kernel", WARN), ("driver", WARN)])
+def test_software_that_differs_from_the_others_is_told(name: str, verdict: HealthVerdict) -> None:
+    odd = node("n3", software={name: "9"})
+    assert verdicts("fleet/versions", node("n1"), node("n2"), odd) == [OK, OK, verdict]
+    assert f"{name} 9, where 2 of 3 nodes have {SOFTWARE[name]}" in str(
+        compare_nodes([node("n1"), node("n2"), odd])["n3"]
+    )
+
+
+def test_of_two_nodes_with_different_software_neither_is_right() -> None:
+    assert verdicts("fleet/versions", node("n1"), node("n2", software={"torch": "2.12.0"})) == [BAD, BAD]
+
+
+def test_a_clock_that_is_off_by_the_file_server_is_told() -> None:
+    nodes = [node("n1", offset=0.01), node("n2", offset=0.02), node("n3", offset=400.0), node("n4", offset=-3.0)]
+    assert verdicts("fleet/clock", *nodes) == [OK, OK, BAD, WARN]
+
+
+def test_reports_of_different_times_are_no_more_than_a_warning() -> None:
+    nodes = [node("n1"), node("n2", time=1010.0), node("n3", time=9000.0)]
+    assert verdicts("fleet/clock", *nodes) == [OK, OK, WARN]
+
+
+def test_a_disk_far_slower_than_the_others_is_told() -> None:
+    assert verdicts("fleet/disk", node("n1"), node("n2"), node("n3", written=2e8)) == [OK, OK, WARN]
+
+
+def test_one_node_alone_has_nothing_to_be_compared_with() -> None:
+    assert verdicts("fleet/matmul", node("n1")) == [UNKNOWN]
+    assert verdicts("fleet/clock", node("n1")) == [None]

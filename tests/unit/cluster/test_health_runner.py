@@ -1,0 +1,178 @@
+"""Checks in processes that can be ended: one that hangs, dies or raises is told and is no pass."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from phalanx.cluster.health import CheckContext, HealthVerdict
+from phalanx.cluster.health.check_process import CheckAborted, CheckProcess
+from phalanx.cluster.health.finding import HealthFinding
+from phalanx.cluster.health.registry import HEALTH_CHECKS, HealthCheck, choose_checks, run_check_in_process
+from phalanx.cluster.health.runner import NodeHealthReport, parse_report, run_check, run_checks
+from phalanx.errors import UsageError
+
+
+def check(name: str = "disk", **given: Any) -> HealthCheck:
+    return HealthCheck(name, "", lambda site: [], **given)
+
+
+class Calls:
+    """Answers, or fails, in the place of a process."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[str, float]] = []
+
+    def call(self, function: str, payload: Any, seconds: float) -> Any:
+        self.asked.append((function, seconds))
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def site(root: Path) -> CheckContext:
+    return CheckContext(root, root, root, root)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about in time"
+        time.sleep(0.01)
+
+
+def process_of(helper: CheckProcess) -> psutil.Process:
+    return psutil.Process(helper.call("builtins:eval", "__import__('os').getpid()", 20.0))
+
+
+def test_a_process_answers_one_request_after_another() -> None:
+    with CheckProcess() as helper:
+        first, second = (helper.call("math:sqrt", value, 20.0) for value in (4, 9))
+    assert (first, second) == (2, 3)
+
+
+def test_a_check_that_hangs_is_killed_at_its_deadline_and_the_next_one_runs() -> None:
+    with CheckProcess() as helper:
+        child = process_of(helper)
+        begun = time.monotonic()
+        with pytest.raises(CheckAborted, match=r"did not finish within 0\.2 s"):
+            helper.call("time:sleep", 1000, 0.2)
+        assert time.monotonic() - begun < 5
+        assert not child.is_running()
+        assert helper.call("math:sqrt", 16, 20.0) == 4
+
+
+def test_a_check_that_raises_is_told() -> None:
+    with CheckProcess() as helper:
+        with pytest.raises(CheckAborted, match="ValueError: "):
+            helper.call("math:sqrt", -1, 20.0)
+        assert helper.call("math:sqrt", 16, 20.0) == 4
+
+
+def test_a_check_whose_process_dies_is_told() -> None:
+    with CheckProcess() as helper, pytest.raises(CheckAborted, match=r"its process died \(exit code 3\)"):
+        helper.call("os:_exit", 3, 20.0)
+
+
+def test_what_a_check_prints_is_not_taken_for_its_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    with CheckProcess() as helper:
+        assert helper.call("builtins:print", "nonsense", 20.0) is None
+    assert capfd.readouterr().err == "nonsense\n"
+
+
+def test_what_a_check_started_is_ended_with_it(tmp_path: Path) -> None:
+    with CheckProcess() as helper, pytest.raises(CheckAborted):
+        helper.call("os:system", f"sleep 1000 & echo $! > {tmp_path}/pid; wait", 1.0)
+    pid = int((tmp_path / "pid").read_text())
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_no_process_is_left_when_the_checks_are_done() -> None:
+    with CheckProcess() as helper:
+        child = process_of(helper)
+    assert not child.is_running()
+
+
+def test_a_helper_that_was_killed_from_outside_is_told() -> None:
+    with CheckProcess() as helper:
+        child = process_of(helper)
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(CheckAborted, match="died"):
+            helper.call("time:sleep", 1000, 20.0)
+
+
+def test_an_unfinished_check_is_a_finding_with_its_limit(tmp_path: Path) -> None:
+    (found,) = run_check(check(timeout_s=3.0), site(tmp_path), Calls(CheckAborted("it hung")))
+    assert found == HealthFinding("disk", HealthVerdict.ERROR, "it hung", {"limit": 3.0})
+
+
+def test_a_disk_that_hangs_is_cleaned_up_behind(tmp_path: Path) -> None:
+    calls = Calls(CheckAborted("it hung"), None)
+    run_check(check("disk-throughput"), site(tmp_path), calls)
+    assert calls.asked[1] == ("phalanx.cluster.health.checks.disk_throughput:remove_scratch", 5.0)
+
+
+def test_a_disk_is_cleaned_up_behind_when_somebody_interrupts(tmp_path: Path) -> None:
+    calls = Calls(KeyboardInterrupt(), None)
+    with pytest.raises(KeyboardInterrupt):
+        run_check(check("disk-throughput"), site(tmp_path), calls)
+    assert calls.asked[1] == ("phalanx.cluster.health.checks.disk_throughput:remove_scratch", 5.0)
+
+
+def test_a_file_that_cannot_be_cleaned_up_is_told(tmp_path: Path) -> None:
+    (found,) = run_check(
+        check("disk-throughput"), site(tmp_path), Calls(CheckAborted("it hung"), CheckAborted("it hung, too"))
+    )
+    assert found.reason == f"it hung; its file may be left in {tmp_path}"
+
+
+def test_real_checks_run_in_a_process_of_their_own(tmp_path: Path) -> None:
+    asked: list[str] = []
+    here = CheckContext(tmp_path, tmp_path, tmp_path)
+    whole = run_checks(here, choose_checks(["disk", "ulimits"], [], quick=True), asked.append, now=lambda: 5.0)
+    assert asked == ["ulimits", "disk"]
+    assert [each.check for each in whole.findings] == ["ulimits", "disk/run", "disk/cache", "disk/temp"]
+    assert whole.written_at == 5.0
+
+
+def test_a_report_survives_json() -> None:
+    before = NodeHealthReport("n1", 12.5, 1.25, (HealthFinding("cpu", HealthVerdict.FAIL, "why", {"busy": 1.5}),))
+    assert parse_report(before.as_json()) == before
+    assert not before.is_fit
+
+
+def test_a_report_of_another_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="format 2"):
+        parse_report({**NodeHealthReport("n1", 0.0, 0.0, ()).as_json(), "format": 2})
+
+
+def test_names_choose_checks() -> None:
+    assert [each.name for each in choose_checks(["memory"], [], False)] == ["memory"]
+    assert "memory" not in [each.name for each in choose_checks([], ["memory"], False)]
+
+
+def test_quick_leaves_out_what_measures() -> None:
+    left = {each.name for each in HEALTH_CHECKS} - {each.name for each in choose_checks([], [], True)}
+    assert left == {"disk-throughput", "matmul"}
+
+
+def test_an_unknown_name_is_told_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match="no check 'memroy'; did you mean 'memory'"):
+        choose_checks([], ["memroy"], False)
+
+
+def test_quickly_measuring_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="--quick leaves out"):
+        choose_checks(["matmul"], [], True)
+
+
+def test_a_check_by_name_gives_plain_values(tmp_path: Path) -> None:
+    (said,) = run_check_in_process({"check": "ulimits", "site": site(tmp_path).as_json()})
+    assert set(said) == {"check", "verdict", "reason", "figures"}

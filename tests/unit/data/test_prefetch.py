@@ -1,0 +1,119 @@
+"""The background thread: it reads ahead, divides the work, and never hides an error."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from phalanx.data import Prefetcher
+
+
+class Counting:
+    """Samples that are their own number; `broken` raises from that sample on."""
+
+    def __init__(self, broken=None):
+        self.broken = broken
+        self.asked = []
+        self.changed = threading.Condition()
+
+    def read_training(self, consumed, count):
+        with self.changed:
+            self.asked.append((consumed, count))
+            self.changed.notify_all()
+        if self.broken is not None and consumed >= self.broken:
+            raise OSError("the disk is gone")
+        return {"tokens": np.arange(consumed, consumed + count)}
+
+
+def feed(data, **options):
+    return Prefetcher(
+        data, **{"global_batch": 12, "micro_size": 2, "rank": 0, "num_groups": 1, "samples_consumed": 0, **options}
+    )
+
+
+def test_a_step_is_a_list_of_micro_batches():
+    with feed(Counting(), samples_consumed=24) as steps:
+        assert [batch["tokens"].tolist() for batch in next(steps)] == [[24 + i, 25 + i] for i in range(0, 12, 2)]
+        assert next(steps)[0]["tokens"].tolist() == [36, 37]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6])
+def test_ranks_own_consecutive_micro_batches(world):
+    owned = []
+    for rank in range(world):
+        with feed(Counting(), rank=rank, num_groups=world) as steps:
+            owned += [batch["tokens"].tolist() for batch in next(steps)]
+    assert owned == [[i, i + 1] for i in range(0, 12, 2)]
+
+
+@pytest.mark.parametrize(("world", "rank", "mine"), [(2, 1, [1, 3, 5]), (4, 0, [0]), (4, 2, [2, 4]), (6, 5, [5])])
+def test_neighbours_take_turns_in_rounds_that_do_not_depend_on_the_world(world, rank, mine):
+    with feed(Counting(), rank=rank, num_groups=world, stride=2, samples_consumed=24) as steps:
+        for first in (24, 36):
+            got = [batch["tokens"].tolist() for batch in next(steps)]
+            assert got == [[first + 2 * number, first + 2 * number + 1] for number in mine]
+
+
+def test_a_round_that_is_not_full_is_refused():
+    with pytest.raises(ValueError, match="no micro-batches of 2 for 4 ranks"):
+        feed(Counting(), num_groups=4, stride=4)
+
+
+def test_it_reads_ahead_but_not_further_than_told():
+    data = Counting()
+    with feed(data, max_steps_ahead=4), data.changed:
+        assert data.changed.wait_for(lambda: len(data.asked) == 4, timeout=10)
+        assert not data.changed.wait_for(lambda: len(data.asked) > 4, timeout=0.1)
+
+
+def test_it_fills_its_store_again_once_half_of_it_is_used_up():
+    data = Counting()
+    with feed(data, max_steps_ahead=4) as steps, data.changed:
+        assert data.changed.wait_for(lambda: len(data.asked) == 4, timeout=10)
+        with steps._changed:  # the fourth was asked for; it must lie in the store, too, before one is taken out
+            assert steps._changed.wait_for(lambda: len(steps._queue) == 4, timeout=10)
+        next(steps)
+        assert not data.changed.wait_for(lambda: len(data.asked) > 4, timeout=0.1)
+        next(steps)
+        assert data.changed.wait_for(lambda: len(data.asked) == 6, timeout=10)
+
+
+def test_it_holds_no_more_than_two_steps_when_they_are_large(monkeypatch):
+    monkeypatch.setattr("phalanx.data.prefetch.READ_AHEAD_BYTES", 100)
+    data = Counting()
+    with feed(data), data.changed:
+        assert data.changed.wait_for(lambda: len(data.asked) == 2, timeout=10)
+        assert not data.changed.wait_for(lambda: len(data.asked) > 2, timeout=0.1)
+
+
+def test_an_error_is_raised_when_its_step_is_asked_for():
+    with feed(Counting(broken=24)) as steps:
+        assert next(steps)[0]["tokens"][0] == 0
+        assert next(steps)[0]["tokens"][0] == 12
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is gone"):
+                next(steps)
+
+
+def test_close_ends_the_thread_and_the_steps():
+    steps = feed(Counting())
+    next(steps)
+    steps.close()
+    steps.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "feed"]
+    with pytest.raises(StopIteration):
+        next(steps)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused():
+    with pytest.raises(ValueError, match="global batch of 12"):
+        feed(Counting(), micro_size=5)
+
+
+def test_a_sample_that_raises_stop_iteration_does_not_end_the_steps_silently():
+    class Ending(Counting):
+        def read_training(self, consumed, count):
+            raise StopIteration
+
+    with feed(Ending()) as steps, pytest.raises(RuntimeError, match="reading a sample raised StopIteration"):
+        next(steps)

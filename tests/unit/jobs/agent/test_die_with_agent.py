@@ -1,0 +1,37 @@
+"""Nothing outlives a nursery: not its workers, not their children."""
+
+import os
+import select
+from pathlib import Path
+
+import psutil
+import pytest
+
+from made_messages import start_workers
+from phalanx.jobs.agent.fork_server_client import ForkServerClient
+from phalanx.run.message_socket import send
+
+
+def told(fifo: Path) -> int:
+    """The process id that comes through a FIFO."""
+    with open(fifo) as opened:
+        return int(opened.read())
+
+
+def test_workers_and_their_children_die_with_the_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3] / "helpers"))
+    for name in ("worker", "child"):
+        os.mkfifo(tmp_path / name)
+    message = start_workers("fork_server_calls:wait_for_ever", str(tmp_path), tmp_path)
+    with ForkServerClient() as nursery:
+        nursery.wait_until_ready()
+        send(nursery.control, message)
+        pids = [told(tmp_path / name) for name in ("worker", "child")]
+        handles = [os.pidfd_open(pid) for pid in pids]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        inside = nursery.process.pid
+    for handle in handles:
+        ready, _, _ = select.select([handle], [], [], 10)
+        assert ready, "a process outlived the nursery"
+        os.close(handle)
+    assert not psutil.pid_exists(inside)

@@ -1,0 +1,109 @@
+"""Telling who is stuck from who is slow, from signs of life alone."""
+
+import pytest
+
+from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S, NEXT_PHASES, UNTIMED_PHASES, find_hang, silence_limit
+from phalanx.run.heartbeat import PHASE_NAMES, Heartbeat
+
+NOW = 1000.0
+
+
+def beat(count: int = 50, *, ago: float = 30.0, place: str = "forward", step: int = 9) -> Heartbeat:
+    return Heartbeat(pid=1, count=count, step=step, phase=place, t=NOW - ago)
+
+
+def test_workers_that_gave_a_sign_a_moment_ago_are_well() -> None:
+    assert find_hang({0: beat(ago=60), 1: beat(ago=MIN_SILENCE_S - 0.1)}, NOW, 0.1, ()) is None
+
+
+def test_the_one_that_gave_the_fewest_signs_is_waited_for() -> None:
+    found = find_hang({0: beat(51), 1: beat(49, place="data"), 2: beat(51)}, NOW, 0.1, ())
+    assert found is not None
+    assert (found.rank, found.step, found.phase, found.is_certain) == (1, 9, "forward", False)
+    assert found.silence_s == pytest.approx(30.0)
+
+
+def test_of_equals_the_one_that_is_held_still_is_waited_for() -> None:
+    found = find_hang({0: beat(ago=40), 1: beat(ago=30), 2: beat(ago=35)}, NOW, 0.1, {1})
+    assert found is not None
+    assert (found.rank, found.is_stopped, found.is_certain) == (1, True, True)
+
+
+def test_one_that_is_held_still_is_to_blame_whatever_the_others_have_counted() -> None:
+    found = find_hang({0: beat(48), 1: beat(50)}, NOW, 0.1, {1})
+    assert found is not None
+    assert (found.rank, found.is_certain) == (1, True)
+
+
+def test_when_all_are_held_still_somebody_means_it() -> None:
+    found = find_hang({0: beat(), 1: beat()}, NOW, 0.1, {0, 1})
+    assert found is not None
+    assert not found.is_certain
+
+
+def test_the_last_worker_is_stuck_when_it_is_held_still_after_the_others_have_ended() -> None:
+    found = find_hang({1: beat(place="ending")}, NOW, 0.1, {1}, others_ended=True)
+    assert found is not None
+    assert (found.rank, found.is_certain) == (1, True)
+
+
+@pytest.mark.parametrize("usual", [None, 0.1, 1.0])
+def test_short_steps_are_allowed_a_heartbeat(usual: float | None) -> None:
+    assert silence_limit(usual) == MIN_SILENCE_S
+
+
+def test_long_steps_are_allowed_more() -> None:
+    assert find_hang({0: beat(ago=30)}, NOW, 10.0, ()) is None
+    assert find_hang({0: beat(ago=51)}, NOW, 10.0, ()) is not None
+
+
+@pytest.mark.parametrize("place", sorted(UNTIMED_PHASES))
+def test_compiling_and_loading_may_take_minutes_in_silence(place: str) -> None:
+    assert find_hang({0: beat(ago=500, place=place)}, NOW, None, ()) is None
+
+
+def test_a_worker_that_is_held_still_while_it_prepares_is_stuck_all_the_same() -> None:
+    found = find_hang({0: beat(3, place="starting"), 1: beat(3, place="starting")}, NOW, None, {0})
+    assert found is not None
+    assert (found.rank, found.is_certain) == (0, True)
+
+
+def test_all_that_are_held_still_while_they_prepare_are_reported_and_may_be_meant_to_be() -> None:
+    found = find_hang({0: beat(3, place="starting")}, NOW, None, {0})
+    assert found is not None
+    assert (found.is_stopped, found.is_certain) == (True, False)
+
+
+def test_before_all_have_begun_nothing_is_said() -> None:
+    assert find_hang({0: beat(), 1: None}, NOW, 0.1, ()) is None
+    assert find_hang({}, NOW, 0.1, ()) is None
+
+
+def test_slow_storage_is_named_where_it_may_be_the_cause() -> None:
+    waiting, computing = (find_hang({0: beat(place=place)}, NOW, 0.1, ()) for place in ("checkpoint", "data"))
+    assert waiting is not None
+    assert "slow storage" in waiting.phase
+    assert computing is not None
+    assert "slow storage" not in computing.phase
+
+
+def test_every_place_of_a_step_is_followed_by_something() -> None:
+    assert set(NEXT_PHASES) | UNTIMED_PHASES == set(PHASE_NAMES)
+
+
+def test_it_is_told_in_words() -> None:
+    found = find_hang({0: beat(51), 1: beat(49, ago=12.4)}, NOW, 0.1, {1})
+    assert found is not None
+    assert found.description == "worker 1 is held still by a signal for 12 s, in step 9, doing: backward"
+
+
+def test_the_first_step_may_take_as_long_as_it_likes() -> None:
+    assert find_hang({0: beat(ago=300, step=1)}, NOW, None, ()) is None
+
+
+def test_who_was_suspected_stays_so_while_nobody_is_further_back() -> None:
+    beats = {0: beat(50, ago=30.0), 1: beat(50, ago=30.001), 2: beat(51)}
+    for suspect, expected in ((None, 1), (0, 0), (2, 1)):
+        found = find_hang(beats, NOW, 0.1, (), suspect)
+        assert found is not None
+        assert found.rank == expected

@@ -1,0 +1,927 @@
+"""The agent's decisions: what an attempt's end means, when to start again, what signals do. No process is started."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_events import made
+from made_messages import COMMAND, start_workers
+from phalanx.cluster.health import HealthFinding, HealthVerdict
+from phalanx.errors import ExitCode, UnfitNodeError
+from phalanx.jobs.agent.attempt import (
+    EXIT_REPORT_TIMEOUT_S,
+    NEVER_JOINED_MESSAGE,
+    AttemptState,
+    decide_outcome,
+    fault_fields,
+    first_failure,
+    last_log_line,
+)
+from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
+from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, StopRequestedError
+from phalanx.jobs.agent.hang_report import find_ended_ranks
+from phalanx.jobs.agent.leader_agent import LeaderAgent
+from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
+from phalanx.jobs.agent.node_group import LocalNode, NodeGroup, RemoteNode
+from phalanx.run import Event, Run, read_events
+from phalanx.run.control_channel import ControlServer
+from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone
+from phalanx.run.heartbeat import Heartbeat, HeartbeatTable, HeartbeatWriter
+from phalanx.run.message_socket import drain, make_socket_pair, receive, send
+from phalanx.run.messages import (
+    Hello,
+    Ping,
+    RunResult,
+    SendSignal,
+    StoreDied,
+    WorkerError,
+    WorkerExited,
+    WorkerFinishing,
+    WorkersStarted,
+)
+from phalanx.run.node_env import NodeEnv
+from train_harness import wait_until
+
+
+def attempt(codes: dict[int, int], early: bool = False, **fields: Any) -> AttemptState:
+    """Workers that ended with these codes, after they said so unless they left early. One that is done has a result."""
+    if not any(codes.values()) and not early:
+        fields = {"result": {"status": "done"}, **fields}
+    return AttemptState(
+        len(codes),
+        exit_statuses=codes,
+        announced_ranks=set(codes),
+        planned_exits={} if early else dict(codes),
+        **fields,
+    )
+
+
+def error(code: ExitCode, text: str = "what the worker said") -> WorkerError:
+    return WorkerError(rank=0, message=text, exit_code=int(code))
+
+
+CRASHED = {0: -11, 1: -9}
+EARLY = "before the run was done: something in it ended the process (os._exit, say)"
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "message"),
+    [
+        (attempt({0: 0, 1: 0}), ExitCode.DONE, None),
+        (attempt({0: 0, 1: 0}, result=None), None, "the workers ended without telling how the run ended"),
+        (attempt({0: 0, 1: 0}, result={"status": "interrupted"}), ExitCode.UNFINISHED, None),
+        (attempt({0: 0}, early=True), None, f"worker 0 left with exit code 0, {EARLY}"),
+        (attempt({0: LOST_PEER_STATUS, 1: 0}, early=True), None, f"worker 1 left with exit code 0, {EARLY}"),
+        (attempt({1: 75, 0: -9}, early=True), None, f"worker 1 left with exit code 75, {EARLY}"),
+        (AttemptState(2, exit_statuses={1: 0, 0: -9}, announced_ranks={0}), ExitCode.USAGE, NEVER_JOINED_MESSAGE),
+        (attempt({0: 75, 1: 75}), ExitCode.UNFINISHED, None),
+        (attempt({0: 0, 1: 75}), ExitCode.UNFINISHED, None),
+        (attempt({0: 75}, error=error(ExitCode.UNFINISHED)), ExitCode.UNFINISHED, "what the worker said"),
+        (attempt({0: 78, 1: -9}, error=error(ExitCode.RECIPE)), ExitCode.RECIPE, "what the worker said"),
+        (attempt({0: 65, 1: -9}, error=error(ExitCode.DATA)), ExitCode.DATA, "what the worker said"),
+        (attempt({0: 64}, error=error(ExitCode.USAGE)), ExitCode.USAGE, "what the worker said"),
+        (attempt({0: 77}, error=error(ExitCode.UNFIT_NODE)), ExitCode.UNFIT_NODE, "what the worker said"),
+        (attempt({0: 93}, error=error(ExitCode.GAVE_UP)), ExitCode.GAVE_UP, "what the worker said"),
+        (attempt({1: -6, 0: -9}), None, "worker 1 was killed by SIGABRT"),
+        (attempt({0: 75, 1: -11}), None, "worker 1 was killed by SIGSEGV"),
+        (attempt({1: 1, 0: -9}), None, "worker 1 ended with exit code 1"),
+        (attempt({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}), None, "worker 1 lost the connection to another worker"),
+        (attempt({1: STORAGE_FAILED_STATUS, 0: -9}), None, "worker 1 ended because storage failed"),
+        (
+            attempt({1: STORAGE_FAILED_STATUS, 0: -9}, error=error(ExitCode.UNFINISHED, "a: Input/output error")),
+            None,
+            "worker 1 ended because storage failed: a: Input/output error",
+        ),
+        (attempt({1: 3, 0: 75}, error=error(ExitCode.UNFINISHED)), None, "worker 1 ended with exit code 3"),
+        (attempt({0: LOST_PEER_STATUS, 1: GPU_FAILED_STATUS}), None, "worker 1 ended because its GPU failed"),
+    ],
+)
+def test_what_the_end_of_an_attempt_means(
+    ended: AttemptState, code: ExitCode | None, message: str | None, tmp_path: Path
+) -> None:
+    assert decide_outcome(ended, tmp_path, 0) == (code, message)
+
+
+def test_a_kill_that_nobody_did_is_told_as_lack_of_memory(tmp_path: Path) -> None:
+    _, message = decide_outcome(attempt({1: -9, 0: -9}), tmp_path, 0)
+    assert message is not None
+    assert message.startswith("worker 1 was killed by SIGKILL (possibly out of memory")
+
+
+def test_a_crash_is_told_with_the_workers_last_words_and_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "attempt-4-rank-1.log"
+    log.write_text("Traceback (most recent call last):\n  ...\nMemoryError: no more\n")
+    _, message = decide_outcome(attempt({1: 1, 0: -9}), tmp_path, 4)
+    assert message == f"worker 1 ended with exit code 1: MemoryError: no more (log: {log})"
+
+
+def test_a_crash_that_was_reported_is_told_instead_of_the_logs_last_line(tmp_path: Path) -> None:
+    log = tmp_path / "attempt-4-rank-1.log"
+    log.write_text("RuntimeError: a\nlast line\n")
+    ended = attempt({1: 1, 0: -9})
+    ended.crashes[1] = "RuntimeError: a last line (mine.py:3)"
+    _, message = decide_outcome(ended, tmp_path, 4)
+    assert message == f"worker 1 ended with exit code 1: RuntimeError: a last line (mine.py:3) (log: {log})"
+
+
+def test_the_first_to_fall_is_the_first_that_failed_and_not_one_that_was_killed_for_it() -> None:
+    assert first_failure({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
+
+
+def test_who_only_lost_a_peer_is_not_the_first_to_fall_although_it_was_gone_first() -> None:
+    assert first_failure({1: LOST_PEER_STATUS, 0: -9, 2: -9}) == (0, -9)
+    assert first_failure({1: LOST_PEER_STATUS, 0: 1}) == (0, 1)
+    assert first_failure({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}) == (1, LOST_PEER_STATUS)
+
+
+def test_a_fault_names_rank_and_signal_or_code() -> None:
+    killed = fault_fields(attempt({1: -9, 0: -9}), "why")
+    assert (killed.rank, killed.cause, killed.signal, killed.message) == (1, "signal", "SIGKILL", "why")
+    failed = fault_fields(attempt({0: 3}), "why")
+    assert (failed.rank, failed.cause, failed.exit_code) == (0, "exit_code", 3)
+    lost = fault_fields(attempt({0: LOST_PEER_STATUS, 1: LOST_PEER_STATUS}), "why")
+    assert (lost.rank, lost.cause, lost.what) == (0, "peer_disconnected", "peer disconnected")
+
+
+def test_last_words_of_a_worker_that_said_nothing_are_none(tmp_path: Path) -> None:
+    (tmp_path / "empty.log").write_text("\n\n")
+    assert last_log_line(tmp_path / "empty.log") == ""
+    assert last_log_line(tmp_path / "none.log") == ""
+
+
+def test_last_words_are_the_end_of_the_last_line(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_bytes(b"first\n" + b"x" * 500 + b"end \xff\n\n")
+    assert last_log_line(log, limit=10) == f": xxxxxend \ufffd (log: {log})"
+
+
+class Stage(ForkServerClient):
+    """Sockets without a nursery behind them: what it would say is put into `says` and `workers`."""
+
+    stopped: str | None
+
+    def __init__(self) -> None:
+        self.heartbeat_table = HeartbeatTable()
+        self.control, self.says = make_socket_pair()
+        self.events, self.workers = make_socket_pair()
+        self.ended, self.stopped = False, None
+        self.report = lambda text: None
+        self.is_stop_requested = lambda: False
+
+    def has_exited(self) -> bool:
+        return self.ended
+
+    def wait_until_ready(self) -> None:
+        """It is."""
+
+    def resume_if_stopped(self, below: bool = False) -> str | None:
+        """Nobody stops it."""
+        return self.stopped
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    for sock in (stage.control, stage.says, stage.events, stage.workers):
+        sock.close()
+    stage.heartbeat_table.close()
+
+
+@pytest.fixture
+def shown() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def agent(tmp_path: Path, stage: Stage, shown: list[Any]) -> Iterator[LeaderAgent]:
+    run = Run(tmp_path)
+    run.create()
+    with LeaderAgent(run, stage, shown.append, max_restarts=3) as agent:
+        yield agent
+
+
+def supervise(agent: LeaderAgent, ends: list[AttemptState], monkeypatch: pytest.MonkeyPatch, first: int = 0) -> Any:
+    """Supervise a run whose attempts end like this; returns the outcome and the numbers of the attempts."""
+    numbers: list[int] = []
+    script = iter(ends)
+
+    def play(self: LeaderAgent, number: int, *_: Any) -> AttemptState:
+        numbers.append(number)
+        return next(script)
+
+    monkeypatch.setattr(LeaderAgent, "run_attempt", play)
+    return agent.supervise(2, COMMAND, {}, first), numbers
+
+
+def kinds(shown: list[Any]) -> list[str]:
+    return [event.kind for event in shown]
+
+
+def test_a_run_that_is_done_ends_with_its_result(
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: 0}, result={"steps": 5})], monkeypatch, first=3)
+    assert (outcome.code, outcome.result, outcome.message, numbers) == (ExitCode.DONE, {"steps": 5}, None, [3])
+    assert shown == []
+
+
+def test_an_attempt_that_falls_is_told_and_followed_by_another(
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3), attempt({0: 0})], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
+    assert kinds(shown) == ["failure", "warning"]
+    assert (shown[0].rank, shown[0].what) == (0, "SIGSEGV")
+    assert "restarting from the last good checkpoint" in shown[1].text
+
+
+def test_attempts_that_save_nothing_new_are_given_up(
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3)] * 9, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
+    assert outcome.message == "worker 0 was killed by SIGSEGV; gave up: no progress in 3 attempts"
+    assert kinds(shown) == ["failure", "warning", "failure", "warning", "failure"]
+
+
+def test_progress_forgives_the_attempts_before_it(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = [10, 10, 0, 20, 20, 20, 20]
+    ends = [attempt(CRASHED, num_steps=3, saved_step=step) for step in saved]
+    outcome, numbers = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 7)
+
+
+def test_a_checkpoint_that_nobody_could_tell_of_is_progress(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may be killed between saving and telling; the next attempt goes on from there all the same."""
+    begun = [0, 4, 4, 8, 8, 8]
+    ends = [attempt(CRASHED, num_steps=3, start_step=step) for step in begun]
+    outcome, numbers = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 6)
+
+
+def test_a_run_that_goes_on_has_as_many_attempts_as_a_new_one(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3, start_step=40)] * 9, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
+
+
+def test_where_an_attempt_began_is_told_by_its_first_start(agent: LeaderAgent, stage: Stage) -> None:
+    """Workers that go on from memory start again at steps that nobody has saved."""
+    send(stage.workers, *(made(AttemptStarted, start_step=step) for step in (6, 9)))
+    send(stage.says, exited(0, 0))
+    assert agent.run_attempt(0, 1, COMMAND, {}).start_step == 6
+
+
+def test_an_exception_before_the_first_step_is_not_tried_again(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({1: 1, 0: -9})], monkeypatch)
+    assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, "worker 1 ended with exit code 1", [0])
+
+
+def test_a_gpu_that_fails_before_the_first_step_is_tried_again(
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({1: GPU_FAILED_STATUS, 0: -9}), attempt({0: 0})], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
+    assert (shown[0].rank, shown[0].what) == (1, "gpu failed")
+
+
+def test_a_gpu_that_fails_again_and_again_makes_its_node_unfit(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: GPU_FAILED_STATUS}, num_steps=3)] * 9, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.UNFIT_NODE, [0, 1, 2])
+    assert outcome.message is not None
+    assert outcome.message.endswith("no progress in 3 attempts: train on another machine, or reset the GPU")
+
+
+def second_node(agent: LeaderAgent, stage: Stage) -> RemoteNode:
+    """Have a run on two nodes with a worker each; the other one."""
+    agent.node_group = NodeGroup(agent.node_group.local_node, 2)  # type: ignore[arg-type]
+    agent.node_group.remote_nodes[1] = RemoteNode(None, Hello(host="n2", node_rank=1, num_nodes=2))  # type: ignore[arg-type]
+    return agent.node_group.remote_nodes[1]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [{1: GPU_FAILED_STATUS, 0: LOST_PEER_STATUS}, {0: LOST_PEER_STATUS, 1: GPU_FAILED_STATUS}],
+    ids=["failed", "lost peer"],
+)
+def test_a_gpu_that_fails_again_and_again_on_another_node_has_that_node_left_out(
+    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch, first: dict[int, int]
+) -> None:
+    there = second_node(agent, stage)
+    places = {agent.node_group.local_node: range(1), there: range(1, 2)}
+    outcome, numbers = supervise(agent, [attempt(first, num_steps=3, ranks_by_node=places)] * 9, monkeypatch)
+    why = "worker 1 ended because its GPU failed; no progress in 3 attempts: train on another machine, or reset the GPU"
+    assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [0, 1, 2])
+    assert outcome.message == f"node 1 (n2) is unfit: {why}"
+    assert agent.node_group.unfit == {1: why}
+
+
+def test_a_gpu_that_fails_again_and_again_on_the_leading_node_leaves_out_no_other(
+    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {agent.node_group.local_node: range(1), second_node(agent, stage): range(1, 2)}
+    ends = [attempt({1: LOST_PEER_STATUS, 0: GPU_FAILED_STATUS}, num_steps=3, ranks_by_node=places)] * 9
+    outcome, _ = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, agent.node_group.unfit) == (ExitCode.UNFIT_NODE, {})
+
+
+def test_a_worker_that_finds_its_node_unfit_has_that_node_left_out(
+    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {agent.node_group.local_node: range(1), second_node(agent, stage): range(1, 2)}
+    end = attempt({1: 77, 0: -9}, error=error(ExitCode.UNFIT_NODE, "7 of 8 GPUs"), ranks_by_node=places)
+    outcome, _ = supervise(agent, [end], monkeypatch)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "node 1 (n2) is unfit: 7 of 8 GPUs")
+    assert agent.node_group.unfit == {1: "7 of 8 GPUs"}
+
+
+def test_attempts_whose_storage_fails_before_a_step_are_not_counted(
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.agent.storage_retry.MIN_DELAY_S", 0.0)
+    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS})] * 5 + [attempt({0: 0})], monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.DONE, 6)
+    assert (shown[0].rank, shown[0].what) == (0, "storage failed")
+
+
+def test_storage_that_fails_in_the_same_place_again_and_again_is_given_up(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS}, num_steps=3)] * 9, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
+
+
+def test_a_run_that_waits_for_storage_can_be_stopped(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent.signals.received.append(signal.SIGTERM)
+    agent.run.checkpoints.rmdir()
+    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS})], monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
+    assert outcome.message == "worker 0 ended because storage failed; asked to stop while storage failed"
+
+
+def test_a_kill_before_the_first_step_is_tried_again(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, numbers = supervise(agent, [attempt({1: -9, 0: -9}), attempt({0: 0})], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
+
+
+@pytest.mark.parametrize("code", [ExitCode.RECIPE, ExitCode.DATA, ExitCode.GAVE_UP, ExitCode.UNFIT_NODE])
+def test_errors_that_would_only_come_again_end_the_run(
+    agent: LeaderAgent, code: ExitCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: int(code)}, error=error(code), num_steps=9)], monkeypatch)
+    assert (outcome.code, outcome.message, len(numbers)) == (code, "what the worker said", 1)
+
+
+def test_workers_that_were_stopped_at_once_crashed_for_no_reason_of_their_own(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.stopping = agent.force_stop = True
+    outcome, numbers = supervise(agent, [attempt({0: -9}, num_steps=4)], monkeypatch)
+    assert (outcome.code, outcome.message, len(numbers)) == (ExitCode.UNFINISHED, None, 1)
+
+
+def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
+) -> None:
+    send(stage.workers, made(StepDone))
+    stage.says.close()
+    outcome = agent.supervise(1, COMMAND, {}, 0)
+    assert outcome.code == ExitCode.UNFINISHED
+    assert outcome.message == "the process that forks workers died, and they with it"
+    assert kinds(shown) == ["step", "failure"]
+    assert (shown[1].rank, shown[1].what) == (0, "fork server died")
+
+
+def test_without_it_there_is_none_either_where_its_sockets_are_held_by_what_a_worker_forked(
+    agent: LeaderAgent, stage: Stage
+) -> None:
+    stage.ended = True
+    outcome = agent.supervise(1, COMMAND, {}, 0)
+    assert (outcome.code, outcome.message) == (
+        ExitCode.UNFINISHED,
+        "the process that forks workers died, and they with it",
+    )
+
+
+def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: LeaderAgent, stage: Stage) -> None:
+    def broken(event: Any) -> None:
+        raise ConnectionResetError("of a callback's own connection")
+
+    agent.show = broken
+    send(stage.workers, made(StepDone))
+    with pytest.raises(ConnectionResetError, match="own connection"):
+        agent.supervise(1, COMMAND, {}, 0)
+
+
+def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_sentence(
+    agent: LeaderAgent, stage: Stage
+) -> None:
+    stage.says.close()
+    agent.signals.received.append(signal.SIGTERM)
+    outcome = agent.supervise(1, COMMAND, {}, 0)
+    assert (outcome.code, outcome.message) == (
+        ExitCode.UNFINISHED,
+        "the process that forks workers died, and they with it",
+    )
+
+
+def test_what_a_process_said_before_it_died_with_messages_unread_is_heard() -> None:
+    ours, theirs = make_socket_pair()
+    send(theirs, exited(0, 1))
+    send(ours, SendSignal(signal=9))
+    theirs.close()
+    assert list(drain(ours)) == [exited(0, 1)]
+    assert receive(ours) is None
+    ours.close()
+
+
+class Leaps:
+    """A clock that is further each time that it is read."""
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self.now, self._seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self._seconds
+        return self.now
+
+
+@pytest.fixture
+def ended_process() -> Iterator[int]:
+    """The number of a process that has ended, and that its parent has not waited for."""
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        yield process.pid
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["they ended", "they were killed"])
+def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
+    tmp_path: Path, stage: Stage, shown: list[Any], ended_process: int, killed: bool
+) -> None:
+    run, clock = Run(tmp_path), Leaps()
+    run.create()
+    with LeaderAgent(run, stage, shown.append, max_restarts=3, clock=clock) as agent:
+        node = agent.node_group.local_node
+        node.reset = lambda: None  # type: ignore[method-assign]
+        if killed:
+            agent.signals.received += [signal.SIGTERM, signal.SIGINT]
+        pids = {rank: Heartbeat(os.getpid() if killed else ended_process, 1, 9, "step", 0.0, 0.0) for rank in (0, 1)}
+        node.heartbeats = lambda ranks: pids  # type: ignore[method-assign]
+        send(stage.says, WorkersStarted(attempt=0))
+        outcome = agent.supervise(2, COMMAND, {}, 0)
+    assert outcome.code == ExitCode.UNFINISHED
+    assert outcome.message is not None
+    assert outcome.message.startswith("the process that forks workers does not report their end")
+    assert sent_signals(stage)[-1] == signal.SIGKILL
+    assert 200 < clock.now < 2000
+
+
+def test_workers_that_are_never_started_are_not_waited_for_without_end_and_without_a_word(
+    tmp_path: Path, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever should fork them hangs: it takes the message, and does nothing."""
+    run = Run(tmp_path)
+    run.create()
+    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.CHECK_INTERVAL_S", 0.0)
+    with LeaderAgent(run, stage, shown.append, max_restarts=3, clock=Leaps(2.0)) as agent:
+        outcome = agent.supervise(2, COMMAND, {}, 0)
+    assert (outcome.code, outcome.message) == (
+        ExitCode.UNFINISHED,
+        "the process that forks workers started none for 120 s: it hangs; start again with the same command",
+    )
+    said = [event.text for event in shown if isinstance(event, RunWarning)]
+    assert [text.partition(" after")[0] for text in said] == ["still waiting for workers to be started"] * 3
+    assert shown[-1].what == "fork server died"
+
+
+def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
+) -> None:
+    stage.stopped = "it is stopped, and stays so"
+    outcome = agent.supervise(2, COMMAND, {}, 0)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it is stopped, and stays so")
+    assert shown[-1].what == "fork server died"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_workers_that_get_ready_or_save_for_long_are_reported_now_and_then(
+    tmp_path: Path, stage: Stage, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+
+    def show(event: Event) -> None:
+        if isinstance(event, RunWarning):
+            shown.append(event)
+        if len(shown) == 2:
+            stage.stopped = "enough"
+
+    run = Run(tmp_path)
+    run.create()
+    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.CHECK_INTERVAL_S", 0.0)
+    send(stage.says, WorkersStarted(attempt=0))
+    with LeaderAgent(run, stage, show, max_restarts=3, clock=Leaps(2.0)) as agent:
+        if ends:
+            send(stage.workers, made(StepDone, time=1.0, step=7))
+            beats = {rank: Heartbeat(os.getpid(), 1, 9, "ending", 0.0, 0.0) for rank in (0, 1)}
+            monkeypatch.setattr(agent.node_group.local_node, "heartbeats", lambda ranks: beats)
+        agent.supervise(2, COMMAND, {}, 0)
+    said = [event.text.rpartition(" after")[0] for event in shown[:2]]
+    assert said == [f"still waiting for {'workers to save and to end' if ends else 'the first step'}"] * 2
+
+
+def test_one_that_never_gets_ready_ends_the_run_with_an_event(
+    agent: LeaderAgent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs() -> None:
+        stage.report("still waiting")
+        raise ForkServerLostError("it hangs")
+
+    monkeypatch.setattr(stage, "wait_until_ready", hangs)
+    outcome = agent.supervise(2, COMMAND, {}, 0)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
+    assert kinds(shown) == ["warning", "failure"]
+
+
+def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_nodes(agent: LeaderAgent) -> None:
+    """It is cut off, and the engine has started the run again elsewhere."""
+    agent.node_group = NodeGroup(agent.node_group.local_node, 2)  # type: ignore[arg-type]
+    (agent.run.path / "wanted").touch()
+    outcome = agent.supervise(2, COMMAND, {}, 0)
+    assert outcome.code is ExitCode.UNFINISHED
+    assert outcome.message == "another start of this run waits for it, and node 1 is not here"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
+    agent: LeaderAgent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def waits() -> None:
+        os.kill(os.getpid(), number)
+        wait_until(stage.is_stop_requested)
+        raise StopRequestedError("asked to stop while it waited")
+
+    monkeypatch.setattr(stage, "wait_until_ready", waits)
+    outcome = agent.supervise(2, COMMAND, {}, 0)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "asked to stop while it waited")
+    assert shown == []
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
+    tmp_path: Path, stage: Stage, shown: list[Any], leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.JOIN_TIMEOUT_S", 120.0)
+    run, token = Run(tmp_path), b"0123456789abcdef"
+    run.create()
+    here = LocalNode(stage.control, stage.events, stage.heartbeat_table)
+    with ControlServer(("127.0.0.1", 0), token) as door, NodeGroup(here, 2, door) as crew:
+        if leaves:
+            place = NodeEnv(1, 2, (door.address, door.port))
+            report_departure(place, token, UnfitNodeError("its GPU does not answer"))
+            wait_until(lambda: not door.joins.empty() or crew._departures)
+        with LeaderAgent(run, stage, shown.append, max_restarts=3, clock=Leaps(2.0), node_group=crew) as agent:
+            outcome = agent.supervise(2, COMMAND, {}, 0)
+    assert outcome.code == ExitCode.UNFINISHED
+    said = [event.text for event in shown]
+    assert said[0].startswith("waiting for node 1 until ")
+    left = f"node 1 ({socket.gethostname()}) left with exit code 77: its GPU does not answer"
+    again = "start again, with node 1 on another machine if that one is unfit"
+    if leaves:
+        assert said[1] == left
+        assert said[2].startswith("waiting for it, or another in its place, until ")
+        assert said[2].endswith("; then this ends with 75")
+        assert said[3:] == ["still waiting for node 1 after 30 s, for 60 s at most"]
+        assert outcome.message == f"node 1 did not come within 60 s; {left}; {again}"
+    else:
+        assert said[1:] == [f"still waiting for node 1 after {each} s, for 120 s at most" for each in (30, 60, 90)]
+        assert outcome.message == f"node 1 did not come within 120 s; {again}"
+
+
+def test_a_script_may_go_on_as_long_as_it_likes_after_its_run(ended_process: int) -> None:
+    attempt = AttemptState(1, planned_exits={0: 0})
+    alive, over = Heartbeat(os.getpid(), 1, 9, "step", 0.0, 0.0), Heartbeat(ended_process, 1, 9, "step", 0.0, 0.0)
+    assert find_ended_ranks({0: alive, 1: over, 2: None}) == {1}
+    assert [attempt.are_exits_overdue(now, exits_expected=False) for now in (0.0, 9 * EXIT_REPORT_TIMEOUT_S)] == [
+        False,
+        False,
+    ]
+    assert [
+        attempt.are_exits_overdue(now, exits_expected=True)
+        for now in (0.0, EXIT_REPORT_TIMEOUT_S - 1, EXIT_REPORT_TIMEOUT_S)
+    ] == [False, False, True]
+
+
+def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.agent.node_agent.EXIT_REPORT_TIMEOUT_S", 4.0)
+    here = LocalNode(stage.control, stage.events, stage.heartbeat_table)
+    with NodeAgent(
+        NodeEnv(1, 2, ("127.0.0.1", 9)), b"token", io.StringIO(), {}, clock=Leaps(2 * EXIT_REPORT_TIMEOUT_S)
+    ) as member:
+        member._live_ranks = {3}
+        assert not member._kill_workers(here, lambda: False)
+        send(stage.says, exited(3, -9))
+        assert member._kill_workers(here, lambda: False)
+
+
+def test_a_crash_while_stopping_is_not_started_again(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent.stopping = True
+    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=4)], monkeypatch)
+    assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
+
+
+def leaving(rank: int, code: int) -> WorkerFinishing:
+    return WorkerFinishing(rank=rank, exit_code=code)
+
+
+def exited(rank: int, status: int) -> WorkerExited:
+    return WorkerExited(rank=rank, exit_status=status)
+
+
+def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: LeaderAgent, stage: Stage) -> None:
+    send(stage.workers, leaving(1, 0), leaving(0, 0))
+    send(stage.says, exited(1, 0), exited(0, 0))
+    ended = agent.run_attempt(4, 2, COMMAND, {"A": "b"})
+    assert ended.exit_statuses == {0: 0, 1: 0}
+    (start,) = drain(stage.says)
+    assert start == start_workers("f", {}, agent.run.logs, 2, attempt=4, environment={"A": "b"})
+
+
+def test_events_of_workers_are_written_and_shown_and_count_as_progress(
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
+) -> None:
+    first = (made(StepDone, time=1.0, step=7), made(CheckpointSaved, time=2.0, step=7))
+    send(stage.workers, *first)
+    send(stage.workers, made(StepDone, time=3.0, step=8), RunResult(value={"steps": 8}))
+    send(stage.says, exited(0, 0))
+    ended = agent.run_attempt(0, 1, COMMAND, {})
+    assert (ended.num_steps, ended.saved_step, ended.result) == (2, 7, {"steps": 8})
+    assert [(event.time, event.kind, event.step) for event in shown] == [
+        (1.0, "step", 7),
+        (2.0, "checkpoint_saved", 7),
+        (3.0, "step", 8),
+    ]
+    assert list(read_events(agent.run.events)) == shown
+
+
+def test_a_message_that_is_no_event_is_warned_of_and_not_written(
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
+) -> None:
+    stage.workers.send(json.dumps([{"kind": "step", "time": 1.0, "step": "seven"}, {"kind": "gossip"}]).encode())
+    send(stage.workers, Ping())
+    send(stage.workers, RunResult(value={"steps": 8}))
+    send(stage.says, exited(0, 0))
+    ended = agent.run_attempt(0, 1, COMMAND, {})
+    assert ended.num_steps == 0
+    assert ended.result == {"steps": 8}
+    assert kinds(shown) == ["warning"] * 3
+    assert "no event of this Phalanx: {'kind': 'step'" in shown[0].text
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_ended(
+    agent: LeaderAgent, stage: Stage, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.replica_size = 1
+    lost, again = exited(0, -9), exited(0, -9)
+
+    def show(event: Event) -> None:
+        if isinstance(event, StepDone):
+            send(stage.says, lost, exited(1, 0), exited(2, 0), again)
+
+    monkeypatch.setattr(agent, "show", show)
+    result = [RunResult(value={"steps": 7})] if told else []
+    send(stage.workers, made(StepDone, time=1.0, step=7), *result, leaving(1, 0), leaving(2, 0))
+    ended = agent.run_attempt(0, 3, COMMAND, {})
+    assert decide_outcome(ended, agent.run.logs, 0)[0] == (ExitCode.DONE if told else None)
+    assert ended.exit_statuses == ({1: 0, 2: 0} if told else {0: -9, 1: 0, 2: 0})
+
+
+@pytest.mark.parametrize(
+    ("begun", "number", "ended"), [(False, 3, True), (True, 3, False), (False, 2, False)], ids=["now", "met", "before"]
+)
+def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
+    agent: LeaderAgent, stage: Stage, shown: list[Any], begun: bool, number: int, ended: bool
+) -> None:
+    if begun:
+        send(stage.workers, made(AttemptStarted, attempt=3, world_size=2))
+    send(stage.workers, leaving(0, 75), leaving(1, 75))
+    send(stage.says, StoreDied(attempt=number), exited(0, 75), exited(1, 75))
+    found = agent.run_attempt(3, 2, COMMAND, {})
+    assert found.store_lost == ended
+    assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
+    assert [event.text for event in shown if isinstance(event, RunWarning)] == (
+        ["the process through which workers find each other died; they have met, and go on"] if begun else []
+    )
+    if ended:
+        assert fault_fields(found, "why").cause == "store_died"
+        assert decide_outcome(found, agent.run.logs, 3) == (None, found.abort_reason)
+
+
+def test_the_first_error_of_an_attempt_counts(agent: LeaderAgent, stage: Stage) -> None:
+    send(stage.workers, error(ExitCode.DATA, "first"), error(ExitCode.RECIPE, "second"))
+    send(stage.says, exited(0, 65))
+    ended = agent.run_attempt(0, 1, COMMAND, {})
+    assert ended.error is not None
+    assert ended.error.message == "first"
+
+
+def sent_signals(stage: Stage) -> list[int]:
+    return [message.signal for message in drain(stage.says) if isinstance(message, SendSignal)]
+
+
+def test_when_a_worker_fails_the_others_are_killed(agent: LeaderAgent, stage: Stage) -> None:
+    send(stage.says, exited(1, 1), exited(0, -9))
+    agent.run_attempt(0, 2, COMMAND, {})
+    assert sent_signals(stage) == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: LeaderAgent, stage: Stage, status: int) -> None:
+    send(stage.workers, leaving(1, status), leaving(0, status))
+    send(stage.says, exited(1, status), exited(0, status))
+    agent.run_attempt(0, 2, COMMAND, {})
+    assert sent_signals(stage) == []
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_when_a_worker_leaves_before_its_end_the_others_are_killed(
+    agent: LeaderAgent, stage: Stage, status: int
+) -> None:
+    send(stage.workers, leaving(0, status))
+    send(stage.says, exited(1, status), exited(0, -9))
+    assert agent.run_attempt(0, 2, COMMAND, {}).early_exits == {1}
+    assert sent_signals(stage) == [signal.SIGKILL]
+
+
+def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_made_again(
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulse = HeartbeatWriter(agent.fork_server.heartbeat_table.fd, 1)
+    pulse.step = 5
+    pulse.record("forward")
+    ends = [
+        attempt({0: -9, 1: 0}, early=True, num_steps=5, ranks_by_node={agent.node_group.local_node: range(2)}),
+        attempt({0: 0}),
+    ]
+    ends[0].exit_statuses = {1: 0, 0: -9}
+    outcome, numbers = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
+    assert (shown[0].rank, shown[0].what) == (1, "exit 0")
+    assert shown[0].message == f"worker 1 left in step 5 with exit code 0, {EARLY}"
+
+
+def test_a_worker_that_leaves_before_the_first_step_is_not_started_again(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, numbers = supervise(agent, [attempt({0: 0}, early=True)], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_first_signal_asks_the_workers_to_save_and_leave(
+    agent: LeaderAgent, stage: Stage, shown: list[Any], number: signal.Signals
+) -> None:
+    signal.raise_signal(number)
+    send(stage.says, exited(0, 75))
+    agent.run_attempt(0, 1, COMMAND, {})
+    assert agent.stopping
+    assert sent_signals(stage) == [signal.SIGTERM]
+    assert [event.text for event in shown] == ["saving a checkpoint, then stopping; a second signal stops immediately"]
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (signal.SIGINT, [signal.SIGTERM, signal.SIGKILL]),
+        (signal.SIGTERM, [signal.SIGTERM, signal.SIGKILL]),
+        (signal.SIGUSR1, [signal.SIGTERM]),
+    ],
+)
+def test_a_second_one_stops_them_at_once_unless_it_only_asks_for_a_save(
+    agent: LeaderAgent, stage: Stage, second: signal.Signals, expected: list[int]
+) -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(second)
+    agent.handle_signals()
+    assert sent_signals(stage) == expected
+
+
+def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: LeaderAgent, stage: Stage) -> None:
+    now = 100.0
+    agent.clock = lambda: now
+    for later in (0.0, 1.0, 60.0):
+        now = 100.0 + later
+        signal.raise_signal(signal.SIGTERM)
+        agent.handle_signals()
+        assert agent.force_stop == (later == 60.0)
+    assert sent_signals(stage) == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_leaving_gives_the_signals_back(tmp_path: Path, stage: Stage) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run = Run(tmp_path / "run")
+    run.create()
+    with LeaderAgent(run, stage, lambda event: None, max_restarts=1):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# --- hangs ------------------------------------------------------------------------------------------------------------
+
+
+def looking(agent: LeaderAgent, now: float, silence: float = 600.0) -> AttemptState:
+    """Two workers that fell silent at 100 s, worker 1 a sign earlier; it is `now`."""
+    agent.clock, agent.hang_timeout_s = (lambda: now), silence
+    for rank, signs in enumerate((["data", "forward"], ["data"])):
+        pulse = HeartbeatWriter(agent.fork_server.heartbeat_table.fd, rank, clock=lambda: 100.0)
+        pulse.step = 7
+        for sign in signs:
+            pulse.record(sign)
+    return AttemptState(2, {agent.node_group.local_node: range(2)}, log_attempt_by_rank={0: 0, 1: 0}, step_seconds=0.5)
+
+
+def test_workers_that_gave_a_sign_just_now_are_left_alone(agent: LeaderAgent, stage: Stage, shown: list[Any]) -> None:
+    agent.check_hangs(looking(agent, now=104.0))
+    assert sent_signals(stage) == []
+    assert shown == []
+
+
+def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
+) -> None:
+    agent.run.logs.mkdir(exist_ok=True)
+    log = agent.run.logs / "attempt-0-rank-1.log"
+    log.write_text("printed before\n")
+    attempt = looking(agent, now=108.0)
+    agent.check_hangs(attempt)
+    assert sent_signals(stage) == [signal.SIGUSR2]
+    log.write_text("printed before\nthe stack\n")
+    agent.check_hangs(attempt)
+    (hang,) = shown
+    assert isinstance(hang, HangDetected)
+    assert (hang.rank, hang.step, hang.phase, hang.silence_s) == (1, 7, "forward", 8.0)
+    assert (hang.is_stopped, hang.stack) == (False, "the stack")
+    agent.check_hangs(attempt)
+    assert len(shown) == 1
+    assert attempt.abort_reason is None
+
+
+def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: LeaderAgent, stage: Stage, tmp_path: Path) -> None:
+    attempt = looking(agent, now=108.0, silence=7.0)
+    for _ in range(3):
+        agent.check_hangs(attempt)
+    assert sent_signals(stage) == [signal.SIGUSR2, signal.SIGKILL]
+    attempt.exit_statuses = {0: -9, 1: -9}
+    code, message = decide_outcome(attempt, tmp_path, 0)
+    assert code is None
+    assert message == "worker 1 has given no sign of life for 8 s, in step 7, doing: forward"
+    assert (fault_fields(attempt, "why").rank, fault_fields(attempt, "why").cause) == (1, "hang")
+
+
+def test_a_worker_that_goes_on_is_forgiven(agent: LeaderAgent, stage: Stage) -> None:
+    attempt = looking(agent, now=108.0, silence=7.0)
+    agent.check_hangs(attempt)
+    HeartbeatWriter(stage.heartbeat_table.fd, 1, clock=lambda: 107.9).record("forward")
+    agent.check_hangs(attempt)
+    assert attempt.hang is None
+
+
+# --- preflight --------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_whose_device_is_gone_trains_nothing(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent.preflight = lambda: [HealthFinding("gpus/count", HealthVerdict.FAIL, "7 of 8 GPUs are left")]
+    outcome, numbers = supervise(agent, [], monkeypatch)
+    assert (outcome.code, outcome.message, numbers) == (ExitCode.UNFIT_NODE, "7 of 8 GPUs are left", [])
+
+
+def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [
+        HealthFinding("disk", HealthVerdict.FAIL, "1 MB left"),
+        HealthFinding("memory", HealthVerdict.WARN, "little left"),
+    ]
+    agent.preflight = lambda: found
+    outcome, _ = supervise(agent, [attempt({0: 0}, result={})], monkeypatch)
+    assert outcome.code is ExitCode.DONE
+    assert [event.text for event in shown if isinstance(event, RunWarning)] == ["disk: 1 MB left"]

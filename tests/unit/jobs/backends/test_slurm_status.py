@@ -1,0 +1,297 @@
+"""What the engine makes of Slurm's words, recorded from 22.05, with no Slurm at all."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.jobs.backends.slurm.backend import SlurmBackend, run_program
+from phalanx.jobs.backends.slurm.status import parse_fields, parse_live_status, parse_past_status, parse_result
+from phalanx.jobs.spec import Job, JobState
+
+SHOWN = """JobId=6 JobName=gpt
+   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
+   Priority=4294901755 Nice=0 Account=(null) QOS=(null)
+   JobState={state} Reason={reason} Dependency=(null)
+   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode={code}
+   RunTime=00:00:02 TimeLimit=365-00:00:00 TimeMin=N/A
+   SubmitTime=2026-11-22T07:06:37 EligibleTime=2026-11-22T07:06:37
+   StartTime=2026-11-22T07:06:39 EndTime=2026-11-22T07:06:41 Deadline=N/A
+   Partition=main AllocNode:Sid=controller:0
+   ReqNodeList=(null) ExcNodeList=n4
+   NodeList={nodes}
+   BatchHost=n1
+   Command={command}
+   WorkDir=/a b=c
+   Comment=JobState=FAILED "b" $(x)
+   StdOut=/x/log
+   Power=
+"""
+RESULT = "code {code}\nattempt {attempt}\nnodes n1 n2\nended 1795331973\n"
+
+
+def shown(
+    state: str = "RUNNING",
+    reason: str = "None",
+    restarts: int = 0,
+    code: str = "0:0",
+    nodes: str = "n[1-2]",
+    command: str = "/x/batch.sh",
+) -> str:
+    return SHOWN.format(state=state, reason=reason, restarts=restarts, code=code, nodes=nodes, command=command)
+
+
+def test_fields_are_read_and_what_slurm_leaves_open_is_left_out() -> None:
+    found = parse_fields(shown(command="/a folder/b=c/batch.sh"))
+    assert (found["JobState"], found["ExcNodeList"], found["NodeList"]) == ("RUNNING", "n4", "n[1-2]")
+    assert (found["Command"], found["WorkDir"]) == ("/a folder/b=c/batch.sh", "/a b=c")
+    assert not {"Account", "ReqNodeList", "Deadline", "Power", "Reason"} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "result", "expected", "reason"),
+    [
+        ("RUNNING", "0:0", None, JobState.RUNNING, None),
+        ("COMPLETING", "0:0", 0, JobState.RUNNING, "completing"),
+        ("SUSPENDED", "0:0", None, JobState.RUNNING, "suspended"),
+        ("COMPLETED", "0:0", 0, JobState.DONE, "ended well"),
+        ("FAILED", "93:0", 93, JobState.FAILED, "ended with exit code 93"),
+        ("FAILED", "75:0", 75, JobState.INTERRUPTED, "ended with exit code 75"),
+        ("FAILED", "2:0", None, JobState.FAILED, "Slurm calls it FAILED"),
+        ("CANCELLED", "0:15", 75, JobState.CANCELLED, "was cancelled"),
+        ("TIMEOUT", "0:0", 75, JobState.INTERRUPTED, "its time limit ended it; it ended with exit code 75"),
+        ("TIMEOUT", "0:0", 143, JobState.INTERRUPTED, "its time limit ended it"),
+        ("TIMEOUT", "0:0", None, JobState.INTERRUPTED, "its time limit ended it"),
+        ("NODE_FAIL", "0:0", None, JobState.INTERRUPTED, "a node failed"),
+        ("OUT_OF_MEMORY", "0:125", None, JobState.FAILED, "the memory that it asked for ran out"),
+        ("PREEMPTED", "0:0", None, JobState.QUEUED, None),
+    ],
+)
+def test_slurms_states_have_a_meaning(
+    state: str, code: str, result: int | None, expected: JobState, reason: str | None
+) -> None:
+    left = None if result is None else parse_result(RESULT.format(code=result, attempt=0))
+    status = parse_live_status("6", "gpt", parse_fields(shown(state, code=code)), ("n1", "n2"), 5.0, left)
+    assert (status.state, status.reason) == (expected, reason)
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("Resources", "waits for nodes to become free"),
+        ("BeginTime", "was queued again a moment ago"),
+        ("PartitionNodeLimit", "more nodes than its partition gives"),
+        ("ReqNodeNotAvail,_UnavailableNodes:n4", "nodes that it needs are out of service"),
+        ("NewWord", "NewWord"),
+    ],
+)
+def test_a_job_that_waits_says_why_in_words(reason: str, says: str) -> None:
+    status = parse_live_status("6", "gpt", parse_fields(shown("PENDING", reason, nodes="")), (), 5.0, None)
+    assert status.state is JobState.QUEUED
+    assert status.reason is not None
+    assert says in status.reason
+    assert (status.num_attempts, status.started, status.ended) == (0, None, None)
+
+
+def test_a_job_that_is_queued_again_has_its_last_attempts_code() -> None:
+    left = parse_result(RESULT.format(code=75, attempt=0))
+    status = parse_live_status(
+        "6", "gpt", parse_fields(shown("PENDING", "BeginTime", restarts=1, nodes="")), (), 5.0, left
+    )
+    assert (status.state, status.exit_code, status.num_attempts, status.nodes) == (JobState.QUEUED, 75, 1, ("n1", "n2"))
+
+
+def test_a_result_of_an_earlier_attempt_does_not_count() -> None:
+    left = parse_result(RESULT.format(code=75, attempt=0))
+    status = parse_live_status("6", "gpt", parse_fields(shown("FAILED", restarts=1, code="0:9")), ("n1",), 5.0, left)
+    assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 137, 2)
+
+
+def test_what_slurm_has_forgotten_is_told_by_what_the_job_left() -> None:
+    done = parse_past_status("6", "gpt", False, 5.0, parse_result(RESULT.format(code=0, attempt=2)))
+    assert (done.state, done.exit_code, done.num_attempts, done.nodes) == (JobState.DONE, 0, 3, ("n1", "n2"))
+    assert parse_past_status("6", "gpt", True, 5.0, None).state is JobState.CANCELLED
+    assert parse_past_status("6", "gpt", False, 5.0, None).state is JobState.INTERRUPTED
+
+
+class Recorded:
+    """Slurm's programs: answers by the beginning of the command, and what was asked."""
+
+    def __init__(self, answers: dict[str, tuple[int, str, str]]):
+        self.answers = {"sbatch --version": (0, "slurm-wlm 22.05.8\n", "")} | answers
+        self.asked: list[str] = []
+
+    def __call__(self, argv: Sequence[str]) -> tuple[int, str, str]:
+        line = " ".join(argv)
+        self.asked.append(line)
+        return next(
+            (answer for start, answer in sorted(self.answers.items(), reverse=True) if line.startswith(start)),
+            (0, "", ""),
+        )
+
+
+def engine(folder: Path, answers: dict[str, tuple[int, str, str]], **environ: str) -> tuple[SlurmBackend, Recorded]:
+    recorded = Recorded(answers)
+    return SlurmBackend(recorded, folder / "state", environ), recorded
+
+
+def test_without_sbatch_it_is_said_what_is_missing(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {"sbatch --version": (127, "", "sbatch: not found")})
+    with pytest.raises(UsageError, match="sbatch is not installed here"):
+        slurm.render(Job("a", ("true",), tmp_path))
+
+
+def test_a_dry_run_writes_nothing_and_says_what_would_be_sent(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {}, TOKEN="swordfish")
+    request = slurm.render(Job("a", ("true",), tmp_path, secrets=("TOKEN",)))
+    assert list(tmp_path.iterdir()) == []
+    assert request.commands[1] == ("sbatch", "--parsable", str(tmp_path / "state" / "a-1" / "batch.sh"))
+    assert "swordfish" not in str(request)
+
+
+def test_another_command_that_submits_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("phalanx.jobs.backends.slurm.backend.LOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("phalanx.run.lock.LOCK_RETRY_INTERVAL_S", 0.05)
+    slurm, recorded = engine(tmp_path, {})
+    request = slurm.render(Job("a", ("true",), tmp_path))
+    with slurm._hold_lock(), pytest.raises(UsageError, match="another command has been submitting there for 0 s"):
+        slurm.submit(request)
+    assert capsys.readouterr().err.startswith("waiting for another command, which is submitting to Slurm in ")
+    assert not [line for line in recorded.asked if line.startswith("sbatch --parsable")]
+
+
+def test_a_program_of_slurms_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.jobs.backends.slurm.backend.COMMAND_TIMEOUT_S", 0.2)
+    assert run_program(["sleep", "20"]) == (1, "", "sleep did not answer within 0 s")
+
+
+def test_a_folder_that_was_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {"sbatch --parsable": (0, "6\n", "")})
+    first = slurm.render(Job("a", ("true",), tmp_path))
+    taken = tmp_path / "state" / "a-1"
+    taken.mkdir(parents=True)
+    with pytest.raises(UsageError, match="submit it once more"):
+        slurm.submit(first)
+    assert taken.exists()
+    assert slurm.submit(slurm.render(first.job)) == "6"
+    assert (tmp_path / "state" / "a-2" / "id").read_text() == "6\n"
+
+
+def test_a_secret_that_is_not_set_is_missed_before_anything_is_written(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {})
+    with pytest.raises(UsageError, match="the secret TOKEN is not set"):
+        slurm.submit(slurm.render(Job("a", ("true",), tmp_path, secrets=("TOKEN",))))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_container_needs_pyxis(tmp_path: Path) -> None:
+    job = Job("a", ("true",), tmp_path, backend_options={"container-image": "x"})
+    slurm, _ = engine(tmp_path, {"srun --help": (0, "  --container  Path to OCI container bundle\n", "")})
+    with pytest.raises(UsageError, match="needs pyxis"):
+        slurm.render(job)
+    slurm, _ = engine(tmp_path, {"srun --help": (0, "  --container-image=IMAGE  [pyxis]\n", "")})
+    slurm.render(job)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {})
+    with pytest.raises(UsageError, match="is not there"):
+        slurm.submit(slurm.render(Job("a", ("true",), tmp_path / "missing")))
+
+
+def submitted(tmp_path: Path, answers: dict[str, tuple[int, str, str]]) -> tuple[SlurmBackend, Recorded, Path]:
+    """An engine with a job, number 6, in its folder."""
+    slurm, recorded = engine(tmp_path, {"sbatch --parsable": (0, "6;here\n", ""), **answers})
+    assert slurm.submit(slurm.render(Job("a", ("true",), tmp_path))) == "6"
+    recorded.asked.clear()
+    return slurm, recorded, tmp_path / "state" / "a-1"
+
+
+def mine(tmp_path: Path, state: str, **more: str) -> tuple[int, str, str]:
+    return 0, shown(state, command=str(tmp_path / "state" / "a-1" / "batch.sh"), **more), ""  # type: ignore[arg-type]
+
+
+def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
+    error = (1, "", "sbatch: error: Batch job submission failed: Invalid qos specification\n")
+    slurm, _ = engine(tmp_path, {"sbatch --parsable": error})
+    with pytest.raises(UsageError, match="job a: Batch job submission failed: Invalid qos specification"):
+        slurm.submit(slurm.render(Job("a", ("true",), tmp_path)))
+    assert list((tmp_path / "state").glob("a-*")) == []
+
+
+def test_an_unfit_node_is_added_to_those_that_are_avoided_and_the_job_goes_on(tmp_path: Path) -> None:
+    answers = {"scontrol show job 6": mine(tmp_path, "PENDING", reason="job_requeued_in_held_state", nodes="")}
+    slurm, recorded, folder = submitted(tmp_path, answers)
+    (folder / "unfit").write_text("n2\nn3\n")
+    assert slurm.release("6")
+    assert recorded.asked[1:3] == ["scontrol update JobId=6 ExcNodeList=n4,n2,n3", "scontrol release 6"]
+    assert not (folder / "unfit").exists()
+
+
+@pytest.mark.parametrize("look", ["poll", "jobs", "logs"])
+def test_who_looks_at_a_held_job_changes_nothing_and_learns_how_it_goes_on(tmp_path: Path, look: str) -> None:
+    answers = {"scontrol show job 6": mine(tmp_path, "PENDING", reason="job_requeued_in_held_state", nodes="")}
+    slurm, recorded, folder = submitted(tmp_path, {**answers, "squeue": (0, "6\n", "")})
+    (folder / "unfit").write_text("n2\nn3\n")
+    found = {"poll": lambda: [slurm.poll("6")], "jobs": slurm.list_jobs, "logs": lambda: list(slurm.read_logs("6"))}[
+        look
+    ]()
+    assert not [line for line in recorded.asked if line.split()[1] not in ("show", "--me")]
+    assert (folder / "unfit").exists()
+    for each in found:
+        assert each.reason == (
+            "is held, since n2, n3 did not fit it: `phalanx jobs release 6 --on slurm` lets it go on elsewhere"
+        )
+
+
+def test_releasing_waits_until_the_script_is_gone(tmp_path: Path) -> None:
+    slurm, recorded, folder = submitted(tmp_path, {"scontrol show job 6": mine(tmp_path, "RUNNING")})
+    (folder / "unfit").write_text("n2\n")
+    assert not slurm.release("6")
+    assert not [line for line in recorded.asked if "update" in line]
+    assert (folder / "unfit").exists()
+
+
+def test_releasing_that_fails_is_told_and_can_be_tried_again(tmp_path: Path) -> None:
+    answers = {
+        "scontrol show job 6": mine(tmp_path, "PENDING", nodes=""),
+        "scontrol update": (1, "", "slurm_update error: Access/permission denied\n"),
+    }
+    slurm, _, folder = submitted(tmp_path, answers)
+    (folder / "unfit").write_text("n2\n")
+    with pytest.raises(UsageError, match="job 6: slurm_update error: Access/permission denied"):
+        slurm.release("6")
+    assert (folder / "unfit").exists()
+
+
+def test_a_number_that_another_job_has_now_is_not_taken_for_ours(tmp_path: Path) -> None:
+    slurm, _, folder = submitted(tmp_path, {"scontrol show job 6": (0, shown("RUNNING"), "")})
+    (folder / "result").write_text(RESULT.format(code=0, attempt=0))
+    assert slurm.poll("6").state is JobState.DONE
+
+
+def test_cancelling_marks_the_job_first_and_leaves_one_that_is_over(tmp_path: Path) -> None:
+    slurm, recorded, folder = submitted(tmp_path, {"scontrol show job 6": mine(tmp_path, "RUNNING")})
+    slurm.cancel("6")
+    assert recorded.asked[-1] == "scancel 6"
+    assert (folder / "cancelled").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    slurm, recorded, folder = submitted(other, {"scontrol show job 6": (1, "", "Invalid job id specified")})
+    slurm.cancel("6")
+    assert "scancel 6" not in recorded.asked
+
+
+def test_a_job_that_is_not_there_is_told_so(tmp_path: Path) -> None:
+    slurm, _ = engine(tmp_path, {})
+    for ask in (slurm.poll, slurm.cancel, lambda id: list(slurm.read_logs(id))):
+        with pytest.raises(UsageError, match="7: slurm knows no such job"):
+            ask("7")
+    assert slurm.list_jobs() == []
+
+
+def test_jobs_lie_in_the_users_state_folder() -> None:
+    assert SlurmBackend(Recorded({}), environ={"PHALANX_STATE_DIR": "/s"}).jobs_dir == Path("/s/slurm")

@@ -1,0 +1,131 @@
+"""Each rule speaks when its number is bad, names a key, and is silent on a healthy run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from make_run import Maker, healthy, troubled
+from phalanx.observe.history import read_history
+from phalanx.observe.recommendations import Recommendation, find_recommendations
+from phalanx.observe.summary import build_summary
+from phalanx.run import Run
+from phalanx.run.event_types import NonFiniteStep
+
+
+def advices(path: Path) -> dict[str, Recommendation]:
+    run = Run(path)
+    history = read_history(run.events)
+    return {advice.rule_name: advice for advice in find_recommendations(build_summary(run, history), history)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_rule_fires_on_a_healthy_run(tmp_path: Path, seed: int) -> None:
+    assert advices(healthy(tmp_path / "run", seed=seed)) == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "words", "shape"),
+    [
+        ("data-wait", "data.source.prepared", r"data wait is 3\d% of the step", {"split": {"data_wait": 0.45}}),
+        (
+            "grad-sync",
+            "batch.global_size",
+            r"gradient synchronization is 2\d% of the step",
+            {"split": {"grad_sync": 0.3}, "world": 2},
+        ),
+        ("optimizer-share", "batch.global_size", r"optimizer is 3\d%", {"split": {"optimizer": 0.45}}),
+        (
+            "low-mfu",
+            "batch.micro_size",
+            "micro-batches of 2 are small",
+            {"mfu": 0.1, "batch": {"global_size": 16, "micro_size": 2}},
+        ),
+        ("slow-precision", "precision", r"bf16 would be 3\.4x in matmul on this machine", {"precision": "fp32"}),
+        ("idle-cores", "num_threads", "of 1 thread", {"num_threads": 1, "world": 1, "cores": 8}),
+        ("train-longer", "steps", "still falling at the end", {"falling": True}),
+        ("overfitting", "steps", r"since step 150 .*: overfitting", {"overfit_from": 150}),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else None,
+)
+def test_a_rule_fires_with_its_number_and_key(
+    tmp_path: Path, rule: str, key: str, words: str, shape: dict[str, object]
+) -> None:
+    shape = dict(shape)
+    cores = shape.pop("cores", None)
+    path = healthy(tmp_path / "run", **shape)
+    if cores:
+        cluster = path / "cluster.json"
+        cluster.write_text(cluster.read_text().replace('"physical_cores": 2', f'"physical_cores": {cores}'))
+    found = advices(path)
+    assert list(found) == [rule]
+    assert key in (found[rule].recipe_key or "")
+    assert re.search(words, found[rule].full_text)
+
+
+def test_checkpoint_stalls_name_how_often_to_save_instead(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=60, checkpoint={"every": 10})
+    maker.start()
+    for step in range(1, 61):
+        maker.step(step)
+        if step % 10 == 0:
+            maker.t += 1.0
+            maker.checkpoint(step, stall=1.0)
+    maker.end()
+    found = advices(maker.path)["checkpoint-stalls"]
+    assert found.recipe_key == "checkpoint.every"
+    assert "instead of every 10" in found.advice
+    assert "20% of the time" in found.finding or "19% of the time" in found.finding
+
+
+def test_guards_come_first_and_gains_are_sorted(tmp_path: Path) -> None:
+    run = Run(troubled(tmp_path / "run"))
+    history = read_history(run.events)
+    found = find_recommendations(build_summary(run, history), history)
+    assert [advice.rule_name for advice in found[:2]] == ["nonfinite-steps", "failed-checkpoints"]
+    gains = [advice.max_gain for advice in found if not advice.is_urgent]
+    assert gains == sorted(gains, reverse=True)
+    assert {"data-wait", "grad-sync", "restart-cost"} <= {advice.rule_name for advice in found}
+
+
+def test_fp16_guards_point_to_bf16(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=60, precision="fp16", matmul={"fp16": 0.3})
+    maker.start()
+    maker.steps(1, 30)
+    maker.event(NonFiniteStep, step=31, reason="non-finite gradient")
+    maker.step(31, loss=None, skip_reason="non-finite gradient")
+    maker.steps(32, 60)
+    assert "precision=bf16" in advices(maker.path)["nonfinite-steps"].advice
+
+
+def test_a_slower_run_than_predicted_says_by_how_much(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=100)
+    plan = path / "plan.json"
+    plan.write_text(plan.read_text().replace('"predicted_step_s": 0.384', '"predicted_step_s": 0.2'))
+    assert "2.0x the predicted 200 ms" in advices(path)["slower-than-predicted"].finding
+
+
+def test_uneven_steps_are_found(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=200)
+    maker.start()
+    for step in range(1, 201):
+        maker.step(step, **({"duration_s": 4.0} if step % 10 == 0 else {}))
+    assert "uneven-steps" in advices(maker.path)
+
+
+def test_much_evaluation_is_found(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=60)
+    maker.start()
+    for step in range(1, 61):
+        maker.step(step)
+        if step % 5 == 0:
+            maker.eval(step)
+    assert advices(maker.path)["evaluation-share"].recipe_key == "evaluation.every"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_run_too_short_to_judge_gets_no_advice(tmp_path: Path, steps: int) -> None:
+    maker = Maker(tmp_path / "run", split={"data_wait": 0.9})
+    maker.start()
+    maker.steps(1, steps)
+    assert advices(maker.path) == {}

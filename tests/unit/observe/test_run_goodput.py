@@ -1,0 +1,143 @@
+"""What became of the devices of a run, in seconds x devices: that it sums up, and who is to blame for what."""
+
+from pathlib import Path
+
+import pytest
+
+from make_run import Maker, healthy, troubled
+from phalanx.observe.goodput import DeviceTime, compute_device_time
+from phalanx.observe.history import read_history
+from phalanx.observe.text_report import describe_failure_cost, goodput_rows
+from phalanx.run.event_types import WorkerFailure
+
+
+def ledger(run: Path) -> DeviceTime:
+    return compute_device_time(read_history(run / "events.jsonl"))
+
+
+def killed(path: Path, world: int = 1) -> Path:
+    """Killed behind step 47, noticed half a second later, back after three more seconds, at step 40."""
+    maker = Maker(path, total=60, seconds=1.0, world=world, split={"data_wait": 0.25, "forward": 0.75})
+    maker.start()
+    maker.steps(1, 47)
+    maker.t += 0.5
+    maker.event(WorkerFailure, rank=world - 1)
+    maker.t += 3.0
+    maker.start(from_step=40)
+    maker.steps(41, 60)
+    maker.end()
+    return path
+
+
+@pytest.mark.parametrize("make", [healthy, troubled, killed])
+def test_the_shares_sum_to_the_allocation(make: object, tmp_path: Path) -> None:
+    found = ledger(make(tmp_path / "run"))  # type: ignore[operator]
+    parts = found.productive_s + found.blocked_s + found.wasted_s + found.unavailable_s
+    assert parts == pytest.approx(found.allocated_s, rel=1e-9)
+    assert min(found.productive_s, found.blocked_s, found.wasted_s, found.unavailable_s) >= 0
+
+
+def test_a_quiet_run_is_nearly_all_productive(tmp_path: Path) -> None:
+    found = ledger(healthy(tmp_path / "run"))
+    assert found.goodput_share is not None
+    assert found.goodput_share > 0.95
+    assert (found.wasted_s, found.unavailable_s, found.failure_costs) == (0, 0, ())
+
+
+def test_a_fault_is_charged_with_what_it_cost(tmp_path: Path) -> None:
+    found = ledger(killed(tmp_path / "run"))
+    (loss,) = found.failure_costs
+    assert loss.description == "rank 0: SIGKILL"
+    assert loss.detection_s == pytest.approx(0.5)
+    assert loss.unavailable_s == pytest.approx(3.5) == found.unavailable_s
+    assert loss.wasted_s == pytest.approx(7.0, rel=0.1)
+    assert loss.wasted_s == found.wasted_s
+    assert loss.startup_s == pytest.approx(1.2)
+
+
+def test_every_worker_counts(tmp_path: Path) -> None:
+    alone, four = (ledger(killed(tmp_path / str(world), world)) for world in (1, 4))
+    assert four.allocated_s == pytest.approx(4 * alone.allocated_s)
+    assert four.failure_costs[0].total_s == pytest.approx(4 * alone.failure_costs[0].total_s)
+    assert four.goodput_share == pytest.approx(alone.goodput_share)
+
+
+def test_waiting_for_data_is_blocked(tmp_path: Path) -> None:
+    found = ledger(killed(tmp_path / "run"))
+    assert found.data_wait_s / (found.data_wait_s + found.productive_s) == pytest.approx(0.2, abs=0.1)
+
+
+def test_nothing_is_held_between_a_proper_end_and_the_next_start(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
+    maker.start()
+    maker.steps(1, 10)
+    maker.end("interrupted", 10)
+    maker.t += 3600
+    maker.start(from_step=10)
+    maker.steps(11, 20)
+    maker.end()
+    found = ledger(tmp_path / "run")
+    assert found.allocated_s < 60
+    assert found.failure_costs == ()
+
+
+def test_an_attempt_that_left_no_word_is_charged_with_the_time_until_the_next(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
+    maker.start()
+    maker.steps(1, 10)
+    maker.t += 100
+    maker.start(from_step=5)
+    maker.steps(6, 20)
+    maker.end()
+    (loss,) = ledger(tmp_path / "run").failure_costs
+    assert loss.description == "no end was written"
+    assert loss.unavailable_s == pytest.approx(100)
+
+
+def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
+    maker.start()
+    maker.steps(1, 10)
+    maker.t += 2.0
+    maker.event(WorkerFailure, cause="fork_server_died")
+    maker.t += 0.5
+    maker.end("interrupted", 10)
+    maker.t += 3600
+    maker.start(from_step=5)
+    maker.steps(6, 20)
+    maker.end()
+    found = ledger(tmp_path / "run")
+    (loss,) = found.failure_costs
+    assert (loss.description, loss.detection_s) == ("rank 0: fork server died", pytest.approx(2.0))
+    assert loss.wasted_s == found.wasted_s > 4.0
+    assert loss.unavailable_s == pytest.approx(2.5) == found.unavailable_s
+    assert found.allocated_s < 60
+
+
+def test_a_stop_in_order_after_a_fault_that_was_got_over_costs_nothing(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=60, seconds=1.0)
+    maker.start()
+    maker.steps(1, 10)
+    maker.event(WorkerFailure)
+    maker.start(from_step=10)
+    maker.steps(11, 20)
+    maker.end("interrupted", 20)
+    maker.start(from_step=20)
+    maker.steps(21, 60)
+    maker.end()
+    assert [loss.description for loss in ledger(tmp_path / "run").failure_costs] == ["rank 0: SIGKILL"]
+
+
+def test_a_run_without_events_has_no_goodput(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    assert ledger(tmp_path).goodput_share is None
+    assert goodput_rows(DeviceTime()) == []
+
+
+def test_the_report_tells_goodput_and_each_loss(tmp_path: Path) -> None:
+    found = ledger(killed(tmp_path / "run"))
+    facts = goodput_rows(found)
+    assert [name for name, _ in facts] == ["goodput", "failure cost"]
+    assert "wasted" in facts[0][1]
+    assert describe_failure_cost(found.failure_costs[0]) in facts[1][1]
+    assert "detected after 500 ms" in facts[1][1]

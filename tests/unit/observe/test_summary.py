@@ -1,0 +1,368 @@
+"""What a run did, from its directory; sensible for every run that is not a whole one."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from make_run import Maker, healthy, troubled
+from phalanx.errors import UsageError
+from phalanx.observe.history import read_history
+from phalanx.observe.html_report.report import render_report_html
+from phalanx.observe.recommendations import find_recommendations
+from phalanx.observe.summary import RunSummary, build_summary
+from phalanx.observe.text_report import PAGE_WIDTH, render_report_text
+from phalanx.run import Run
+from phalanx.run.event_types import Compiled, EnergyUsed, EvaluationDone, RunEnded, StepPhases
+
+
+def summary(path: Path) -> RunSummary:
+    return build_summary(Run(path), read_history(Run.open_existing(path).events))
+
+
+def pages(path: Path) -> tuple[str, str]:
+    run = Run(path)
+    history = read_history(run.events)
+    summed = build_summary(run, history)
+    advices = find_recommendations(summed, history)
+    return render_report_text(summed, advices), render_report_html(summed, history, advices)
+
+
+def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
+    found = summary(healthy(tmp_path / "run"))
+    assert (found.status, found.last_step, found.planned_steps) == ("done", 300, 300)
+    assert found.run_info.name == "gpt-python"
+    assert found.run_info.parameters == 3_247_360
+    assert found.num_units == 300 * 4096
+    assert found.loss.first == pytest.approx(5.5, abs=0.2)
+    assert found.loss.final_mean == pytest.approx(1.4, abs=0.05)
+    assert found.loss.validation_best_step == 300
+    assert found.speed.mfu_measured == pytest.approx(0.45, rel=0.02)
+    assert found.speed.predicted_step_s == pytest.approx(0.384)
+    assert found.checkpoints.count == 6
+    assert (found.num_restarts, found.wasted_steps, found.nonfinite_actions) == (0, 0, {})
+    assert found.digest is not None
+
+
+def test_durations_sum_to_the_wall_time(tmp_path: Path) -> None:
+    for make in (healthy, troubled):
+        spent = summary(make(tmp_path / make.__name__)).durations
+        parts = (
+            spent.productive_s
+            + spent.wasted_s
+            + spent.evaluation_s
+            + spent.startup_s
+            + spent.unavailable_s
+            + spent.other_s
+        )
+        assert parts == pytest.approx(spent.wall_s, rel=1e-6)
+
+
+def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.t += 40
+    maker.event(Compiled, duration_s=34.0, num_blocks=12)
+    maker.steps(1, 10)
+    maker.end()
+    assert summary(tmp_path / "run").durations.compilation_s == 34.0
+    assert re.search(r"startup 4\d(\.\d)? s \(compiling 34 s\)", pages(tmp_path / "run")[0])
+
+
+def test_what_gpus_drew_is_summed_over_attempts_and_given_for_a_token(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    for first, last, joules in ((1, 5, 20_000.0), (6, 10, 12_768.0)):
+        maker.start(from_step=first - 1)
+        maker.steps(first, last)
+        maker.event(EnergyUsed, energy_j=joules, num_gpus=2)
+    found = summary(tmp_path / "run").energy
+    assert found is not None
+    assert (found.energy_j, found.num_devices) == (32_768.0, 2)
+    assert found.energy_j_per_unit == pytest.approx(32_768 / (10 * 4096))
+    assert "0.00910 kWh by 2 GPUs, 0.800 J per token" in pages(tmp_path / "run")[0]
+
+
+def test_restarts_and_the_steps_that_they_lost_are_counted(tmp_path: Path) -> None:
+    found = summary(troubled(tmp_path / "run"))
+    assert (found.num_restarts, found.wasted_steps, found.num_rollbacks) == (1, 87 + 12, 1)
+    assert found.durations.unavailable_s == pytest.approx(22.0, abs=0.01)
+    assert found.nonfinite_actions == {"non-finite loss: skip": 2, "non-finite loss: rollback": 1}
+    assert "rank-00001.safetensors" in found.checkpoints.rejected[0]
+    assert "no space left" in found.checkpoints.failed[0]
+
+
+def test_going_on_after_done_with_more_steps_is_a_pause_and_not_a_restart(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.steps(1, 10)
+    maker.end()
+    maker.t += 86_400
+    maker.total = 20
+    maker.start(from_step=10)
+    maker.steps(11, 20)
+    maker.end()
+    found = summary(tmp_path / "run")
+    assert (found.num_restarts, found.wasted_steps, found.planned_steps) == (0, 0, 20)
+    assert found.durations.paused_s == pytest.approx(86_400)
+    assert found.durations.wall_s < 60
+
+
+def test_the_digest_of_an_earlier_end_is_not_that_of_a_run_which_went_on(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.steps(1, 10)
+    maker.end()
+    assert summary(tmp_path / "run").digest
+    maker.start(from_step=10)
+    maker.steps(11, 12)
+    assert summary(tmp_path / "run").digest is None
+
+
+def test_without_plan_and_cluster_the_page_says_not_measured(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=30)
+    for name in ("plan.json", "cluster.json", "environment.json", "result.json"):
+        (path / name).unlink()
+    found = summary(path)
+    assert found.speed.mfu_measured is None
+    assert found.speed.median_per_s is not None
+    text, html = pages(path)
+    assert "MFU (measured peak)   not measured" in text
+    assert "not measured" in html
+
+
+def only_created(maker: Maker) -> None:
+    (maker.path / "events.jsonl").unlink()
+
+
+def only_started(maker: Maker) -> None:
+    maker.start()
+
+
+def one_step(maker: Maker) -> None:
+    maker.start()
+    maker.step(1)
+
+
+def two_steps_torn(maker: Maker) -> None:
+    maker.start()
+    maker.steps(1, 2)
+    with open(maker.path / "events.jsonl", "a") as file:
+        file.write('{"kind": "step", "time": 1790000012.5, "ste')
+
+
+def none_finite(maker: Maker) -> None:
+    maker.start()
+    for step in range(1, 40):
+        maker.step(step, loss=None, grad_norm=None)
+    maker.event(EvaluationDone, step=39, loss=None, metrics={"accuracy": None})
+
+
+def null_loss(maker: Maker) -> None:
+    maker.start()
+    maker.step(1, loss=None, grad_norm=None, skip_reason="non-finite loss")
+
+
+def zero_seconds(maker: Maker) -> None:
+    maker.start()
+    for step in range(1, 30):
+        maker.step(step, duration_s=0.0, breakdown_s=StepPhases())
+    maker.end("failed", step=29)
+
+
+def events_without_a_start(maker: Maker) -> None:
+    maker.steps(1, 60)
+    maker.event(RunEnded)
+
+
+def huge_loss(maker: Maker) -> None:
+    maker.start()
+    for step in range(1, 60):
+        maker.step(step, loss=10.0 ** (step - 20), grad_norm=1e300)
+
+
+ODD = [
+    only_created,
+    only_started,
+    one_step,
+    two_steps_torn,
+    none_finite,
+    null_loss,
+    zero_seconds,
+    events_without_a_start,
+    huge_loss,
+]
+
+
+@pytest.mark.parametrize("happen", ODD, ids=lambda happen: happen.__name__)
+def test_odd_runs_have_sensible_pages_and_strict_json(tmp_path: Path, happen) -> None:  # type: ignore[no-untyped-def]
+    maker = Maker(tmp_path / "run", total=300)
+    happen(maker)
+    text, html = pages(maker.path)
+    assert text.startswith("gpt-python")
+    assert all(len(line) <= PAGE_WIDTH for line in text.splitlines())
+    for page in (text, html):
+        assert "None" not in page
+        assert "nan" not in page.replace("nance", "")
+    json.dumps(summary(maker.path).to_json(), allow_nan=False)
+
+
+def test_a_run_that_has_just_started_says_so(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run")
+    maker.start()
+    text, html = pages(maker.path)
+    assert "no step finished yet" in text
+    assert "No step finished yet" in html
+    assert "incomplete" in text
+
+
+def test_losses_that_are_not_numbers_are_counted_and_said(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.steps(1, 8)
+    maker.step(9, loss=None)
+    maker.step(10, loss=None)
+    text, _ = pages(maker.path)
+    assert "2 of 10 steps" in text
+    assert "-> not a number" in text
+
+
+def test_no_run_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run here"):
+        summary(tmp_path)
+
+
+DAMAGES = {"missing": None, "empty": "", "half": "{", "list": "[1]", "no text": "\0", "words": "a: [", "nothing": "{}"}
+
+
+@pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("name", ["plan.json", "cluster.json", "environment.json", "result.json", "resolved.yaml"])
+def test_a_lost_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str, content: str | None) -> None:
+    path = healthy(tmp_path / "run", total=5)
+    damaged = path / name
+    damaged.unlink() if content is None else damaged.write_text(content)
+    found = summary(path)
+    also = ["recipe.yaml"] if name == "resolved.yaml" else []  # which such a run does not have
+    assert [each in text for each, text in zip([name, *also], found.lost, strict=True)] == [True] * len(found.lost)
+    assert (found.status, found.last_step) == ("done", 5)
+    for page in pages(path):
+        assert name in "".join(page.split())  # lines are broken
+        assert "5 of 5 steps" in page
+
+
+def test_a_recipe_as_it_was_given_stands_in_for_a_resolved_one(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=5)
+    (path / "resolved.yaml").rename(path / "recipe.yaml")
+    found = summary(path)
+    assert found.run_info.name == "gpt-python"
+    assert found.lost == (f"{path / 'resolved.yaml'}: is missing; the recipe is shown as it was given",)
+
+
+@pytest.mark.parametrize("content", [None, "", "\0\n", "folder"])
+def test_where_events_are_lost_the_result_says_how_it_ended(tmp_path: Path, content: str | None) -> None:
+    path = healthy(tmp_path / "run", total=5)
+    events = path / "events.jsonl"
+    if content == "folder":
+        events.unlink()
+        events.mkdir()
+    else:
+        events.unlink() if content is None else events.write_text(content)
+    found = summary(path)
+    assert (found.status, found.last_step) == ("done", 5)
+    assert found.digest is not None
+    assert found.lost == (f"{events}: ends at step 0; result.json says done at step 5",)
+    text, _ = pages(path)
+    assert "done: 5 of 5 steps" in text
+    assert "unknown: the events of its steps are lost" in text
+
+
+def test_where_the_end_of_the_events_is_lost_the_result_says_how_it_ended(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=100)
+    lines = (path / "events.jsonl").read_text().splitlines(keepends=True)
+    (path / "events.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    found = summary(path)
+    assert (found.status, found.last_step) == ("done", 100)
+    assert "result.json says done at step 100" in found.lost[0]
+
+
+def test_where_events_and_result_are_lost_checkpoints_say_how_far_it_came(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=5)
+    (path / "events.jsonl").unlink()
+    (path / "result.json").unlink()
+    (path / "checkpoints" / "step-000000004").mkdir(parents=True)
+    found = summary(path)
+    assert (found.status, found.last_step) == ("not known", 4)
+    assert "unknown: 4 of 5 steps at least" in pages(path)[0]
+
+
+def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    maker.steps(1, 5)
+    maker.end("interrupted")
+    (maker.path / "result.json").write_text(json.dumps({"status": "interrupted", "steps": 5}))
+    maker.start(from_step=4)
+    found = summary(maker.path)
+    assert (found.status, found.last_step, found.lost) == ("incomplete", 4, ())
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"replicate": 1, "pipeline_schedule": "1f1b", "layers_per_stage": None}, "one process"),
+        ({"tensor": 2, "async_tp": False, "pipeline_schedule": "1f1b"}, "tensor 2"),
+        ({"tensor": 2, "async_tp": True, "pipeline_schedule": "1f1b"}, "tensor 2 (async_tp)"),
+        (
+            {"replicate": 2, "tensor": 4, "pipeline_schedule": "1f1b", "layers_per_stage": None},
+            "replicate 2 x tensor 4",
+        ),
+        (
+            {"replicate": 2, "pipeline": 2, "pipeline_schedule": "gpipe", "layers_per_stage": None},
+            "replicate 2 x pipeline 2 (gpipe)",
+        ),
+        ({"pipeline": 2, "pipeline_schedule": "1f1b", "layers_per_stage": [3, 1]}, "pipeline 2 (1f1b, blocks 3 + 1)"),
+    ],
+)
+def test_a_layout_is_told_by_what_it_divides(tmp_path: Path, layout: dict[str, object], expected: str) -> None:
+    assert summary(healthy(tmp_path / "run", total=5, parallelism=layout)).run_info.parallelism == expected
+
+
+def test_a_recipe_of_another_version_still_has_a_page(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=5, key_from_the_future=1)
+    assert pages(path)[0].startswith("gpt-python")
+
+
+def noisy(path: Path, *estimates: float) -> Path:
+    """A run of which every eighth step made an estimate of the gradient noise, the last of them these."""
+    maker = Maker(path, total=8 * len(estimates))
+    maker.start()
+    for step in range(1, maker.total + 1):
+        maker.step(step, **({} if step % 8 else {"noise_scale_samples": estimates[step // 8 - 1]}))
+    maker.end()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (412.3, "gradient noise scale about 410 samples; batch.global_size is 16: room to grow to about 410 (26 x)"),
+        (20.0, "gradient noise scale about 20 samples; batch.global_size is 16: at the limit of efficient scaling"),
+        (
+            3.2,
+            "gradient noise scale about 3 samples; batch.global_size is 16: a smaller one would need few more steps",
+        ),
+    ],
+)
+def test_the_gradient_noise_scale_is_told_beside_the_batch(tmp_path: Path, scale: float, said: str) -> None:
+    path = noisy(tmp_path / "run", 9.0, 9.0, 9.0, 9.0, scale)
+    found = summary(path)
+    assert found.loss.noise_scale == scale
+    assert found.to_json()["loss"]["noise_scale"] == scale
+    for page in pages(path):
+        assert said in " ".join(page.split())
+
+
+def test_too_few_estimates_of_the_noise_say_nothing(tmp_path: Path) -> None:
+    path = noisy(tmp_path / "run", 9.0, 9.0, 9.0, 9.0)
+    assert summary(path).loss.noise_scale is None
+    assert not any("noise scale" in page for page in pages(path))

@@ -1,0 +1,431 @@
+"""Memory of a device by part: closed forms, what must never grow, a real step on this machine, and measured runs."""
+
+import statistics
+from dataclasses import fields, replace
+from functools import cache
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpt_profile import gpt
+from memory_rows import VALIDATION, Compared, memory_rows
+from peak_memory import PeakMemoryMode
+from phalanx.cluster import load_cluster
+from phalanx.models import moe, transformer
+from phalanx.models.convnets import resnet
+from phalanx.planner.activation_memory import BYTES_PER_GIB
+from phalanx.planner.memory import MemoryEstimate, _schedule_of_rank, estimate_memory, estimate_memory_by_rank
+from phalanx.planner.memory_advice import suggest_memory_changes
+from phalanx.planner.model_profile import ModelProfile
+from phalanx.planner.scenario import Scenario, SoftwareStack
+from phalanx.planner.stacks import stack_by_name
+from phalanx.planner.trace import build_on_meta, image_classification_forward, language_modeling_forward, profile_model
+from phalanx.recipe.schema import Parallelism
+from phalanx.train.distributed.activation_checkpoint import apply_activation_checkpointing
+
+PARTS = [field.name for field in fields(MemoryEstimate) if field.name != "rank"]
+
+
+@cache
+def llama(dtype: torch.dtype = torch.bfloat16, tie: bool = False) -> ModelProfile:
+    """A decoder of eight layers."""
+    return profile_model(
+        build_on_meta(
+            lambda: transformer(32000, 1024, layers=8, hidden_size=512, num_heads=8, tie_embeddings=tie), dtype
+        ),
+        language_modeling_forward(32000, 1024),
+        1024,
+    )
+
+
+@cache
+def mixture() -> ModelProfile:
+    """The same with eight experts a layer."""
+    return profile_model(
+        build_on_meta(lambda: moe(32000, 1024, layers=8, hidden_size=512, num_heads=8, num_experts=8, top_k=2)),
+        language_modeling_forward(32000, 1024),
+        1024,
+    )
+
+
+def setup(layout: Parallelism | None = None, of: ModelProfile | None = None, **values: object) -> Scenario:
+    """A run of the small decoder; `values` as in Setup."""
+    given = {
+        "micro_size": 4,
+        "global_batch": 1024,
+        "zero_level": 3 if layout is not None and layout.shard > 1 else 0,
+        **values,
+    }
+    return Scenario(of or llama(), load_cluster("h100:8"), layout or Parallelism(), **given)  # type: ignore[arg-type]
+
+
+# --- what must hold ---------------------------------------------------------------------------------------------------
+
+
+def test_parts_add_up() -> None:
+    found = estimate_memory(setup(Parallelism(shard=4, tensor=2)))
+    assert found.total == pytest.approx(sum(getattr(found, name) for name in PARTS))
+    assert 0 < found.allocated < found.reserved < found.total
+    low, high = found.interval()
+    assert low < found.total < high
+
+
+def test_more_shards_never_take_more() -> None:
+    sizes = [estimate_memory(setup(Parallelism(shard=ranks))).allocated for ranks in (2, 4, 8, 16, 64)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_cpu_has_the_checkpoint_in_its_memory_while_it_is_written_and_replicas_share_it_out() -> None:
+    cluster = load_cluster("h100:8")
+    host = cluster.node.accelerator.model_copy(update={"generation": "cpu"})
+    cluster = cluster.model_copy(update={"node": cluster.node.model_copy(update={"accelerator": host})})
+    alone = estimate_memory(replace(setup(), cluster=cluster))
+    assert alone.comm_buffers == alone.parameters + alone.optimizer_state > 0
+    shared = estimate_memory(replace(setup(Parallelism(replicate=4)), cluster=cluster))
+    assert shared.comm_buffers == pytest.approx((shared.parameters + shared.optimizer_state) / 4)
+
+
+@pytest.mark.parametrize("dimension", ["tensor", "pipeline", "context"])
+def test_more_ranks_never_take_more(dimension: str) -> None:
+    sizes = [
+        estimate_memory(setup(Parallelism(**{dimension: ranks}), micro_size=1)).allocated for ranks in (1, 2, 4, 8)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_each_level_of_zero_takes_less() -> None:
+    states = []
+    for zero in range(4):
+        layout = Parallelism(shard=8) if zero == 3 else Parallelism(replicate=8)
+        states.append(estimate_memory(setup(layout, zero_level=zero, stack=SoftwareStack("megatron"))).persistent_state)
+    assert states == sorted(states, reverse=True)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("of", [llama, mixture])
+def test_recomputing_more_never_takes_more(of: object, fused: bool) -> None:
+    for layout in (Parallelism(), Parallelism(shard=8), Parallelism(pipeline=4), Parallelism(tensor=4)):
+        sizes = [
+            estimate_memory(
+                setup(layout, of(), checkpointing=way, stack=SoftwareStack(fuses_memory_ops=fused))
+            ).allocated  # type: ignore[operator]
+            for way in ("none", "selective", "full")
+        ]
+        assert sizes == sorted(sizes, reverse=True), layout
+
+
+def test_a_larger_micro_batch_takes_more() -> None:
+    sizes = [estimate_memory(setup(micro_size=micro)).allocated for micro in (1, 2, 4, 8)]
+    assert sizes == sorted(sizes)
+
+
+def test_a_chunked_loss_spares_the_logits() -> None:
+    run = setup(stack=stack_by_name("torch"))
+    whole, fused, chunked = (estimate_memory(run, loss_mode=loss) for loss in ("whole", "fused", "chunked"))
+    logits = 4 * 1024 * 32000
+    # Three copies in fp32; then in 16 bits, with their gradient; then the weight's gradient in fp32.
+    assert whole.allocated - fused.allocated == pytest.approx(8 * logits, rel=0.05)
+    assert chunked.allocated < fused.allocated
+    assert estimate_memory(setup()) == estimate_memory(setup(), loss_mode="fused")  # our own kernel on a GPU
+
+
+def test_tensor_ranks_that_divide_the_vocabulary_never_have_all_logits() -> None:
+    divided = setup(Parallelism(tensor=2))
+    assert estimate_memory(divided) == estimate_memory(divided, loss_mode="chunked")
+
+
+# --- the training state -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero", "bytes_each"),
+    [
+        ("bf16", 0, 18.0),
+        ("bf16", 1, 6 + 12 / 8),
+        ("fp16", 0, 20.0),
+        ("fp16", 1, 4 + 16 / 8),
+        ("fp32", 0, 16.0),
+        ("bf16", 2, 2 + 16 / 8),
+    ],
+)
+def test_megatron_holds_what_its_documentation_says(precision: str, zero: int, bytes_each: float) -> None:
+    found = estimate_memory(
+        setup(Parallelism(replicate=8), precision=precision, zero_level=zero, stack=SoftwareStack("megatron"))
+    )
+    assert found.persistent_state == pytest.approx(bytes_each * llama().num_parameters)
+
+
+def test_sharded_weights_take_sixteen_bytes_for_each_parameter_over_the_shards() -> None:
+    found = estimate_memory(setup(Parallelism(replicate=2, shard=4, context=2)))
+    assert found.persistent_state == pytest.approx(16 * llama().num_parameters / 8)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "bytes_each"),
+    [
+        ({"optimizer": "sgd"}, 4.0),
+        ({"state_dtype": "bf16"}, 4.0),
+        ({"state_dtype": "int8"}, 2.06),
+        ({"offload": True}, 0.0),
+        ({"optimizer": "lamb"}, 8.0),
+    ],
+)
+def test_optimizers_differ_in_what_they_keep(keywords: dict[str, object], bytes_each: float) -> None:
+    found = estimate_memory(setup(), **keywords)  # type: ignore[arg-type]
+    assert found.optimizer_state == pytest.approx(bytes_each * llama().num_parameters)
+
+
+def test_frozen_weights_have_neither_gradient_nor_state() -> None:
+    def make() -> nn.Module:
+        model = transformer(32000, 1024, layers=8, hidden_size=512, num_heads=8, tie_embeddings=False)
+        return model.requires_grad_(False)
+
+    def headed() -> nn.Module:
+        model = make()
+        model.head.requires_grad_(True)  # type: ignore[union-attr]
+        return model
+
+    found = estimate_memory(
+        setup(of=profile_model(build_on_meta(headed), language_modeling_forward(32000, 1024), 1024))
+    )
+    assert found.parameters == pytest.approx(4 * llama().num_parameters)
+    assert found.gradients == pytest.approx(4 * 512 * 32000, rel=1e-3)
+
+
+def test_a_tied_weight_stands_at_both_ends_of_a_pipeline() -> None:
+    first, *_, last = estimate_memory_by_rank(setup(Parallelism(pipeline=4), llama(tie=True)))
+    assert last.parameters == pytest.approx(first.parameters, rel=1e-3)
+
+
+def test_experts_are_divided_over_their_ranks_and_sharded_over_the_rest() -> None:
+    weights = mixture()
+    of_experts = sum(each.repeats * each.weights.expert for each in weights.segments)
+    found = estimate_memory(setup(Parallelism(replicate=8, expert=4), weights, zero_level=0))
+    assert found.parameters == pytest.approx(4 * (weights.num_parameters - of_experts * 3 / 4))
+    sharded = estimate_memory(setup(Parallelism(shard=8, expert=4), weights))
+    assert sharded.parameters == pytest.approx(4 * weights.num_parameters / 8)
+
+
+def test_fp32_activations_are_twice_as_large() -> None:
+    low, high = (estimate_memory(setup(precision=precision)) for precision in ("bf16", "fp32"))
+    assert high.activations == pytest.approx(2 * low.activations)
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "micros", "held"),
+    [
+        ("gpipe", 1, 16, [16, 16, 16, 16]),
+        ("1f1b", 1, 16, [4, 3, 2, 1]),
+        ("1f1b", 1, 2, [2, 2, 2, 1]),
+        ("interleaved", 2, 16, [11, 9, 7, 5]),  # 2 (p - r - 1) + (v - 1) p + 1
+        ("interleaved", 2, 4, [8, 8, 7, 5]),
+        ("zero-bubble", 1, 16, [4, 4, 4, 4]),
+    ],
+)
+def test_a_rank_holds_as_many_micro_batches_as_its_schedule_starts_ahead(
+    schedule: str, chunks: int, micros: int, held: list[int]
+) -> None:
+    layout = Parallelism(pipeline=4, pipeline_schedule=schedule)  # type: ignore[arg-type]
+    run = setup(layout, micro_size=1, global_batch=micros, virtual_stages=chunks)
+    most = []
+    for rank in range(4):
+        in_flight = list(accumulate((kind == "F") - ends for kind, _, ends in _schedule_of_rank(run, rank)))
+        most.append(max(in_flight))
+    assert most == held
+
+
+def test_the_first_rank_of_a_pipeline_holds_most_activations() -> None:
+    run = setup(Parallelism(pipeline=4), gpt(8, 512, 8), micro_size=1)
+    first, second, third, _ = estimate_memory_by_rank(run)
+    assert first.activations > second.activations > third.activations
+    assert estimate_memory(run) == first
+
+
+# --- closed forms (Korthikanti et al. 2022, tables 2 and 3; sequence 2048, 8 tensor ranks) ----------------------------
+
+MODELS = {  # width, layers, heads, micro-batch, pipeline ranks, stages of each
+    "22B": (6144, 48, 64, 4, 1, 1),
+    "175B": (12288, 96, 96, 1, 8, 3),
+    "530B": (20480, 105, 128, 1, 35, 3),
+    "1T": (25600, 128, 160, 1, 64, 1),
+}
+
+
+@cache
+def closed(model: str, recompute: str, sequence_parallel: bool) -> MemoryEstimate:
+    """The first pipeline rank's."""
+    width, layers, heads, micro, pipeline, stages = MODELS[model]
+    using = SoftwareStack("megatron", fuses_memory_ops=False, attention_speed=0.0, sequence_parallel=sequence_parallel)
+    layout = Parallelism(tensor=8, pipeline=pipeline)
+    of, batch = gpt(layers, width, heads), 4 * micro * pipeline
+    run = Scenario(of, load_cluster("a100:8"), layout, micro, batch, "bf16", recompute, 0, stages, using)
+    return estimate_memory_by_rank(run)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "state", "plain", "selective"),
+    [
+        ("22B", 45.56, 59.25, 9.56),
+        ("175B", 45.56, 66.84, 12.35),
+        ("530B", 31.64, 114.02, 23.08),
+        ("1T", 32.96, 131.25, 26.56),
+    ],
+)
+def test_large_models_take_what_the_closed_forms_say(model: str, state: float, plain: float, selective: float) -> None:
+    assert closed(model, "none", False).persistent_state / BYTES_PER_GIB == pytest.approx(state, rel=1e-3)
+    assert closed(model, "none", False).activations / BYTES_PER_GIB == pytest.approx(plain, rel=1e-3)
+    assert closed(model, "attention", True).activations / BYTES_PER_GIB == pytest.approx(selective, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "shares"),
+    [
+        ("22B", (66.77, 49.37, 16.14, 7.59)),
+        ("175B", (61.96, 56.52, 18.48, 8.70)),
+        ("530B", (58.33, 61.90, 20.24, 9.52)),
+        ("1T", (58.33, 61.90, 20.24, 9.52)),
+    ],
+)
+def test_what_recomputing_and_sequence_parallelism_leave(model: str, shares: tuple[float, ...]) -> None:
+    ways = (("none", True), ("attention", False), ("attention", True), ("full", False))
+    plain = closed(model, "none", False).activations
+    found = [100 * closed(model, *way).activations / plain for way in ways]
+    assert found == pytest.approx(shares, abs=0.02)
+
+
+# --- a real step, on this machine's CPU -------------------------------------------------------------------------------
+
+
+def allocated_by(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> int:
+    """Bytes of tensors that a forward and backward makes at a time, beside weights and their gradients."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with PeakMemoryMode() as counted:
+        scores = model(inputs)
+        F.cross_entropy(scores.flatten(0, -2), targets.flatten()).backward()
+    most: int = counted.most
+    return most
+
+
+def predicted(of: ModelProfile, micro: int, recompute: str = "none") -> float:
+    """The same as `footprint` has it, operation by operation in fp32."""
+    run = Scenario(
+        of,
+        load_cluster("laptop"),
+        Parallelism(),
+        micro,
+        micro,
+        "fp32",
+        recompute,
+        0,
+        stack=SoftwareStack(fuses_memory_ops=False),
+    )
+    found = estimate_memory(run)
+    return found.activations + found.temporaries
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", [transformer, moe])
+def test_a_real_step_of_a_decoder_takes_what_is_predicted(kind: type, recompute: str) -> None:
+    def make() -> nn.Module:
+        model: nn.Module = kind(256, 128, layers=3, hidden_size=128, num_heads=4)
+        return model
+
+    model, tokens = make(), torch.randint(0, 256, (8, 128))
+    if recompute != "none":
+        apply_activation_checkpointing(model, [f"blocks.{layer}" for layer in range(3)], recompute)
+    of = profile_model(build_on_meta(make, torch.float32), language_modeling_forward(256, 128), 128)
+    # Checkpointed blocks hold more than is counted: here 4 of 34 times what enters one.
+    assert predicted(of, 8, recompute) == pytest.approx(allocated_by(model, tokens, tokens), rel=0.15)
+
+
+def test_a_real_step_of_a_convolutional_network_takes_what_is_predicted() -> None:
+    of = profile_model(
+        build_on_meta(lambda: resnet(base_channels=16), torch.float32), image_classification_forward(3, 32, 32), 1
+    )
+    real = allocated_by(resnet(base_channels=16), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)))
+    assert predicted(of, 8) == pytest.approx(real, rel=0.1)
+
+
+# --- measured runs ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def measured() -> list[Compared]:
+    return memory_rows()
+
+
+@pytest.mark.skipif(not VALIDATION.exists(), reason="shared/validation is not part of a user's checkout")
+@pytest.mark.parametrize(
+    ("source", "median"),
+    [
+        ("SimuMax", 0.01),
+        ("Megatron-LM tests, 7B", 0.06),
+        ("Megatron-LM tests, tiny", 0.06),
+        ("ml-engineering", 0.08),
+        ("BigScience", 0.06),
+        ("torchtitan benchmarks", 0.08),
+    ],
+)
+def test_measured_runs_take_what_is_predicted(source: str, median: float) -> None:
+    errors = [abs(row.error) for row in measured() if row.source.startswith(source)]
+    assert statistics.median(errors) <= median
+
+
+@pytest.mark.skipif(not VALIDATION.exists(), reason="shared/validation is not part of a user's checkout")
+def test_nineteen_of_twenty_measured_runs_are_where_they_are_said_to_be() -> None:
+    assert statistics.mean(row.inside for row in measured()) >= 0.95
+
+
+# --- what would fit ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_fits_needs_no_change() -> None:
+    fit = suggest_memory_changes(setup())
+    assert fit.verdict == "yes"
+    assert fit.missing_bytes < 0
+    assert not fit.sufficient_changes
+    assert "are left" in fit.description
+
+
+def test_every_change_that_is_offered_makes_the_run_fit() -> None:
+    run = setup(Parallelism(replicate=8), micro_size=8)
+    room = 0.9 * estimate_memory(run).total
+    fit = suggest_memory_changes(run, capacity=room)
+    assert fit.missing_bytes == pytest.approx(room / 9)
+    assert fit.sufficient_changes
+    assert all(change.memory.total <= room for change in fit.sufficient_changes)
+    names = [change.overrides.split("=")[0] for change in fit.sufficient_changes]
+    assert "batch.micro_size" in names
+    assert "memory.activation_checkpointing" in names
+    assert all(change.overrides in fit.description for change in fit.sufficient_changes)
+
+
+def test_changes_are_as_mild_as_they_can_be() -> None:
+    run = setup(micro_size=8)
+    smaller = estimate_memory(replace(run, micro_size=4)).total
+    fit = suggest_memory_changes(run, capacity=smaller)
+    assert next(each for each in fit.sufficient_changes if "micro" in each.overrides).overrides == "batch.micro_size=4"
+
+
+def test_what_no_single_change_can_do_is_offered_together() -> None:
+    run = setup(micro_size=8, global_batch=8)
+    fit = suggest_memory_changes(run, capacity=1.9 * BYTES_PER_GIB)
+    assert not fit.sufficient_changes
+    assert fit.combined_change is not None
+    assert fit.combined_change.memory.total <= 1.9 * BYTES_PER_GIB
+    assert f"together would fit: {fit.combined_change.overrides}" in fit.description
+    assert fit.verdict == "no"
+
+
+def test_more_devices_are_offered_where_they_would_do() -> None:
+    run = setup(Parallelism(shard=2), micro_size=1, global_batch=64)
+    room = estimate_memory(setup(Parallelism(shard=8), micro_size=1, global_batch=64)).total
+    fit = suggest_memory_changes(run, capacity=room)
+    assert any(change.overrides.startswith("8 devices with parallelism.shard=8") for change in fit.sufficient_changes)

@@ -1,0 +1,90 @@
+"""The constants of software stacks: how many there are, and that each is known."""
+
+from dataclasses import fields
+
+import pytest
+
+from phalanx.cluster import load_cluster
+from phalanx.planner.device_costs import device_costs
+from phalanx.planner.scenario import SoftwareStack
+from phalanx.planner.stacks import (
+    PHALANX_STACK,
+    UNKNOWN_GENERATION,
+    device_costs_for_stack,
+    generation_of,
+    list_constants,
+    load_stack_data,
+    stack_by_name,
+)
+
+H100 = load_cluster("h100:8").node.accelerator
+
+
+def test_there_are_few_constants() -> None:
+    assert 0 < len(list_constants()) < 70
+    assert set(load_stack_data()) == {"generations", "precisions", "stacks"}
+
+
+def test_every_key_of_a_stack_is_one_that_predictions_read() -> None:
+    names = {each.name for each in fields(SoftwareStack)} | {"match", "generation", "since", "like"}
+    for values in load_stack_data()["stacks"].values():
+        assert set(values) <= names
+
+
+def test_every_key_of_a_generation_is_known() -> None:
+    for values in load_stack_data()["generations"].values():
+        assert set(values) == {"products", "flash"}
+
+
+def test_constants_are_told_by_their_path() -> None:
+    assert list_constants()["stacks.torch.compute_factor"] == stack_by_name("torch").compute_factor
+    assert list_constants()["generations.hopper.flash.0"] == generation_of(H100).attention_efficiency[0]  # type: ignore[index]
+    assert "stacks.megatron-2021.sequence_parallel" not in list_constants()  # a fact, no number
+
+
+@pytest.mark.parametrize("name", list(load_stack_data()["stacks"]))
+def test_every_stack_is_found_by_its_name_and_has_plausible_values(name: str) -> None:
+    found = stack_by_name(name)
+    assert found.name == name
+    assert 0.5 < found.compute_factor < 2
+    assert 0 <= found.max_tp_overlap < 1
+    assert 0 <= found.launch_s < 1e-4
+
+
+def test_a_stack_that_does_not_exist_is_named() -> None:
+    with pytest.raises(KeyError, match="caffe"):
+        stack_by_name("caffe")
+
+
+def test_a_stack_has_what_the_one_it_is_like_has_but_for_what_it_says() -> None:
+    graphs, plain = stack_by_name("megatron-graphs"), stack_by_name("megatron")
+    assert graphs.comm_factor == plain.comm_factor
+    assert (graphs.launch_s, graphs.routing_sync_s) == (0, 0)
+
+
+def test_a_generation_nobody_measured_is_typical() -> None:
+    odd = H100.model_copy(update={"generation": "quantum"})
+    assert generation_of(odd) == generation_of(H100.model_copy(update={"generation": UNKNOWN_GENERATION}))
+    assert generation_of(odd) != generation_of(H100)
+
+
+def test_training_keeps_up_less_than_single_products_reach() -> None:
+    plain, used = device_costs(H100, "bf16"), device_costs_for_stack(H100, "bf16", stack_by_name(PHALANX_STACK))
+    assert used.matmul_curve.efficiency == pytest.approx(
+        plain.matmul_curve.efficiency * generation_of(H100).gemm_efficiency
+    )
+    assert used.peak_flops == plain.peak_flops
+
+
+def test_a_stack_without_fused_attention_stores_scores() -> None:
+    assert device_costs_for_stack(H100, "bf16", stack_by_name("megatron-2021")).attention_efficiency is None
+
+
+def test_attention_is_never_faster_than_the_peak() -> None:
+    flash = device_costs_for_stack(H100, "bf16", SoftwareStack(attention_speed=100.0)).attention_efficiency
+    assert flash == (1.0, 1.0)
+
+
+def test_a_precision_that_is_missing_is_named() -> None:
+    with pytest.raises(KeyError, match="fp4"):
+        device_costs_for_stack(H100, "fp4", stack_by_name(PHALANX_STACK))

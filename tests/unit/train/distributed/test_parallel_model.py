@@ -1,0 +1,211 @@
+"""A model as one worker holds it: who else holds the same, and that its parts make the whole again."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import DataError
+from phalanx.recipe.schema import OptimizerConfig, Parallelism
+from phalanx.run import Run
+from phalanx.train.checkpoint import load_tensors, read_manifest
+from phalanx.train.checkpoint.manager import CheckpointManager
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.parallel_model import ParallelModel, TiedParam
+from phalanx.train.distributed.shard_spec import DimShard, shard_evenly
+from phalanx.train.optim import OptimizerContainer
+from phalanx.train.precision import GradScaler
+from phalanx.train.train_state import TrainState, get_local_state, get_state_tensors, read_local_state
+from small_train import mesh_of, tiny_lm
+
+LAYOUT = {"replicate": 2, "shard": 2, "context": 2, "tensor": 2}
+
+
+def rows_cut(axis: str, rank: int = 0, size: int = 2) -> tuple[DimShard, ...]:
+    return (shard_evenly(0, 8, rank, size, axis),)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "expected"),
+    [
+        ((), ("replicate", "shard", "context", "tensor")),
+        (rows_cut("tensor"), ("replicate", "shard", "context")),
+        (rows_cut("expert"), ("replicate", "tensor")),
+        ((*rows_cut("expert"), shard_evenly(1, 8, 0, 2, "tensor")), ("replicate",)),
+    ],
+)
+def test_ranks_hold_the_same_along_the_axes_that_do_not_cut(
+    cuts: tuple[DimShard, ...], expected: tuple[str, ...]
+) -> None:
+    model = tiny_lm()
+    divided = ParallelModel(mesh_of(**LAYOUT), (model,), {"hidden.weight": cuts})
+    assert divided.replicated_axes("hidden.weight", model.hidden.weight) == expected
+
+
+def test_what_is_held_says_where_it_belongs_and_shares_the_memory() -> None:
+    model = tiny_lm()
+    model.hidden.weight.data = model.hidden.weight.data[4:].clone()
+    divided = ParallelModel(mesh_of(1, tensor=2), (model,), {"hidden.weight": rows_cut("tensor", rank=1)})
+    held = divided.local_tensor("hidden.weight", model.hidden.weight)
+    (block,) = held.global_blocks.blocks
+    assert (held.global_blocks.global_shape, block.global_offset, block.extent) == ((8, 8), (4, 0), (4, 8))
+    held.tensor.fill_(7.0)
+    assert (model.hidden.weight == 7.0).all()
+
+
+def test_a_frozen_parameter_is_held_and_not_trained() -> None:
+    model = tiny_lm()
+    model.norm.requires_grad_(False)
+    divided = ParallelModel(mesh_of(), (model,))
+    assert set(divided.parameters()) - set(divided.trainable_parameters()) == {"norm.weight", "norm.bias"}
+
+
+def test_stages_make_one_list_of_parameters_under_their_own_names() -> None:
+    first, last = nn.Module(), nn.Module()
+    first.embedding, last.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+    assert list(ParallelModel(mesh_of(), (first, last)).parameters()) == ["embedding.weight", "head.weight"]
+
+
+def test_a_tied_parameter_counts_on_the_stage_that_owns_it() -> None:
+    ties = {"embedding.weight": TiedParam(None, is_owner=True), "head.weight": TiedParam(None, is_owner=False)}
+    divided = ParallelModel(mesh_of(), (tiny_lm(),), tied_params=ties)
+    assert [divided.is_owner(name) for name in ("embedding.weight", "head.weight", "hidden.weight")] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_the_norm_of_one_worker_is_that_of_all_gradients_together() -> None:
+    model = tiny_lm()
+    gradients = {name: torch.full_like(p, 2.0) for name, p in model.named_parameters()}
+    count = sum(p.numel() for p in model.parameters())
+    assert float(ParallelModel(mesh_of(), (model,)).grad_norm(gradients)) == pytest.approx(
+        2.0 * math.sqrt(count), rel=1e-6
+    )
+
+
+def test_a_tied_gradient_counts_once_in_the_norm() -> None:
+    model = tiny_lm()
+    divided = ParallelModel(mesh_of(), (model,), tied_params={"head.weight": TiedParam(None, is_owner=False)})
+    ones = {"head.weight": torch.ones(11, 8), "norm.bias": torch.ones(4)}
+    assert float(divided.grad_norm(ones)) == 2.0
+
+
+def trained() -> tuple[nn.Module, OptimizerContainer]:
+    """A model with an optimizer state."""
+    model = tiny_lm()
+    optimizer = OptimizerContainer(model, OptimizerConfig())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.1 + number)
+    optimizer.step(1e-2)
+    return model, optimizer
+
+
+def tensor_rank(rank: int, size: int, seed: int | None = None) -> tuple[ParallelModel, OptimizerContainer]:
+    """What rank of so many tensor ranks holds of the trained model: columns of `hidden`, rows of the embedding as far
+    as they go; with `seed` other values of the same shapes."""
+    whole, trained_optimizer = trained()
+    state = trained_optimizer.state()
+    model = tiny_lm()
+    cuts = {
+        "hidden.weight": shard_evenly(1, 8, rank, size, "tensor"),
+        "head.weight": shard_evenly(1, 8, rank, size, "tensor"),
+    }
+    for name, cut in cuts.items():
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.narrow(cut.dim, cut.ranges[0][0], cut.length).contiguous()
+    optimizer = OptimizerContainer(model, OptimizerConfig())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(1e-2)  # so that it has state
+    divided = ParallelModel(mesh_of(rank, tensor=size), (model,), {name: (cut,) for name, cut in cuts.items()})
+    if seed is None:
+        sources = {**dict(whole.named_parameters()), **state}
+        with torch.no_grad():
+            for name, held in get_local_state(divided, optimizer, GradScaler()).items():
+                copy_part(sources[name], name, held.tensor, cuts)
+    return divided, optimizer
+
+
+def copy_part(source: Tensor, name: str, target: Tensor, cuts: dict[str, DimShard]) -> None:
+    cut = next((cut for parameter, cut in cuts.items() if parameter in name and source.dim() == 2), None)
+    target.copy_(source if cut is None else source.narrow(cut.dim, cut.ranges[0][0], cut.length))
+
+
+def save(run: Run, ranks: list[tuple[ParallelModel, OptimizerContainer]]) -> Path:
+    """Save as so many workers would, who here take turns."""
+    world = len(ranks)
+    savings = [
+        CheckpointManager(run, DistEnv(rank, world), divided.mesh, 3, {}, lambda *_: None, lambda: None)
+        for rank, (divided, _) in enumerate(ranks)
+    ]
+    for saving, (divided, optimizer) in zip(savings, ranks, strict=True):
+        saving.start_save(TrainState(step=3), get_local_state(divided, optimizer, GradScaler()), [], is_best=False)
+    for flags in ({"written": world, "failed": 0, "committed": 0}, {"written": 0, "failed": 0, "committed": 1}):
+        for saving in savings:
+            saving._saver.poll_when_idle()
+        for saving in savings:
+            saving.handle_flags(flags)
+    for saving in savings:
+        saving.close()
+    return run.checkpoints / "step-000000003"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.create()
+    return run
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_tensor_ranks_save_is_the_state_of_the_whole_model(run: Run, size: int) -> None:
+    path = save(run, [tensor_rank(rank, size) for rank in range(size)])
+    found, expected = load_tensors(path), get_state_tensors(*trained(), GradScaler())
+    assert set(found) == set(expected)
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (4, 2), (2, 4)])
+def test_what_is_saved_under_one_layout_is_read_under_another(run: Run, before: int, after: int) -> None:
+    path = save(run, [tensor_rank(rank, before) for rank in range(before)])
+    for rank in range(after):
+        divided, optimizer = tensor_rank(rank, after, seed=1)
+        before = {name: each.tensor.clone() for name, each in get_local_state(divided, optimizer, GradScaler()).items()}
+        take_over = read_local_state(divided, optimizer, GradScaler(), path, read_manifest(path))
+        for name, held in get_local_state(divided, optimizer, GradScaler()).items():
+            assert before[name].equal(held.tensor), name
+        take_over()
+        expected_divided, expected_optimizer = tensor_rank(rank, after)
+        found = get_local_state(divided, optimizer, GradScaler())
+        for name, held in get_local_state(expected_divided, expected_optimizer, GradScaler()).items():
+            assert found[name].tensor.equal(held.tensor), name
+
+
+def test_a_checkpoint_with_a_weight_that_the_model_does_not_have_is_refused(run: Run) -> None:
+    path = save(run, [tensor_rank(0, 1)])
+    smaller = nn.ModuleDict({"hidden": tiny_lm().hidden})
+    optimizer = OptimizerContainer(smaller, OptimizerConfig())
+    with pytest.raises(DataError, match=r"holds .embedding.weight., which the model does not have"):
+        read_local_state(ParallelModel(mesh_of(0), (smaller,)), optimizer, GradScaler(), path, read_manifest(path))
+
+
+def test_every_worker_has_something_to_save_of_what_all_hold(run: Run) -> None:
+    layout = Parallelism(replicate=2, tensor=2)
+    shares = []
+    for rank in range(layout.world):
+        mesh = mesh_of(rank, replicate=2, tensor=2)
+        divided = ParallelModel(mesh, (tiny_lm(),), {"hidden.weight": rows_cut("tensor", rank % 2)})
+        saving = CheckpointManager(run, DistEnv(rank, 4), mesh, 3, {}, lambda *_: None, lambda: None)
+        parameters = divided.parameters()
+        state = {name: divided.local_tensor(name, p) for name, p in parameters.items()}
+        shares.append(saving._assign_tensors(state, {name: p.numel() for name, p in parameters.items()}))
+        saving.close()
+    for name in tiny_lm().state_dict():
+        owners = [rank for rank, share in enumerate(shares) if name in share]
+        tensor_ranks = sorted(rank % 2 for rank in owners)
+        assert tensor_ranks == [0, 1] if name == "hidden.weight" else len(owners) == 1
+    assert all(shares)

@@ -1,0 +1,573 @@
+"""Cutting models into pipeline stages, run one after the other in this process: no communication."""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import RecipeError
+from phalanx.models import transformer
+from phalanx.recipe.schema import Parallelism
+from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.distributed.pipeline.build import check_single_buffer_owner
+from phalanx.train.distributed.pipeline.dataflow import ModelLossFn, trace_dataflow
+from phalanx.train.distributed.pipeline.partition import (
+    StageModule,
+    StagePartition,
+    TiedStages,
+    assign_buffer_owners,
+    balance_stage_bounds,
+    extract_stages,
+    partition_stages,
+)
+from phalanx.train.distributed.pipeline.schedule import assign_stage_owners, check_micro_batches, fitting
+
+WIDTH, VOCAB, LAYERS = 8, 11, 4
+BLOCKS = [f"blocks.{index}" for index in range(LAYERS)]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def tokens() -> dict[str, Tensor]:
+    return {"tokens": torch.randint(0, VOCAB, (2, 5)), "targets": torch.randint(0, VOCAB, (2, 5))}
+
+
+def objective(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    logits = model(batch["tokens"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"), batch["tokens"].numel()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        for other in others:
+            x = x + other
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    """Embedding, blocks, head; the subclasses do something else between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.embedding(tokens)))
+        return logits
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Twice(Model):
+    """Every block also reads the embedding of the input."""
+
+    def body(self, x: Tensor) -> Tensor:
+        first = x
+        for block in self.blocks:
+            x = block(x, first)
+        return x
+
+
+class RawParameters(Model):
+    """A parameter of the model itself is added before the blocks, another after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(5, WIDTH))
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x + self.position) * self.temperature
+
+
+class Tuples(Model):
+    """Blocks return their activation with other things, of which nobody reads the tensors."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, *others: Tensor) -> Any:
+            x = super().forward(x)
+            return x, None, x.mean(-1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Tuples.Block() for _ in range(LAYERS))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)[0]
+        return x
+
+
+class Pyramid(nn.Module):
+    """Blocks of different widths on images: activations differ in shape from stage to stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4 * 2**i, 8 * 2**i, 3, stride=2, padding=1), nn.ReLU()) for i in range(LAYERS)
+        )
+        self.head = nn.Linear(4 * 2**LAYERS, VOCAB)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+class Skip(Model):
+    """The last block reads what the first returned."""
+
+    def body(self, x: Tensor) -> Tensor:
+        first = x = self.blocks[0](x)
+        for block in list(self.blocks)[1:-1]:
+            x = block(x)
+        last: Tensor = self.blocks[-1](x, first)
+        return last
+
+
+class Deep(Model):
+    """The head reads what all blocks returned."""
+
+    def body(self, x: Tensor) -> Tensor:
+        seen = []
+        for block in self.blocks:
+            x = block(x)
+            seen.append(x)
+        return torch.stack(seen).sum(0)
+
+
+class Between(Model):
+    """Something happens between the blocks."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x * 2)
+        return x
+
+
+class Pairs(Model):
+    """The second of what a block returns goes into the next."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, *others: Tensor) -> Any:
+            x = super().forward(x, *others)
+            return x, x.mean(-1, keepdim=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pairs.Block() for _ in range(LAYERS))
+
+    def body(self, x: Tensor) -> Tensor:
+        others: tuple[Tensor, ...] = ()
+        for block in self.blocks:
+            x, *others = block(x, *others)
+        return x
+
+
+class Dictionaries(Model):
+    """Blocks return dictionaries."""
+
+    class Block(Block):
+        def forward(self, x: Any, *others: Tensor) -> Any:
+            return {"hidden": super().forward(x["hidden"])}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dictionaries.Block() for _ in range(LAYERS))
+
+    def body(self, x: Tensor) -> Tensor:
+        result = {"hidden": x}
+        for block in self.blocks:
+            result = block(result)
+        return result["hidden"]
+
+
+class Backwards(Model):
+    """Blocks run from the last to the first."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in reversed(list(self.blocks)):
+            x = block(x)
+        return x
+
+
+class Looking(Model):
+    """The forward depends on values."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x if float(x.detach().sum()) < 1e6 else x + 1)
+
+
+class Hidden(Model):
+    """The embedding is used without autograd."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.embedding(tokens)
+        logits: Tensor = self.head(self.body(x))
+        return logits
+
+
+def images() -> dict[str, Tensor]:
+    return {"tokens": torch.randn(2, 3, 16, 16), "targets": torch.randint(0, VOCAB, (2,))}
+
+
+def image_objective(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(model(batch["tokens"]), batch["targets"], reduction="sum"), len(batch["targets"])
+
+
+def run(
+    division: StagePartition, model: nn.Module, loss: ModelLossFn, batches: Sequence[Any]
+) -> tuple[list[StageModule], Tensor]:
+    """All stages in turn, forward and backward; the sum of losses."""
+    stages = [
+        StageModule(made, division, index, loss)
+        for index, made in extract_stages(model, division, range(division.num_stages)).items()
+    ]
+    total = torch.zeros(())
+    for stage in stages:
+        stage.set_batches(batches)
+    for turn in range(len(batches)):
+        hidden: Tensor | None = None
+        for stage in stages:
+            stage.micro_batch_index = turn
+            hidden = stage(hidden)
+        assert hidden is not None
+        hidden.backward()  # type: ignore[no-untyped-call]
+        total += hidden.detach()
+    return stages, total
+
+
+def gradients(stages: Sequence[StageModule]) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter.grad is not None:
+                name = name.removeprefix("model.")
+                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad
+    return sums
+
+
+CASES = [pytest.param(kind, objective, tokens, id=kind.__name__) for kind in (Model, Twice, RawParameters, Tuples)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kind", "loss", "batch"), [*CASES, pytest.param(Pyramid, image_objective, images, id="Pyramid")]
+)
+def test_stages_in_turn_give_the_gradients_of_the_whole(kind: Any, loss: ModelLossFn, batch: Any, stages: int) -> None:
+    model, batches = kind(), [batch() for _ in range(2)]
+    whole = copy.deepcopy(model)
+    expected = torch.zeros(())
+    for one in batches:
+        value = loss(whole, one)[0]
+        value.backward()
+        expected += value.detach()
+    division = partition_stages(trace_dataflow(model, BLOCKS, loss, batches[0]), balance_stage_bounds(LAYERS, stages))
+    made, total = run(division, model, loss, batches)
+    torch.testing.assert_close(total, expected)
+    found = gradients(made)
+    assert found.keys() == {name for name, _ in whole.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+def division_of(model: nn.Module, stages: int) -> StagePartition:
+    return partition_stages(trace_dataflow(model, BLOCKS, objective, tokens()), balance_stage_bounds(LAYERS, stages))
+
+
+def test_each_parameter_is_where_it_is_needed() -> None:
+    division = division_of(RawParameters(), 2)
+    assert division.parameter_names(0) == {
+        "embedding.weight",
+        "position",
+        *(f"blocks.{index}.linear.{kind}" for index in (0, 1) for kind in ("weight", "bias")),
+    }
+    assert division.parameter_names(1) == {
+        "temperature",
+        "head.weight",
+        "head.bias",
+        *(f"blocks.{index}.linear.{kind}" for index in (2, 3) for kind in ("weight", "bias")),
+    }
+    assert division.tied_params == ()
+
+
+class Normed(Model):
+    """With statistics before the blocks, in one of them and behind them, and a count of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.BatchNorm1d(5) for _ in range(2))
+        self.blocks[2].norm = nn.BatchNorm1d(5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.last(self.body(self.first(self.embedding(tokens)))))
+        self.seen += 1
+        return logits
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_what_a_forward_changes_is_kept_by_one_stage_which_has_it(stages: int) -> None:
+    model = Normed()
+    division = division_of(model, stages)
+    found = assign_buffer_owners(model, division)
+    assert {name: found[f"{name}.running_mean"] for name in ("first", "blocks.2.norm", "last")} == {
+        "first": 0,
+        "blocks.2.norm": stages // 2,
+        "last": stages - 1,
+    }
+    assert found["seen"] == stages - 1
+    for name, _ in model.named_buffers():
+        made = extract_stages(model, division, [found[name]])
+        assert name in {other for part in made.values() for other, _ in part.model.named_buffers()}
+
+
+class Centred(Model):
+    """Changes what has no parameters where only some stage has values: before, between and behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5, affine=False)
+        for name in ("front", "between", "replaced", "behind", "idle"):
+            self.register_buffer(name, torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.norm(self.embedding(tokens))
+        self.front.add_(h.detach().mean((0, 1)))
+        for index, block in enumerate(self.blocks):
+            h = block(h)
+            if index == 1:
+                self.between.add_(h.detach().mean((0, 1)))
+        self.replaced = self.replaced + h.detach().mean((0, 1))
+        self.behind.add_(h.detach().mean((0, 1)))
+        logits: Tensor = self.head(h - self.behind)
+        return logits
+
+
+def through(division: StagePartition, model: nn.Module, batch: dict[str, Tensor]) -> dict[int, StageModule]:
+    """The stages after one forward through all of them."""
+    stages, hidden = {}, None
+    for index, made in extract_stages(model, division, range(division.num_stages)).items():
+        stages[index] = StageModule(made, division, index, objective)
+        stages[index].set_batches([batch])
+        hidden = stages[index](hidden)
+    return stages
+
+
+@pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 2, 3, 4), (0, 3, 4)])
+def test_the_stage_that_keeps_a_buffer_has_changed_it_as_the_whole_model_does(bounds: tuple[int, ...]) -> None:
+    model, batch = Centred(), tokens()
+    division = partition_stages(trace_dataflow(model, BLOCKS, objective, batch), bounds)
+    found = assign_buffer_owners(model, division)
+    whole = copy.deepcopy(model)
+    objective(whole, batch)
+    stages = through(division, model, batch)
+    for name, expected in whole.named_buffers():
+        torch.testing.assert_close(dict(stages[found[name]].model.named_buffers())[name], expected)
+
+
+def test_what_is_changed_only_in_training_is_kept_where_that_happens() -> None:
+    model = Centred().eval()
+    assert assign_buffer_owners(model, division_of(model, 2))["norm.running_mean"] == 0
+    assert not model.training
+
+
+class BothEnds(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        self.centre.add_(h.detach().mean((0, 1)))
+        h = self.body(h)
+        self.centre.add_(h.detach().mean((0, 1)))
+        logits: Tensor = self.head(h)
+        return logits
+
+
+def test_a_buffer_that_several_stages_would_change_is_refused_by_name() -> None:
+    model = BothEnds()
+    with pytest.raises(RecipeError, match=r"parallelism.pipeline: forwards change centre in stage 0 and in stage 1"):
+        assign_buffer_owners(model, division_of(model, 2))
+
+
+def test_a_changed_buffer_of_which_two_stages_of_a_rank_have_a_copy_is_refused_by_name() -> None:
+    model = Centred()
+    division = division_of(model, 4)
+    models = [made.model for made in extract_stages(model, division, [0, 2]).values()]
+    with pytest.raises(
+        RecipeError, match=r"parallelism.pipeline_schedule: forwards change behind, of which stages 0 and 2"
+    ):
+        check_single_buffer_owner(division, [0, 2], models)
+    check_single_buffer_owner(division, [0], models[:1])
+
+
+def test_copies_of_what_another_stage_saves_are_read_and_not_saved() -> None:
+    model = Normed()
+    divided = ParallelModel(Mesh(Parallelism(), {}), (model,), buffers_owned_elsewhere=frozenset({"seen"}))
+    assert "seen" not in divided.owned_buffers()
+    assert "seen" in dict(divided.all_buffers())
+
+
+def test_stages_hold_their_parameters_and_no_others_under_the_models_names() -> None:
+    model = RawParameters()
+    division = division_of(model, 4)
+    for index, made in extract_stages(model, division, range(4)).items():
+        stage = StageModule(made, division, index, objective)
+        assert {name for name, _ in stage.named_parameters()} == {f"model.{n}" for n in division.parameter_names(index)}
+        assert stage.blocks == (f"model.blocks.{index}",)
+        for name, parameter in made.model.named_parameters():
+            assert parameter is model.get_parameter(name)
+
+
+def test_the_model_is_not_changed_by_survey_and_cut() -> None:
+    model = RawParameters()
+    before, batch = copy.deepcopy(model), tokens()
+    extract_stages(model, partition_stages(trace_dataflow(model, BLOCKS, objective, batch), (0, 2, 4)), [0, 1])
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in before.named_modules()]
+    for name, value in before.state_dict().items():
+        assert model.state_dict()[name].equal(value)
+    assert objective(model, batch)[0].equal(objective(before, batch)[0])
+
+
+def test_a_model_without_memory_can_be_surveyed_and_cut() -> None:
+    with torch.device("meta"):
+        model = Model()
+    division = division_of(model, 2)
+    made = extract_stages(model, division, [1])[1]
+    assert all(parameter.is_meta for parameter in made.model.parameters())
+    assert division.parameter_names(1) == {name for name, _ in made.model.named_parameters()}
+
+
+def test_tied_weights_are_on_both_ends_under_one_name() -> None:
+    model = transformer(VOCAB, 5, layers=LAYERS, hidden_size=WIDTH, num_heads=2, tie_embeddings=True)
+    division = division_of(model, 4)
+    assert division.tied_params == (TiedStages("embedding.weight", (0, 3)),)
+    stages = extract_stages(model, division, [0, 3])
+    assert stages[3].model.head.weight is stages[3].model.embedding.weight
+    # Both on one rank, as in a V: each has its own, to be added by whoever adds gradients of ties.
+    assert stages[0].model.embedding.weight is not stages[3].model.embedding.weight
+
+
+def test_what_every_block_reads_is_on_every_stage() -> None:
+    assert division_of(Twice(), 4).tied_params == (TiedStages("embedding.weight", (0, 1, 2, 3)),)
+
+
+def test_parameters_that_nothing_uses_are_on_the_last_stage() -> None:
+    model = Model()
+    model.unused = nn.Linear(2, 2)
+    assert {"unused.weight", "unused.bias"} <= division_of(model, 2).parameter_names(1)
+    assert not {"unused.weight", "unused.bias"} & division_of(model, 2).parameter_names(0)
+
+
+def test_a_skip_connection_within_a_stage_is_no_obstacle() -> None:
+    found = trace_dataflow(Skip(), BLOCKS, objective, tokens())
+    assert partition_stages(found, (0, 4)).num_stages == 1
+    with pytest.raises(RecipeError, match="skip connection"):
+        partition_stages(found, (0, 2, 4))
+    assert partition_stages(found, (0, 1, 4)).num_stages == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Skip, "cannot cut between blocks.1 and blocks.2: blocks.3 also uses the output of blocks.0 "),
+        (Deep, "cannot cut between blocks.1 and blocks.2: the model's end also uses the output of blocks.0 "),
+        (Between, "cannot cut between blocks.1 and blocks.2: the first argument of blocks.2 is not the output"),
+        (Pairs, "blocks.2 uses what blocks.1 returns besides its first output"),
+        (Dictionaries, "blocks.1 returns dict, not a tensor of floats"),
+        (Backwards, "block blocks.3 runs out of order"),
+        (Looking, "its forward without data fails"),
+        (Hidden, "parameter embedding.weight is used without autograd"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind: type[nn.Module], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        division_of(kind(), 2)
+    assert str(caught.value).startswith("parallelism.pipeline: ")
+    assert message in str(caught.value)
+
+
+def test_a_model_that_looks_at_values_can_be_surveyed_with_them() -> None:
+    found = trace_dataflow(Looking(), BLOCKS, objective, tokens(), use_real_data=True)
+    assert partition_stages(found, (0, 2, 4)).num_stages == 2
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(RecipeError, match="no repeated blocks"):
+        trace_dataflow(Model(), [], objective, tokens())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "sizes"),
+    [(8, 4, [2, 2, 2, 2]), (10, 4, [2, 3, 3, 2]), (5, 3, [1, 2, 2]), (4, 4, [1, 1, 1, 1])],
+)
+def test_blocks_are_divided_evenly_with_fewer_at_the_ends(blocks: int, stages: int, sizes: list[int]) -> None:
+    bounds = balance_stage_bounds(blocks, stages)
+    assert [end - start for start, end in itertools.pairwise(bounds)] == sizes
+
+
+def test_weights_make_the_dearest_stage_as_cheap_as_possible() -> None:
+    assert balance_stage_bounds(8, 2, [1.0] * 8, embedding_cost=0.5, head_cost=4.0) == (0, 6, 8)
+    assert balance_stage_bounds(6, 3, [5, 1, 1, 1, 1, 1]) == (0, 1, 3, 6)
+
+
+def test_blocks_per_stage_can_be_given() -> None:
+    assert balance_stage_bounds(8, 3, blocks_per_stage=[1, 5, 2]) == (0, 1, 6, 8)
+    for wrong in ([4, 4], [0, 4, 4], [3, 3, 3]):
+        with pytest.raises(RecipeError, match=r"parallelism.pipeline: blocks per stage .* must be 3 numbers"):
+            balance_stage_bounds(8, 3, blocks_per_stage=wrong)
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(
+        RecipeError, match=r"parallelism.pipeline: 4 stages need as many blocks, but the model has 3; use 3"
+    ):
+        balance_stage_bounds(3, 4)
+
+
+def test_schedules_place_stages_on_ranks() -> None:
+    assert assign_stage_owners("1f1b", 4, 4) == (0, 1, 2, 3)
+    assert assign_stage_owners("interleaved", 4, 2) == (0, 1, 0, 1)
+    assert assign_stage_owners("zero-bubble", 4, 2) == (0, 1, 1, 0)
+    assert assign_stage_owners("zero-bubble", 2, 2) == (0, 1)
+    for schedule, stages in (("1f1b", 4), ("interleaved", 2), ("interleaved", 5), ("zero-bubble", 1)):
+        with pytest.raises(RecipeError, match=f"parallelism.pipeline: {schedule} on 2 ranks takes"):
+            assign_stage_owners(schedule, stages, 2)
+    with pytest.raises(RecipeError, match="expected gpipe, 1f1b, interleaved, zero-bubble"):
+        assign_stage_owners("dual", 2, 2)
+
+
+def test_numbers_of_micro_batches_that_a_schedule_cannot_run_are_refused_with_those_that_fit() -> None:
+    assert [n for n in range(1, 12) if fitting("interleaved", n, 8, 4)] == [1, 2, 3, 4, 5, 6, 7, 8, 10]
+    with pytest.raises(
+        RecipeError, match=r"^batch.micro_size: interleaved .* 9 micro-batches a step; 6, 7, 8, 10 would"
+    ):
+        check_micro_batches("interleaved", 9, 8, 4)
+    with pytest.raises(RecipeError, match=r"step; batch.micro_size of 1, 2, 4 would fit"):
+        check_micro_batches("1f1b", 2, 4, 4, samples=16)
+    with pytest.raises(RecipeError, match=r"no batch.micro_size fits the 2 samples of a step; raise batch.global_size"):
+        check_micro_batches("1f1b", 1, 4, 4, samples=2)

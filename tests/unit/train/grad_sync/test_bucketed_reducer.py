@@ -1,0 +1,315 @@
+"""The exchange of gradients within one process: buckets, the tree of `replicas`, gradients that do not come. How it
+works between processes is in tests/world/test_gradient_reduction.py."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.errors import RecipeError
+from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.grad_sync import GRAD_ALIGNMENT_ELEMENTS, BucketedReducer, make_buckets
+from phalanx.train.grad_sync.algorithms import allreduce
+from phalanx.train.grad_sync.algorithms.deterministic_tree import split_evenly
+from phalanx.train.optim import OptimizerContainer
+
+
+def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def run(exchange: BucketedReducer, weights: Sequence[nn.Parameter], losses: Sequence[Callable[[], Tensor]]) -> None:
+    """One step of a single process: every micro-batch's loss backward, then the sums."""
+    for weight in weights:
+        weight.grad = None
+    for leaf, loss in enumerate(losses):
+        exchange.begin_backward(leaf)
+        loss().backward()
+        exchange.end_backward()
+    exchange.reduce_gradients()
+
+
+def alone(weights: Sequence[nn.Parameter], *, micro_batches: int, replicas: bool, capacity: float = 200) -> Any:
+    return BucketedReducer(
+        weights, rank=0, world_size=1, micro_batches=micro_batches, is_elastic=replicas, bucket_bytes=capacity
+    )
+
+
+def wild_losses(weights: Sequence[nn.Parameter], count: int, seed: int = 0) -> list[Callable[[], Tensor]]:
+    """Losses whose gradients are of very different sizes, so that the order of addition shows in the bits."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = [
+        [torch.randn(w.shape, generator=generator) * 10.0 ** (i * 5 % 7 - 3) for w in weights] for i in range(count)
+    ]
+    return [lambda row=row: sum((w * f).sum() for w, f in zip(weights, row, strict=True)) for row in factors]
+
+
+def naive_tree(gradients: list[Tensor]) -> Tensor:
+    if len(gradients) == 1:
+        return gradients[0]
+    left = 1
+    while 2 * left < len(gradients):
+        left *= 2
+    return naive_tree(gradients[:left]) + naive_tree(gradients[left:])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 6, 8, 12])
+def test_replicas_adds_micro_batches_in_the_tree(micro_batches: int) -> None:
+    weights = parameters((5, 3), (7,), (40,), ())
+    losses = wild_losses(weights, micro_batches)
+    expected = [naive_tree(list(g)) for g in zip(*(torch.autograd.grad(f(), weights) for f in losses), strict=True)]
+    run(alone(weights, micro_batches=micro_batches, replicas=True), weights, losses)
+    for weight, gradient in zip(weights, expected, strict=True):
+        assert weight.grad is not None
+        assert weight.grad.equal(gradient)
+
+
+def test_buffers_that_are_used_again_hold_nothing_of_the_step_before() -> None:
+    weights = parameters((5, 3), (7,))
+    exchange = alone(weights, micro_batches=6, replicas=True)
+    run(exchange, weights, wild_losses(weights, 6, seed=1))
+    run(exchange, weights, wild_losses(weights, 6, seed=2))
+    again = [w.grad.clone() for w in weights if w.grad is not None]
+    exchange.close()
+    run(alone(weights, micro_batches=6, replicas=True), weights, wild_losses(weights, 6, seed=2))
+    assert all(w.grad is not None and w.grad.equal(g) for w, g in zip(weights, again, strict=True))
+
+
+def test_a_step_needs_no_more_buffers_than_the_first() -> None:
+    weights = parameters((5, 3))
+    exchange = alone(weights, micro_batches=8, replicas=True)
+    (bucket,) = exchange.buckets
+    counts = []
+    for seed in range(3):
+        run(exchange, weights, wild_losses(weights, 8, seed))
+        counts.append(1 + len(bucket.free_buffers) + len(bucket.tree_nodes))
+    assert counts == [counts[0]] * 3
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+def test_a_parameter_without_any_gradient_counts_as_zero(replicas: bool) -> None:
+    weights = parameters((3,), (4,))
+    exchange = alone(weights, micro_batches=2, replicas=replicas)
+    run(exchange, weights, [lambda: weights[0].sum(), lambda: weights[0].sum()])
+    assert weights[0].grad is not None
+    assert weights[0].grad.tolist() == [2.0] * 3
+    assert weights[1].grad is not None
+    assert weights[1].grad.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+@pytest.mark.parametrize("used_in", [0, 1])
+def test_a_parameter_that_only_one_micro_batch_uses_keeps_its_gradient(replicas: bool, used_in: int) -> None:
+    weights = parameters((3,), (4,))
+    losses = [lambda: weights[0].sum(), lambda: weights[0].sum()]
+    losses[used_in] = lambda: weights[0].sum() + 5 * weights[1].sum()
+    run(alone(weights, micro_batches=2, replicas=replicas), weights, losses)
+    assert weights[1].grad is not None
+    assert weights[1].grad.tolist() == [5.0] * 4
+
+
+def test_an_unused_parameter_leaves_nothing_of_the_step_before() -> None:
+    weights = parameters((3,), (4,))
+    exchange = alone(weights, micro_batches=2, replicas=True)
+    run(exchange, weights, [lambda: weights[0].sum() + weights[1].sum()] * 2)
+    run(exchange, weights, [lambda: weights[0].sum()] * 2)
+    assert weights[1].grad is not None
+    assert weights[1].grad.tolist() == [0.0] * 4
+
+
+def test_the_norm_is_taken_over_gradients_only() -> None:
+    weights = parameters((3, 5), (7,), (100,))
+    run(exchange := alone(weights, micro_batches=2, replicas=True), weights, wild_losses(weights, 2))
+    expected = torch.cat([w.grad.flatten() for w in weights if w.grad is not None]).norm()
+    torch.testing.assert_close(exchange.grad_norm(), expected.double(), rtol=1.3e-6, atol=1e-5)  # as for fp32
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_the_norm_does_not_depend_on_the_padding_for_a_world(world: int) -> None:
+    weights = parameters((3, 5), (7,), (100,))
+    generator = torch.Generator().manual_seed(0)
+    single = BucketedReducer(weights, rank=0, world_size=1, micro_batches=world, is_elastic=True, bucket_bytes=200)
+    several = BucketedReducer(weights, rank=0, world_size=world, micro_batches=world, is_elastic=True, bucket_bytes=200)
+    for one, other in zip(single.buckets, several.buckets, strict=True):
+        assert one.num_used == other.num_used
+        one.buffer.flat[: one.num_used] = torch.randn(one.num_used, generator=generator)
+        other.buffer.flat.fill_(torch.nan)
+        other.buffer.flat[: one.num_used] = one.buffer.flat[: one.num_used]
+    assert several.grad_norm().equal(single.grad_norm())
+
+
+def test_buckets_take_the_last_parameters_first_and_keep_to_their_capacity() -> None:
+    weights = parameters((10,), (20,), (30,), (1000,), (5,))
+    buckets = make_buckets(weights, bucket_bytes=4 * 50, world_size=1)
+    sizes = [[p.numel() for p in bucket.parameters] for bucket in buckets]
+    assert sizes == [[5], [1000], [30, 20], [10]]
+
+
+def test_what_backward_makes_last_travels_in_a_small_bucket_of_its_own() -> None:
+    weights = parameters((2,), (4,), (90,), (100,), (100,))
+    buckets = make_buckets(weights, bucket_bytes=4 * 100, world_size=1, overlaps_backward=True)
+    assert [[p.numel() for p in bucket.parameters] for bucket in buckets] == [[100], [100], [90], [4, 2]]
+
+
+def test_a_last_bucket_that_is_mostly_one_parameter_stays_whole() -> None:
+    weights = parameters((60,), (20,), (100,))
+    buckets = make_buckets(weights, bucket_bytes=4 * 100, world_size=1, overlaps_backward=True)
+    assert [[p.numel() for p in bucket.parameters] for bucket in buckets] == [[100], [20, 60]]
+
+
+def test_a_single_bucket_is_not_cut() -> None:
+    (bucket,) = make_buckets(parameters((2,), (90,)), bucket_bytes=4 * 100, world_size=1, overlaps_backward=True)
+    assert len(bucket.parameters) == 2
+
+
+def test_a_bucket_has_one_dtype() -> None:
+    weights = [*parameters((3,), (3,)), *parameters((3,), dtype=torch.bfloat16), *parameters((3,))]
+    buckets = make_buckets(weights, bucket_bytes=1e6, world_size=1)
+    assert [bucket.buffer.flat.dtype for bucket in buckets] == [torch.float32, torch.bfloat16, torch.float32]
+    assert [len(bucket.parameters) for bucket in buckets] == [1, 1, 2]
+
+
+def test_a_bucket_of_which_this_rank_has_no_rows_travels_all_the_same() -> None:
+    weights = parameters((0, 4), (3,))
+    assert [bucket.num_elements for bucket in make_buckets(weights, bucket_bytes=1, world_size=3)] == [
+        3 * GRAD_ALIGNMENT_ELEMENTS
+    ] * 2
+    exchange = alone(weights, micro_batches=2, replicas=True, capacity=1)
+    run(exchange, weights, wild_losses(weights, 2))
+    assert weights[0].grad is not None
+    assert weights[0].grad.shape == (0, 4)
+    assert weights[1].grad is not None
+    assert exchange.grad_norm().item() == pytest.approx(weights[1].grad.norm().item())
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_gradients_are_aligned_and_equal_parts_fill_a_bucket(world: int) -> None:
+    (bucket,) = make_buckets(parameters((3,), (17,), (5, 5)), bucket_bytes=1e6, world_size=world)
+    assert all(start % GRAD_ALIGNMENT_ELEMENTS == 0 for start in bucket.offsets)
+    assert bucket.num_elements % (world * GRAD_ALIGNMENT_ELEMENTS) == 0
+    assert bucket.num_elements - bucket.num_used < world * GRAD_ALIGNMENT_ELEMENTS
+
+
+def test_several_dtypes_are_summed_each_in_its_own() -> None:
+    weights = [*parameters((3,)), *parameters((4,), dtype=torch.bfloat16), *parameters((5,), dtype=torch.float64)]
+    exchange = alone(weights, micro_batches=3, replicas=True, capacity=1e6)
+    run(exchange, weights, [lambda: sum((w.double() * 2).sum() for w in weights)] * 3)
+    for weight in weights:
+        assert weight.grad is not None
+        assert weight.grad.dtype == weight.dtype
+        assert weight.grad.tolist() == [6.0] * len(weight)
+    torch.testing.assert_close(exchange.grad_norm().item(), (12 * 36.0) ** 0.5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_weights_that_are_not_contiguous_are_updated_as_without_an_exchange(optimizer: str) -> None:
+    def trained(exchanged: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
+        weights = list(model.parameters())
+        images = torch.randn(2, 3, 4, 4)
+        optim = OptimizerContainer(model, OptimizerConfig.model_validate({"name": optimizer}))
+        exchange = alone(weights, micro_batches=2, replicas=True) if exchanged else None
+        for _ in range(3):
+            losses = [lambda i=i: model(images[i : i + 1]).square().sum() for i in range(2)]
+            if exchange is not None:
+                run(exchange, weights, losses)
+            else:
+                for weight in weights:
+                    weight.grad = None
+                for loss in losses:
+                    loss().backward()
+            optim.step(1e-2)
+        return [weight.detach() for weight in weights]
+
+    for plain, exchanged in zip(trained(False), trained(True), strict=True):
+        assert exchanged.equal(plain)
+
+
+def test_operations_start_in_bucket_order_whatever_backward_makes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Tensor] = []
+
+    class Done:
+        def wait(self) -> None:
+            """Nothing was sent."""
+
+    def all_reduce(tensor: Tensor, group: object, async_op: bool) -> Done:
+        started.append(tensor)
+        return Done()
+
+    monkeypatch.setattr(allreduce.dist, "all_reduce", all_reduce)
+    weights = parameters((8,), (9,), (10,), (11,))
+    exchange = BucketedReducer(weights, rank=0, world_size=2, micro_batches=2, is_elastic=False, bucket_bytes=1)
+    a, b, _, d = weights
+    exchange.begin_backward(0)
+    # The order of use decides the order in which backward makes gradients; c is not used at all.
+    ((a.sum() * d.sum()) + b.sum()).backward()
+    assert len(started) <= 1  # c's bucket is the second, and it is not complete before `end`
+    exchange.end_backward()
+    assert [tensor.data_ptr() for tensor in started] == [bucket.buffer.flat.data_ptr() for bucket in exchange.buckets]
+    exchange.reduce_gradients()
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "dtype"),
+    [(1, False, torch.float32), (2, True, torch.float32), (2, False, torch.bfloat16)],
+    ids=["one worker", "replicas", "gradients of another dtype"],
+)
+def test_there_are_no_slots_where_nothing_can_go_along(world: int, replicas: bool, dtype: torch.dtype) -> None:
+    exchange = BucketedReducer(
+        parameters((3,), dtype=dtype),
+        rank=0,
+        world_size=world,
+        micro_batches=2,
+        is_elastic=replicas,
+        num_metric_slots=5,
+    )
+    assert exchange.metric_slots is None
+
+
+def test_a_gradient_that_one_backward_makes_twice_is_refused() -> None:
+    weights = parameters((3,))
+    exchange = alone(weights, micro_batches=2, replicas=True)
+    x = torch.ones(3, requires_grad=True)
+
+    def scale(value: Tensor) -> Tensor:
+        return value * weights[0]
+
+    once: Any = checkpoint(scale, x, use_reentrant=True)
+    twice: Any = checkpoint(scale, once, use_reentrant=True)
+    exchange.begin_backward(0)
+    with pytest.raises(RecipeError, match=r"shape \[3\] twice; checkpoint activations with use_reentrant=False"):
+        twice.sum().backward()
+
+
+def test_after_close_gradients_stay_where_backward_puts_them() -> None:
+    weights = parameters((3,))
+    exchange = alone(weights, micro_batches=1, replicas=True)
+    exchange.begin_backward(0)
+    exchange.close()
+    weights[0].sum().backward()
+    assert weights[0].grad is not None
+    assert weights[0].grad.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("length", "unit", "most", "ends"),
+    [
+        (64, 16, 64, [64]),
+        (64, 16, 1000, [64]),
+        (64, 16, 63, [32, 64]),
+        (80, 16, 32, [16, 48, 80]),
+        (64, 16, 1, [16, 32, 48, 64]),
+        (32, 32, 5, [32]),
+    ],
+)
+def test_a_bucket_is_cut_into_the_fewest_nearly_equal_pieces_of_whole_units(
+    length: int, unit: int, most: float, ends: list[int]
+) -> None:
+    pieces = split_evenly(length, unit, most)
+    assert [piece.stop for piece in pieces] == ends
+    assert [piece.start for piece in pieces] == [0, *ends[:-1]]

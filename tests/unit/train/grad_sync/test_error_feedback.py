@@ -1,0 +1,106 @@
+"""What workers have not sent yet moves between worlds of any size without being lost."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.recipe.schema import Parallelism
+from phalanx.train.checkpoint import CheckpointManifest
+from phalanx.train.distributed.mesh import Mesh, rank_coordinates
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.grad_sync.error_feedback import BASIS_PREFIX, RESIDUAL_PREFIX, ErrorFeedbackState
+
+
+def residuals(rank: int, world: int) -> ErrorFeedbackState:
+    layout = Parallelism(replicate=world)
+    model = nn.Linear(3, 2, bias=False)
+    divided = ParallelModel(Mesh(layout, rank_coordinates(layout, rank)), (model,))
+    basis = torch.full((3, 1), float(rank))
+    return ErrorFeedbackState.from_residuals(
+        divided, {model.weight: torch.full((2, 3), float(10**rank))}, {model.weight: basis}
+    )
+
+
+def saved(world: int) -> torch.Tensor:
+    """The logical tensor of a checkpoint."""
+    whole = torch.full((world, 2, 3), torch.nan)
+    for rank in range(world):
+        held = residuals(rank, world).local_tensors()[RESIDUAL_PREFIX + "weight"]
+        assert held.global_blocks.global_shape == (world, 2, 3)
+        for block in held.global_blocks.blocks:
+            place = tuple(slice(at, at + n) for at, n in zip(block.global_offset, block.extent, strict=True))
+            whole[place] = block.slice_local(held.tensor)
+    return whole
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (4, 2), (3, 2), (2, 3), (1, 4)])
+def test_their_sum_stays_in_a_world_of_another_size(before: int, after: int) -> None:
+    whole = saved(before)
+    manifest = cast(
+        CheckpointManifest, SimpleNamespace(tensors={RESIDUAL_PREFIX + "weight": SimpleNamespace(shape=whole.shape)})
+    )
+    found = []
+    for rank in range(after):
+        mine = residuals(rank, after)
+        wanted, settle = mine.make_load_plan(manifest)
+        for key, offset, tensor in wanted:
+            assert key == RESIDUAL_PREFIX + "weight"
+            tensor.copy_(whole[tuple(slice(at, at + n) for at, n in zip(offset, tensor.shape, strict=True))])
+        settle()
+        found.append(mine.residuals_by_name["weight"].clone())
+    assert torch.stack(found).sum(0).equal(whole.sum(0))
+    if before == after:
+        assert torch.stack(found).equal(whole)
+
+
+def test_a_checkpoint_that_has_none_leaves_none() -> None:
+    mine = residuals(0, 2)
+    wanted, settle = mine.make_load_plan(cast(CheckpointManifest, SimpleNamespace(tensors={})))
+    assert wanted == []
+    settle()
+    assert not cast(Any, mine.residuals_by_name["weight"]).any()
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((3, 1), 7.0), ((3, 2), 1.0)])
+def test_a_basis_is_taken_over_where_it_is_of_the_same_rank(shape: tuple[int, int], expected: float) -> None:
+    mine = residuals(1, 2)
+    manifest = cast(
+        CheckpointManifest, SimpleNamespace(tensors={BASIS_PREFIX + "weight": SimpleNamespace(shape=shape)})
+    )
+    wanted, settle = mine.make_load_plan(manifest)
+    for key, offset, tensor in wanted:
+        assert (key, offset) == (BASIS_PREFIX + "weight", (0, 0))
+        tensor.fill_(7.0)
+    settle()
+    assert mine.projection_bases["weight"].tolist() == [[expected]] * 3
+    assert mine.local_tensors()[BASIS_PREFIX + "weight"].global_blocks.global_shape == (3, 1)
+
+
+class Now:
+    """Holds something back when it is asked to."""
+
+    def __init__(self, weight: nn.Parameter):
+        self.weight, self.found = weight, cast(dict[nn.Parameter, torch.Tensor], {})
+
+    def residuals(self) -> dict[nn.Parameter, torch.Tensor]:
+        return self.found
+
+    def enable_error_feedback(self) -> None:
+        self.found = {self.weight: torch.zeros(2, 3)}
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_room_is_made_for_those_of_a_checkpoint_only(has: bool) -> None:
+    layout, model = Parallelism(replicate=2), nn.Linear(3, 2, bias=False)
+    holder = Now(model.weight)
+    mine = ErrorFeedbackState.from_source(ParallelModel(Mesh(layout, rank_coordinates(layout, 0)), (model,)), holder)
+    assert mine.local_tensors() == {}
+    tensors = {RESIDUAL_PREFIX + "weight": SimpleNamespace(shape=(2, 2, 3))} if has else {}
+    wanted, settle = mine.make_load_plan(cast(CheckpointManifest, SimpleNamespace(tensors=tensors)))
+    assert len(wanted) == has
+    assert mine.local_tensors() == {}
+    settle()
+    assert set(mine.local_tensors()) == ({RESIDUAL_PREFIX + "weight"} if has else set())

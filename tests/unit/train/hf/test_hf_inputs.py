@@ -1,0 +1,125 @@
+"""Calling a Hugging Face model with what our tasks give."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.errors import RecipeError
+from phalanx.train.hf import model as hf_model
+from phalanx.train.hf.inputs import adapt_inputs, compute_positions, get_logits
+from phalanx.train.tasks import LanguageModeling
+from tiny_huggingface import MODEL_KINDS, random_tokens, save_random_model
+
+DOCUMENTS = torch.tensor([[7] * 5 + [8] * 11, [3] * 16])
+CPU = torch.device("cpu")
+
+
+class Plain(nn.Module):
+    """Takes what most models of Hugging Face take."""
+
+    def __init__(self, attention: str = "sdpa"):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation=attention)
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None):  # type: ignore[no-untyped-def]
+        return input_ids
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_no_document_sees_another(tmp_path: Path, kind: str) -> None:
+    reference = save_random_model(tmp_path, kind)
+    model = hf_model.build_with_weights(tmp_path, {}, None, CPU).eval()
+    with torch.no_grad():
+        found = get_logits(model(random_tokens(), documents=DOCUMENTS))
+        parts = [reference(random_tokens()[:1, part]).logits for part in (slice(5), slice(5, None))]
+        alone = reference(random_tokens()[1:]).logits
+    torch.testing.assert_close(found[:1], torch.cat(parts, 1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1:], alone, rtol=0, atol=1e-5)
+
+
+def test_tokens_become_input_ids_without_a_cache() -> None:
+    args, kwargs = adapt_inputs(Plain(), (random_tokens(),), {})
+    assert args == ()
+    assert kwargs.keys() == {"input_ids", "use_cache"}
+    assert kwargs["use_cache"] is False
+
+
+def test_positions_begin_anew_in_each_document() -> None:
+    assert compute_positions(torch.tensor([[4, 4, 9, 9, 9, 4], [0, 1, 1, 2, 2, 2]])).tolist() == [
+        [0, 1, 0, 1, 2, 0],
+        [0, 0, 1, 0, 1, 2],
+    ]
+
+
+def test_positions_that_are_given_win() -> None:
+    _, kwargs = adapt_inputs(Plain(), (random_tokens(),), {"documents": DOCUMENTS, "positions": torch.arange(3, 19)})
+    assert kwargs["position_ids"].tolist() == [list(range(3, 19))] * 2
+
+
+def test_other_kinds_of_attention_get_numbers_to_add() -> None:
+    _, kwargs = adapt_inputs(Plain("eager"), (random_tokens(),), {"documents": DOCUMENTS})
+    mask = kwargs["attention_mask"]
+    assert mask.shape == (2, 1, 16, 16)
+    assert mask[0, 0, 5, 4] == torch.finfo(torch.float32).min
+    assert mask[0, 0, 6].tolist()[5:7] == [0, 0]
+
+
+def test_a_window_is_kept_within_documents_in_the_layers_that_have_one() -> None:
+    model = Plain()
+    model.config.sliding_window = 3
+    whole = adapt_inputs(model, (random_tokens(),), {"documents": DOCUMENTS})[1]["attention_mask"]
+    assert whole[0, 0, 4].nonzero().flatten().tolist() == [2, 3, 4]
+    assert whole[0, 0, 6].nonzero().flatten().tolist() == [5, 6]
+    model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    each = adapt_inputs(model, (random_tokens(),), {"documents": DOCUMENTS})[1]["attention_mask"]
+    assert each.keys() == {"full_attention", "sliding_attention"}
+    assert torch.equal(each["sliding_attention"], whole)
+    assert each["full_attention"][0, 0, 4].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_chunks_are_counted_from_the_beginning_of_a_document() -> None:
+    model = Plain("eager")
+    model.config.attention_chunk_size, model.config.layer_types = 4, ["chunked_attention"]
+    mask = adapt_inputs(model, (random_tokens(),), {"documents": DOCUMENTS})[1]["attention_mask"]
+    assert (mask[0, 0, 10] == 0).nonzero().flatten().tolist() == [9, 10]
+
+
+def test_layers_that_carry_a_state_cannot_keep_documents_separate() -> None:
+    model = Plain()
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(RecipeError, match=r"data.document_masking: Plain has layers of linear_attention"):
+        adapt_inputs(model, (random_tokens(),), {"documents": DOCUMENTS})
+
+
+def test_arguments_of_the_models_own_stay() -> None:
+    own = {"input_ids": random_tokens(), "attention_mask": torch.ones(2, 16), "use_cache": True}
+    assert adapt_inputs(Plain(), (), own) == ((), own)
+
+
+def test_documents_need_a_model_that_takes_a_mask() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(RecipeError, match=r"data.document_masking: Linear takes no attention_mask"):
+        adapt_inputs(model, (random_tokens(),), {"documents": DOCUMENTS})
+
+
+def test_language_modeling_takes_logits_out_of_an_output() -> None:
+    logits = torch.randn(2, 16, 96, generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": random_tokens(), "targets": random_tokens(seed=1)}
+    wrapped = LanguageModeling().loss(SimpleNamespace(logits=logits), batch)
+    assert torch.equal(wrapped[0], LanguageModeling().loss(logits, batch)[0])
+
+
+def test_logits_may_be_in_a_dict() -> None:
+    logits = torch.randn(2, 5, 7)
+    assert get_logits({"logits": logits, "loss": None}) is logits
+    with pytest.raises(RecipeError, match="task: the model returned dict, which has no logits"):
+        get_logits({"loss": logits})
+
+
+def test_an_output_without_logits_is_an_error_of_the_task() -> None:
+    with pytest.raises(RecipeError, match="task: the model returned SimpleNamespace, which has no logits"):
+        get_logits(SimpleNamespace(last_hidden_state=torch.ones(1)))

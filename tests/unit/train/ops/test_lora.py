@@ -1,0 +1,163 @@
+"""Low-rank adapters: nothing changes at first, only they learn, and folded in they compute the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.errors import RecipeError
+from phalanx.models import transformer
+from phalanx.recipe.schema import LoraConfig, OptimizerConfig
+from phalanx.train.ops.lora import add_lora, is_lora_name, lora_scale, merge_lora_tensors, select_lora_layers
+from phalanx.train.optim import OptimizerContainer, trainable_parameters
+
+BLOCK = {
+    "attention.query",
+    "attention.key",
+    "attention.value",
+    "attention.out",
+    "ffn.gate",
+    "ffn.up",
+    "ffn.down",
+}
+SPEC = LoraConfig(rank=4)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return transformer(
+        vocab_size=64, seq_len=16, layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48
+    )
+
+
+def adapted(spec: LoraConfig = SPEC, model: nn.Module | None = None, seed: int = 0) -> nn.Module:
+    model = small() if model is None else model
+    add_lora(model, spec, torch.Generator().manual_seed(seed))
+    return model
+
+
+def disturbed(model: nn.Module) -> nn.Module:
+    """With adapters that do something, as after training."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_lora_name(name):
+                parameter.normal_(std=0.3)
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(2))
+
+
+def test_without_a_choice_all_linear_layers_of_the_blocks_are_adapted_and_the_head_is_not() -> None:
+    assert select_lora_layers(small(), SPEC).keys() == {f"blocks.{i}.{name}" for i in range(2) for name in BLOCK}
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        ("query", {"blocks.0.attention.query", "blocks.1.attention.query"}),
+        ("blocks.0.ffn.*", {"blocks.0.ffn.gate", "blocks.0.ffn.up", "blocks.0.ffn.down"}),
+        (["head", "1.ffn.up"], {"head", "blocks.1.ffn.up"}),
+    ],
+)
+def test_patterns_choose_by_the_last_parts_of_a_name(modules: str | list[str], expected: set[str]) -> None:
+    assert select_lora_layers(small(), LoraConfig(target_modules=modules)).keys() == expected
+
+
+def test_a_pattern_that_fits_nothing_is_named_with_what_there_is() -> None:
+    with pytest.raises(
+        RecipeError, match=r"lora.target_modules: 'q_proj' fits no linear layer; there are query, key, value"
+    ):
+        select_lora_layers(small(), LoraConfig(target_modules=["query", "q_proj"]))
+
+
+def test_a_model_without_blocks_needs_a_choice() -> None:
+    with pytest.raises(
+        RecipeError, match=r"lora.target_modules: the model has no blocks with linear layers; name some of 0"
+    ):
+        select_lora_layers(nn.Sequential(nn.Linear(4, 4)), SPEC)
+
+
+def test_a_rank_that_saves_nothing_is_refused() -> None:
+    with pytest.raises(
+        RecipeError, match=r"lora.rank: 16 must be below 16, the smaller side of blocks.0.attention.key"
+    ):
+        adapted(LoraConfig(rank=16))
+
+
+def test_a_layer_that_shares_its_weight_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"lora.target_modules: head shares its weight with embedding"):
+        adapted(LoraConfig(rank=4, target_modules="head"))
+    torch.manual_seed(0)
+    free = transformer(vocab_size=64, seq_len=16, layers=1, hidden_size=32, num_heads=4, tie_embeddings=False)
+    adapted(LoraConfig(rank=4, target_modules="head"), free)
+
+
+def test_at_first_nothing_changes() -> None:
+    assert torch.equal(adapted()(tokens()), small()(tokens()))
+
+
+def test_names_and_values_of_the_models_own_stay() -> None:
+    before, after = small().state_dict(), adapted().state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(is_lora_name(name) for name in after.keys() - before.keys())
+
+
+def test_only_adapters_train() -> None:
+    model = adapted()
+    assert all(map(is_lora_name, trainable_parameters(model)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = OptimizerContainer(model, OptimizerConfig())
+    for _ in range(2):  # in the first step B is zero, so A has no gradient
+        model(tokens()).square().mean().backward()
+        optimizer.step(1e-2)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == set(filter(is_lora_name, before))
+
+
+def test_adapters_are_drawn_from_their_own_seed() -> None:
+    first, again, other = (adapted(seed=seed).state_dict() for seed in (0, 0, 1))
+    name = "blocks.0.ffn.up.lora_a"
+    assert torch.equal(first[name], again[name])
+    assert not torch.equal(first[name], other[name])
+
+
+def test_folded_in_they_compute_the_same() -> None:
+    model, plain = disturbed(adapted()).eval(), small().eval()
+    plain.load_state_dict(merge_lora_tensors(dict(model.state_dict()), lora_scale(SPEC)))
+    with torch.no_grad():
+        expected = model(tokens())
+        assert (expected - small()(tokens())).abs().max() > 0.1
+        torch.testing.assert_close(plain(tokens()), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_folding_leaves_the_model_as_it_is() -> None:
+    model = disturbed(adapted())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    merge_lora_tensors(dict(model.state_dict()), lora_scale(SPEC))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_tensors_without_adapters_stay_as_they_are_when_folded() -> None:
+    tensors = {"weight": torch.ones(3, 3)}
+    assert merge_lora_tensors(tensors, 2.0) == tensors
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = disturbed(adapted(LoraConfig(rank=4, dropout=0.5)))
+    assert not torch.equal(model.train()(tokens()), model(tokens()))
+    assert torch.equal(model.eval()(tokens()), model(tokens()))
+
+
+def test_transposed_layers_of_gpt2_are_adapted_alike(tmp_path: Path) -> None:
+    tiny = pytest.importorskip("tiny_huggingface")
+    model, plain = tiny.save_random_model(tmp_path, "gpt2"), tiny.save_random_model(tmp_path, "gpt2")
+    disturbed(adapted(LoraConfig(rank=4), model))
+    plain.load_state_dict(merge_lora_tensors(dict(model.state_dict()), lora_scale(LoraConfig(rank=4))))
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        assert (expected - tiny.save_random_model(tmp_path, "gpt2")(tokens()).logits).abs().max() > 0.1
+        torch.testing.assert_close(plain(tokens()).logits, expected, rtol=1e-5, atol=1e-5)

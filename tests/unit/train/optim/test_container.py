@@ -1,0 +1,231 @@
+"""Optimizers: which parameter goes where, and a state that goes on bit for bit."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import DataError, RecipeError
+from phalanx.models import transformer
+from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.optim import OptimizerContainer, find_hidden_matrices, trainable_parameters
+from small_train import VOCAB, TinyLM, make_stepper, mean_gradients, tiny_lm, token_batch
+
+NAMES = ["adamw", "sgd", "muon"]
+
+
+def optim(name: str = "adamw", **changes: object) -> OptimizerConfig:
+    return OptimizerConfig.model_validate({"name": name, **changes})
+
+
+def train(model: nn.Module, optimizer: OptimizerContainer, steps: range) -> None:
+    """Steps whose gradients depend on the weights and on the number of the step only."""
+    for step in steps:
+        batch = token_batch(4, seed=step)
+        model.zero_grad(set_to_none=True)
+        logits = model(torch.from_numpy(batch["tokens"]))
+        nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch["targets"]).flatten()).backward()
+        optimizer.step(1e-2)
+
+
+def names_in(optimizer: OptimizerContainer, part: int) -> list[str]:
+    return [optimizer.parameter_names[p] for group in optimizer.optimizers[part].param_groups for p in group["params"]]
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    optimizer = OptimizerContainer(tiny_lm(), optim(weight_decay=0.3))
+    decay = {
+        optimizer.parameter_names[p]: g["weight_decay"]
+        for g in optimizer.optimizers[0].param_groups
+        for p in g["params"]
+    }
+    assert decay == {
+        "embedding.weight": 0.3,
+        "hidden.weight": 0.3,
+        "head.weight": 0.3,
+        "hidden.bias": 0.0,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+    }
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
+    optimizer = OptimizerContainer(tiny_lm(), optim("muon"))
+    assert names_in(optimizer, 0) == ["hidden.weight"]
+    assert sorted(names_in(optimizer, 1)) == [
+        "embedding.weight",
+        "head.weight",
+        "hidden.bias",
+        "norm.bias",
+        "norm.weight",
+    ]
+
+
+def test_muon_leaves_a_tied_output_layer_and_all_norms_alone() -> None:
+    torch.manual_seed(0)
+    model = transformer(vocab_size=VOCAB, seq_len=4, layers=1, hidden_size=16, num_heads=2, tie_embeddings=True)
+    names = {name for name, p in model.named_parameters() if p in find_hidden_matrices(model)}
+    assert names == {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
+
+
+def test_muon_without_a_hidden_matrix_is_refused() -> None:
+    with pytest.raises(RecipeError, match="muon is for hidden matrices, and this model has none to train; use adamw"):
+        OptimizerContainer(nn.Sequential(nn.Linear(3, 3)), optim("muon"))
+
+
+def test_muon_with_all_hidden_matrices_frozen_is_refused() -> None:
+    model = tiny_lm()
+    model.hidden.weight.requires_grad_(False)
+    with pytest.raises(RecipeError, match="none to train; use adamw"):
+        OptimizerContainer(model, optim("muon"))
+
+
+def test_muon_may_be_all_that_is_needed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False))
+    model[1].weight.requires_grad_(False)
+    optimizer = OptimizerContainer(model, optim("muon"))
+    assert [type(part) for part in optimizer.optimizers] == [torch.optim.Muon]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_optimizer_holds_the_models_own_parameters(name: str) -> None:
+    model = tiny_lm()
+    optimizer = OptimizerContainer(model, optim(name))
+    held = {id(p) for part in optimizer.optimizers for group in part.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, optimizer, range(1))
+    assert not any(p.equal(before[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frozen_parameter_stays_and_has_no_state(name: str) -> None:
+    model = tiny_lm()
+    model.embedding.weight.requires_grad_(False)
+    before = model.embedding.weight.clone()
+    optimizer = OptimizerContainer(model, optim(name))
+    train(model, optimizer, range(3))
+    assert model.embedding.weight.equal(before)
+    assert not any("embedding" in key for key in optimizer.state())
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("adamw", {"step", "exp_avg", "exp_avg_sq"}),
+        ("sgd", {"momentum_buffer"}),
+        ("muon", {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}),
+    ],
+)
+def test_state_is_named_by_parameter_and_entry(name: str, entries: set[str]) -> None:
+    model = tiny_lm()
+    optimizer = OptimizerContainer(model, optim(name))
+    train(model, optimizer, range(1))
+    parts = [key.split("/") for key in optimizer.state()]
+    assert {part[0] for part in parts} == {"optimizer"}
+    assert {part[1] for part in parts} == {n for n, _ in model.named_parameters()}
+    assert {part[2] for part in parts} == entries
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fresh_optimizer_with_the_state_goes_on_bit_for_bit(name: str) -> None:
+    model = tiny_lm()
+    optimizer = OptimizerContainer(model, optim(name))
+    train(model, optimizer, range(3))
+    copy = tiny_lm(seed=9)
+    copy.load_state_dict(model.state_dict())
+    fresh = OptimizerContainer(copy, optim(name))
+    fresh.load({key: value.clone() for key, value in optimizer.state().items()}, "here")
+    train(model, optimizer, range(3, 6))
+    train(copy, fresh, range(3, 6))
+    assert all(a.equal(b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
+    assert all(value.equal(fresh.state()[key]) for key, value in optimizer.state().items())
+
+
+def test_without_its_state_an_optimizer_goes_on_otherwise() -> None:
+    model, copy = tiny_lm(), tiny_lm()
+    optimizer = OptimizerContainer(model, optim())
+    train(model, optimizer, range(3))
+    copy.load_state_dict(model.state_dict())
+    train(model, optimizer, range(3, 4))
+    train(copy, OptimizerContainer(copy, optim()), range(3, 4))
+    assert not copy.hidden.weight.equal(model.hidden.weight)
+
+
+def test_state_takes_the_memory_layout_of_its_parameter() -> None:
+    weight = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = OptimizerContainer(weight, optim())
+    entries = {f"optimizer/weight/{key}": torch.randn(4, 3, 3, 3) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.load(entries, "here")
+    state = optimizer.state()
+    for key, value in entries.items():
+        assert state[key].stride() == weight.weight.stride()
+        assert state[key].equal(value)
+
+
+def test_loading_replaces_all_state_of_before() -> None:
+    model = tiny_lm()
+    optimizer = OptimizerContainer(model, optim())
+    train(model, optimizer, range(2))
+    optimizer.load({}, "here")
+    assert optimizer.state() == {}
+
+
+def test_state_of_a_parameter_that_is_not_trained_is_refused_by_name() -> None:
+    with pytest.raises(DataError, match="step-7: has optimizer state for 'gone', which this model does not train"):
+        OptimizerContainer(tiny_lm(), optim()).load({"optimizer/gone/exp_avg": torch.zeros(1)}, "step-7")
+
+
+def test_state_of_another_shape_is_refused_by_name() -> None:
+    shapes = r"has shape \[2\], the model's parameter has \[8\]"
+    with pytest.raises(DataError, match=f"step-7: optimizer/hidden.bias/exp_avg {shapes}"):
+        OptimizerContainer(tiny_lm(), optim()).load({"optimizer/hidden.bias/exp_avg": torch.zeros(2)}, "step-7")
+
+
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in NAMES for b in NAMES if a != b])
+def test_after_state_of_another_kind_an_optimizer_starts_afresh(before: str, after: str) -> None:
+    model = tiny_lm()
+    old = OptimizerContainer(model, optim(before))
+    train(model, old, range(2))
+    copy = tiny_lm()
+    copy.load_state_dict(model.state_dict())
+    new, fresh = OptimizerContainer(model, optim(after)), OptimizerContainer(copy, optim(after))
+    new.load(old.state(), "here")
+    assert new.state() == {}
+    train(model, new, range(2, 4))
+    train(copy, fresh, range(2, 4))
+    assert all(a.equal(b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
+
+
+def test_a_parameters_name_may_hold_a_slash() -> None:
+    model = nn.Module()
+    model.register_module("a/b", nn.Linear(2, 2))
+    optimizer = OptimizerContainer(model, optim())
+    optimizer.load({"optimizer/a/b.weight/exp_avg": torch.ones(2, 2)}, "here")
+    assert list(optimizer.state()) == ["optimizer/a/b.weight/exp_avg"]
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(RecipeError, match="no parameter that requires a gradient"):
+        trainable_parameters(nn.ReLU())
+
+
+def test_tied_parameters_count_once() -> None:
+    model: TinyLM = tiny_lm()
+    model.head.weight = model.embedding.weight
+    assert [name for name in trainable_parameters(model) if "weight" in name] == [
+        "embedding.weight",
+        "hidden.weight",
+        "norm.weight",
+    ]
+
+
+def test_the_rate_is_the_one_of_the_step() -> None:
+    def moved(lr: float) -> Tensor:
+        model = tiny_lm()
+        before = model.hidden.weight.detach().clone()
+        stepper = make_stepper(model, 1, optim=optim("sgd", weight_decay=0.0))
+        mean_gradients(stepper, [token_batch(4)])
+        stepper.optimizer.step(lr)
+        return model.hidden.weight.detach() - before
+
+    torch.testing.assert_close(moved(2e-2), 2 * moved(1e-2), rtol=1e-4, atol=1e-7)

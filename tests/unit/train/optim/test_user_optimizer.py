@@ -1,0 +1,384 @@
+"""An optimizer of the user's own loop under the engine's face: rates, state, and what it refuses."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.train.optim.user import UserOptimizer
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def train(model: nn.Module, adopted: UserOptimizer, steps: int, lr: float = 0.01, first: int = 0) -> Tensor:
+    """Some steps; the parameters after them, flat."""
+    for step in range(first, first + steps):
+        inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        adopted.step(lr)
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+MAKERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_that_was_saved_and_loaded_goes_on_in_the_same_bits(name: str) -> None:
+    model = make_model()
+    adopted = UserOptimizer(model, MAKERS[name](model.parameters()))
+    train(model, adopted, 3)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    state = {key: value.clone() for key, value in adopted.state().items()}
+    expected = train(model, adopted, 3, first=3)
+
+    again = make_model()
+    again.load_state_dict(weights)
+    resumed = UserOptimizer(again, MAKERS[name](again.parameters()))
+    resumed.load(state, "checkpoint")
+    assert torch.equal(train(again, resumed, 3, first=3), expected)
+
+
+def test_it_does_what_the_optimizer_does_alone() -> None:
+    model, twin = make_model(), make_model()
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    ours = train(model, UserOptimizer(model, torch.optim.AdamW(model.parameters(), lr=0.01)), 3)
+    for step in range(3):
+        twin.zero_grad()
+        twin(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        plain.step()
+    assert torch.equal(ours, nn.utils.parameters_to_vector(twin.parameters()))
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_groups_follow_the_schedule_in_the_loops_proportion(as_tensor: bool) -> None:
+    model = make_model()
+    first, *rest = model.parameters()
+    rates: list[Any] = [torch.tensor(0.1), torch.tensor(0.4)] if as_tensor else [0.1, 0.4]
+    groups = [{"params": [first], "lr": rates[0]}, {"params": rest, "lr": rates[1]}]
+    optimizer = torch.optim.AdamW(groups, capturable=False, foreach=False)
+    adopted = UserOptimizer(model, optimizer)
+    assert adopted.base_lr == pytest.approx(0.4)
+    train(model, adopted, 1, lr=0.2)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.05, 0.2])
+
+
+def test_an_optimizer_that_was_built_before_the_model_was_divided_is_refused() -> None:
+    with pytest.raises(UsageError, match="has 6 parameters that are not the model's; make it of the model"):
+        UserOptimizer(make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1))
+
+
+def test_parameters_that_would_get_gradients_and_no_update_are_told() -> None:
+    model = make_model()
+    with pytest.raises(UsageError, match=r"leaves out 4 parameters .* such as 1.weight; .* freeze"):
+        UserOptimizer(model, torch.optim.SGD(list(model.parameters())[:2], lr=0.1))
+
+
+def test_frozen_parameters_may_be_given_or_left_out() -> None:
+    for own in (False, True):
+        model = make_model()
+        model[0].requires_grad_(False)  # type: ignore[index,union-attr]
+        given = [p for p in model.parameters() if own or p.requires_grad]
+        before = model[0].weight.clone()  # type: ignore[index,union-attr]
+        adopted = UserOptimizer(model, torch.optim.AdamW(given, lr=0.1))
+        train(model, adopted, 1)
+        assert sorted(adopted.parameter_names.values()) == ["1.bias", "1.weight", "2.bias", "2.weight"]
+        assert torch.equal(before, model[0].weight)  # type: ignore[index,union-attr]
+
+
+def test_a_learning_rate_of_zero_is_told() -> None:
+    model = make_model()
+    with pytest.raises(UsageError, match="learning rate is 0"):
+        UserOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number that is no tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = 1
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_told_in_the_first_step() -> None:
+    model = make_model()
+    adopted = UserOptimizer(model, Counting(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"Counting keeps 'count' of 0.weight as int, and only tensors are saved"):
+        train(model, adopted, 1)
+
+
+class Stepping(torch.optim.SGD):
+    """Keeps numbers in its groups, as Prodigy and schedule-free do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["pair"] = (0.5 / group["k"], True)
+            group["d"] = group.get("d", torch.tensor(1.0)) * 0.9
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad * group["pair"][0] * group["d"]
+        super().step(closure)
+
+
+def test_state_in_the_groups_goes_on_in_the_same_bits_and_is_reset_by_a_checkpoint_without_it() -> None:
+    model = make_model()
+    adopted = UserOptimizer(model, Stepping(model.parameters(), lr=0.01, momentum=0.5))
+    assert adopted.group_settings() == {}
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    train(model, adopted, 3)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    state, settings = {key: value.clone() for key, value in adopted.state().items()}, adopted.group_settings()
+    expected = train(model, adopted, 3, first=3)
+
+    again = make_model()
+    again.load_state_dict(weights)
+    resumed = UserOptimizer(again, Stepping(again.parameters(), lr=0.01, momentum=0.5))
+    resumed.load(state, "checkpoint")
+    resumed.load_group_settings(settings, "checkpoint")
+    assert torch.equal(train(again, resumed, 3, first=3), expected)
+    again.load_state_dict(start)
+    resumed.load({}, "checkpoint")
+    resumed.load_group_settings({}, "checkpoint")
+    assert resumed.group_settings() == {}
+    train(again, resumed, 3)
+    assert all(torch.equal(value, weights[key]) for key, value in again.state_dict().items())
+
+
+class Holding(torch.optim.SGD):
+    """Keeps in a group what no checkpoint holds."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.param_groups[0]["memory"] = {1, 2}
+
+
+class Global(torch.optim.SGD):
+    """Keeps state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["all"]["k"] = torch.ones(1)
+
+
+def test_other_state_that_a_checkpoint_cannot_hold_is_told_in_the_first_step() -> None:
+    model = make_model()
+    with pytest.raises(RecipeError, match="a parameter group of Holding holds set, which is not saved"):
+        train(model, UserOptimizer(model, Holding(model.parameters(), lr=0.1)), 1)
+    with pytest.raises(UsageError, match="Global keeps state under 'all', which is no parameter"):
+        train(model, UserOptimizer(model, Global(model.parameters(), lr=0.1)), 1)
+
+
+class Late(torch.optim.SGD):
+    """Keeps a number that is no tensor from its third step on."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        type(self).steps += 1
+        if self.steps == 3:
+            self.state[self.param_groups[0]["params"][0]]["count"] = 1
+
+
+class Looking(torch.optim.SGD):
+    """Counts its steps in an attribute, as Lookahead does."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.count += 1
+
+
+def test_state_that_comes_later_is_told_in_the_step_in_which_it_comes() -> None:
+    model = make_model()
+    adopted = UserOptimizer(model, Late(model.parameters(), lr=0.1, momentum=0.5))
+    train(model, adopted, 2)
+    with pytest.raises(UsageError, match=r"Late keeps 'count' of 0.weight as int"):
+        train(model, adopted, 1, first=2)
+
+
+def test_state_in_attributes_of_the_optimizer_is_told_in_the_first_step() -> None:
+    model = make_model()
+    with pytest.raises(UsageError, match="Looking keeps what a step changes in its attribute 'count'"):
+        train(model, UserOptimizer(model, Looking(model.parameters(), lr=0.1)), 1)
+
+
+HOLDERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: [torch.zeros(2)],
+    "dict": lambda: {"a": {"b": torch.zeros(2)}},
+    "deque": lambda: deque([1.0, 2.0]),
+    "generator": torch.Generator,
+}
+
+
+def _change(kept: Any) -> None:
+    if isinstance(kept, torch.Generator):
+        torch.rand(1, generator=kept)
+    elif isinstance(kept, deque):
+        kept.append(3.0)
+    else:
+        (kept["a"]["b"] if isinstance(kept, dict) else kept[0]).add_(1)
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_state_in_collections_and_generators_of_the_optimizers_own_is_told_in_the_first_step(name: str) -> None:
+    class Keeping(torch.optim.SGD):
+        kept: Any
+
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            _change(self.kept)
+
+    model = make_model()
+    optimizer = Keeping(model.parameters(), lr=0.1)
+    optimizer.kept = HOLDERS[name]()
+    with pytest.raises(UsageError, match="Keeping keeps what a step changes in its attribute 'kept'"):
+        train(model, UserOptimizer(model, optimizer), 1)
+
+
+def test_parameters_groups_and_constants_in_attributes_of_the_optimizer_are_no_state() -> None:
+    model = make_model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    optimizer.mine, optimizer.groups = list(model.parameters()), optimizer.param_groups
+    optimizer.by_group = {"first": optimizer.param_groups[0], "nan": float("nan"), "all": [1, torch.ones(2)]}
+    optimizer.again = optimizer.state
+    train(model, UserOptimizer(model, optimizer), 2)
+
+
+class Nested(torch.optim.SGD):
+    """Keeps tensors in lists and dicts of its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for kept, parameter in zip(group["kept"]["all"], group["params"], strict=True):
+                parameter.grad = kept.mul_(0.9).add_(parameter.grad).clone()
+        super().step(closure)
+
+
+def test_tensors_in_collections_of_a_group_go_on_in_the_same_bits() -> None:
+    def adopted(model: nn.Module) -> UserOptimizer:
+        optimizer = Nested(model.parameters(), lr=0.01)
+        for group in optimizer.param_groups:
+            group["kept"] = {"all": [torch.zeros_like(parameter) for parameter in group["params"]], "of": (0.9, None)}
+        return UserOptimizer(model, optimizer)
+
+    model = make_model()
+    first = adopted(model)
+    assert first.group_settings() == {}
+    train(model, first, 3)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    settings = first.group_settings()
+    expected = train(model, first, 3, first=3)
+    again = make_model()
+    again.load_state_dict(weights)
+    resumed = adopted(again)
+    resumed.load_group_settings(settings, "checkpoint")
+    assert torch.equal(train(again, resumed, 3, first=3), expected)
+
+
+def test_an_array_in_a_group_is_told_when_it_changes() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["array"] = np.zeros(2)
+    adopted = UserOptimizer(model, optimizer)
+    train(model, adopted, 1)
+    optimizer.param_groups[0]["array"][0] = 1
+    with pytest.raises(RecipeError, match="a parameter group of SGD holds ndarray, which is not saved"):
+        train(model, adopted, 1)
+
+
+def test_an_optimizer_that_needs_a_closure_is_told() -> None:
+    model = make_model()
+    with pytest.raises(UsageError, match=r"LBFGS.step needs a closure"):
+        UserOptimizer(model, torch.optim.LBFGS(model.parameters()))
+
+
+SCHEDULERS: dict[str, Any] = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10),
+    "warmup": lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer),
+    "by hand": lambda optimizer: optimizer.param_groups[0].update(lr=0.001),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_the_loops_own_is_refused_in_the_first_step(name: str) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    adopted = UserOptimizer(model, optimizer)
+    SCHEDULERS[name](optimizer)
+    with pytest.raises(UsageError, match=r"gang.step: the loop .*give its warmup and decay as optimizer.schedule"):
+        train(model, adopted, 1)
+
+
+def test_a_rate_that_the_loop_changes_later_is_refused_in_the_next_step() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    adopted = UserOptimizer(model, optimizer)
+    train(model, adopted, 2)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    plateau.step(1.0)
+    train(model, adopted, 1)
+    plateau.step(2.0)
+    with pytest.raises(UsageError, match=r"gang.step: the loop changed a learning rate to 0.001"):
+        train(model, adopted, 1)
+
+
+@pytest.mark.parametrize("call", ["step", "settings", "load_settings"])
+@pytest.mark.parametrize("change", ["another group", "one group less", "another parameter"])
+def test_groups_that_the_loop_changes_after_it_was_adopted_are_refused(change: str, call: str) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD([{"params": list(part.parameters())} for part in model], lr=0.1)
+    adopted = UserOptimizer(model, optimizer)
+    train(model, adopted, 1)
+    extra = nn.Parameter(torch.zeros(2))
+    if change == "another group":
+        optimizer.add_param_group({"params": [extra]})
+    elif change == "one group less":
+        optimizer.param_groups.pop()
+    else:
+        optimizer.param_groups[0]["params"].append(extra)
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: train(model, adopted, 1),
+        "settings": adopted.group_settings,
+        "load_settings": lambda: adopted.load_group_settings({}, "checkpoint"),
+    }
+    with pytest.raises(UsageError, match=r"had groups of \[2, 2, 2\] parameters, and the loop made them \["):
+        calls[call]()
+
+
+def test_state_of_another_shape_is_told_where_parameters_are_divided() -> None:
+    model = make_model()
+    adopted = UserOptimizer(model, torch.optim.Adafactor(model.parameters(), lr=0.1), is_sharded=True)
+    with pytest.raises(
+        UsageError, match=r"Adafactor keeps 'row_var' of 0.weight in another shape .* parallelism.replicate"
+    ):
+        train(model, adopted, 1)
+
+
+def test_state_of_a_parameter_that_is_not_here_is_told() -> None:
+    model = make_model()
+    adopted = UserOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(DataError, match=r"somewhere: has optimizer state for 'gone.weight'"):
+        adopted.load({"optimizer/gone.weight/momentum_buffer": torch.ones(1)}, "somewhere")

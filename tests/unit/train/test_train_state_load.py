@@ -1,0 +1,101 @@
+"""The state of a run as named tensors: what is in it, and how it comes back."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import DataError
+from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.optim import OptimizerContainer
+from phalanx.train.precision import GradScaler
+from phalanx.train.train_state import get_model_tensors, get_state_tensors, load_full_state, load_model_tensors
+from small_train import TinyLM, make_stepper, mean_gradients, mesh_of, tiny_lm, token_batch
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("counted", torch.tensor(0, dtype=torch.int64))
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+
+
+def trained() -> tuple[TinyLM, OptimizerContainer, GradScaler]:
+    model = tiny_lm()
+    scale = GradScaler(4.0, good_steps=3, dynamic=True)
+    stepper = make_stepper(model, 1, scale=scale)
+    mean_gradients(stepper, [token_batch(4)])
+    stepper.optimizer_step(0.1, 1e-2)
+    return model, stepper.optimizer, scale
+
+
+def test_parameters_and_persistent_buffers_make_a_model() -> None:
+    assert list(get_model_tensors(Buffered())) == ["weight", "counted"]
+    assert list(ParallelModel(mesh_of(), (Buffered(),)).owned_buffers()) == ["counted"]
+
+
+def test_model_tensors_are_the_live_ones() -> None:
+    model = Buffered()
+    get_model_tensors(model)["weight"].fill_(7.0)
+    assert model.weight.tolist() == [7.0, 7.0]
+
+
+def test_tied_weights_appear_once() -> None:
+    model = tiny_lm()
+    model.head.weight = model.embedding.weight
+    assert "embedding.weight" in get_model_tensors(model)
+    assert "head.weight" not in get_model_tensors(model)
+
+
+def test_the_whole_state_holds_model_optimizer_and_scale() -> None:
+    names = set(get_state_tensors(*trained()))
+    assert {"hidden.weight", "optimizer/hidden.weight/exp_avg", "optimizer/norm.bias/step", "scaler/scale"} <= names
+
+
+def test_a_state_comes_back_bit_for_bit() -> None:
+    state = {name: tensor.clone() for name, tensor in get_state_tensors(*trained()).items()}
+    model = tiny_lm(seed=5)
+    optimizer, scale = OptimizerContainer(model, OptimizerConfig()), GradScaler.for_precision("fp16", 1)
+    load_full_state(model, optimizer, scale, state, "here")
+    again = get_state_tensors(model, optimizer, scale)
+    assert set(again) == set(state)
+    assert all(again[name].equal(tensor) for name, tensor in state.items())
+
+
+def without(name: str) -> dict[str, Tensor]:
+    tensors = dict(get_model_tensors(tiny_lm()))
+    del tensors[name]
+    return tensors
+
+
+def test_a_missing_tensor_is_named_with_where_it_was_looked_for() -> None:
+    with pytest.raises(DataError, match=r"checkpoints/step-9: has no tensor 'norm.bias', which the model needs"):
+        load_model_tensors(tiny_lm(), without("norm.bias"), "checkpoints/step-9")
+
+
+def test_a_saved_tensor_that_the_model_does_not_have_is_named() -> None:
+    tensors = {**get_model_tensors(tiny_lm()), "gate.weight": torch.zeros(3)}
+    with pytest.raises(DataError, match=r"step-9: holds 'gate.weight', which the model does not have"):
+        load_model_tensors(tiny_lm(), tensors, "step-9")
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
+    tensors = {**get_model_tensors(tiny_lm()), "hidden.bias": torch.zeros(3)}
+    with pytest.raises(DataError, match=r"step-9: hidden.bias has shape \[3\], the model's has \[8\]"):
+        load_model_tensors(tiny_lm(), tensors, "step-9")
+
+
+def test_a_state_that_does_not_fit_the_optimizer_is_named_with_where_it_was() -> None:
+    model, optimizer, scale = trained()
+    state = {**get_state_tensors(model, optimizer, scale), "optimizer/gone/step": torch.tensor(1.0)}
+    with pytest.raises(DataError, match="step-9: has optimizer state for 'gone'"):
+        load_full_state(model, optimizer, scale, state, "step-9")
+
+
+def test_weights_load_into_a_model_whatever_else_there_is() -> None:
+    state = {name: tensor.clone() for name, tensor in get_state_tensors(*trained()).items()}
+    model = tiny_lm(seed=5)
+    with torch.no_grad():
+        load_model_tensors(model, state, "here")
+    assert all(tensor.equal(state[name]) for name, tensor in get_model_tensors(model).items())

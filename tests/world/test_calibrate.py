@@ -1,0 +1,94 @@
+"""What gives a probe its processes: a real nursery, worlds below it, a checkpoint, and a Ctrl-C in the middle."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.app.calibrate import SCRATCH_PREFIX, call_in_subprocess, call_on_ranks, create_scratch_dir, time_checkpoint
+from phalanx.cluster.calibration import MeasurementFailed
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.agent.fork_server_client import ForkServerClient
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[ForkServerClient]:
+    with ForkServerClient() as nursery:
+        yield nursery
+
+
+SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34, "processes": 2}
+
+
+def test_a_world_measures_together(nursery: ForkServerClient, tmp_path: Path) -> None:
+    value = call_on_ranks(
+        nursery, tmp_path, "phalanx.cluster.calibration.concurrent:measure_concurrently", {**ASKED, **SMALL}, 2
+    )
+    assert value["collectives"][0]["backend"] == "gloo"
+    assert value["products"][0]["processes"] == 2
+
+
+def test_a_second_world_meets_as_well(nursery: ForkServerClient, tmp_path: Path) -> None:
+    for _ in range(2):
+        call_on_ranks(
+            nursery,
+            tmp_path,
+            "phalanx.cluster.calibration.concurrent:measure_concurrently",
+            {**ASKED, **SMALL, "seconds": 0.2},
+            2,
+        )
+
+
+def test_a_member_that_fails_ends_the_others(nursery: ForkServerClient, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(MeasurementFailed, match=r"worker [01] ended with exit code 1: .*has no attribute 'nothing'"):
+        call_on_ranks(nursery, tmp_path, "phalanx.cluster.calibration.concurrent:nothing", {"seconds": 1.0}, 2)
+    assert time.monotonic() - begun < 30
+
+
+def test_a_function_that_fails_is_not_measured(nursery: ForkServerClient) -> None:
+    with pytest.raises(MeasurementFailed, match="KeyError"):
+        call_in_subprocess(nursery, "phalanx.cluster.calibration.gemm:measure_gemms", {})
+
+
+def test_a_checkpoint_is_written_and_removed(nursery: ForkServerClient, tmp_path: Path) -> None:
+    assert time_checkpoint(nursery, tmp_path, 10**6) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_our_own_is_removed_whatever_happens(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with create_scratch_dir(tmp_path) as scratch:
+            (scratch / "file").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_does_not_exist_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--dir .*not writable"), create_scratch_dir(tmp_path / "nowhere"):
+        pass
+
+
+def test_an_interrupted_probe_leaves_nothing(tmp_path: Path) -> None:
+    out, folder = tmp_path / "cluster.yaml", tmp_path / "folder"
+    folder.mkdir()
+    command = [sys.executable, "-m", "phalanx", "calibrate", "--quick", "--out", str(out), "--dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not list(folder.glob(f"{SCRATCH_PREFIX}*")) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(3)  # into the measuring
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.UNFINISHED
+    assert errors == "error: interrupted\n"
+    assert list(folder.iterdir()) == []
+    assert not out.exists()

@@ -1,0 +1,47 @@
+"""The size of buckets for a loop of the user's own: its model is known only when it prepares it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.recipe import Recipe, dump_recipe, load_recipe
+from phalanx.run import Run
+from phalanx.run.directory import write_json
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.session import resolve_bucket_size
+from process_worlds import ProcessWorlds
+
+PARAMETERS = 12 * 2**20
+"""48 MiB of gradients: 4 MiB are a 12th."""
+
+
+def buckets(rank: int, world: int, *, folder: str, bucket: Any, begun: bool, nodes: int) -> tuple[Any, Any]:
+    """What a worker takes, and what the run's resolved recipe says afterwards."""
+    run = Run(Path(folder))
+    given = Recipe.model_validate({"parallelism": {"replicate": world}, "grad_sync": {"bucket_mib": bucket}})
+    resolved = given.model_copy(update={"grad_sync": given.grad_sync.model_copy(update={"bucket_mib": 25.0})})
+    if rank == 0:
+        for path, recipe in ((run.recipe, given), (run.resolved, resolved if bucket == "auto" else given)):
+            path.write_text(dump_recipe(recipe))
+        write_json(run.plan, {"session": {}} if begun else {})
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world // nodes)}
+    os.environ["PHALANX_NODE_RANK"] = str(rank * nodes // world)
+    dist.barrier()
+    found = resolve_bucket_size(run, load_recipe(run.resolved).recipe, DistEnv(rank, world), PARAMETERS)
+    dist.barrier()
+    return found.grad_sync.bucket_mib, load_recipe(run.resolved).recipe.grad_sync.bucket_mib
+
+
+@pytest.mark.parametrize(
+    ("bucket", "begun", "nodes", "expected"),
+    [("auto", False, 2, 4.0), ("auto", False, 1, 25.0), ("auto", True, 2, 25.0), (7.5, False, 2, 7.5)],
+    ids=["between nodes", "on one node", "a run that goes on", "given"],
+)
+def test_a_new_run_between_nodes_has_a_12th_of_the_gradients(
+    world: ProcessWorlds, tmp_path: Path, bucket: Any, begun: bool, nodes: int, expected: float
+) -> None:
+    for found in world.run(2, buckets, folder=str(tmp_path), bucket=bucket, begun=begun, nodes=nodes):
+        assert found == (expected, expected)
