@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard
-from phalanx.train.checkpoint.format import TORCH_DTYPES
+from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -9,11 +9,11 @@ from phalanx.recipe import load_recipe
 from phalanx.run import Run
 from phalanx.run.messages import WorkerFinishing
 from phalanx.train.builder import resume_training
+from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.manager import CheckpointManager
 from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group, shut_down_process_group
 from phalanx.train.reporter import make_reporter
 from phalanx.train.signals import StopRequest
-from phalanx.train.train_state import get_local_state
 from phalanx.train.worker import build_context
 
 

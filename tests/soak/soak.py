@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 from grammar import RecipeSample, Values, draw_recipe, write_sources
 
-from phalanx.cli.chaos import PINNED_FILES, read_newest_digest
+from phalanx.app.chaos import PINNED_FILES, read_newest_digest
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.chaos import launcher, verify
 from phalanx.jobs.chaos.fault_plan import Fault, RunShape, draw_faults, list_possible_kinds

@@ -16,17 +16,18 @@ from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import DIR_PREFIX, create_node_dir, read_epochs
-from phalanx.train.checkpoint.in_memory.checkpointer import IN_MEMORY_FLAGS, InMemoryCheckpointer
+from phalanx.train.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
 from phalanx.train.checkpoint.in_memory.restore import VerifiedCopies, find_verified_copies, restore_in_memory
 from phalanx.train.checkpoint.interval import StepTimes
+from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json_from_rank_zero
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import TrainState, get_local_state
+from phalanx.train.train_state import IN_MEMORY_FLAGS, TrainState
 from process_worlds import ProcessWorlds
 
 LAYOUTS = {"shards": {"shard": 4}, "replicas of shards": {"replicate": 2, "shard": 2}, "replicas": {"replicate": 4}}

@@ -26,13 +26,13 @@ from phalanx.train.checkpoint import export_huggingface, list_checkpoints
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.module_state import ensure_own_memory, find_extra_state_modules
 from phalanx.train.inference import TrainedModel, load_trained_model
-from phalanx.train.loop import fit as train_on
 from phalanx.train.reporter import RunReporter
 from phalanx.train.signals import StopRequest
 from phalanx.train.tasks import load_task
 from phalanx.train.train_state import TrainState
 from phalanx.train.train_step import to_device
 from phalanx.train.trainer import Trainer
+from phalanx.train.trainer import fit as train_on
 from phalanx.train.worker import build_context, configure_torch
 from process_worlds import ProcessWorlds
 from train_harness import HarnessRun, TrainHarness, Values, plan_fault

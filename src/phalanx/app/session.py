@@ -444,7 +444,7 @@ def supervise_script(
     with lock_run(run) as note:
         payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
         payload["run"] = str(run.path.absolute())
-        command = Command(function="phalanx.train.script:run_script_worker", payload=payload)
+        command = Command(function="phalanx.train.worker:run_script_worker", payload=payload)
 
         def show_and_configure(event: Event) -> None:
             if isinstance(event, AttemptStarted):  # now the recipe is known

@@ -41,7 +41,7 @@ def generate(
     import torch
 
     from phalanx.data import load_tokenizer
-    from phalanx.train.generate import generate_tokens as continuation
+    from phalanx.train.inference import generate_tokens as continuation
     from phalanx.train.inference import load_trained_model
 
     trained = load_trained_model(run_dir, step, best, torch.device("cpu"), trust_code)

@@ -6,7 +6,7 @@ Steps done again after a restart appear again, and the highest attempt counts.
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -178,3 +178,6 @@ def sum_training_seconds(events: Iterable[Event]) -> float:
         elif not isinstance(event, RunWarning) and last is not None:  # some warnings are given before an attempt
             seconds, last = seconds + max(0.0, event.time - last), event.time  # clocks of nodes differ
     return seconds
+
+
+ReportEventFn = Callable[[Event], None]

@@ -31,6 +31,7 @@ from phalanx.train.checkpoint import (
     list_checkpoints,
 )
 from phalanx.train.checkpoint.in_memory.restore import find_verified_copies, prune_stale, restore_in_memory
+from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.checkpoint.restore import restore_checkpoint
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import sort_in_reduction_order
@@ -48,7 +49,7 @@ from phalanx.train.ops.collectives import all_reduce_copy
 from phalanx.train.optim import NormFn, OptimizerContainer, compute_norms, compute_squared_norms
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
-from phalanx.train.train_state import TrainState, get_state_tensors
+from phalanx.train.train_state import TrainState
 from phalanx.train.train_step import TrainStep, num_metric_slots
 
 RESTORE_FILES_HINT = "restore the files that the recipe's data.source matched"

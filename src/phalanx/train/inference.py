@@ -1,5 +1,6 @@
 """A trained model out of a run: for text, scores, or anything else that only needs the weights."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ from phalanx.train.checkpoint import (
     load_tensors,
     read_manifest,
 )
-from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
 from phalanx.train.checkpoint.init_weights import allocate_meta_parameters
+from phalanx.train.checkpoint.load_plan import check_nothing_left, load_model_tensors
 from phalanx.train.checkpoint.manager import best_checkpoint_file
 from phalanx.train.checkpoint.recipe import recipe_in
-from phalanx.train.distributed.module_state import find_extra_state_modules
+from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules, get_model_tensors
+from phalanx.train.hf.inputs import get_logits
 from phalanx.train.model_builder import build_model
-from phalanx.train.train_state import check_nothing_left, get_model_tensors, load_model_tensors
 
 MAX_DATA_SIZE = 1 << 31
 """Beyond every vocabulary, number of classes, length of a sequence and side of a picture."""
@@ -193,3 +194,42 @@ def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, li
     if found is None:
         raise DataError("\n".join(rejected)) if rejected else UsageError(f"{run.path}: no checkpoint yet")
     return found, [f"{each}; {found.name} is taken" for each in rejected]
+
+
+MIN_TEMPERATURE = 1e-6
+"""Below this temperature all but the likeliest token have a probability of 0, and logits divided by it overflow."""
+
+
+def generate_tokens(
+    model: nn.Module,
+    prompt: Sequence[int],
+    *,
+    tokens: int,
+    window: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+    device: torch.device,
+) -> Iterator[int]:
+    """Yield `tokens` tokens that continue `prompt` (at least one token). The model sees the last `window`.
+
+    `temperature` 0 always takes the likeliest; `top_k` samples among so many. The same seed gives the same text.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    context = list(prompt)
+    with torch.no_grad():
+        for _ in range(tokens):
+            inputs = torch.tensor([context[-window:]], device=device)
+            logits = get_logits(model(inputs))[0, -1].float().cpu()
+            token = _sample_token(logits, temperature, top_k, generator)
+            context.append(token)
+            yield token
+
+
+def _sample_token(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if temperature < MIN_TEMPERATURE:
+        return int(logits.argmax())
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.numel():
+        logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))

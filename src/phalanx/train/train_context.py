@@ -61,3 +61,8 @@ def report_rejected_checkpoint(context: TrainContext, path: Path, file: str, rea
         inside = path.is_relative_to(context.run.path)  # a hot copy is not
         relative = str(path.relative_to(context.run.path) if inside else path)
         context.reporter.report_event(CheckpointRejected(path=relative, file=file, reason=reason))
+
+
+class MembershipChanged(Exception):
+    """The agent wants the workers to meet anew (elastic/reconfigure.py), which all of them have seen at the end of a
+    step; or one is gone."""

@@ -7,28 +7,24 @@ that train apart (`local_sgd/state.py`).
 Numbers: the step, and the samples consumed, from which the order of data follows.
 """
 
-import json
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-import torch
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor, nn
 
 from phalanx.errors import DataError
 from phalanx.run.event_types import NonFiniteStep, StepDone
 from phalanx.run.events import from_fields
 from phalanx.run.fields import to_fields
-from phalanx.train.checkpoint import CheckpointManifest, CheckpointSaver, load_blocks
-from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
-from phalanx.train.distributed.module_state import get_extra_state, get_persistent_buffers, load_extra_state
-from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel, to_local
 from phalanx.train.grad_sync.noise_scale import GradientNoiseScale
 from phalanx.train.grad_sync.selection import SelectionState
-from phalanx.train.optim import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, state_entry_shape
-from phalanx.train.precision import GradScaler
+
+if TYPE_CHECKING:
+    from phalanx.train.checkpoint import CheckpointSaver
 
 
 @dataclass
@@ -55,7 +51,7 @@ class TrainState:
     grad_sync_selection: SelectionState = field(default_factory=SelectionState)
 
     @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> "TrainState":
+    def from_meta(cls, meta: Mapping[str, Any]) -> TrainState:
         """As a checkpoint's meta has it (`asdict`). DataError where that is not what a run can be at."""
         values = {each.name: meta[each.name] for each in fields(cls) if each.name in meta}
         try:
@@ -122,7 +118,7 @@ class SurvivorState:
         return words
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "SurvivorState":
+    def from_json(cls, values: Mapping[str, Any]) -> SurvivorState:
         """What `words` made."""
         last_step = values["last_step"]
         if last_step is not None:
@@ -138,229 +134,7 @@ class SurvivorState:
         return cls(**{**values, "train_state": TrainState.from_meta(values["train_state"]), "last_step": last_step})
 
 
-def get_model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, tied ones once; the live tensors."""
-    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **get_persistent_buffers(model)}
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+IN_MEMORY_FLAGS = ("copied", "copy_failed")
 
 
-def get_state_tensors(model: nn.Module, optimizer: OptimizerContainer, scaler: GradScaler) -> dict[str, Tensor]:
-    """Everything that the next step depends on."""
-    return {
-        **get_model_tensors(model),
-        **get_extra_state(model),
-        **optimizer.state(),
-        **optimizer.group_settings(),
-        **scaler.state(),
-    }
-
-
-def get_local_state(
-    parallel_model: ParallelModel, optimizer: OptimizerContainer, scaler: GradScaler
-) -> dict[str, LocalTensor]:
-    """Everything that the next step depends on, as far as this worker holds it and no other pipeline stage saves it."""
-    parameters = parallel_model.parameters()
-    local_tensors = {
-        name: parallel_model.local_tensor(name, p) for name, p in parameters.items() if parallel_model.is_owner(name)
-    }
-    for name, buffer in parallel_model.owned_buffers().items():
-        local_tensors[name] = parallel_model.replicated_tensor(buffer.detach())
-    for key, value in optimizer.state().items():
-        name, _, entry = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
-        if parallel_model.is_owner(name):
-            parameter = parameters[name]
-            shape = state_entry_shape(entry, parameter.shape)
-            if value.dim() and not parallel_model.is_sharded(
-                name, parameter
-            ):  # an optimizer of a loop's own has its own shapes
-                shape = value.shape
-            local_tensors[key] = (
-                parallel_model.local_tensor(name, parameter, value, shape)
-                if value.dim()
-                else parallel_model.replicated_tensor(value)
-            )
-    for module in parallel_model.modules:
-        extra = get_extra_state(module).items()
-        local_tensors |= {
-            name: parallel_model.replicated_tensor(value)
-            for name, value in extra
-            if name not in parallel_model.buffers_owned_elsewhere
-        }
-    local_tensors |= {
-        name: parallel_model.replicated_tensor(value) for name, value in optimizer.group_settings().items()
-    }
-    if parallel_model.error_feedback is not None:
-        local_tensors |= parallel_model.error_feedback.local_tensors()
-    if parallel_model.mesh.coordinates["pipeline"] == 0:  # equal in all stages
-        local_tensors |= {name: parallel_model.replicated_tensor(value) for name, value in scaler.state().items()}
-    return (
-        local_tensors
-        if parallel_model.local_sgd is None
-        else parallel_model.local_sgd.add_per_worker_rows(local_tensors)
-    )
-
-
-TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
-"""Blocks of logical tensors to be read: name, offset, and the tensor to fill."""
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """A worker's part of the state. `live_blocks` are of tensors in use, which must not change before all workers have
-    read theirs; `new_blocks` of new ones. `optimizer_tensors` are those of the optimizer and the scale among these."""
-
-    live_blocks: TensorBlocks
-    new_blocks: TensorBlocks
-    optimizer_tensors: dict[str, Tensor]
-    restore_state: Callable[[], None] = lambda: None
-    """To be called when all is read: the first that may change anything in use."""
-    sequential_blocks: list[TensorBlocks] = field(default_factory=list)
-    """What is read one after the other into the same memory, which is new."""
-    add_sequential: Callable[[], None] = lambda: None
-    """To be called after each of these."""
-
-    @property
-    def all_blocks(self) -> TensorBlocks:
-        """All that is read."""
-        return [*self.live_blocks, *self.new_blocks, *(block for blocks in self.sequential_blocks for block in blocks)]
-
-
-def read_local_state(
-    parallel_model: ParallelModel,
-    optimizer: OptimizerContainer,
-    scaler: GradScaler,
-    path: Path,
-    manifest: CheckpointManifest,
-    threads: int = 2,
-    in_place: bool = False,
-) -> Callable[[], None]:
-    """Read this worker's part of the state from a checkpoint that was written under any layout, and return what takes
-    it over: nothing in use changes before that is called, unless weights are read `in_place`. CorruptError names a bad
-    file, DataError what does not fit."""
-    wanted = make_load_plan(parallel_model, path, manifest)
-    return execute_load_plan(wanted, parallel_model, optimizer, scaler, path, manifest, threads, in_place)
-
-
-def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: CheckpointManifest) -> LoadPlan:
-    """What `read_local_state` reads. DataError when the model does not fit the checkpoint."""
-    parameters = parallel_model.parameters()
-    live_blocks: TensorBlocks = []
-    new_blocks: TensorBlocks = []
-
-    def add_tensor(name: str, local_tensor: LocalTensor, into: TensorBlocks = live_blocks) -> None:
-        record = manifest.tensors.get(name)
-        if record is not None and record.shape != local_tensor.global_blocks.global_shape:
-            shapes = f"has shape {list(record.shape)}, the model's has {list(local_tensor.global_blocks.global_shape)}"
-            raise DataError(f"{path}: {name} {shapes}")
-        for block in local_tensor.global_blocks.blocks:
-            into.append((name, block.global_offset, block.slice_local(local_tensor.tensor)))
-
-    for name, parameter in parameters.items():
-        if name not in manifest.tensors:
-            raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
-        add_tensor(name, parallel_model.local_tensor(name, parameter))
-    for name, buffer in parallel_model.all_buffers():
-        add_tensor(name, parallel_model.replicated_tensor(buffer.detach()))
-    if parallel_model.mesh.parallelism.pipeline == 1:  # else the rest of the model is in other stages
-        check_nothing_left(manifest.tensors, {*parameters, *dict(parallel_model.all_buffers())}, str(path))
-    states: dict[str, Tensor] = {}
-    for key, record in manifest.tensors.items():
-        name, _, entry = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
-        if key.startswith(("scaler/", EXTRA_STATE_PREFIX, SETTINGS_PREFIX)):
-            states[key] = torch.empty(record.shape, dtype=record.torch_dtype)
-            new_blocks.append((key, (0,) * len(record.shape), states[key]))
-        elif key.startswith(OPTIMIZER_PREFIX) and name in parameters:
-            parameter = parameters[name]
-            local_shape, full_shape = (
-                state_entry_shape(entry, each.shape) for each in (to_local(parameter), parameter)
-            )
-            if not record.shape or not parallel_model.is_sharded(name, parameter):
-                local_shape = full_shape = torch.Size(record.shape)
-            states[key] = torch.zeros(local_shape, dtype=record.torch_dtype)
-            if record.shape:
-                add_tensor(key, parallel_model.local_tensor(name, parameter, states[key], full_shape), new_blocks)
-            else:
-                new_blocks.append((key, (), states[key]))
-    load_plan = LoadPlan(live_blocks, new_blocks, states)
-    if parallel_model.error_feedback is not None:
-        read, restore_state = parallel_model.error_feedback.make_load_plan(manifest)
-        load_plan = LoadPlan(live_blocks, new_blocks + read, states, restore_state)
-    return (
-        load_plan
-        if parallel_model.local_sgd is None
-        else parallel_model.local_sgd.extend_load_plan(load_plan, manifest)
-    )
-
-
-def check_nothing_left(saved: Iterable[str], known: Container[str], where: str) -> None:
-    """DataError naming a saved weight or buffer that the model does not have: it would be lost silently."""
-    left = next((name for name in saved if "/" not in name and name not in known), None)
-    if left is not None:
-        raise DataError(f"{where}: holds {left!r}, which the model does not have: was its code changed since?")
-
-
-def execute_load_plan(
-    load_plan: LoadPlan,
-    parallel_model: ParallelModel,
-    optimizer: OptimizerContainer,
-    scaler: GradScaler,
-    path: Path,
-    manifest: CheckpointManifest,
-    threads: int = 2,
-    in_place: bool = False,
-) -> Callable[[], None]:
-    """Read it into memory of its own, but for weights that are read `in_place`, and return what takes it over.
-    CorruptError names a bad file."""
-    staged = load_plan.live_blocks
-    if not in_place:
-        staged = [
-            (name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in load_plan.live_blocks
-        ]
-    load_blocks(path, [*staged, *load_plan.new_blocks], threads, manifest)
-    for blocks in load_plan.sequential_blocks:
-        load_blocks(path, blocks, threads, manifest)
-        load_plan.add_sequential()
-
-    def apply() -> None:
-        with torch.no_grad():
-            for (_, _, live), (_, _, read) in zip(load_plan.live_blocks, staged, strict=True):
-                if read is not live:
-                    live.copy_(read)
-        load_plan.restore_state()
-        for module in parallel_model.modules:
-            load_extra_state(module, load_plan.optimizer_tensors, str(path))
-        _load_optimizer_and_scaler(optimizer, scaler, load_plan.optimizer_tensors, str(path))
-
-    return apply
-
-
-def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy weights into the model. DataError naming what is missing, of another shape, or not the model's."""
-    targets = get_model_tensors(model)
-    check_nothing_left(tensors, targets, where)
-    for name, target in targets.items():
-        source = tensors.get(name)
-        if source is None:
-            raise DataError(f"{where}: has no tensor {name!r}, which the model needs")
-        if source.shape != target.shape:
-            raise DataError(f"{where}: {name} has shape {list(source.shape)}, the model's has {list(target.shape)}")
-        if source.data_ptr() != target.data_ptr():  # else it was read in place
-            target.copy_(source)
-    load_extra_state(model, tensors, where)
-
-
-def load_full_state(
-    model: nn.Module, optimizer: OptimizerContainer, scaler: GradScaler, tensors: Mapping[str, Tensor], where: str
-) -> None:
-    """Take over a whole state, read from `where`. DataError naming the tensor that does not fit."""
-    with torch.no_grad():
-        load_model_tensors(model, tensors, where)
-    _load_optimizer_and_scaler(optimizer, scaler, tensors, where)
-
-
-def _load_optimizer_and_scaler(
-    optimizer: OptimizerContainer, scaler: GradScaler, tensors: Mapping[str, Tensor], where: str
-) -> None:
-    optimizer.load({name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}, where)
-    optimizer.load_group_settings(tensors, where)
-    scaler.load({name: tensor for name, tensor in tensors.items() if name.startswith("scaler/")})
+SAVE_FLAG_NAMES = ("written", "failed", "committed", *IN_MEMORY_FLAGS)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from phalanx.compat import scale_in_place
 from phalanx.data import Batch
 from phalanx.run.event_types import SkipReason
-from phalanx.train.checkpoint.manager import SAVE_FLAG_NAMES
 from phalanx.train.distributed.buffer_sync import BufferSync
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh
@@ -29,6 +28,7 @@ from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_timer import StepTimer
 from phalanx.train.tasks import TensorBatch
+from phalanx.train.train_state import SAVE_FLAG_NAMES
 
 STEP_FLAGS = ("stop", "summoned", *SAVE_FLAG_NAMES)
 BUFFERS_CHANGED_FLAG = "changed"

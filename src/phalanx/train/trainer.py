@@ -30,12 +30,14 @@ from phalanx.train.checkpoint.policy import CheckpointPolicy
 from phalanx.train.checkpoint.restore import restore_checkpoint
 from phalanx.train.distributed.buffer_sync import format_names
 from phalanx.train.distributed.environment import collect_in_background
+from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.grad_sync.autoselect import GradSyncSelector
+from phalanx.train.loss import LossModule
 from phalanx.train.lr_schedule import compute_learning_rate
 from phalanx.train.nonfinite import MAX_NONFINITE_IN_A_ROW, choose_nonfinite_action
 from phalanx.train.same_model import SameModel
 from phalanx.train.step_timer import HeartbeatTimer, make_step_timer
-from phalanx.train.train_context import TrainContext, report_rejected_checkpoint, return_false
+from phalanx.train.train_context import MembershipChanged, TrainContext, report_rejected_checkpoint, return_false
 from phalanx.train.train_state import LastStep, SurvivorState, TrainState
 from phalanx.train.train_step import StepResult
 
@@ -57,11 +59,6 @@ def snapshot_buffers(modules: Iterable[nn.Module]) -> list[BufferSnapshot]:
         for name, each in part.named_buffers(recurse=False)
     ]
     return [(part, name, buffer, buffer.clone()) for part, name, buffer in found]
-
-
-class MembershipChanged(Exception):
-    """The agent wants the workers to meet anew (elastic/reconfigure.py), which all of them have seen at the end of a
-    step; or one is gone."""
 
 
 class Trainer:
@@ -434,3 +431,19 @@ def phases_of(times: Mapping[str, float]) -> StepPhases:
 def _finite_or_none(value: float) -> float | None:
     """JSON knows neither NaN nor infinity."""
     return value if math.isfinite(value) else None
+
+
+def fit(trainer: Trainer, loss_module: LossModule | PipelineRunner) -> str:
+    """Train to the end; returns `done` or `interrupted`. The last state is saved either way."""
+    if isinstance(loss_module, PipelineRunner):
+        for batches in trainer.steps():
+            trainer.record_pipeline_losses(
+                loss_module.step([trainer.context.prepare_batch(batch) for batch in batches])
+            )
+            trainer.step()
+        return trainer.finish()
+    for batch in trainer.micro_batches():
+        ((_, loss, num_terms),) = loss_module(batch)
+        trainer.backward(loss, num_terms)
+        trainer.step()
+    return trainer.finish()

@@ -7,7 +7,9 @@ calls `run_training`. Everything a worker trains with stands in the run's `resol
 import contextlib
 import faulthandler
 import os
+import runpy
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -67,7 +69,6 @@ from phalanx.train.elastic.reconfigure import (
 from phalanx.train.elastic.sharded_recovery import ShardedRecovery
 from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.lm_head import eval_mode, find_lm_head
-from phalanx.train.loop import fit
 from phalanx.train.loss import LMHead, LossFn, LossModule, plan_context_split
 from phalanx.train.model_builder import MicroBatchSeeds, build_model, check_begins_alike, describe_model
 from phalanx.train.oom import OutOfMemory, explain_out_of_memory
@@ -80,7 +81,7 @@ from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
 from phalanx.train.train_context import TrainContext
 from phalanx.train.train_state import SurvivorState, TrainState
 from phalanx.train.train_step import to_device
-from phalanx.train.trainer import Trainer
+from phalanx.train.trainer import Trainer, fit
 
 SAME_DATA_HINT = (
     "all nodes must read the same; give the recipe a source that is the same on each, or share the file system"
@@ -536,3 +537,14 @@ def _find_initial_weights(recipe: Recipe, folder: Path, model: nn.Module) -> Ini
         return open_initial_weights(recipe.init_from, folder, model)
     directory = huggingface_directory(recipe.model.build, folder)
     return None if directory is None else open_hf_weights(directory, model)
+
+
+def run_script_worker(payload: dict[str, Any]) -> None:
+    """Run the script as `python SCRIPT ARGUMENTS` would, as one worker of the run."""
+    script = payload["script"]
+    os.environ["PHALANX_RUN_DIR"] = payload["run"]
+    if payload["force"]:
+        os.environ["PHALANX_FORCE"] = "1"
+    sys.argv = [script, *payload["arguments"]]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")

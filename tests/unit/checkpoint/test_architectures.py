@@ -16,11 +16,11 @@ from phalanx.data import DataInfo
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import ModelConfig
 from phalanx.train.checkpoint import export_huggingface
+from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.inputs import get_logits
 from phalanx.train.model_builder import describe_model
 from phalanx.train.tasks import LanguageModeling
-from phalanx.train.train_state import get_model_tensors
 from tiny_huggingface import ARCHITECTURES, VOCAB, build_random_model, random_tokens, transformers
 
 pytest.importorskip("transformers.conversion_mapping", reason="names are converted from transformers 5 on")

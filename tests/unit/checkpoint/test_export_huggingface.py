@@ -16,9 +16,9 @@ from phalanx.data.tokenizers import train_bpe_tokenizer
 from phalanx.errors import DataError
 from phalanx.recipe.schema import LoraConfig, ModelConfig
 from phalanx.train.checkpoint import export_huggingface
+from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.model_builder import build_model, describe_model
 from phalanx.train.ops.lora import add_lora, is_lora_name, lora_scale, merge_lora_tensors
-from phalanx.train.train_state import get_model_tensors
 
 tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")

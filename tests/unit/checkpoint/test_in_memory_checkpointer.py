@@ -19,12 +19,13 @@ from phalanx.train.checkpoint.in_memory.capacity import explain_missing_space, f
 from phalanx.train.checkpoint.in_memory.checkpointer import assign_owned_tensors, parse_percent
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
 from phalanx.train.checkpoint.interval import StepTimes
+from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import NodeMap, count_nodes_from_environment
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.distributed.shard_spec import GlobalBlocks
 from phalanx.train.step_timer import HeartbeatTimer, HostStepTimer
-from phalanx.train.train_state import TrainState, get_state_tensors
+from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
 from small_train import E, Remembering, SmallParts, make_parts, mesh_of, steps_of
 

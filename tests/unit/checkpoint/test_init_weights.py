@@ -12,11 +12,11 @@ from phalanx.recipe.schema import LoraConfig
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard, export_huggingface, list_checkpoints
 from phalanx.train.checkpoint.init_weights import allocate_meta_parameters, open_hf_weights, open_initial_weights
 from phalanx.train.distributed.mesh import make_single_worker_mesh
+from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.loop import fit
 from phalanx.train.ops.lora import add_lora
-from phalanx.train.train_state import TrainState, get_model_tensors
-from phalanx.train.trainer import Trainer
+from phalanx.train.train_state import TrainState
+from phalanx.train.trainer import Trainer, fit
 from small_train import TinyLM, make_parts, tiny_lm
 
 CPU = torch.device("cpu")

@@ -17,11 +17,11 @@ from phalanx.run.event_types import CheckpointFailed, CheckpointSaved
 from phalanx.train.checkpoint import CheckpointSaver, list_checkpoints, load_tensors, parse_step, read_manifest
 from phalanx.train.checkpoint import manager as manager_module
 from phalanx.train.checkpoint import save as save_module
-from phalanx.train.checkpoint.manager import SAVE_FLAG_NAMES, CheckpointManager, best_checkpoint_file
+from phalanx.train.checkpoint.manager import CheckpointManager, best_checkpoint_file
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.distributed.shard_spec import GlobalBlocks
-from phalanx.train.train_state import TrainState
+from phalanx.train.train_state import SAVE_FLAG_NAMES, TrainState
 from phalanx.train.trainer import Trainer
 from small_train import make_parts, mesh_of
 

@@ -17,7 +17,7 @@ from phalanx.train.checkpoint import (
     read_manifest,
     verify_checkpoint,
 )
-from phalanx.train.checkpoint.format import TORCH_DTYPES
+from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 
 def test_every_dtype_scalar_empty_and_strided_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:

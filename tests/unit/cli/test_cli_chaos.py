@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.app.chaos import check_long_enough
 from phalanx.cli import main
-from phalanx.cli.chaos import check_long_enough
 from phalanx.errors import UsageError
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, RunShape, draw_faults
 

@@ -27,14 +27,15 @@ from phalanx.train.callbacks import RunContext
 from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
 from phalanx.train.checkpoint import manager as manager_module
 from phalanx.train.checkpoint import save as save_module
+from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.checkpoint.policy import FinalSaveError
 from phalanx.train.checkpoint.restore import restore_checkpoint
-from phalanx.train.loop import fit as train_to_the_end
 from phalanx.train.nonfinite import MAX_NONFINITE_IN_A_ROW
 from phalanx.train.tasks import LanguageModeling, TensorBatch
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
-from phalanx.train.train_state import TrainState, get_state_tensors
+from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
+from phalanx.train.trainer import fit as train_to_the_end
 from small_train import GLOBAL, E, Remembering, Samples, SmallParts, TinyLM, make_parts, steps_of
 
 

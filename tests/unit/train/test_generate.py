@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.generate import generate_tokens
+from phalanx.train.inference import generate_tokens
 from small_train import tiny_lm
 
 CPU = torch.device("cpu")

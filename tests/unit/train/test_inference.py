@@ -18,9 +18,9 @@ from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard
 from phalanx.train.checkpoint.manager import best_checkpoint_file
+from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.inference import check_data, given_device, load_trained_model
 from phalanx.train.model_builder import build_model
-from phalanx.train.train_state import get_model_tensors
 from small_train import SEQUENCE, VOCAB
 
 CPU = torch.device("cpu")

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 
 from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.checkpoint.load_plan import get_state_tensors, load_full_state, load_model_tensors
+from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import get_model_tensors, get_state_tensors, load_full_state, load_model_tensors
 from small_train import TinyLM, make_stepper, mean_gradients, mesh_of, tiny_lm, token_batch
 
 

@@ -13,9 +13,8 @@ from phalanx.errors import UsageError
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunEnded
 from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
-from phalanx.train.loop import fit
 from phalanx.train.train_state import SurvivorState, TrainState
-from phalanx.train.trainer import Trainer
+from phalanx.train.trainer import Trainer, fit
 from small_train import GLOBAL, MICRO, SEQUENCE, Remembering, SmallParts, make_parts, steps_of
 
 

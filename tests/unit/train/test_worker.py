@@ -22,7 +22,6 @@ from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.grad_sync.reducer import LocalReducer
-from phalanx.train.loop import fit
 from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
@@ -30,7 +29,7 @@ from phalanx.train.tasks import LanguageModeling, TensorBatch
 from phalanx.train.train_context import TrainContext
 from phalanx.train.train_state import TrainState
 from phalanx.train.train_step import NOISE_SCALE_EVERY_STEPS, TrainStep
-from phalanx.train.trainer import Trainer
+from phalanx.train.trainer import Trainer, fit
 from phalanx.train.worker import _has_built_in_head_loss, configure_torch, count_units_per_sample, make_lm_head
 from small_train import GLOBAL, E, Remembering, Samples, make_parts, mesh_of, tiny_lm, token_batch
 

@@ -119,7 +119,8 @@ def _render_tiles(summary: RunSummary) -> str:
     tile_html = (
         f'<div class="tile"><b>{_split_unit(value)}</b><span>{escape(label)}</span></div>'
         if value is not None
-        else f'<div class="tile"><b class="unknown">{formatting.NOT_MEASURED_TEXT}</b><span>{escape(label)}</span></div>'
+        else f'<div class="tile"><b class="unknown">{formatting.NOT_MEASURED_TEXT}</b>'
+        f"<span>{escape(label)}</span></div>"
         for value, label in tiles
     )
     return f'<div class="tiles">{"".join(tile_html)}</div>'

@@ -23,9 +23,10 @@ import torch
 import xxhash
 
 from phalanx.errors import DataError
-from phalanx.train.checkpoint.format import DTYPE_NAMES, MANIFEST_NAME, CheckpointManifest, read_manifest
+from phalanx.train.checkpoint.format import MANIFEST_NAME, CheckpointManifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 
 def compute_digest(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:

@@ -18,8 +18,9 @@ from phalanx.run import Run
 from phalanx.run.directory import fsync_if_supported
 from phalanx.train.checkpoint.commit import make_temporary_path, sync_directory, write_synced
 from phalanx.train.checkpoint.export_tokenizer import NoteFn, write_companions
-from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX, CheckpointManifest, read_manifest
+from phalanx.train.checkpoint.format import CheckpointManifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
 from phalanx.train.ops.lora import LORA_A_NAME, LORA_B_NAME, is_lora_name, lora_scale, merge_lora_tensors
 

@@ -30,34 +30,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from phalanx.errors import DataError, is_storage_error
 from phalanx.recipe.schema import LoraConfig
 from phalanx.safe_files import read_bytes
+from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 CHECKPOINT_FORMAT = 1
 CHUNK_BYTES = 1 << 20
 MANIFEST_NAME = "MANIFEST.json"
 MANIFEST_HASH_NAME = "MANIFEST.xxh3"
-EXTRA_STATE_PREFIX = "extra/"
-"""Begins the logical names of what modules say in `get_extra_state`; the module's own name follows."""
 
-# Names of the safetensors format.
-TORCH_DTYPES = {
-    "C64": torch.complex64,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 62)], ...], Field(max_length=64)]
 """torch knows no more dimensions."""

@@ -9,17 +9,15 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
-import torch
-import torch.distributed as dist
-
 from phalanx.cluster.checkpoint_interval import DEFAULT_DEVICE_FAILURES_PER_S, daly_interval, estimate_mtbf
-from phalanx.run import Event, Run, read_events
+from phalanx.run import Run, read_events
 from phalanx.run.event_types import AttemptStarted, CheckpointIntervalChosen, StepDone, WorkerFailure
+from phalanx.run.events import ReportEventFn
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.object_collectives import broadcast_json_from_rank_zero
+from phalanx.train.distributed.object_collectives import all_reduce_max, broadcast_json_from_rank_zero
 
 WARMUP_STEPS = 2
 """First steps of an attempt, which take longer."""
@@ -33,15 +31,6 @@ MIN_INTERVAL_PER_WRITE_TIME = 2.0
 """The interval is at least so many times what a save takes to be written."""
 MIN_INTERVAL_CHANGE = 1.2
 """By how much an interval must differ to be taken."""
-
-
-def all_reduce_max(dist_env: DistEnv, values: Sequence[float]) -> list[float]:
-    """The largest that any worker has of each number; every worker calls it."""
-    if dist_env.world_size == 1:
-        return list(values)
-    found = torch.tensor(list(values), dtype=torch.float64, device=dist_env.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return [float(value) for value in found.tolist()]
 
 
 class Overhead:
@@ -112,9 +101,6 @@ class StepTimes:
             running[0].record_concurrent_step(step_s)
         for overhead in both:
             overhead.end_step()
-
-
-ReportEventFn = Callable[[Event], None]
 
 
 class CheckpointInterval:

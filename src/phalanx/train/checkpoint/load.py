@@ -23,7 +23,6 @@ import xxhash
 from phalanx.errors import DataError
 from phalanx.safe_files import open_regular
 from phalanx.train.checkpoint.format import (
-    DTYPE_NAMES,
     CheckpointManifest,
     CorruptCheckpointError,
     FileRecord,
@@ -35,6 +34,7 @@ from phalanx.train.checkpoint.format import (
 )
 from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 BlockRange = tuple[tuple[int, ...], tuple[int, ...]]
 """A block of a global tensor: offset and extent in each dimension."""

@@ -37,7 +37,7 @@ from phalanx.train.checkpoint import (
     parse_step,
 )
 from phalanx.train.checkpoint.format import RankManifest, merge_rank_manifests
-from phalanx.train.checkpoint.in_memory.checkpointer import IN_MEMORY_FLAGS, InMemoryCheckpointer
+from phalanx.train.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.object_collectives import (
@@ -48,11 +48,10 @@ from phalanx.train.distributed.object_collectives import (
     send_json,
 )
 from phalanx.train.distributed.parallel_model import LocalTensor
-from phalanx.train.train_state import PendingSave, TrainState
+from phalanx.train.train_state import SAVE_FLAG_NAMES, PendingSave, TrainState
 
 DISK_POLL_INTERVAL_S = 0.02
 """Seconds after which one who waits for the disk looks whether the others are still there."""
-SAVE_FLAG_NAMES = ("written", "failed", "committed", *IN_MEMORY_FLAGS)
 
 
 class _Claim(BaseModel):

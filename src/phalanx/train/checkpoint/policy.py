@@ -10,13 +10,15 @@ from typing import Any
 from phalanx.errors import ExitCode, PhalanxError
 from phalanx.run import Event
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunWarning
+from phalanx.run.events import ReportEventFn
 from phalanx.train.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
-from phalanx.train.checkpoint.interval import CheckpointInterval, ReportEventFn, StepTimes
+from phalanx.train.checkpoint.interval import CheckpointInterval, StepTimes
+from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.manager import CheckpointManager
 from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.train_context import TrainContext
-from phalanx.train.train_state import SurvivorState, get_local_state
+from phalanx.train.train_state import SurvivorState
 
 
 class FinalSaveError(PhalanxError):

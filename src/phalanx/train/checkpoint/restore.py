@@ -19,12 +19,13 @@ from phalanx.train.checkpoint import (
     parse_step,
     read_manifest,
 )
+from phalanx.train.checkpoint.load_plan import load_full_state, read_local_state
 from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import get_model_tensors, load_full_state, read_local_state
 
 OnRejectFn = Callable[[Path, str, str], None]
 ApplyFn = Callable[[], None]

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint.format import DTYPE_NAMES, ShardRecord, TensorRecord, make_safetensors_header
+from phalanx.train.checkpoint.format import ShardRecord, TensorRecord, make_safetensors_header
 from phalanx.train.checkpoint.pinned_buffer import Bytes, PinnedBuffer
+from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 # numpy knows no bfloat16 and no float8: elements are moved as integers of the same width.
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

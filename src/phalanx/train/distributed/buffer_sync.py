@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from phalanx.compat import tensor_version
 from phalanx.errors import RecipeError
 from phalanx.recipe.grad_sync_defaults import explain_not_elastic
-from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.module_state import (
+    EXTRA_STATE_PREFIX,
     find_extra_state_modules,
     get_extra_state,
     get_persistent_buffers,

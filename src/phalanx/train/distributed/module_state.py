@@ -16,8 +16,30 @@ from torch.nn.parameter import is_lazy
 
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe import describe_exception
-from phalanx.train.checkpoint.format import DTYPE_NAMES, EXTRA_STATE_PREFIX
 from phalanx.train.oom import is_out_of_memory
+
+EXTRA_STATE_PREFIX = "extra/"
+"""Begins the logical names of what modules say in `get_extra_state`; the module's own name follows."""
+# Names of the safetensors format.
+TORCH_DTYPES = {
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def check_model_can_be_saved(model: nn.Module) -> None:
@@ -212,3 +234,9 @@ def unpack_value(content: Tensor, where: str) -> Any:
         return value(json.loads(head["__metadata__"]["value"]))
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{where}: extra state that is not what was saved: {error}") from None
+
+
+def get_model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, tied ones once; the live tensors."""
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **get_persistent_buffers(model)}
+    return {name: tensor.detach() for name, tensor in tensors.items()}

@@ -171,3 +171,12 @@ def _check_json_size(size: int) -> int:
             f"a worker says {size} bytes where 1 to {MAX_JSON_BYTES} are expected: it is none of this run"
         )
     return size
+
+
+def all_reduce_max(dist_env: DistEnv, values: Sequence[float]) -> list[float]:
+    """The largest that any worker has of each number; every worker calls it."""
+    if dist_env.world_size == 1:
+        return list(values)
+    found = torch.tensor(list(values), dtype=torch.float64, device=dist_env.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [float(value) for value in found.tolist()]

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
+from phalanx.recipe.name_patterns import find_matching
 from phalanx.train.distributed.async_tp import can_chunk, linear_reduce_scatter
 from phalanx.train.distributed.shard_spec import DimShard, fsdp_row_range, shard_evenly
 from phalanx.train.distributed.stubs import ModuleStub
-from phalanx.train.distributed.tp_plans import TP_STYLES, find_matching
+from phalanx.train.distributed.tp_plans import TP_STYLES
 from phalanx.train.ops.collectives import (
     Group,
     copy_to_group,

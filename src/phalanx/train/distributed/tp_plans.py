@@ -22,14 +22,13 @@ A pattern is a module's dotted name in which `*` stands for one whole part: `blo
                                                  summed over the ranks
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 from torch import nn
 
 from phalanx.models.transformer import CausalSelfAttention, FeedForward, Transformer
+from phalanx.recipe.name_patterns import find_matching, matches_pattern
 
 TP_STYLES = (
     "region",
@@ -147,22 +146,6 @@ HF_TP_PLANS: Mapping[str, TPPlan] = {
     "gpt2": GPT2_TP_PLAN,
 }
 """By `model.config.model_type`."""
-
-
-@cache
-def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    parts = ("[^.]+" if part == "*" else re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("."))
-    return re.compile(r"\.".join(parts))
-
-
-def matches_pattern(pattern: str, name: str) -> bool:
-    """Whether a dotted name fits a pattern, part by part: `blocks.*.ffn` fits `blocks.0.ffn`, not `blocks.0.1.ffn`."""
-    return _compile_pattern(pattern).fullmatch(name) is not None
-
-
-def find_matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that fit, in their order."""
-    return [name for name in names if matches_pattern(pattern, name)]
 
 
 def find_tp_plan(model: nn.Module) -> TPPlan | None:

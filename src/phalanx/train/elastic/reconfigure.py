@@ -7,9 +7,11 @@ the meeting and replicas that are whole; those that are sharded are `sharded_rec
 written goes along (`train/checkpoint/manager.py`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
 from phalanx.run.messages import JoinedGroup, LeftGroup, MembershipUpdate
 from phalanx.train.builder import make_train_step, report_start
 from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.checkpoint.load_plan import get_state_tensors, load_full_state
 from phalanx.train.distributed.environment import (
     DistEnv,
     abort_process_group,
@@ -38,9 +41,11 @@ from phalanx.train.evaluation import EvaluationResult
 from phalanx.train.loss import LossModule
 from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.reporter import Reporter
-from phalanx.train.train_context import TrainContext
-from phalanx.train.train_state import PendingSave, SurvivorState, TrainState, get_state_tensors, load_full_state
-from phalanx.train.trainer import MembershipChanged, Trainer
+from phalanx.train.train_context import MembershipChanged, TrainContext
+from phalanx.train.train_state import PendingSave, SurvivorState, TrainState
+
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
 
 EvaluatorFactory = Callable[[DistEnv, Mesh], Callable[[], EvaluationResult | None]]
 """Makes what evaluates in a world of another size."""

@@ -6,14 +6,18 @@ what the worker waits that comes last: others wait for that worker besides, whic
 nothing to choose, it tells once what is exposed and what `determinism: off` might gain.
 """
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from phalanx.recipe import Recipe
 from phalanx.recipe.grad_sync_defaults import auto_algorithms
 from phalanx.run.event_types import GradSyncSelected
-from phalanx.train.checkpoint.interval import ReportEventFn, all_reduce_max
+from phalanx.run.events import ReportEventFn
 from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.object_collectives import all_reduce_max
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.grad_sync.reducer import GradReducer, find_bucketed_reducer
 from phalanx.train.grad_sync.selection import (
@@ -25,7 +29,9 @@ from phalanx.train.grad_sync.selection import (
     resume_selection,
     update_selection,
 )
-from phalanx.train.train_state import TrainState
+
+if TYPE_CHECKING:
+    from phalanx.train.train_state import TrainState
 
 WARMUP_STEPS = 2
 """First steps with a strategy, which make connections and take memory."""

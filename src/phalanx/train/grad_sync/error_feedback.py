@@ -7,17 +7,21 @@ to number i modulo that, so that the sum is what it was. `exchange/basis/<parame
 gradient on, alike on all.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.checkpoint import CheckpointManifest
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel, to_local
 from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
+
+if TYPE_CHECKING:
+    from phalanx.train.checkpoint import CheckpointManifest
 
 RESIDUAL_PREFIX = "exchange/residual/"
 BASIS_PREFIX = "exchange/basis/"
@@ -53,14 +57,14 @@ class ErrorFeedbackState:
         parallel_model: ParallelModel,
         residuals: Mapping[nn.Parameter, Tensor],
         bases: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
-    ) -> "ErrorFeedbackState":
+    ) -> ErrorFeedbackState:
         """From what an exchange tells."""
         names = {parameter: name for name, parameter in parallel_model.parameters().items()}
         named = {names[parameter]: basis for parameter, basis in bases.items()}
         return cls(parallel_model, lambda: residuals, projection_bases=named)
 
     @classmethod
-    def from_source(cls, parallel_model: ParallelModel, source: ErrorFeedbackSource) -> "ErrorFeedbackState":
+    def from_source(cls, parallel_model: ParallelModel, source: ErrorFeedbackSource) -> ErrorFeedbackState:
         """Of gradients that hold something back at times only."""
         return cls(parallel_model, source.residuals, source.enable_error_feedback)
 

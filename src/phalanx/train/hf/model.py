@@ -25,6 +25,7 @@ from phalanx.models.size_limits import MAX_LAYERS
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
 from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.safe_files import read_text
+from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf.inputs import install_input_adapter
 from phalanx.train.hf.safetensors_reader import (
     WeightReader,
@@ -35,7 +36,6 @@ from phalanx.train.hf.safetensors_reader import (
 )
 from phalanx.train.hf.weight_conversion import ConvertedWeightSource, open_converted_source
 from phalanx.train.ops.lora import is_lora_name
-from phalanx.train.train_state import get_model_tensors
 
 MAX_LISTED_TENSORS = 5
 """So many tensors are named in an error."""

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.train.checkpoint import CheckpointManifest
+from phalanx.train.checkpoint.load_plan import LoadPlan, TensorBlocks
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel, to_local
 from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
 from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
 from phalanx.train.local_sgd.local_sgd import LocalSGD
 from phalanx.train.optim import OPTIMIZER_PREFIX as OPTIMIZER
-from phalanx.train.train_state import LoadPlan, TensorBlocks
 
 PER_WORKER_PREFIX, OUTER_MOMENTUM_PREFIX, IN_FLIGHT_PREFIX = (
     "exchange/worker/",

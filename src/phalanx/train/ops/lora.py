@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.errors import RecipeError
+from phalanx.recipe.name_patterns import matches_pattern
 from phalanx.recipe.schema import LoraConfig
-from phalanx.train.distributed.tp_plans import matches_pattern
 
 LORA_A_NAME, LORA_B_NAME = "lora_a", "lora_b"
 LEAVE_REGION_ATTR = "leave_region"

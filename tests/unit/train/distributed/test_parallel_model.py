@@ -11,13 +11,14 @@ from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
 from phalanx.train.checkpoint import load_tensors, read_manifest
+from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors, read_local_state
 from phalanx.train.checkpoint.manager import CheckpointManager
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel, TiedParam
 from phalanx.train.distributed.shard_spec import DimShard, shard_evenly
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import TrainState, get_local_state, get_state_tensors, read_local_state
+from phalanx.train.train_state import TrainState
 from small_train import mesh_of, tiny_lm
 
 LAYOUT = {"replicate": 2, "shard": 2, "context": 2, "tensor": 2}

@@ -8,13 +8,8 @@ import torch
 from torch import nn
 
 from phalanx.models import transformer
-from phalanx.train.distributed.tp_plans import (
-    TP_STYLES,
-    find_divisible_sizes,
-    find_matching,
-    find_tp_plan,
-    matches_pattern,
-)
+from phalanx.recipe.name_patterns import find_matching, matches_pattern
+from phalanx.train.distributed.tp_plans import TP_STYLES, find_divisible_sizes, find_tp_plan
 from phalanx.train.ops.lora import is_linear
 
 

@@ -11,8 +11,8 @@ from phalanx.run.heartbeat import NullHeartbeat
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.elastic.membership import SocketRegistry
 from phalanx.train.elastic.reconfigure import NO_STEP, PeerStates, Reconfiguration, requires_reconfiguration
+from phalanx.train.train_context import MembershipChanged
 from phalanx.train.train_state import SurvivorState, TrainState
-from phalanx.train.trainer import MembershipChanged
 
 
 def listening(orders: Any, compiled: bool = False) -> nn.Sequential:

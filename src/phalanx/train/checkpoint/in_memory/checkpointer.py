@@ -21,6 +21,7 @@ from phalanx.errors import UsageError, is_storage_error
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import InMemoryCheckpointSaved, InMemoryIntervalChosen, RunWarning
+from phalanx.run.events import ReportEventFn
 from phalanx.run.in_memory_checkpoint import (
     begin_epoch,
     create_node_dir,
@@ -33,19 +34,19 @@ from phalanx.train.checkpoint import SavePhase, TensorShard, assign_to_ranks
 from phalanx.train.checkpoint.in_memory.capacity import explain_missing_space, find_available_bytes, is_memory_backed
 from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY, InMemorySaver, format_copy_name, list_copies
 from phalanx.train.checkpoint.in_memory.replication import ReplicaClient, ReplicaServer, find_local_address
-from phalanx.train.checkpoint.interval import ReportEventFn, StepTimes, all_reduce_max
+from phalanx.train.checkpoint.interval import StepTimes
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.object_collectives import (
     NodeMap,
     all_gather_json,
+    all_reduce_max,
     broadcast_json_from_rank_zero,
     gather_node_map,
 )
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.train_state import TrainState
 
-IN_MEMORY_FLAGS = ("copied", "copy_failed")
 MIN_INTERVAL_S = 1.0
 """Seconds of work that are not worth a copy: starting again takes as long."""
 WARMUP_STEPS = 4

@@ -40,6 +40,7 @@ from phalanx.train.checkpoint.in_memory.format import (
     write_shard_record,
 )
 from phalanx.train.checkpoint.load import find_needed_files
+from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan
 from phalanx.train.checkpoint.restore import ApplyFn, OnRejectFn, RejectedFile, report_rejected_files
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.distributed.environment import DistEnv
@@ -52,7 +53,6 @@ from phalanx.train.distributed.object_collectives import (
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import execute_load_plan, make_load_plan
 
 MESSAGE_BYTES = 16 << 20
 """Bytes that are sent at once."""

@@ -1,17 +1,18 @@
 """A model as pipeline stages on the workers of a layout: cut up, each stage divided further, and run by a schedule."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.pipelines import stages_of
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, make_stage_group
-from phalanx.train.distributed.module_state import find_extra_state_modules
+from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules
 from phalanx.train.distributed.parallel_model import ParallelModel, TiedParam
 from phalanx.train.distributed.parallelize import ModelPlan, ParallelConfig, parallelize_part, plan_model
 from phalanx.train.distributed.pipeline.dataflow import trace_dataflow
@@ -25,8 +26,10 @@ from phalanx.train.distributed.pipeline.partition import (
 )
 from phalanx.train.distributed.pipeline.schedule import Pipeline, assign_stage_owners, check_micro_batches
 from phalanx.train.distributed.shard_spec import DimShard
-from phalanx.train.loss import LossFn, LossSums
-from phalanx.train.tasks import TensorBatch
+
+if TYPE_CHECKING:
+    from phalanx.train.loss import LossFn, LossSums
+    from phalanx.train.tasks import TensorBatch
 
 
 def partition_model(

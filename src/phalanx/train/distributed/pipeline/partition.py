@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
-from phalanx.train.checkpoint.format import EXTRA_STATE_PREFIX
-from phalanx.train.distributed.module_state import find_extra_state_modules
+from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules
 from phalanx.train.distributed.pipeline.dataflow import Dataflow, ModelLossFn
 from phalanx.train.distributed.stubs import (
     Passthrough,
