@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import recipe
-from phalanx.cli.main import _frame
+from phalanx.cli.main import _make_app
 from phalanx.errors import ExitCode
 from phalanx.run import event_types
 from phalanx.run.events import EVENT_TYPES
@@ -23,24 +23,34 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 MADE_BY = "This page is made from the code by `make docs`."
 
 PYTHON_API = (
-    ("Use cases", ("phalanx.app.train:train", "phalanx.autoconfig.plan:plan", "phalanx.app.session:join")),
+    ("Use cases", ("phalanx.app.train:train", "phalanx.autoconfig.plan:plan", "phalanx.app.session:session")),
     ("Values", ("phalanx.recipe:Recipe", "phalanx.run:Run")),
-    ("A training loop of your own", ("phalanx.train.session:Joined",)),
-    ("Tasks and callbacks", ("phalanx.train.tasks:Task", "phalanx.train.callbacks", "phalanx.train.callbacks:RunView")),
+    ("A training loop of your own", ("phalanx.train.session:Session",)),
+    (
+        "Tasks and callbacks",
+        ("phalanx.train.tasks:Task", "phalanx.train.callbacks", "phalanx.train.callbacks:RunContext"),
+    ),
     ("Errors", ("phalanx.errors:PhalanxError", "phalanx.errors:UsageError", "phalanx.errors:RecipeError")),
 )
 """Sections of python.md: `module:name`, or a module whose docstring is the text."""
 SHOWN_AS = {
     "phalanx.app.train:train": "phalanx.train",
-    "phalanx.autoconfig.plan:plan": "phalanx.planner",
-    "phalanx.app.session:join": "phalanx.join",
+    "phalanx.autoconfig.plan:plan": "phalanx.plan",
+    "phalanx.app.session:session": "phalanx.join",
     "phalanx.recipe:Recipe": "phalanx.Recipe",
     "phalanx.run:Run": "phalanx.Run",
 }
 """Names under which people import what lives elsewhere."""
 METHODS = {
-    "phalanx.run:Run": ("read_json", "damaged"),
-    "phalanx.train.session:Joined": ("prepare", "batches", "backward", "step", "learn", "alive"),
+    "phalanx.run:Run": ("read_json", "describe_damage"),
+    "phalanx.train.session:Session": (
+        "prepare",
+        "micro_batches",
+        "backward",
+        "step",
+        "backward_and_step",
+        "send_heartbeat",
+    ),
     "phalanx.train.tasks:Task": ("inputs", "loss"),
 }
 """Methods that are shown of a class; of others none."""
@@ -48,7 +58,7 @@ METHODS = {
 
 def cli_page() -> str:
     """Return cli.md: each command with its usage, arguments and options."""
-    root: Any = _frame()
+    root: Any = _make_app()
     context = root.make_context("phalanx", [], resilient_parsing=True)
     parts = [f"# Command line\n\n{MADE_BY} `--help` of each command prints the same.\n"]
     parts += _commands(root, context, "phalanx")
@@ -93,7 +103,7 @@ def _code(text: str) -> str:
 def python_page() -> str:
     """Return python.md: signatures and docstrings of the public API."""
     parts = [
-        f"# Python API\n\n{MADE_BY} `import phalanx` is fast: `phalanx.train`, `phalanx.plan`, `phalanx.join`, "
+        f"# Python API\n\n{MADE_BY} `import phalanx` is fast: `phalanx.train`, `phalanx.plan`, `phalanx.session`, "
         "`phalanx.Recipe` and `phalanx.Run` are imported when they are first used.\n"
     ]
     for title, names in PYTHON_API:
@@ -198,7 +208,7 @@ def _fields(thing: Any, without: tuple[str, ...] = ()) -> Iterator[str]:
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": cli_page,
     "python.md": python_page,
-    "recipe.md": recipe.markdown,
+    "recipe.md": recipe.render_recipe_reference,
     "events.md": events_page,
 }
 """How each page is made."""

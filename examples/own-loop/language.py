@@ -54,8 +54,8 @@ def loss_sum(logits, targets):
 def main():
     with phalanx.session(Path(__file__).with_suffix(".yaml")) as session:
         model, _ = session.prepare(Model, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
-        for tokens, targets in session.batches(Text(), tokens=SEQUENCE):
-            session.learn(loss_sum(model(tokens), targets), targets.numel())
+        for tokens, targets in session.micro_batches(Text(), tokens=SEQUENCE):
+            session.backward_and_step(loss_sum(model(tokens), targets), targets.numel())
 
 
 if __name__ == "__main__":

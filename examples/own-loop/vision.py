@@ -62,8 +62,8 @@ def main():
     dataset = Fashion() if FASHION.exists() else Drawings()
     with phalanx.session(Path(__file__).with_suffix(".yaml")) as session:
         model, _ = session.prepare(Model, lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-        for images, labels in session.batches(dataset):
-            session.learn(F.cross_entropy(model(images), labels, reduction="sum"), len(labels))
+        for images, labels in session.micro_batches(dataset):
+            session.backward_and_step(F.cross_entropy(model(images), labels, reduction="sum"), len(labels))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Phalanx trains deep-learning models on one machine or many: fast, predicted, never lost, explained.
+"""Phalanx trains deep-learning models on one machine or many: fast, predicted, fault tolerant, explained.
 
-From Python: `phalanx.Recipe`, `phalanx.plan(recipe, cluster)`, `phalanx.train(recipe)`, `phalanx.join(recipe)`,
+From Python: `phalanx.Recipe`, `phalanx.plan(recipe, cluster)`, `phalanx.train(recipe)`, `phalanx.session(recipe)`,
 `phalanx.Run(path)`. Each is imported when it is first used.
 """
 
@@ -27,12 +27,12 @@ __version__: str
 _EXPORT_MODULES = {
     "Recipe": "phalanx.recipe",
     "Run": "phalanx.run",
-    "join": "phalanx.app.session",
     "plan": "phalanx.autoconfig.plan",
+    "session": "phalanx.app.session",
     "train": "phalanx.app.train",
 }
-_CALLABLE_PACKAGES = ("plan", "train")
-"""Rooms that are also functions that people call."""
+_CALLABLE_PACKAGES = ("train",)
+"""Packages whose name is also that of a function of the API."""
 
 
 def __getattr__(name: str) -> Any:
@@ -53,7 +53,7 @@ def __dir__() -> list[str]:
 
 
 class _CallablePackage(ModuleType):
-    """A room such as `phalanx.train`, which is also the function that people call."""
+    """A package such as `phalanx.train`, which is also a function of the API."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self.__name__.rpartition(".")[2]
@@ -61,7 +61,7 @@ class _CallablePackage(ModuleType):
 
 
 class _Phalanx(ModuleType):
-    """Python sets `phalanx.train` to the room as soon as anything in it is imported; the name must stay callable."""
+    """Python sets `phalanx.train` to the package as soon as anything in it is imported; the name must stay callable."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _CALLABLE_PACKAGES and isinstance(value, ModuleType):

@@ -104,7 +104,7 @@ def test_the_command_line_saves_on_sigterm_and_leaves_with_75(lab: TrainHarness)
     ended = lab.from_command_line(run, process.returncode)
     assert ended.result["status"] == "interrupted"
     step = ended.result["steps"]
-    assert f"saved at step {step}; go on with: phalanx train" in errors
+    assert f"saved at step {step}; resume with: phalanx train" in errors
     assert "Traceback" not in errors
     assert parse_step(list_checkpoints(run.checkpoints)[0]) == step
     assert lab.processes() == set()

@@ -93,7 +93,7 @@ def work_between_steps(session, how, seconds=60.0):
     while time.monotonic() < until:
         time.sleep(0.1)
         if how == "thinks":
-            session.alive()
+            session.send_heartbeat()
 
 
 def own_beginning(rank):
@@ -121,7 +121,7 @@ def main(how, overrides, run=None):
                 file=sys.stderr,
             )
         if how == "no-prepare":
-            next(session.batches(Samples()))
+            next(session.micro_batches(Samples()))
         if how == "no-batches":
             return
         build = (lambda: Model(0.1)) if how in ("dropout", "evaluates") else Model
@@ -138,7 +138,7 @@ def main(how, overrides, run=None):
             torch.optim.lr_scheduler.StepLR(optimizer, 100)
         samples = {"other-data": Samples(scale=2.0), "no-data": Samples(0), "loader": iter([])}
         for _ in range(3):  # of a loop over epochs the first gets them all
-            for number, batch in enumerate(session.batches(samples.get(how, Samples()), tokens=4)):
+            for number, batch in enumerate(session.micro_batches(samples.get(how, Samples()), tokens=4)):
                 loss = loss_sum(model, batch)
                 if how == "mean-shape":
                     loss = loss[None]

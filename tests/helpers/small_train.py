@@ -211,7 +211,7 @@ def mean_gradients(stepper: SmallStepper, batches: Sequence[Batch], step: int = 
 
 @dataclass
 class SmallParts(TrainContext):
-    """What a gang works with, and the objective that the trainer gets beside it."""
+    """What a trainer works with, and the objective that the trainer gets beside it."""
 
     objective: LossModule
 
@@ -262,11 +262,11 @@ def make_parts(
     )
 
 
-def steps_of(gang: Trainer) -> Iterator[None]:
+def steps_of(trainer: Trainer) -> Iterator[None]:
     """Train step by step, as the trainer does; what lies between two steps is the caller's."""
-    assert isinstance(gang.context, SmallParts)
-    for batch in gang.micro_batches():
-        ((_, loss, terms),) = gang.context.objective(batch)
-        gang.backward(loss, terms)
-        if gang.step():
+    assert isinstance(trainer.context, SmallParts)
+    for batch in trainer.micro_batches():
+        ((_, loss, terms),) = trainer.context.objective(batch)
+        trainer.backward(loss, terms)
+        if trainer.step():
             yield

@@ -178,8 +178,8 @@ def undisturbed(rank: int, world: int, *, resolved: str, folder: str, out: str) 
     report = RunReporter(run, is_rank_zero=False)
     with warnings.catch_warnings(action="ignore"):  # the kinds', which a run only prints
         parts, objective = build_context(run, recipe, Path(folder), place, data, report, StopRequest())
-        gang = Trainer(parts, TrainState(), {})
-        digest: str = make_result(parts, gang.train_state, train_on(gang, objective))["digest"]
+        trainer = Trainer(parts, TrainState(), {})
+        digest: str = make_result(parts, trainer.train_state, train_on(trainer, objective))["digest"]
     return digest
 
 

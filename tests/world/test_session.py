@@ -403,12 +403,12 @@ def test_a_second_run_below_one_agent_is_refused(lab: TrainHarness, scripts: Pat
 # ---------------------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = {
-    "no-backward": (64, "must call gang.backward(loss_sum, terms) once for every batch"),
-    "twice": (64, "must call gang.backward(loss_sum, terms) once for every batch"),
-    "no-step": (64, "must call gang.step() once after every gang.backward"),
+    "no-backward": (64, "must call session.backward(loss_sum, terms) once for every batch"),
+    "twice": (64, "must call session.backward(loss_sum, terms) once for every batch"),
+    "no-step": (64, "must call session.step() once after every session.backward"),
     "mean-shape": (64, "expected the sum of the losses as a 0-d tensor"),
-    "no-prepare": (64, "call gang.prepare(build, make_optimizer) first"),
-    "no-batches": (64, "must take its batches from gang.batches(dataset)"),
+    "no-prepare": (64, "call session.prepare(build, make_optimizer) first"),
+    "no-batches": (64, "must take its batches from session.micro_batches(dataset)"),
     "no-module": (64, "build() returned dict, expected an nn.Module"),
     "early-optimizer": (64, "the optimizer has 10 parameters that are not the model's"),
     "no-data": (64, "the dataset is empty"),
@@ -416,7 +416,7 @@ MISTAKES = {
     "own-beginning": (78, "the initial state of worker 1 is not that of worker 0"),
     "loader": (64, "expected a map-style dataset"),
     "no-recipe": (78, "gone.yaml"),
-    "scheduler": (64, "gang.step: the loop has a scheduler for the learning rate"),
+    "scheduler": (64, "session.step: the loop has a scheduler for the learning rate"),
     "stranger": (64, "session_script.py: ended without training: it never came to `with phalanx.session(...)`"),
     "half-stranger": (64, "session_script.py: ended without training: it never came to `with phalanx.session(...)`"),
 }

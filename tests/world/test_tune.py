@@ -83,7 +83,7 @@ def test_interrupted_it_leaves_no_process_and_no_file(
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(lab.cache / "inductor"))  # which torch makes for itself
         with lab.start("tune", recipe, "--out", out, "--seconds", "20") as process:
             assert process.stdout is not None
-            while not process.stdout.readline().startswith("tried"):
+            while not process.stdout.readline().startswith("TRIAL"):
                 assert process.poll() is None
             process.send_signal(number)
             _, errors = process.communicate(timeout=60)

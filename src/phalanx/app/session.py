@@ -1,4 +1,5 @@
-"""`phalanx.join`: a training loop of the user's own as a run. Makes the run ready, gives the loop its gang, ends it.
+"""`phalanx.session`: a training loop of the user's own as a run. Makes the run ready, gives the loop its session, ends
+it.
 
 A script with a loop is started in any of three ways, and need not know which:
 
@@ -104,7 +105,7 @@ def session(
     run: "str | os.PathLike[str] | None" = None,
     force: bool = False,
 ) -> Iterator[Any]:
-    """This process as a worker of a run: `with phalanx.join("recipe.yaml") as gang:`; see `train.joined.Session`.
+    """This process as a worker of a run: `with phalanx.session("recipe.yaml") as session:`; see `train.joined.Session`.
 
     The run is kept in `run`, or in runs/<name of the recipe>; under `phalanx train SCRIPT` in what that says. It goes
     on from its last good checkpoint. When the block ends, the last state is saved; if the run was asked to stop, the
@@ -178,7 +179,7 @@ def _start_session(
     force: bool,
     stop: Any,
 ) -> tuple[Any, Any, Run]:
-    """Meet the other workers in a run that the leading one has made ready: the gang, the reporter and the run. A
+    """Meet the other workers in a run that the leading one has made ready: the session, the reporter and the run. A
     PhalanxError is told before it is raised."""
     from phalanx.train.distributed.environment import assert_same_on_all_ranks, dist_env_from_environment, select_device
     from phalanx.train.distributed.environment import init_process_group as meet
@@ -200,9 +201,9 @@ def _start_session(
         dist_env = dist_env_from_environment(device="cpu")  # until the recipe is known
         if events is not None and _finished_runs:
             raise UsageError(
-                "phalanx.join: this script joins a second run, and `phalanx train SCRIPT` is one run; start it once "
+                "phalanx.session: this script joins a second run, and `phalanx train SCRIPT` is one run; start it once "
                 "for each, such as `phalanx train SCRIPT 0 --run runs/fold-0`, or by `python SCRIPT` with "
-                "phalanx.join(..., run=...) for each"
+                "phalanx.session(..., run=...) for each"
             )
         if _finished_runs:  # what is in the launcher's store belongs to the runs before
             gc.collect()  # their models: a GPU may have room for one
@@ -359,7 +360,8 @@ def _prepare_session(
     given = loaded.recipe.model_copy(update={"device": machine.device})
     if run_dir.path.resolve() in _finished_runs and describe_finished(run_dir, given):
         raise UsageError(
-            f"{run_dir.path}: this script has joined this run before, and it is done; give each phalanx.join a run of "
+            f"{run_dir.path}: this script has joined this run before, and it is done; give each phalanx.session a run "
+            f"of "
             "its own: run=..."
         )
     previous, notes = load_previous_recipes(run_dir, given), []

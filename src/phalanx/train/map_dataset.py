@@ -65,11 +65,11 @@ def check_map_dataset(dataset: Any) -> None:
     """UsageError when this is not a map-style dataset with at least one sample."""
     if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
         raise UsageError(
-            f"gang.batches: found a {type(dataset).__name__}, expected a map-style dataset (len(dataset) and "
+            f"session.micro_batches: found a {type(dataset).__name__}, expected a map-style dataset (len(dataset) and "
             "dataset[i]); order, batches and workers are Phalanx's"
         )
     if not len(dataset):
-        raise UsageError("gang.batches: the dataset is empty")
+        raise UsageError("session.micro_batches: the dataset is empty")
 
 
 def fingerprint_dataset(dataset: Any) -> str:

@@ -1,14 +1,15 @@
-"""A training loop of the user's own under a gang: model, optimizer and batches come from here, all else stays theirs.
+"""A training loop of the user's own under a trainer: model, optimizer and batches come from here, all else stays
+theirs.
 
-    with phalanx.join("recipe.yaml") as gang:
-        model, optimizer = gang.prepare(build, lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4))
-        for batch in gang.batches(dataset):
+    with phalanx.session("recipe.yaml") as session:
+        model, optimizer = session.prepare(build, lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4))
+        for batch in session.micro_batches(dataset):
             loss_sum, terms = ...
-            gang.backward(loss_sum, terms)
-            gang.step()                  # both in one: gang.learn(loss_sum, terms)
+            session.backward(loss_sum, terms)
+            session.step()                  # both in one: session.backward_and_step(loss_sum, terms)
 
 The recipe's layout, precision, batch, steps, schedule, checkpoint and recovery hold as under the trainer. Model, data,
-loss and optimizer with its learning rate are the loop's; so is evaluation. `phalanx.join` (joining.py) makes the run
+loss and optimizer with its learning rate are the loop's; so is evaluation. `phalanx.session` (joining.py) makes the run
 ready and ends it.
 """
 
@@ -60,7 +61,7 @@ from phalanx.train.trainer import Trainer
 
 OTHER_DATA_HINT = (
     "give the data that it was trained on, or another run directory. Where a dataset gives other samples each time, "
-    "name it by gang.batches(dataset, fingerprint=...)"
+    "name it by session.micro_batches(dataset, fingerprint=...)"
 )
 
 
@@ -116,7 +117,7 @@ class Session:
         seed_everything(derive_seed(recipe.seed, "init"), torch.device("cpu"))
         model = build()
         if not isinstance(model, nn.Module):
-            raise UsageError(f"gang.prepare: build() returned {type(model).__name__}, expected an nn.Module")
+            raise UsageError(f"session.prepare: build() returned {type(model).__name__}, expected an nn.Module")
         ensure_own_memory(model)
         check_model_can_be_saved(model)
         check_begins_alike(dist_env, model)
@@ -138,7 +139,7 @@ class Session:
         optimizer = make_optimizer(model)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(
-                f"gang.prepare: make_optimizer(model) returned {type(optimizer).__name__}, expected an optimizer"
+                f"session.prepare: make_optimizer(model) returned {type(optimizer).__name__}, expected an optimizer"
             )
         user_optimizer = UserOptimizer(model, optimizer, is_sharded=not self._mesh.is_pure_ddp)
         scaler = GradScaler.for_precision(recipe.precision, recipe.batch.global_size)
@@ -163,10 +164,12 @@ class Session:
         other data.
         """
         if self._prepared is None:
-            raise UsageError("gang.batches: call gang.prepare(build, make_optimizer) first")
+            raise UsageError("session.micro_batches: call session.prepare(build, make_optimizer) first")
         if self._trainer is not None:
             if not self._finished:
-                raise UsageError("gang.batches: take the batches of a run once, in one loop up to its last step")
+                raise UsageError(
+                    "session.micro_batches: take the batches of a run once, in one loop up to its last step"
+                )
             return iter(())  # a loop over epochs comes back for more: the first one had them all
         check_map_dataset(dataset)
         fingerprint = fingerprint or fingerprint_dataset(dataset)
@@ -255,7 +258,7 @@ class Session:
             found = f"shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else type(loss_sum).__name__
             found = "one without a gradient" if isinstance(loss_sum, Tensor) and not loss_sum.dim() else found
             raise UsageError(
-                "gang.backward: expected the sum of the losses as a 0-d tensor that depends on the model, "
+                "session.backward: expected the sum of the losses as a 0-d tensor that depends on the model, "
                 f"found {found}"
             )
         trainer.backward(loss_sum, num_terms)
@@ -284,7 +287,7 @@ class Session:
 
     def _require_trainer(self) -> Trainer:
         if self._trainer is None:
-            raise UsageError("a training loop must take its batches from gang.batches(dataset)")
+            raise UsageError("a training loop must take its batches from session.micro_batches(dataset)")
         return self._trainer
 
     def release_process_group(self) -> None:

@@ -1,4 +1,4 @@
-"""What a gang works with."""
+"""What a trainer works with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,8 +30,8 @@ def return_false() -> bool:
 
 @dataclass
 class TrainContext:
-    """What a gang works with. `evaluate` evaluates on held-out data, None where there is nothing to score or a worker
-    was asked to stop; `prepare_batch` makes of what `data` gave for a micro-batch what the loop gets."""
+    """What a trainer works with. `evaluate` evaluates on held-out data, None where there is nothing to score or a
+    worker was asked to stop; `prepare_batch` makes of what `data` gave for a micro-batch what the loop gets."""
 
     run: Run
     recipe: Recipe

@@ -1,13 +1,13 @@
 """One worker's part in a run, as a training loop sees it: batches come, losses go in, steps happen.
 
-    for batch in gang.batches():
+    for batch in session.micro_batches():
         loss_sum, terms = ...            # forward and loss are the loop's own
-        gang.backward(loss_sum, terms)
-        gang.step()                      # acts after the last micro-batch of a step
+        session.backward(loss_sum, terms)
+        session.step()                      # acts after the last micro-batch of a step
 
 Between two steps, in this order: the guard judges, progress counts, evaluation and checkpoint if they are due, a wish
 to stop is obeyed. All decisions rest on numbers that all workers share, so all take the same turn. The arithmetic of a
-step is `train_step.py`; the trainer (`loop.py`) and loops of the user's own (`session.py`) both drive a gang.
+step is `train_step.py`; the trainer (`loop.py`) and loops of the user's own (`session.py`) both drive a trainer.
 """
 
 import gc
@@ -42,8 +42,8 @@ from phalanx.train.train_state import LastStep, SurvivorState, TrainState
 from phalanx.train.train_step import StepResult
 
 DIVERGENCE_HINT = "lower optimizer.lr, lengthen optimizer.schedule.warmup_steps, or look at the data of these steps"
-BACKWARD_ONCE_ERROR = "a training loop must call gang.backward(loss_sum, terms) once for every batch"
-STEP_ONCE_ERROR = "a training loop must call gang.step() once after every gang.backward(loss_sum, terms)"
+BACKWARD_ONCE_ERROR = "a training loop must call session.backward(loss_sum, terms) once for every batch"
+STEP_ONCE_ERROR = "a training loop must call session.step() once after every session.backward(loss_sum, terms)"
 
 
 BufferSnapshot = tuple[nn.Module, str, Tensor, Tensor]

@@ -27,8 +27,9 @@ with preload_torch() as beside:
         loaded = load_recipe(Path("recipe.yaml"))
         if sys.argv[1] == "fail":
             raise RecipeError("something else is wrong")
-        print(len(profile_model(loaded, expect_data_info(loaded.recipe.data, loaded.recipe_dir),
-    subprocess_call=beside).segments)) except RecipeError as error:
+        info = expect_data_info(loaded.recipe.data, loaded.recipe_dir)
+        print(len(profile_model(loaded, info, subprocess_call=beside).segments))
+    except RecipeError as error:
         print(error)
 print("torch" in sys.modules, len(psutil.Process().children()))
 """

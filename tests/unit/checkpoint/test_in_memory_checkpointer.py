@@ -56,25 +56,25 @@ def weights(parts: SmallParts) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in get_state_tensors(parts.model, parts.optimizer, parts.scaler).items()}
 
 
-def wait_for_copy(gang: Trainer) -> None:
+def wait_for_copy(trainer: Trainer) -> None:
     """Until the copy that is in flight, if one is, is written."""
-    gang.checkpoints.wait_snapshot_copied()
-    assert gang.checkpoints.in_memory is not None
-    if gang.checkpoints.in_memory._saver is not None:
-        gang.checkpoints.in_memory._saver.poll_when_idle()
+    trainer.checkpoints.wait_snapshot_copied()
+    assert trainer.checkpoints.in_memory is not None
+    if trainer.checkpoints.in_memory._saver is not None:
+        trainer.checkpoints.in_memory._saver.poll_when_idle()
 
 
 def train_and_die(parts: SmallParts, step: int, progress: TrainState | None = None) -> dict[int, dict[str, Tensor]]:
     """Train to a step and stop there as a worker that is killed; the state after each step."""
-    gang = Trainer(parts, progress or TrainState(), META)
+    trainer = Trainer(parts, progress or TrainState(), META)
     states = {}
-    for _ in steps_of(gang):
-        states[gang.train_state.step] = weights(parts)
-        gang.checkpoints.wait_until_saved()
-        wait_for_copy(gang)
-        if gang.train_state.step == step:
+    for _ in steps_of(trainer):
+        states[trainer.train_state.step] = weights(parts)
+        trainer.checkpoints.wait_until_saved()
+        wait_for_copy(trainer)
+        if trainer.train_state.step == step:
             break
-    gang.checkpoints.detach()
+    trainer.checkpoints.detach()
     return states
 
 
@@ -100,23 +100,23 @@ def test_a_killed_run_goes_on_from_its_newest_copy_with_the_same_bits(tmp_path: 
 
 def test_the_newest_two_copies_stay_and_one_while_the_next_is_written(tmp_path: Path) -> None:
     parts = made(tmp_path / "run")
-    gang = Trainer(parts, TrainState(), META)
+    trainer = Trainer(parts, TrainState(), META)
     seen = []
-    for _ in steps_of(gang):
-        wait_for_copy(gang)
+    for _ in steps_of(trainer):
+        wait_for_copy(trainer)
         seen.append([step for step, _ in list_copies(folder_of(parts))])
-        if gang.train_state.step == 5:
+        if trainer.train_state.step == 5:
             break
     assert seen == [[1], [2, 1], [3, 2], [4, 3], [5, 4]]
-    gang.checkpoints.close()
+    trainer.checkpoints.close()
 
 
 def test_a_run_that_ends_leaves_no_copy(tmp_path: Path, memory: Path) -> None:
     parts = made(tmp_path / "run")
-    gang = Trainer(parts, TrainState(), META)
-    for _ in steps_of(gang):
+    trainer = Trainer(parts, TrainState(), META)
+    for _ in steps_of(trainer):
         pass
-    assert gang.finish() == "done"
+    assert trainer.finish() == "done"
     assert list(memory.iterdir()) == []
     assert not history_path(parts.run).exists()
     assert [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)] == [6]
@@ -127,10 +127,10 @@ def test_a_run_that_goes_on_from_a_copy_of_its_last_step_still_saves_it(tmp_path
     parts = made(tmp_path / "run", steps=5)
     progress = resume_training(parts, "f", force=False)
     assert progress.step == 5
-    gang = Trainer(parts, progress, META)
-    for _ in steps_of(gang):
+    trainer = Trainer(parts, progress, META)
+    for _ in steps_of(trainer):
         pass
-    assert gang.finish() == "done"
+    assert trainer.finish() == "done"
     assert [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)] == [5]
 
 
@@ -161,20 +161,20 @@ def test_a_copy_that_was_made_after_a_checkpoint_that_is_gone_is_not_used(tmp_pa
 
 def test_after_a_rollback_copies_of_what_was_undone_count_no_more(tmp_path: Path) -> None:
     parts = made(tmp_path / "run", checkpoint={"every": 2})
-    gang = Trainer(parts, TrainState(), META)
-    for _ in steps_of(gang):
-        gang.checkpoints.wait_snapshot_copied()
-        if gang.train_state.step == 5:
+    trainer = Trainer(parts, TrainState(), META)
+    for _ in steps_of(trainer):
+        trainer.checkpoints.wait_snapshot_copied()
+        if trainer.train_state.step == 5:
             break
-    gang.checkpoints.wait_until_saved()
+    trainer.checkpoints.wait_until_saved()
     undone = {token for _, token in list_copies(folder_of(parts))}
     assert undone
-    gang.checkpoints.roll_back(2)
+    trainer.checkpoints.roll_back(2)
     assert list_copies(folder_of(parts)) == []
     create_node_dir(parts.run).joinpath(
         format_copy_name(5, undone.pop())
     ).mkdir()  # a node that comes back has it still
-    gang.checkpoints.detach()
+    trainer.checkpoints.detach()
     for path in list_checkpoints(parts.run.checkpoints)[:-1]:
         shutil.rmtree(path)
     again = made(tmp_path / "run")
@@ -188,14 +188,14 @@ def test_short_runs_copy_nothing_by_default_unless_their_steps_are_long(
 ) -> None:
     parts = make_parts(tmp_path / "run", steps=30)
     assert parts.recipe.checkpoint.in_memory_every == "1%"
-    gang = Trainer(parts, TrainState(), META)
+    trainer = Trainer(parts, TrainState(), META)
     laps = itertools.count()
-    gang.timer = HeartbeatTimer(
+    trainer.timer = HeartbeatTimer(
         HostStepTimer(lambda: lap * next(laps)), parts.heartbeat
     )  # however busy this machine is
-    for _ in steps_of(gang):
+    for _ in steps_of(trainer):
         pass
-    gang.finish()
+    trainer.finish()
     assert memory.exists() == copies
     kinds = [event.kind for event in parts.reporter.events if "in_memory" in event.kind]  # type: ignore[attr-defined]
     assert kinds[:1] == ["in_memory_interval"] * copies
@@ -204,10 +204,10 @@ def test_short_runs_copy_nothing_by_default_unless_their_steps_are_long(
 def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointer_module, "find_available_bytes", lambda folder: 1000)
     parts = made(tmp_path / "run")
-    gang = Trainer(parts, TrainState(), META)
-    for _ in steps_of(gang):
+    trainer = Trainer(parts, TrainState(), META)
+    for _ in steps_of(trainer):
         pass
-    assert gang.finish() == "done"
+    assert trainer.finish() == "done"
     (warning,) = [event.text for event in events(parts, RunWarning)]
     assert warning.startswith("no hot copies: they need ")
     assert "MB and may take 0.0 MB; training goes on" in warning
@@ -215,13 +215,13 @@ def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monke
 
 def test_a_copy_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path: Path, memory: Path) -> None:
     parts = made(tmp_path / "run")
-    gang = Trainer(parts, TrainState(), META)
-    for _ in steps_of(gang):
-        if gang.train_state.step == 2:
-            wait_for_copy(gang)
+    trainer = Trainer(parts, TrainState(), META)
+    for _ in steps_of(trainer):
+        if trainer.train_state.step == 2:
+            wait_for_copy(trainer)
             shutil.rmtree(folder_of(parts))
             folder_of(parts).write_text("in the way")
-    assert gang.finish() == "done"
+    assert trainer.finish() == "done"
     (warning,) = [event.text for event in events(parts, RunWarning)]
     assert warning.startswith("no hot copies: ")
     assert not history_path(parts.run).exists()
@@ -358,9 +358,9 @@ def test_copies_that_seemed_too_dear_are_tried_again(tmp_path: Path) -> None:
 
 def test_a_checkpoint_says_that_it_is_one(tmp_path: Path) -> None:
     parts = made(tmp_path / "run", hot=None, checkpoint={"every": 2})
-    gang = Trainer(parts, TrainState(), META)
-    for _ in steps_of(gang):
+    trainer = Trainer(parts, TrainState(), META)
+    for _ in steps_of(trainer):
         pass
-    gang.finish()
+    trainer.finish()
     loaded = resume_training(made(tmp_path / "run"), "f", force=False)
     assert (loaded.step, loaded.last_saved_step) == (6, 6)

@@ -423,9 +423,9 @@ def test_frozen_parameters_that_forwards_change_are_copied_before_training_goes_
     (model,) = parts.parallel_model.modules
     for name in ("embedding", "hidden"):
         model.get_submodule(name).requires_grad_(False)
-    gang = Trainer(parts, TrainState(), {})
+    trainer = Trainer(parts, TrainState(), {})
     weight = model.get_submodule("embedding").weight
     assert isinstance(weight, torch.Tensor)
     with torch.no_grad():
         (weight if counted else weight.data).mul_(0.5)
-    assert [name for name in gang.checkpoint_policy._names_to_copy_now() if "weight" in name] == ["embedding.weight"]
+    assert [name for name in trainer.checkpoint_policy._names_to_copy_now() if "weight" in name] == ["embedding.weight"]

@@ -62,7 +62,7 @@ def test_several_recipes_are_an_array_that_is_listed_and_stopped_by_its_name(typ
 def test_values_that_vary_make_a_job_each(typed: Type) -> None:
     typed("submit", "exp/one.yaml", "--sweep", "optimizer.lr=1e-3,3e-4", "--sweep", "seed=1,2")
     assert [name for name, _ in names(typed)] == ["one.0", "one.1", "one.2", "one.3"]
-    assert "run       " in typed("status", "4")
+    assert "run_dir       " in typed("status", "4")
     assert typed("status", "4").splitlines()[-1].endswith("runs/one-optimizer.lr=3e-4-seed=2")
 
 

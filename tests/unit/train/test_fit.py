@@ -136,9 +136,9 @@ def test_the_end_is_saved_and_told_last(tmp_path: Path) -> None:
 
 def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, checkpoint={"every": 2, "keep": 9})
-    gang = Trainer(parts, TrainState(), {})
-    for _ in steps_of(gang):
-        gang.checkpoints.wait_until_saved()
+    trainer = Trainer(parts, TrainState(), {})
+    for _ in steps_of(trainer):
+        trainer.checkpoints.wait_until_saved()
     assert saved(parts) == [2, 4]
 
 
@@ -181,9 +181,9 @@ def test_a_metric_that_is_not_a_number_is_told_as_null(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(2)))
-    gang = Trainer(parts, TrainState(), {})
+    trainer = Trainer(parts, TrainState(), {})
     states = []
-    for _ in steps_of(gang):
+    for _ in steps_of(trainer):
         states.append(weights(parts))
     assert same(states[0], states[1])
     assert not same(states[1], states[2])
@@ -192,14 +192,14 @@ def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path:
     json.dumps(to_fields(skipped), allow_nan=False)
     (event,) = events(parts, NonFiniteStep)
     assert (event.step, event.reason, event.action, event.num_skipped) == (2, "non-finite loss", "skip", 1)
-    assert gang.train_state.units_trained == 5 * GLOBAL * 6
+    assert trainer.train_state.units_trained == 5 * GLOBAL * 6
 
 
 def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(5, 6, 7)), checkpoint={"every": 2, "keep": 9}, steps=8)
-    gang = Trainer(parts, TrainState(), {})
-    for _ in steps_of(gang):
-        gang.checkpoints.wait_until_saved()
+    trainer = Trainer(parts, TrainState(), {})
+    for _ in steps_of(trainer):
+        trainer.checkpoints.wait_until_saved()
     assert [(event.step, event.action) for event in events(parts, NonFiniteStep)] == [
         (5, "skip"),
         (6, "skip"),
@@ -208,16 +208,16 @@ def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(t
     assert [event.step for event in events(parts, StepDone)] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
     assert isinstance(parts.data, Samples)
     assert [first // GLOBAL for first, _ in parts.data.asked[:11]] == list(range(11))
-    assert (gang.train_state.skipped_steps, gang.train_state.units_trained) == (3, 8 * GLOBAL * 6)
+    assert (trainer.train_state.skipped_steps, trainer.train_state.units_trained) == (3, 8 * GLOBAL * 6)
 
 
 def test_a_rollback_brings_back_the_whole_state(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4, 5, 6)), checkpoint={"every": 2, "keep": 9}, steps=8)
-    gang = Trainer(parts, TrainState(), {})
+    trainer = Trainer(parts, TrainState(), {})
     states = []
-    for _ in steps_of(gang):
-        gang.checkpoints.wait_until_saved()
-        states.append((gang.train_state.step, weights(parts)))
+    for _ in steps_of(trainer):
+        trainer.checkpoints.wait_until_saved()
+        states.append((trainer.train_state.step, weights(parts)))
     assert [step for step, _ in states] == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7, 8]
     assert same(states[5][1], states[1][1])
     assert not same(states[5][1], states[2][1])
@@ -227,17 +227,17 @@ def test_a_rollback_is_no_forward_that_changes_parameters_that_are_not_trained(t
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4, 5, 6)), checkpoint={"every": 2, "keep": 9}, steps=8)
     parts.model.teacher = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
     copied: list[list[str]] = []
-    gang = Trainer(parts, TrainState(), {})
-    start = gang.checkpoints.start_save
+    trainer = Trainer(parts, TrainState(), {})
+    start = trainer.checkpoints.start_save
 
     def noting(progress: TrainState, state: Any, eager: list[str], best: bool) -> None:
         copied.append(eager)
         start(progress, state, eager, best)
 
-    gang.checkpoints.start_save = noting  # type: ignore[method-assign]
-    for _ in steps_of(gang):
-        gang.checkpoints.wait_until_saved()
-    gang.finish()
+    trainer.checkpoints.start_save = noting  # type: ignore[method-assign]
+    for _ in steps_of(trainer):
+        trainer.checkpoints.wait_until_saved()
+    trainer.finish()
     assert [event.action for event in events(parts, NonFiniteStep)].count("rollback") == 1
     assert len(copied) > 2
     assert not any("teacher" in eager for eager in copied)
@@ -247,8 +247,8 @@ def test_a_rollback_is_no_forward_that_changes_parameters_that_are_not_trained(t
 def test_a_parameter_that_is_frozen_or_freed_while_training_is_told(tmp_path: Path, frozen: bool) -> None:
     parts = make_parts(tmp_path)
     parts.model.more = nn.Parameter(torch.ones(2), requires_grad=not frozen)
-    gang = Trainer(parts, TrainState(), {})
-    steps = steps_of(gang)
+    trainer = Trainer(parts, TrainState(), {})
+    steps = steps_of(trainer)
     next(steps)
     parts.model.more.requires_grad_(frozen)
     with pytest.raises(UsageError, match=f"step 2: requires_grad of more was set to {frozen} after training began"):
@@ -277,8 +277,8 @@ def test_a_model_that_becomes_another_while_training_is_told(
     parts = make_parts(tmp_path)
     parts.model.register_buffer("seen", torch.ones(2))
     parts.model.register_buffer("none", None)
-    gang = Trainer(parts, TrainState(), {})
-    steps = steps_of(gang)
+    trainer = Trainer(parts, TrainState(), {})
+    steps = steps_of(trainer)
     next(steps)
     parts.model.register_forward_hook(lambda *_: change(parts.model))
     with pytest.raises(UsageError, match=f"step 2: {said}"):
@@ -287,9 +287,9 @@ def test_a_model_that_becomes_another_while_training_is_told(
 
 def test_weights_in_doubt_are_not_saved_as_something_to_go_back_to(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4)), checkpoint={"every": 1, "keep": 9}, steps=7)
-    gang = Trainer(parts, TrainState(), {})
-    for _ in steps_of(gang):
-        gang.checkpoints.wait_until_saved()
+    trainer = Trainer(parts, TrainState(), {})
+    for _ in steps_of(trainer):
+        trainer.checkpoints.wait_until_saved()
     assert saved(parts) == [1, 2, 3, 5, 6]
 
 
@@ -404,15 +404,15 @@ def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
 ) -> None:
     monkeypatch.setattr(manager_module.CheckpointManager, "handle_flags", lambda self, flags: None)
     parts = make_parts(tmp_path, checkpoint={"every": 1})
-    gang = Trainer(parts, TrainState(), {})
-    steps = steps_of(gang)
+    trainer = Trainer(parts, TrainState(), {})
+    steps = steps_of(trainer)
     next(steps)
     next(steps)
     (warning,) = events(parts, RunWarning)
     assert "step 2: not saved, because step 1 is still being written" in warning.text
     monkeypatch.undo()
     steps.close()  # type: ignore[attr-defined]
-    gang.checkpoints.close()
+    trainer.checkpoints.close()
 
 
 def test_an_overflow_of_fp16_lowers_the_scale_and_does_not_count_as_skipped(tmp_path: Path) -> None:

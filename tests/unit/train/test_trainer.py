@@ -1,4 +1,5 @@
-"""A gang driven by a loop of the user's own: what it hands out, and what it says when the loop leaves something out."""
+"""A session driven by a loop of the user's own: what it hands out, and what it says when the loop leaves something
+out."""
 
 import json
 from collections.abc import Iterator
@@ -23,36 +24,36 @@ def ready(path: Path, **changes: Any) -> tuple[Trainer, SmallParts]:
     return Trainer(parts, TrainState(), {}), parts
 
 
-def learn(gang: Trainer, parts: SmallParts, batch: Any) -> None:
+def learn(trainer: Trainer, parts: SmallParts, batch: Any) -> None:
     ((_, loss, terms),) = parts.objective(batch)
-    gang.backward(loss, terms)
+    trainer.backward(loss, terms)
 
 
 def test_batches_are_micro_batches_of_tensors(tmp_path: Path) -> None:
-    gang, parts = ready(tmp_path, steps=2)
+    trainer, parts = ready(tmp_path, steps=2)
     shapes = []
-    for batch in gang.micro_batches():
+    for batch in trainer.micro_batches():
         shapes.append({name: tuple(tensor.shape) for name, tensor in batch.items()})
-        learn(gang, parts, batch)
-        gang.step()
+        learn(trainer, parts, batch)
+        trainer.step()
     assert shapes == [{"tokens": (MICRO, SEQUENCE), "targets": (MICRO, SEQUENCE)}] * (2 * GLOBAL // MICRO)
 
 
 def test_a_step_acts_after_its_last_micro_batch_only(tmp_path: Path) -> None:
-    gang, parts = ready(tmp_path, steps=3)
+    trainer, parts = ready(tmp_path, steps=3)
     acted = []
-    for batch in gang.micro_batches():
-        learn(gang, parts, batch)
-        acted.append(gang.step())
+    for batch in trainer.micro_batches():
+        learn(trainer, parts, batch)
+        acted.append(trainer.step())
     assert acted == [False, True] * 3
-    assert gang.train_state.step == 3
+    assert trainer.train_state.step == 3
 
 
 def test_a_loop_of_ones_own_gives_the_bits_of_the_trainer(tmp_path: Path) -> None:
-    gang, parts = ready(tmp_path / "own")
-    for _ in steps_of(gang):
+    trainer, parts = ready(tmp_path / "own")
+    for _ in steps_of(trainer):
         pass
-    assert gang.finish() == "done"
+    assert trainer.finish() == "done"
     trained = make_parts(tmp_path / "trainer")
     fit(Trainer(trained, TrainState(), {}), trained.objective)
     assert all(a.equal(b) for a, b in zip(parts.model.parameters(), trained.model.parameters(), strict=True))
@@ -60,14 +61,14 @@ def test_a_loop_of_ones_own_gives_the_bits_of_the_trainer(tmp_path: Path) -> Non
 
 def test_random_numbers_are_seeded_for_each_micro_batch(tmp_path: Path) -> None:
     def drawn(path: Path, disturb: bool) -> list[float]:
-        gang, parts = ready(path, steps=2)
+        trainer, parts = ready(path, steps=2)
         numbers = []
-        for batch in gang.micro_batches():
+        for batch in trainer.micro_batches():
             numbers.append(float(torch.rand(())))
             if disturb:
                 torch.rand(7)
-            learn(gang, parts, batch)
-            gang.step()
+            learn(trainer, parts, batch)
+            trainer.step()
         return numbers
 
     numbers = drawn(tmp_path / "one", disturb=False)
@@ -76,11 +77,11 @@ def test_random_numbers_are_seeded_for_each_micro_batch(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_is_left_early_ends_as_stopped_with_its_state_saved(tmp_path: Path) -> None:
-    gang, parts = ready(tmp_path)
-    for _ in steps_of(gang):
-        if gang.train_state.step == 2:
+    trainer, parts = ready(tmp_path)
+    for _ in steps_of(trainer):
+        if trainer.train_state.step == 2:
             break
-    assert gang.finish() == "interrupted"
+    assert trainer.finish() == "interrupted"
     assert [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)] == [2]
     assert isinstance(parts.reporter, Remembering)
     (ended,) = parts.reporter.of(RunEnded)
@@ -88,37 +89,37 @@ def test_a_loop_that_is_left_early_ends_as_stopped_with_its_state_saved(tmp_path
 
 
 def test_a_save_has_the_residuals_with_which_its_step_ended(tmp_path: Path) -> None:
-    gang, parts = ready(tmp_path, steps=2, checkpoint={"every": 1})
+    trainer, parts = ready(tmp_path, steps=2, checkpoint={"every": 1})
     weight = parts.model.head.weight
     residual = torch.zeros(weight.shape)
     parts.parallel_model.error_feedback = ErrorFeedbackState.from_residuals(parts.parallel_model, {weight: residual})
     eager = []
-    start = gang.checkpoints.start_save
+    start = trainer.checkpoints.start_save
 
     def noting(progress: TrainState, state: Any, names: list[str], best: bool) -> None:
         eager.append(names)  # what a snapshot copies at once, since the next backward changes it
         start(progress, state, names, best)
 
-    gang.checkpoints.start_save = noting  # type: ignore[method-assign]
-    for _ in steps_of(gang):
+    trainer.checkpoints.start_save = noting  # type: ignore[method-assign]
+    for _ in steps_of(trainer):
         residual += 1.0
-    assert gang.finish() == "done"
+    assert trainer.finish() == "done"
     assert eager == [["exchange/residual/head.weight"]] * 2
 
 
-BACKWARD = r"^a training loop must call gang\.backward\(loss_sum, terms\) once for every batch$"
-STEP = r"^a training loop must call gang\.step\(\) once after every gang\.backward\(loss_sum, terms\)$"
+BACKWARD = r"^a training loop must call session\.backward\(loss_sum, terms\) once for every batch$"
+STEP = r"^a training loop must call session\.step\(\) once after every session\.backward\(loss_sum, terms\)$"
 
 
 def mistaken_loop(
-    gang: Trainer, parts: SmallParts, *, backwards: dict[int, int] | None = None, steps: bool = True
+    trainer: Trainer, parts: SmallParts, *, backwards: dict[int, int] | None = None, steps: bool = True
 ) -> None:
     """A loop that calls backward another number of times for some batches, or never ends a step."""
-    for number, batch in enumerate(gang.micro_batches()):
+    for number, batch in enumerate(trainer.micro_batches()):
         for _ in range((backwards or {}).get(number, 1)):
-            learn(gang, parts, batch)
+            learn(trainer, parts, batch)
         if steps:
-            gang.step()
+            trainer.step()
 
 
 @pytest.mark.parametrize("batch", [0, 1])
@@ -126,50 +127,50 @@ def mistaken_loop(
 def test_another_number_of_backwards_for_a_batch_is_told_before_the_step(
     tmp_path: Path, batch: int, times: int
 ) -> None:
-    gang, parts = ready(tmp_path)
+    trainer, parts = ready(tmp_path)
     with pytest.raises(UsageError, match=BACKWARD):
-        mistaken_loop(gang, parts, backwards={batch: times})
-    assert gang.train_state == TrainState()
+        mistaken_loop(trainer, parts, backwards={batch: times})
+    assert trainer.train_state == TrainState()
 
 
 def test_a_loop_without_step_is_told(tmp_path: Path) -> None:
-    gang, parts = ready(tmp_path)
+    trainer, parts = ready(tmp_path)
     with pytest.raises(UsageError, match=STEP):
-        mistaken_loop(gang, parts, steps=False)
-    assert gang.train_state == TrainState()
+        mistaken_loop(trainer, parts, steps=False)
+    assert trainer.train_state == TrainState()
 
 
 def test_backward_and_step_before_the_first_batch_are_told(tmp_path: Path) -> None:
-    gang, _ = ready(tmp_path)
+    trainer, _ = ready(tmp_path)
     with pytest.raises(UsageError, match=BACKWARD):
-        gang.backward(torch.zeros((), requires_grad=True), 1)
+        trainer.backward(torch.zeros((), requires_grad=True), 1)
     with pytest.raises(UsageError, match=STEP):
-        gang.step()
+        trainer.step()
 
 
 def test_a_second_step_in_one_is_told_and_changes_nothing(tmp_path: Path) -> None:
-    gang, parts = ready(tmp_path)
-    batches = gang.micro_batches()
+    trainer, parts = ready(tmp_path)
+    batches = trainer.micro_batches()
     for _ in range(GLOBAL // MICRO):
-        learn(gang, parts, next(batches))
-        gang.step()
+        learn(trainer, parts, next(batches))
+        trainer.step()
     before = [parameter.detach().clone() for parameter in parts.model.parameters()]
     with pytest.raises(UsageError, match=STEP):
-        gang.step()
-    assert gang.train_state.step == 1
+        trainer.step()
+    assert trainer.train_state.step == 1
     assert all(a.equal(b) for a, b in zip(before, parts.model.parameters(), strict=True))
     batches.close()  # type: ignore[attr-defined]
 
 
 def test_who_leaves_a_step_says_whether_its_gradients_are_summed(tmp_path: Path) -> None:
-    gang, parts = ready(tmp_path, steps=2)
-    for batch in gang.micro_batches():
-        learn(gang, parts, batch)
+    trainer, parts = ready(tmp_path, steps=2)
+    for batch in trainer.micro_batches():
+        learn(trainer, parts, batch)
         if parts.train_step.is_complete:
             break
-    assert not gang.detach().grads_reduced
-    parts.train_step.reduce_gradients(gang.timer)
-    assert gang.detach().grads_reduced
+    assert not trainer.detach().grads_reduced
+    parts.train_step.reduce_gradients(trainer.timer)
+    assert trainer.detach().grads_reduced
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -186,23 +187,23 @@ def test_who_leaves_a_step_leaves_every_buffer_as_it_was_before_it(tmp_path: Pat
             module.count.add_(1)
 
     model.register_forward_pre_hook(count)
-    gang = Trainer(parts, TrainState(), {})
-    steps = steps_of(gang)
+    trainer = Trainer(parts, TrainState(), {})
+    steps = steps_of(trainer)
     next(steps)
     assert model.count == GLOBAL // MICRO
-    batches = gang.micro_batches()
-    learn(gang, parts, next(batches))
+    batches = trainer.micro_batches()
+    learn(trainer, parts, next(batches))
     assert model.count > GLOBAL // MICRO
-    gang.detach()
+    trainer.detach()
     assert model.count == GLOBAL // MICRO
 
 
 def test_who_leaves_between_steps_knows_what_the_last_one_did(tmp_path: Path) -> None:
-    gang, _ = ready(tmp_path, steps=2)
-    assert gang.detach().last_step is None
-    for _ in steps_of(gang):
+    trainer, _ = ready(tmp_path, steps=2)
+    assert trainer.detach().last_step is None
+    for _ in steps_of(trainer):
         break
-    standing = gang.detach()
+    standing = trainer.detach()
     assert not standing.grads_reduced
     assert standing.last_step is not None
     assert standing.last_step.applied_update is not None
@@ -211,15 +212,15 @@ def test_who_leaves_between_steps_knows_what_the_last_one_did(tmp_path: Path) ->
     assert there.last_step == standing.last_step
 
 
-def turn_by_turn(gang: Trainer) -> Iterator[int]:
-    """The steps of a gang; what is done in the background is done before the next."""
-    for _ in steps_of(gang):
-        gang.checkpoints._saver.poll_when_idle()
-        yield gang.train_state.step
+def turn_by_turn(trainer: Trainer) -> Iterator[int]:
+    """The steps of a trainer; what is done in the background is done before the next."""
+    for _ in steps_of(trainer):
+        trainer.checkpoints._saver.poll_when_idle()
+        yield trainer.train_state.step
 
 
 def lost_while_saving(path: Path) -> tuple[Trainer, SmallParts]:
-    """A gang that goes on after another worker, which had not written its part of step 8, was lost."""
+    """A session that goes on after another worker, which had not written its part of step 8, was lost."""
     parts = make_parts(path, checkpoint={"every": 4, "keep": 1}, steps=12)
     before = Trainer(parts, TrainState(), {})
     assert 8 in turn_by_turn(before)
@@ -234,15 +235,15 @@ def on_disk(parts: SmallParts) -> list[int]:
 
 
 def test_a_checkpoint_that_was_lost_is_made_up_for_and_is_missed_until_the_next_regular_one(tmp_path: Path) -> None:
-    gang, parts = lost_while_saving(tmp_path)
-    assert [(step, gang.train_state.lost_checkpoint_step) for step in turn_by_turn(gang)] == [
+    trainer, parts = lost_while_saving(tmp_path)
+    assert [(step, trainer.train_state.lost_checkpoint_step) for step in turn_by_turn(trainer)] == [
         (9, 0),
         (10, 8),
         (11, 8),
         (12, 8),
     ]
     assert on_disk(parts) == [10, 4]  # though one is to be kept
-    assert gang.finish() == "done"
+    assert trainer.finish() == "done"
     assert on_disk(parts) == [12]
     assert isinstance(parts.reporter, Remembering)
     kinds = CheckpointSaved | CheckpointFailed
@@ -258,17 +259,17 @@ def test_a_checkpoint_that_was_lost_is_made_up_for_and_is_missed_until_the_next_
 
 
 def test_who_starts_from_what_was_saved_instead_misses_it_still(tmp_path: Path) -> None:
-    gang, parts = lost_while_saving(tmp_path)
-    assert 12 in turn_by_turn(gang)
+    trainer, parts = lost_while_saving(tmp_path)
+    assert 12 in turn_by_turn(trainer)
     assert (
         TrainState.from_meta(read_manifest(list_checkpoints(parts.run.checkpoints)[0]).meta).lost_checkpoint_step == 8
     )
 
 
 def test_a_guard_that_misses_its_checkpoint_starts_again_from_one_before_it(tmp_path: Path) -> None:
-    gang, parts = lost_while_saving(tmp_path)
-    assert 12 in turn_by_turn(gang)
+    trainer, parts = lost_while_saving(tmp_path)
+    assert 12 in turn_by_turn(trainer)
     with pytest.raises(RuntimeError, match="the checkpoint to go back to, of step 8, was lost together with a worker"):
-        gang._roll_back("non-finite loss")
-    assert not gang.state_is_consistent
+        trainer._roll_back("non-finite loss")
+    assert not trainer.state_is_consistent
     assert on_disk(parts) == [4]

@@ -40,12 +40,13 @@ class UserOptimizer(OptimizerContainer):
         owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if strange := owned - set(model.parameters()):
             raise UsageError(
-                f"gang.prepare: the optimizer has {len(strange)} parameters that are not the model's; make it of the "
+                f"session.prepare: the optimizer has {len(strange)} parameters that are not the model's; make it of "
+                f"the "
                 "model that make_optimizer is given"
             )
         if missing := [name for parameter, name in self.parameter_names.items() if parameter not in owned]:
             raise UsageError(
-                f"gang.prepare: the optimizer leaves out {len(missing)} parameters that require a gradient, such as "
+                f"session.prepare: the optimizer leaves out {len(missing)} parameters that require a gradient, such as "
                 f"{missing[0]}; give it all, or freeze these in build() by requires_grad_(False)"
             )
         self.optimizers = [optimizer]
@@ -53,11 +54,12 @@ class UserOptimizer(OptimizerContainer):
         self.base_lr = max(self._initial_lrs)
         if self.base_lr <= 0:
             raise UsageError(
-                "gang.prepare: the optimizer's learning rate is 0; give the highest, the schedule lowers it"
+                "session.prepare: the optimizer's learning rate is 0; give the highest, the schedule lowers it"
             )
         if _needs_closure(optimizer):
             raise UsageError(
-                f"gang.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, which a "
+                f"session.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, "
+                f"which a "
                 "run has not; use an optimizer that steps from gradients"
             )
         self._is_sharded = is_sharded
@@ -77,10 +79,13 @@ class UserOptimizer(OptimizerContainer):
         for group, expected_lr in zip(optimizer.param_groups, self._expected_lrs, strict=True):
             if float(group["lr"]) != expected_lr:
                 raise UsageError(
-                    f"gang.step: the loop changed a learning rate to {float(group['lr']):g}; {SCHEDULER_REFUSED_HINT}"
+                    f"session.step: the loop changed a learning rate to {float(group['lr']):g}; "
+                    f"{SCHEDULER_REFUSED_HINT}"
                 )
             if "initial_lr" in group:  # as torch's schedulers leave it
-                raise UsageError(f"gang.step: the loop has a scheduler for the learning rate; {SCHEDULER_REFUSED_HINT}")
+                raise UsageError(
+                    f"session.step: the loop has a scheduler for the learning rate; {SCHEDULER_REFUSED_HINT}"
+                )
         for group, initial in zip(optimizer.param_groups, self._initial_lrs, strict=True):
             scaled_lr = initial * (lr / self.base_lr)
             if isinstance(group["lr"], Tensor):  # one that a captured or compiled step reads
@@ -128,7 +133,7 @@ class UserOptimizer(OptimizerContainer):
             }
             for group, given in zip(optimizer.param_groups, self._initial_settings, strict=True)
         ]
-        what = f"gang.prepare: a parameter group of {type(optimizer).__name__}"
+        what = f"session.prepare: a parameter group of {type(optimizer).__name__}"
         return {GROUP_SETTINGS_KEY: pack_value(changed, what)} if any(changed) else {}
 
     def load_group_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
@@ -155,7 +160,7 @@ class UserOptimizer(OptimizerContainer):
         """UsageError when the loop added groups or parameters, or took some away, since it was adopted."""
         if (now := _sizes(self.optimizers[0])) != self._sizes:
             raise UsageError(
-                f"gang.prepare: the optimizer had groups of {self._sizes} parameters, and the loop made them {now}; "
+                f"session.prepare: the optimizer had groups of {self._sizes} parameters, and the loop made them {now}; "
                 "give it all of its groups in make_optimizer, since what comes later is neither divided nor saved"
             )
 
@@ -166,12 +171,14 @@ class UserOptimizer(OptimizerContainer):
         now = _numbers(optimizer)
         if moved := [name for name in now if _differs(now[name], self._own.get(name, []))]:
             raise UsageError(
-                f"gang.prepare: {kind} keeps what a step changes in its attribute {moved[0]!r}, and only its state and "
+                f"session.prepare: {kind} keeps what a step changes in its attribute {moved[0]!r}, and only its state "
+                f"and "
                 "its parameter groups are saved: a run could not go on exactly; keep it in a group"
             )
         if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise UsageError(
-                f"gang.prepare: {kind} keeps state under {strange[0]!r}, which is no parameter, and only what belongs "
+                f"session.prepare: {kind} keeps state under {strange[0]!r}, which is no parameter, and only what "
+                f"belongs "
                 "to one is saved: a run could not go on exactly"
             )
         for parameter, name in self.parameter_names.items():
@@ -180,12 +187,14 @@ class UserOptimizer(OptimizerContainer):
                     continue
                 if not isinstance(value, Tensor):
                     raise UsageError(
-                        f"gang.prepare: {kind} keeps {entry!r} of {name} as {type(value).__name__}, and only tensors "
+                        f"session.prepare: {kind} keeps {entry!r} of {name} as {type(value).__name__}, and only "
+                        f"tensors "
                         "are saved: a run could not go on exactly; use an optimizer whose state is tensors"
                     )
                 if self._is_sharded and value.dim() and to_local(value).shape != to_local(parameter).shape:
                     raise UsageError(
-                        f"gang.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, which "
+                        f"session.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, "
+                        f"which "
                         "cannot be divided with it; use parallelism.replicate"
                     )
 

@@ -328,7 +328,7 @@ def test_a_scheduler_of_the_loops_own_is_refused_in_the_first_step(name: str) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     adopted = UserOptimizer(model, optimizer)
     SCHEDULERS[name](optimizer)
-    with pytest.raises(UsageError, match=r"gang.step: the loop .*give its warmup and decay as optimizer.schedule"):
+    with pytest.raises(UsageError, match=r"session.step: the loop .*give its warmup and decay as optimizer.schedule"):
         train(model, adopted, 1)
 
 
@@ -341,7 +341,7 @@ def test_a_rate_that_the_loop_changes_later_is_refused_in_the_next_step() -> Non
     plateau.step(1.0)
     train(model, adopted, 1)
     plateau.step(2.0)
-    with pytest.raises(UsageError, match=r"gang.step: the loop changed a learning rate to 0.001"):
+    with pytest.raises(UsageError, match=r"session.step: the loop changed a learning rate to 0.001"):
         train(model, adopted, 1)
 
 
