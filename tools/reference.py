@@ -36,7 +36,7 @@ PYTHON_API = (
 SHOWN_AS = {
     "phalanx.app.train:train": "phalanx.train",
     "phalanx.autoconfig.plan:plan": "phalanx.plan",
-    "phalanx.app.session:session": "phalanx.join",
+    "phalanx.app.session:session": "phalanx.session",
     "phalanx.recipe:Recipe": "phalanx.Recipe",
     "phalanx.run:Run": "phalanx.Run",
 }
