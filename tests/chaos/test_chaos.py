@@ -79,7 +79,7 @@ def test_ten_random_kills_in_one_run_end_in_the_same_digest(
     code, told = chaos(lab, recipe, tmp_path / "run", "--faults", "10", "--kinds", "kill", "--seed", "7")
     assert told["reasons"] == []
     assert (code, told["passed"], told["digest"]) == (ExitCode.DONE, True, calm.digest)
-    assert {fault["moment"]["phase"] for fault in told["faults"]} == {"step", "save", "restart"}
+    assert {fault["trigger"]["phase"] for fault in told["faults"]} == {"step", "save", "restart"}
     assert [fault["struck"]["attempt"] for fault in told["faults"]] == list(range(10))
     disturbed = lab.from_command_line(Run(tmp_path / "run" / "faulted"), code)
     assert [event.what for event in disturbed.events_of_kind(WorkerFailure)] == ["SIGKILL"] * 10
@@ -94,7 +94,7 @@ def test_storage_that_fails_in_steps_saves_and_restarts(
     code, told = chaos(lab, recipe, tmp_path / "run", *more)
     assert told["reasons"] == []
     assert (code, told["digest"]) == (ExitCode.DONE, calm.digest)
-    meant = {(fault["kind"], fault["moment"]["phase"]) for fault in told["faults"]}
+    meant = {(fault["kind"], fault["trigger"]["phase"]) for fault in told["faults"]}
     assert {phase for kind, phase in meant if kind == "storage-outage"} == {"step", "save", "restart"}
 
 

@@ -34,7 +34,7 @@ def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(l
     (hang,) = ended.events_of_kind(HangDetected)
     assert (hang.rank, hang.is_stopped) == (1, False)
     assert hang.silence_s < 2 * MIN_SILENCE_S
-    assert "in strike" in hang.stack
+    assert "in inject" in hang.stack
     assert "faults.py" in hang.stack
     assert ended.events_of_kind(WorkerFailure)[0].what == "hang"
 

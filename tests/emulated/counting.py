@@ -155,7 +155,7 @@ def compiled(shape: str, how: bool | str = True) -> dict[str, object]:
 
 def graphs(shape: str) -> dict[str, object]:
     """The same with CUDA graphs."""
-    return compiled(shape, "graphs")
+    return compiled(shape, "cuda-graphs")
 
 
 def late(_: str) -> dict[str, object]:

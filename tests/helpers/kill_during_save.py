@@ -33,9 +33,9 @@ class KillDuringSave:
             if self.is_victim:
                 install_kill(self.plan)
             elif self.plan.get("hold") == UNTIL_LOST:
-                world = self.plan.get("world", run.world)
+                world = self.plan.get("world", run.world_size)
                 if run.rank not in list_mates(self.plan):
-                    delay_writes(self.plan, lambda: poll(lambda: run.world < world))
+                    delay_writes(self.plan, lambda: poll(lambda: run.world_size < world))
             elif "hold" in self.plan:
                 delay_writes(self.plan, self.resumed.wait)
 

@@ -87,7 +87,7 @@ def score(model):
 
 def work_between_steps(session, how, seconds=60.0):
     """What takes long between two steps, once: `stuck` without a sign of life, `thinks` with many."""
-    if os.environ.get("PHALANX_ATTEMPT", "0") != "0" or session.rank != session.world - 1:
+    if os.environ.get("PHALANX_ATTEMPT", "0") != "0" or session.rank != session.world_size - 1:
         return
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -132,7 +132,7 @@ def main(how, overrides, run=None):
             build = own_beginning(session.rank)
         if how == "no-module":
             build = dict
-        model, optimizer = session.prepare(build, make.get(how, adamw), rules=TP_PLAN)
+        model, optimizer = session.prepare(build, make.get(how, adamw), tp_plan=TP_PLAN)
         PREVIOUS_MODELS.append(weakref.ref(model))
         if how == "scheduler":
             torch.optim.lr_scheduler.StepLR(optimizer, 100)
@@ -150,7 +150,7 @@ def main(how, overrides, run=None):
                     raise torch.OutOfMemoryError("out of memory")
                 if how == "exits" and number == 3:
                     sys.exit()
-                if how == "vanishes" and number == 3 and session.rank == session.world - 1:
+                if how == "vanishes" and number == 3 and session.rank == session.world_size - 1:
                     os._exit(0)
                 if how == "raises":
                     raise RuntimeError("a mistake in the loop")

@@ -19,7 +19,7 @@ class SlowLinks:
 
     def start(self, run: object) -> None:
         for way, seconds in DELAY_S_BY_STRATEGY.items():
-            way.take = add_delay(way.take, seconds)
+            way.finish = add_delay(way.finish, seconds)
 
 
 def add_delay(take: Callable[..., None], seconds: float) -> Callable[..., None]:

@@ -188,7 +188,7 @@ def test_cuts_tell_what_each_rank_holds(world: ProcessWorlds) -> None:
     for cuts, held in world.run(4, described):
         assert list(cuts) == [name for name in whole if ".experts." in name]
         for name, cut in cuts.items():
-            assert (cut.dim, cut.whole, cut.mesh_axis) == (0, 8, "expert")
+            assert (cut.dim, cut.full_size, cut.mesh_axis) == (0, 8, "expert")
             ((start, end),) = cut.ranges
             assert torch.equal(held[name], whole[name][start:end])
     starts = [cuts["blocks.1.ffn.experts.gate"].ranges for cuts, _ in world.run(4, described)]

@@ -102,7 +102,7 @@ def test_all_ranks_switch_after_the_same_steps_and_stay_with_the_best(world: Pro
     one, other = world.run_once(2, trained, steps=3 * TRIAL + 3)
     assert one == other
     assert one["strategies"] == ["all-reduce"] * TRIAL + ["bf16"] * TRIAL + ["int8"] * (TRIAL + 3)
-    assert one["choice"].settled
+    assert one["choice"].is_final
     assert one["holds"]
 
 

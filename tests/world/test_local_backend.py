@@ -237,7 +237,7 @@ def test_a_full_queue_refuses_another_job(tmp_path: Path) -> None:
     engine.database.close()
 
 
-@pytest.mark.parametrize("change", ["nodes", "devices", "cores"])
+@pytest.mark.parametrize("change", ["num_nodes", "gpus_per_node", "cpus_per_node"])
 def test_a_job_that_never_fits_is_refused(engine: LocalBackend, tmp_path: Path, change: str) -> None:
     job = Job("big", ("true",), tmp_path, **{change: 999})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="999"):

@@ -76,7 +76,7 @@ def ours(name: str, **args: Any) -> Kind:
 
 
 PLAIN = [
-    "Words",
+    "ByteModel",
     "Recurrent",
     "Gru",
     "Lstm",

@@ -17,7 +17,7 @@ HOST = os.environ.get("NULLGPU") == "host"
 
 
 def _device_files(module: Any) -> None:
-    module.DEVICE_FILES = ("proc/self/status",)
+    module.GPU_DEVICE_FILES = ("proc/self/status",)
 
 
 def _hip(module: Any) -> None:
@@ -26,7 +26,7 @@ def _hip(module: Any) -> None:
 
 def _small_products(module: Any) -> None:
     if HOST:
-        module.SIZES = {**module.SIZES, "cuda": (128,)}
+        module.MATRIX_SIZES = {**module.MATRIX_SIZES, "cuda": (128,)}
 
 
 def _no_triton(module: Any) -> None:
@@ -49,9 +49,9 @@ def _compute_on_the_host(_: Any) -> None:
 
 def _commands(module: Any) -> None:
     """`phalanx evaluate` computes in its own process, not in a fork of the fork server."""
-    load = module.load_trained
+    load = module.load_trained_model
 
-    def load_trained(*args: Any, **kwargs: Any) -> Any:
+    def load_trained_model(*args: Any, **kwargs: Any) -> Any:
         import hostgpu
 
         hostgpu.plain_attention()
@@ -60,7 +60,7 @@ def _commands(module: Any) -> None:
         return load(*args, **kwargs)
 
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    module.load_trained = load_trained
+    module.load_trained_model = load_trained_model
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {
