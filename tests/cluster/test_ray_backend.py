@@ -187,13 +187,13 @@ def names(engine: RayBackend, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """Jobs that run at the same time, and their ids: starting one takes Ray some seconds."""
     one_ends_badly = "import os, time; os.environ['PHALANX_NODE_RANK'] == '1' and exit(93); time.sleep(600)"
     wanted: dict[str, tuple[str, dict[str, Any]]] = {
-        "meet": (MEET, {"nodes": 2}),
+        "meet": (MEET, {"num_nodes": 2}),
         "unfit": (UNFIT, {}),
-        "both-unfit": ("raise SystemExit(77)", {"nodes": 2}),
-        "one-ends-badly": (one_ends_badly, {"nodes": 2}),
-        "late": (SAVE, {"limit": 20.0}),
-        "large": ("pass", {"nodes": 3, "options": {"patience": "2"}}),
-        "travels": ("import os; print(open('data.txt').read(), os.getcwd())", {"code": True}),
+        "both-unfit": ("raise SystemExit(77)", {"num_nodes": 2}),
+        "one-ends-badly": (one_ends_badly, {"num_nodes": 2}),
+        "late": (SAVE, {"time_limit_s": 20.0}),
+        "large": ("pass", {"num_nodes": 3, "backend_options": {"patience": "2"}}),
+        "travels": ("import os; print(open('data.txt').read(), os.getcwd())", {"snapshot": True}),
     }
     found = {}
     for name, (script, fields) in wanted.items():

@@ -72,11 +72,11 @@ def jobs(slurm: SlurmBackend, shared: Path) -> dict[str, str]:
         "time.sleep(60)"
     )
     commands: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
-        "warned": (warned, {"limit": 60.0, "warning": 30.0}),
-        "unfinished": (unfinished, {"nodes": 2}),
-        "unfit": (unfit, {"nodes": 2}),
+        "warned": (warned, {"time_limit_s": 60.0, "warning_s": 30.0}),
+        "unfinished": (unfinished, {"num_nodes": 2}),
+        "unfit": (unfit, {"num_nodes": 2}),
         "gave-up": (python("import sys; print('tried', flush=True); sys.exit(93)"), {}),
-        "bounded": (python("import sys; sys.exit(75)"), {"options": {"max-requeues": "0"}}),
+        "bounded": (python("import sys; sys.exit(75)"), {"backend_options": {"max-requeues": "0"}}),
         "killed": (python("import os; os.kill(os.getpid(), 9)"), {}),  # as where its memory runs out
     }
     ids = {

@@ -14,8 +14,8 @@ from slurm_cluster import NODES, SlurmCluster, login_files
 
 HOLDER = """
 import sys
-from slurm_cluster import Rig
-with Rig() as rig:
+from slurm_cluster import SlurmCluster
+with SlurmCluster() as rig:
     code, out, err = rig.run(["srun", "--nodes=4", "readlink", "/proc/self/ns/net"])
     print(out.replace("\\n", " "), rig.files, flush=True)
     sys.stdin.read()

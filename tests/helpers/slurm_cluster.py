@@ -1,6 +1,6 @@
 """A real Slurm of one controller and four nodes on this machine, for tests and for play: `make cluster-up`.
 
-    with Rig() as rig:                                     # about 3 s; needs root and Debian's slurm-wlm
+    with SlurmCluster() as rig:                            # about 3 s; needs root and Debian's slurm-wlm
         code, out, err = rig.run(["sinfo"])                # as a user would on a login node
         rig.run(["sbatch", "--wrap", "hostname"])
         rig.limit("n2", "100mbit")                         # its link, both ways; rig.limit("n2", None) lifts it
