@@ -369,8 +369,8 @@ def make_tuning_facts(
         step_s=plan.get("predicted_step_s") or 1.0,
         allowed_precisions=tuple(allowed_precisions),
         may_change_processes=may_change_processes,
-        vocab_size=facts.get("vocab"),
-        seq_len=facts.get("sequence") or 1,
+        vocab_size=facts.get("vocab_size"),
+        seq_len=facts.get("seq_len") or 1,
         frozen_parameters=plan.get("frozen_parameters", 0),
         peak_bytes_per_sample=plan.get("peak_bytes_per_sample") or {},
     )

@@ -144,7 +144,7 @@ def _format_storage(cluster: Cluster, measured: Measurements) -> list[str]:
     found, folder = [], cluster.notes.get("folder", {})
     how = cluster.notes.get("measured_how", {})
     if measured.storage is not None:
-        where = f"disk ({folder['kind']})" if folder else "disk"
+        where = f"disk ({folder['file_system']})" if folder else "disk"
         write, read = measured.storage.node_write_gbps, measured.storage.node_read_gbps
         if write:
             found.append(format_row(f"{where}, write and fsync", f"{format_significant(write)} GB/s"))
@@ -158,18 +158,17 @@ def _format_storage(cluster: Cluster, measured: Measurements) -> list[str]:
 def _format_hardware(cluster: Cluster) -> list[str]:
     found = []
     for nic in cluster.notes.get("cards", []):
-        if nic["up"] and nic["physical"]:
+        if nic["is_up"] and nic["is_physical"]:
             speed = (
                 f"{format_significant(nic['gbps'])} GB/s on paper" if "gbps" in nic else "speed not told by its driver"
             )
-            found.append(f"network   {nic['name']}, {nic['kind']}, {speed}")
+            found.append(f"network   {nic['name']}, {nic['link_kind']}, {speed}")
     for disk in cluster.notes.get("disks", []):
-        found.append(
-            f"disk      {disk['name']}, {format_bytes(disk['bytes'])}{', ' + disk['model'] if 'model' in disk else ''}"
-        )
+        model = f", {disk['model']}" if "model" in disk else ""
+        found.append(f"disk      {disk['name']}, {format_bytes(disk['size_bytes'])}{model}")
     for gpu in cluster.notes.get("gpu_links", []):
         links = f", {gpu['nvlinks']} NVLinks" if gpu.get("nvlinks") else ""
-        found.append(f"GPU       {gpu['bus']}, PCIe x{gpu.get('lanes', '?')}{links}")
+        found.append(f"GPU       {gpu['pci_address']}, PCIe x{gpu.get('lanes', '?')}{links}")
     return found
 
 

@@ -46,12 +46,12 @@ def profile(
 
 
 def _format_trace(answer: dict[str, Any], top: int) -> str:
-    seconds = answer["seconds"]
+    seconds = answer["step_s"]
     lines = [f"{answer['steps']} steps of {seconds * 1e3:.2f} ms (the profiler adds a small overhead)", ""]
-    lines += _format_table("part of the step", answer["parts"], seconds)
-    lines += ["", *_format_table("kind of operation", answer["kinds"], sum(answer["kinds"].values()))]
+    lines += _format_table("part of the step", answer["breakdown_s"], seconds)
+    lines += ["", *_format_table("kind of operation", answer["kinds_s"], sum(answer["kinds_s"].values()))]
     lines += ["", f"{'operation':<48} {'ms/step':>10} {'calls':>7}"]
-    lines += [f"{name[:48]:<48} {own * 1e3:>10.3f} {calls:>7}" for name, own, calls in answer["operations"][:top]]
+    lines += [f"{name[:48]:<48} {own * 1e3:>10.3f} {calls:>7}" for name, own, calls in answer["ops"][:top]]
     return "\n".join(lines)
 
 

@@ -230,7 +230,7 @@ def _describe_data(data: Mapping[str, Any], task: str) -> str:
         return text
     tokenizer = data.get("tokenizer", "?")
     tokenizer = f"bpe {tokenizer.get('bpe')}" if isinstance(tokenizer, Mapping) else tokenizer
-    return f"{text}; tokenizer {tokenizer}, sequence {data.get('sequence', '?')}"
+    return f"{text}; tokenizer {tokenizer}, sequence {data.get('seq_len', '?')}"
 
 
 def _describe_optimizer(optimizer: Mapping[str, Any], session_optimizer: str | None = None) -> str:

@@ -15,7 +15,10 @@ from phalanx.cli import main
 from phalanx.cli.calibrate_output import format_lines, format_row
 from phalanx.cluster import Cluster, load_cluster
 from phalanx.cluster.calibration import default_calibration_path
+from phalanx.cluster.calibration.to_cluster import DiscoveredHardware
 from phalanx.cluster.discovery import Cpu, Machine
+from phalanx.cluster.disks import Disk, Mount
+from phalanx.cluster.nics import Nic
 from phalanx.cluster.spec import AcceleratorSpec as Device
 from phalanx.cluster.spec import (
     CollectiveTiming,
@@ -68,12 +71,9 @@ def found(**given: Any) -> Cluster:
         "checkpoint_gbps": 0.43,
     }
     device = Device(name=CPU.name, tflops={"fp32": 0.333, "bf16": 0.666}, memory_gib=16)
-    notes = {
-        "cards": [{"name": "eth0", "kind": "ethernet", "up": True, "physical": True}],
-        "disks": [{"name": "vda", "bytes": 274877906944}],
-        "folder": {"point": "/", "source": "/dev/vda", "kind": "ext4"},
-        "measured_how": {"quick": True, "processes": 2, "read": "O_DIRECT"},
-    }
+    nic, disk = Nic("eth0", "ethernet", is_up=True), Disk("vda", 274877906944, rotational=True)
+    found = DiscoveredHardware((nic,), (disk,), (), Mount("/", "/dev/vda", "ext4"))
+    notes = {**found.notes(), "measured_how": {"quick": True, "processes": 2, "read": "O_DIRECT"}}
     node = NodeSpec(accelerator=device, count=1)
     return Cluster(name="here", nodes=1, node=node, measured=Measurements(**{**whole, **given}), notes=notes)
 

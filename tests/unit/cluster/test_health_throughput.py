@@ -7,7 +7,9 @@ import pytest
 
 from phalanx.cluster import Cluster, save_cluster
 from phalanx.cluster.calibration.storage import StorageRates
+from phalanx.cluster.calibration.to_cluster import DiscoveredHardware
 from phalanx.cluster.discovery import Cpu, Machine
+from phalanx.cluster.disks import Mount
 from phalanx.cluster.health import CheckContext, HealthVerdict
 from phalanx.cluster.health.baseline import find_baseline
 from phalanx.cluster.health.checks import disk_throughput, matmul
@@ -24,7 +26,8 @@ def probed(**given: Any) -> Cluster:
     storage = StorageSpec(node_write_gbps=1.0, node_read_gbps=2.0)
     whole = {"when": "2026-11-21T12:00:00+0000", "key": KEY, "operations": [reference], "storage": storage, **given}
     node = NodeSpec(accelerator=AcceleratorSpec(name="AMD EPYC", tflops={"fp32": 0.2}, memory_gib=16), count=1)
-    return Cluster(name="here", nodes=1, node=node, measured=Measurements(**whole), notes={"folder": {"point": "/"}})
+    notes = DiscoveredHardware((), (), (), Mount("/", "/dev/vda", "ext4")).notes()
+    return Cluster(name="here", nodes=1, node=node, measured=Measurements(**whole), notes=notes)
 
 
 def kept(root: Path, cluster: Cluster, name: str = "one.yaml") -> CheckContext:

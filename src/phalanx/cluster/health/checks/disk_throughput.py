@@ -53,7 +53,7 @@ def evaluate_disk_throughput(
 def baseline_rates(cluster: Cluster | None, mount_point: str | None) -> tuple[float | None, float | None]:
     """A probe's rates, if it measured what is mounted at the same place."""
     found = cluster.measured.storage if cluster and cluster.measured else None
-    if cluster is None or found is None or cluster.notes.get("folder", {}).get("point") != mount_point:
+    if cluster is None or found is None or cluster.notes.get("folder", {}).get("mount_point") != mount_point:
         return None, None
     return found.node_write_gbps, found.node_read_gbps
 
