@@ -141,7 +141,7 @@ def test_of_several_nodes_a_stranger_can_lead_no_worker_to_his_address(
     token.write_text("0123456789abcdef" * 4)
     token.chmod(0o600)
     run = lab.new_run()
-    write_faults(run, [plan_fault(0, "slow", delay=0.1), plan_fault(25, ranks=[1])])
+    write_faults(run, [plan_fault(0, "slow", delay=0.4), plan_fault(25, ranks=[1])])
     with socket.create_server((job_address, 0)) as free:
         port = free.getsockname()[1]
     words = ("train", lab.recipe_file(CHANGES), "--run", run.path, "--nproc-per-node", "1")
