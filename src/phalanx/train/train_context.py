@@ -15,17 +15,31 @@ from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.evaluation import EvaluationResult
+from phalanx.train.loss import LossModule
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.reporter import Reporter
 from phalanx.train.signals import StopRequest
-from phalanx.train.train_step import TrainStep
+from phalanx.train.train_step import GradientAccumulator
 
 
 def return_false() -> bool:
     """Nobody summons."""
     return False
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """One worker process of a run: which it is, where it reads and to whom it reports. `folder`: the recipe's."""
+
+    run: Run
+    folder: Path
+    dist_env: DistEnv
+    reporter: Reporter
+    stop_request: StopRequest = field(default_factory=StopRequest)
+    heartbeat: HeartbeatWriter | NullHeartbeat = field(default_factory=NullHeartbeat)
 
 
 @dataclass
@@ -38,10 +52,12 @@ class TrainContext:
     dist_env: DistEnv
     data: SampleSource
     model: nn.Module
+    loss_module: LossModule | PipelineRunner | None
+    """Computes the losses of a micro-batch; None in a loop of one's own."""
     parallel_model: ParallelModel
     optimizer: OptimizerContainer
     scaler: GradScaler
-    train_step: TrainStep
+    accumulator: GradientAccumulator
     callbacks: Callbacks
     reporter: Reporter
     stop_request: StopRequest

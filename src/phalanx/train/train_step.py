@@ -7,7 +7,7 @@ have room for it, because an operation of its own costs 9% of a step of 12 ms on
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.compat import scale_in_place
 from phalanx.data import Batch
 from phalanx.run.event_types import SkipReason
 from phalanx.train.distributed.buffer_sync import BufferSync
@@ -49,14 +48,77 @@ class NoiseSample(NamedTuple):
 
 
 @dataclass(frozen=True)
+class StepTotals:
+    """What all workers know after the gradients of a step are reduced.
+
+    `loss` is the mean over the terms of the global batch; `flags` counts the workers that raised each. The gradients in
+    memory are sums over `num_terms` terms and have the norm `summed_grad_norm`. Under local SGD both are this worker's
+    own, and `grad_norm_rms` is the root mean square of all workers' mean gradients; elsewhere it is None.
+    """
+
+    loss: float
+    num_terms: float
+    summed_grad_norm: float
+    flags: dict[str, int]
+    terms_of_micro_batch: list[float]
+    first_squared_norm: float = 0.0
+    grad_norm_rms: float | None = None
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """What a step did, alike on all workers. `flags` counts the workers that raised each."""
+    """What a step did, equal on all workers. `flags` counts the workers that raised each."""
 
     loss: float
     grad_norm: float
     skip_reason: SkipReason | None
     flags: dict[str, int]
     noise_sample: NoiseSample | None = None
+
+
+class StepMetrics:
+    """What a step travels with: one fp64 vector, which is summed over all workers with the gradients.
+
+    `values` [2 M + F + 1] holds, for M micro-batches of the global batch and F = len(STEP_FLAGS) flags:
+
+    - [0, M): the loss sum of each micro-batch, in a slot of its own, so that the sum over workers is exact
+    - [M, 2 M): its number of terms
+    - [2 M, 2 M + F): how many workers raise each flag; the first also carries BUFFERS_CHANGED_FLAG
+    - [2 M + F]: at times the squared norm of the first gradients, for the gradient noise scale
+    """
+
+    def __init__(self, num_micro_batches: int, world_size: int, device: torch.device):
+        self.num_micro_batches, self.world_size = num_micro_batches, world_size
+        size = 2 * num_micro_batches + len(STEP_FLAGS) + 1
+        self.values = torch.zeros(size, dtype=torch.float64, device=device)
+
+    @property
+    def num_terms(self) -> Tensor:
+        """Number of terms of each micro-batch [M]."""
+        return self.values[self.num_micro_batches : 2 * self.num_micro_batches]
+
+    def record(self, micro_batch_index: int, loss: Tensor, num_terms: Tensor | int) -> None:
+        """Record the loss sum and the number of terms of a micro-batch."""
+        self.values[micro_batch_index] = loss.detach()
+        if isinstance(num_terms, Tensor):
+            self.num_terms[micro_batch_index] = num_terms
+        else:  # an assigned number is copied from the host, which waits for the GPU
+            self.num_terms[micro_batch_index].fill_(num_terms)
+
+    def raise_flags(self, flags: Sequence[bool], buffers_changed: bool) -> None:
+        """Raise this worker's flags, in the order of STEP_FLAGS."""
+        first = 2 * self.num_micro_batches
+        for index, raised in enumerate(flags):
+            if raised:
+                self.values[first + index].fill_(1)
+        if buffers_changed:
+            self.values[first] += changed_flag_unit(self.world_size)
+
+    def totals(self, values: Sequence[float], summed_grad_norm: float) -> StepTotals:
+        """Read the summed vector, given as numbers."""
+        count = self.num_micro_batches
+        loss, num_terms, flags = unpack_step_metrics(values[:-1], count, self.world_size)
+        return StepTotals(loss, num_terms, summed_grad_norm, flags, list(values[count : 2 * count]), values[-1])
 
 
 def to_device(batch: Batch, device: torch.device) -> TensorBatch:
@@ -127,7 +189,7 @@ def compute_divisor_and_skip(
     numbers: Tensor, micro_batches: int, loss_scale: float, max_grad_norm: float | None
 ) -> tuple[Tensor, Tensor]:
     """By what to divide summed gradients, so that they are the clipped mean's, and whether (1) not to use them, as
-    `TrainStep.finalize` finds it; both fp32 0-d where `numbers` are, the agreement and the norm of the sum."""
+    `Trainer.train_step` finds it; both fp32 0-d where `numbers` are, the agreement and the norm of the sum."""
     losses, num_terms = numbers[:micro_batches], numbers[micro_batches : 2 * micro_batches]
     count = num_terms.sum().clamp(min=1.0)
     divisor = count * loss_scale
@@ -145,51 +207,53 @@ def nonfinite_reason(loss: float, grad_norm: float) -> SkipReason | None:
     return None if math.isfinite(grad_norm) else "non-finite gradient"
 
 
-class TrainStep:
-    """Performs steps: `start_step`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`;
-    then `reduce_gradients`,
-    `finalize`, `optimizer_step`, `update_aux_state`; where it is `decides_on_device`, `reduce_gradients`,
-    `step_on_device`, `finalize`, `update_aux_state`. `micro_batches` is
-    their number in a global batch, over all workers. `persistent_grads`: gradients are added up in memory of their own
-    from the beginning. `elastic`: the number of replicas must not matter.
+def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
+    """What to multiply gradients with, so that their norm is at most `max_grad_norm`."""
+    return 1.0 if max_grad_norm is None or not grad_norm > max_grad_norm else max_grad_norm / grad_norm
+
+
+class GradientAccumulator:
+    """Accumulates the gradients of a step over micro-batches and reduces them over workers. It sums; `Trainer` divides.
+
+    `zero_grad`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`; then
+    `reduce_gradients` and `read_totals`. `num_micro_batches` is their number in a global batch, over all workers.
+    `persistent_grads`: gradients are accumulated in memory of their own from the beginning. `elastic`: the number of
+    replicas must not matter.
     """
 
     def __init__(
         self,
-        optimizer: OptimizerContainer,
-        scaler: GradScaler,
+        parameters: Iterable[nn.Parameter],
         reducer: GradReducer,
+        scaler: GradScaler,
         *,
         dist_env: DistEnv,
         mesh: Mesh,
-        micro_batches: int,
-        max_grad_norm: float | None,
+        num_micro_batches: int,
         seeds: MicroBatchSeeds,
         modules: Sequence[nn.Module] = (),
         persistent_grads: bool = False,
         elastic: bool = False,
     ):
-        self.optimizer = optimizer
-        self.scaler = scaler
         self.reducer = reducer
+        self.scaler = scaler
         self.dist_env = dist_env
         self.mesh = mesh
-        self.micro_batches = micro_batches
-        self.max_grad_norm = max_grad_norm
+        self.num_micro_batches = num_micro_batches
+        self.is_elastic = elastic
         self._seeds = seeds
         self._persistent_grads = persistent_grads
-        self._micro_batch_indices = mesh.own_micro_batches(micro_batches)
+        self._micro_batch_indices = mesh.own_micro_batches(num_micro_batches)
         self._num_own = len(self._micro_batch_indices)
-        self._evenly_divided = (
-            micro_batches == self._num_own * mesh.dp_size
-        )  # else the squares are not of as many terms each
-        self._parameters = list(optimizer.parameter_names)
+        # else the squares are not of as many terms each
+        self._evenly_divided = num_micro_batches == self._num_own * mesh.dp_size
+        self._parameters = list(parameters)
         self.num_backwards = 0
         """Micro-batches of this step that are done."""
         self.grads_reduced = False
         """Whether the gradients of this step are summed over all workers."""
-        # Nobody else has a part of the state that sharded replicas have: who knows that a step is agreed knows that
-        # each worker has what it takes to do it (elastic/reconfigure.py).
+        # No other worker has a part of the state that sharded replicas have: a worker that knows that a step is agreed
+        # knows that each worker has what it takes to do it (regroup.py).
         self._reduce_grads_first = isinstance(reducer, HSDPTreeReducer)
         modules_: list[Any] = [module_ for module in modules for module_ in module.modules()]
         self._after_step_hooks: list[Callable[[Callable[[Tensor], Tensor]], None]] = [
@@ -202,18 +266,9 @@ class TrainStep:
         self._loss_scaled_modules = [
             module_ for module_ in modules_ if scaler.dynamic and hasattr(module_, "loss_scale")
         ]
-        # Several workers must agree before any of them changes its state (elastic/reconfigure.py).
-        self.decides_on_device = (
-            dist_env.world_size == 1
-            and dist_env.device.type == "cuda"
-            and optimizer.supports_scaled_step
-            and not elastic
-        )
-        """Whether the device judges a step, so that it computes on while the host waits for the outcome."""
-        self._async_read = AsyncHostRead(2 * micro_batches + len(STEP_FLAGS) + 2) if self.decides_on_device else None
 
-    def start_step(self, step: int) -> None:
-        """A step with this number begins."""
+    def zero_grad(self, step: int) -> None:
+        """Begin the step with this number: no gradients, no losses, random numbers seeded by `step`."""
         self._seeds.start_step(step, self._micro_batch_indices)
         if (bucketed_reducer := find_bucketed_reducer(self.reducer)) is not None:
             bucketed_reducer.start_step(step)
@@ -221,11 +276,8 @@ class TrainStep:
         self.buffer_sync.record_versions()
         for before_step in self._before_step_hooks:
             before_step()
-        # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
-        # [2 x micro_batches + len(FLAGS) + 1].
         self._measures_noise = step % NOISE_SCALE_EVERY_STEPS == 0 and self._num_own > 1 and self._evenly_divided
-        size = 2 * self.micro_batches + len(STEP_FLAGS) + 1
-        self._step_metrics = torch.zeros(size, dtype=torch.float64, device=self.dist_env.device)
+        self.metrics = StepMetrics(self.num_micro_batches, self.dist_env.world_size, self.dist_env.device)
         for parameter in self._parameters:
             # Otherwise autograd keeps the tensor that it is given, which a CUDA graph writes over when it runs again.
             parameter.grad = torch.zeros_like(parameter) if self._persistent_grads else None
@@ -244,17 +296,16 @@ class TrainStep:
     def backward(
         self, loss: Tensor, num_terms: Tensor | int, flags: Callable[[], Sequence[bool]], timer: StepTimer
     ) -> None:
-        """Note loss and terms of the next micro-batch, and run its backward. `flags` are asked as late as the agreement
-        allows."""
+        """Record loss and terms of the next micro-batch, and run its backward. `flags` are asked as late as the
+        reduction allows."""
         micro_batch_index = self._micro_batch_indices[self.num_backwards]
         self.num_backwards += 1
         if self.mesh.owns_loss:
-            self._step_metrics[micro_batch_index] = loss.detach()
-            self._write_num_terms(micro_batch_index, num_terms)
+            self.metrics.record(micro_batch_index, loss, num_terms)
         if self.is_complete:
-            self._write_flags(flags)
+            self.metrics.raise_flags(flags(), self.buffer_sync.detect_changes())
             if self.reducer.metric_slots is not None:
-                self.reducer.metric_slots.copy_(split_fp64(self._step_metrics))
+                self.reducer.metric_slots.copy_(split_fp64(self.metrics.values))
         timer.lap("forward")
         self.reducer.begin_backward(micro_batch_index)
         (loss * self.scaler.scale if self.scaler.dynamic else loss).backward()
@@ -264,7 +315,7 @@ class TrainStep:
             and self.num_backwards == 1
             and (square := self.reducer.local_squared_norm()) is not None
         ):
-            self._step_metrics[-1] = square
+            self.metrics.values[-1] = square
         timer.lap("backward")
 
     def record_pipeline_losses(
@@ -273,89 +324,85 @@ class TrainStep:
         flags: Callable[[], Sequence[bool]],
         timer: StepTimer,
     ) -> None:
-        """Note losses and terms of all micro-batches, whose backward a pipeline has done already; None where this
+        """Record losses and terms of all micro-batches, whose backward a pipeline has done already; None where this
         worker has not the last stage."""
         timer.lap("backward")
         for micro_batch_index, (loss, num_terms) in (
             zip(self._micro_batch_indices, losses, strict=True) if losses else ()
         ):
             if self.mesh.owns_loss:
-                self._step_metrics[micro_batch_index] = loss
-                self._write_num_terms(micro_batch_index, num_terms)
+                self.metrics.record(micro_batch_index, loss, num_terms)
         self.num_backwards = self._num_own
-        self._write_flags(flags)
+        self.metrics.raise_flags(flags(), self.buffer_sync.detect_changes())
 
-    def _write_num_terms(self, micro_batch_index: int, num_terms: Tensor | int) -> None:
-        if isinstance(num_terms, Tensor):
-            self._step_metrics[self.micro_batches + micro_batch_index] = num_terms
-        else:  # an assigned number is copied from the host, which waits for the GPU
-            self._step_metrics[self.micro_batches + micro_batch_index].fill_(num_terms)
-
-    def _write_flags(self, flags: Callable[[], Sequence[bool]]) -> None:
-        for index, raised in enumerate(flags()):
-            if raised:
-                self._step_metrics[2 * self.micro_batches + index].fill_(1)
-        if self.buffer_sync.detect_changes():
-            self._step_metrics[2 * self.micro_batches] += changed_flag_unit(self.dist_env.world_size)
-
-    def reduce_gradients(self, timer: StepTimer) -> Tensor:
-        """Leave summed gradients in the parameters; the agreement of all workers, on the device."""
+    def reduce_gradients(self, timer: StepTimer) -> None:
+        """Sum gradients, losses, terms and flags over all workers."""
         pending, needs_all_reduce = None, self.dist_env.world_size > 1 and self.reducer.metric_slots is None
         if needs_all_reduce and not self._reduce_grads_first:
-            pending = dist.all_reduce(self._step_metrics, async_op=True)
+            pending = dist.all_reduce(self.metrics.values, async_op=True)
         self.reducer.reduce_gradients()
         self.grads_reduced = True
         if pending is not None:
             pending.wait()
         elif needs_all_reduce:
-            dist.all_reduce(self._step_metrics)
+            dist.all_reduce(self.metrics.values)
         if self.reducer.metric_slots is not None:
-            self._step_metrics = merge_fp64(self.reducer.metric_slots)
+            self.metrics.values = merge_fp64(self.reducer.metric_slots)
         timer.lap("exchange")
-        return self._step_metrics
 
-    def step_on_device(self, step_metrics: Tensor, lr: float) -> None:
-        """Judge the step on the device and change the parameters, or not; `finalize` comes to the same."""
-        assert self._async_read is not None
-        numbers = torch.cat([step_metrics, self.reducer.grad_norm().view(1)])
-        self._async_read.start_copy(numbers)
-        self.optimizer.step_scaled(
-            lr, *compute_divisor_and_skip(numbers, self.micro_batches, self.scaler.scale, self.max_grad_norm)
-        )
+    def reduced_values(self) -> Tensor:
+        """The summed metrics and the norm of the summed gradients, fp64 [2 M + F + 2] on the device."""
+        return torch.cat([self.metrics.values, self.reducer.grad_norm().view(1)])
 
-    def finalize(self, step_metrics: Tensor) -> tuple[StepResult, float]:
-        """Judge the step: its outcome and the factor that turns summed gradients into the clipped mean's."""
-        count = self.micro_batches
-        if self._async_read is not None:
-            *values, square, raw_norm = self._async_read.wait_values()
-        else:
-            *values, square, raw_norm = torch.cat([step_metrics, self.reducer.grad_norm().view(1)]).tolist()
-        loss, num_terms, flags = unpack_step_metrics(values, count, self.dist_env.world_size)
-        factor = 1.0 / (max(num_terms, 1.0) * self.scaler.scale)
-        grad_norm = raw_norm * factor
-        skip_reason = nonfinite_reason(loss, grad_norm)
-        if skip_reason is None and self.max_grad_norm is not None and grad_norm > self.max_grad_norm:
-            factor *= self.max_grad_norm / grad_norm
-        noise_sample = self._make_noise_sample(square, values[count : 2 * count], grad_norm) if square else None
-        return StepResult(loss, grad_norm, skip_reason, flags, noise_sample), factor
+    def read_totals(self, values: Sequence[float] | None = None) -> StepTotals:
+        """Read what `reduce_gradients` summed; `values`: `reduced_values` where they are on the host already."""
+        *summed, grad_norm = self.reduced_values().tolist() if values is None else values
+        return self.metrics.totals(summed, grad_norm)
 
-    def _make_noise_sample(self, sum_of_squares: float, num_terms: Sequence[float], grad_norm: float) -> NoiseSample:
+    def make_noise_sample(self, totals: StepTotals, grad_norm: float) -> NoiseSample | None:
         """From the squares of each worker's first gradient (a sum over its terms), the agreed terms and the norm."""
-        first = sum(num_terms[:: self._num_own])
+        if not totals.first_squared_norm:
+            return None
+        first = sum(totals.terms_of_micro_batch[:: self._num_own])
         small_terms = max(first / self.reducer.num_norm_samples, 1.0)
-        small = sum_of_squares / self.reducer.num_norm_samples / (small_terms * self.scaler.scale) ** 2
-        return NoiseSample(small, small_terms, grad_norm**2, max(sum(num_terms), 1.0))
+        small = totals.first_squared_norm / self.reducer.num_norm_samples / (small_terms * self.scaler.scale) ** 2
+        return NoiseSample(small, small_terms, grad_norm**2, max(totals.num_terms, 1.0))
 
-    def optimizer_step(self, factor: float, lr: float) -> None:
-        """Scale the gradients and change the parameters."""
-        scale_in_place(self.reducer.grad_tensors(), factor)
-        self.optimizer.step(lr)
-
-    def update_aux_state(self, flags: Mapping[str, int]) -> list[str]:
-        """Let parts of the model that keep statistics of the global batch (`after_step`) have those of all workers, and
-        all workers the same of what forwards changed; the names of what changed for the first time."""
+    def sync_buffers(self, flags: Mapping[str, int]) -> list[str]:
+        """Give parts of the model that keep statistics of the global batch (`after_step`) those of all workers, and all
+        workers the same of what forwards changed; the names of what changed for the first time."""
         for after_step in self._after_step_hooks:
             after_step(
                 lambda value: value if self.mesh.stage_group is None else all_reduce_copy(value, self.mesh.stage_group)
             )
         return self.buffer_sync.sync_buffers(flags[BUFFERS_CHANGED_FLAG] > 0)
+
+
+class DeviceSideStep:
+    """One GPU decides on the device whether to update and by what factor, so that it computes on while the host waits
+    for the totals. Several workers must agree before any of them changes its state (regroup.py)."""
+
+    def __init__(self, accumulator: GradientAccumulator, optimizer: OptimizerContainer, max_grad_norm: float | None):
+        self._accumulator, self._optimizer, self._max_grad_norm = accumulator, optimizer, max_grad_norm
+        self._read = AsyncHostRead(2 * accumulator.num_micro_batches + len(STEP_FLAGS) + 2)
+
+    @classmethod
+    def where_possible(
+        cls, accumulator: GradientAccumulator, optimizer: OptimizerContainer, max_grad_norm: float | None
+    ) -> "DeviceSideStep | None":
+        """None where the host has to decide."""
+        env = accumulator.dist_env
+        alone_on_gpu = env.world_size == 1 and env.device.type == "cuda" and not accumulator.is_elastic
+        return cls(accumulator, optimizer, max_grad_norm) if alone_on_gpu and optimizer.supports_scaled_step else None
+
+    def step(self, lr: float) -> None:
+        """Update the parameters, or not, as `Trainer.train_step` decides."""
+        values, accumulator = self._accumulator.reduced_values(), self._accumulator
+        self._read.start_copy(values)
+        scale = accumulator.scaler.scale
+        decision = compute_divisor_and_skip(values, accumulator.num_micro_batches, scale, self._max_grad_norm)
+        self._optimizer.step_scaled(lr, *decision)
+
+    def wait_values(self) -> list[float]:
+        """Wait for the values that `GradientAccumulator.read_totals` takes."""
+        return self._read.wait_values()

@@ -333,8 +333,10 @@ def _import_function(path: str) -> Callable[[Any], Any]:
 
 
 def _import_and_call(path: str, payload: Any) -> None:
-    """Import and call in the child: what a worker loads is none of the nursery's."""
-    _import_function(path)(payload)
+    """Import and call in the child, which exits with the code that the function returns. The parent stays without what
+    a worker imports."""
+    code = _import_function(path)(payload)
+    raise SystemExit(0 if code is None else int(code))
 
 
 def _find_user_code_dir(arguments: Any) -> Path | None:
