@@ -134,7 +134,7 @@ class ForkServer:
             case RunCall():
                 self.fork_child(FIRST_CALL_RANK - message.call_id, partial(self.run_call, message), {}, None)
             case Preload():
-                _import_and_call(message.function, message.payload)
+                _import_function(message.function)(message.payload)
                 freeze_gc()
             case _:
                 raise ProtocolError(f"the nursery knows no message {message}")
@@ -180,7 +180,7 @@ class ForkServer:
             log = Path(message.logs_dir) / f"attempt-{message.attempt}-rank-{rank}.log"
             function, arguments = message.command.function, message.command.payload
             self.fork_child(
-                rank, partial(_import_and_call, function, arguments), environment, log, _find_user_code_dir(arguments)
+                rank, partial(_call_and_exit, function, arguments), environment, log, _find_user_code_dir(arguments)
             )
             far.close()
             self.control_sockets[rank] = near
@@ -332,9 +332,9 @@ def _import_function(path: str) -> Callable[[Any], Any]:
     return function
 
 
-def _import_and_call(path: str, payload: Any) -> None:
-    """Import and call in the child, which exits with the code that the function returns. The parent stays without what
-    a worker imports."""
+def _call_and_exit(path: str, payload: Any) -> None:
+    """Import and call in the child, and exit with the code that the function returns. The parent does not import what
+    a worker needs."""
     code = _import_function(path)(payload)
     raise SystemExit(0 if code is None else int(code))
 

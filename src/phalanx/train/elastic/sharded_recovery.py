@@ -1,11 +1,11 @@
-"""Sharded replicas that go on from memory: the model is built once more in the other world, without weights, and takes
+"""Recovery of sharded replicas from memory: the model is built again in the new world, without weights, and takes
 over what this worker holds. (FSDP keeps the groups of the world in which it sharded a model.)
 
-The same number of workers shards a replica before and after, so each finds its own part in its own memory; a worker
-that has just come gets it from the one in the same position of another replica. Who is a step behind gets it from
-nobody: those ahead may all be in other positions. But a step is agreed only when every worker has its part of the
-summed gradients (`GradientAccumulator.reduce_gradients`), so a worker that is behind has them, and does what the others did with
-theirs.
+The same number of workers shards a replica before and after, so each worker finds its part in its own memory. A worker
+that joins gets its part from the worker in the same position of another replica. A worker that is one step behind
+cannot get it: the workers ahead may all be in other positions. But a step is only agreed on when every worker has its
+part of the summed gradients (`GradientAccumulator.reduce_gradients`), so a worker that is behind has these gradients
+and repeats the update of the others.
 """
 
 from collections.abc import Callable
