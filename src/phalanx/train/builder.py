@@ -1,9 +1,6 @@
 """Builds what a worker trains with from a resolved recipe (model, parallelism, optimizer, loss), and resumes it."""
 
 import contextlib
-import os
-import runpy
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -143,7 +140,7 @@ def make_accumulator(
             replica_reducer,
             last_micro_batch=own_indices[-1] if mesh.pipeline_group is None and len(own_indices) > 1 else None,
         )
-    # One micro-batch adds up nothing, and where the number of workers must not matter all sum alike.
+    # With one micro-batch nothing is accumulated. Elastic runs sum in the same order on any number of workers.
     accumulates_in_matmul = isinstance(reducer, LocalReducer) and micro_batches > 1 and not is_elastic
     for layer in layers:
         layer.set_accumulate_in_matmul(accumulates_in_matmul)
@@ -191,9 +188,10 @@ def make_norm_fn(parallel_model: ParallelModel) -> NormFn:
 def resume_training(
     context: TrainContext, fingerprint: str, force: bool, hint: str = RESTORE_FILES_HINT, needs_checkpoint: bool = False
 ) -> TrainState:
-    """Go on from the newest hot copy of the run, or from its newest good checkpoint, if it has one, as it must if the
-    model is `needs_checkpoint`. DataError, with the `hint`, when it was trained on data of another fingerprint."""
-    # If one has some, and another does not see them, they are not all at the beginning.
+    """Resume from the newest in-memory checkpoint of the run, else from its newest good checkpoint on disk. Without
+    either, training starts at step 0; DataError when `needs_checkpoint` or any worker sees checkpoints. DataError, with
+    the `hint`, when it was trained on data of another fingerprint."""
+    # All workers must agree on whether there are checkpoints, also where one of them does not see the files.
     checkpoints_seen = any(
         all_gather_json(context.dist_env, needs_checkpoint or bool(list_checkpoints(context.run.checkpoints)))
     )
@@ -211,7 +209,7 @@ def resume_training(
     if loaded is None:
         if checkpoints_seen:
             raise DataError(
-                f"{context.run.checkpoints}: no checkpoint here is good; `phalanx checkpoint verify` tells why"
+                f"{context.run.checkpoints}: no checkpoint here is good; run `phalanx checkpoint verify` to see why"
             )
         prune_stale(context.run, context.dist_env, 0, None)
         return TrainState()
@@ -221,7 +219,7 @@ def resume_training(
         if not force:
             raise DataError(f"{loaded.path}: was trained on other data {fingerprints}; {hint}")
         if context.dist_env.is_rank_zero:
-            context.reporter.report_event(RunWarning(text=f"forced: the run goes on with other data {fingerprints}"))
+            context.reporter.report_event(RunWarning(text=f"forced: the run continues with other data {fingerprints}"))
     check_resumed_recipe(context, loaded.path, meta, force)
     train_state = TrainState.from_meta(meta)
     if kept_copy is None:  # older checkpoints do not say that they are one
@@ -231,8 +229,8 @@ def resume_training(
 
 
 def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, Any], force: bool) -> None:
-    """RecipeError where what decides the mathematics is not what the checkpoint at `path` was trained with: it stands
-    there under a checksum, and in resolved.yaml it does not."""
+    """RecipeError when keys that change the mathematics differ from the recipe in the meta of the checkpoint at `path`.
+    The meta is protected by a checksum, resolved.yaml is not."""
     if "recipe" not in meta:
         return
     try:
@@ -246,7 +244,7 @@ def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, A
         listed = "; ".join(map(str, found))
         raise RecipeError(
             f"{context.run.resolved}: is not what {path} was trained with: {listed}; put the old values back there, or "
-            "give --force to go on with the new ones"
+            "use --force to continue with the new ones"
         )
     if context.dist_env.is_rank_zero:
         earlier_warnings = {event.text for event in read_events(context.run.events) if isinstance(event, RunWarning)}
@@ -256,7 +254,7 @@ def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, A
 
 
 def _resume_from_memory(context: TrainContext) -> LoadedCheckpoint | None:
-    """Go on from the newest hot copy that is whole and newer than every checkpoint; None when there is none."""
+    """Resume from the newest in-memory checkpoint that is whole and newer than all on disk; None without one."""
     start_time = time.perf_counter()
 
     def on_reject(*bad: Any) -> None:
@@ -290,8 +288,8 @@ def _resume_from_memory(context: TrainContext) -> LoadedCheckpoint | None:
 
 
 def report_start(context: TrainContext, samples: int, train_state: TrainState, scaled_up: bool = False) -> None:
-    """Report that training begins on so many training samples, and what is doubtful about it. `scaled_up`: no work was
-    lost before, it only goes on with more workers."""
+    """Report the start of an attempt on `samples` training samples, and warnings about the recipe. `scaled_up`: workers
+    were added, and no work was lost."""
     recipe, dist_env = context.recipe, context.dist_env
     context.reporter.report_event(
         AttemptStarted(
@@ -354,7 +352,7 @@ def build_context(
     run, folder, dist_env = process.run, process.folder, process.dist_env
     mesh = build_mesh(recipe.parallelism, dist_env, recipe, connection_scope)
     task = load_task(recipe.task, folder)
-    # A model whose parameters are to be divided is built where it can be whole: on the host, or without any memory.
+    # A model that will be sharded is built on the host or the meta device: it need not fit on one device.
     device = dist_env.device if mesh.is_pure_ddp or mesh.pipeline_group is not None else torch.device("cpu")
     model = build_model(
         recipe.model, data.info, folder, recipe.seed, device, recipe.lora, load=False, init_weights=init_weights
@@ -480,7 +478,7 @@ def make_lm_head(model: nn.Module, task: Task, data: RunData) -> LMHead | None:
 
 
 def _load_one_sample(model: nn.Module, data: RunData) -> TensorBatch:
-    """A batch of one, where the model is; beside it if that is nowhere."""
+    """A batch of one sample on the model's device; on the CPU for a model on the meta device."""
     device = next(model.parameters()).device
     return to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device)
 
@@ -509,7 +507,7 @@ def build_parallel_model(
     scaler: GradScaler,
     fp8: Float8Selector | None = None,
 ) -> tuple[ParallelModel, LossModule | PipelineRunner]:
-    """The model as this worker has it, and what runs it."""
+    """Apply the parallelism to the model. Returns this worker's part and the module that computes losses."""
     assert recipe.memory.activation_checkpointing != "auto"
     cache_weight_casts = uses_cached_casts(recipe.compile, recipe.precision, dist_env.device)
     head = make_lm_head(model, loss_fn.task, data) if cache_weight_casts and loss_fn.lm_head is None else None
@@ -519,7 +517,7 @@ def build_parallel_model(
         compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
         tp_plan=recipe.model.tp_plan,
         seq_len=data.info.seq_len,
-        # Only our own loss knows how to be computed over parts of the vocabulary; a subclass may have another.
+        # Only the built-in loss supports a sharded vocabulary; a subclass may override it.
         vocab_parallel_loss=loss_fn.lm_head is not None and _has_built_in_head_loss(loss_fn.task),
         float8_selector=fp8,
         cache_weight_casts=cache_weight_casts,
@@ -557,7 +555,7 @@ def _has_built_in_head_loss(task: Task) -> bool:
 
 
 def _head_loss_matches_loss(task: Task) -> bool:
-    """Whether `head_loss` is the loss of this task, and not of a class whose `loss` it replaces."""
+    """Whether `head_loss` belongs to the `loss` of this task; a subclass may override only one of them."""
     owners = [kind for kind in type(task).__mro__ if "loss" in vars(kind) or "head_loss" in vars(kind)]
     return not owners or "head_loss" in vars(owners[0])
 
@@ -568,14 +566,3 @@ def _find_initial_weights(recipe: Recipe, folder: Path, model: nn.Module) -> Ini
         return open_initial_weights(recipe.init_from, folder, model)
     directory = huggingface_directory(recipe.model.build, folder)
     return None if directory is None else open_hf_weights(directory, model)
-
-
-def run_script_worker(payload: dict[str, Any]) -> None:
-    """Run the script as `python SCRIPT ARGUMENTS` would, as one worker of the run."""
-    script = payload["script"]
-    os.environ["PHALANX_RUN_DIR"] = payload["run"]
-    if payload["force"]:
-        os.environ["PHALANX_FORCE"] = "1"
-    sys.argv = [script, *payload["arguments"]]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")

@@ -1,9 +1,9 @@
-"""Compiling before the first step, so that it shows as what it is and not as one very slow step.
+"""Compile warm-up: run torch.compile before the first step, so that its time is reported separately.
 
-torch.compile works when a function is called. So the first micro-batches that this worker is going to train on run
-forward and backward once, and leave no trace: gradients are dropped, buffers (running statistics, what a router counts)
-and random numbers are put back. Held-out data are scored by other code, which is compiled when it first runs; so is a
-loop of the user's own, whose loss nobody else knows.
+torch.compile compiles a function when it is called first. The warm-up runs the first micro-batches of this worker
+forward and backward once. It then drops the gradients and restores buffers (running statistics, router counts) and
+random states. Evaluation compiles other code, when it first runs. So does a custom loop, because its loss is not known
+here.
 """
 
 import time
@@ -32,7 +32,7 @@ def warm_up_compile(
     train_state: TrainState,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Compile what training needs, and report how long it took. Every worker calls it, since divided models talk."""
+    """Compile what a step needs, and report how long it took. All workers must call it: sharded models communicate."""
     loss_module = context.loss_module
     assert loss_module is not None
     start_time, breaks = clock(), count_graph_breaks()

@@ -1,9 +1,8 @@
-"""One optimizer step: this worker's micro-batches forward and backward, the exchange, the guard, the update.
+"""Gradient accumulation, and the reduction of gradients and step metrics over workers.
 
-Everything that workers must agree on in a step is summed over them: the losses and terms of all micro-batches, each in
-a slot of its own so that the sum is exact, and flags such as the wish to stop. It travels with the gradients where they
-have room for it, because an operation of its own costs 9% of a step of 12 ms on two cores
-(docs/benchmarks/notes/measurements.md).
+`StepMetrics` holds what all workers must agree on in a step: losses, numbers of terms and flags such as a stop request.
+It is summed together with the gradients where their buckets have free elements: a separate all-reduce costs 9 % of a
+step of 12 ms on two cores (docs/benchmarks/notes/measurements.md). `Trainer.train_step` uses these classes.
 """
 
 import math
@@ -31,15 +30,15 @@ from phalanx.train.train_state import SAVE_FLAG_NAMES
 
 STEP_FLAGS = ("stop", "summoned", *SAVE_FLAG_NAMES)
 BUFFERS_CHANGED_FLAG = "changed"
-"""The flag that forwards changed what is not sent yet (distributed/buffer_sync.py)."""
+"""The flag for buffers that a forward changed and that must be synchronized (distributed/buffer_sync.py)."""
 FP32_PARTS_PER_FP64 = 3
-"""fp32 numbers that hold one of fp64: 24 bits of its 53 each."""
+"""fp32 values that hold one fp64 value: each holds 24 of its 53 significant bits."""
 NOISE_SCALE_EVERY_STEPS = 8
-"""Steps from one estimate of the gradient noise to the next: each costs a pass over the gradients."""
+"""Steps between two estimates of the gradient noise scale. Each costs a pass over the gradients."""
 
 
 class NoiseSample(NamedTuple):
-    """Squared norms of mean gradients over few and over all terms of a step, for `noise.NoiseScale.update`."""
+    """Squared norms of mean gradients over few and over all terms of a step, for `GradientNoiseScale.update`."""
 
     small_squared_norm: float
     small_terms: float
@@ -49,7 +48,7 @@ class NoiseSample(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all workers know after the gradients of a step are reduced.
+    """Values that are equal on all workers once the gradients of a step are reduced.
 
     `loss` is the mean over the terms of the global batch; `flags` counts the workers that raised each. The gradients in
     memory are sums over `num_terms` terms and have the norm `summed_grad_norm`. Under local SGD both are this worker's
@@ -67,7 +66,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, equal on all workers. `flags` counts the workers that raised each."""
+    """The result of a step, equal on all workers. `flags` counts the workers that raised each flag."""
 
     loss: float
     grad_norm: float
@@ -77,14 +76,14 @@ class StepResult:
 
 
 class StepMetrics:
-    """What a step travels with: one fp64 vector, which is summed over all workers with the gradients.
+    """The metrics of a step in one fp64 vector, which is summed over all workers with the gradients.
 
     `values` [2 M + F + 1] holds, for M micro-batches of the global batch and F = len(STEP_FLAGS) flags:
 
-    - [0, M): the loss sum of each micro-batch, in a slot of its own, so that the sum over workers is exact
+    - [0, M): the loss sum of each micro-batch; one element each, so that the sum over workers is exact
     - [M, 2 M): its number of terms
     - [2 M, 2 M + F): how many workers raise each flag; the first also carries BUFFERS_CHANGED_FLAG
-    - [2 M + F]: at times the squared norm of the first gradients, for the gradient noise scale
+    - [2 M + F]: the squared norm of the first micro-batch's gradients, in steps that estimate the gradient noise scale
     """
 
     def __init__(self, num_micro_batches: int, world_size: int, device: torch.device):
@@ -102,7 +101,7 @@ class StepMetrics:
         self.values[micro_batch_index] = loss.detach()
         if isinstance(num_terms, Tensor):
             self.num_terms[micro_batch_index] = num_terms
-        else:  # an assigned number is copied from the host, which waits for the GPU
+        else:  # assigning a Python number would copy from the host and wait for the GPU
             self.num_terms[micro_batch_index].fill_(num_terms)
 
     def raise_flags(self, flags: Sequence[bool], buffers_changed: bool) -> None:
@@ -122,18 +121,19 @@ class StepMetrics:
 
 
 def to_device(batch: Batch, device: torch.device) -> TensorBatch:
-    """Copy a batch to the device as tensors. Not by way of pinned memory: taking 512 KB of it costs 7 ms while a GPU is
-    busy, and the copy from pageable memory 0.16 ms (H200, docs/benchmarks/gpu.md)."""
+    """Copy a batch to the device as tensors. Pinned memory does not pay: allocating 512 KB of it takes 7 ms while a GPU
+    is busy, the copy from pageable memory 0.16 ms (H200, docs/benchmarks/gpu.md)."""
     return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
 
 
 def num_metric_slots(micro_batches: int) -> int:
-    """fp32 elements that the agreement of a step of so many micro-batches takes among the gradients."""
+    """fp32 elements that the metrics of a step with `micro_batches` micro-batches need in the gradient buckets."""
     return FP32_PARTS_PER_FP64 * (2 * micro_batches + len(STEP_FLAGS) + 1)
 
 
 def split_fp64(values: Tensor) -> Tensor:
-    """fp64 [n] -> fp32 [PARTS x n], whose sum over the parts it is, bit for bit within the range of fp32."""
+    """Split fp64 [n] into fp32 [FP32_PARTS_PER_FP64 * n]. The parts sum up to the value exactly, within the range of
+    fp32."""
     parts, rest = [], values
     for _ in range(FP32_PARTS_PER_FP64):
         part = rest.float()
@@ -143,43 +143,43 @@ def split_fp64(values: Tensor) -> Tensor:
 
 
 def merge_fp64(parts: Tensor) -> Tensor:
-    """What was `split_fp64`."""
+    """Undo `split_fp64`."""
     return parts.view(FP32_PARTS_PER_FP64, -1).double().sum(0)
 
 
 def changed_flag_unit(world_size: int) -> int:
-    """More than one flag can count to in a world: one that goes along with another is worth so much of it."""
+    """A power of two above the world size: a second flag is counted in multiples of it in the first flag's element."""
     return 1 << world_size.bit_length()
 
 
 def unpack_step_metrics(
     values: Sequence[float], micro_batches: int, world_size: int
 ) -> tuple[float, float, dict[str, int]]:
-    """What an agreement says: the mean loss, over how many terms, and how many workers raised each flag. CHANGED goes
-    along with the first: a flag of its own would move what else travels with the gradients."""
+    """Return the mean loss, the number of terms, and how many workers raised each flag. BUFFERS_CHANGED_FLAG shares the
+    element of the first flag: another element would shift the gradients in their buckets."""
     loss_sum, num_terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
     flag_counts = {name: round(n) for name, n in zip(STEP_FLAGS, values[2 * micro_batches :], strict=True)}
     flag_counts[BUFFERS_CHANGED_FLAG], flag_counts[STEP_FLAGS[0]] = divmod(
         flag_counts[STEP_FLAGS[0]], changed_flag_unit(world_size)
     )
-    # A batch without a single term teaches nothing: gradient and loss are zero.
+    # In a batch without any term, gradient and loss are zero.
     return loss_sum / max(num_terms, 1.0), num_terms, flag_counts
 
 
 class AsyncHostRead:
-    """Host memory for a few numbers of a GPU, fp64 [n], which can be read while the GPU is at what came after them."""
+    """Reads fp64 [n] from a GPU into pinned host memory while the GPU runs later kernels."""
 
     def __init__(self, count: int):
         self._numbers = torch.empty(count, dtype=torch.float64, pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def start_copy(self, numbers: Tensor) -> None:
-        """Copy them once the GPU has them."""
+        """Enqueue the copy."""
         self._numbers.copy_(numbers, non_blocking=True)
         self._copied.record()
 
     def wait_values(self) -> list[float]:
-        """Wait until they are there."""
+        """Wait for the copy, and return the values."""
         self._copied.synchronize()
         found: list[float] = self._numbers.tolist()
         return found
@@ -188,8 +188,9 @@ class AsyncHostRead:
 def compute_divisor_and_skip(
     numbers: Tensor, micro_batches: int, loss_scale: float, max_grad_norm: float | None
 ) -> tuple[Tensor, Tensor]:
-    """By what to divide summed gradients, so that they are the clipped mean's, and whether (1) not to use them, as
-    `Trainer.train_step` finds it; both fp32 0-d where `numbers` are, the agreement and the norm of the sum."""
+    """Compute on the device what `Trainer.train_step` computes on the host: the divisor of the summed gradients, with
+    clipping, and 1 when the step must be skipped, else 0. Both are fp32 0-d. `numbers`: step metrics and gradient norm
+    (`GradientAccumulator.reduced_values`)."""
     losses, num_terms = numbers[:micro_batches], numbers[micro_batches : 2 * micro_batches]
     count = num_terms.sum().clamp(min=1.0)
     divisor = count * loss_scale
@@ -201,24 +202,24 @@ def compute_divisor_and_skip(
 
 
 def nonfinite_reason(loss: float, grad_norm: float) -> SkipReason | None:
-    """Why a step must not change the weights."""
+    """Why a step must be skipped; None when loss and gradient are finite."""
     if not math.isfinite(loss):
         return "non-finite loss"
     return None if math.isfinite(grad_norm) else "non-finite gradient"
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
-    """What to multiply gradients with, so that their norm is at most `max_grad_norm`."""
+    """The factor that brings the gradient norm down to `max_grad_norm`; 1 where it is not above."""
     return 1.0 if max_grad_norm is None or not grad_norm > max_grad_norm else max_grad_norm / grad_norm
 
 
 class GradientAccumulator:
     """Accumulates the gradients of a step over micro-batches and reduces them over workers. It sums; `Trainer` divides.
 
-    `zero_grad`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`; then
-    `reduce_gradients` and `read_totals`. `num_micro_batches` is their number in a global batch, over all workers.
-    `persistent_grads`: gradients are accumulated in memory of their own from the beginning. `elastic`: the number of
-    replicas must not matter.
+    Call `zero_grad`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`; then
+    `reduce_gradients` and `read_totals`. `num_micro_batches` counts the micro-batches of a global batch over all
+    workers. `persistent_grads`: gradient memory is allocated once and zeroed. `elastic`: results must not depend on the
+    number of replicas.
     """
 
     def __init__(
@@ -245,15 +246,15 @@ class GradientAccumulator:
         self._persistent_grads = persistent_grads
         self._micro_batch_indices = mesh.own_micro_batches(num_micro_batches)
         self._num_own = len(self._micro_batch_indices)
-        # else the squares are not of as many terms each
+        # otherwise the squared norms are of different numbers of terms
         self._evenly_divided = num_micro_batches == self._num_own * mesh.dp_size
         self._parameters = list(parameters)
         self.num_backwards = 0
-        """Micro-batches of this step that are done."""
+        """Number of backwards that have run in this step."""
         self.grads_reduced = False
         """Whether the gradients of this step are summed over all workers."""
-        # No other worker has a part of the state that sharded replicas have: a worker that knows that a step is agreed
-        # knows that each worker has what it takes to do it (regroup.py).
+        # Sharded replicas recover from the summed gradients (elastic/sharded_recovery.py): once a worker has the summed
+        # metrics, every worker must have its part of the gradients.
         self._reduce_grads_first = isinstance(reducer, HSDPTreeReducer)
         modules_: list[Any] = [module_ for module in modules for module_ in module.modules()]
         self._after_step_hooks: list[Callable[[Callable[[Tensor], Tensor]], None]] = [
@@ -268,7 +269,7 @@ class GradientAccumulator:
         ]
 
     def zero_grad(self, step: int) -> None:
-        """Begin the step with this number: no gradients, no losses, random numbers seeded by `step`."""
+        """Begin `step`: clear gradients and metrics, and seed random numbers with it."""
         self._seeds.start_step(step, self._micro_batch_indices)
         if (bucketed_reducer := find_bucketed_reducer(self.reducer)) is not None:
             bucketed_reducer.start_step(step)
@@ -279,25 +280,25 @@ class GradientAccumulator:
         self._measures_noise = step % NOISE_SCALE_EVERY_STEPS == 0 and self._num_own > 1 and self._evenly_divided
         self.metrics = StepMetrics(self.num_micro_batches, self.dist_env.world_size, self.dist_env.device)
         for parameter in self._parameters:
-            # Otherwise autograd keeps the tensor that it is given, which a CUDA graph writes over when it runs again.
+            # Otherwise autograd keeps the tensor it receives, which a CUDA graph overwrites when it runs again.
             parameter.grad = torch.zeros_like(parameter) if self._persistent_grads else None
         for part in self._loss_scaled_modules:
             part.loss_scale = self.scaler.scale
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of this worker's micro-batches are done."""
+        """Whether backward has run for all of this worker's micro-batches."""
         return self.num_backwards == self._num_own
 
     def seed_micro_batch(self) -> None:
-        """Seed random numbers for the forward of the next micro-batch: they do not depend on who computes it."""
+        """Seed random numbers for the forward of the next micro-batch, independent of the worker that computes it."""
         self._seeds.seed_micro_batch(self.num_backwards)
 
     def backward(
         self, loss: Tensor, num_terms: Tensor | int, flags: Callable[[], Sequence[bool]], timer: StepTimer
     ) -> None:
-        """Record loss and terms of the next micro-batch, and run its backward. `flags` are asked as late as the
-        reduction allows."""
+        """Record loss and terms of the next micro-batch, and run its backward. `flags` is called once, before the last
+        backward, which starts the reduction."""
         micro_batch_index = self._micro_batch_indices[self.num_backwards]
         self.num_backwards += 1
         if self.mesh.owns_loss:
@@ -324,8 +325,8 @@ class GradientAccumulator:
         flags: Callable[[], Sequence[bool]],
         timer: StepTimer,
     ) -> None:
-        """Record losses and terms of all micro-batches, whose backward a pipeline has done already; None where this
-        worker has not the last stage."""
+        """Record losses and terms of all micro-batches after a pipeline has run their backward. `losses` is None on
+        workers without the last stage."""
         timer.lap("backward")
         for micro_batch_index, (loss, num_terms) in (
             zip(self._micro_batch_indices, losses, strict=True) if losses else ()
@@ -351,16 +352,16 @@ class GradientAccumulator:
         timer.lap("exchange")
 
     def reduced_values(self) -> Tensor:
-        """The summed metrics and the norm of the summed gradients, fp64 [2 M + F + 2] on the device."""
+        """Summed metrics and the norm of the summed gradients, fp64 [2 M + F + 2] on the device."""
         return torch.cat([self.metrics.values, self.reducer.grad_norm().view(1)])
 
     def read_totals(self, values: Sequence[float] | None = None) -> StepTotals:
-        """Read what `reduce_gradients` summed; `values`: `reduced_values` where they are on the host already."""
+        """Read the sums of `reduce_gradients`. `values`: `reduced_values`, when the host has them already."""
         *summed, grad_norm = self.reduced_values().tolist() if values is None else values
         return self.metrics.totals(summed, grad_norm)
 
     def make_noise_sample(self, totals: StepTotals, grad_norm: float) -> NoiseSample | None:
-        """From the squares of each worker's first gradient (a sum over its terms), the agreed terms and the norm."""
+        """Make the sample from the squared norms of the workers' first gradients (sums over terms) and the totals."""
         if not totals.first_squared_norm:
             return None
         first = sum(totals.terms_of_micro_batch[:: self._num_own])
@@ -369,8 +370,8 @@ class GradientAccumulator:
         return NoiseSample(small, small_terms, grad_norm**2, max(totals.num_terms, 1.0))
 
     def sync_buffers(self, flags: Mapping[str, int]) -> list[str]:
-        """Give parts of the model that keep statistics of the global batch (`after_step`) those of all workers, and all
-        workers the same of what forwards changed; the names of what changed for the first time."""
+        """Synchronize buffers: call `after_step` of modules that keep statistics of the global batch, and send rank 0's
+        values of buffers that a forward changed. Returns the names of buffers that changed for the first time."""
         for after_step in self._after_step_hooks:
             after_step(
                 lambda value: value if self.mesh.stage_group is None else all_reduce_copy(value, self.mesh.stage_group)
@@ -379,8 +380,9 @@ class GradientAccumulator:
 
 
 class DeviceSideStep:
-    """One GPU decides on the device whether to update and by what factor, so that it computes on while the host waits
-    for the totals. Several workers must agree before any of them changes its state (regroup.py)."""
+    """On one GPU, decides on the device whether to update and by what factor, so that kernels keep running while the
+    host waits for the totals. Several workers must agree before any of them changes its state
+    (elastic/reconfigure.py)."""
 
     def __init__(self, accumulator: GradientAccumulator, optimizer: OptimizerContainer, max_grad_norm: float | None):
         self._accumulator, self._optimizer, self._max_grad_norm = accumulator, optimizer, max_grad_norm
@@ -390,13 +392,13 @@ class DeviceSideStep:
     def where_possible(
         cls, accumulator: GradientAccumulator, optimizer: OptimizerContainer, max_grad_norm: float | None
     ) -> "DeviceSideStep | None":
-        """None where the host has to decide."""
+        """None when the host has to decide."""
         env = accumulator.dist_env
         alone_on_gpu = env.world_size == 1 and env.device.type == "cuda" and not accumulator.is_elastic
         return cls(accumulator, optimizer, max_grad_norm) if alone_on_gpu and optimizer.supports_scaled_step else None
 
     def step(self, lr: float) -> None:
-        """Update the parameters, or not, as `Trainer.train_step` decides."""
+        """Update the parameters unless the step must be skipped."""
         values, accumulator = self._accumulator.reduced_values(), self._accumulator
         self._read.start_copy(values)
         scale = accumulator.scaler.scale

@@ -1,13 +1,9 @@
-"""One worker's part in a run, as a training loop sees it: batches come, losses go in, steps happen.
+"""The training loop of one worker: `Trainer.fit` runs steps, `Trainer.train_step` is one step from data to update.
 
-    for batch in session.micro_batches():
-        loss_sum, terms = ...            # forward and loss are the loop's own
-        session.backward(loss_sum, terms)
-        session.step()                      # acts after the last micro-batch of a step
-
-Between two steps, in this order: the guard judges, progress counts, evaluation and checkpoint if they are due, a wish
-to stop is obeyed. All decisions rest on numbers that all workers share, so all take the same turn. The arithmetic of a
-step is `train_step.py`; the trainer (`loop.py`) and loops of the user's own (`session.py`) both drive a trainer.
+After each step, in this order: a non-finite step is skipped or rolled back, progress is counted, evaluation and
+checkpoint run when they are due, a stop request or a change of membership takes effect. Every decision is made from
+values that were reduced over all workers, so all workers make the same one. `train_step.py` accumulates and reduces
+gradients. A custom loop (`session.py`) drives the same object through `micro_batches`, `backward` and `step`.
 """
 
 import gc
@@ -48,11 +44,11 @@ STEP_ONCE_ERROR = "a training loop must call session.step() once after every ses
 
 
 BufferSnapshot = tuple[nn.Module, str, Tensor, Tensor]
-"""A module's buffer, its name there, and its value at some time."""
+"""A module, the name of one of its buffers, the buffer, and a copy of its value."""
 
 
 def snapshot_buffers(modules: Iterable[nn.Module]) -> list[BufferSnapshot]:
-    """All buffers of modules as they are now, also those that are in no checkpoint: they may count within a step."""
+    """Copy all buffers of modules, also those that no checkpoint holds: a forward may change them."""
     found = [
         (part, name, each)
         for top in modules
@@ -65,8 +61,8 @@ def snapshot_buffers(modules: Iterable[nn.Module]) -> list[BufferSnapshot]:
 class Trainer:
     """Runs training steps until `recipe.steps` or a stop request.
 
-    What must survive a restart is in `train_state`. All decisions rest on numbers that all workers share, so all make
-    the same ones. A loop of one's own (`Session`) uses `micro_batches`, `backward` and `step` instead of `fit`.
+    What must survive a restart is in `train_state`. A custom loop (`Session`) uses `micro_batches`, `backward` and
+    `step` instead of `fit`.
     """
 
     def __init__(self, context: TrainContext, start_state: TrainState | SurvivorState, common_meta: dict[str, Any]):
@@ -97,16 +93,16 @@ class Trainer:
         self._samples_at_step_start = train_state.samples_consumed
         self._post_step_done, self._evaluated_step = survivor_state.post_step_done, survivor_state.evaluated_step
         self._rollback_reason = survivor_state.rollback_reason
-        self._buffers_before: list[BufferSnapshot] = []  # when the step began, where a reconfiguration may interrupt it
+        self._buffers_before: list[BufferSnapshot] = []  # at the begin of a step that a reconfiguration may interrupt
         self._last_step: LastStep | None = None
         self._mutating = False  # model and train_state do not belong together
-        self._num_yielded = 0  # micro-batches of the step that a loop of one's own has got
+        self._num_yielded = 0  # micro-batches of the step that a custom loop has received
         self._stop_agreed = False
         self._rolled_back = False  # by the step that was just done
         self._improved = survivor_state.improved
 
     def fit(self) -> RunStatus:
-        """Train to the end: `done` or `interrupted`. The last state is saved either way."""
+        """Train until the last step or a stop request, and save the final state. Returns `done` or `interrupted`."""
         with self._open_batches() as batches:
             while not self.is_done:
                 result = self.train_step(self._next_micro_batches(batches))
@@ -114,8 +110,8 @@ class Trainer:
         return self.finish()
 
     def train_step(self, micro_batches: Sequence[Any] | None) -> StepResult:
-        """Do one step. Gradients, losses and terms are summed over all micro-batches of the global batch, and divided
-        once. None for micro-batches: the caller has run `zero_grad` and `backward` already (`step`)."""
+        """Run one step. Gradients, losses and terms are summed over all micro-batches of the global batch, and divided
+        once. `micro_batches` is None when the caller has already run `zero_grad` and `backward` (`step`)."""
         context, timer, step = self.context, self.timer, self.train_state.step + 1
         accumulator, scaler, optimizer = context.accumulator, context.scaler, context.optimizer
         lr, max_grad_norm = compute_learning_rate(context.recipe, step), context.recipe.optimizer.max_grad_norm
@@ -141,7 +137,7 @@ class Trainer:
             self._device_step.step(lr)
         totals = accumulator.read_totals(None if self._device_step is None else self._device_step.wait_values())
 
-        # The one division: gradients are sums over the terms of the global batch.
+        # Gradients are sums over the terms of the global batch. This is the only division.
         factor = 1.0 / (max(totals.num_terms, 1.0) * scaler.scale)
         grad_norm = totals.summed_grad_norm * factor
         reported_norm = grad_norm if totals.grad_norm_rms is None else totals.grad_norm_rms
@@ -163,7 +159,7 @@ class Trainer:
         return result
 
     def zero_grad(self) -> None:
-        """Begin a step: no gradients, no losses, random numbers seeded by its number."""
+        """Begin a step: clear gradients and losses, and seed random numbers with the step number."""
         context, step = self.context, self.train_state.step + 1
         self._samples_at_step_start = self.train_state.samples_consumed
         static = context.membership_changed is return_false
@@ -172,18 +168,18 @@ class Trainer:
         context.accumulator.zero_grad(step)
 
     def after_step(self, result: StepResult) -> None:
-        """Do what is due between two steps. MembershipChanged where workers are to form another world."""
+        """Run what is due between two steps. Raises MembershipChanged when workers must form another world."""
         world_size = self.context.dist_env.world_size
-        # A single worker need not agree, so it obeys a request that came late in the step at once.
+        # A single worker needs no agreement: a request that came late in the step takes effect at once.
         stop_requested = world_size == 1 and self.context.stop_request.requested
         self._stop_agreed = bool(result.flags["stop"]) or stop_requested
         self.timer.lap("other")
         self._improved = False
-        if not self._rolled_back:  # after a rollback nothing is due: it was done when the step was new
+        if not self._rolled_back:  # the work after this step was already done before the rollback
             if not self.is_done:
                 self.grad_sync_selector.select_if_due()
             self._run_post_step()
-        # A worker that joins has no part in a save in flight.
+        # A worker that joins takes no part in a save in flight, so wait for its end.
         membership_changed = result.flags["summoned"] == world_size and self.checkpoints.step_in_flight is None
         if membership_changed and not self.is_done:
             raise MembershipChanged
@@ -194,9 +190,8 @@ class Trainer:
         return self.train_state.step >= self.context.recipe.steps or self._stop_agreed
 
     def micro_batches(self) -> Iterator[Any]:
-        """Yield this worker's micro-batches, one after the other, until the run is done or stops, for a loop of one's
-        own. Random numbers are seeded for each. UsageError when `backward` or `step` is left out or called once too
-        often."""
+        """Yield this worker's micro-batches to a custom loop until the run is done or stops. Random numbers are seeded
+        for each. UsageError when the loop leaves out `backward` or `step`, or calls one once too often."""
         with self._open_batches() as batches:
             while not self.is_done:
                 micro_batches = self._next_micro_batches(batches)
@@ -212,15 +207,15 @@ class Trainer:
                     raise UsageError(STEP_ONCE_ERROR)
 
     def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
-        """Run backward of a micro-batch: the sum of its losses (0-d) over `num_terms` terms. Do not divide: `step`
-        does, by the number of terms of the global batch. UsageError when no micro-batch waits for it."""
+        """Run backward of a micro-batch. `loss_sum` (0-d) is the sum of its losses over `num_terms` terms, not divided:
+        `step` divides by the number of terms of the global batch. UsageError when no micro-batch is pending."""
         if self.context.accumulator.num_backwards >= self._num_yielded:
             raise UsageError(BACKWARD_ONCE_ERROR)
         self.context.accumulator.backward(loss_sum, num_terms, self._local_flags, self.timer)
 
     def step(self) -> bool:
-        """Complete the step after its last micro-batch; whether this was the last. UsageError when the step was done
-        already, or none has begun."""
+        """Complete the step after its last micro-batch. Returns whether the step was completed. UsageError when it was
+        completed before, or no step has begun."""
         if not self._num_yielded:
             raise UsageError(STEP_ONCE_ERROR)
         if not self.context.accumulator.is_complete:
@@ -232,7 +227,7 @@ class Trainer:
 
     @contextmanager
     def _open_batches(self) -> Iterator[Prefetcher]:
-        """Start training: callbacks, the batches of this worker, and what was left to do of the last step."""
+        """Start callbacks and this worker's batches, and finish what was due after the last step."""
         context, train_state, recipe = self.context, self.train_state, self.context.recipe
         context.callbacks.run_context.step = train_state.step
         context.callbacks.on_train_start()
@@ -267,13 +262,13 @@ class Trainer:
         return micro_batches
 
     def _wait_snapshot_copied(self) -> None:
-        """Wait until a save has copied the state that the optimizer changes next: the only wait of a save."""
+        """Wait until a save in flight has copied the state, which the optimizer changes next. Saves wait only here."""
         self.checkpoints.wait_snapshot_copied()
         self.timer.lap("checkpoint")
 
     def _run_post_step(self) -> None:
-        """Do what is due after a step."""
-        if self._evaluated_step < self.train_state.step:  # else before a reconfiguration interrupted what follows
+        """Run evaluation and checkpoints that are due after a step."""
+        if self._evaluated_step < self.train_state.step:  # else a reconfiguration interrupted it after the evaluation
             self._improved = self._evaluate_if_due()
             self._evaluated_step = self.train_state.step
         self.timer.skip()
@@ -285,12 +280,12 @@ class Trainer:
 
     @property
     def state_is_consistent(self) -> bool:
-        """Whether other workers could continue from what is in this worker's memory."""
+        """Whether other workers could continue from the state in this worker's memory."""
         return not self._mutating
 
     def detach(self) -> SurvivorState:
-        """Leave everything as it was at the end of the last step that is done, without a message to the others."""
-        pending_save = self.checkpoints.detach()  # before anything changes that it may be copying
+        """Restore the state at the end of the last completed step, without communication."""
+        pending_save = self.checkpoints.detach()  # first: it may be copying what changes below
         self.context.accumulator.reducer.close()
         in_step = self.train_state.samples_consumed == self._samples_at_step_start
         if in_step:
@@ -302,7 +297,7 @@ class Trainer:
         return SurvivorState(self.train_state, self._post_step_done, self._last_step, grads_reduced, *due, pending_save)
 
     def finish(self) -> RunStatus:
-        """Save the state with which the run ends; `done` or `interrupted`."""
+        """Save the final state. Returns `done` or `interrupted`."""
         self.context.heartbeat.record("ending")
         self.checkpoint_policy.save_final(self._improved)
         status: RunStatus = "done" if self.train_state.step >= self.context.recipe.steps else "interrupted"
@@ -310,7 +305,7 @@ class Trainer:
         return status
 
     def _complete_step(self, step: int, result: StepResult, lr: float, factor: float, updated: bool) -> None:
-        """Bring everything but parameters to the state after the step, count it, and report it."""
+        """Update everything but the parameters after a step, count the step and report it."""
         context, recipe, train_state, timer = self.context, self.context.recipe, self.train_state, self.timer
         newly_changed = context.accumulator.sync_buffers(result.flags)
         timer.lap("optimizer")
@@ -346,19 +341,21 @@ class Trainer:
         self._remember_event(event)
         self._report_event(event)
         if newly_changed:
-            text = f"forwards change {format_names(newly_changed)}: after each step all workers have what rank 0 has"
+            text = (
+                f"the forward changes {format_names(newly_changed)}: rank 0's values are sent to all workers each step"
+            )
             self._report_event(RunWarning(text=text))
         if is_first:
-            context.reporter.flush()  # the agent can do without a worker from now on
+            context.reporter.flush()  # from now on the agent can replace a lost worker
         self._handle_nonfinite(step, result)
 
     def _remember_event(self, event: StepDone | NonFiniteStep) -> None:
-        """Keep what is told of a step for workers that may be torn out of it."""
+        """Keep the events of a step for workers that a reconfiguration interrupts in it."""
         assert self._last_step is not None
         self._last_step = replace(self._last_step, events=(*self._last_step.events, event))
 
     def _update_noise_scale(self, result: StepResult) -> float | None:
-        """The gradient noise scale in samples, where this step added to the estimate."""
+        """The gradient noise scale in samples, or None when this step adds nothing to the estimate."""
         sample, noise_scale = result.noise_sample, self.train_state.noise_scale
         if sample is None or sample.small_terms >= sample.big_terms:
             return None
@@ -367,11 +364,11 @@ class Trainer:
         return None if noise_scale.value is None else _finite_or_none(noise_scale.value * samples)
 
     def _local_flags(self) -> tuple[bool, ...]:
-        """This worker's flags for the agreement, in the order of `step.STEP_FLAGS`."""
+        """This worker's flags, in the order of `train_step.STEP_FLAGS`."""
         return (self.context.stop_request.requested, self.context.membership_changed(), *self.checkpoints.local_flags())
 
     def _handle_nonfinite(self, step: int, result: StepResult) -> None:
-        """The guard's turn: take note, and roll back when too many steps in a row were skipped."""
+        """Count a skipped step, and roll back when too many in a row were skipped."""
         scaler, train_state = self.context.scaler, self.train_state
         if result.skip_reason is None:
             scaler.update(overflow=False)
@@ -392,13 +389,13 @@ class Trainer:
             self._roll_back(result.skip_reason)
 
     def _roll_back(self, reason: str) -> None:
-        """Go back to the last good checkpoint's weights. Samples are not repeated: they would poison it again."""
+        """Load the weights of the last good checkpoint. The samples since then are not repeated: they caused this."""
         context, train_state = self.context, self.train_state
-        self._rollback_reason = reason  # also for who is torn out of waiting
+        self._rollback_reason = reason  # a reconfiguration may interrupt the wait
         self.checkpoints.wait_until_saved()
         self._mutating = True
         if train_state.lost_checkpoint_step:
-            # Another in its place would be another run; so all start again from before it, and come by it once more.
+            # Rolling back to another checkpoint would change the run. Restart from the one before, and write it again.
             self.checkpoints.delete_after(train_state.lost_checkpoint_step)
             raise RuntimeError(
                 f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and the checkpoint to go "
@@ -427,7 +424,7 @@ class Trainer:
             )
 
     def _evaluate_if_due(self) -> bool:
-        """Score held-out data if it is time; whether the score is the best so far."""
+        """Evaluate on the validation set if due. Returns whether the loss is the best so far."""
         context, recipe, train_state = self.context, self.context.recipe, self.train_state
         every = recipe.evaluation.every
         due = every is not None and (
@@ -437,7 +434,7 @@ class Trainer:
             return False
         with context.parallel_model.use_global_params():
             result = context.evaluate()
-        if result is None:  # nothing to score, or asked to stop
+        if result is None:  # no validation set, or a stop request
             return False
         improved = math.isfinite(result.loss) and (train_state.best_loss is None or result.loss < train_state.best_loss)
         if improved:
@@ -458,7 +455,7 @@ class Trainer:
         report_rejected_checkpoint(self.context, path, file, reason)
 
     def _report_event(self, event: Event) -> None:
-        """Report an event, and call the callbacks that wait for it."""
+        """Report an event, and call the callbacks for it."""
         if self.context.dist_env.is_rank_zero:
             self.context.reporter.report_event(event)
         elif isinstance(event, StepDone):
@@ -467,7 +464,7 @@ class Trainer:
 
 
 def phases_of(times: Mapping[str, float]) -> StepPhases:
-    """The parts of a stopwatch."""
+    """The phases of a step as an event has them."""
     return StepPhases(
         data_wait=times["data"],
         forward=times["forward"],
@@ -480,5 +477,5 @@ def phases_of(times: Mapping[str, float]) -> StepPhases:
 
 
 def _finite_or_none(value: float) -> float | None:
-    """JSON knows neither NaN nor infinity."""
+    """None for NaN and infinity, which JSON cannot hold."""
     return value if math.isfinite(value) else None

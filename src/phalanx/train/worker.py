@@ -7,7 +7,9 @@ calls it, too. Everything a worker trains with stands in the run's `resolved.yam
 import contextlib
 import faulthandler
 import os
+import runpy
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -332,3 +334,14 @@ def configure_kernels(device: torch.device, precision: str, deterministic: bool)
     if device_kind_of(device.type).is_gpu and deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         set_deterministic(True)
+
+
+def run_script_worker(payload: dict[str, Any]) -> None:
+    """Run a training script as one worker of the run, as `python SCRIPT ARGUMENTS` does."""
+    script = payload["script"]
+    os.environ["PHALANX_RUN_DIR"] = payload["run"]
+    if payload["force"]:
+        os.environ["PHALANX_FORCE"] = "1"
+    sys.argv = [script, *payload["arguments"]]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")

@@ -124,7 +124,7 @@ def test_forced_over_other_data_a_run_says_so(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     assert resume(parts, force=True).step == 6
     (warning,) = events(parts, RunWarning)
-    assert "forced: the run goes on with other data" in warning.text
+    assert "forced: the run continues with other data" in warning.text
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
