@@ -112,7 +112,7 @@ def _start_process(
     run = Run(Path(payload["run"]))
     stop_request = StopRequest()
     stop_request.install_handlers()
-    reporter = make_reporter(run, dist_env.is_rank_zero, os.environ.get("PHALANX_EVENTS"), on_event)
+    reporter = make_reporter(run, dist_env.is_rank_zero, os.environ.get("PHALANX_EVENTS_FD"), on_event)
     faulthandler.register(signal.SIGUSR2)  # the agent asks where we are; the answer goes to our log
     heartbeat = open_heartbeat(dist_env.local_rank)
     heartbeat.record("starting")
@@ -131,7 +131,7 @@ class _Ending:
 @contextlib.contextmanager
 def _reporting_errors(process: WorkerProcess) -> Iterator[_Ending]:
     """Report what ends a worker, and turn it into an exit code where its cause is known."""
-    reporter, ending, by_agent = process.reporter, _Ending(), bool(os.environ.get("PHALANX_EVENTS"))
+    reporter, ending, by_agent = process.reporter, _Ending(), bool(os.environ.get("PHALANX_EVENTS_FD"))
     try:
         with naming_causes():
             yield ending
