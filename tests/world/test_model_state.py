@@ -27,7 +27,8 @@ def test_a_model_with_all_of_it_goes_on_in_the_same_bits_and_says_what_all_share
     said = [event.text for event in ended.events_of_kind(RunWarning) if "the forward changes" in event.text]
     assert said
     assert all(
-        "the model's extra state, last, mean and 3 more: after each step all workers have" in text for text in said
+        "the model's extra state, last, mean and 3 more: rank 0's values are sent to all workers" in text
+        for text in said
     )
 
 
