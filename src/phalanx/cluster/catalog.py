@@ -65,6 +65,9 @@ def find_storage(name: str) -> StorageSpec:
 
 
 def figure_sources(kind: CatalogKind, name: str) -> Mapping[str, str]:
-    """Where each figure of an entry comes from, by key. A text with `unverified` tells a figure to be checked before
-    money depends on it. RecipeError: there is no such entry."""
+    """Return the source of each figure of an entry, by key.
+
+    A source with the word `unverified` marks a figure to check before money depends on it. Raises RecipeError when
+    there is no such entry.
+    """
     return get_entry(kind, name).sources

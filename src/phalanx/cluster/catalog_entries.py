@@ -1,8 +1,8 @@
-"""Entries of the catalogue: what is written in data/*.yaml, found by any of its names. Knows names, not figures.
+"""Look up entries of the catalogue (data/*.yaml) by any of their names. Handles names, not figures.
 
-Names are compared as sets of words: case, punctuation, order and vendors' names do not count, `80 GB` is `80GB`. A
-device with other memory or in another form is another device: words that an entry does not allow beside its name are
-never ignored. Files are read at the first question, not at import.
+Names are compared as sets of words: case, punctuation, order and vendor names do not matter, and `80 GB` equals `80GB`.
+A device with different memory or in a different form factor is a different device, so a word that is neither part of
+the name nor in `optional_words` is never ignored. Files are read on first use, not at import.
 """
 
 import re
@@ -30,11 +30,11 @@ _SINGULAR_BY_KIND = {
 _VENDOR_WORDS = re.compile(
     r"nvidia|amd|intel|google|aws|amazon|azure|gcp|tesla|geforce|instinct|gpu|cloud|r|tm|gen|interconnect"
 )
-"""Words that tell makers and kinds, never which one."""
+"""Words for vendors and kinds, which do not identify a device."""
 _FAMILY_NUMBER = re.compile(
     r"\b(tpu|ici|rtx|gtx|nvlink|pcie|gen|efa|slingshot|trainium|neuronlink|gaudi|xeon|epyc)(?=v?\d)"
 )
-"""Words that people write with and without a space before a number."""
+"""Words that are written with or without a space before a number."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class CatalogEntry:
     name: str
     aliases: tuple[str, ...]
     optional_words: frozenset[str]
-    """Words that may stand beside one of its names."""
+    """Words that may be added to one of its names."""
     values: Mapping[str, Any]
     sources: Mapping[str, str] = field(repr=False)
 
@@ -80,7 +80,7 @@ def find_entry(kind: CatalogKind, name: str) -> CatalogEntry | None:
         return found
     given = name_words(name)
     matches = [(len(own), one) for own, one in by_words if own <= given <= own | one.optional_words]
-    # of two entries that fit, the one with more words of its own says more: `A100 PCIe` before `A100`
+    # the most specific match wins: `A100 PCIe` before `A100`
     return max(matches, key=lambda pair: pair[0])[1] if matches else None
 
 

@@ -36,14 +36,15 @@ MATMUL_CPU_FLAGS = (
 """CPU features that decide how fast a matrix product can be; a CPU's other flags are left out."""
 
 FEW_WORKERS, WORKERS_A_CORE = 64, 16
-"""A node starts at most so many workers, or so many for each core: each takes memory, however little it computes."""
+"""Limit on the workers of a node, in total or per core, whichever is larger: each worker takes memory even when it
+computes little."""
 FEW_THREADS, THREADS_A_CORE = 256, 16
-"""The same for the threads of all workers of a node."""
+"""Same limit for the threads of all workers of a node."""
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """The processor, from /proc/cpuinfo: `ghz` is its highest known clock, None when nothing tells it."""
+    """The CPU as in /proc/cpuinfo. `ghz`: its highest known clock, None if unknown."""
 
     name: str
     vendor: str = ""
@@ -165,8 +166,10 @@ def choose_gpus(detected: Sequence[DetectedGpu], device: str) -> list[DetectedGp
 
 
 def parse_cpuinfo(text: str, ghz: float | None = None) -> Cpu:
-    """The first processor of a /proc/cpuinfo, of x86 or ARM. `ghz` counts before the clock that the text tells: the
-    nominal one in the name ("@ 2.60GHz"), else the current one."""
+    """Parse the first processor of an x86 or ARM /proc/cpuinfo.
+
+    The clock is `ghz`, else the nominal clock in the model name ("@ 2.60GHz"), else the current clock.
+    """
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
@@ -239,8 +242,10 @@ def read_cgroup_memory(root: Path) -> int | None:
 
 
 def _cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
-    """This process's group and all above it, each of which may set a limit. In a container the path that the kernel
-    tells may lie outside of what is mounted; then only the part that exists counts."""
+    """Yield the directory of this process's cgroup and those of its parents, each of which may set a limit.
+
+    In a container the path that the kernel reports may lie outside the mount; then only existing directories count.
+    """
     for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -313,7 +318,7 @@ def has_intel_gpu_driver(root: Path) -> bool:
 
 
 def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
-    """UsageError where nodes like this machine cannot have so many workers between them."""
+    """Raise UsageError when `nodes` machines like this one cannot run `workers` workers in total."""
     each = math.ceil(workers / nodes)
     if machine.num_gpus and each > machine.num_gpus:
         raise UsageError(explain_too_few_gpus(each, machine.num_gpus))
@@ -326,7 +331,7 @@ def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
 
 
 def check_threads(machine: Machine, threads: int, workers: int) -> None:
-    """RecipeError where a node like this machine cannot start so many threads for each of so many workers."""
+    """Raise RecipeError when a machine like this one cannot start `threads` threads in each of `workers` workers."""
     most = max(FEW_THREADS, THREADS_A_CORE * machine.logical_cores) // workers
     if threads > most:
         raise RecipeError(

@@ -18,7 +18,7 @@ RECORDED_VARIABLES = (
 )
 
 SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
-"""Variables whose names hold one of these are neither recorded nor handed on unasked."""
+"""A variable with one of these in its name is not recorded, and passed to jobs only on request."""
 
 
 def collect_environment(

@@ -43,14 +43,15 @@ class GpuLinks:
 
     @property
     def host_gbps(self) -> float | None:
-        """Of its PCIe link one way, at its best generation and its present width; before protocol overhead."""
+        """GB/s of its PCIe link in one direction, at its maximum generation and current width, without protocol
+        overhead."""
         if not self.lanes or not self.max_pcie_generation:
             return None
         return pcie_gbps(self.max_pcie_generation, self.lanes)
 
     @property
     def nvlink_gbps(self) -> float | None:
-        """Of all its NVLinks together, one way."""
+        """GB/s of all its NVLinks together, in one direction."""
         each = NVLINK_GB_PER_S_BY_VERSION.get(self.nvlink_version or 0)
         return each * self.nvlinks if each and self.nvlinks else None
 
@@ -85,8 +86,10 @@ def discover_gpu_links(root: Path = Path("/"), nvml: Any = None) -> tuple[GpuLin
 
 
 def choose_scale_up(links: tuple[GpuLinks, ...]) -> ScaleUpNetwork | None:
-    """The network among the GPUs of this machine: NVLink where every GPU has the same, else PCIe. None for fewer than
-    two GPUs, or where nothing tells a rate."""
+    """Return the network among the GPUs of this machine: NVLink when all GPUs have the same links, else PCIe.
+
+    None for fewer than 2 GPUs or an unknown rate.
+    """
     if len(links) < 2:
         return None
     nvlink = {each.nvlink_gbps for each in links}

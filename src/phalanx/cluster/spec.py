@@ -1,8 +1,8 @@
-"""A cluster, as values: what a machine room has on paper, and what was measured there. This file says what can be said;
-`load.py` fills it in from the catalogue, `probe/` measures, `plan` predicts with it.
+"""Schema of a cluster: data-sheet values and measurements. `load.py` fills in values from the catalogue,
+`calibration/` measures, and the planner predicts with both.
 
-Units: TFLOP/s dense; GB/s = 1e9 bytes a second, one way, for one device or port; GiB of memory; us; watts. A figure
-that nobody gave is None, never a guess: who needs it says what stands in for it.
+Units: TFLOP/s dense; GB/s = 1e9 bytes per second in one direction for one device or port; GiB of memory; us; watts. An
+unknown figure is None, never a guess: code that needs one states its default.
 """
 
 from typing import Annotated, Any, Literal

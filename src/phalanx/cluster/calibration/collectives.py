@@ -39,7 +39,7 @@ MAX_CALLS_PER_TIMING = 8
 MAX_BYTES_PER_TIMING = 2 * BYTES_PER_MIB
 """A buffer of this size or more is timed alone: it shows more than the clock's own noise."""
 KNOWN_ALGORITHMS = {("gloo", "all_reduce"): "ring"}
-"""What a backend is known to take (gloo/allreduce.cc: ring unless told otherwise); NCCL chooses by size."""
+"""Algorithm by backend and collective. gloo/allreduce.cc defaults to a ring; NCCL chooses by size."""
 
 
 def bus_factor(kind: MeasuredCollective, ranks: int) -> float:
@@ -51,7 +51,7 @@ def bus_factor(kind: MeasuredCollective, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """A collective of a buffer of so many bytes among the first `num_ranks` ranks."""
+    """A collective on a buffer of `nbytes` bytes among the first `num_ranks` ranks."""
 
     collective: MeasuredCollective
     num_bytes: int

@@ -1,5 +1,5 @@
-"""Operations that training does beside matrix products: each of `memory_ops.py` by size and precision, and each of
-`autograd_ops.py` forward and backward. Runs in a process of its own, returns plain values for `OpTiming`.
+"""Benchmark the operations of training other than matrix products: those of `memory_ops.py` by size and precision, and
+those of `autograd_ops.py` forward and backward. Runs in a separate process and returns plain values for `OpTiming`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,11 @@ class SizedCase:
 
 
 def measure_memory_ops(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """The operations of `memory_ops.py`. `payload`: `device` (of torch), `threads` (CPU), `seconds` in all, `quick`,
-    `memory_bytes` of the device, `processes` that do the same beside us, and optionally `sizes` and `kinds`."""
+    """Measure the operations of `memory_ops.py`.
+
+    `payload`: `device` (of torch), `threads` (CPU), `seconds` in total, `quick`, `memory_bytes` of the device,
+    `processes` that measure concurrently, and optionally `sizes` and `kinds`.
+    """
     import torch
 
     device, quick = payload["device"], payload["quick"]
@@ -104,7 +107,7 @@ def measure_memory_ops(payload: dict[str, Any], timer: BenchTimer | None = None)
 def measure_memory_op(
     case: SizedCase, budget_s: float, pool: ColdBufferPool, bytes_per_run: float, timer: BenchTimer, processes: int
 ) -> dict[str, Any]:
-    """One case, measured for about `budget_s` seconds with so many sets of arguments that `held` bytes are moved."""
+    """Measure one case for about `budget_s` seconds, with enough argument sets to move `bytes_per_run` bytes."""
     dtype = _torch_dtype(case.precision)
     work = case.make_case(pool, case.size_bytes, 1, dtype)
     nbytes = (
@@ -169,7 +172,7 @@ def training_precisions(device: str) -> tuple[str, ...]:
 
 
 def num_argument_sets(nbytes: float, bytes_per_run: float) -> int:
-    """How many sets of arguments of an operation that moves so many bytes."""
+    """Return how many argument sets of `nbytes` each make a run of `bytes_per_run` bytes."""
     return max(1, min(MAX_ARGUMENT_SETS, int(bytes_per_run // max(nbytes, 1.0))))
 
 
@@ -182,7 +185,7 @@ def bytes_per_run_of(device: str, quick: bool, root: Path = Path("/")) -> int:
 
 
 def prepare_buffers(device: str, threads: int | None, nbytes: int, warm_bytes: int) -> tuple[ColdBufferPool, Any]:
-    """A pool of so many bytes and an allocator with `held` bytes at hand for as long as the second value lives."""
+    """Return a pool of `nbytes`, and an object that keeps `warm_bytes` mapped in the allocator while it lives."""
     import torch
 
     if threads and device == "cpu":

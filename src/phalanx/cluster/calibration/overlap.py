@@ -57,7 +57,7 @@ def measure_overlap(payload: dict[str, Any], timer: BenchTimer) -> dict[str, flo
 def _measure_on_cpu(
     buffer: torch.Tensor, multiply: Callable[[], object], gemm_s: float, all_reduce_s: float, timer: BenchTimer
 ) -> tuple[float, float]:
-    """Products for as long as the all-reduce takes: that is the time of both, and how many there were tells theirs."""
+    """Run products until the all-reduce ends. The duration is that of both; the number of products gives their time."""
     buffer.fill_(1.0)
     timer.max_over_ranks(0.0)
     started, count = timer.clock(), 0

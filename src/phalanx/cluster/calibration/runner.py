@@ -1,7 +1,7 @@
-"""One probe from beginning to end: families of measurements, each with its share of the time, and the cluster that
-comes out. No processes here: who calls says how functions are run in others (`Executor`).
+"""Run a calibration: measure families of operations, each with a share of the time budget, and build the cluster file.
 
-A family that fails costs only itself; what was not measured is told among what is odd.
+Starts no process: the caller passes an `Executor` that runs functions in other processes. When a family fails, the
+others are still measured, and the failure is listed in `Measurements.odd`.
 """
 
 import os
@@ -64,14 +64,13 @@ class MeasurementFailed(Exception):
 
 @dataclass(frozen=True)
 class Executor:
-    """What a probe needs of the world outside.
+    """Functions with side effects that a calibration calls.
 
-    `run_in_process` runs `module:function(payload)` in a process of its own, `run_in_world` the same on every rank of a
-    new world of so
-    many processes and returns what rank 0 returned; both raise NotMeasured when that fails. `save_checkpoint` writes a
-    checkpoint
-    of so many bytes below a folder, and returns the seconds it took. `scratch_dir` is a folder of our own on what shall
-    be measured; who made it removes it. `report_progress` is told what comes next, and how much of the time is over.
+    `run_in_process` runs `module:function(payload)` in a separate process; `run_in_world` runs it on every rank of a
+    new world of the given size and returns the value of rank 0. Both raise NotMeasured on failure. `save_checkpoint`
+    writes a checkpoint of the given bytes below a directory and returns seconds. `scratch_dir` is a private directory
+    on the disk to measure; the caller removes it. `report_progress` gets the next step and the share of time that has
+    passed.
     """
 
     run_in_process: Callable[[str, Any], Any]
@@ -103,7 +102,7 @@ class Results:
 
     @property
     def drift(self) -> float:
-        """By what share the slowest of the references took longer than the fastest."""
+        """Share by which the slowest reference product took longer than the fastest."""
         return max(self.reference_times_s) / min(self.reference_times_s) - 1
 
 
@@ -121,8 +120,10 @@ def calibrate_machine(
     seconds: float | None = None,
     root: Path = Path("/"),
 ) -> Cluster:
-    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`), and say what looks wrong. UsageError when
-    the disk has no room."""
+    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`) and list anomalies.
+
+    Raises UsageError when the disk has too little free space.
+    """
     processes = default_num_processes(machine) if processes is None else processes
     storage.check_free_space(executor.scratch_dir, quick)
     hardware, results = discover_hardware(machine, executor.scratch_dir, root), Results()
@@ -218,7 +219,7 @@ def _time_reference(machine: Machine, executor: Executor, results: Results) -> N
 
 
 def _measurement_payload(machine: Machine, quick: bool, budget_s: float) -> dict[str, Any]:
-    """What every measurement is told of the machine."""
+    """Return the part of the payload that is the same for every measurement."""
     return {
         "device": machine.device,
         "threads": machine.physical_cores,

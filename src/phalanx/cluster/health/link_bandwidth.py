@@ -83,14 +83,15 @@ def connect_to_listener(address: tuple[str, int], token: bytes, request: bytes) 
 
 
 def accept_caller(sock: socket.socket, token: bytes, seconds: float = HANDSHAKE_TIMEOUT_S) -> bytes:
-    """What a caller wants who knows the token. Refused when he does not, OSError when he falls silent."""
+    """Authenticate a caller and return its request. Raises AuthenticationError for a wrong token, OSError on
+    timeout."""
     sock.settimeout(SILENCE_TIMEOUT_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return server_handshake(sock, token, seconds)[0]
 
 
 Connection = tuple[socket.socket, bytes]
-"""The connection of one who knows the token, and what it is for."""
+"""An authenticated connection, and its request."""
 
 
 def accept_connections(
@@ -151,9 +152,9 @@ def evaluate_link(address: str, link: LinkMeasurement) -> HealthFinding:
         evaluate_threshold("link asymmetry", faster / slower),
     ]
     if verdicts[2] is not HealthVerdict.PASS:
-        summary += "; one way is much slower than the other: see cable, duplex and who else sends"
+        summary += "; one direction is much slower than the other: check the cable, the duplex mode and other traffic"
     elif worst_verdict(verdicts) is not HealthVerdict.PASS:
-        summary += "; slow for a training network: see which interface the name leads to"
+        summary += "; slow for a training network: check which interface the name resolves to"
     return HealthFinding("link-bandwidth", worst_verdict(verdicts), summary, figures)
 
 

@@ -1,8 +1,8 @@
-"""All nodes of a job measure the links between them, pair by pair, and the slow node or cable is named.
+"""Measure the links between all nodes of a job, pair by pair, to find a slow node or cable.
 
-Started once on each node by an engine, which tells who leads and how many there are (PHALANX_NUM_NODES,
-PHALANX_NODE_RANK, PHALANX_LEADER_ADDR, a token). Node 0 leads: in each round every node has one partner, so no node
-measures two links at once; what all links of a round share, such as switches, they share as in training.
+A backend starts this once on each node, with the leader and the number of nodes in the environment (PHALANX_NUM_NODES,
+PHALANX_NODE_RANK, PHALANX_LEADER_ADDR, a token). Node 0 leads. In each round every node has one partner, so no node
+measures two links at once. Links of the same round share switches, as in training.
 """
 
 import contextlib
@@ -213,7 +213,7 @@ def _run_peer(placement: NodePlacement, local: "LocalListener", on_finished: Cal
             on_finished()
             _send_message(connection, {})
             with contextlib.suppress(OSError):
-                connection.recv(1)  # its end: all are settled
+                connection.recv(1)  # returns at end of file, when the leader has answered all nodes
             return [parse_finding(each) for each in message["findings"]]
     except (OSError, AuthenticationError) as error:
         address = f"{placement.leader[0]}:{placement.leader[1]}"
@@ -223,7 +223,7 @@ def _run_peer(placement: NodePlacement, local: "LocalListener", on_finished: Cal
 
 
 def _connect_to_leader(placement: NodePlacement) -> socket.socket:
-    """The connection to the leader, as soon as it listens."""
+    """Connect to the leader; retry until it listens."""
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
@@ -242,7 +242,7 @@ def _measure_or_error(address: tuple[Any, ...], token: bytes) -> LinkMeasurement
 
 
 def _serve_one_measurement(local: "LocalListener") -> None:
-    """Answer one measurement. Where it breaks off, the partner tells why."""
+    """Answer one measurement. If it fails, the partner reports the error."""
     with contextlib.suppress(OSError, queue.Empty):
         for _ in range(CONNECTIONS_PER_MEASUREMENT):
             sock, request = local.connections.get(timeout=ROUND_TIMEOUT_S / 4)
@@ -251,12 +251,12 @@ def _serve_one_measurement(local: "LocalListener") -> None:
 
 
 def _send_message(sock: socket.socket, value: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # it is gone: who waits for its answer will know
+    with contextlib.suppress(OSError):  # the peer is gone: the code that waits for its answer notices
         sock.sendall(json.dumps(value).encode() + b"\n")
 
 
 def _receive_message(peer: Peer) -> dict[str, Any]:
-    """The next line of a member."""
+    """Return the next message of a peer."""
     assert peer.connection is not None
     while b"\n" not in peer.buffer:
         part = peer.connection.recv(1 << 16)
@@ -272,8 +272,11 @@ def _receive_message(peer: Peer) -> dict[str, Any]:
 def evaluate_node_links(
     node: int, names: Mapping[int, str], links: Mapping[NodePair, LinkMeasurement | str], missing: Sequence[str]
 ) -> list[HealthFinding]:
-    """What is said of one node by all links. A node whose links are slow, most of them, is slow itself, which is not
-    held against the others; a single slow link is a matter of the way between two."""
+    """Evaluate one node by all of its links.
+
+    If most links of a node are slow, the node is slow, and its partners are not blamed. A single slow link points to
+    the path between two nodes.
+    """
     rates = {
         pair: min(link.send_bytes_per_s, link.receive_bytes_per_s)
         for pair, link in links.items()
@@ -335,7 +338,7 @@ def evaluate_node_links(
 
 
 def _rates_of_node(node: int, rates: Mapping[NodePair, float]) -> dict[int, float]:
-    """A node's links, by who is at the other end."""
+    """Return the rates of a node's links by the node at the other end."""
     return {_other_node(pair, node): rate for pair, rate in rates.items() if node in pair}
 
 

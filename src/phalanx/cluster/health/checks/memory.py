@@ -54,7 +54,7 @@ def parse_meminfo(meminfo: str, name: str) -> int | None:
 
 
 def read_cgroup_used(root: Path) -> int | None:
-    """Bytes that this process's control group uses, its files in the page cache apart, which the kernel drops first."""
+    """Return the bytes that this process's cgroup uses, without inactive page cache, which the kernel drops first."""
     for line in read_small_file(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
