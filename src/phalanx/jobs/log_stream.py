@@ -1,9 +1,8 @@
-"""What the workers of a run print and what happens in it, as one stream of lines with time, node and rank. It reads the
-run's directory alone, again and again while the run grows.
+"""Merge the output of workers and the events of a run into one stream of lines with time, node and rank. Reads only the
+run directory, repeatedly while the run grows.
 
-Workers print into files, without times. What is there at the first look was printed at times that nobody knows, but for
-the last line of each file: that is when the file last changed. What comes later was printed since the look before, and
-gets the time at which its file changed.
+Worker output goes to files, without times. At the first poll only the time of the last line of each file is known: the
+time of the file's last change. Later lines get the time at which their file changed.
 """
 
 import re
@@ -21,7 +20,7 @@ LOG_NAME_PATTERN = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
 UNKNOWN_TIME = "--:--:--"
 
 FormatEvent = Callable[[Event], Sequence[str]]
-"""An event in lines of text; none for one that nobody needs to read."""
+"""Formats an event as lines of text; no lines for an event that users need not see."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,11 @@ class LogLine:
 
 
 class LogStream:
-    """The lines of a run that came after `since` (unix seconds). Only what is there at the first look is judged by
-    that: what stands behind it in the events, or comes later, came after it, even if somebody has set the clock."""
+    """The lines of a run after `since` (unix seconds).
+
+    Only lines of the first poll are compared with `since`. Lines that follow one after `since`, or that are written
+    later, count as later even if the clock was set back.
+    """
 
     def __init__(self, run: Run, since: float, format_event: FormatEvent, clock: Callable[[], float] = time.time):
         self._run, self._since, self._format_event, self._clock = run, since, format_event, clock

@@ -1,7 +1,7 @@
-"""The user's own code as it travels with a job: a tar in memory, the same bytes for the same files, and its hash.
+"""Snapshots of the user's code for a job: a reproducible tar in memory, and its hash.
 
-What goes into one is found here: of a folder all files but those that nobody calls code, of a git commit what stands
-in it. Who unpacks it are the engines, before the job starts. The tar holds regular files and links within it, no more.
+A snapshot of a directory contains all files except those that are no code; a snapshot of a git commit contains the
+files of the commit. Backends unpack it before the job starts. The tar holds only regular files, and links within it.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from phalanx.cluster.environment import safe_git_options
 from phalanx.errors import UsageError
 
 MAX_SNAPSHOT_BYTES = 100_000_000
-"""Bytes of a snapshot; who has more has data among the code."""
+"""Maximum bytes of a snapshot; a larger directory contains data."""
 MAX_COMMIT_BYTES = 10 * MAX_SNAPSHOT_BYTES
 """Bytes of a commit of which git is not even asked for an archive, which comes into memory."""
 MAX_SNAPSHOT_FILES = 20_000
@@ -42,7 +42,7 @@ GIT_TIMEOUT_S = 300.0
 MAX_LINK_DEPTH = 40
 """That are followed to a file; as the kernel."""
 SECRET_PATTERNS = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_rsa", "id_ecdsa", "id_ed25519")
-"""Files whose names say that they hold secrets: what travels may be read by others."""
+"""Names of files with secrets, which are left out: others may be able to read a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _pack_snapshot(
     excluded: Iterable[tuple[str, str]],
     commit: str | None,
 ) -> Snapshot:
-    """Pack entries; whose they were and when they changed is not told, so that equal files make equal bytes."""
+    """Pack entries without owners and modification times, so that equal files yield equal bytes."""
     entries = sorted(entries, key=lambda entry: entry.name)
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -299,7 +299,7 @@ def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str
 
 
 def _list_files_and_parents(names: Iterable[str]) -> frozenset[str]:
-    """Files, and the folders that they are in; not the top itself, which would hold a link to it for ever."""
+    """Return files and their parent directories, without the top: a link to the top would contain itself."""
     return frozenset(path for name in names for path in (name, *map(str, PurePosixPath(name).parents)) if path != ".")
 
 
@@ -339,7 +339,7 @@ def _exclusion_reason(folder: Path) -> str | None:
 
 
 def _check_size(what: str, sizes: dict[str, int]) -> None:
-    """UsageError for what nobody would call code, with what makes it so large."""
+    """Raise UsageError for a snapshot that is too large, with its largest parts."""
     total = sum(sizes.values())
     if total <= MAX_SNAPSHOT_BYTES and len(sizes) <= MAX_SNAPSHOT_FILES:
         return

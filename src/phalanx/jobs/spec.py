@@ -20,7 +20,7 @@ MIN_PROGRESS_S = 600.0
 MAX_KILLS_IN_A_ROW = 3
 """How often in a row, without progress, a job may be killed before it counts as failed."""
 SNAPSHOT_DIGEST_VARIABLE = "PHALANX_SNAPSHOT_SHA256"
-"""Variable that tells a job the hash of its code; it is kept in the run's environment.json."""
+"""Variable with the hash of the job's snapshot; the run records it in environment.json."""
 
 
 class JobState(StrEnum):
@@ -64,8 +64,8 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that may be seen by everybody."""
     secrets: tuple[str, ...] = ()
-    """Names of variables that are handed on from the environment of who submits, whose values are written nowhere that
-    others can read."""
+    """Names of variables that are passed on from the submitter's environment. Their values are never written where
+    other users can read them."""
     backend_options: Mapping[str, str] = field(default_factory=dict)
     """What only the engine understands, such as a partition."""
     snapshot: Snapshot | None = None

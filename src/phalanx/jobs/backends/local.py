@@ -1,5 +1,5 @@
-"""This machine's queue as an engine. Nothing needs to be installed or started: submitting starts a supervisor, which
-leaves when there is nothing left to do, and so does looking when that one was killed."""
+"""The local backend: the queue of this machine. Nothing needs to be installed or started: submitting a job starts a
+daemon, which exits when no jobs are left. Looking at the queue restarts a daemon that was killed."""
 
 import json
 import math
@@ -43,13 +43,13 @@ INHERITED_PREFIXES = (
     "PHALANX_",
 )
 MAX_ID_DIGITS = 19
-"""Digits that no number of a job has: SQLite's end before."""
+"""Number of digits that no job id has: SQLite's integers are shorter."""
 DAEMON_START_INTERVAL_S = 5.0
-"""Seconds between two supervisors that one who looks starts: one that cannot live must not keep the machine busy."""
+"""Minimum seconds between daemon starts while the queue is watched: a daemon that dies at once must not cause load."""
 
 
 class LocalBackend:
-    """Jobs of this machine, in `folder`."""
+    """Jobs of this machine; the queue lies in `folder`."""
 
     name = "local"
 
@@ -72,7 +72,7 @@ class LocalBackend:
         self._clock, self._last_daemon_start = clock, -math.inf
 
     def render(self, job: Job) -> SubmitRequest:
-        """Nothing is sent to anybody: what will be run."""
+        """Return the commands that the job will run."""
         self._resources_for(job)
         directory = shlex.quote(str(job.working_dir))
         if job.snapshot is not None:
@@ -80,12 +80,12 @@ class LocalBackend:
             directory = f"<copy of the code>{subdir}"
         lines = [f"cd {directory}"]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(job.environment.items())]
-        lines += [f"export {name}=<from the environment of who submits>" for name in job.secrets]
+        lines += [f"export {name}=<from the submitter's environment>" for name in job.secrets]
         lines.append(shlex.join(job.command))
         return SubmitRequest(self.name, job, {f"{job.name} on this machine": "\n".join(lines)})
 
     def submit(self, request: SubmitRequest) -> str:
-        """Put it into the queue, and see to it that somebody looks after the queue."""
+        """Add the job to the queue, and make sure that the daemon runs."""
         job = request.job
         resources = self._resources_for(job)
         missing = [name for name in job.secrets if name not in self._environment]
@@ -174,8 +174,10 @@ class LocalBackend:
         return found
 
     def _restart_dead_daemon(self) -> None:
-        """Start a supervisor when jobs wait or run and the one that was there was killed: nobody else would start what
-        is to go on. One that lives is found by its lock, in microseconds."""
+        """Restart a daemon that was killed while jobs wait or run, since these need it to continue.
+
+        Checking the lock of a live daemon takes microseconds.
+        """
         is_due = self._clock() - self._last_daemon_start >= DAEMON_START_INTERVAL_S
         if is_due and self.database.has_open_jobs() and self._ensure_daemon_running(self.database.folder, False):
             self._last_daemon_start = self._clock()
@@ -188,8 +190,10 @@ class LocalBackend:
         return row
 
     def _resources_for(self, job: Job) -> Resources:
-        """The part of this machine that a job takes; without a word about it, all cores, or those that come with its
-        share of the GPUs. UsageError when it never fits."""
+        """Return the resources of a job. The default is all cores, or a share of them equal to its share of the GPUs.
+
+        Raises UsageError when the job can never fit on this machine.
+        """
         machine = self._machine()
         num_gpus = machine.num_gpus
         if job.num_nodes > 1:
@@ -213,8 +217,8 @@ class LocalBackend:
 
 
 def inherit_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a job gets of the environment of who submits: where programs and libraries are, and settings of ours; no
-    name that sounds like a secret."""
+    """Return the variables of the submitter's environment that a job inherits: paths of programs and libraries, and
+    settings of Phalanx, except names that look like secrets."""
     found = {}
     for name, value in environment.items():
         wanted = name in INHERITED_VARIABLES or name.startswith(INHERITED_PREFIXES)

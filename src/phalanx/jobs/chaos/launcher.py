@@ -26,7 +26,7 @@ from phalanx.jobs.spec import JobState
 from phalanx.run.boot_clock import unix_now
 
 MAX_STARTS_WITHOUT_ATTEMPT = 5
-"""Starts in a row that come to no attempt, after which nobody would try again."""
+"""Give up after this many starts in a row without an attempt."""
 POLL_INTERVAL_S = 0.1
 """Seconds between two looks at a queue."""
 EXIT_TIMEOUT_S = 10.0
@@ -42,22 +42,22 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 
 class Launcher(Protocol):
-    """Where a run is started."""
+    """Starts a run directly or through a queue."""
 
     num_starts: int
-    """How often it was started."""
+    """Number of starts so far."""
 
     def start(self) -> None:
-        """For the first time."""
+        """Start the run for the first time."""
 
     def restart_if_needed(self) -> int | None:
-        """Start again what has ended unfinished; the exit code when the run is over."""
+        """Restart nodes that ended unfinished. Returns the exit code when the run is over."""
 
     def find_daemons(self) -> Sequence[psutil.Process]:
-        """Who looks after the queue, where there is one."""
+        """Return the daemons of the queue, if there is one."""
 
     def list_leftovers(self) -> list[str]:
-        """What stands in the queue still, where there is one."""
+        """Return the entries that are left in the queue, if there is one."""
 
     def kill(self) -> None:
         """Kill it."""
@@ -151,7 +151,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the one who watches
+                start_new_session=True,  # Ctrl-C must reach only this process
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
         disable_core_dumps(process.pid)
@@ -186,7 +186,7 @@ class QueueLauncher:
         self._environment = {**environment, "PHALANX_STATE_DIR": str(folder)}
         self.backend = LocalBackend(
             folder / "queue", ensure_daemon=lambda *_: None
-        )  # by `restart_if_needed`, so that supervisors bear the mark
+        )  # by `restart_if_needed`, so that daemons have the tag
         self._daemon: subprocess.Popen[bytes] | None = None
         self.job_id = ""
         self.num_starts = 0
@@ -205,7 +205,7 @@ class QueueLauncher:
         self.job_id = self.backend.list_jobs()[-1].id
 
     def restart_if_needed(self) -> int | None:
-        """Have a supervisor, and submit a job again that was ended too often."""
+        """Make sure that the queue has a daemon, and resubmit a job that was killed too often."""
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -237,7 +237,7 @@ class QueueLauncher:
         return entries + secrets
 
     def kill(self) -> None:
-        """Its supervisor first, which would start the job again."""
+        """End the daemon first, since it would restart the job."""
         for process in [*self.find_daemons(), *find_tagged_processes(self._environment[CHAOS_TAG_VARIABLE])]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -245,7 +245,7 @@ class QueueLauncher:
             self._daemon.wait()
 
     def _ensure_daemon(self) -> None:
-        """Start a supervisor, as the next command for the queue does."""
+        """Start a daemon, as the next command on the queue does."""
         if self._daemon is not None and self._daemon.poll() is None:
             return
         folder = self.backend.database.folder

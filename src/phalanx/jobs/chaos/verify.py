@@ -19,7 +19,7 @@ from phalanx.jobs.chaos.launcher import Launcher, find_tagged_processes, read_co
 from phalanx.run import Event, Run
 
 EXIT_GRACE_S = 10.0
-"""Seconds in which the processes of a run that is over must have ended; a queue's supervisor waits two for more."""
+"""Seconds for the processes of a finished run to end; the queue's daemon waits 2 s for more jobs."""
 MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS = 300.0, 20.0
 """Seconds, or usual steps, without a word of the run after which it is taken for stuck."""
 TEMPORARY_NAME_PARTS = (".tmp", ".old")
@@ -43,7 +43,7 @@ class ChaosVerdict:
 
     @property
     def passed(self) -> bool:
-        """Nothing was wrong."""
+        """Whether nothing went wrong."""
         return not self.reasons
 
 
@@ -57,10 +57,12 @@ def run_with_faults(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ChaosOutcome:
-    """Start the run, let the faults strike, start it again until it is over. `on_event` gets each of its events,
-    `on_restart`
-    the number of each start but the first; `on_finish` is called when it is over by itself, before what is left of it
-    is ended. Whatever happens, the run has ended when this returns or raises."""
+    """Start the run, inject the faults, and restart the run until it is over.
+
+    `on_event` gets each event, `on_restart` the number of each start after the first. `on_finish` is called when the
+    run ends without intervention, before its remaining processes are ended. The run has always ended when this function
+    returns or raises.
+    """
     monitor, injection = context.monitor, inject_faults(faults, context)
     hang_timeout_s = max(MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS * context.typical.step_s)
     num_starts, last_event_at = 1, clock()
@@ -114,8 +116,8 @@ def find_leftovers(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[str]:
-    """What a run that is over has left, a sentence each: processes, shared memory that nobody has open, temporary files
-    in its directory and among those of the system, entries of a queue."""
+    """Return a sentence for each leftover of a finished run: processes, unused shared memory, temporary files in its
+    directory and in that of the system, entries of a queue."""
     deadline, empty_looks = clock() + grace_s, 0
     while True:
         found = find_tagged_processes(tag)
@@ -180,7 +182,7 @@ def verify_run(
 
 @contextlib.contextmanager
 def create_scratch_dir() -> Iterator[Path]:
-    """A folder for what runs need beside their directories; its path is short, since sockets may lie in it."""
+    """Yield a scratch directory for runs, with a short path because it may contain sockets."""
     path = Path(tempfile.mkdtemp(prefix="phalanx-chaos-"))
     try:
         yield path

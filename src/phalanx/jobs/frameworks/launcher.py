@@ -84,7 +84,7 @@ def join_nodes(
         except OSError as error:
             if deadline.check_expired():
                 raise RendezvousError(f"node 0 cannot be reached at {host}:{port}: {error}") from None
-            time.sleep(CONNECT_RETRY_INTERVAL_S)  # nothing tells when somebody begins to listen
+            time.sleep(CONNECT_RETRY_INTERVAL_S)  # there is no notification when node 0 begins to listen
     stack.callback(connection.close)
     address = connection.sock.getsockname()[0]
     identity = asdict(make_hello(node_env.node_rank, node_env.num_nodes))
@@ -210,7 +210,7 @@ class NodeLauncher:
             selector.register(connection, selectors.EVENT_READ, f"node {index + 1 if self.node_rank == 0 else 0}")
         for name, command, environment in self.plan_processes(stack):
             self.start_process(name, command, environment, selector)
-        self.check_finished()  # where somebody else starts what runs here
+        self.check_finished()  # an external launcher may have started the processes of this node
         while not self.is_over():
             timeout_s = None if self.kill_deadline is None else max(0.0, self.kill_deadline - time.monotonic())
             for key, _ in selector.select(timeout_s):
@@ -362,7 +362,7 @@ class NodeLauncher:
             self.signal_processes(signal.SIGTERM)
 
     def is_over(self) -> bool:
-        """Whether nothing is left to wait for: here, and on nodes whose end decides about the job's."""
+        """Whether this node and all nodes that determine the end of the job have finished."""
         return not self.processes and (self.exit_code is not None or not self._unfinished_nodes)
 
     def broadcast(self, message: Message) -> None:

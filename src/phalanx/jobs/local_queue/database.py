@@ -1,7 +1,7 @@
-"""What is known of this machine's jobs, in one SQLite file that any number of commands and one supervisor share.
+"""The jobs of the local queue, in an SQLite file that any number of commands and one daemon share.
 
-Rows change only in transactions that check what they presume, so whoever dies at any moment leaves a queue that makes
-sense. Folders of jobs (output, ends of attempts, secrets) lie beside the file.
+Rows change only in transactions that verify their preconditions, so that a process may die at any time and leave a
+consistent queue. The directories of jobs (output, ends of attempts, secrets) lie next to the file.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class JobRecord:
     code: int | None
     reason: str | None
     cancelled: int
-    """0; ASKED when its user wants it to end; TOLD when it was told."""
+    """0, CANCEL_REQUESTED or CANCEL_SENT."""
 
     @property
     def status(self) -> JobStatus:
@@ -103,14 +103,18 @@ class _DatabaseDamagedError(UsageError):
 def _translate_errors() -> Iterator[None]:
     try:
         yield
-    except UnicodeDecodeError:  # SQLite names what is damaged, and the name is no text
-        raise _DatabaseDamagedError("queue.db is damaged; move its folder away to begin anew") from None
+    except UnicodeDecodeError:  # SQLite quotes the damaged name, which is not valid UTF-8
+        raise _DatabaseDamagedError(
+            "queue.db is damaged; move its directory away to start with an empty queue"
+        ) from None
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", None)  # none: a text that is none
         damaged = (None, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
         if isinstance(error, sqlite3.IntegrityError) or code not in damaged:  # locked, or the disk is full
             raise
-        raise _DatabaseDamagedError(f"queue.db is damaged ({error}); move its folder away to begin anew") from None
+        raise _DatabaseDamagedError(
+            f"queue.db is damaged ({error}); move its directory away to start with an empty queue"
+        ) from None
 
 
 class _Cursor(sqlite3.Cursor):
@@ -167,7 +171,7 @@ class JobDatabase:
                 raise _DatabaseDamagedError(f"its table has no {', '.join(sorted(missing))}")
         except (sqlite3.Error, _DatabaseDamagedError) as error:
             raise UsageError(
-                f"{self.path}: this is no queue of Phalanx ({error}); move it away to begin anew"
+                f"{self.path}: not a queue of Phalanx ({error}); move it away to start with an empty queue"
             ) from None
         if version > FORMAT_VERSION:
             raise UsageError(f"{self.path}: format {version}; this version of Phalanx knows {FORMAT_VERSION}")
@@ -183,8 +187,11 @@ class JobDatabase:
     def add(
         self, job: Job, resources: Resources, max_queued: int, fill_dir: Callable[[Path], None] = lambda home: None
     ) -> int:
-        """Put a job into the queue; UsageError when `max_queued` wait already, or one of that name waits or runs.
-        `fill_dir` gets its folder, and nobody sees the job before that is filled."""
+        """Add a job to the queue. Returns its id.
+
+        `fill_dir` gets the job's directory and fills it before the job becomes visible. Raises UsageError when
+        `max_queued` jobs wait already, or when a job of this name waits or runs.
+        """
         with self._transaction():
             count = self._db.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()[0]
             if count >= max_queued:
@@ -260,8 +267,10 @@ class JobDatabase:
             return cursor.rowcount == 1
 
     def delete_job(self, job_id: int) -> bool:
-        """Remove a job that is over, and its folder; False, and nothing is changed, when it is not. Who dies meanwhile
-        leaves the job in the list, so that it can be forgotten again."""
+        """Delete a finished job and its directory; return False and change nothing if it is not finished.
+
+        The row goes last: if this process dies meanwhile, the job can be deleted again.
+        """
         with self._transaction():
             deletion = "DELETE FROM jobs WHERE id = ? AND state NOT IN ('queued', 'running')"
             if self._db.execute(deletion, (job_id,)).rowcount != 1:
@@ -290,7 +299,7 @@ class JobDatabase:
                         raise TypeError(f"{name} is {row[name]!r}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
-                f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); mend it, or delete its row"
+                f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); repair or delete its row"
             ) from None
         names = (
             "priority submitted came due began over attempts deaths early runner runner_born started ended code reason"

@@ -1,8 +1,8 @@
-"""The process above one attempt of a job: `python -m phalanx.jobs.local_queue.job_runner FOLDER ATTEMPT`.
+"""The parent process of one attempt of a job: `python -m phalanx.jobs.local_queue.job_runner FOLDER ATTEMPT`.
 
-It belongs to nobody, so that a supervisor may die and another come while the job goes on. It starts the job's command,
-passes signals on, warns before the time limit, ends whatever is left of the job when the command is over, and writes
-how it ended. When it is killed itself, so is the command.
+It is no child of the daemon, so that the job continues when the daemon dies and another one starts. It starts the job's
+command, forwards signals, warns before the time limit, ends the remaining processes of the job after the command, and
+records the exit code. When it is killed, so is the command.
 """
 
 import contextlib
@@ -140,7 +140,7 @@ def write_ending(job_dir: Path, attempt: int, started: AttemptStart, exit_code: 
 
 
 def ending_path(job_dir: Path, attempt: int) -> Path:
-    """Where the end of an attempt is told."""
+    """Return the file that records the end of an attempt."""
     return job_dir / f"ended-{attempt}.json"
 
 

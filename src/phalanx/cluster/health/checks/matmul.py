@@ -114,7 +114,7 @@ def evaluate_matmul(
     """Return one finding per device: compared with the calibration, else with the median of at least 3 devices."""
     median = statistics.median(timing.time_s for timing in timings)
     reference, reference_s = (
-        (f"the calibration of {baseline_date}", baseline) if baseline is not None else ("the median of its peers", median)
+        ("the median of its peers", median) if baseline is None else (f"the calibration of {baseline_date}", baseline)
     )
     found = []
     for index, timing in enumerate(timings):

@@ -1,8 +1,8 @@
-"""Jobs on Kubernetes: JobSets or TrainJobs, with Kueue where it is asked for. It talks to the API server through the
-official client; what is sent is made in kubernetes_manifest, what is answered is read in kubernetes_status.
+"""The Kubernetes backend: JobSets or TrainJobs, optionally with Kueue. It uses the official client; `manifest.py`
+renders the objects, and `status.py` reads them.
 
-A job's id is NAMESPACE/KIND/NAME. Its lines come merged by time, with the node before each where there are several.
-Who ends with 77 is started again, but Kubernetes, not we, decides where: nothing here keeps it off a machine.
+The id of a job is NAMESPACE/KIND/NAME. Log lines are merged by time, with the node in front if there are several. A job
+that ends with 77 (unfit node) is restarted, but Kubernetes chooses the machine: this backend cannot exclude nodes.
 """
 
 import heapq
@@ -120,8 +120,10 @@ class KubernetesBackend:
         return found
 
     def list_jobs(self) -> list[JobStatus]:
-        """Those that Phalanx submitted to the namespace of the context, of everybody who may use it. What belongs to
-        them is asked for once, however many they are."""
+        """Return the jobs of all users that Phalanx submitted to the namespace of the context.
+
+        The number of requests does not depend on the number of jobs.
+        """
         client, namespace = self._connect()
         workloads: list[tuple[str, Mapping[str, Any]]] = []
         missing = 0
@@ -231,15 +233,17 @@ class KubernetesBackend:
         return _list_owned(client.batch.list_namespaced_job, namespace, name)
 
     def _list_pods(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
-        """Those of the last attempt, by node."""
+        """Return the pods of the last attempt, by node."""
         client, _ = self._connect()
         return select_latest_pods(_list_owned(client.core.list_namespaced_pod, namespace, name))
 
     def _read_pod_log(
         self, namespace: str, pod: Mapping[str, Any], prefix: str, follow: bool = False, since: int | None = None
     ) -> Iterator[tuple[str, str]]:
-        """A pod's lines so far, each with the moment at which it was printed; with `follow` all until it ends, of which
-        `since` leaves those of so many seconds."""
+        """Yield the lines of a pod so far, each with its timestamp.
+
+        With `follow`, yield until the pod ends. `since`: only lines of the last `since` seconds and later.
+        """
         since_option: dict[str, Any] = {} if since is None else {"since_seconds": since}
         client, _ = self._connect()
         name = pod["metadata"]["name"]

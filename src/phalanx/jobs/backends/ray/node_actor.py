@@ -32,12 +32,12 @@ class NodeActor:
     def __init__(self) -> None:
         self._lines: queue.Queue[str | None] = queue.Queue(
             10 * MAX_LINES_PER_READ
-        )  # who prints faster than is read has to wait
+        )  # a process that prints faster than it is read blocks
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.mkdtemp(prefix="phalanx-node-")
 
     def find_free_port(self) -> int:
-        """A port above 1024 that nobody listens on."""
+        """Return a free port above 1024."""
         with socket.socket() as sock:
             sock.bind(("", 0))
             return int(sock.getsockname()[1])

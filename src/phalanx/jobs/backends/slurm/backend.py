@@ -1,9 +1,9 @@
-"""Jobs on Slurm: sbatch sends a script, whose srun starts the command once on each node. It needs no accounting
-database, but a file system that all nodes share: of $PHALANX_STATE_DIR, and of the folder that a job starts in unless
-its code travels, which is then put below $PHALANX_STATE_DIR.
+"""The Slurm backend: sbatch submits a script that starts the command once per node with srun. It needs no accounting
+database, but a shared file system for $PHALANX_STATE_DIR and for the job's working directory. A snapshot is unpacked
+below $PHALANX_STATE_DIR.
 
-Each job has a folder there with its scripts, its log and what they leave (slurm_script). The scripts queue a job again
-that is not finished; keeping it off unfit nodes is only possible from outside, and is done by whoever polls it.
+Each job has a directory there with its scripts, its log and its results (`batch_script.py`). The scripts requeue an
+unfinished job. They cannot exclude unfit nodes; the process that polls the job does.
 """
 
 import os
@@ -107,11 +107,11 @@ class SlurmBackend:
         return self._submit_files(request, job.array_name or job.name, members)
 
     def poll(self, job_id: str) -> JobStatus:
-        """What Slurm knows of a job or, when it has forgotten it, what the job left."""
+        """Return the status from Slurm, or from the job's files when Slurm has forgotten it."""
         return self._get_status(job_id, self._find_job_dir(job_id))
 
     def list_jobs(self) -> list[JobStatus]:
-        """The jobs that have a folder here."""
+        """Return the jobs that have a directory here."""
         folders = self._list_job_dirs()
         if not folders:
             return []
@@ -122,8 +122,8 @@ class SlurmBackend:
         return [self._get_status(id, folders[id], id in known_ids) for id in ordered]
 
     def release(self, job_id: str) -> bool:
-        """Keep a job that is held because nodes were unfit off them from now on, and let it go on. Nothing happens to
-        any other."""
+        """Release a job that is held because of unfit nodes, and exclude these nodes. Returns False for any other
+        job."""
         folder = self._find_job_dir(job_id)
         marker = folder / UNFIT_FILE
         if not marker.exists():
@@ -221,7 +221,7 @@ class SlurmBackend:
                 for own, each in ids.items():
                     _write_private_file(folder / own / ID_FILE, f"{each}\n")
             except BaseException:
-                self._run_program(["scancel", id])  # nobody would know of it
+                self._run_program(["scancel", id])  # without the file the job could not be found again
                 raise
         return list(ids.values())
 
@@ -243,13 +243,14 @@ class SlurmBackend:
         if status.state is JobState.QUEUED and (folder / UNFIT_FILE).exists():
             unfit = ", ".join((folder / UNFIT_FILE).read_text().split())
             hold_reason = (
-                f"is held, since {unfit} did not fit it: `phalanx jobs release {id} --on slurm` lets it go on elsewhere"
+                f"is held because of unfit nodes ({unfit}): `phalanx jobs release {id} --on slurm` continues it on "
+                "other nodes"
             )
             status = replace(status, reason=hold_reason)
         return replace(status, run_dir=run)
 
     def _query_job(self, id: str, folder: Path) -> dict[str, str] | None:
-        """Slurm's fields of a job; None when it has forgotten it, or another one has the number now."""
+        """Return Slurm's fields of a job; None when Slurm has forgotten it, or has reused its id."""
         code, out, err = self._run_program(["scontrol", "show", "job", id])
         if code and "Invalid job id" in err:
             return None
@@ -324,7 +325,7 @@ class SlurmBackend:
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Nobody else submits here meanwhile."""
+        """Prevent other processes from submitting here during the block."""
         self.jobs_dir.mkdir(parents=True, exist_ok=True)
         with open(self.jobs_dir / ".lock", "w") as lock, ExitStack() as stack:
             what = f"another command, which is submitting to Slurm in {self.jobs_dir}"
