@@ -50,7 +50,7 @@ NO_GPUS = ("cpu", "gaudi")
 
 
 def torch_devices(device: AcceleratorSpec) -> tuple[str, ...]:
-    """What a recipe's `device` may be where such devices compute; anything where the maker of one is not known."""
+    """Return the values of a recipe's `device` for this accelerator; all values if its vendor is unknown."""
     found = find_entry("accelerators", device.name)
     generation = device.generation or ("" if found is None else found.values["generation"])
     if generation in NO_GPUS:

@@ -96,7 +96,7 @@ class Machine:
 
     @property
     def num_gpus(self) -> int:
-        """How many GPUs train; 0 where the CPU does."""
+        """Number of GPUs that train; 0 if the CPU trains."""
         return 0 if self.device == "cpu" else self.device_count
 
 
@@ -106,9 +106,12 @@ def discover_machine(
     find_accelerators: Callable[[], list[DetectedGpu]] | None = None,
     device: str = "auto",
 ) -> Machine:
-    """Look at the machine below `root`. `affinity` (the CPUs allowed) and the accelerators are asked of the system
-    unless given. `device` is a recipe's: RecipeError where it is not here. Different GPUs side by side are an
-    UnfitNodeError: the slowest would set the pace unseen."""
+    """Discover the machine below `root`.
+
+    `affinity` (the allowed CPUs) and the accelerators come from the system unless given. Raises RecipeError when the
+    recipe's `device` is missing, and UnfitNodeError for different GPUs in one machine, since the slowest would slow
+    down all others unnoticed.
+    """
     cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
     quota = read_cgroup_cores(root)
     threads = len(cpus) if quota is None else max(1, min(len(cpus), math.floor(quota)))
@@ -139,8 +142,10 @@ def discover_machine(
 
 
 def choose_gpus(detected: Sequence[DetectedGpu], device: str) -> list[DetectedGpu]:
-    """Those that train where a recipe says `device`; with `auto` none where training lacks something on them.
-    RecipeError when there are none of what it names."""
+    """Return the GPUs that train with a recipe's `device`; `auto` skips GPUs that training does not support.
+
+    Raises RecipeError when `device` names a kind that is missing or not supported.
+    """
     usable = [gpu for gpu in detected if gpu.has_float64]
     if device in ("auto", "cpu"):
         return usable if device == "auto" else []
@@ -197,7 +202,7 @@ def _arm_cpu_name(fields: Mapping[str, str]) -> str | None:
 
 
 def read_max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
-    """The highest clock that the kernel's frequency driver knows; virtual machines seldom have one."""
+    """Return the maximum clock from the kernel's frequency driver, which virtual machines rarely have."""
     for cpu in cpus:
         text = _read_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq")
         if text and int(text) > 0:
@@ -206,7 +211,7 @@ def read_max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
 
 
 def count_physical_cores(root: Path, cpus: Sequence[int]) -> int:
-    """How many cores these logical CPUs sit on: hyper-threads of one core share its list of siblings."""
+    """Count the cores of these logical CPUs: hyper-threads of one core share its list of siblings."""
     topology = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
     return len({_read_text(path) or str(path) for path in topology})
 
@@ -283,10 +288,10 @@ INTEL_PCI_VENDOR = "0x8086"
 
 
 def detect_gpus(root: Path = Path("/"), python: str = sys.executable, timeout: float = 300.0) -> list[DetectedGpu]:
-    """GPUs that torch can use here, as CUDA_VISIBLE_DEVICES lets it.
+    """List the GPUs that torch can use here, subject to CUDA_VISIBLE_DEVICES.
 
-    Asked in a process of its own: a process that has touched CUDA can no longer fork workers. Without a driver's
-    device file the answer is none, and torch is not even imported. UnfitNodeError when torch fails at it.
+    Runs in a separate process: a process that has initialized CUDA cannot fork workers. Without a driver's device file
+    the list is empty, and torch is not imported. Raises UnfitNodeError when torch cannot list the GPUs.
     """
     if not any((root / name).exists() for name in GPU_DEVICE_FILES) and not has_intel_gpu_driver(root):
         return []
@@ -296,7 +301,7 @@ def detect_gpus(root: Path = Path("/"), python: str = sys.executable, timeout: f
 
 @functools.cache
 def _detect_gpus_cached(python: str, timeout: float, visible: tuple[str | None, ...]) -> tuple[DetectedGpu, ...]:
-    """As `detect_gpus`, asked once for each choice of devices: the CUDA build of torch takes 3 to 6 s to import."""
+    """Run `detect_gpus` once per choice of devices: the CUDA build of torch takes 3 to 6 s to import."""
     try:
         completed = subprocess.run(
             [python, "-P", "-c", LIST_GPUS_SCRIPT], capture_output=True, text=True, timeout=timeout, check=False
@@ -345,7 +350,7 @@ def _cores(machine: Machine) -> str:
 
 
 def explain_too_few_gpus(num_workers: int, num_gpus: int) -> str:
-    """What is wrong with more workers on a node than GPUs, and what to do."""
+    """Explain that a node has fewer GPUs than workers, and what to do."""
     return (
         f"{num_workers} workers on a node with {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}: each worker takes one; "
         f"use --nproc-per-node {num_gpus}, or device=cpu to train on the CPU"

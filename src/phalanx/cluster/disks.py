@@ -32,7 +32,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Mount:
-    """What a folder lies on. `disk` is None where no single disk holds it: a network, memory, an overlay."""
+    """The mount of a directory. `disk` is None for network, memory and overlay file systems."""
 
     mount_point: str
     source: str

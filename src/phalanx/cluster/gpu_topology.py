@@ -57,7 +57,7 @@ class GpuLinks:
 
     @property
     def narrow_link_warning(self) -> str | None:
-        """What is narrower than it could be, in words."""
+        """A warning if the link has fewer lanes than possible, else None."""
         if self.lanes and self.max_lanes and self.lanes < self.max_lanes:
             return (
                 f"GPU {self.pci_address}: its PCIe link has {self.lanes} of {self.max_lanes} lanes; reseat the card "

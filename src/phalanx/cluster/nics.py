@@ -1,6 +1,5 @@
-"""Network cards: what links this machine has to others, how fast they say they are, whether they are up.
-
-Linux only, read from /sys below a given root, like discovery.py. What a link really carries is measured elsewhere
+"""Network cards: the links of this machine to others, their nominal speed, and whether they are up. Linux only, read
+from /sys below a given root, like discovery.py. What a link really carries is measured elsewhere
 (calibration/collectives.py).
 """
 

@@ -54,10 +54,10 @@ class LogStream:
         """Whether anything has happened since."""
 
     def read_new(self, is_last: bool = False) -> list[LogLine]:
-        """What has come since the last look, in the order of time as far as it is known. `is_last`: nothing more will
-        come, so that unfinished lines count."""
+        """Return the lines since the last call, ordered by time as far as it is known. `is_last`: no more output will
+        follow, so incomplete lines count."""
         now = self._clock()
-        found = self._read_events()  # first: they tell where the workers are
+        found = self._read_events()  # first: they contain the nodes of the workers
         found += self._read_logs(now, is_last)
         self._last_read_at = now
         self.has_output = self.has_output or bool(found)
@@ -88,23 +88,23 @@ class LogStream:
             lines = [decode_terminal_line(line) for line in tail.read(is_last)]
             source = f"{self._nodes.get((attempt, rank), '?')} rank {rank}"
             source += f" attempt {attempt}" if attempt else ""
-            if self._last_read_at is None:  # all were printed before, and the file changed when the last one was
+            if self._last_read_at is None:  # printed before this poll; the file changed with its last line
                 times: list[float | None] = [None] * len(lines)
                 if lines and not tail.torn:
                     times[-1] = changed
                 found += [(changed, LogLine(t, source, text)) for t, text in zip(times, lines, strict=True)]
-            else:  # clocks of nodes and disks differ; it cannot have been before the last look, nor after this one
+            else:  # clocks of nodes and disks differ; limit the time to the interval between the polls
                 when = min(max(changed, self._last_read_at), now)
                 found += [(when, LogLine(when, source, text)) for text in lines]
         return found
 
 
 def printed_lines(path: Path) -> Callable[[bool], list[str]]:
-    """What reads the lines of a file as they are, as they are added to it (LineTail.read)."""
+    """Return a reader of lines that are appended to a file (`LineTail.read`)."""
     tail = LineTail(path)
     return lambda whole: [line.decode(errors="replace") for line in tail.read(whole)]
 
 
 def decode_terminal_line(line: bytes) -> str:
-    """A line as a terminal would leave it: what a carriage return overwrites is gone."""
+    """Decode a line as a terminal shows it, without text that a carriage return overwrites."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

@@ -36,19 +36,19 @@ EXCLUDED_DIR_MARKERS = {
     "a cache": (("CACHEDIR.TAG",),),
     "a run": (("resolved.yaml", "events.jsonl"), ("recipe.yaml", "events.jsonl", "checkpoints")),
 }
-"""Folders that are never code, by what lies in them: all names of one of the sets."""
+"""Kinds of directories that are never code. A directory is of a kind if it contains all names of one of its sets."""
 GIT_TIMEOUT_S = 300.0
-"""Seconds in which git must have answered."""
+"""Time limit of a git command in seconds."""
 MAX_LINK_DEPTH = 40
-"""That are followed to a file; as the kernel."""
+"""Maximum number of links that are followed to a file, as in the kernel."""
 SECRET_PATTERNS = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_rsa", "id_ecdsa", "id_ed25519")
 """Names of files with secrets, which are left out: others may be able to read a snapshot."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot. `source_dir`: the folder that it is a copy of, absolute; `start_dir`: where in it the job starts,
-    relative."""
+    """A snapshot. `source_dir`: the absolute path of the copied directory; `start_dir`: the relative path in it where
+    the job starts."""
 
     tar: bytes = field(repr=False)
     source_dir: Path
@@ -57,7 +57,7 @@ class Snapshot:
     num_bytes: int
     """Bytes of the files."""
     excluded: tuple[tuple[str, str], ...] = ()
-    """Names that do not travel although they might be missed, and why."""
+    """Names of files that were left out but may be missed, and why."""
     commit: str | None = None
 
     @property
@@ -84,12 +84,15 @@ class SnapshotFile:
     data: bytes
     executable: bool = False
     link_target: str | None = None
-    """Of a link, relative to where it lies."""
+    """Target of a link, relative to its directory."""
 
 
 def snapshot_folder(source_dir: Path, start_dir: str = ".", required_file: str | None = None) -> Snapshot:
-    """A snapshot of a folder: in a git work tree all that git does not ignore, elsewhere all, but for what is never
-    code. `required_file`: a file that must be in it. UsageError when it is too large, or something cannot be read."""
+    """Make a snapshot of a directory: in a git work tree all files that git does not ignore, elsewhere all files,
+    except those that are never code.
+
+    `required_file`: a file that it must contain. Raises UsageError when it is too large, or a file cannot be read.
+    """
     names = list(_list_candidates(source_dir))
     included, excluded = _select_files(source_dir, names)
     if required_file is not None and required_file not in included:
@@ -176,7 +179,10 @@ def snapshot_commit(folder: Path, commit: str, required_file: str | None = None)
 
 
 def _sizes_in(top: Path, commit: str) -> dict[str, int]:
-    """Bytes of a commit's files. Git packs what repeats itself to a thousandth, and an archive comes into memory."""
+    """Return the sizes of a commit's files in bytes.
+
+    Git may store repetitive files at 0.1 % of the size that an archive takes in memory.
+    """
     listed = _run_git(top, f"--snapshot {commit}", "ls-tree", "-r", "-l", "-z", "--full-tree", commit)
     found = (entry.partition("\t") for entry in os.fsdecode(listed).split("\0") if entry)
     sizes = {name: described.split()[-1] for described, _, name in found}
@@ -269,7 +275,8 @@ def _list_git_files(folder: Path) -> list[str] | None:
 
 
 def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str | None], list[tuple[str, str]]]:
-    """What travels, with the targets of links; and what does not although it may be missed, with the reason."""
+    """Return the included names with the targets of links, and names that are left out but may be missed, with the
+    reason."""
     exclusion_reason = cache(_exclusion_reason)
     included: dict[str, str | None] = {}
     excluded: dict[str, str] = {}

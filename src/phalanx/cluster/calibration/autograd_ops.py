@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AutogradCaseSpec:
-    """What is to be measured: `op_kind` with a `shape` as in the table above."""
+    """A case to measure: `op_kind` with a `shape` as in the table above."""
 
     op_kind: str
     shape: tuple[int, ...]

@@ -122,17 +122,17 @@ def measure_collective(
 
 @dataclass
 class CollectiveBuffers:
-    """A collective ready to be called on this rank: `fill` sets what goes in, `is_correct` looks at what came out."""
+    """A collective ready to be called on this rank: `fill` sets its input, `is_correct` checks its output."""
 
     fill: Callable[[], None]
     call: Callable[[], object]
     is_correct: Callable[[], bool]
     transfers: int = 1
-    """How often a call moves the buffer, one time after the other."""
+    """Number of times that a call moves the buffer, in sequence."""
 
     @classmethod
     def make(cls, case: CollectiveCase, rank: int, group: dist.ProcessGroup | None, device: str) -> CollectiveBuffers:
-        """Buffers of fp32, with numbers that tell where they came from."""
+        """Make fp32 buffers with values that identify the rank they came from."""
         import torch
 
         count = max(case.num_ranks, case.num_bytes // 4 // case.num_ranks * case.num_ranks)
@@ -252,7 +252,7 @@ def _rank_column(like: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def make_agreement() -> Callable[[float], float]:
-    """The most that any rank of the default group says. It is said through gloo, so that no GPU is waited for."""
+    """Return a function that computes the maximum over all ranks, through gloo, so that it does not wait for a GPU."""
     import torch
     import torch.distributed as dist
 

@@ -42,7 +42,7 @@ TOKEN_COUNTS = {"cpu": (512, 4096), "cuda": (2048, 16384)}
 SIDE_RANGE = {"cpu": (16, 8192), "cuda": (64, 32768)}
 """Least and most m, n, k of the shapes in between."""
 MAX_MATRIX_MEMORY_SHARE = 1 / 32
-"""Of the device's memory that the largest matrix may take."""
+"""Share of the device's memory that the largest matrix may take."""
 NUM_SPREAD_SHAPES = 20
 PLASTIC_CONSTANT = 1.2207440846057596
 """Root of x^4 = x + 1: powers of its inverse spread points evenly in three dimensions (Roberts 2018)."""
@@ -50,7 +50,7 @@ PLASTIC_CONSTANT = 1.2207440846057596
 
 @dataclass(frozen=True)
 class GemmShape:
-    """A product [m, k] x [k, n], and how its operands lie in memory (`description.Product.layout`)."""
+    """A product [m, k] x [k, n], and the layout of its operands (`GemmTiming.layout`)."""
 
     m: int
     n: int
@@ -73,7 +73,7 @@ class GemmShape:
 
 
 def gemm_shapes(device: str, quick: bool) -> list[GemmShape]:
-    """What is measured on a device, about 40 shapes (quick: 15)."""
+    """Return the shapes to measure on a device, about 40 (quick: 15)."""
     kind = size_table_of(device)
     max_flops = MAX_GEMM_FLOPS[kind, quick]
     found = linear_layer_shapes(HIDDEN_SIZES[kind][: 2 if quick else None], TOKEN_COUNTS[kind])

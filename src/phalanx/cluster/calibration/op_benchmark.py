@@ -42,20 +42,20 @@ TENSOR_SIZES_BYTES = {
     ("cuda", True): (BYTES_PER_MIB, 256 * BYTES_PER_MIB),
     ("cuda", False): tuple(256 * BYTES_PER_KIB * 4**power for power in range(7)),
 }
-"""Bytes of the largest tensor by device, and whether it shall be quick: from the cache to far beyond it."""
+"""Bytes of the largest tensor, by device and `quick`: from within the cache to far beyond it."""
 MIN_BYTES_PER_RUN = {
     ("cpu", True): 160 * BYTES_PER_MIB,
     ("cpu", False): 256 * BYTES_PER_MIB,
     ("cuda", True): BYTES_PER_GIB,
     ("cuda", False): BYTES_PER_GIB,
 }
-"""Bytes that one run of a measurement moves at least, results included, by device and quickness: beyond what a cache
-holds. Where a CPU's is larger, `CACHE_FACTOR` times that."""
+"""Minimum bytes that one run of a measurement moves, including results, by device and `quick`: more than a cache holds.
+A CPU with a larger cache gets `CACHE_FACTOR` times its size."""
 CACHE_FACTOR = 2
 MAX_ARGUMENT_SETS = 24
-"""The most sets of arguments: about what a layer of a small model has, which may stay in the cache in training, too."""
+"""Maximum argument sets: about as many as a layer of a small model has, which stay in the cache in training as well."""
 MEMORY_SHARE = 1 / 64
-"""Of the device's memory that the largest tensor may take."""
+"""Share of the device's memory that the largest tensor may take."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def prepare_buffers(device: str, threads: int | None, nbytes: int, warm_bytes: i
 
 
 def _time_case(case: OpCase, timer: BenchTimer) -> float:
-    """Seconds of doing it on all sets, results kept till the end; letting go of them counts."""
+    """Seconds to run the operation on all sets. Results are kept until the end; freeing them counts."""
 
     def all_sets() -> None:
         kept = [case.run_op(*arguments) for arguments in case.argument_sets]

@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 MATRIX_SIDE = {"cpu": 256, "cuda": 4096}
-"""Of the square matrices: a product takes a small part of the all-reduce's time."""
+"""Side of the square matrices: a product takes a small part of the time of the all-reduce."""
 BUFFER_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""Of the all-reduce: a large bucket of gradients."""
+"""Bytes of the all-reduce: a large gradient bucket."""
 MAX_ROUNDS = 9
 
 
 def measure_overlap(payload: dict[str, Any], timer: BenchTimer) -> dict[str, float]:
-    """`compute` and `communication`: times while both run over the times alone, not below 1. `payload`: `device`,
-    `seconds`; `watch.agree` must be that of all ranks. The same on every rank."""
+    """Measure the slowdowns `compute` and `communication`: the times while both run over the times alone, at least 1.
+
+    `payload`: `device`, `seconds`. `timer.max_over_ranks` must be a collective. Returns the same on every rank.
+    """
     import torch
 
     device, budget_s = payload["device"], payload["seconds"] / 4

@@ -18,7 +18,7 @@ from phalanx.cluster.spec import Measurements
 from phalanx.recipe.devices import size_table_of
 
 RunInProcess = Callable[[str, Any], Any]
-"""Runs `module:function(payload)` in a process of its own."""
+"""Runs `module:function(payload)` in a separate process."""
 REFERENCE_OP = "reference"
 REFERENCE_SIDE = {"cpu": 1024, "cuda": 8192}
 REFERENCE_PRECISION = {"cpu": "fp32", "cuda": "fp16"}

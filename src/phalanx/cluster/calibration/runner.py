@@ -38,8 +38,8 @@ from phalanx.cluster.spec import (
 REFERENCE_DURATION_S = 0.15
 """Seconds for the reference product after each family."""
 TOTAL_DURATION_S = {True: 13.0, False: 145.0}
-"""For all measuring, by quickness; starting processes comes on top, so that `--quick` stays below 20 s and a full probe
-below 3 minutes on a CPU; with a GPU each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
+"""Seconds of all measurements, by `quick`. Process starts are extra: on a CPU `--quick` stays below 20 s and a full
+calibration below 3 minutes. With a GPU, each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
 TIME_WEIGHTS = {
     "matrix products": 8.0,
     "operations": 9.0,
@@ -49,17 +49,17 @@ TIME_WEIGHTS = {
     "storage": 2.0,
     "checkpoint": 1.0,
 }
-"""How the families share the time, in the order in which they run."""
+"""Weights by which the families share the time, in the order in which they run."""
 MAX_DURATION_S = {"overheads": 2.0, "storage": 10.0, "checkpoint": 5.0}
-"""Seconds beyond which a family would learn nothing more."""
+"""Maximum seconds of a family; more would not improve its result."""
 CHECKPOINT_BYTES = {True: 64 * 10**6, False: 512 * 10**6}
-"""Bytes of the checkpoint, by quickness."""
+"""Bytes of the checkpoint, by `quick`."""
 MIN_CHECKPOINT_BYTES = 8 * 10**6
 CALIBRATION_PACKAGE = "phalanx.cluster.calibration"
 
 
 class MeasurementFailed(Exception):
-    """A family of measurements failed; the text says in a line why."""
+    """A family of measurements failed; the text gives the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Executor:
 
 @dataclass
 class Results:
-    """What the families have found so far."""
+    """Results of the families so far."""
 
     gemms: list[GemmTiming] = field(default_factory=list)
     ops: list[OpTiming] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Results:
 
 
 def default_num_processes(machine: Machine) -> int:
-    """How many processes measure together: one for each GPU, else two where there are two cores."""
+    """Return the number of processes that measure together: one per GPU, else 2 if there are at least 2 cores."""
     return machine.num_gpus or min(2, machine.physical_cores)
 
 

@@ -58,7 +58,7 @@ class NodePlacement:
 
 @dataclass
 class Peer:
-    """A node, as its leader knows it. `connection` is None for the leader itself."""
+    """A node from the leader's view. `connection` is None for the leader itself."""
 
     name: str
     address: tuple[str, int]
@@ -67,7 +67,7 @@ class Peer:
 
 
 def placement_from_environment(environ: Mapping[str, str]) -> NodePlacement:
-    """What the engine says. UsageError when it says nothing, or what cannot be."""
+    """Read the placement that the backend sets. Raises UsageError when it is missing or invalid."""
     try:
         membership = NodeEnv.from_environment(environ)
     except UsageError as error:
@@ -82,14 +82,14 @@ def placement_from_environment(environ: Mapping[str, str]) -> NodePlacement:
 
 @dataclass(frozen=True)
 class LocalListener:
-    """Where this node can be reached by others that measure."""
+    """Port and connections for other nodes' measurements."""
 
     port: int
     connections: "queue.SimpleQueue[Connection]"
 
 
 def round_robin_pairs(num_nodes: int) -> Iterator[list[NodePair]]:
-    """Everybody meets everybody once: a round has each node in one pair at most (the circle method)."""
+    """Yield rounds of pairs, such that each pair occurs once, and each node at most once per round (circle method)."""
     ring: list[int] = list(range(num_nodes)) + ([-1] if num_nodes % 2 else [])
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
@@ -98,8 +98,11 @@ def round_robin_pairs(num_nodes: int) -> Iterator[list[NodePair]]:
 
 
 def measure_all_pairs(placement: NodePlacement, on_finished: Callable[[], None] = lambda: None) -> list[HealthFinding]:
-    """This node's findings, after all have measured. `on_finished` is called as soon as they are here; only when it has
-    returned on all nodes does any of them leave, since engines end the others when one leaves with an error."""
+    """Measure all pairs and return the findings of this node.
+
+    `on_finished` is called when all nodes have measured. No node returns before it has returned on all nodes, since
+    backends kill a job's other nodes when one exits with an error.
+    """
     connections: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     with accept_connections(
         socket.create_server(("", 0), backlog=MAX_PENDING_HANDSHAKES), placement.token, connections.put

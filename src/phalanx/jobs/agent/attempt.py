@@ -15,15 +15,15 @@ from phalanx.run.heartbeat import Heartbeat
 from phalanx.run.messages import WorkerError
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
-"""Codes of a worker after which starting it again would only repeat them."""
+"""Exit codes of a worker that a restart would only repeat."""
 PLANNED_EXIT_CODES = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
-"""Codes of a worker that came to its end, if it said so: anything in it may have left with them."""
+"""Exit codes of a worker that finished, if it announced the code: other code in the process may also exit with one."""
 CAUSE_BY_STATUS: dict[int, FailureCause] = {
     LOST_PEER_STATUS: "peer_disconnected",
     STORAGE_FAILED_STATUS: "storage_failed",
     GPU_FAILED_STATUS: "gpu_failed",
 }
-"""By the status with which a worker ends that knows its cause."""
+"""Cause of a failure by the exit status of a worker that knows it."""
 NEVER_JOINED_MESSAGE = "ended without training: it never came to `with phalanx.session(...)`"
 
 

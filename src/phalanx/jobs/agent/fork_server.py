@@ -273,7 +273,7 @@ class ForkServer:
             if rank is None:
                 continue
             if rank <= FIRST_CALL_RANK:
-                # A trial that was killed (out of memory, say) sent no reply: its end is the reply.
+                # A trial that was killed, for example when out of memory, sends no reply: reply for it.
                 if os.waitstatus_to_exitcode(status) != CALL_ANSWERED_STATUS:
                     text = f"the trial process ended with {describe_wait_status(status)}"
                     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -314,7 +314,7 @@ def signal_name(number: int) -> str:
 
 
 def _reply_to(asked: RunCall) -> CallReturned | CallRaised:
-    """Call, and put what came of it into a message."""
+    """Call the function and return its result or exception as a message."""
     call_id = asked.call_id
     try:
         return CallReturned(call_id=call_id, value=_import_function(asked.function)(asked.payload))

@@ -101,7 +101,7 @@ class ForkServerClient:
     """
 
     store_pid = 0
-    """The process that hosts the store, if one was asked for."""
+    """Pid of the process that hosts the store, if there is one."""
 
     def __init__(
         self,
@@ -175,9 +175,11 @@ class ForkServerClient:
             self.process.wait(EXIT_TIMEOUT_S)
 
     def resume_if_stopped(self, include_descendants: bool = False) -> str | None:
-        """To be called every second or so while something of it is waited for. Where it was stopped, or the store, or
-        with `below` any process below it, a message says so, and it is continued; where that does not help, the
-        sentence why it is of no use any more."""
+        """Continue the fork server or the store if it is stopped (SIGSTOP), and report it. Call about once per second
+        during a wait.
+
+        `include_descendants`: also handle all descendants. Returns a sentence when a process stays stopped, else None.
+        """
         found = self._find_stopped(include_descendants)
         self._num_stopped_checks = self._num_stopped_checks + 1 if found else 0
         if not found or self._num_stopped_checks < self._max_stopped_checks:
@@ -193,7 +195,7 @@ class ForkServerClient:
         return None
 
     def _find_stopped(self, include_descendants: bool) -> list[psutil.Process]:
-        """Those that were stopped."""
+        """Return the processes that are stopped."""
         pids = [self.process.pid]
         with contextlib.suppress(psutil.NoSuchProcess):
             if include_descendants:
@@ -203,7 +205,7 @@ class ForkServerClient:
         return find_stopped(pids)
 
     def wait_until_ready(self) -> None:
-        """Block until torch is imported there. NurseryLost when that takes too long."""
+        """Block until torch is imported in the fork server. Raises ForkServerLostError when that takes too long."""
         if not self._is_ready:
             self._wait_for_reply(
                 ForkServerReady,
@@ -212,10 +214,10 @@ class ForkServerClient:
             self._is_ready = True
 
     def start_store(self, address: str) -> int:
-        """The port of the store where workers of several nodes meet, on this address; it is there for all attempts."""
+        """Start the rendezvous store of several nodes on this address, and return its port. It serves all attempts."""
         self.wait_until_ready()
         self.send(StartStore(address=address))
-        what = "the process through which workers find each other to listen"
+        what = "the rendezvous store to listen"
         answer = self._wait_for_reply(StoreStarted, deadline=Deadline(what, STORE_TIMEOUT_S, self.report))
         self.store_pid = answer.pid
         return answer.port
@@ -261,8 +263,11 @@ class ForkServerClient:
             raise self._exit_error() from None
 
     def _wait_for_reply(self, wanted: type[Answer], deadline: Deadline, hint: str = "") -> Answer:
-        """The next message of this class. What else comes is of workers that are no longer followed.
-        NurseryLost when it does not come, AskedToStop when that is not to be waited for: then it is killed."""
+        """Return the next message of this class. Other messages belong to earlier workers and are dropped.
+
+        Raises ForkServerLostError when none arrives in time, and StopRequestedError when a stop is requested meanwhile;
+        in both cases the fork server is killed.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
             while True:
@@ -291,11 +296,11 @@ class ForkServerClient:
                         return message
 
     def _exit_error(self) -> ForkServerLostError:
-        """Why it is gone."""
+        """Return the error for a fork server that has ended."""
         try:
             code = self.process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            code = -int(signal.SIGKILL)  # it has let go of its sockets, and is as good as gone
+            code = -int(signal.SIGKILL)  # it has closed its sockets, and cannot be used any more
         if code < 0:
             killed = " (possibly out of memory)" if -code == signal.SIGKILL else ""
             return ForkServerLostError(f"{PROCESS_DESCRIPTION} was killed by {signal_name(-code)}{killed}; start again")

@@ -157,14 +157,14 @@ class NodeAgent:
         return True
 
     def _report(self, text: str) -> None:
-        """Here, and as an event of the run where the leader is there."""
+        """Print a text, and send it to the leader as an event if connected."""
         print(escape_control_chars(text), file=self.out, flush=True)
         if self._connection is not None:
             with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
                 self._connection.send(RunWarning(text=f"node {self.node_env.node_rank}: {text}"))
 
     def _connect_to_leader(self, deadline: float) -> AuthConnection | None:
-        """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
+        """Connect and introduce this node to the leader. None on timeout or a stop request."""
         (host, port), last_error = self.leader_address, None
         join_deadline = Deadline(
             f"node 0 at {host}:{port}", max(0.0, deadline - self.clock()), self._report, self.clock

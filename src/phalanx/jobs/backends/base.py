@@ -1,7 +1,7 @@
-"""The engine contract: what runs jobs somewhere, be it this machine's queue, Slurm, Ray or Kubernetes.
+"""The backend contract: runs jobs in the local queue, on Slurm, Ray or Kubernetes.
 
 Submitting has two steps. `render` turns a job into a `SubmitRequest`, a value that holds every file and command that
-would be sent; printing it is the dry run. `submit` sends exactly that. One suite of tests runs against every engine.
+would be sent; printing it is the dry run. `submit` sends exactly that. One suite of tests runs against every backend.
 """
 
 import itertools
@@ -17,14 +17,14 @@ from phalanx.jobs.spec import Job, JobStatus
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """Exactly what is sent to an engine."""
+    """Exactly what is sent to a backend."""
 
     backend: str
     job: Job
     files: Mapping[str, str] = field(default_factory=dict)
-    """Names and contents of what is written or sent."""
+    """Names and contents of the files or objects that are written or sent."""
     commands: tuple[tuple[str, ...], ...] = ()
-    """What is run to send it, where that is a program."""
+    """Commands that submit it, if a program does."""
     array_jobs: tuple[Job, ...] = ()
     """Of an array that is sent as one; `job_id` is the first."""
 
@@ -98,8 +98,8 @@ class ReleasingBackend(Protocol):
 
 
 def open_log_reader(backend: Backend, job_id: str) -> LogReader:
-    """What reads a job's log on and on; where the engine has nothing for that, the lines after those returned
-    before."""
+    """Return a reader that follows a job's log. If the backend cannot follow logs, each call reads the whole log and
+    returns the new lines."""
     if isinstance(backend, LogFollowingBackend):
         return backend.follow_logs(job_id)
     num_returned = 0
@@ -119,11 +119,11 @@ BACKEND_CLASSES = {
     "ray": "phalanx.jobs.backends.ray.backend:RayBackend",
     "kubernetes": "phalanx.jobs.backends.kubernetes.backend:KubernetesBackend",
 }
-"""Where each engine lives; one is imported when it is used."""
+"""Class of each backend; imported on use."""
 
 
 def open_backend(name: str) -> Backend:
-    """The engine of this name. UsageError when there is none, or what it needs is not installed."""
+    """Return the backend of this name. Raises UsageError for an unknown name, or when its packages are missing."""
     if name not in BACKEND_CLASSES:
         raise UsageError(f"--on {name}: expected one of {', '.join(BACKEND_CLASSES)}")
     module, _, class_name = BACKEND_CLASSES[name].partition(":")
@@ -132,5 +132,5 @@ def open_backend(name: str) -> Backend:
 
 
 def no_such_job_error(backend: str, job_id: str) -> UsageError:
-    """For an id that an engine does not know."""
+    """Return the error for an unknown job id."""
     return UsageError(f"{job_id}: {backend} knows no such job; `phalanx jobs ls --on {backend}` lists them")

@@ -16,8 +16,11 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault. `ends_attempt`: the attempt that it strikes ends of it. `needs_peers`: needs workers besides the
-    one that is struck; `nodes`: needs several nodes; `queue`: needs a run in the queue."""
+    """A kind of fault.
+
+    `ends_attempt`: it ends the attempt. `needs_peers`: needs more than one worker. `needs_nodes`: needs several nodes.
+    `needs_queue`: needs a run in the local queue.
+    """
 
     description: str
     ends_attempt: bool = True
@@ -27,7 +30,7 @@ class FaultKind:
     weight: int = 1
     """Relative frequency."""
     is_opt_in: bool = False
-    """Whether it comes only where it is asked for: it takes long, or another one is much like it."""
+    """Whether it must be requested: it takes long, or is similar to another kind."""
 
 
 FAULT_KINDS = {
@@ -54,7 +57,7 @@ FAULT_KINDS = {
 
 
 class FaultPhase(StrEnum):
-    """What a run is doing when a fault strikes."""
+    """Phase of a run in which a fault is injected."""
 
     STEP = "step"
     SAVE = "save"
@@ -63,9 +66,12 @@ class FaultPhase(StrEnum):
 
 @dataclass(frozen=True)
 class FaultTrigger:
-    """When a fault strikes: `share` of what a step, a save or a restart usually takes, after one was seen to begin.
-    `min_step`: not before this one was done, where there is one. `after_new_checkpoint`: not before there is a
-    checkpoint that is newer than all that were there when the fault before struck."""
+    """When a fault is injected: `fraction` of the usual duration of a step, save or restart, after its start was
+    observed.
+
+    `min_step`: not before this step is done, if given. `after_new_checkpoint`: not before a checkpoint exists that is
+    newer than all at the time of the previous fault.
+    """
 
     phase: FaultPhase
     fraction: float

@@ -1,6 +1,5 @@
-"""Where a run under faults is started, and started again: as commands of our own, one a node, or in a queue of its own.
-
-What is started again, and what is not, goes by the exit code alone, as with any engine.
+"""Start and restart a run with injected faults: as one command per node, or in a separate local queue. Whether it is
+restarted depends only on the exit code, as with any backend.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ class Launcher(Protocol):
         """Return the entries that are left in the queue, if there is one."""
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill all processes of the run."""
 
 
 def should_restart(code: int) -> bool:
@@ -69,8 +68,8 @@ def should_restart(code: int) -> bool:
 
 
 def make_environment(tag: str, scratch: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a run under faults: marked, with a folder of its own for temporary files, in which nothing may
-    be left. What only saves time later, such as compiled code, is kept where it always is."""
+    """Return the environment of a run with injected faults: tagged, and with a private directory for temporary files,
+    which must be empty afterwards. Caches, such as compiled code, stay in their usual place."""
     found = {name: value for name, value in base.items() if name not in (*NODE_VARIABLES, *LAUNCHER_VARIABLES)}
     temporary = scratch / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
@@ -80,7 +79,7 @@ def make_environment(tag: str, scratch: Path, base: Mapping[str, str] = os.envir
 
 
 class LocalLauncher:
-    """A command for each node, all on this machine; `words` without the program. Their output goes to one file."""
+    """Runs one command per node on this machine. `arguments`: without the program. All output goes to one file."""
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class LocalLauncher:
 
 
 class QueueLauncher:
-    """The run as a job in a local queue of its own, in `folder`. `words` without the program."""
+    """Runs a job in a separate local queue in `folder`. `arguments`: without the program."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path):
         self.arguments, self.folder, self.output = tuple(arguments), folder, output
@@ -193,7 +192,7 @@ class QueueLauncher:
         self._next_poll = 0.0
 
     def start(self) -> None:
-        """As `phalanx jobs submit` does. UsageError with its words when it cannot."""
+        """Submit with `phalanx jobs submit`. Raises UsageError with its message on failure."""
         command = (sys.executable, "-P", "-m", "phalanx", "jobs", "submit", *self.arguments)
         submission = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         with open(self.output, "a", encoding="utf-8") as output:

@@ -1,4 +1,4 @@
-"""Lets a run go through its faults, and judges it: the same digest as without them, and nothing left behind."""
+"""Run with injected faults and verify the result: the digest of a run without faults, and no leftovers."""
 
 import contextlib
 import os
@@ -21,14 +21,14 @@ from phalanx.run import Event, Run
 EXIT_GRACE_S = 10.0
 """Seconds for the processes of a finished run to end; the queue's daemon waits 2 s for more jobs."""
 MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS = 300.0, 20.0
-"""Seconds, or usual steps, without a word of the run after which it is taken for stuck."""
+"""A run hangs after this many seconds, or usual step times, without an event, whichever is longer."""
 TEMPORARY_NAME_PARTS = (".tmp", ".old")
-"""What names of files have in them that are not whole yet, or not needed any more, in a run directory."""
+"""Parts of the names of incomplete or obsolete files in a run directory."""
 
 
 @dataclass(frozen=True)
 class ChaosOutcome:
-    """How a run under faults ended: its exit code, None when it had to be ended, with a sentence then."""
+    """How a run ended: its exit code, or None and a reason if it had to be killed."""
 
     exit_code: int | None
     num_starts: int
@@ -37,7 +37,7 @@ class ChaosOutcome:
 
 @dataclass(frozen=True)
 class ChaosVerdict:
-    """Whether a run went through its faults unharmed; `reasons`: what was wrong, a sentence each."""
+    """Whether a run passed; `reasons`: a sentence for each problem."""
 
     reasons: tuple[str, ...]
 
@@ -94,14 +94,14 @@ def run_with_faults(
 
 @dataclass(frozen=True)
 class MachineBaseline:
-    """What was there before a run."""
+    """State of the machine before a run."""
 
     shared_memory: frozenset[str]
     """Names in /dev/shm."""
 
 
 def record_baseline() -> MachineBaseline:
-    """What is there now."""
+    """Record the current state."""
     folder = Path("/dev/shm")
     return MachineBaseline(frozenset(os.listdir(folder)) if folder.is_dir() else frozenset())
 
@@ -137,15 +137,15 @@ def find_leftovers(
 
 
 def _is_probe(path: Path) -> bool:
-    """Whether it is what Python's `tempfile` makes for a moment, to see that it can write to a folder: a process that
-    was killed just then leaves it."""
+    """Whether it is the file by which Python's `tempfile` checks that a directory is writable: a process that is killed
+    at this moment leaves it."""
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         return re.fullmatch("[a-z0-9_]{8}", path.name) is not None and path.read_bytes() in (b"", b"blat")
     return False
 
 
 def find_temporary_files(run: Run) -> list[Path]:
-    """What is half made in a run directory."""
+    """Return incomplete files in a run directory."""
     found = (path for path in run.path.rglob("*") if any(part in path.name for part in TEMPORARY_NAME_PARTS))
     return sorted(path for path in found if not any(part in path.parent.name for part in TEMPORARY_NAME_PARTS))
 
@@ -159,7 +159,7 @@ def verify_run(
     leftovers: Sequence[str],
     digest_of: Callable[[Run], str],
 ) -> ChaosVerdict:
-    """The verdict. `digest_of` reads the newest checkpoint of a run: what is on disk, not what was said of it."""
+    """Return the verdict. `digest_of` computes the digest of a run's newest checkpoint on disk."""
     reasons = []
     result = run.read_json(run.result) or {}
     if outcome.hang is not None:

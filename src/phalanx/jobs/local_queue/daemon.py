@@ -229,13 +229,16 @@ def next_state(
 
 
 def normalize_exit_code(code: int) -> int:
-    """An exit code; of a signal, as -N, also where a shell or a launcher says 128 + N."""
+    """Normalize an exit code: the shell's 128 + N for signal N becomes -N."""
     return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
 
 
 def find_runner(row: JobRecord, tag: str) -> psutil.Process | None:
-    """The process above a job; None when it is gone. A number that another process has got since is none of ours: its
-    start is compared, or the job's mark where a queue of the format before did not keep that."""
+    """Return the runner process of a job; None when it has ended.
+
+    A reused pid is detected by the start time of the process, or by the job's tag if the row has no start time (older
+    format).
+    """
     if row.runner is None:
         return None
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -249,12 +252,12 @@ def find_runner(row: JobRecord, tag: str) -> psutil.Process | None:
 
 
 def make_process_tag(job_dir: Path) -> str:
-    """What marks the processes of a job."""
+    """Return the tag of a job's processes."""
     return f"{job_dir.parent.parent}:{job_dir.name}"
 
 
 def kill_tagged(tag: str) -> None:
-    """Kill what is left of a job: every process that carries its mark."""
+    """Kill the remaining processes of a job: all with its tag."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(JOB_TAG_VARIABLE) == tag:

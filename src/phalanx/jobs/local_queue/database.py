@@ -77,7 +77,7 @@ class JobRecord:
 
     @property
     def status(self) -> JobStatus:
-        """For the engine's users."""
+        """The job as a `JobStatus`."""
         node_names = (os.uname().nodename,) if self.attempts else ()
         progress_fields = self.state, self.code, self.attempts, node_names, self.reason
         run = None if self.job.run_dir is None else str(self.job.run_dir)
@@ -92,11 +92,11 @@ _COLUMN_TYPES: dict[tuple[type, ...], tuple[str, ...]] = {
     (int, NoneType): ("runner", "code"),
     (str, NoneType): ("came", "due", "began", "over", "runner_born", "reason"),
 }
-"""What stands in the columns that the seal does not cover: SQLite takes anything."""
+"""Types of the columns that the checksum does not cover: SQLite accepts any value."""
 
 
 class _DatabaseDamagedError(UsageError):
-    """A page of the file that SQLite cannot make sense of, met wherever it is read."""
+    """The database file is damaged; any read may find that."""
 
 
 @contextlib.contextmanager
@@ -312,15 +312,14 @@ class JobDatabase:
 
 
 def _with_checksum(values: dict[str, Any], name: str, resources: Resources, priority: int) -> str:
-    """What a job is, with a checksum over it and what its row says of it: a command that a bit has changed in is not
-    run."""
+    """Serialize a job with a checksum over it and its row, so that a command with a flipped bit is never run."""
     return json.dumps(
         {**values, CHECKSUM_KEY: _compute_checksum(values, name, resources.gpus, resources.cpus, priority)}
     )
 
 
 def _verify_checksum(row: sqlite3.Row) -> dict[str, Any]:
-    """What `_with_checksum` made; rows of older versions have no seal. ValueError where it was changed since."""
+    """Parse the result of `_with_checksum`. Raises ValueError if it was changed; old rows have no checksum."""
     values: dict[str, Any] = json.loads(row["spec"])
     checksum = values.pop(CHECKSUM_KEY, None)
     if checksum is not None and checksum != _compute_checksum(

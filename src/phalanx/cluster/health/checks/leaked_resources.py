@@ -177,5 +177,5 @@ def _blocked_finding(context: CheckContext, found: list[ProcessInfo], sleep: Cal
 
 
 def _find_blocked(found: list[ProcessInfo]) -> set[int]:
-    """Those in state D; the kernel's own threads, which have no command, wait there as a habit."""
+    """Return pids in state D, except kernel threads, which have no command line and are often in this state."""
     return {each.pid for each in found if each.state == "D" and each.command}

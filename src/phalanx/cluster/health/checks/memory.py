@@ -1,4 +1,4 @@
-"""Check `memory`: what is free of the machine's and the control group's memory, swap, and /dev/shm."""
+"""Check `memory`: free memory of the machine and of the control group, swap, and /dev/shm."""
 
 import os
 import re

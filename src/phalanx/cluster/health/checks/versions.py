@@ -1,4 +1,4 @@
-"""Check `versions`: what software is here. Whether all nodes have the same, `cluster/health/compare_nodes.py` says."""
+"""Check `versions`: software versions of this node. `cluster/health/compare_nodes.py` compares them between nodes."""
 
 import platform
 from collections.abc import Callable

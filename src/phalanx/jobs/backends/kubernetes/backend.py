@@ -34,17 +34,17 @@ API_GROUPS = {
     "trainjob": {"group": "trainer.kubeflow.org", "version": "v1alpha1", "plural": "trainjobs"},
 }
 LIST_PAGE_SIZE = 500
-"""Objects that one answer of a list may have, as kubectl asks for."""
+"""Objects per page of a list request, as in kubectl."""
 JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 """The label of the Jobs and pods of a JobSet; a TrainJob's JobSet has its name."""
 MANAGED_BY_SELECTOR = ",".join(f"{key}={value}" for key, value in manifest.MANAGED_BY_LABELS.items())
 REQUEST_TIMEOUTS_S = (10.0, 60.0)
-"""Seconds to connect, and to be answered."""
+"""Timeouts of a connection and of an answer."""
 
 
 class KubernetesBackend:
-    """The engine. `config` is a kubeconfig file, `context` one of its contexts; by default what `kubectl` would use, or
-    in a pod its service account."""
+    """The Kubernetes backend. `config`: a kubeconfig file; `context`: one of its contexts. The defaults are those of
+    `kubectl`, or the service account of a pod."""
 
     name = "kubernetes"
 
@@ -59,10 +59,10 @@ class KubernetesBackend:
         self._environ, self._token = environ, token
         self._connection: tuple[KubernetesClient, str] | None = None
         self._last_statuses: dict[str, JobStatus] = {}
-        """What was last known of each job that was polled here: of one that is deleted, the cluster keeps nothing."""
+        """Last status of each job that was polled here, since the cluster forgets deleted jobs."""
 
     def render(self, job: Job) -> SubmitRequest:
-        """The manifests. Values of secrets are not in them."""
+        """Return the manifests, without values of secrets."""
         if job.snapshot is not None:
             raise UsageError(
                 f"job {job.name}: on Kubernetes code comes with the image (-o image=...) or lies on a volume "

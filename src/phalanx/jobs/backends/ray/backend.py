@@ -50,7 +50,7 @@ SIGNAL_TIMEOUT_S = 30.0
 
 
 class RayBackend:
-    """The engine. `address` is that of the dashboard."""
+    """The Ray backend. `address`: that of the dashboard."""
 
     name = "ray"
 
@@ -64,7 +64,7 @@ class RayBackend:
         self._clients: dict[str, Any] = {}
 
     def render(self, job: Job) -> SubmitRequest:
-        """What is sent to the API."""
+        """Return the request to the API."""
         for option in job.backend_options:
             if option not in OPTION_NAMES:
                 raise UsageError(f"job {job.name}: ray has no option {option!r}; known are {', '.join(OPTION_NAMES)}")

@@ -1,5 +1,5 @@
-"""The program that Ray runs for a job: it gets a place on each of its machines, starts one node on each, follows them,
-and starts them again when their exit code says so. It ends with the job's exit code.
+"""The program that Ray runs for a job: it reserves resources on machines, starts one node on each, monitors the nodes,
+and restarts them depending on their exit code. It ends with the job's exit code.
 
 `python -m phalanx.jobs.backends.ray.driver run TASK`, or `... signal JOB NODES NUMBER` to reach one that runs.
 """
@@ -41,7 +41,7 @@ NODE_ID_LABEL = "ray.io/node-id"
 
 
 class PlacementError(Exception):
-    """There was no place for the job; says why."""
+    """The job could not be placed; the text gives the reason."""
 
 
 @dataclass
@@ -185,7 +185,7 @@ class RayDriver:
         return RayAttempt(actors, machines)
 
     def _run_attempt(self, attempt: RayAttempt) -> int:
-        """Print the lines of all nodes until the last has ended. One bad end asks the others to end, too."""
+        """Print the lines of all nodes until the last has ended. The failure of one ends the others."""
         ray, several = self._ray, len(attempt.actors) > 1
         reads = {actor.read.remote(): node for node, actor in enumerate(attempt.actors)}
         while reads:
