@@ -39,7 +39,7 @@ _FAMILY_NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One entry: its figures as they are in the file, and where each comes from."""
+    """One entry: its figures as in the file, and the source of each."""
 
     kind: CatalogKind
     name: str
@@ -51,17 +51,17 @@ class CatalogEntry:
 
 
 def list_names(kind: CatalogKind) -> list[str]:
-    """The full names of all entries of a kind, in the order of the file."""
+    """Return the full names of all entries of a kind, in file order."""
     return list(_load_entries(kind))
 
 
 def list_entries(kind: CatalogKind) -> list[CatalogEntry]:
-    """All entries of a kind, in the order of the file."""
+    """Return all entries of a kind, in file order."""
     return list(_load_entries(kind).values())
 
 
 def get_entry(kind: CatalogKind, name: str) -> CatalogEntry:
-    """The entry of that name. RecipeError: there is none; the message names the nearest."""
+    """Return the entry of this name. Raises RecipeError, with the nearest names, if there is none."""
     found = find_entry(kind, name)
     if found is None:
         raise RecipeError(explain_unknown(kind, name))
@@ -74,7 +74,7 @@ def explain_unknown(kind: CatalogKind, name: str) -> str:
 
 
 def find_entry(kind: CatalogKind, name: str) -> CatalogEntry | None:
-    """The entry of that name, or None. An alias, letter for letter, comes before words."""
+    """Return the entry of this name, or None. An exact alias has priority over matching words."""
     exact, by_words = _build_index(kind)
     if (found := exact.get(name.casefold())) is not None:
         return found
@@ -85,7 +85,7 @@ def find_entry(kind: CatalogKind, name: str) -> CatalogEntry | None:
 
 
 def suggest_names(name: str, *kinds: CatalogKind) -> str:
-    """`; the nearest are X, Y` of names that are spelt like it; else where all of them stand."""
+    """Return `; the nearest are X, Y` for names with a similar spelling, else the page that lists all names."""
     name_by_spelling = {" ".join(_split_words(alias)): one.name for kind in kinds for alias, one in _aliases(kind)}
     close = get_close_matches(" ".join(_split_words(name)), list(name_by_spelling), 9, 0.5)
     nearest = list(dict.fromkeys(name_by_spelling[one] for one in close))[:3]
@@ -95,7 +95,7 @@ def suggest_names(name: str, *kinds: CatalogKind) -> str:
 
 
 def name_words(name: str) -> frozenset[str]:
-    """What counts of a name: `NVIDIA A100-SXM4-80GB` is {a100, sxm4, 80gb}."""
+    """Return the significant words of a name: `NVIDIA A100-SXM4-80GB` has {a100, sxm4, 80gb}."""
     return frozenset(_split_words(name))
 
 
@@ -113,7 +113,7 @@ def _aliases(kind: CatalogKind) -> Iterable[tuple[str, CatalogEntry]]:
 
 @cache
 def _build_index(kind: CatalogKind) -> tuple[dict[str, CatalogEntry], list[tuple[frozenset[str], CatalogEntry]]]:
-    """Every alias letter for letter, and as words."""
+    """Index all aliases, as exact text and as words."""
     exact = {alias.casefold(): one for alias, one in _aliases(kind)}
     return exact, [(name_words(alias), one) for alias, one in _aliases(kind)]
 

@@ -1,7 +1,6 @@
-"""What this machine is: cores and memory that this process may really use, its CPU, its accelerators.
-
-Linux only, read from /proc and /sys below a given root, so that tests and containers can show another machine. No
-measuring (matmul_benchmark.py) and no peak rates (data_sheet.py).
+"""Discover this machine: the cores and memory that this process may use, its CPU and its accelerators. Linux only;
+reads /proc and /sys below a given root, so that tests can present another machine. `matmul_benchmark.py` measures
+rates, and `data_sheet.py` has peak rates.
 """
 
 import functools
@@ -73,11 +72,10 @@ class DetectedGpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine as this process may use it: `physical_cores` physical and `logical_cores` logical ones,
-    `parse_memory_total` of RAM.
+    """The part of a machine that this process may use.
 
-    `device`, `device_name` and `device_count` tell what trains: "cuda" or "xpu", the GPU's name and the number of GPUs,
-    or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one of them.
+    `device`, `device_name` and `device_count` describe the devices that train: "cuda" or "xpu", the name and the number
+    of GPUs, or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one device.
     """
 
     hostname: str

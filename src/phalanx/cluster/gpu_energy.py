@@ -1,4 +1,4 @@
-"""What GPUs have drawn, by their own counters, which NVIDIA's have since Volta (extra `gpu`: nvidia-ml-py)."""
+"""Read the energy counters of GPUs, which NVIDIA's have since Volta (extra `gpu`: nvidia-ml-py)."""
 
 from collections.abc import Sequence
 from typing import Any

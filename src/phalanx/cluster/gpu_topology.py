@@ -1,4 +1,4 @@
-"""How each GPU is linked to the host and to other GPUs: PCIe, NVLink, and what NVIDIA's library says of its clocks.
+"""Discover the links of each GPU to the host and to other GPUs (PCIe, NVLink), and its clocks from NVML.
 
 Asked of NVML where `nvidia-ml-py` is installed, else read from /sys/bus/pci below a given root, which knows PCIe only.
 What the links really carry is measured elsewhere (calibration/collectives.py).
@@ -31,7 +31,7 @@ class GpuLinks:
     down in generation, never in width."""
 
     pci_address: str
-    """Its address: "0000:1b:00.0"."""
+    """PCI address, such as "0000:1b:00.0"."""
     vendor: str = ""
     lanes: int | None = None
     max_lanes: int | None = None
@@ -163,7 +163,7 @@ def _query_links(nvml: Any, handle: Any) -> GpuLinks:
 
 
 def _query_or_none(nvml: Any, function: Any, *arguments: Any) -> int | None:
-    """What a function of the library returns; None for what a GPU or its driver does not have."""
+    """Return the result of an NVML function; None if the GPU or its driver does not support it."""
     try:
         return int(function(*arguments))
     except nvml.NVMLError:

@@ -26,10 +26,10 @@ MAX_WORKSTATION_ACCELERATORS = 8
 
 
 def load_cluster(text: str, folder: Path | None = None) -> Cluster:
-    """The cluster that `text` names: nodes or devices of the catalogue, or a file (relative to `folder`).
+    """Load the cluster that `text` names: nodes or devices of the catalogue, or a file (relative to `folder`).
 
-    RecipeError: nothing is called so, or the file cannot be read or describes no cluster; the message has a line for
-    each problem, with file, line and key, what was found, what was expected and the nearest name.
+    Raises RecipeError for an unknown name, or a file that cannot be read or is invalid. The message has a line for each
+    problem, with file, line and key, the value found, the value expected and the nearest name.
     """
     text = text.strip()
     if "/" in text or text.lower().endswith((".yaml", ".yml")):

@@ -27,7 +27,7 @@ class Nic:
     is_physical: bool = True
     numa_node: int | None = None
     rate_text: str = ""
-    """How the driver describes the rate: "4X NDR"."""
+    """The driver's name of the rate, such as "4X NDR"."""
 
 
 def discover_nics(root: Path = Path("/")) -> tuple[Nic, ...]:

@@ -25,8 +25,8 @@ FormatEvent = Callable[[Event], Sequence[str]]
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line. `t`: unix seconds; None for one of a worker's that was printed at an unknown time, before the next one
-    of the same worker that has one."""
+    """One line. `t`: unix seconds; None for a line of a worker that was printed at an unknown time, before the worker's
+    next line with a time."""
 
     t: float | None
     source: str

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import psutil
 
 KILL_TIMEOUT_S = 30.0
-"""Seconds in which processes that were killed must be gone."""
+"""Seconds for killed processes to end."""
 
 
 def kill_descendants(timeout_s: float = KILL_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> list[int]:

@@ -336,7 +336,7 @@ def _is_link_inside(name: str, target: str, known_paths: frozenset[str], links: 
 
 
 def _exclusion_reason(folder: Path) -> str | None:
-    """Why nothing in a folder is code; None when it may be."""
+    """Return why a directory contains no code; None if it may."""
     if folder.name in EXCLUDED_DIRS:
         return f"called {folder.name}"
     for what, markers in EXCLUDED_DIR_MARKERS.items():

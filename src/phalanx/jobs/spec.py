@@ -11,13 +11,13 @@ from phalanx.jobs.snapshot import Snapshot
 from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""What every engine accepts as a name, and no shell takes for anything else."""
+"""Job names that every backend accepts and that need no quoting in a shell."""
 VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_TIME_LIMIT_S = 365 * 24 * 3600.0
 MIN_PROGRESS_S = 600.0
 """Seconds of life after which an attempt counts as progress: what befell the job before it no longer counts."""
 MAX_KILLS_IN_A_ROW = 3
-"""How often in a row, without progress, a job may be killed before it counts as failed."""
+"""A job fails after this many kills in a row without progress."""
 SNAPSHOT_DIGEST_VARIABLE = "PHALANX_SNAPSHOT_SHA256"
 """Variable with the hash of the job's snapshot; the run records it in environment.json."""
 
@@ -131,11 +131,11 @@ class JobStatus:
     exit_code: int | None = None
     """Exit code of its last attempt, when that is over and known."""
     num_attempts: int = 0
-    """How often it was started."""
+    """Number of attempts so far."""
     nodes: tuple[str, ...] = ()
     """Nodes of the current or last attempt."""
     reason: str | None = None
-    """Why it waits, or how it ended, in words."""
+    """Why it waits, or how it ended."""
     submitted: float | None = None
     started: float | None = None
     ended: float | None = None

@@ -35,7 +35,7 @@ BUFFER_SIZES_BYTES = {
 }
 """Bytes of the whole buffer by device and quickness."""
 MAX_CALLS_PER_TIMING = 8
-"""The most calls under one clock. Sums grow with each call: of 64 ranks by 64^8, which fp32 still holds."""
+"""Maximum calls per measurement. Sums grow with each call; with 64 ranks they reach 64^8, which fp32 can represent."""
 MAX_BYTES_PER_TIMING = 2 * BYTES_PER_MIB
 """A buffer of this size or more is timed alone: it shows more than the clock's own noise."""
 KNOWN_ALGORITHMS = {("gloo", "all_reduce"): "ring"}
@@ -82,7 +82,7 @@ def measure_collectives(payload: dict[str, Any], timer: BenchTimer) -> list[dict
 def measure_collective(
     case: CollectiveCase, group: dist.ProcessGroup | None, budget_s: float, device: str, timer: BenchTimer
 ) -> dict[str, Any]:
-    """One case. Ranks that are not in the group agree with the others all the same."""
+    """Measure one case. Ranks outside the group still take part in `timer.max_over_ranks`."""
     import torch.distributed as dist
 
     is_member = dist.get_rank() < case.num_ranks

@@ -112,7 +112,7 @@ def spread_shapes(count: int, min_side: int, max_side: int, max_flops: float) ->
 
 
 def gemm_precisions(device: str) -> list[str]:
-    """What this device multiplies, asked of torch."""
+    """Return the precisions in which this device multiplies, according to torch."""
     import torch
 
     if device == "cpu":

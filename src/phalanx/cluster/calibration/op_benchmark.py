@@ -163,8 +163,7 @@ def measure_autograd_ops(payload: dict[str, Any], timer: BenchTimer | None = Non
 
 
 def training_precisions(device: str) -> tuple[str, ...]:
-    """What activations and gradients have in training: fp32, and in mixed precision bf16, or fp16 on GPUs older than
-    that."""
+    """Return the precisions of activations and gradients in training: fp32, and bf16 or, on old GPUs, fp16."""
     import torch
 
     old = device != "cpu" and not torch.get_device_module(device).is_bf16_supported(including_emulation=False)

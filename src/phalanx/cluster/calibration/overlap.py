@@ -1,4 +1,4 @@
-"""What computing and communicating cost each other: matrix products while an all-reduce is under way, on each rank.
+"""Benchmark how compute and communication slow each other down: matrix products during an all-reduce, on each rank.
 
 First each alone, then both at once. On a CPU the cores are shared with the threads that move and add, on a GPU its
 memory and some of its multiprocessors. Runs on every rank of a world that exists.
@@ -75,7 +75,7 @@ def _measure_on_cpu(
 def _measure_on_gpu(
     buffer: torch.Tensor, multiply: Callable[[], object], gemm_s: float, all_reduce_s: float, timer: BenchTimer
 ) -> tuple[float, float]:
-    """As many products as alone take as long as the all-reduce, on another stream than it."""
+    """Run as many products as take as long as the all-reduce when alone, on a different stream."""
     import torch
 
     buffer.fill_(1.0)

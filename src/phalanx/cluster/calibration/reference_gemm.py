@@ -22,7 +22,7 @@ RunInProcess = Callable[[str, Any], Any]
 REFERENCE_OP = "reference"
 REFERENCE_SIDE = {"cpu": 1024, "cuda": 8192}
 REFERENCE_PRECISION = {"cpu": "fp32", "cuda": "fp16"}
-"""What every CPU, and every GPU since 2017, multiplies well."""
+"""Precision that every CPU, and every GPU since 2017, multiplies fast."""
 REFERENCE_DURATION_S = 0.3
 
 

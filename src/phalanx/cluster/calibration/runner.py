@@ -282,7 +282,7 @@ def _measure_checkpoint(executor: Executor, quick: bool, results: Results, budge
 
 
 def _describe_measurement(results: Results, quick: bool, processes: int) -> dict[str, Any]:
-    """How it was measured: what a reader of the figures should know."""
+    """Return notes for readers on how the figures were measured."""
     read_modes = {"direct": "O_DIRECT", "dropped": "page cache dropped", "cached": "only from the page cache: left out"}
     notes = {"quick": quick, "processes": processes, "read": read_modes.get(results.read_mode or "")}
     return {"measured_how": {name: value for name, value in notes.items() if value is not None}}

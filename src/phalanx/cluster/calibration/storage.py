@@ -47,7 +47,7 @@ def check_free_space(folder: Path, quick: bool) -> None:
 
 
 def measure_storage(directory: Path, quick: bool, seconds: float, clock: ClockFn) -> StorageRates:
-    """Write and read a file in `directory` within about `seconds`. OSError where the disk fails."""
+    """Write and read a file in `folder` within about `seconds`. Raises OSError when the disk fails."""
     path = directory / "probe.bin"
     block = mmap.mmap(-1, BLOCK_BYTES)  # aligned to pages, as O_DIRECT wants its buffers
     block.write(os.urandom(BLOCK_BYTES))  # a disk that compresses must not look faster

@@ -9,7 +9,7 @@ FindingValue = float | int | str | bool | None
 
 
 class HealthVerdict(StrEnum):
-    """How fit a machine is by one check."""
+    """Verdict of a check on a machine."""
 
     PASS = "PASS"
     UNKNOWN = "UNKNOWN"  # cannot be determined on this machine: reported, but does not make it unfit
@@ -39,7 +39,7 @@ class HealthFinding:
 
 
 def parse_finding(value: Mapping[str, Any]) -> HealthFinding:
-    """The finding of plain values. KeyError, TypeError or ValueError when they are none."""
+    """Parse a finding from plain values. Raises KeyError, TypeError or ValueError for invalid ones."""
     figures: Mapping[str, FindingValue] = value["figures"]
     return HealthFinding(str(value["check"]), HealthVerdict(value["verdict"]), str(value["reason"]), dict(figures))
 

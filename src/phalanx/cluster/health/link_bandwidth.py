@@ -26,7 +26,7 @@ from phalanx.run.control_channel import (
 )
 
 ECHO_REQUEST, SINK_REQUEST, SOURCE_REQUEST, JOIN_REQUEST = b"E", b"S", b"T", b"J"
-"""What a connection is for: the listener sends back, takes in, sends out, or leads (pairwise_bandwidth.py)."""
+"""Purpose of a connection: the listener echoes, receives, sends, or leads (pairwise_bandwidth.py)."""
 CONNECTIONS_PER_MEASUREMENT = 3
 """Of one measurement, one after another."""
 NUM_ROUND_TRIPS = 200

@@ -37,7 +37,7 @@ from phalanx.run.node_env import NodeEnv
 JOIN_TIMEOUT_S = 60.0
 """Seconds within which all nodes must be there."""
 ROUND_TIMEOUT_S = 60.0
-"""Seconds for a round; each measurement gives up a silent partner far earlier."""
+"""Time limit of a round in seconds; each measurement gives up on a silent partner much earlier."""
 MAX_ROUNDS = 15
 """At most, so that a thousand nodes take no longer than sixteen: a node with 15 other partners is known."""
 CONNECT_RETRY_INTERVAL_S = 0.1
@@ -170,7 +170,8 @@ def _wait_for_peers(placement: NodePlacement, peers: dict[int, Peer], stack: con
 def _run_round(
     pairs_of_round: Sequence[NodePair], peers: Mapping[int, Peer], local: "LocalListener", token: bytes
 ) -> dict[NodePair, LinkMeasurement | str]:
-    """One round's links, or why there is none. The leader's own part is done between asking and hearing."""
+    """Measure the links of one round. Returns each link or its error. The leader measures its own link after it has
+    sent the commands, and before it collects the results."""
     found: dict[NodePair, LinkMeasurement | str] = {}
     for one, other in pairs_of_round:
         for node, command in ((other, {"do": "answer"}), (one, {"do": "measure", "address": peers[other].address})):

@@ -1,4 +1,4 @@
-"""One attempt at a run: what its workers have shown so far, and what their ends mean for the run."""
+"""One attempt at a run: the state of its workers, and the meaning of their exits for the run."""
 
 import signal
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +32,7 @@ EXITS_NOT_REPORTED_MESSAGE = (
     "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 )
 EXIT_REPORT_TIMEOUT_S = 120.0
-"""Seconds in which workers that were killed must have ended, whatever memory they give back, and ends be reported."""
+"""Seconds for killed workers to end, including the time to free their memory, and for their exits to be reported."""
 
 
 @dataclass

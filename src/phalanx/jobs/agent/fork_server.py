@@ -297,7 +297,7 @@ class ForkServer:
 
 
 def freeze_gc() -> None:
-    """Have collections in the children leave alone all that exists now, so that its memory stays shared."""
+    """Exclude all current objects from garbage collection in the children, so that their memory stays shared."""
     gc.collect()
     gc.freeze()
 
@@ -385,7 +385,8 @@ def _run_child(
 
 
 def _redirect_output(log: Path) -> None:
-    """Have what this process prints go to a file; what the file does not take is lost, and nothing is raised."""
+    """Redirect the output of this process to a file. Output is lost, without an exception, if the file cannot be
+    written."""
     try:
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:

@@ -106,17 +106,17 @@ class LocalBackend:
         return str(job_id)
 
     def poll(self, job_id: str) -> JobStatus:
-        """What is known of a job."""
+        """Return the status of a job."""
         self._restart_dead_daemon()
         return self._get_record(job_id).status
 
     def list_jobs(self) -> list[JobStatus]:
-        """All jobs, also those that are over."""
+        """Return all jobs, including finished ones."""
         self._restart_dead_daemon()
         return [row.status for row in self.database.list_jobs()]
 
     def send_signal(self, job_id: str, number: int) -> None:
-        """Send a signal to what a job runs."""
+        """Send a signal to the job's runner, which forwards it."""
         self._restart_dead_daemon()
         row = self._get_record(job_id)
         process = find_runner(row, make_process_tag(self.database.job_dir(row.id)))
@@ -125,7 +125,7 @@ class LocalBackend:
         process.send_signal(number)
 
     def read_logs(self, job_id: str) -> Iterator[str]:
-        """What it has printed, in all attempts."""
+        """Yield the output so far of all attempts."""
         self._restart_dead_daemon()
         row = self._get_record(job_id)
         with open(self.database.job_dir(row.id) / OUTPUT_FILE, encoding="utf-8", errors="replace") as file:
@@ -133,12 +133,12 @@ class LocalBackend:
                 yield line.rstrip("\n")
 
     def follow_logs(self, job_id: str) -> LogReader:
-        """What it prints, in all attempts."""
+        """Follow the output of all attempts."""
         self._restart_dead_daemon()
         return printed_lines(self.database.job_dir(self._get_record(job_id).id) / OUTPUT_FILE)
 
     def cancel(self, job_id: str) -> None:
-        """End a job for good: one that runs is asked to save, and killed when it has not ended after its warning."""
+        """Cancel a job. A running job is asked to save, and killed if it has not ended after its warning time."""
         row = self._get_record(job_id)
         if row.state is JobState.QUEUED:
             values = {
@@ -156,14 +156,13 @@ class LocalBackend:
             self._ensure_daemon_running(self.database.folder, True)
 
     def delete_job(self, job_id: str) -> None:
-        """Remove a job that is over from the queue, with what it printed and the code that came with it. UsageError
-        when it is not over."""
+        """Delete a finished job with its output and its snapshot. Raises UsageError when it has not ended."""
         row = self._get_record(job_id)
         if not self.database.delete_job(row.id):
             raise UsageError(f"job {job_id} ({row.name}) is {row.state}: only ended jobs can be pruned")
 
     def list_ended_before(self, seconds: float) -> list[str]:
-        """Jobs that have been over for longer than this."""
+        """Return the ids of jobs that ended more than `seconds` ago."""
         found = []
         for row in self.database.list_jobs(*(state for state in JobState if state.is_final)):
             seconds_ago = self.database.boot_clock.seconds_since(row.over)

@@ -194,7 +194,7 @@ def draw_faults(seed: int, count: int, kinds: Sequence[str], run_shape: RunShape
 
 
 def _draw_rounds(rng: random.Random, count: int, kinds: set[str], run_shape: RunShape) -> list[int]:
-    """How many faults strike between two new checkpoints, round by round."""
+    """Draw the number of faults of each round."""
     max_size = 1 if kinds == {"corrupt-checkpoint"} else run_shape.max_restarts
     first_size = max(1, max_size - 1)  # nothing has been saved by then that would count as progress
     full = [first_size] + [max_size] * -(-max(0, count - first_size) // max_size)

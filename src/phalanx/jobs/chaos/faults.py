@@ -75,15 +75,15 @@ class FaultContext:
         return self.find_process(self.monitor.worker_pids[rank])
 
     def find_fork_server(self, rank: int) -> psutil.Process:
-        """What forked it."""
+        """Return the fork server of a worker."""
         return self.find_process(self.find_worker(rank).ppid())
 
     def find_agent(self, rank: int) -> psutil.Process:
-        """Its node's agent."""
+        """Return the agent of a worker's node."""
         return self.find_process(self.find_fork_server(rank).ppid())
 
     def agents(self) -> set[psutil.Process]:
-        """Those of all nodes, as far as they are there."""
+        """Return the live agents of all nodes."""
         found: set[psutil.Process] = set()
         for rank in self.monitor.worker_pids:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -91,7 +91,7 @@ class FaultContext:
         return found
 
     def find_job_runner(self) -> psutil.Process:
-        """What the queue has put above the job."""
+        """Return the runner process of the job in the queue."""
         return self.find_process(self.find_agent(0).ppid())
 
     def find_process(self, pid: int) -> psutil.Process:
@@ -126,7 +126,7 @@ def inject_faults(faults: Sequence[Fault], context: FaultContext) -> FaultSteps:
 
 
 def wait_for_trigger(trigger: FaultTrigger, context: FaultContext) -> FaultSteps:
-    """Until it has come."""
+    """Yield until the trigger has occurred."""
     monitor, typical = context.monitor, context.typical
     if trigger.phase is FaultPhase.RESTART:
         while monitor.attempt < context.min_attempt or not monitor.worker_pids:
@@ -186,12 +186,12 @@ def record_injection(fault: Fault, context: FaultContext, description: str, phas
 
 
 def current_phase(monitor: RunMonitor) -> FaultPhase:
-    """What the run is doing."""
+    """Return the current phase of the run."""
     return FaultPhase.RESTART if not monitor.is_training else FaultPhase.SAVE if monitor.is_saving else FaultPhase.STEP
 
 
 def inject_time_limit(fault: Fault, context: FaultContext) -> FaultSteps:
-    """What an engine does when a job's time is up, with little patience."""
+    """End the job like a backend at the time limit, with a short grace time."""
     agent, grace_s = context.find_agent(0), MAX_GRACE_S * fault.randomness
     agent.terminate()
     record_injection(fault, context, f"SIGTERM to the leader agent, SIGKILL {grace_s:.2f} s later")
@@ -363,7 +363,7 @@ INJECTOR_BY_FAULT: dict[str, Callable[[Fault, FaultContext], FaultSteps]] = {
 
 
 def list_checkpoints(context: FaultContext) -> list[Path]:
-    """Those that stand, the newest first."""
+    """Return all checkpoints, newest first."""
     folder = context.monitor.run.checkpoints
     return sorted((path for path in folder.iterdir() if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)), reverse=True)
 
@@ -404,5 +404,5 @@ def flip_bit(checkpoint: Path | None, rng: random.Random) -> Path:
 
 
 def disable_core_dumps(pid: int) -> None:
-    """Have a process, and all that it starts, leave no core file behind when it crashes."""
+    """Disable core dumps of this process and its children."""
     resource.prlimit(pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1]))

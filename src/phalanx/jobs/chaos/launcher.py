@@ -29,7 +29,7 @@ MAX_STARTS_WITHOUT_ATTEMPT = 5
 POLL_INTERVAL_S = 0.1
 """Seconds between two looks at a queue."""
 EXIT_TIMEOUT_S = 10.0
-"""Seconds in which the nodes of a run that is over must leave."""
+"""Seconds for the nodes of a finished run to exit."""
 NODE_VARIABLES = (
     "PHALANX_NODE_RANK",
     "PHALANX_NUM_NODES",
@@ -271,7 +271,7 @@ def find_tagged_processes(tag: str) -> list[psutil.Process]:
 
 
 def read_command_line(process: psutil.Process) -> list[str]:
-    """Its words; none when it has just ended."""
+    """Return the command line of a process; empty if it has just ended."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return list(process.cmdline())
     return []

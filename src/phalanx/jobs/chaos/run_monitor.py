@@ -19,7 +19,7 @@ from phalanx.run.event_types import (
 
 @dataclass(frozen=True)
 class TypicalDurations:
-    """Seconds that a step, a save and a start of workers usually take."""
+    """Typical seconds of a step, a save and a start of the workers."""
 
     step_s: float
     save_s: float
@@ -27,7 +27,7 @@ class TypicalDurations:
 
 
 def measure_durations(events: Iterable[Event]) -> TypicalDurations:
-    """As an undisturbed run took them; 0 for what it never did."""
+    """Measure them in a run without faults; 0 for what did not occur."""
     steps, saves, starts, started_at = [], [], [], None
     for event in events:
         if isinstance(event, WorkerStarted):

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def join_nodes(
     node_env: NodeEnv, nproc_per_node: int, stack: contextlib.ExitStack
 ) -> tuple[ProcessTopology, list[AuthConnection]]:
-    """All nodes of the job, and this one's connections: to every other node where it leads, else to the leader."""
+    """All nodes of the job, and this node's connections: from the leader to all others, else to the leader."""
     ports = find_free_ports(nproc_per_node + 1)
     if node_env.leader_address is None:
         return ProcessTopology(("127.0.0.1",), nproc_per_node, (ports,)), []
@@ -257,7 +257,7 @@ class NodeLauncher:
     def start_process(
         self, name: str, command: list[str], process_env: Mapping[str, str], selector: selectors.BaseSelector
     ) -> None:
-        """Start one process; UsageError when there is no such program."""
+        """Start one process. Raises UsageError when the program does not exist."""
         try:
             process = subprocess.Popen(
                 command,

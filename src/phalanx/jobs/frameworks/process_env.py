@@ -1,4 +1,4 @@
-"""What a process must know of its job, in the words of each framework: one table. Starts nothing (`launcher.py` does).
+"""Environment variables by which each framework configures its processes. `launcher.py` starts the processes.
 
 Sources: PyTorch's torchrun page; jax.distributed.initialize; TensorFlow's TF_CONFIG guide for
 MultiWorkerMirroredStrategy; ps-lite's environment variables for MXNet; Open MPI's mpirun(1).

@@ -33,25 +33,25 @@ from phalanx.run.directory import describe_unfinished
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 
 POLL_INTERVAL_S = 0.2
-"""Seconds between two looks at the queue."""
+"""Seconds between polls of the queue."""
 IDLE_EXIT_S = 2.0
 """The daemon exits after this many seconds without a job."""
 TAKEOVER_TIMEOUT_S = 10.0
 """Seconds that a daemon waits for another one that may be about to exit."""
 MAX_ATTEMPTS = 1000
 MIN_RETRY_DELAY_S = 1.0
-"""Seconds before a job that stopped unfinished, and without progress, is started again; twice as many for each further
-such attempt in a row."""
+"""Minimum delay before a job that ended unfinished and without progress is restarted; it doubles with each such attempt
+in a row."""
 MAX_RETRY_DELAY_S = 60.0
-"""Seconds that it waits at most."""
+"""Maximum of this delay."""
 JOB_TAG_VARIABLE = "PHALANX_JOB_TAG"
-"""Variable that marks every process of a job."""
+"""Environment variable that tags every process of a job."""
 GPU_SELECTION_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables that choose GPUs: NVIDIA's and AMD's, and Intel's."""
 
 
 class QueueDaemon:
-    """One look at the queue at a time. `spawn_runner` starts the runner of an attempt and returns its process id."""
+    """Handles the queue, one `tick` at a time. `spawn` starts the runner of an attempt and returns its pid."""
 
     def __init__(
         self,
@@ -102,12 +102,13 @@ class QueueDaemon:
         self._next_due = None if next_wait is None else self.database.boot_clock.now() + next_wait
 
     def _queue_seconds(self, row: JobRecord) -> float:
-        """Seconds that a job has waited; one of an earlier boot at least since this one."""
+        """Return the seconds that a job has waited; for a job from before this boot, at least the time since the
+        boot."""
         waited_s = self.database.boot_clock.seconds_since(row.came)
         return waited_s if waited_s is not None else max(self.database.boot_clock.now(), self.clock() - row.submitted)
 
     def _remaining_seconds(self, row: JobRecord) -> float | None:
-        """Seconds that a job may still run, where it has a limit."""
+        """Return the seconds until a job's time limit; None without a limit."""
         ran = self.database.boot_clock.seconds_since(row.began)
         return None if row.job.time_limit_s is None else row.job.time_limit_s - (ran or 0.0)
 

@@ -28,7 +28,7 @@ from phalanx.run.private_files import check_owner
 FORMAT_VERSION = 4
 """Of the file."""
 SNAPSHOT_DIR = "code"
-"""Where a job's folder holds the code that came with it."""
+"""Directory of the unpacked snapshot in a job's directory."""
 CHECKSUM_KEY = "xxh3"
 CANCEL_REQUESTED, CANCEL_SENT = 1, 2
 _SCHEMA_SQL = """
@@ -46,10 +46,13 @@ CREATE INDEX by_state ON jobs (state);
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job in the queue. `gpu_ids`: indices of its devices while it runs; `deaths`: how often in a row it was killed
-    without progress; `early`: how many attempts in a row ended without it (see `spec.MIN_PROGRESS_S`). `came`, `due`,
-    `began`, `over`: marks (`run/boot_clock.py`) of when it came, from when on it may start, when its last attempt
-    started, and when it was over; unix seconds are for people."""
+    """A job in the queue.
+
+    `given`: indices of its GPUs while it runs. `deaths`: number of kills in a row without progress. `early`: number of
+    attempts in a row without progress (`spec.MIN_PROGRESS_S`). `came`, `due`, `began`, `over`: boot clock timestamps
+    (`run/boot_clock.py`) of the submission, the earliest start, the start of the last attempt, and the end; the fields
+    in unix seconds are for users.
+    """
 
     id: int
     name: str

@@ -31,7 +31,7 @@ OUTPUT_FILE = "output.log"
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSpec:
-    """What to run in an attempt, as it stands in `attempt-N.json`. SIGTERM comes `warning_s` before the time limit."""
+    """Input of an attempt, as in `attempt-N.json`. SIGTERM is sent `warning_s` before the time limit."""
 
     command: tuple[str, ...]
     working_dir: str
@@ -40,14 +40,14 @@ class AttemptSpec:
     warning_s: float
 
     def write(self, home: Path, attempt: int) -> None:
-        """Write it, whole."""
+        """Write the file atomically."""
         write_json(home / f"attempt-{attempt}.json", asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:
-    """How an attempt ended, as it stands in `ended-N.json`: unix seconds by the wall clock, and `duration_s` by the one
-    that is never set; None where nothing is known of it."""
+    """How an attempt ended, as in `ended-N.json`. Times are unix seconds of the wall clock, `duration_s` is of the
+    boot clock; None if unknown."""
 
     exit_code: ExitStatus
     reason: str | None
@@ -57,7 +57,7 @@ class AttemptEnd:
 
 
 def main() -> None:
-    """Run one attempt, as `attempt-N.json` in the folder says."""
+    """Run the attempt that `attempt-N.json` describes."""
     job_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
     spec: AttemptSpec = read_as(AttemptSpec, json.loads((job_dir / f"attempt-{attempt}.json").read_text()))
     become_subreaper()
@@ -121,7 +121,7 @@ def read_secrets(job_dir: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """When an attempt began: for people, and by the clock that is never set."""
+    """Start of an attempt: by the wall clock for users, and by the boot clock."""
 
     wall_time: float = field(default_factory=time.time)
     boot_time: float = field(default_factory=seconds_since_boot)
@@ -145,7 +145,7 @@ def ending_path(job_dir: Path, attempt: int) -> Path:
 
 
 def read_ending(job_dir: Path, attempt: int) -> AttemptEnd | None:
-    """How an attempt ended; None while it has not. What another Phalanx wrote of it counts as that it was killed."""
+    """Return how an attempt ended; None if it has not. A file of another Phalanx version counts as a killed attempt."""
     path = ending_path(job_dir, attempt)
     try:
         found: AttemptEnd = read_as(AttemptEnd, json.loads(path.read_text()))

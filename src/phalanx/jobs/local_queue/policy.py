@@ -23,7 +23,7 @@ class Resources:
         return Resources(self.gpus - other.gpus, self.cpus - other.cpus)
 
     def fits(self, other: "Resources") -> bool:
-        """Whether so much fits into this."""
+        """Whether the other resources fit into these."""
         return other.gpus <= self.gpus and other.cpus <= self.cpus
 
 
@@ -58,10 +58,10 @@ def sort_by_priority(pending: Sequence[PendingJob], now: float) -> list[PendingJ
 def select_jobs_to_start(
     pending: Sequence[PendingJob], running: Sequence[RunningJob], capacity: Resources, now: float
 ) -> list[int]:
-    """Ids of the jobs to start now, in order.
+    """Return the ids of the jobs to start now, in order.
 
-    The first that does not fit holds a place from the moment at which it will fit at the latest. Those behind it may
-    start if they fit now and are either over by then or leave enough for it.
+    The first job that does not fit gets a reservation at the latest time at which it will fit. Later jobs may start if
+    they fit now, and either end before this time or leave enough resources for it.
     """
     free = capacity
     for other in running:

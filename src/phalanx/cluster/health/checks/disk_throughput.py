@@ -70,7 +70,7 @@ def check_disk_throughput(context: CheckContext) -> list[HealthFinding]:
 
 
 def scratch_prefix(parent: int) -> str:
-    """How the folder's name begins, by the process that asked for it."""
+    """Return the name prefix of the scratch directory of the requesting process."""
     return f"{SCRATCH_PREFIX}{parent}-"
 
 

@@ -77,7 +77,7 @@ def is_driver_loaded(root: Path) -> bool:
 
 
 def query_gpus(nvml: Any) -> list[GpuState]:
-    """Every GPU. NVMLError when the library cannot even count them."""
+    """Return the state of every GPU. Raises NVMLError when the library cannot count them."""
     return [_query_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
@@ -90,7 +90,7 @@ def _query_gpu(nvml: Any, index: int) -> GpuState:
         return GpuState(index, unreachable_reason=str(error))
 
     def query(function: str, *arguments: Any) -> Any:
-        """What a function returns; None for what this GPU, its driver or this version of the library does not have."""
+        """Return the result of an NVML function; None if the GPU, its driver or this NVML does not support it."""
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             return getattr(nvml, function)(handle, *arguments)
         return None
@@ -119,7 +119,7 @@ def _query_gpu(nvml: Any, index: int) -> GpuState:
 
 
 def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
-    """All that is wrong with one of them."""
+    """Return all problems of one GPU."""
     if gpu.unreachable_reason is not None:
         return [
             (HealthVerdict.FAIL, f"it does not answer ({gpu.unreachable_reason}): reset it, or restart the machine")

@@ -38,7 +38,7 @@ def measure_memory(
 
 
 def evaluate_memory(figures: dict[str, FindingValue]) -> list[HealthFinding]:
-    """One finding for memory and swap, one for /dev/shm."""
+    """Return one finding for memory and swap, and one for /dev/shm."""
     shm = {name: value for name, value in figures.items() if name.startswith("shm_")}
     return [_memory_finding({name: value for name, value in figures.items() if name not in shm}), _shm_finding(shm)]
 

@@ -106,8 +106,10 @@ class KubernetesBackend:
         return f"{namespace}/{kind}/{name}"
 
     def poll(self, job_id: str) -> JobStatus:
-        """What is known of a job. One that was there when it was last polled here, and is not any more, was cancelled,
-        by whomever; or it was over, and its time to be kept has passed."""
+        """Return the status of a job.
+
+        A job that existed at the last poll and is gone now was cancelled, by any user, or had ended and has expired.
+        """
         namespace, _, name = _parse_job_id(job_id)
         workload = self._find_workload(job_id)
         if workload is None:
@@ -154,8 +156,10 @@ class KubernetesBackend:
         return sorted(found, key=lambda status: (status.submitted or 0.0, status.id))
 
     def send_signal(self, job_id: str, number: int) -> None:
-        """Kubernetes has no signals but those of its own end: `kill` is run in each container, on its first process,
-        which the kernel shields from signals that it does not handle."""
+        """Send a signal with `kill` in each container, since Kubernetes can only send the signals that end a pod.
+
+        The signal goes to the first process, which the kernel shields from signals that it does not handle.
+        """
         if number in (signal.SIGKILL, signal.SIGSTOP):
             raise UsageError(
                 f"{job_id}: the first process of a container cannot be sent {signal.Signals(number).name} from within; "
@@ -180,7 +184,7 @@ class KubernetesBackend:
             yield line
 
     def follow_logs(self, job_id: str) -> LogReader:
-        """What its pods print, also those that a restart brings."""
+        """Follow the logs of the job's pods, including those after a restart."""
         namespace, _, name = _parse_job_id(job_id)
         self._get_workload(job_id)
         return PodLogStreams(
@@ -189,12 +193,12 @@ class KubernetesBackend:
         ).read
 
     def cancel(self, job_id: str) -> None:
-        """Delete it; its pods may save for as long as the job's warning is, and its Secret goes with it."""
+        """Delete the job and its Secret. Its pods get the job's warning time to save."""
         namespace, kind, name = _parse_job_id(job_id)
         if self.poll(job_id).state.is_final:
             return
         client, _ = self._connect()
-        with translate_api_errors(f"stopping {job_id}"), suppress(ObjectNotFoundError):  # it went away meanwhile
+        with translate_api_errors(f"stopping {job_id}"), suppress(ObjectNotFoundError):  # deleted meanwhile
             client.custom.delete_namespaced_custom_object(
                 **API_GROUPS[kind],
                 namespace=namespace,
@@ -279,7 +283,7 @@ def _list_owned(call: Callable[..., Any], namespace: str, name: str | None = Non
 
 
 def _list_all_pages(call: Callable[..., Any], selector: str) -> list[Mapping[str, Any]]:
-    """All that a list call gives, in pages, so that no answer is too long."""
+    """Return all objects of a list request, in pages of limited size."""
     found: list[Mapping[str, Any]] = []
     more: dict[str, Any] = {}
     while True:

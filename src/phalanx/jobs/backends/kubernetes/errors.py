@@ -33,7 +33,7 @@ def translate_api_errors(what: str) -> Iterator[None]:
 
 
 def describe_api_error(status: int | None, body: str | bytes | None) -> str:
-    """One answer that is no success. `body` is a Status object, or whatever a proxy in between has sent."""
+    """Describe an error answer. `body` is a Status object, or the text of a proxy in between."""
     answer = _parse_body(body)
     message = answer.get("message") or f"it answered with HTTP status {status}"
     details = answer.get("details") or {}
@@ -62,5 +62,5 @@ def _parse_body(body: str | bytes | None) -> dict[str, Any]:
 
 
 def _root_cause(error: Exception) -> str:
-    """What stands behind the retries."""
+    """Return the root cause behind the retries."""
     return str(getattr(error, "reason", None) or error)

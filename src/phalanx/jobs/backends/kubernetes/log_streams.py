@@ -21,7 +21,7 @@ REOPEN_INTERVAL_S = 1.0
 OVERLAP_S = 5
 """Seconds by which it then reaches back further than needed."""
 DRAIN_TIMEOUT_S = 15.0
-"""Seconds that the streams of a job that is over may take to come to their ends."""
+"""Seconds for the streams of a finished job to end."""
 FINAL_PHASES = ("Succeeded", "Failed")
 
 

@@ -50,7 +50,7 @@ def make_secret(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def make_workload(job: Job, options: KubernetesOptions) -> Manifest:
-    """What runs the job."""
+    """Return the JobSet or TrainJob that runs the job."""
     return make_jobset(job, options) if options.kind == "jobset" else make_trainjob(job, options)
 
 
@@ -207,7 +207,7 @@ def escape_literal(text: str) -> str:
 
 
 def make_resources(job: Job) -> Manifest:
-    """What a node needs, as limits and requests, so that nothing else on the machine can take it."""
+    """Return the resources of a node, as limits and equal requests, so that no other pod can take them."""
     wanted: Mapping[str, str | None] = {
         "cpu": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "memory": None if job.memory_bytes is None else str(job.memory_bytes),

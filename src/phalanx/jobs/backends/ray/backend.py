@@ -46,7 +46,7 @@ GENERATED_PLACEHOLDER = "<drawn when it is submitted>"
 SNAPSHOT_PLACEHOLDER = "<a folder with the code>"
 REQUEST_FILE = "ray-job.json"
 SIGNAL_TIMEOUT_S = 30.0
-"""Seconds in which a signal has to arrive."""
+"""Seconds for a signal to be delivered."""
 
 
 class RayBackend:
@@ -179,7 +179,7 @@ class RayBackend:
             yield from strip_ray_preamble(client.get_job_logs(submission))
 
     def cancel(self, job_id: str) -> None:
-        """Its nodes may save for as long as the job's warning is."""
+        """Stop the job. Its nodes get the job's warning time to save."""
         info = self._info(job_id)
         submission, client = self._find(job_id)
         if not info.status.is_terminal():
@@ -189,7 +189,7 @@ class RayBackend:
         secrets_path(info.metadata[WORKING_DIR_KEY], submission).unlink(missing_ok=True)
 
     def _find(self, job_id: str) -> tuple[str, Any]:
-        """Ray's own id of a job, and the client that knows it."""
+        """Return Ray's submission id of a job, and the client for its cluster."""
         submission, _, address = job_id.partition("@")
         return submission, self._client(address or None)
 
@@ -245,7 +245,7 @@ def make_driver_spec(job: Job) -> DriverSpec:
 
 
 def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
-    """What is known of a job from Ray's record of it and its log."""
+    """Return the status of a job from Ray's record and its log."""
     driver_state, state, code, reason = (
         parse_driver_state(strip_ray_preamble(log)),
         JobState.QUEUED,

@@ -46,7 +46,7 @@ class PlacementError(Exception):
 
 @dataclass
 class RayAttempt:
-    """One start of all nodes."""
+    """One attempt: a start of all nodes."""
 
     actors: list[Any]
     node_ids: list[str]
@@ -75,7 +75,7 @@ class RayDriver:
         self._is_stopping = True
 
     def run(self) -> int:
-        """All attempts; returns the job's exit code."""
+        """Run all attempts and return the job's exit code."""
         deaths = 0
         for number in range(1, self._spec.max_restarts + 2):
             try:
@@ -110,7 +110,7 @@ class RayDriver:
         return code
 
     def _reserve_nodes(self) -> Any:
-        """A placement group with a place for each node. Raises Unplaced."""
+        """Create a placement group with a bundle for each node. Raises PlacementError."""
         task = self._spec
         label_selector = (
             {NODE_ID_LABEL: f"!in({','.join(sorted(self._excluded_nodes))})"} if self._excluded_nodes else None
@@ -135,7 +135,7 @@ class RayDriver:
         return group
 
     def _get_results(self, asked: list[Any]) -> list[Any]:
-        """What nodes answer. Raises Unplaced when they do not, or the job is to end."""
+        """Return the answers of the nodes. Raises PlacementError on timeout, or when the job is to end."""
         deadline = Deadline(
             "Ray to start this job's nodes",
             self._spec.placement_timeout_s,
@@ -231,7 +231,7 @@ def _shell_exit_code(code: int) -> int:
 
 
 def print_driver_line(text: str) -> None:
-    """One line of the driver's own."""
+    """Print a line of the driver."""
     print(DRIVER_LINE_PREFIX + text, flush=True)
 
 

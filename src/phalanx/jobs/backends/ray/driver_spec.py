@@ -139,7 +139,7 @@ class DriverState:
 
 
 def parse_driver_state(lines: Sequence[str]) -> DriverState:
-    """What stands in a job's log about its attempts."""
+    """Parse the state of the driver from a job's log."""
     found = DriverState()
     for line in lines:
         if line.startswith(DRIVER_LINE_PREFIX):

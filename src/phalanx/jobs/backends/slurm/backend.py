@@ -49,15 +49,15 @@ RunProgram = Callable[[Sequence[str]], tuple[int, str, str]]
 
 ID_FILE = "id"
 LOCK_TIMEOUT_S = 300.0
-"""Seconds for which another command may be submitting."""
+"""Seconds to wait for another process that submits."""
 COMMAND_TIMEOUT_S = 600.0
-"""Seconds in which one of Slurm's programs must have answered: they try for a while to reach a controller."""
+"""Time limit of one of Slurm's programs, which retry for a while to reach a controller."""
 NODES_UNAVAILABLE_TEXT = "Requested node configuration is not available"
-"""What Slurm answers to more nodes than there are, and to more than are in service."""
+"""Slurm's answer when more nodes are requested than exist or are in service."""
 
 
 def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
-    """Run a program here."""
+    """Run a program on this machine."""
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
@@ -70,7 +70,7 @@ def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
 
 
 class SlurmBackend:
-    """The engine. `run_program` runs Slurm's programs; `jobs_dir` is where jobs have their folders."""
+    """The Slurm backend. `run_program` runs Slurm's programs; `jobs_dir` contains the directories of jobs."""
 
     name = "slurm"
 
@@ -147,7 +147,7 @@ class SlurmBackend:
         )
 
     def read_logs(self, job_id: str) -> Iterator[str]:
-        """What all its nodes have printed, in the order in which it came, of all attempts."""
+        """Yield the output so far of all nodes and attempts, in the order in which it was printed."""
         log = self._find_job_dir(job_id) / LOG_FILE
         if log.exists():
             with open(log, errors="replace", newline="\n") as lines:
@@ -155,11 +155,11 @@ class SlurmBackend:
                     yield line.rstrip("\n")
 
     def follow_logs(self, job_id: str) -> LogReader:
-        """What all its nodes print."""
+        """Follow the output of all nodes."""
         return printed_lines(self._find_job_dir(job_id) / LOG_FILE)
 
     def cancel(self, job_id: str) -> None:
-        """End a job for good, wherever it is in its life."""
+        """Cancel a job in any state."""
         folder = self._find_job_dir(job_id)
         if self._get_status(job_id, folder).state.is_final:
             return
@@ -193,7 +193,7 @@ class SlurmBackend:
         )
 
     def _submit_files(self, request: SubmitRequest, name: str, jobs: Mapping[str, Job]) -> list[str]:
-        """Send a job, or the jobs of an array, each by the name of its own folder in the whole's; returns their ids."""
+        """Submit a job, or the members of an array by the names of their directories. Returns their ids."""
         values = self._secret_values(request.job)
         for job in jobs.values():
             if job.snapshot is None and not job.working_dir.is_dir():
@@ -342,7 +342,7 @@ class SlurmBackend:
 
 
 def _write_job_dir(folder: Path, job: Job, secrets: dict[str, str]) -> None:
-    """What a job finds in its folder besides its scripts."""
+    """Write the files of a job's directory other than its scripts."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if secrets:
         _write_private_file(folder / SECRETS_FILE, render_secret_file(secrets))

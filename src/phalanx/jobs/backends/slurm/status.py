@@ -48,7 +48,7 @@ SIGNAL_EXIT_BASE = 128
 
 @dataclass(frozen=True)
 class SlurmResult:
-    """What the batch script wrote at the end of an attempt."""
+    """Result file of the batch script at the end of an attempt."""
 
     exit_code: int
     attempt: int
@@ -63,7 +63,7 @@ def parse_result(text: str) -> SlurmResult:
 
 
 def parse_fields(text: str) -> dict[str, str]:
-    """What `scontrol show job` prints, by name; what Slurm leaves open is not in it."""
+    """Parse the output of `scontrol show job` to fields by name, without unset fields."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, rest = line.strip().partition("=")
