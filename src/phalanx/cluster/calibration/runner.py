@@ -67,10 +67,10 @@ class Executor:
     """Functions with side effects that a calibration calls.
 
     `run_in_process` runs `module:function(payload)` in a separate process; `run_in_world` runs it on every rank of a
-    new world of the given size and returns the value of rank 0. Both raise NotMeasured on failure. `save_checkpoint`
-    writes a checkpoint of the given bytes below a directory and returns seconds. `scratch_dir` is a private directory
-    on the disk to measure; the caller removes it. `report_progress` gets the next step and the share of time that has
-    passed.
+    new world of the given size and returns the value of rank 0. Both raise MeasurementFailed on failure.
+    `save_checkpoint` writes a checkpoint of the given bytes below a directory and returns seconds. `scratch_dir` is a
+    private directory on the disk to measure; the caller removes it. `report_progress` gets the next step and the share
+    of time that has passed.
     """
 
     run_in_process: Callable[[str, Any], Any]

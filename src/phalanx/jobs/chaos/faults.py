@@ -404,5 +404,5 @@ def flip_bit(checkpoint: Path | None, rng: random.Random) -> Path:
 
 
 def disable_core_dumps(pid: int) -> None:
-    """Disable core dumps of this process and its children."""
+    """Disable core dumps of a process, and of the children that it will start."""
     resource.prlimit(pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1]))
