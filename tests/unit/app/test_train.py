@@ -12,7 +12,6 @@ from made_events import made
 from phalanx.app import train
 from phalanx.app.train import (
     build_result,
-    check_resolved_recipe,
     create_run,
     describe_changes,
     describe_finished,
@@ -22,7 +21,7 @@ from phalanx.app.train import (
 )
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx.jobs.agent.leader_agent import RunOutcome
-from phalanx.recipe import Recipe, dump_recipe, incompatible_changes, load_recipe
+from phalanx.recipe import Recipe, dump_recipe, incompatible_changes
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import (
@@ -324,7 +323,7 @@ def test_a_resolved_recipe_that_was_cut_short_is_refused(tmp_path: Path, text: s
     run = Run(tmp_path)
     run.resolved.write_text(text)
     with pytest.raises(RecipeError, match=r"resolved.yaml: is empty or cut short: it leaves \S+ open"):
-        check_resolved_recipe(run, load_recipe(run.resolved).recipe)
+        load_resolved_recipe(run.resolved)
 
 
 @pytest.mark.parametrize(("device", "reads"), [("cpu", False), ("cuda", True)])
