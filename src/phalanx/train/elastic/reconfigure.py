@@ -58,9 +58,9 @@ class PeerStates:
     """The states of the workers in the new world, by rank.
 
     `step_of_rank` is the last completed step (NO_STEP for a new worker). `grads_reduced` marks the workers that
-    have the reduced gradients of the next step. `saving_step_of_rank` is the step of the save in flight. `source_rank` is the first rank
-    that is furthest ahead; `survivor_state` and `scaler_state` are its state. `own_state` is this worker's state before
-    the reconfiguration."""
+    have the reduced gradients of the next step. `saving_step_of_rank` is the step of the save in flight. `source_rank`
+    is the first rank that is furthest ahead; `survivor_state` and `scaler_state` are its state. `own_state` is this
+    worker's state before the reconfiguration."""
 
     step_of_rank: list[int]
     grads_reduced: list[bool]
