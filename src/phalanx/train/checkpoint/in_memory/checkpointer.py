@@ -388,9 +388,7 @@ class InMemoryCheckpointer:
         found = next((each for each in all_gather_json(dist_env, problem) if each), "")
         if found:
             self.cancel()
-            text = (
-                f"in-memory checkpoints are not replicated, so a lost node costs a checkpoint interval: {found}"
-            )
+            text = f"in-memory checkpoints are not replicated, so a lost node costs a checkpoint interval: {found}"
             self._report_event(RunWarning(text=text))
 
     def _prune_before_write(self, step: int) -> None:
