@@ -187,7 +187,8 @@ class UserOptimizer(OptimizerContainer):
                 if not isinstance(value, Tensor):
                     raise UsageError(
                         f"session.prepare: {kind} keeps {entry!r} of {name} as {type(value).__name__}, and only "
-                        "tensors are saved: a run could not resume exactly; use an optimizer that keeps its state in tensors"
+                        "tensors are saved: a run could not resume exactly; use an optimizer that "
+                        "keeps its state in tensors"
                     )
                 if self._is_sharded and value.dim() and to_local(value).shape != to_local(parameter).shape:
                     raise UsageError(
