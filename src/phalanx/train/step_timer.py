@@ -57,8 +57,7 @@ class HostStepTimer:
 
 
 class HeartbeatTimer:
-    """A timer that also sends a heartbeat at the end of every phase, and accumulates the time of the worker's own
-    work."""
+    """A timer that also sends a heartbeat at the end of every phase, and sums up the worker's own work."""
 
     def __init__(self, timer: StepTimer, heartbeat: HeartbeatWriter | NullHeartbeat):
         self._timer, self._heartbeat = timer, heartbeat

@@ -46,8 +46,7 @@ class Overhead:
         self.is_running, self._ends_this_step = True, False
 
     def record_done(self, known_s: float) -> None:
-        """Record that the work finished during the current step. `known_s` is the part of its cost measured
-        directly."""
+        """Record that the work finished in the current step. `known_s` is its directly measured cost."""
         self.num_done += 1
         self._known_s += known_s
         self._ends_this_step = True

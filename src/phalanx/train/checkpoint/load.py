@@ -299,8 +299,7 @@ def verify_checkpoint(path: Path, threads: int = 2) -> CheckpointManifest:
 
 
 def verify_files(folder: Path, files: Mapping[str, FileRecord], chunk: int, threads: int) -> None:
-    """Read and verify every byte of `files`, in chunks of `chunk` bytes. Raises CorruptCheckpointError for a bad
-    file."""
+    """Verify every byte of `files`, in chunks of `chunk` bytes. Raises CorruptCheckpointError for a bad file."""
     tasks = [
         partial(
             _read_chunks, folder / name, file, chunk, range(first, min(first + _CHUNKS_PER_READ, len(file.chunks))), ()

@@ -329,8 +329,7 @@ def _path_exists(path: Path) -> bool:
 
 
 def check_free_space(directory: Path, nbytes: int, copies: int) -> None:
-    """Raise UsageError unless the file system of `directory`, which need not exist, has space for `copies`
-    checkpoints."""
+    """Raise UsageError unless there is space for `copies` checkpoints in `directory`, which need not exist."""
     existing_parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing_parent).free
     if free < nbytes * copies:

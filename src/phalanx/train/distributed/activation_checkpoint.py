@@ -98,8 +98,7 @@ def apply_activation_checkpointing(
 
 
 class _CheckpointedForward:
-    """A block's forward under a checkpoint. An object and not a closure, so that a deep copy of the block has its
-    own."""
+    """A block's checkpointed forward. An object, not a closure, so that a deep copy of the block has its own."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], _ContextPair] | None):
         self.forward = forward

@@ -1,12 +1,12 @@
-"""Context parallelism: any model trains with its sequence split over a group of ranks, without knowing it.
+"""Context parallelism: train with sequences split over a group of ranks, without changes to the model.
 
 Each rank runs the whole model on its part of every sequence, which `shard_batch` cuts. All layers but attention work on
 one position at a time. Attention, if it calls `torch.nn.functional.scaled_dot_product_attention`, is replaced by
 attention over the whole sequence while a `ContextParallel` is active. Losses, terms and gradients of the ranks add up
 to those of the whole batch: they must be summed over the group.
 
-    mine = slice_batch(batch, group, way)
-    with ContextParallel(group, way, documents=batch.get("documents")):
+    mine = shard_batch(batch, group, method)
+    with ContextParallel(group, method, documents=batch.get("documents")):
         logits = model(mine["tokens"], positions=mine["positions"])
 
 Only self-attention is supported, causal or full, of tensors [b, h, s/n, d]. Calls that would give wrong results raise
@@ -38,15 +38,16 @@ SDPA_NAME = "scaled_dot_product_attention"
 
 
 def local_positions(length: int, method: ContextMethod, group: Group, device: torch.device) -> Tensor:
-    """The positions in a sequence of `length` that this rank holds, in its order: int64 [s/n]."""
+    """Return the positions in a sequence of `length` that this rank holds, in its order: int64 [s/n]."""
     chunks, count = local_chunks(method, group_rank(group), group_size(group))
     size = length // count
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in chunks])
 
 
 def shard_batch(batch: dict[str, Tensor], group: Group, method: ContextMethod) -> dict[str, Tensor]:
-    """This rank's part of a token batch: [b, s/n, ...] of every tensor [b, s, ...], where s is the length of `tokens`,
-    and `positions` [b, s/n] int64, where in the whole sequence each token stands. Other tensors stay whole.
+    """Return this rank's part of a token batch: [b, s/n, ...] of every tensor [b, s, ...], where s is the length of
+    `tokens`, and `positions` [b, s/n] int64, the position of each token in the whole sequence. Other tensors stay
+    whole.
 
     A batch with `positions` of its own keeps them (cut). RecipeError if s does not divide by 2n (gather) or n
     (alltoall), or a rank would be left with a single position, which models take for generation.
@@ -109,14 +110,14 @@ class ContextParallel:
     """While active, scaled_dot_product_attention works over the whole sequence, of which each rank holds a part.
 
     group: over which sequences are split; None, or one rank, changes nothing.
-    way: the method, see context_attention.py; `choose_context_method` selects it.
+    method: see context_attention.py; `choose_context_method` selects it.
     documents: [b, s] of the whole batch, as before `shard_batch`: every causal or masked call is then restricted to
         documents, whatever its mask.
     replace_masks: for models that build a causal mask when positions are not contiguous, as under `gather` (Hugging
-    Face
-        models do): without documents, such a mask is replaced by causal attention over the whole sequence instead of
-        being refused. Only for models that `check_context_parallel` accepted. They build it on all ranks but the last,
-        which has contiguous chunks, and repeat key-value heads where they do; so on the last they are repeated here.
+        Face models do): without documents, such a mask is replaced by causal attention over the whole sequence instead
+        of being refused. Only for models that `check_context_parallel` accepted. They build it on all ranks but the
+        last, which has contiguous chunks, and repeat key-value heads where they do; so on the last they are repeated
+        here.
 
     It is active for all threads of the process, since a recomputation may run in one of autograd's. It must be active
     there, too: hand `make_checkpoint_contexts` to checkpoint, or keep it active around the backward. Blocks may be

@@ -36,8 +36,7 @@ MIN_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Minimum timeout of a collective, see `set_collective_timeout`. Evaluation and the first steps on slow machines must
 fit."""
 COLLECTIVE_TIMEOUT_MARGIN_S = 60.0
-"""Seconds by which a collective times out later than the agent, which knows the rank that hangs and restarts
-workers."""
+"""Seconds by which collectives time out later than the agent, which finds the hanging rank and restarts workers."""
 
 STORE_CONNECT_TIMEOUT = timedelta(seconds=30)
 """Timeout for connecting to a store that was started before its workers."""

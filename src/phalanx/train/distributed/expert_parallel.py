@@ -121,8 +121,7 @@ def _dispatch_and_combine(compute_local: ExpertForward, group: dist.ProcessGroup
 
 
 class _Permute(torch.autograd.Function):
-    """Rows of x in a new order; `back` is the inverse. Backward gathers; indexing would scatter and add, which is
-    slow."""
+    """Permute rows of x; `back` is the inverse. Backward gathers, while that of indexing is a slow scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:

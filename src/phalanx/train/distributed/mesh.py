@@ -177,8 +177,7 @@ def build_mesh(
 
 
 def make_stage_group(mesh: Mesh, dist_env: DistEnv, stage_positions: Sequence[int]) -> Group:
-    """Create the group of the workers of these pipeline stages with otherwise equal coordinates; every worker calls
-    it."""
+    """Create the group of workers that differ in the pipeline stage only; every worker calls it."""
     ranks = torch.arange(mesh.parallelism.world).view(mesh.parallelism.pipeline, -1)
     chosen = ranks[list(stage_positions)].T  # [other coordinates, stages]
     return _make_groups(chosen, dist_env.rank, required=mesh.coordinates["pipeline"] in stage_positions)

@@ -92,8 +92,7 @@ class ParallelModel:
         return {name: buffer for name, buffer in found.items() if name not in self.buffers_owned_elsewhere}
 
     def all_buffers(self) -> list[tuple[str, Tensor]]:
-        """Return persistent buffers of all local modules, including those that another stage saves; resuming needs
-        all."""
+        """Return persistent buffers of all local modules, also those that another stage saves, to resume from."""
         return [(name, buffer) for module in self.modules for name, buffer in get_persistent_buffers(module).items()]
 
     def local_tensor(

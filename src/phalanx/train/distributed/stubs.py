@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 
 class StageEndSignal(BaseException):
-    """Carries the activation out of the model's forward. A BaseException, so that models do not catch it as an
-    error."""
+    """Carries the activation out of the model's forward. A BaseException, so that models do not catch it."""
 
     def __init__(self, hidden: Tensor):
         super().__init__("the forward of this pipeline stage ends here")

@@ -19,8 +19,7 @@ CONTROL_FD_VARIABLE = "PHALANX_CONTROL_FD"
 
 
 class MembershipUpdates:
-    """The worker's end of the connection, read by a thread. `shut_down_sockets` closes the process group's
-    connections."""
+    """The worker's end of the connection, read by a thread. `shut_down_sockets` closes those of the process group."""
 
     def __init__(self, sock: socket.socket, shut_down_sockets: Callable[[], None]):
         self._sock, self._shut_down_sockets = sock, shut_down_sockets

@@ -218,16 +218,14 @@ class BucketedReducer:
         return [bucket.flat_grads() for bucket in self.buckets]
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
-        """Return what this worker has not sent yet of each parameter's gradients, live; empty without error
-        feedback."""
+        """Return the unsent part of each parameter's gradients, live; empty without error feedback."""
         found: dict[nn.Parameter, Tensor] = {}
         for bucket in self.buckets:
             found |= dict(zip(bucket.parameters, bucket.residual_views, strict=False))
         return found
 
     def projection_bases(self) -> dict[nn.Parameter, Tensor]:
-        """Return the PowerSGD bases of gradients, live [columns, rank], equal on all workers; empty if there are
-        none."""
+        """Return the PowerSGD bases, live [columns, rank], equal on all workers; empty if there are none."""
         pairs = (
             pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.projection_bases, strict=False)
         )

@@ -28,8 +28,7 @@ def forward_argument_names(model: nn.Module) -> frozenset[str]:
 def adapt_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of `model.forward` for (tokens [b, s], documents [b, s] or None, positions [b, s] or [s] or
-    None).
+    """Return `model.forward` arguments for (tokens [b, s], documents [b, s] or None, positions [b, s], [s] or None).
 
     Documents become a mask [b, 1, s, s], in which a token attends to earlier tokens in its document and in the window
     of the layer (one mask for each kind of layer if there are several), and positions that start at 0 in each document,

@@ -61,8 +61,7 @@ METADATA_ATTRIBUTES = frozenset(
 
 
 class InitValueNeeded(BaseException):
-    """A builder reads skipped values, or draws numbers that may be needed. A BaseException, so that it is not
-    caught."""
+    """A builder reads skipped values, or draws numbers that may be needed. A BaseException, to not be caught."""
 
 
 class SkipInit(TorchFunctionMode):

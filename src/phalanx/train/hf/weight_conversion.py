@@ -34,8 +34,7 @@ class WeightConversion:
     model: nn.Module
 
     def convert(self, read: ReadTensorFn, selected: Iterable[tuple[str, str]] | None = None) -> dict[str, Tensor]:
-        """Return the model's tensors from the files' tensors that `read` returns; only from those `selected`, if
-        given."""
+        """Convert the files' tensors that `read` returns (those `selected`, if given) to the model's."""
         converter = deepcopy(self.converter)
         for pattern, name in self.sources if selected is None else selected:
             converter.add_tensor(self.first, name, pattern, read(name))
@@ -163,8 +162,7 @@ def revert_conversion(model: nn.Module, tensors: Mapping[str, Tensor], file_name
 
 
 def _conversion_mapping(model: nn.Module) -> tuple[Any, list[Any]]:
-    """Return transformers' conversion module and a model's conversions for names in files; (None, []) if it has
-    none."""
+    """Return transformers' conversion module and a model's conversions; (None, []) if it has none."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None, []

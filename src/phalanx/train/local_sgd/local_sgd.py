@@ -1,5 +1,4 @@
-"""Local SGD and DiLoCo: workers take inner steps without communication and synchronize weights every `sync_every`
-steps.
+"""Local SGD and DiLoCo: workers take inner steps without communication, and synchronize every `sync_every` steps.
 
 A round starts with the same weights on all workers. After `sync_every` inner steps, and after the last step of the run,
 the workers all-reduce their pseudo-gradients (round start minus current weights), and the outer optimizer applies the

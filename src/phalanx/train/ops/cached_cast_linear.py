@@ -32,8 +32,7 @@ class CachedCastLinear(nn.Linear):
     cast_weight: Tensor | None = None
     """The weight [o, i] in autocast's dtype, as of the start of the step."""
     weight_grad_sum: Tensor | None = None
-    """The weight's gradient [o, i] in the weight's dtype, over the micro-batches of a step; None: autograd
-    accumulates."""
+    """The weight's gradient [o, i] in the weight's dtype, summed over micro-batches; None: autograd accumulates."""
     grad_sum_started: Tensor | None = None
     """0-d, on the host: whether `weight_grad_sum` holds a gradient of this step."""
     cast_is_stale = True

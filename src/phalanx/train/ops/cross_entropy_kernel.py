@@ -1,6 +1,5 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,no-any-return"
-"""Cross-entropy of materialized logits in Triton: logits are read once in forward, and read and written once in
-backward.
+"""Cross-entropy of materialized logits in Triton: forward reads the logits once, backward reads and writes them once.
 
 Kernels that torch.compile generates for it reached 1.45 of the 4.2 TB/s of an H200 in the forward, and eager ones pass
 over the logits 22 times. Imported on GPUs only, since CPU builds of torch lack Triton.

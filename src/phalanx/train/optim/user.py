@@ -122,8 +122,7 @@ class UserOptimizer(OptimizerContainer):
             optimizer.state[parameter][entry] = value
 
     def group_settings(self) -> dict[str, Tensor]:
-        """Return changed group options other than learning rates. Raises RecipeError if a checkpoint cannot hold
-        them."""
+        """Return changed group options, except learning rates. Raises RecipeError if they cannot be saved."""
         (optimizer,) = self.optimizers
         self._check_groups()
         changed = [

@@ -364,8 +364,7 @@ class InMemoryCheckpointer:
         return not problem
 
     def _connect_replicas(self, senders: list[int]) -> None:
-        """Connect to the workers of other nodes that replicas go to and come from. On failure, copies stay on their
-        node."""
+        """Connect to the workers that this one exchanges replicas with. If that fails, copies stay on their node."""
         dist_env, nodes = self._dist_env, self._nodes
         replicated_ranks = [rank for rank in senders if nodes.replica_rank(rank) == dist_env.rank]
         assert self._copy_dir is not None

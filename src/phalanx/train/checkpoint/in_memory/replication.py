@@ -126,8 +126,7 @@ class ReplicaServer:
                 connection.sendall(_LENGTH_PREFIX.pack(len(reply)) + reply)
 
     def _store_shard(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes:
-        """Receive the file of a shard and store it. Return the problem, or b"". The file is read to its end either
-        way."""
+        """Receive and store the file of a shard; return the problem, or b"". The file is always read to its end."""
         shard = decode_shard(content, Path("record"))
         file, record = shard.file_name, shard.files[shard.file_name]
         copy = self._folder / format_copy_name(shard.step, shard.token)

@@ -1,5 +1,4 @@
-"""Restore from in-memory checkpoints: the workers agree on the newest copy that is complete over their nodes, and read
-it.
+"""Restore from in-memory checkpoints: workers agree on the newest copy that is complete over all nodes, and read it.
 
 Each worker verifies some of the shards on its node byte by byte, and the workers exchange what is good. A shard that a
 node needs and lacks is fetched from a node that has it, over the process group, and then kept on both. Copies of

@@ -1,5 +1,4 @@
-"""Run the stages of a pipeline: training by the schedules of torch.distributed.pipelining, evaluation by a forward
-loop.
+"""Run the stages of a pipeline: train with the schedules of torch.distributed.pipelining, evaluate in a forward loop.
 
     gpipe        all forwards, then all backwards                         (Huang et al. 2019)
     1f1b         alternate one forward and one backward: less memory      (Narayanan et al. 2021)
@@ -255,8 +254,7 @@ class Pipeline:
         return dist.get_global_rank(self.group, self.stage_owners[stage])
 
     def _run_forward(self, count: int, stage_ios: Mapping[int, StageIO]) -> None:
-        """Run forward of micro-batches 0..count-1 through this rank's stages, in groups of as many as there are
-        ranks."""
+        """Run forward of micro-batches 0..count-1 through this rank's stages, in groups of the number of ranks."""
         ranks = self.group.size()
         groups = [range(first, min(first + ranks, count)) for first in range(0, count, ranks)]
         task_groups = [
