@@ -178,8 +178,7 @@ def check_model_fits_memory(spec: ModelConfig, facts: DataInfo, folder: Path | N
         raise RecipeError(
             f"model.args: {spec.build} has {sum(p.numel() for p in model.parameters()):,} parameters with them, "
             f"{needed / GIB_BYTES:,.0f} GiB, and this machine has {memory / GIB_BYTES:,.0f} GiB; make it smaller, or "
-            f"plan it for a "
-            "cluster with `phalanx plan`"
+            "plan it for a cluster with `phalanx plan`"
         )
 
 

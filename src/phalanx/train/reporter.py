@@ -101,7 +101,7 @@ class AgentReporter:
 
 
 class RunReporter:
-    """Writes the run's files itself and passes events to `show`. With `is_rank_zero` False it reports errors only."""
+    """Writes the run's files itself and passes events to `show`. With `is_rank_zero` False it only prints errors."""
 
     def __init__(self, run: Run, is_rank_zero: bool, show: Callable[[Event], None] | None = None):
         self._run = run

@@ -161,7 +161,7 @@ class CheckpointPolicy:
         ]
 
     def was_restored(self) -> None:
-        """Record that frozen parameters were changed by a restore and not by a forward."""
+        """Take a new snapshot of frozen parameters, because a restore and not a forward has changed them."""
         self._frozen_versions = self._snapshot_frozen(values=self._changed_frozen is None)
 
     def _snapshot_frozen(self, values: bool) -> dict[str, tuple[int, int]]:
@@ -171,7 +171,8 @@ class CheckpointPolicy:
         return found
 
     def _set_lost_checkpoint(self, step: int) -> None:
-        """Record that the checkpoint of this step is missing for a rollback. An older missing step is kept."""
+        """Record that the checkpoint of this step is missing (0: none is). A rollback then needs an older one, so all
+        are kept."""
         self._train_state.lost_checkpoint_step = step
         self.checkpoints.prunes_old = not step
 

@@ -49,9 +49,9 @@ class Mesh:
     `stage_group` are all ranks that hold the same layers. `dp_rank` is the index of the worker's part of the batch, 0
     <= dp_rank < dp_size: ranks that differ only in pipeline, context or tensor work on the same samples. `fsdp_mesh` is
     the DeviceMesh over which FSDP shards ("shard"), or shards and replicates ("replicate", "shard") if it also reduces
-    over replicas; None if parameters are not sharded. `expert_fsdp_mesh` is the same for experts, which are sharded
-    over fewer ranks, by the factor `expert_group`. `is_tree_hsdp`: the ranks that shard a replica process micro-batches
-    in turn, and FSDP does not reduce over replicas.
+    over replicas; None if parameters are not sharded. `expert_fsdp_mesh` is the same for experts, which `expert_group`
+    divides first. `is_tree_hsdp`: the ranks that shard a replica process micro-batches in turn, and FSDP does not
+    reduce over replicas.
     """
 
     parallelism: Parallelism
@@ -177,7 +177,7 @@ def build_mesh(
 
 
 def make_stage_group(mesh: Mesh, dist_env: DistEnv, stage_positions: Sequence[int]) -> Group:
-    """Create the group of workers that differ in the pipeline stage only; every worker calls it."""
+    """Create the group over these pipeline stages at otherwise equal coordinates; every worker calls it."""
     ranks = torch.arange(mesh.parallelism.world).view(mesh.parallelism.pipeline, -1)
     chosen = ranks[list(stage_positions)].T  # [other coordinates, stages]
     return _make_groups(chosen, dist_env.rank, required=mesh.coordinates["pipeline"] in stage_positions)

@@ -213,7 +213,7 @@ class LocalSGD:
         self._in_flight = []
 
     def _get_comm_queue(self) -> CommQueue | None:
-        """Create the queue at the first synchronization. A two-phase algorithm gets separate groups, because steps
+        """Create the queue at the first synchronization. With `sync_delay` it gets its own group, because steps
         communicate at the same time."""
         if self._world_size > 1 and self._comm_queue is None:
             device = self.buckets[0].buffer.flat.device

@@ -41,8 +41,7 @@ class UserOptimizer(OptimizerContainer):
         if strange := owned - set(model.parameters()):
             raise UsageError(
                 f"session.prepare: the optimizer has {len(strange)} parameters that are not the model's; make it of "
-                f"the "
-                "model that make_optimizer is given"
+                "the model that make_optimizer is given"
             )
         if missing := [name for parameter, name in self.parameter_names.items() if parameter not in owned]:
             raise UsageError(
@@ -58,9 +57,8 @@ class UserOptimizer(OptimizerContainer):
             )
         if _needs_closure(optimizer):
             raise UsageError(
-                f"session.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, "
-                f"which a "
-                "run has not; use an optimizer that steps from gradients"
+                f"session.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, which "
+                "a run has not; use an optimizer that steps from gradients"
             )
         self._is_sharded = is_sharded
         self._state_checked = 0  # number of state entries that were checked
@@ -186,14 +184,13 @@ class UserOptimizer(OptimizerContainer):
                 if not isinstance(value, Tensor):
                     raise UsageError(
                         f"session.prepare: {kind} keeps {entry!r} of {name} as {type(value).__name__}, and only "
-                        "tensors are saved: a run could not resume exactly; use an optimizer that "
-                        "keeps its state in tensors"
+                        "tensors are saved: a run could not resume exactly; use an optimizer that keeps its state in "
+                        "tensors"
                     )
                 if self._is_sharded and value.dim() and to_local(value).shape != to_local(parameter).shape:
                     raise UsageError(
                         f"session.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, "
-                        f"which "
-                        "cannot be divided with it; use parallelism.replicate"
+                        "which cannot be divided with it; use parallelism.replicate"
                     )
 
 
@@ -213,7 +210,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
 
 
 def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield copies of the mutable leaves of a value, skipping objects in `seen`."""
+    """Yield copies of the leaves of a value (numbers, tensors, generator states), skipping objects in `seen`."""
     if id(value) in seen or isinstance(value, bool):
         return
     if isinstance(value, Tensor):

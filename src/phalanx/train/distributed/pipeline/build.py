@@ -41,8 +41,7 @@ def partition_model(
     if len(model_plan.blocks) < count:
         raise RecipeError(
             f"parallelism.pipeline: {count} stages ({parallelism.pipeline_schedule} on {parallelism.pipeline} ranks) "
-            f"need as "
-            f"many blocks, and the model has {len(model_plan.blocks)}"
+            f"need as many blocks, and the model has {len(model_plan.blocks)}"
         )
     dataflow = trace_dataflow(model, model_plan.blocks, _flatten_loss(loss_fn), batch)
     inside = {
