@@ -167,11 +167,10 @@ def list_jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, oldest first."""
-    from phalanx.jobs.array import select_array_members
     from phalanx.jobs.backends.base import open_backend
 
-    jobs = open_backend(on).list_jobs()
-    if array is not None and not (jobs := select_array_members(jobs, array)):
+    jobs = open_backend(on).list_jobs(array)
+    if array is not None and not jobs:
         raise UsageError(f"{array}: {on} knows no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
     if as_json:
         print(json.dumps([asdict(status) for status in jobs], indent=2))
@@ -309,12 +308,10 @@ def prune(
 
 def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
     """The job of this id, or the members of the array of this name."""
-    from phalanx.jobs.array import select_array_members
-
     try:
         return [backend.poll(name_or_id).id]
     except UsageError:
-        job_ids = [status.id for status in select_array_members(backend.list_jobs(), name_or_id)]
+        job_ids = [status.id for status in backend.list_jobs(name_or_id)]
         if not job_ids:
             raise
         return job_ids

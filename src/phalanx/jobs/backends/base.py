@@ -52,8 +52,8 @@ class Backend(Protocol):
     def poll(self, job_id: str) -> JobStatus:
         """What is known of a job by its id."""
 
-    def list_jobs(self) -> list[JobStatus]:
-        """The user's jobs, those that came first at the top."""
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
+        """The user's jobs, or the members of an array (its name or id), those that came first at the top."""
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to what runs on each node of a job; UsageError when it does not run."""

@@ -110,10 +110,10 @@ class LocalBackend:
         self._restart_dead_daemon()
         return self._get_record(job_id).status
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """All jobs, also those that are over."""
         self._restart_dead_daemon()
-        return [row.status for row in self.database.list_jobs()]
+        return self.database.list_statuses(array)
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to what a job runs."""
@@ -164,14 +164,7 @@ class LocalBackend:
 
     def list_ended_before(self, seconds: float) -> list[str]:
         """Jobs that have been over for longer than this."""
-        found = []
-        for row in self.database.list_jobs(*(state for state in JobState if state.is_final)):
-            seconds_ago = self.database.boot_clock.seconds_since(row.over)
-            if seconds_ago is None:  # before this boot
-                seconds_ago = self.database.clock() - (row.ended or 0.0)
-            if seconds_ago > seconds:
-                found.append(str(row.id))
-        return found
+        return [str(job_id) for job_id in self.database.list_ended_before(seconds)]
 
     def _restart_dead_daemon(self) -> None:
         """Start a supervisor when jobs wait or run and the one that was there was killed: nobody else would start what

@@ -26,7 +26,7 @@ from phalanx.jobs.backends.kubernetes.errors import ObjectNotFoundError, transla
 from phalanx.jobs.backends.kubernetes.log_streams import PodLogStreams
 from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
 from phalanx.jobs.backends.kubernetes.status import parse_status, pod_index, select_latest_pods
-from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 
 API_GROUPS = {
@@ -119,7 +119,7 @@ class KubernetesBackend:
         self._last_statuses[job_id] = found
         return found
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Those that Phalanx submitted to the namespace of the context, of everybody who may use it. What belongs to
         them is asked for once, however many they are."""
         client, namespace = self._connect()
@@ -149,6 +149,8 @@ class KubernetesBackend:
             name = workload["metadata"]["name"]
             children = jobs.get(name, []), select_latest_pods(pods.get(name, []))
             found.append(parse_status(f"{namespace}/{kind}/{name}", workload, *children))
+        if array is not None:
+            found = select_array_members(found, array)
         return sorted(found, key=lambda status: (status.submitted or 0.0, status.id))
 
     def send_signal(self, job_id: str, number: int) -> None:

@@ -29,7 +29,7 @@ from phalanx.jobs.backends.ray.driver_spec import (
     secrets_path,
     strip_ray_preamble,
 )
-from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus, state_from_exit_code
+from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus, is_array_member, state_from_exit_code
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 PLACEMENT_STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
@@ -135,10 +135,12 @@ class RayBackend:
                 log = client.get_job_logs(submission)
         return parse_status(job_id, info, log)
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Those that Phalanx submitted to the engine's address, of everybody who may use it."""
         with _translate_ray_errors("listing jobs"):
             found = [info for info in self._client(None).list_jobs() if JOB_NAME_KEY in (info.metadata or {})]
+        if array is not None:
+            found = [info for info in found if is_array_member(info.submission_id, info.metadata[JOB_NAME_KEY], array)]
         found.sort(key=lambda info: (info.start_time or 0, info.submission_id))
         return [self.poll(info.submission_id) for info in found]
 

@@ -40,7 +40,7 @@ from phalanx.jobs.backends.slurm.status import (
 )
 from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.snapshot import unpack_snapshot
-from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.jobs.spec import Job, JobState, JobStatus, is_array_member
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock, lock_on_this_machine
 from phalanx.run.private_files import state_root
 
@@ -110,9 +110,11 @@ class SlurmBackend:
         """What Slurm knows of a job or, when it has forgotten it, what the job left."""
         return self._get_status(job_id, self._find_job_dir(job_id))
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """The jobs that have a folder here."""
         folders = self._list_job_dirs()
+        if array is not None:
+            folders = {id: each for id, each in folders.items() if is_array_member(id, self._job_name(each), array)}
         if not folders:
             return []
         known_ids = set(
@@ -226,8 +228,7 @@ class SlurmBackend:
         return list(ids.values())
 
     def _get_status(self, id: str, folder: Path, known: bool = True) -> JobStatus:
-        name = self._array_dir(folder).name.rpartition("-")[0]
-        name = name if folder.parent == self.jobs_dir else f"{name}.{folder.name}"
+        name = self._job_name(folder)
         found = self._query_job(id, folder) if known else None
         result = _read_result_file(folder)
         submitted = (folder / ID_FILE).stat().st_mtime
@@ -299,6 +300,10 @@ class SlurmBackend:
                 status = self._get_status(id, folder)
                 if not status.state.is_final:
                     raise UsageError(f"job {name}: there is one of this name already, {id}, and it is {status.state}")
+
+    def _job_name(self, folder: Path) -> str:
+        name = self._array_dir(folder).name.rpartition("-")[0]
+        return name if folder.parent == self.jobs_dir else f"{name}.{folder.name}"
 
     def _new_job_dir(self, name: str) -> Path:
         """The first that no job of this name has had."""
