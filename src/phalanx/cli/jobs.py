@@ -167,9 +167,11 @@ def list_jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, oldest first."""
-    from phalanx.jobs.backends.base import open_backend
+    from phalanx.jobs.backends.base import open_backend, restart_dead_daemon
 
-    jobs = open_backend(on).list_jobs(array)
+    backend = open_backend(on)
+    restart_dead_daemon(backend)
+    jobs = backend.list_jobs(array)
     if array is not None and not jobs:
         raise UsageError(f"{array}: {on} knows no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
     if as_json:
@@ -188,9 +190,11 @@ def list_jobs(
 @app.command("status")
 def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption = False) -> None:
     """Show the state of a job."""
-    from phalanx.jobs.backends.base import open_backend
+    from phalanx.jobs.backends.base import open_backend, restart_dead_daemon
 
-    status = open_backend(on).poll(job)
+    backend = open_backend(on)
+    restart_dead_daemon(backend)
+    status = backend.poll(job)
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return
@@ -228,12 +232,14 @@ def signal(
     """Send a signal to a job's processes on each node."""
     import signal as signals
 
-    from phalanx.jobs.backends.base import open_backend
+    from phalanx.jobs.backends.base import open_backend, restart_dead_daemon
 
     signal_suffix = signal_name.upper().removeprefix("SIG")
     if f"SIG{signal_suffix}" not in signals.Signals.__members__:
         raise UsageError(f"{signal_name}: no such signal; expected such as USR1, TERM or INT")
-    open_backend(on).send_signal(job, signals.Signals[f"SIG{signal_suffix}"])
+    backend = open_backend(on)
+    restart_dead_daemon(backend)
+    backend.send_signal(job, signals.Signals[f"SIG{signal_suffix}"])
 
 
 @app.command()

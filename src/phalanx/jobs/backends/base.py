@@ -39,7 +39,7 @@ class SubmitRequest:
 
 class Backend(Protocol):
     """Where jobs run. Every method raises UsageError for what the user can mend: an engine that is not installed or
-    does not answer, a job that is not there."""
+    does not answer, a job that is not there. `poll`, `list_jobs` and what reads logs change nothing."""
 
     name: str
 
@@ -95,6 +95,21 @@ class ReleasingBackend(Protocol):
     def release(self, job_id: str) -> bool:
         """Let a job that is held for unfit nodes go on without these; whether it was held. UsageError when that does
         not work."""
+
+
+@runtime_checkable
+class DaemonBackend(Protocol):
+    """An engine whose queue a process of this user works through, which may be killed."""
+
+    def restart_dead_daemon(self) -> None:
+        """Start that process where jobs wait or run and it is gone."""
+
+
+def restart_dead_daemon(backend: Backend) -> None:
+    """What a command does that looks at jobs or follows one: without the process that works through the queue, none
+    of them would ever start or end. To ask for jobs does not do this."""
+    if isinstance(backend, DaemonBackend):
+        backend.restart_dead_daemon()
 
 
 def open_log_reader(backend: Backend, job_id: str) -> LogReader:

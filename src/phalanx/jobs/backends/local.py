@@ -1,5 +1,5 @@
 """This machine's queue as an engine. Nothing needs to be installed or started: submitting starts a supervisor, which
-leaves when there is nothing left to do, and so does looking when that one was killed."""
+leaves when there is nothing left to do. `restart_dead_daemon` starts another where that one was killed."""
 
 import json
 import math
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from phalanx.cluster import Machine, discover_machine
@@ -16,7 +17,7 @@ from phalanx.cluster.environment import is_secret
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import LogReader, SubmitRequest, no_such_job_error
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
-from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, JobDatabase, JobRecord
+from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, JobDatabase, JobRecord, queue_exists
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
 from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.log_stream import printed_lines
@@ -62,7 +63,7 @@ class LocalBackend:
         max_queued: int = MAX_QUEUED_JOBS,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.database = JobDatabase((folder or state_root(environment) / "queue").absolute())
+        self.folder = (folder or state_root(environment) / "queue").absolute()
         self._machine, self._environment, self._ensure_daemon_running, self._max_queued = (
             machine,
             environment,
@@ -70,6 +71,11 @@ class LocalBackend:
             max_queued,
         )
         self._clock, self._last_daemon_start = clock, -math.inf
+
+    @cached_property
+    def database(self) -> JobDatabase:
+        """The queue, made when it is not there."""
+        return JobDatabase(self.folder)
 
     def render(self, job: Job) -> SubmitRequest:
         """Nothing is sent to anybody: what will be run."""
@@ -107,17 +113,14 @@ class LocalBackend:
 
     def poll(self, job_id: str) -> JobStatus:
         """What is known of a job."""
-        self._restart_dead_daemon()
         return self._get_record(job_id).status
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """All jobs, also those that are over."""
-        self._restart_dead_daemon()
-        return self.database.list_statuses(array)
+        return self.database.list_statuses(array) if queue_exists(self.folder) else []
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to what a job runs."""
-        self._restart_dead_daemon()
         row = self._get_record(job_id)
         process = find_runner(row, make_process_tag(self.database.job_dir(row.id)))
         if row.state is not JobState.RUNNING or process is None:
@@ -126,7 +129,6 @@ class LocalBackend:
 
     def read_logs(self, job_id: str) -> Iterator[str]:
         """What it has printed, in all attempts."""
-        self._restart_dead_daemon()
         row = self._get_record(job_id)
         with open(self.database.job_dir(row.id) / OUTPUT_FILE, encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -134,8 +136,8 @@ class LocalBackend:
 
     def follow_logs(self, job_id: str) -> LogReader:
         """What it prints, in all attempts."""
-        self._restart_dead_daemon()
-        return printed_lines(self.database.job_dir(self._get_record(job_id).id) / OUTPUT_FILE)
+        row = self._get_record(job_id)
+        return printed_lines(self.database.job_dir(row.id) / OUTPUT_FILE)
 
     def cancel(self, job_id: str) -> None:
         """End a job for good: one that runs is asked to save, and killed when it has not ended after its warning."""
@@ -164,18 +166,20 @@ class LocalBackend:
 
     def list_ended_before(self, seconds: float) -> list[str]:
         """Jobs that have been over for longer than this."""
-        return [str(job_id) for job_id in self.database.list_ended_before(seconds)]
+        return [str(id) for id in self.database.list_ended_before(seconds)] if queue_exists(self.folder) else []
 
-    def _restart_dead_daemon(self) -> None:
-        """Start a supervisor when jobs wait or run and the one that was there was killed: nobody else would start what
-        is to go on. One that lives is found by its lock, in microseconds."""
+    def restart_dead_daemon(self) -> None:
+        """Start a daemon when jobs wait or run and the one that was there was killed. One that lives is found by its
+        lock, in microseconds."""
         is_due = self._clock() - self._last_daemon_start >= DAEMON_START_INTERVAL_S
-        if is_due and self.database.has_open_jobs() and self._ensure_daemon_running(self.database.folder, False):
+        if not is_due or not queue_exists(self.folder) or not self.database.has_open_jobs():
+            return
+        if self._ensure_daemon_running(self.folder, False):
             self._last_daemon_start = self._clock()
 
     def _get_record(self, job_id: str) -> JobRecord:
         known = job_id.isascii() and job_id.isdigit() and len(job_id) < MAX_ID_DIGITS
-        row = self.database.get_job(int(job_id)) if known else None
+        row = self.database.get_job(int(job_id)) if known and queue_exists(self.folder) else None
         if row is None:
             raise no_such_job_error(self.name, job_id)
         return row

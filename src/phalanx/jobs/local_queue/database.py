@@ -136,6 +136,11 @@ class _Connection(sqlite3.Connection):
         return self.cursor(_Cursor).execute(*what)
 
 
+def queue_exists(folder: Path) -> bool:
+    """Whether there is a queue in a folder, or what is left of one: JobDatabase would not make an empty one there."""
+    return (folder / "queue.db").exists() or (folder / "jobs").exists()
+
+
 class JobDatabase:
     """The queue in `folder`, made when it is not there. UsageError for a file that is no queue."""
 
@@ -148,19 +153,9 @@ class JobDatabase:
         try:
             self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, factory=_Connection)
             self._db.row_factory = sqlite3.Row
-            self._db.execute("PRAGMA journal_mode=WAL")
-            with self._transaction():
-                version = self._db.execute("PRAGMA user_version").fetchone()[0]
-                if version == 0:
-                    if left := [path for path in folder.glob("jobs/*") if path.name.isdecimal()]:
-                        raise UsageError(
-                            f"{self.path}: is empty or was removed, and {folder / 'jobs'} has the folders of "
-                            f"{len(left)} jobs; put the file back, or move that folder away to start with an "
-                            "empty queue"
-                        )
-                    for statement in _SCHEMA_SQL.split(";"):
-                        self._db.execute(statement)
-                    self._db.execute(f"PRAGMA user_version={FORMAT_VERSION}")
+            version = self._read_version()
+            if version == 0:  # a queue that is there is opened without its lock for writers
+                self._create()
             columns = {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}
             if version <= FORMAT_VERSION and (missing := _COLUMN_NAMES - columns):
                 raise _DatabaseDamagedError(f"its table has no {', '.join(sorted(missing))}")
@@ -170,6 +165,24 @@ class JobDatabase:
             ) from None
         if version > FORMAT_VERSION:
             raise UsageError(f"{self.path}: format {version}; this version of Phalanx knows {FORMAT_VERSION}")
+
+    def _create(self) -> None:
+        self._db.execute("PRAGMA journal_mode=WAL")
+        with self._transaction():
+            if self._read_version() != 0:  # another process was faster
+                return
+            if left := [path for path in self.folder.glob("jobs/*") if path.name.isdecimal()]:
+                raise UsageError(
+                    f"{self.path}: is empty or was removed, and {self.folder / 'jobs'} has the folders of "
+                    f"{len(left)} jobs; put the file back, or move that folder away to start with an "
+                    "empty queue"
+                )
+            for statement in _SCHEMA_SQL.split(";"):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version={FORMAT_VERSION}")
+
+    def _read_version(self) -> int:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
 
     def close(self) -> None:
         """Let go of the file."""
