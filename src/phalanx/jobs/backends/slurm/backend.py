@@ -10,9 +10,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import UsageError
@@ -32,10 +33,13 @@ from phalanx.jobs.backends.slurm.batch_script import (
 )
 from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.backends.slurm.status import (
+    QUEUE_FORMAT,
     SlurmResult,
+    is_command,
     parse_fields,
     parse_live_status,
     parse_past_status,
+    parse_queue,
     parse_result,
 )
 from phalanx.jobs.log_stream import printed_lines
@@ -50,8 +54,12 @@ RunProgram = Callable[[Sequence[str]], tuple[int, str, str]]
 ID_FILE = "id"
 LOCK_TIMEOUT_S = 300.0
 """Seconds for which another command may be submitting."""
+QUEUE_MAX_AGE_S = 5.0
+"""Seconds for which an answer of squeue holds while jobs are polled: many users follow jobs of one controller."""
 COMMAND_TIMEOUT_S = 600.0
 """Seconds in which one of Slurm's programs must have answered: they try for a while to reach a controller."""
+NO_JOBS_TEXT = "Invalid job id"
+"""What scontrol answers for a job that it does not know, and squeue to a user who has none."""
 NODES_UNAVAILABLE_TEXT = "Requested node configuration is not available"
 """What Slurm answers to more nodes than there are, and to more than are in service."""
 
@@ -69,8 +77,20 @@ def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@dataclass(frozen=True)
+class _Queue:
+    """What squeue said of all jobs at a time. `folders`: those of the jobs that were submitted before it was asked; of
+    these Slurm has forgotten the ones that are not in `jobs`."""
+
+    asked_at: float
+    folders: Mapping[str, Path]
+    jobs: Mapping[str, Mapping[str, str]]
+    error: UsageError | None = None
+
+
 class SlurmBackend:
-    """The engine. `run_program` runs Slurm's programs; `jobs_dir` is where jobs have their folders."""
+    """The engine. `run_program` runs Slurm's programs; `jobs_dir` is where jobs have their folders. squeue is asked for
+    all jobs at once, and while jobs are polled again only after QUEUE_MAX_AGE_S."""
 
     name = "slurm"
 
@@ -79,10 +99,12 @@ class SlurmBackend:
         run_program: RunProgram = run_program,
         folder: Path | None = None,
         environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._run_program, self._environ = run_program, environ
+        self._run_program, self._environ, self._clock = run_program, environ, clock
         self.jobs_dir = (folder or state_root(environ) / "slurm").absolute()
         self._version: Version | None = None
+        self._queue: _Queue | None = None
 
     def render(self, job: Job) -> SubmitRequest:
         """Both scripts, and how they are sent. Values of secrets are not in them."""
@@ -108,7 +130,8 @@ class SlurmBackend:
 
     def poll(self, job_id: str) -> JobStatus:
         """What Slurm knows of a job or, when it has forgotten it, what the job left."""
-        return self._get_status(job_id, self._find_job_dir(job_id))
+        folder = self._find_job_dir(job_id)
+        return self._get_status(job_id, folder, self._query_queue([job_id]))
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """The jobs that have a folder here."""
@@ -117,11 +140,9 @@ class SlurmBackend:
             folders = {id: each for id, each in folders.items() if is_array_member(id, self._job_name(each), array)}
         if not folders:
             return []
-        known_ids = set(
-            self._run_checked(["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i"]).split()
-        )
+        queue = self._query_queue(folders)
         ordered = sorted(folders, key=lambda id: [int(number) for number in id.split("_")])
-        return [self._get_status(id, folders[id], id in known_ids) for id in ordered]
+        return [self._get_status(id, folders[id], queue) for id in ordered]
 
     def release(self, job_id: str) -> bool:
         """Keep a job that is held because nodes were unfit off them from now on, and let it go on. Nothing happens to
@@ -136,12 +157,14 @@ class SlurmBackend:
         unfit = [*found.get("ExcNodeList", "").split(), *marker.read_text().split()]
         self._run_checked(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(unfit)}"], f"job {job_id}")
         self._run_checked(["scontrol", "release", job_id], f"job {job_id}")
+        self._queue = None
         marker.unlink(missing_ok=True)
         return True
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to every process of the step; the batch script does not get it."""
-        status = self.poll(job_id)
+        folder = self._find_job_dir(job_id)
+        status = self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0))
         if status.state is not JobState.RUNNING:
             raise UsageError(f"{job_id} ({status.name}) does not run, it is {status.state}")
         self._run_checked(
@@ -163,10 +186,11 @@ class SlurmBackend:
     def cancel(self, job_id: str) -> None:
         """End a job for good, wherever it is in its life."""
         folder = self._find_job_dir(job_id)
-        if self._get_status(job_id, folder).state.is_final:
+        if self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0)).state.is_final:
             return
         (folder / CANCELLED_FILE).touch()  # first: its script must not queue it again
         self._run_checked(["scancel", job_id], f"job {job_id}")
+        self._queue = None
         (folder / SECRETS_FILE).unlink(missing_ok=True)
 
     def get_version(self) -> Version:
@@ -227,20 +251,34 @@ class SlurmBackend:
                 raise
         return list(ids.values())
 
-    def _get_status(self, id: str, folder: Path, known: bool = True) -> JobStatus:
+    def _query_queue(self, ids: Iterable[str], max_age_s: float = QUEUE_MAX_AGE_S) -> _Queue:
+        """What squeue says of these jobs and all others: as it said before, unless that is older or does not cover
+        them. So is an error, or a controller that is down would be asked the more often."""
+        last = self._queue
+        if last is None or self._clock() - last.asked_at >= max_age_s or not last.folders.keys() >= set(ids):
+            folders = self._list_job_dirs()  # first: what is submitted meanwhile counts as not asked for
+            code, out, err = self._run_program(
+                ["squeue", "--me", "--array", "--noheader", "--states=all", f"--Format={QUEUE_FORMAT}"]
+            )
+            if code and NO_JOBS_TEXT in err:
+                code, out = 0, ""
+            error = UsageError(f"slurm does not answer: {_clean_error(err)}") if code else None
+            last = self._queue = _Queue(self._clock(), folders, {} if code else parse_queue(out), error)
+        if last.error is not None:
+            raise last.error
+        return last
+
+    def _get_status(self, id: str, folder: Path, queue: _Queue) -> JobStatus:
         name = self._job_name(folder)
-        found = self._query_job(id, folder) if known else None
+        found = queue.jobs.get(id)
         result = _read_result_file(folder)
         submitted = (folder / ID_FILE).stat().st_mtime
         run = (folder / RUN_FILE).read_text().removesuffix("\n") if (folder / RUN_FILE).exists() else None
-        if found is None:
+        if found is None or not is_command(found, self._script_suffix(folder)):
             return replace(
                 parse_past_status(id, name, (folder / CANCELLED_FILE).exists(), submitted, result), run_dir=run
             )
-        nodes = found.get("NodeList", "")
-        if set("[,") & set(nodes):
-            nodes = self._run_checked(["scontrol", "show", "hostnames", nodes])
-        status = parse_live_status(id, name, found, tuple(nodes.split()), submitted, result)
+        status = parse_live_status(id, name, found, submitted, result)
         if status.state is JobState.QUEUED and (folder / UNFIT_FILE).exists():
             unfit = ", ".join((folder / UNFIT_FILE).read_text().split())
             hold_reason = (
@@ -252,12 +290,12 @@ class SlurmBackend:
     def _query_job(self, id: str, folder: Path) -> dict[str, str] | None:
         """Slurm's fields of a job; None when it has forgotten it, or another one has the number now."""
         code, out, err = self._run_program(["scontrol", "show", "job", id])
-        if code and "Invalid job id" in err:
+        if code and NO_JOBS_TEXT in err:
             return None
         if code:
             raise UsageError(f"slurm does not answer: {_clean_error(err)}")
         found = parse_fields(out)
-        return found if found.get("Command", "").endswith(f"/{self._array_dir(folder).name}/{BATCH_FILE}") else None
+        return found if is_command(found, self._script_suffix(folder)) else None
 
     def _check_accepted(self, job: Job, test: Sequence[str]) -> None:
         """Whether Slurm could ever run a job. That nodes are out of service for now is no reason to refuse it."""
@@ -295,11 +333,15 @@ class SlurmBackend:
         return {name: self._environ[name] for name in job.secrets}
 
     def _check_name(self, name: str) -> None:
-        for id, folder in self._list_job_dirs().items():
-            if self._array_dir(folder).name.rpartition("-")[0] == name:
-                status = self._get_status(id, folder)
-                if not status.state.is_final:
-                    raise UsageError(f"job {name}: there is one of this name already, {id}, and it is {status.state}")
+        folders = self._list_job_dirs()
+        same_name = [id for id in folders if self._array_dir(folders[id]).name.rpartition("-")[0] == name]
+        if not same_name:
+            return
+        queue = self._query_queue(same_name, max_age_s=0.0)
+        for id in same_name:
+            status = self._get_status(id, folders[id], queue)
+            if not status.state.is_final:
+                raise UsageError(f"job {name}: there is one of this name already, {id}, and it is {status.state}")
 
     def _job_name(self, folder: Path) -> str:
         name = self._array_dir(folder).name.rpartition("-")[0]
@@ -315,8 +357,13 @@ class SlurmBackend:
         """The folder of the array that a job's folder belongs to; else that itself."""
         return folder if folder.parent == self.jobs_dir else folder.parent
 
+    def _script_suffix(self, folder: Path) -> str:
+        """How the path of a job's batch script ends."""
+        return f"/{self._array_dir(folder).name}/{BATCH_FILE}"
+
     def _find_job_dir(self, job_id: str) -> Path:
-        found = self._list_job_dirs().get(job_id)
+        known = {} if self._queue is None else self._queue.folders
+        found = known.get(job_id) or self._list_job_dirs().get(job_id)
         if found is None:
             raise no_such_job_error(self.name, job_id)
         return found
