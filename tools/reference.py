@@ -61,6 +61,8 @@ def cli_page() -> str:
     root: Any = _make_app()
     context = root.make_context("phalanx", [], resilient_parsing=True)
     parts = [f"# Command line\n\n{MADE_BY} `--help` of each command prints the same.\n"]
+    parts.append("```text\nphalanx [OPTIONS] COMMAND\n```\n")
+    parts += _option_table(root, context)
     parts += _commands(root, context, "phalanx")
     rows = [f"| {int(code)} | `{code.name}` |" for code in ExitCode]
     parts.append("\n".join(["## Exit codes\n", "| code | name |", "|---:|---|", *rows]) + "\n")
@@ -81,10 +83,14 @@ def _commands(group: Any, context: Any, path: str) -> Iterator[str]:
         usage = " ".join([full, *command.collect_usage_pieces(below)])
         level = "##" if path == "phalanx" else "###"
         yield f"{level} {full}\n\n```text\n{usage}\n```\n\n{text}\n"
-        records = [record for each in command.get_params(below) if (record := each.get_help_record(below))]
-        rows = [f"| {_code(names)} | {_cell(meaning)} |" for names, meaning in records if "--help" not in names]
-        if rows:
-            yield "\n".join(["| argument or option | meaning |", "|---|---|", *rows]) + "\n"
+        yield from _option_table(command, below)
+
+
+def _option_table(command: Any, context: Any) -> Iterator[str]:
+    records = [record for each in command.get_params(context) if (record := each.get_help_record(context))]
+    rows = [f"| {_code(names)} | {_cell(meaning)} |" for names, meaning in records if "--help" not in names]
+    if rows:
+        yield "\n".join(["| argument or option | meaning |", "|---|---|", *rows]) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -100,8 +100,19 @@ def _make_app() -> TyperGroup:
         version: Annotated[
             bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
         ] = False,
+        log_level: Annotated[
+            str | None,
+            typer.Option(
+                "--log-level",
+                metavar="LEVEL",
+                help="Log records to show on standard error: debug, info, warning or error. Also as PHALANX_LOG.",
+                show_default="warning",
+            ),
+        ] = None,
     ) -> None:
-        pass
+        from phalanx.logging_config import configure_logging  # logging is not needed for --help
+
+        configure_logging(log_level)
 
     group = typer.main.get_group(app)
     for name, (_, line) in _COMMAND_MODULES.items():

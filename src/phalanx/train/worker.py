@@ -6,6 +6,7 @@ calls `run_training`. Everything a worker trains with stands in the run's `resol
 
 import contextlib
 import faulthandler
+import logging
 import os
 import runpy
 import signal
@@ -83,6 +84,8 @@ from phalanx.train.train_state import SurvivorState, TrainState
 from phalanx.train.train_step import to_device
 from phalanx.train.trainer import Trainer, fit
 
+logger = logging.getLogger(__name__)
+
 SAME_DATA_HINT = (
     "all nodes must read the same; give the recipe a source that is the same on each, or share the file system"
 )
@@ -104,6 +107,7 @@ def run_training(
     stop = StopRequest()
     stop.install_handlers()
     reporter = make_reporter(run, dist_env.is_rank_zero, os.environ.get("PHALANX_EVENTS_FD"), on_event)
+    logger.info("worker %d of %d trains %s", dist_env.rank, dist_env.world_size, run.path)
     faulthandler.register(signal.SIGUSR2)  # the agent asks where we are; the answer goes to our log
     heartbeat = open_heartbeat(dist_env.local_rank)
     heartbeat.record("starting")

@@ -1,6 +1,7 @@
 """The nursery as its agent holds it: a process that has torch loaded, and two sockets to it. See `fork_server.py`."""
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -34,6 +35,8 @@ from phalanx.run.messages import (
     StoreStarted,
     ToForkServer,
 )
+
+logger = logging.getLogger(__name__)
 
 HUGE_PAGES_TUNABLE = "glibc.malloc.hugetlb"
 """glibc's tunable; 1 has malloc ask for them, where the kernel gives them to who asks."""
@@ -132,6 +135,7 @@ class ForkServerClient:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
         )
+        logger.debug("started the fork server, process %d", self.process.pid)
         control_far.close()
         events_far.close()
         self._is_ready = False
@@ -209,6 +213,7 @@ class ForkServerClient:
                 deadline=Deadline(f"{PROCESS_DESCRIPTION} to be ready", self._timeouts_s[0], self.report),
             )
             self._is_ready = True
+            logger.debug("the fork server is ready")
 
     def start_store(self, address: str) -> int:
         """The port of the store where workers of several nodes meet, on this address; it is there for all attempts."""
@@ -232,6 +237,7 @@ class ForkServerClient:
         """
         self.wait_until_ready()
         self._num_calls += 1
+        logger.debug("trial %d: %s", self._num_calls, function)
         self.send(RunCall(function=function, payload=payload, call_id=self._num_calls))
         description = f"a trial before the run ({function.rpartition(':')[2]}) to end"
         deadline = Deadline(description, self._timeouts_s[1], self.report)

@@ -5,6 +5,7 @@ workers a node gets is decided here, and whether a node is still there.
 """
 
 import contextlib
+import logging
 import os
 import platform
 import socket
@@ -38,6 +39,8 @@ from phalanx.run.messages import (
     Ping,
     StartWorkers,
 )
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two signs of life of an agent."""
@@ -287,9 +290,11 @@ class NodeGroup:
                 with contextlib.suppress(ConnectionError):
                     connection.send(Leave(exit_code=int(ExitCode.UNFIT_NODE), message=reason))
                 connection.close()
+                logger.info("node %d is refused: %s", node_rank, reason)
                 self._departures.append(departure(hello, int(ExitCode.UNFIT_NODE), reason))
                 continue
             node = RemoteNode(connection, hello)
+            logger.info("node %d (%s) joined", node_rank, node.name)
             found.append((node, self.remote_nodes.get(node.node_rank)))
             self.remote_nodes[node.node_rank] = node
         return found

@@ -2,6 +2,7 @@
 leaves when there is nothing left to do. `restart_dead_daemon` starts another where that one was killed."""
 
 import json
+import logging
 import math
 import os
 import shlex
@@ -24,6 +25,8 @@ from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus
 from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE, SNAPSHOT_SOURCE_VARIABLE
 from phalanx.run.private_files import state_root
+
+logger = logging.getLogger(__name__)
 
 MAX_QUEUED_JOBS = 10_000
 """Jobs that may wait."""
@@ -175,6 +178,7 @@ class LocalBackend:
         if not is_due or not queue_exists(self.folder) or not self.database.has_open_jobs():
             return
         if self._ensure_daemon_running(self.folder, False):
+            logger.info("jobs wait or run in %s without a daemon: started one", self.folder)
             self._last_daemon_start = self._clock()
 
     def _get_record(self, job_id: str) -> JobRecord:

@@ -8,6 +8,7 @@ Who ends with 77 is started again, but Kubernetes, not we, decides where: nothin
 import heapq
 import io
 import json
+import logging
 import os
 import secrets
 import signal
@@ -28,6 +29,8 @@ from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KIN
 from phalanx.jobs.backends.kubernetes.status import parse_status, pod_index, select_latest_pods
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
+
+logger = logging.getLogger(__name__)
 
 API_GROUPS = {
     "jobset": {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"},
@@ -103,6 +106,7 @@ class KubernetesBackend:
             ):
                 custom.delete_namespaced_custom_object(**location, name=name, _request_timeout=REQUEST_TIMEOUTS_S)
             raise
+        logger.info("created %s %s and its Secret in namespace %s", kind, name, namespace)
         return f"{namespace}/{kind}/{name}"
 
     def poll(self, job_id: str) -> JobStatus:
@@ -265,6 +269,7 @@ class KubernetesBackend:
         """The client, and the namespace that the configuration names."""
         if self._connection is None:
             self._connection = connect(self._config, self._context, self._environ)
+            logger.debug("connected to Kubernetes, namespace %s", self._connection[1])
         return self._connection
 
 

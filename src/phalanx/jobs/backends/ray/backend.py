@@ -7,6 +7,7 @@ read, and that the driver removes. Where the folder is not shared, they are refu
 """
 
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -30,6 +31,8 @@ from phalanx.jobs.backends.ray.driver_spec import (
     strip_ray_preamble,
 )
 from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus, is_array_member, state_from_exit_code
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 PLACEMENT_STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
@@ -124,6 +127,7 @@ class RayBackend:
         except BaseException:
             file.unlink(missing_ok=True)
             raise
+        logger.info("submitted job %s with driver %s", submission, sent["entrypoint"].partition(" run ")[0])
         return submission if address is None else f"{submission}@{address}"
 
     def poll(self, job_id: str) -> JobStatus:
@@ -217,6 +221,7 @@ class RayBackend:
                 f"RAY_ADDRESS)"
             )
         if url not in self._clients:
+            logger.debug("connecting to Ray at %s", url)
             try:
                 from ray.job_submission import JobSubmissionClient
             except ImportError:

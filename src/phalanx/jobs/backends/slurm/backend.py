@@ -6,8 +6,10 @@ Each job has a folder there with its scripts, its log and what they leave (slurm
 that is not finished; keeping it off unfit nodes is only possible from outside, and is done by whoever polls it.
 """
 
+import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -48,6 +50,8 @@ from phalanx.jobs.spec import Job, JobState, JobStatus, is_array_member
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock, lock_on_this_machine
 from phalanx.run.private_files import state_root
 
+logger = logging.getLogger(__name__)
+
 RunProgram = Callable[[Sequence[str]], tuple[int, str, str]]
 """Runs a program; its exit code (127: there is none), what it printed, and its errors."""
 
@@ -66,6 +70,7 @@ NODES_UNAVAILABLE_TEXT = "Requested node configuration is not available"
 
 def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
     """Run a program here."""
+    begun = time.perf_counter()
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
@@ -74,6 +79,7 @@ def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
         return 127, "", f"{argv[0]}: not found"
     except subprocess.TimeoutExpired:
         return 1, "", f"{argv[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s"
+    logger.debug("%s: exit code %d in %.2f s", shlex.join(argv), done.returncode, time.perf_counter() - begun)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -159,6 +165,7 @@ class SlurmBackend:
         self._run_checked(["scontrol", "release", job_id], f"job {job_id}")
         self._queue = None
         marker.unlink(missing_ok=True)
+        logger.info("released job %s without nodes %s", job_id, ", ".join(unfit))
         return True
 
     def send_signal(self, job_id: str, number: int) -> None:
