@@ -1,7 +1,7 @@
 """Which log records of Phalanx are shown, and where: `--log-level` and PHALANX_LOG.
 
 Modules log to `logging.getLogger(__name__)`. Only a process that Phalanx starts configures the logger `phalanx`; a
-program that imports Phalanx decides about its logs by itself. Events are for programs, log records are for people.
+program that imports Phalanx keeps its own configuration. Events are for programs, log records are for people.
 """
 
 import logging

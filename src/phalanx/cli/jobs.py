@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx.cli.backend_options import BackendOptionsCommand
 from phalanx.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ JobIdArgument = Annotated[str, typer.Argument(metavar="ID", help="Job ID, as sho
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command()
+@app.command(cls=BackendOptionsCommand)
 def submit(
     what: Annotated[
         list[str],
@@ -66,7 +67,10 @@ def submit(
     backend_option: Annotated[
         list[str] | None,
         typer.Option(
-            "--backend-option", "-o", metavar="KEY=VALUE", help="Backend option, such as partition=gpu (repeatable)."
+            "--backend-option",
+            "-o",
+            metavar="KEY=VALUE",
+            help="Backend option, such as partition=gpu (repeatable); see below.",
         ),
     ] = None,
     snapshot: Annotated[

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx.beside import SubprocessCall
+from phalanx.cli.backend_options import BackendOptionsCommand
 from phalanx.cli.ctrl_c import InterruptStatus, reraise_lost_interrupts
 from phalanx.errors import (
     DISK_FULL_ERRNOS,
@@ -73,7 +74,7 @@ def _load_command(name: str) -> Any:
         verb.rich_markup_mode = None
         return typer.main.get_group(verb)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name)(verb)
+    app.command(name, cls=BackendOptionsCommand)(verb)
     return typer.main.get_command(app)
 
 

@@ -99,15 +99,15 @@ class ReleasingBackend(Protocol):
 
 @runtime_checkable
 class DaemonBackend(Protocol):
-    """An engine whose queue a process of this user works through, which may be killed."""
+    """A backend with a daemon of this user, which may be killed."""
 
     def restart_dead_daemon(self) -> None:
-        """Start that process where jobs wait or run and it is gone."""
+        """Start the daemon if jobs wait or run without one."""
 
 
 def restart_dead_daemon(backend: Backend) -> None:
-    """What a command does that looks at jobs or follows one: without the process that works through the queue, none
-    of them would ever start or end. To ask for jobs does not do this."""
+    """Start the daemon of a backend that has one, if jobs wait or run without it: they would never start or end.
+    Commands that show or follow jobs call this; `poll` and `list_jobs` do not."""
     if isinstance(backend, DaemonBackend):
         backend.restart_dead_daemon()
 

@@ -30,13 +30,12 @@ from phalanx.jobs.backends.ray.driver_spec import (
     secrets_path,
     strip_ray_preamble,
 )
+from phalanx.jobs.backends.ray.options import parse_options
 from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus, is_array_member, state_from_exit_code
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-PLACEMENT_STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
-OPTION_NAMES = ("address", "strategy", "patience", "max-restarts", "python")
 DRIVER_MODULE = "phalanx.jobs.backends.ray.driver"
 JOB_NAME_KEY, NUM_NODES_KEY, WORKING_DIR_KEY, RUN_DIR_KEY = (
     "phalanx-job",
@@ -68,12 +67,10 @@ class RayBackend:
 
     def render(self, job: Job) -> SubmitRequest:
         """What is sent to the API."""
-        for option in job.backend_options:
-            if option not in OPTION_NAMES:
-                raise UsageError(f"job {job.name}: ray has no option {option!r}; known are {', '.join(OPTION_NAMES)}")
+        options = parse_options(job)
         _check_job(job)
         task = make_driver_spec(job)
-        words = (job.backend_options.get("python", "python"), "-P", "-m", DRIVER_MODULE, "run", task.to_json())
+        words = (options.python, "-P", "-m", DRIVER_MODULE, "run", task.to_json())
         # Ray gives a job three seconds to end unless told otherwise; the driver ends nodes within the warning
         environment: dict[str, Any] = {
             "env_vars": {
@@ -233,6 +230,7 @@ class RayBackend:
 
 def make_driver_spec(job: Job) -> DriverSpec:
     """A job in the words of its driver."""
+    options = parse_options(job)
     return DriverSpec(
         command=job.command,
         working_dir=str(job.working_dir) if job.snapshot is None else job.snapshot.start_dir,
@@ -245,9 +243,9 @@ def make_driver_spec(job: Job) -> DriverSpec:
         environment=dict(job.environment)
         | ({} if job.snapshot is None else {SNAPSHOT_DIGEST_VARIABLE: job.snapshot.digest}),
         secrets=job.secrets,
-        strategy=job.backend_options.get("strategy", "STRICT_SPREAD" if job.num_nodes > 1 else "PACK"),
-        placement_timeout_s=float(job.backend_options.get("patience", "600")),
-        max_restarts=int(job.backend_options.get("max-restarts", "10")),
+        strategy=options.strategy or ("STRICT_SPREAD" if job.num_nodes > 1 else "PACK"),
+        placement_timeout_s=float(options.patience),
+        max_restarts=options.max_restarts,
     )
 
 
@@ -286,8 +284,8 @@ def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
 
 
 def _check_job(job: Job) -> None:
-    """UsageError for what Ray cannot do, and for options that are wrong."""
-    job_text, options = f"job {job.name}", job.backend_options
+    """UsageError for what Ray cannot do."""
+    job_text = f"job {job.name}"
     if job.max_parallel is not None:
         raise UsageError(f"{job_text}: Ray starts what there is room for, and does not count the members of an array")
     if job.secrets and job.snapshot is not None:
@@ -297,13 +295,6 @@ def _check_job(job: Job) -> None:
         )
     if job.priority:
         raise UsageError(f"{job_text}: Ray knows no priorities; leave it away")
-    if options.get("strategy", PLACEMENT_STRATEGIES[0]) not in PLACEMENT_STRATEGIES:
-        raise UsageError(
-            f"{job_text}: option strategy={options['strategy']}: expected one of {', '.join(PLACEMENT_STRATEGIES)}"
-        )
-    for name in ("patience", "max-restarts"):
-        if not options.get(name, "0").isascii() or not options.get(name, "0").isdigit():
-            raise UsageError(f"{job_text}: option {name}={options[name]}: expected a whole number, 0 or more")
     if len(json.dumps(job.command)) + len(json.dumps(dict(job.environment))) > 100_000:
         raise UsageError(
             f"{job_text}: its command and environment are over 100,000 characters long; put them into a file"

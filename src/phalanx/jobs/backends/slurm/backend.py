@@ -59,7 +59,7 @@ ID_FILE = "id"
 LOCK_TIMEOUT_S = 300.0
 """Seconds for which another command may be submitting."""
 QUEUE_MAX_AGE_S = 5.0
-"""Seconds for which an answer of squeue holds while jobs are polled: many users follow jobs of one controller."""
+"""Seconds for which an answer of squeue holds while jobs are polled: a controller serves the followers of many jobs."""
 COMMAND_TIMEOUT_S = 600.0
 """Seconds in which one of Slurm's programs must have answered: they try for a while to reach a controller."""
 NO_JOBS_TEXT = "Invalid job id"
