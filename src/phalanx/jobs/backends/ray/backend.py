@@ -128,7 +128,10 @@ class RayBackend:
         return submission if address is None else f"{submission}@{address}"
 
     def poll(self, job_id: str) -> JobStatus:
-        info = self._info(job_id)
+        return self._read_status(job_id, self._info(job_id))
+
+    def _read_status(self, job_id: str, info: Any) -> JobStatus:
+        """The status of a job of which Ray's record is known: its log says the rest."""
         log = ""
         if str(info.status) != "PENDING":
             submission, client = self._find(job_id)
@@ -143,7 +146,7 @@ class RayBackend:
         if array is not None:
             found = [info for info in found if is_array_member(info.submission_id, info.metadata[JOB_NAME_KEY], array)]
         found.sort(key=lambda info: (info.start_time or 0, info.submission_id))
-        return [self.poll(info.submission_id) for info in found]
+        return [self._read_status(info.submission_id, info) for info in found]
 
     def send_signal(self, job_id: str, number: int) -> None:
         """A second, small job on the cluster reaches the nodes of the first."""
