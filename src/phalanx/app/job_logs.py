@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.jobs.backends.base import Backend, open_log_reader
+from phalanx.jobs.backends.base import Backend, open_log_reader, restart_dead_daemon
 from phalanx.jobs.log_stream import LogStream
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Event, Run
@@ -25,6 +25,7 @@ def iter_log_lines(
 ) -> Iterator[str]:
     """The lines of a job. Of one that trains a run: what its workers print and what happens, from its directory; until
     that has begun, where it cannot be seen from here, for any other job and with `raw`: what the engine has."""
+    restart_dead_daemon(backend)
     status = backend.poll(job_id)
     stream = None
     if status.run_dir is not None and not raw:
@@ -42,6 +43,7 @@ def iter_log_lines(
         if is_over:
             break
         sleep(POLL_INTERVAL_S)
+        restart_dead_daemon(backend)
         status = backend.poll(job_id)
     if follow and stream is not None and stream.has_output:
         yield _format_end(status, backend.name)

@@ -6,6 +6,7 @@ as long as the plan (files, their sizes and times, tokenizer) is the same.
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -44,6 +45,8 @@ from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, ExitCode, PhalanxError, Rec
 from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run.directory import fsync_if_supported, write_atomic
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
+
+logger = logging.getLogger(__name__)
 
 SILENCE_TIMEOUT_S = 600.0  # seconds in which at least one of the processes that prepare data must have said something
 BPE_SAMPLE_BYTES = 64 << 20  # bytes of text that a BPE is trained on
@@ -87,6 +90,7 @@ def prepare_source(
     reporter = ProgressReporter(plan.total_bytes, report_progress, lambda: clock() - started)
     try:
         with _lock_working_dir(dataset_dir, reporter) as claim:
+            logger.info("%s %s", "preparing" if claim is not None else "found", dataset_dir)
             if claim is not None:
                 try:
                     _write_dataset(plan, claim, num_workers or len(os.sched_getaffinity(0)), reporter)

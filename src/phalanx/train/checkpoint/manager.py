@@ -11,6 +11,7 @@ had written their shards is checked at the commit, when no surviving worker writ
 drop the save; this does not wait for a thread either.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -51,6 +52,8 @@ from phalanx.train.distributed.object_collectives import (
 )
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.train_state import SAVE_FLAG_NAMES, PendingSave, TrainState
+
+logger = logging.getLogger(__name__)
 
 DISK_POLL_INTERVAL_S = 0.02
 """Interval at which a worker that waits for the disk checks that the other workers are alive."""
@@ -146,6 +149,7 @@ class CheckpointManager:
         self.step_in_flight = step
         self._best = train_state.best_loss if is_best else None
         shards = self._make_shards(state)
+        logger.debug("saving step %d: %d tensors of this rank", step, len(shards))
         meta = {**self._common_meta, **asdict(train_state), "last_saved_step": step}
         start_time = time.perf_counter()
         try:
@@ -325,6 +329,7 @@ class CheckpointManager:
                 self._write_best_file(step, self._best)
             self._prune(step)
         self._reset_save()
+        logger.info("saved step %d: %d bytes in %.3f s", step, event.size_bytes, event.duration_s)
         self.last_saved = step
         if self.in_memory is not None:
             self.in_memory.note_checkpoint(step)
