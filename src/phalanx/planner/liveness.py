@@ -37,7 +37,8 @@ class LiveRange:
 
 
 def live_ranges(trace: AccessTrace) -> list[LiveRange]:
-    """The life of each storage. What nobody reads here leaves the segment: it counts until the phase ends."""
+    """The live range of each storage. A storage that nothing reads here leaves the segment: it counts until the phase
+    ends."""
     ranges = []
     for key, (size, tp_sharded) in trace.storage_sizes.items():
         readers = trace.readers.get(key, ())

@@ -124,10 +124,10 @@ def estimate_memory(
     loss_mode: LossMode = "whole",
     momentum: float = 0.9,
 ) -> MemoryEstimate:
-    """Of the pipeline rank that needs most. `optimizer_state`, its `momentum`, `state` (fp32, bf16, 8bit: of adamw's
-    moments)
-    and `offload` (of the optimizer, to the host) as in a recipe; `loss_mode`: whether logits exist in fp32 (whole), in
-    16 bits alone (fused) or never all at once (chunked). KeyError: no such optimizer or state."""
+    """Estimate the memory of the pipeline rank that needs most. `optimizer`, its `momentum`, `state_dtype` (fp32, bf16,
+    8bit: adamw's moments) and `offload` (of the optimizer, to the host) are as in a recipe. `loss_mode`: whether logits
+    exist in fp32 (whole), only in 16 bits (fused) or never all at once (chunked). Raises KeyError for an unknown
+    optimizer or state."""
     estimates = estimate_memory_by_rank(
         scenario, optimizer=optimizer, state_dtype=state_dtype, offload=offload, loss_mode=loss_mode, momentum=momentum
     )
@@ -135,8 +135,8 @@ def estimate_memory(
 
 
 def lower_bound_bytes(scenario: Scenario, optimizer_state: OptimizerState = NO_OPTIMIZER_STATE) -> float:
-    """Bytes that the same setup needs at least with any micro-batch, loss and way of recomputing: its footprint without
-    activations and what comes and goes."""
+    """Bytes that the setup needs at least, with any micro-batch, loss and activation checkpointing: its estimate
+    without activations and temporary buffers."""
     stages, num_ranks = split_into_stages(scenario), scenario.parallelism.pipeline
     state_bytes = [
         _persistent_state(scenario, rank, stages[rank::num_ranks], optimizer_state)[1] for rank in range(num_ranks)
@@ -153,7 +153,7 @@ def estimate_memory_by_rank(
     loss_mode: LossMode = "whole",
     momentum: float = 0.9,
 ) -> list[MemoryEstimate]:
-    """Of each pipeline rank, in order; see `estimate_memory`."""
+    """Estimate the memory of each pipeline rank, in order; see `estimate_memory`."""
     if scenario.stack.name == "phalanx" and loss_mode == "whole":
         if scenario.parallelism.tensor > 1:
             loss_mode = "chunked"  # ranks that divide the vocabulary never have all logits
@@ -228,7 +228,7 @@ def _assemble_estimate(
 
 
 def is_cpu(accelerator: AcceleratorSpec) -> bool:
-    """Whether a device is a host's own processor, whose memory is the host's."""
+    """Whether a device is the host's processor, which shares the host's memory."""
     return accelerator.generation == "cpu" or "CPU" in accelerator.name
 
 

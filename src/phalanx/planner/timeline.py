@@ -23,7 +23,7 @@ from phalanx.planner.step_time import (
 
 COMPUTE_STREAM, COMM_STREAM = "computing", "communicating"
 MAX_SHOWN_MICRO_BATCHES = 64
-"""Micro-batches that are laid out one by one; further ones look alike and are drawn as one."""
+"""Micro-batches that are laid out one by one; the further ones are equal and are drawn as one."""
 BREAKDOWN_LABELS = {
     "gemm": "matrix products",
     "attention": "attention",
@@ -41,7 +41,7 @@ BREAKDOWN_LABELS = {
     "checkpoint_stall": "checkpoints, shared among the steps between",
     "other": "agreement, launching: once a step",
 }
-"""The parts of a step in words, in the order in which they are told."""
+"""Labels of the parts of a step, in the order in which they are printed."""
 
 
 @dataclass(frozen=True)
