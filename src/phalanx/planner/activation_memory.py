@@ -21,7 +21,7 @@ BYTES_PER_GIB = 2.0**30
 LossMode = Literal["whole", "fused", "chunked"]
 """Whether logits exist in fp32, in 16 bits alone (one kernel from there to the loss), or never all at once."""
 IN_PLACE_LOSS_STACKS = ("megatron", "megatron-2021", "xla")
-"""Stacks with a loss that turns logits into fp32 probabilities, and these into gradients, in place. In the other stacks the
+"""Stacks with a loss that turns logits into fp32 probabilities, and these into gradients, in place. In the others the
 compiler, if any, compiles only the blocks, and there are three fp32 copies of the logits."""
 PARALLEL_LOSS_COPIES = {"torch": 4 / 3}
 """By what those copies are more where tensor ranks divide the vocabulary: torch's `loss_parallel` has four at a time in
