@@ -33,9 +33,10 @@ class Run:
     def open_existing(cls, path: Path | str) -> "Run":
         """The run at `path`; UsageError when there is none."""
         run = cls(Path(path))
-        if not run.begun():
+        if not run.has_started():
             for above in run.path.absolute().parents[:2]:
-                if cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent) and cls(above).begun():
+                inner = cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent)
+                if inner and cls(above).has_started():
                     raise UsageError(f"{path}: is a part of the run {above}; give that")
             raise UsageError(
                 f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
@@ -96,8 +97,8 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         self.events.touch()
 
-    def begun(self) -> bool:
-        """Whether there is what a run leaves behind: its recipe, events or checkpoints. Any of them may be lost."""
+    def has_started(self) -> bool:
+        """Whether there are traces of a run: its recipe, events or checkpoints. Any of them may be lost."""
         events = self.events.is_file() and self.events.stat().st_size > 0 and _is_event_log(self.events)
         return self.resolved.is_file() or events or self.has_checkpoint()
 
@@ -135,7 +136,7 @@ class Run:
             try:
                 self.read_json(path)
             except DataError as error:
-                found.append(f"{error}; the run goes on without it")
+                found.append(f"{error}; the run continues without it")
         return found
 
     def read_json_or_empty(self, path: Path) -> dict[str, Any]:

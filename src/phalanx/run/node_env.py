@@ -1,4 +1,4 @@
-"""Which node of how many this is, as whoever started the nodes says in variables."""
+"""Node rank and number of nodes, from the environment variables of the launcher that started this process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

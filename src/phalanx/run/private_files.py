@@ -35,7 +35,7 @@ def check_owner(path: Path, what: str) -> None:
 
 
 def is_writable_by_others(found: os.stat_result) -> bool:
-    """Whether anybody but its owner may. A group that is its owner's alone is nobody else."""
+    """Whether users other than its owner can write it. A group with only the owner in it does not count."""
     if found.st_mode & stat.S_IWOTH:
         return True
     return bool(found.st_mode & stat.S_IWGRP) and not _is_private_group(found)
