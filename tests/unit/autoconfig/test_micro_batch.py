@@ -81,7 +81,7 @@ def test_a_model_of_which_not_even_one_sample_fits_is_refused() -> None:
 
 
 def test_a_model_that_does_not_fit_itself_leaves_nothing() -> None:
-    with pytest.raises(RecipeError, match="0 MB are left beside parameters and optimizer state"):
+    with pytest.raises(RecipeError, match="0 MB are left after parameters and optimizer state"):
         chosen(recipe(), MemoryProfile(10**9, 0, {"whole": {"none": GB}}), GB)
 
 
