@@ -27,7 +27,7 @@ from phalanx.recipe.schema import (
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 
 WORLD_DIMENSIONS = ("replicate", "shard", "tensor", "pipeline", "context")
-"""Dimensions of the parallelism whose product is the world."""
+"""Dimensions of the parallelism; their product is the world size."""
 BUILT_IN_TASKS = {"language-modeling": "tokens", "classification": "images"}
 """What is learned -> the kind of data that it is learned from."""
 """Tasks that ship; any other is an import path."""
@@ -62,7 +62,8 @@ NO_FP8_TEXT = (
 
 
 def num_workers_for(recipe: Recipe, default: int) -> int:
-    """How many workers a run has when nobody says: as many as its layout takes, and `default` where that is auto."""
+    """Return the default number of workers: as many as the recipe's parallelism takes, or `default` where that is
+    auto."""
     return recipe.parallelism.world if isinstance(recipe.parallelism, Parallelism) else default
 
 
@@ -73,11 +74,11 @@ def check_recipe(
     location_of: Callable[[str], str] = str,
     begins: bool = True,
 ) -> None:
-    """RecipeError when `recipe` cannot run on so many workers; one line for each problem.
+    """Raise RecipeError when `recipe` cannot run on `num_workers` workers; one line for each problem.
 
-    `folder` is the recipe's; without `num_workers` only what holds for any number of them is checked. `location_of`
-    says in errors
-    where a key was written (`LoadedRecipe.location_of`). A run that no longer `begins` needs no `init_from`.
+    `folder` is the recipe's; without `num_workers` only what holds for any number of workers is checked. `location_of`
+    formats where a key was written, for errors (`LoadedRecipe.location_of`). A run that no longer `begins` needs no
+    `init_from`.
     """
     if not begins:
         recipe = recipe.model_copy(update={"init_from": None})

@@ -58,7 +58,8 @@ class LoadedRecipe:
 
     @contextlib.contextmanager
     def locate_errors(self) -> Iterator[None]:
-        """Give file and line to errors of the recipe that begin with a key: whoever raised them did not know them."""
+        """Add file and line to errors that begin with a key of the recipe: the code that raises them does not know
+        these."""
         try:
             yield
         except PhalanxError as error:
@@ -97,7 +98,7 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
 
 
 def read_user_text(path: Path) -> str:
-    """The text of a file that somebody wrote. RecipeError: there is none, or it is no text."""
+    """Read the text of a file that the user wrote. Raises RecipeError when it is missing or is not text."""
     try:
         return read_bytes(path, MAX_FILE_BYTES).decode("utf-8-sig")
     except DataError as error:

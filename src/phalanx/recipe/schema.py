@@ -38,7 +38,7 @@ NUMBER_NOT_BOOL = BeforeValidator(_number)
 MAX_STEPS = 10**10
 """Steps of a run: at a millisecond each, those of four months."""
 MOST_SAMPLES = 10**8
-"""Of a step. `MAX_STEPS` times so many are below 2^63, in which positions are counted."""
+"""Samples of a step. `MAX_STEPS` times this is below 2^63, in which positions are counted."""
 MOST_WORKERS = 10**6
 MOST_THREADS = 1024
 LONGEST_SEQUENCE = 1 << 24
@@ -355,8 +355,8 @@ class MemoryConfig(ConfigModel):
     products, attention and communication; `full` keeps only what enters a block. `auto`: as few as lets a sample
     fit."""
     chunked_loss: bool | Literal["auto"] = "auto"
-    """Whether the loss of a language model is computed without ever holding all logits; a model whose output layer has
-    a bias cannot. `auto`: where those of a micro-batch would take more than 256 MB in fp32."""
+    """Whether the loss of a language model is computed without holding all logits at once; this needs an output layer
+    without a bias. `auto`: where the logits of a micro-batch would take more than 256 MB in fp32."""
 
 
 GradSyncAlgorithm = Literal[
