@@ -182,7 +182,7 @@ def _restart_marks(history: RunHistory) -> list[PlotMark]:
         for first, last in history.wasted_ranges
     ]
     marks += [
-        PlotMark("restart", attempt.start_step, f"attempt {attempt.number} went on from step {attempt.start_step}")
+        PlotMark("restart", attempt.start_step, f"attempt {attempt.number} resumed at step {attempt.start_step}")
         for attempt in history.attempts[1:]
     ]
     return marks[:_MAX_MARKS]
