@@ -88,7 +88,7 @@ def _open_idx(path: str) -> Iterator[BinaryIO]:
 
 
 def _read_exactly(stream: BinaryIO, size: int, path: str) -> bytes:
-    """So many bytes; no more memory than the file has, whatever its header promises."""
+    """Read exactly `size` bytes; takes no more memory than the file has, whatever its header promises."""
     parts, remaining = [], size
     while remaining:
         with translate_read_errors(path):

@@ -342,7 +342,7 @@ def test_workers_that_say_nothing_are_not_waited_for_without_end_and_what_is_fin
         phalanx.data.prepare, "RESUME_AFTER_CHECKS", 10**9
     )  # as if they hung, which cannot be seen from outside
     others = set(psutil.Process().children())
-    with pytest.raises(PhalanxError, match="have said nothing for 0 s: they hang") as caught:
+    with pytest.raises(PhalanxError, match="have reported nothing for 0 s: they hang") as caught:
         prepare(texts, tmp_path / "out", {"text": "*.txt"}, num_workers=2, report_progress=stop_workers(1))
     assert caught.value.code is ExitCode.UNFINISHED
     assert (tmp_path / "out.partial").is_dir()
