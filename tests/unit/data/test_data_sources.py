@@ -417,7 +417,7 @@ def test_a_process_that_prepares_and_was_killed_is_said_to_be(tmp_path, monkeypa
 
     monkeypatch.setattr(prepare_module, "_start_worker", killed)
     with pytest.raises(
-        PhalanxError, match=r"was killed by signal 9 \(possibly out of memory\).* start again"
+        PhalanxError, match=r"was killed by signal 9 \(possibly out of memory\).* run the same command again"
     ) as refused:
         prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, num_workers=2)
     assert refused.value.code == ExitCode.UNFINISHED
