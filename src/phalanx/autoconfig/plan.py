@@ -45,7 +45,7 @@ from phalanx.recipe.yaml_edit import rewrite_recipe
 
 BYTES_PER_GIB = 2.0**30
 USABLE_MEMORY_FRACTION = 0.95
-"""Of a device's memory: what predictions of memory are off by at most is left free."""
+"""Usable fraction of a device's memory: the rest covers errors of the prediction."""
 Z_SCORE_90 = 1.645
 LEAST_PRODUCTIVE = 1e-3
 """Share of the time below which a run on failing nodes does not come to its end."""

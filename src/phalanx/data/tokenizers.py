@@ -22,7 +22,7 @@ from phalanx.safe_files import read_bytes, read_json, read_text
 MAX_TOKENIZER_BYTES = 1 << 28
 """Bytes of a tokenizer.json; the largest have some ten million."""
 MAX_VOCAB_SIZE = 1 << 32
-"""Of a vocabulary: the library has no larger numbers."""
+"""Maximum vocabulary: the library has no larger numbers."""
 RUST_PANIC_NAME = "PanicException"
 """What Rust raises in Python where it gives up."""
 END_OF_TEXT_TOKEN = "<|endoftext|>"

@@ -121,7 +121,7 @@ def build_result_rows(comparison: RunComparison) -> list[TableRow]:
             ),
         ),
         ("restarts", lambda s: str(s.num_restarts)),
-        ("guards", lambda s: str(sum(s.nonfinite_actions.values()))),
+        ("non-finite steps", lambda s: str(sum(s.nonfinite_actions.values()))),
         ("digest", lambda s: s.digest[:16] if s.digest else "none"),
     ]
     return [(label, [value(summary) for summary in summaries]) for label, value in measures]

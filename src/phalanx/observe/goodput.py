@@ -41,22 +41,22 @@ class FailureCost:
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """Seconds x devices. allocated = productive + blocked + discarded + unavailable. Time between a proper end and the
-    next start is not in it: nothing is held then."""
+    """Seconds x devices. allocated = productive + blocked + wasted + unavailable. Time between a clean stop and the
+    next start is not counted: no devices are held then."""
 
     allocated_s: float = 0.0
     productive_s: float = 0.0
     """Steps that counted, without waiting, and evaluations."""
     startup_s: float = 0.0
-    """Of blocked: from a start to the first step."""
+    """Part of blocked: from a start to the first step."""
     data_wait_s: float = 0.0
-    """Of blocked: waiting for data."""
+    """Part of blocked: waiting for data."""
     checkpoint_stall_s: float = 0.0
-    """Of blocked: stalled by checkpoints."""
+    """Part of blocked: stalled by checkpoints."""
     other_blocked_s: float = 0.0
-    """Of blocked: what was none of this, between steps and at the end."""
+    """Part of blocked: the rest, between steps and at the end."""
     wasted_s: float = 0.0
-    """Steps and evaluations that were done again."""
+    """Steps and evaluations that were repeated."""
     unavailable_s: float = 0.0
     """From the last work of an attempt that died to the next start, or to the RunEnded that says that there is none."""
     failure_costs: tuple[FailureCost, ...] = ()

@@ -55,7 +55,7 @@ class LossSummary:
     validation_best: float | None = None
     validation_best_step: int | None = None
     metrics: dict[str, float] | None = None
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     noise_scale: float | None = None
     """Gradient noise scale in samples, as last estimated; None until enough steps have added to the estimate."""
 
@@ -97,7 +97,7 @@ class RunDurations:
     evaluation_s: float = 0.0
     startup_s: float = 0.0
     compilation_s: float = 0.0
-    """Of starting: torch.compile at work before the first step."""
+    """Part of startup: torch.compile before the first step."""
     unavailable_s: float = 0.0
     """From the last step, evaluation or save of an attempt that died to the next start."""
     other_s: float = 0.0
@@ -131,7 +131,7 @@ class CheckpointSummary:
 
     count: int = 0
     last_bytes: int | None = None
-    """Of the newest."""
+    """Size of the newest checkpoint."""
     total_stall_s: float = 0.0
     longest_stall_s: float = 0.0
     total_write_s: float = 0.0

@@ -37,11 +37,11 @@ class GroupLinks:
     bus_bandwidth: float
     """Bus bandwidth of its slowest link, as collectives reach it."""
     intra_node_bandwidth: float
-    """Of the links within a node."""
+    """Bandwidth of the links within a node."""
     inter_node_bandwidth: float
-    """Between nodes, for one rank."""
+    """Bandwidth between nodes, for one rank."""
     latency_s: float
-    """Of one all-gather, however little is sent."""
+    """Latency of one all-gather, without its bytes."""
 
 
 def group_links(cluster: Cluster, ranks: int, stride: int = 1, latency_factor: float = 1.0) -> GroupLinks:

@@ -38,9 +38,9 @@ class DeviceCosts:
     """One accelerator in one precision. FLOP/s, bytes/s and seconds."""
 
     peak_flops: float
-    """Of products with weights, in the precision that they have."""
+    """Peak FLOP/s of products with weights, in their precision."""
     attention_peak_flops: float
-    """Of products of activations."""
+    """Peak FLOP/s of products of activations."""
     matmul_curve: MatmulCurve
     bandwidth: float
     small_kernel_s: float

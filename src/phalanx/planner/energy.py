@@ -35,7 +35,7 @@ class PowerCapModel:
     floor_share: float
     """P0: what is drawn however slow the clocks are."""
     draw_offset: float
-    """By how much a program suffers before its mean draw reaches the cap (> 0), or only after (< 0)."""
+    """Margin below the cap at which a program slows down (> 0), or above it (< 0)."""
     mean_abs_error: float
     """Mean absolute error of the slow-down on workloads that were left out of the fit."""
 

@@ -19,9 +19,9 @@ class AccessTrace:
     storage_sizes: Mapping[int, tuple[float, bool]]
     """Bytes, and whether tensor parallelism divides them."""
     producer: Mapping[int, int]
-    """By which operation."""
+    """The operation that produces each storage."""
     readers: Mapping[int, Collection[int]]
-    """By which operations it is read."""
+    """The operations that read each storage."""
     first_backward: int
     num_ops: int
 

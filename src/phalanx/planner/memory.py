@@ -32,16 +32,16 @@ from phalanx.planner.step_time import StageSegments, split_into_stages
 
 MemoryCounter = Literal["allocated", "reserved", "total"]
 GPU_CONTEXT_BYTES = 0.6 * BYTES_PER_GIB
-"""Of a GPU's driver context with torch's kernels, loaded when they are needed."""
+"""Bytes of a GPU's driver context with torch's kernels, which are loaded when needed."""
 NCCL_COMMUNICATOR_BYTES = 0.3 * BYTES_PER_GIB
-"""Of NCCL for each group of ranks that a device talks in."""
+"""Bytes that NCCL takes for each process group of a device."""
 CPU_PROCESS_BYTES = 0.3 * BYTES_PER_GIB
-"""Of a Python process with torch, on a CPU: measured, torch 2.11, resident after the first backward."""
+"""Bytes of a Python process with torch, on a CPU: measured with torch 2.11, resident after the first backward."""
 FRAGMENTATION_SHARE = 0.03
-"""What torch's allocator reserves beyond what is allocated at the peak, as a share, where its segments can grow."""
+"""Memory that torch's allocator reserves beyond the allocated peak, as a fraction of it, with expandable segments."""
 RELATIVE_UNCERTAINTY = (0.02, 0.25, 0.5)
-"""By what share the training state; activations and temporaries; and all the rest may be off. Of the 264 measured runs
-that tests/helpers/memory_rows.py reads nineteen of twenty are within."""
+"""Relative uncertainty of the training state; of activations and temporaries; and of the rest. 95% of the 264 measured
+runs in tests/helpers/memory_rows.py are within."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,16 @@ class MemoryEstimate:
     """Bytes on one device at the fullest moment of a step, by part."""
 
     pipeline_rank: int
-    """Of the pipeline."""
+    """Rank within the pipeline."""
     parameters: float
     gradients: float
     optimizer_state: float
     activations: float
     temporaries: float
-    """What comes and goes: a block that is computed again, gradients of activations, logits, gathered weights."""
+    """Temporary buffers: a recomputed block, gradients of activations, logits, gathered weights."""
     comm_buffers: float
-    """Of communication; on a CPU of the checkpoint that is being written, which replicas share out."""
+    """Buffers of communication; on a CPU those of the checkpoint that is being written, which is divided among
+    replicas."""
     fragmentation: float
     context: float
     """The device's context; on a CPU the process."""

@@ -85,9 +85,9 @@ class MemoryOp:
     launches: bool
     tp_sharded: bool = False
     shape: tuple[int, ...] = ()
-    """Of its largest tensor, for one sample."""
+    """Shape of its largest tensor, for one sample."""
     element_bytes: int = 4
-    """Bytes of an element of that."""
+    """Bytes of an element of that tensor."""
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ class SoftwareStack:
     routing_sync_s: float = 0.0
     """Seconds that the host is held up when tokens travel to experts or back, which it waits for to know how many."""
     step_overhead_s: float = 0.005
-    """What a step costs besides: reading data, agreeing on norms, launching."""
+    """Other seconds of a step: reading data, agreeing on norms, launching."""
     gradient_bytes: int = 4
-    """Of one element of a gradient that travels."""
+    """Bytes of one element of a gradient that is sent."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ TRANSPORT_BY_COMPRESSION = {
         INT8_WIRE_RATIO, 4.0 + 2 * 4.0 * INT8_WIRE_RATIO
     ),  # held back; sent and received with a scale for 256
 }
-"""By compression; others send gradients as they are."""
+"""Transport by compression; other values send gradients uncompressed."""
 
 
 def transport_of(recipe: Recipe, profile: ModelProfile | None = None) -> GradientTransport:

@@ -25,7 +25,7 @@ DOUBLE_GRADIENT_STACKS = ("megatron-2021",)
 MOMENTS_BY_OPTIMIZER = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "muon": 1}
 """Numbers that an optimizer keeps for each parameter. (muon's vectors have two, but they are few.)"""
 BYTES_PER_MOMENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1.03}
-"""Of each of them. 8 bits come with a scale for each block (Dettmers et al. 2022): 4 bytes for 128."""
+"""Bytes of each moment. int8 has a scale for each block (Dettmers et al. 2022): 4 bytes for 128 values."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class ParameterCounts:
     dense_count: float = 0.0
     expert_count: float = 0.0
     frozen_share: float = 0.0
-    """Of both, those that are not trained, as a share."""
+    """Fraction of both that is not trained."""
     largest_weight: float = 0.0
-    """Of a single weight."""
+    """Elements of the largest weight."""
 
     @property
     def count(self) -> float:
@@ -63,7 +63,7 @@ class OptimizerState:
 
 
 NO_OPTIMIZER_STATE = OptimizerState(0.0, True)
-"""Of all optimizers the one that keeps least."""
+"""The optimizer that keeps the least state."""
 
 
 def optimizer_state_of(optimizer: str, state_dtype: str, offload: bool, momentum: float = 0.9) -> OptimizerState:

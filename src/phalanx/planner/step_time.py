@@ -19,8 +19,8 @@ from phalanx.planner.segment_costs import ArrayLike, OpCost, SegmentWork, ShardS
 from phalanx.planner.state_memory import shard_elements
 
 OVERLAP_SLOWDOWN = 0.15
-"""By how much computing slows down while something is communicated: 19 % on average on A100, H100, MI250 and MI210
-(arXiv 2507.03114), 13 % in Galvatron's measurements."""
+"""Slowdown of compute during communication: 19 % on average on A100, H100, MI250 and MI210 (arXiv 2507.03114), 13 % in
+Galvatron's measurements."""
 UPDATE_BYTES_PER_PARAMETER = {"adamw": 30.0, "lamb": 34.0, "sgd": 20.0, "lars": 24.0, "muon": 20.0}
 """Bytes that an update moves for each parameter: AdamW reads gradient, master weight and two moments, writes three of
 them and the weight in 16 bits; lamb and lars read weights and updates once more for their norms. Muon's products are
@@ -73,7 +73,7 @@ class PassBreakdown:
     ep_all_to_all: ArrayLike
     fsdp_exposed: ArrayLike
     kernel_launch: ArrayLike
-    """By how much the host, which launches kernels, holds the device up."""
+    """Seconds for which the device waits for the host to launch kernels."""
 
     @property
     def total(self) -> ArrayLike:

@@ -1,4 +1,4 @@
-"""By how much storage holds a step up: data that come more slowly than they are used, and checkpoints."""
+"""How much storage delays a step: data that arrive more slowly than they are used, and checkpoints."""
 
 from dataclasses import dataclass, replace
 
@@ -11,11 +11,11 @@ ASYNC_STALL_SHARE = 0.01
 """Share of a blocking save by which one that is written in the background holds training up: 0.2 to 0.5 % in
 docs/benchmarks/checkpoint.md."""
 MIN_SAVE_STALL_S = 0.01
-"""Seconds that even the smallest save takes: agreeing on it and copying the state."""
+"""Seconds of the smallest save: agreement between workers, and copying the state."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12.0
-"""Of a checkpoint for each parameter: weight and two moments in fp32."""
+"""Bytes of a checkpoint for each parameter: weight and two moments in fp32."""
 DEFAULT_RESTART_S = 120.0
-"""Seconds from a failure to the next step, where the cluster's file does not tell: finding out, starting, loading."""
+"""Seconds from a failure to the next step, if the cluster file has no value: detection, start, loading."""
 
 
 @dataclass(frozen=True)

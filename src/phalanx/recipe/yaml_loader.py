@@ -27,9 +27,9 @@ _YAML_TAG_PREFIX = "tag:yaml.org,2002:"
 _SCALAR_TAGS = [_YAML_TAG_PREFIX + name for name in ("null", "bool", "int", "float", "str")]
 
 MAX_INT_DIGITS = 3500
-"""Of a whole number; Python writes none that has more than 4,300 (sys.set_int_max_str_digits), as 3,570 of base 16."""
+"""Digits of an integer; Python refuses to print more than 4,300 (sys.set_int_max_str_digits), or 3,570 of base 16."""
 MAX_DEPTH = 64
-"""So deep may values be nested."""
+"""Maximum nesting of values."""
 _TOO_DEEP_TEXT = f"nested too deeply, expected at most {MAX_DEPTH} levels"
 
 _CONTROL_CHARACTERS = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -26,7 +26,7 @@ from phalanx.run.lines import LineTail
 from phalanx.safe_files import open_for_append, parse_json
 
 EVENT_TYPES: dict[str, type[Event]] = {each.kind: each for each in get_args(Event)}
-"""By kind."""
+"""Event types by kind."""
 
 
 class UnknownFormat(DataError):

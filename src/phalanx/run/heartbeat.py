@@ -44,9 +44,9 @@ class Heartbeat:
     """Signs so far: of workers that wait for each other, the one with the fewest is waited for."""
     step: int
     phase: str
-    """What it finished last."""
+    """The phase that it finished last."""
     t: float
-    """Of the machine's monotonic clock, in seconds."""
+    """Seconds of the machine's monotonic clock."""
     busy_s: float = 0.0
     """Seconds of finished steps in which it did not wait for other workers."""
 

@@ -397,9 +397,9 @@ BetweenAgents = (
     Introduction | Heartbeats | StopRequested | Ping | Leave | Topology | Rejected | NodeFinished | NodeFailed
 )
 Message = ToForkServer | MembershipUpdate | FromForkServer | FromWorker | BetweenAgents | Event
-"""Any of them."""
+"""Any message."""
 MESSAGE_TYPES: dict[str, type[Message]] = {each.kind: each for each in get_args(Message)}
-"""By kind."""
+"""Message types by kind."""
 MAX_SHOWN_CHARS = 200
 """Characters of something that is no message, in an error."""
 

@@ -63,7 +63,7 @@ class RecordedSegment:
     selective_results: dict[int, tuple[float, bool]] = field(default_factory=dict)
     input_bytes: float = 0.0
     memory_accesses: list[tuple[int, dict[int, float], dict[int, float]]] = field(default_factory=list)
-    """Of each operation bound by memory: its index, and bytes of storages read and written."""
+    """For each memory-bound operation: its index, and the bytes of storages read and written."""
     readers: dict[int, list[int]] = field(default_factory=dict)
     """Indices of operations that read a storage."""
     producer: dict[int, int] = field(default_factory=dict)
