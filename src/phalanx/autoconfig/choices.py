@@ -41,7 +41,7 @@ LOSS_MODES = ("whole", "chunked")
 COMMON_WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 PREDICTION_RULE = (
     "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "
-    "the exchange of gradients between workers is not in it yet"
+    "without gradient synchronization"
 )
 
 
@@ -98,7 +98,7 @@ def choose_compile(recipe: Recipe, device: str, num_blocks: int, compiler: bool 
         )
     if recipe.steps < MIN_STEPS_TO_COMPILE:
         return AutoChoice(
-            "compile", False, f"{recipe.steps:,} steps, fewer than {MIN_STEPS_TO_COMPILE}, do not earn it back"
+            "compile", False, f"{recipe.steps:,} steps, fewer than {MIN_STEPS_TO_COMPILE}, do not pay back compilation"
         )
     return AutoChoice("compile", True, f"{num_blocks} repeated blocks on a GPU")
 
@@ -180,8 +180,8 @@ def choose_bucket_mib(
         return []
     gradient_bytes = gradient_bytes_per_rank(num_parameters, parallelism)
     reason = (
-        f"of {gradient_bytes / BYTES_PER_MIB:.3g} MiB of gradients, for {num_nodes} nodes: what is sent early is "
-        "hidden behind backward"
+        f"of {gradient_bytes / BYTES_PER_MIB:.3g} MiB of gradients, for {num_nodes} nodes: buckets that are "
+        "sent early overlap with backward"
     )
     return [AutoChoice("grad_sync.bucket_mib", inter_node_bucket_mib(gradient_bytes, recipe.grad_sync), reason)]
 
@@ -206,18 +206,20 @@ def choose_without_trials(
     if recipe.batch.micro_size == "auto":
         num_groups = required_divisor(recipe, world_size)
         micro_choice = AutoChoice(
-            "batch.micro_size", max(1, recipe.batch.global_size // num_groups), "a worker's whole share at once"
+            "batch.micro_size",
+            max(1, recipe.batch.global_size // num_groups),
+            "one micro-batch for each worker and step",
         )
     precision = choose_precision(recipe, {}, device, bf16)
     if recipe.precision == "auto" and bf16:
-        reason = f"the rule for a loop of one's own on {device}"
+        reason = f"the rule for a session on {device}"
         precision = AutoChoice("precision", predict_precision(recipe, device), reason)
     checkpointing = AutoChoice("memory.activation_checkpointing", recipe.memory.activation_checkpointing, "given")
     if recipe.memory.activation_checkpointing == "auto":
-        checkpointing = AutoChoice("memory.activation_checkpointing", "none", "the rule for a loop of one's own")
+        checkpointing = AutoChoice("memory.activation_checkpointing", "none", "the rule for a session")
     chunked_loss = AutoChoice("memory.chunked_loss", recipe.memory.chunked_loss, "given")
     if recipe.memory.chunked_loss == "auto":
-        chunked_loss = AutoChoice("memory.chunked_loss", False, "the loss is the loop's own")
+        chunked_loss = AutoChoice("memory.chunked_loss", False, "a session computes its own loss")
     return [
         num_threads,
         checkpointing,

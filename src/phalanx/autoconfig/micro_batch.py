@@ -383,7 +383,7 @@ def _explain_micro_size(
             f"determinism: elastic: {num_groups} micro-batches can be shared by any number of workers that divides it"
         )
     else:
-        reason = "a worker's whole share at once"
+        reason = "one micro-batch for each worker and step"
     larger = sorted({size for mode, _, size in failed_trials if mode == best.checkpointing and size > best.micro_size})
     if larger:
         reason = f"{reason}; a trial of {larger[0]} ran out of memory"

@@ -139,8 +139,7 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberF
             own = f"; the loss was that of {kind}, since `phalanx plan` does not follow {recipe.task}: "
             own += "`phalanx train --dry-run` tries it on this machine"
         raise RecipeError(
-            f"model: {recipe.model.build} cannot be followed without memory and values: "
-            f"{describe_exception(error)}{own}"
+            f"model: {recipe.model.build} cannot be traced on the meta device: {describe_exception(error)}{own}"
         ) from error
 
 

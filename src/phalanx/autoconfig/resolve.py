@@ -292,7 +292,7 @@ def measure_memory(
             check_forward(given, profile)
             return profile, make_needs(profile)
     raise RecipeError(
-        "model: forward and backward of two samples run out of memory, however much is recomputed; "
+        "model: forward and backward of two samples run out of memory, even with full activation checkpointing; "
         "use a smaller model or sequence"
     )
 

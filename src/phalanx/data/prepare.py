@@ -135,7 +135,7 @@ def _lock_working_dir(dataset_dir: Path, reporter: ProgressReporter) -> Iterator
         yield None
         return
     if dataset_dir.exists() and (not dataset_dir.is_dir() or any(dataset_dir.iterdir())):
-        raise UsageError(f"{dataset_dir}: is there already and is not a dataset; choose another place or remove it")
+        raise UsageError(f"{dataset_dir}: exists and is not a dataset; choose another place or remove it")
     partial.mkdir(parents=True, exist_ok=True)
     if any(partial.iterdir()) and not (partial / "lock").is_file():
         raise UsageError(
@@ -145,9 +145,7 @@ def _lock_working_dir(dataset_dir: Path, reporter: ProgressReporter) -> Iterator
         try:
             acquire_lock(lock.fileno(), inf, f"another process, which is preparing {dataset_dir}", reporter.report_note)
         except LocksUnsupportedError as error:
-            reporter.report_note(
-                f"{error}: preparing in a folder of its own, which is given up when this is interrupted"
-            )
+            reporter.report_note(f"{error}: preparing in a temporary folder, which is discarded if this is interrupted")
             with tempfile.TemporaryDirectory(
                 prefix=f"{partial.name}-", dir=dataset_dir.parent, ignore_cleanup_errors=True
             ) as private_dir:
@@ -198,7 +196,7 @@ def _write_dataset(plan: PreparePlan, working_dir: _WorkingDir, num_workers: int
             (folder / entry.file).unlink(missing_ok=True)
             (folder / entry.sidecar).unlink(missing_ok=True)
     if not shards:
-        raise RecipeError(f"data.source: the {len(plan.files)} file(s) found hold no text at all")
+        raise RecipeError(f"data.source: the {len(plan.files)} file(s) found contain no text")
     _build_manifest(plan, shards, folder).write(folder)
 
 
@@ -344,7 +342,7 @@ def _wait_for_message(
 ) -> dict[str, Any]:
     """What a worker says next. One that was stopped is continued; where none says anything for too long, this
     ends."""
-    wait, num_stopped_looks = Deadline("a word of those that prepare data", SILENCE_TIMEOUT_S, reporter.report_note), 0
+    wait, num_stopped_looks = Deadline("the processes that prepare data", SILENCE_TIMEOUT_S, reporter.report_note), 0
     while True:
         try:
             return messages.get(timeout=POLL_INTERVAL_S)

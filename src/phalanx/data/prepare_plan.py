@@ -103,7 +103,7 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
         size = _choose_piece_size(sum(file.size for file in files))
         parts = [part for file in files for part in split_source_file(file, size)]
     if not parts:
-        raise RecipeError(f"data.source: the {len(files)} file(s) found hold no text at all")
+        raise RecipeError(f"data.source: the {len(files)} file(s) found contain no text")
     tokenizer, checksum, separator = "bytes", None, None
     if isinstance(data.tokenizer, BpeTokenizerConfig):
         tokenizer = f"bpe:{data.tokenizer.bpe}"

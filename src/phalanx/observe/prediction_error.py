@@ -22,9 +22,9 @@ MEASURED_COMPONENTS: Mapping[str, tuple[str, ...]] = {
 WARMUP_STEPS_EXCLUDED = 5
 """Steps that are left out where there are more: caches and threads start cold."""
 REASON_TEXTS = {
-    "computing": "this machine computed {word} than when it was measured: something else ran here, or then",
+    "computing": "this machine computed {word} than when it was measured: another program ran here, now or then",
     "exchange": "workers waited for each other's gradients {more} than predicted",
-    "optimizer": "the update found its state in slower memory than when it was measured",
+    "optimizer": "the optimizer state was in slower memory than when it was measured",
     "the rest": "data, checkpoints or bookkeeping are not predicted: see the table of the step time",
 }
 

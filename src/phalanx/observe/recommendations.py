@@ -328,7 +328,7 @@ def recommend_for_bad_checkpoints(summary: RunSummary, history: RunHistory) -> R
     return Recommendation(
         "failed-checkpoints",
         f"{' and '.join(filter(None, problems))} ({first})",
-        f"see to the disk before you trust it with a longer run{keep_text}",
+        f"check the disk before a longer run{keep_text}",
         "checkpoint.keep" if checkpoints.failed else None,
         is_urgent=True,
     )

@@ -132,9 +132,7 @@ class MeasuredCosts:
             for as_ in (precision, "fp32"):
                 if (table := self._tables.get((name, as_))) is not None:
                     return table
-        raise MissingMeasurementError(
-            "the probe's file has no operations bound by memory: run `phalanx calibrate` again"
-        )
+        raise MissingMeasurementError("the calibration has no memory-bound operations: run `phalanx calibrate` again")
 
     def _gemm_seconds(self, op: Gemm, shard: ShardSpec) -> float:
         dims = {name: getattr(op, name).evaluate(float(shard.samples)) for name in ("count", "m", "n", "k")}

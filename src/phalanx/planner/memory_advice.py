@@ -20,7 +20,7 @@ MEMORY_LABELS = {
     "gradients": "gradients",
     "optimizer_state": "the optimizer's state",
     "activations": "activations",
-    "temporaries": "what comes and goes in backward",
+    "temporaries": "temporary buffers in backward",
     "comm_buffers": "buffers of communication and of checkpoints",
     "fragmentation": "fragmentation",
     "context": "the device's context",

@@ -117,9 +117,7 @@ def simulate_schedule(
                 positions[rank] += 1
                 remaining -= 1
         if remaining == previous:
-            raise ValueError(
-                f"{schedule} with {num_ranks} ranks and {num_micro_batches} micro-batches waits for itself"
-            )
+            raise ValueError(f"{schedule} with {num_ranks} ranks and {num_micro_batches} micro-batches deadlocks")
     return spans
 
 

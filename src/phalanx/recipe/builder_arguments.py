@@ -25,5 +25,5 @@ def fill_arguments(builder: Callable[..., Any], args: dict[str, Any], data_args:
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in args | filled
     ]
     if missing:
-        raise RecipeError(f"model.args.{missing[0]}: the builder needs it and the data do not tell it")
+        raise RecipeError(f"model.args.{missing[0]}: the builder needs it, and it does not follow from the data")
     return {**args, **filled}

@@ -55,7 +55,7 @@ BF16_SINCE = (8, 0)
 FP8_VARIABLE = "PHALANX_FLOAT8"
 """Environment variable; "always" takes fp8 for every layer that fits, on any device, without measuring. For tests."""
 NO_FP8_TEXT = (
-    "fp8 needs tensor cores that know it (NVIDIA Ada, Hopper or later: compute capability 8.9), and {} has none; "
+    "fp8 needs tensor cores that support it (NVIDIA Ada, Hopper or later: compute capability 8.9), and {} has none; "
     "bf16, fp16 or fp32 would be valid here"
 )
 """What to say to that of a device by this name."""
@@ -99,7 +99,7 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
     if kind == "images":
         for name in OF_TEXT:
             if getattr(recipe.data, name) != getattr(DataConfig(), name):
-                raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are pictures: leave it out")
+                raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are images: leave it out")
 
 
 def has_fp8(capability: Sequence[int] | None) -> bool:
@@ -226,7 +226,7 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
     """Workers that take steps of their own."""
     layout, determinism = recipe.parallelism, _promised(recipe)
     if determinism != "off":
-        why = f"workers take steps of their own, which determinism: {determinism} forbids"
+        why = f"workers take local steps, which determinism: {determinism} forbids"
         yield "local_sgd", f"{why}: use local_sgd: null, or determinism: off"
     if isinstance(layout, Parallelism) and layout.replicate != layout.world:
         yield (
@@ -296,7 +296,10 @@ def _check_parallelism(recipe: Recipe, parallelism: Parallelism, num_workers: in
         yield "memory.activation_checkpointing", f"{reason}; use full or none, or parallelism.pipeline_schedule=1f1b"
     yield from _pipeline(recipe, parallelism)
     if parallelism.async_tp and parallelism.tensor == 1:
-        yield "parallelism.async_tp", "is about what tensor ranks send each other; give parallelism.tensor, or false"
+        yield (
+            "parallelism.async_tp",
+            "affects communication between tensor ranks only; give parallelism.tensor, or false",
+        )
     for name in ("tensor", "expert"):
         if recipe.optimizer.state_dtype == "int8" and getattr(parallelism, name) > 1:
             what = "optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16"
@@ -382,7 +385,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if all(source.images is not None or source.idx is not None for _, source in _listed(recipe)):
         for name in OF_TEXT:
             if getattr(recipe.data, name) != getattr(DataConfig(), name):
-                yield f"data.{name}", "is for text, and the source has pictures: leave it out"
+                yield f"data.{name}", "is for text, and the source has images: leave it out"
     if (
         recipe.evaluation.source is not None
         and recipe.evaluation.holdout_fraction != EvaluationConfig().holdout_fraction

@@ -36,7 +36,7 @@ def huggingface_directory(build: str, recipe_dir: Path | None, key: str = "model
         )
     if not (path / HF_CONFIG_FILE).is_file():
         raise RecipeError(
-            f"{key}: {path} has no {HF_CONFIG_FILE}, so it is no Hugging Face model; save_pretrained writes one"
+            f"{key}: {path} has no {HF_CONFIG_FILE}, so it is not a Hugging Face model; save_pretrained writes one"
         )
     return path
 

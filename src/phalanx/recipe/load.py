@@ -19,7 +19,7 @@ from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, location_of_key
 from phalanx.safe_files import read_bytes
 
 _MISSING_KEY_HELP = (
-    "a recipe says what it trains and on what: `model: {build: my:Net}`, `data: {source: {text: '*.txt'}}`"
+    "a recipe must name its model and its data: `model: {build: my:Net}`, `data: {source: {text: '*.txt'}}`"
 )
 
 

@@ -154,7 +154,7 @@ def parse_yaml(text: str, label: str, with_lines: bool = True) -> tuple[Any, Sou
                     raise RecipeError(f"{at}: found {name!r} as a key, expected a name")
                 if name in mapping:
                     raise RecipeError(
-                        f"{at}: {format_key((*key, name))}: stands here twice, first at {locations[(*key, name)]}"
+                        f"{at}: {format_key((*key, name))}: appears twice, first at {locations[(*key, name)]}"
                     )
                 locations[(*key, name)] = at
                 mapping[name] = value(value_node, (*key, name), above)

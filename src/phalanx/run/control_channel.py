@@ -77,7 +77,7 @@ class AuthConnection:
             try:
                 self.sock.sendall(_LENGTH_STRUCT.pack(len(payload)) + mac + payload)
             except OSError as error:
-                raise ConnectionError(f"the connection is gone: {error}") from None
+                raise ConnectionError(f"the connection is closed: {error}") from None
 
     def receive(self) -> list[Message] | None:
         """Return the messages that have arrived, after waiting for the first bytes; None when the peer has closed the
@@ -180,9 +180,9 @@ def accept_agent(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE
     try:
         purpose, own_nonce, peer_nonce = server_handshake(sock, token, timeout_s)
     except TimeoutError:
-        raise AuthenticationError("it did not prove itself in time") from None
+        raise AuthenticationError("it did not authenticate in time") from None
     if purpose != AGENT_PURPOSE:
-        raise AuthenticationError("it wants something else")
+        raise AuthenticationError("it has another purpose")
     return _make_connection(sock, token, own_nonce, peer_nonce, is_leader=True)
 
 
@@ -307,7 +307,7 @@ class ControlServer:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             messages = connection.receive()
         if not messages or not isinstance(messages[0], Introduction):
-            raise AuthenticationError("it did not say what it is")
+            raise AuthenticationError("it did not state its purpose")
         sock.settimeout(SEND_TIMEOUT_S)
         return connection, messages[0]
 
@@ -379,7 +379,7 @@ def receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None 
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
             chunk = sock.recv(num_bytes - len(found))
             if not chunk:
-                raise AuthenticationError("the other end hung up")
+                raise AuthenticationError("the peer closed the connection")
             found += chunk
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError("timed out")

@@ -37,7 +37,7 @@ class Run:
             for above in run.path.absolute().parents[:2]:
                 inner = cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent)
                 if inner and cls(above).has_started():
-                    raise UsageError(f"{path}: is a part of the run {above}; give that")
+                    raise UsageError(f"{path}: is inside the run {above}; give that")
             raise UsageError(
                 f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
                 f"--run {word_of(path)}` makes one"
@@ -168,9 +168,8 @@ def check_run_path(path: Path) -> None:
         raise UsageError(f"{path}: a run cannot be kept here: {nearest_parent} is not writable; choose another --run")
     if (foreign_file := Run(path).find_foreign_file()) is not None:
         raise UsageError(
-            f"{path}: a run cannot be kept here: the folder is no run and holds other files, such as {foreign_file}; "
-            f"choose "
-            f"another --run, for instance {path / 'run'}"
+            f"{path}: a run cannot be kept here: the folder is not a run and holds other files, such as "
+            f"{foreign_file}; choose another --run, for instance {path / 'run'}"
         )
 
 
@@ -187,7 +186,7 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
         head = file.read(_HEADER_BYTES)
     if head and not any(mark.encode() in head for mark in markers):
         raise UsageError(
-            f"{option} {path}: is there already and was not written by this command; remove it or choose another file"
+            f"{option} {path}: exists and was not written by this command; remove it or choose another file"
         )
 
 

@@ -72,9 +72,7 @@ def create_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> Pa
     folder.parent.mkdir(parents=True, exist_ok=True)
     base = folder.parent.stat()
     if not base.st_mode & stat.S_ISVTX and (base.st_uid not in (os.getuid(), 0) or is_writable_by_others(base)):
-        raise UsageError(
-            f"{folder.parent}: other users may put another folder in the place of one of this user's there"
-        )
+        raise UsageError(f"{folder.parent}: other users may replace this user's folders there")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not is_private(folder):

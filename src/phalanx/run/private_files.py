@@ -27,7 +27,7 @@ def check_owner(path: Path, what: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise UsageError(f"{path}: {what} cannot be looked at: {error.strerror}") from None
+        raise UsageError(f"{path}: {what} cannot be inspected: {error.strerror}") from None
     if found.st_uid not in (os.getuid(), 0):
         raise UsageError(f"{path}: {what} belongs to another user ({_user_name(found.st_uid)}); name one of your own")
     if is_writable_by_others(found):

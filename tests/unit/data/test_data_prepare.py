@@ -169,12 +169,12 @@ def test_an_error_in_a_worker_keeps_its_kind_and_its_words(tmp_path, small_piece
 
 def test_a_source_without_any_text_is_refused(tmp_path):
     write_texts(tmp_path, {"a.txt": "", "b.txt": ""})
-    with pytest.raises(RecipeError, match=r"2 file\(s\) found hold no text"):
+    with pytest.raises(RecipeError, match=r"2 file\(s\) found contain no text"):
         prepare(tmp_path, tmp_path / "out", {"text": "*.txt"})
 
 
 def test_a_place_that_is_taken_is_refused(texts, tmp_path):
-    with pytest.raises(UsageError, match="is there already and is not a dataset"):
+    with pytest.raises(UsageError, match="exists and is not a dataset"):
         prepare(texts, texts, {"text": "*.txt"})
 
 

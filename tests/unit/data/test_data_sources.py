@@ -322,7 +322,7 @@ def test_a_parquet_file_without_the_column_says_what_it_has(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 300}])
 def test_parquet_without_rows_holds_no_text(tmp_path, tokenizer):
     write_parquet(tmp_path / "a.parquet", {"text": pyarrow.array([], pyarrow.string())}, 10)
-    with pytest.raises(RecipeError, match="hold no text at all"):
+    with pytest.raises(RecipeError, match="contain no text"):
         prepare(tmp_path, tmp_path / "out", {"parquet": "*.parquet"}, tokenizer)
 
 
