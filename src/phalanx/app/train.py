@@ -43,6 +43,7 @@ from phalanx.jobs.agent.node_group import NodeGroup
 from phalanx.recipe import (
     Recipe,
     RecipeDifference,
+    ResolvedRecipe,
     check_device,
     check_recipe,
     describe_batch_scaling,
@@ -52,6 +53,7 @@ from phalanx.recipe import (
     huggingface_directory,
     incompatible_changes,
     load_recipe,
+    load_resolved_recipe,
     num_workers_for,
     scale_batch_with_workers,
 )
@@ -81,7 +83,7 @@ class PreparedRun:
     """A run that can start: what it trains, and what to tell at the start."""
 
     run: Run
-    recipe: Recipe
+    recipe: ResolvedRecipe
     recipe_dir: Path
     plan: dict[str, Any]
     cluster: dict[str, Any]
@@ -257,7 +259,6 @@ def resolve_run(
     check_task(given, opened.info.kind, loaded.location_of)
     first_attempt = read_last_attempt(run) + 1
     if previous_recipes is not None:
-        check_resolved_recipe(run, previous_recipes[1])
         recipe = resume_recipe(previous_recipes[1], prepared, world_size)
         check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
         check_recipe_on_machine(recipe, machine)
@@ -289,13 +290,13 @@ def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> Non
         call("phalanx.autoconfig.trials:check_parallelism", {"recipe": trial_spec, "folder": str(folder)})
 
 
-def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, Recipe] | None:
+def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedRecipe] | None:
     """The recipes of a run that exists, as given and as resolved. Where resolved.yaml is lost it is what the newest
     checkpoint holds; where recipe.yaml is, the resolved one with the data as they are given `given`, which are compared
     by what is in them when the run goes on. DataError when the run has lost its checkpoints."""
     check_kept(run)
     if run.resolved.is_file():
-        resolved = load_recipe(run.resolved).recipe
+        resolved = load_resolved_recipe(run.resolved)
     elif not run.checkpoints.is_dir():
         return None
     else:
@@ -330,17 +331,6 @@ def check_kept(run: Run) -> None:
         )
 
 
-def check_resolved_recipe(run: Run, resolved: Recipe) -> None:
-    """RecipeError where a run's resolved recipe is cut short."""
-    found: dict[str, object] = {"num_threads": resolved.num_threads, "batch.micro_size": resolved.batch.micro_size}
-    found |= {"parallelism": resolved.parallelism, "precision": resolved.precision, "compile": resolved.compile}
-    if unresolved := [key for key, value in found.items() if value == "auto"]:
-        raise RecipeError(
-            f"{run.resolved}: is empty or cut short: it leaves {unresolved[0]} open; put back what was there, or train "
-            "in another --run"
-        )
-
-
 def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
     """Why a run cannot go on under another recipe."""
     listed = "\n".join(f"  {difference}" for difference in differing)
@@ -350,7 +340,7 @@ def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
     )
 
 
-def describe_resume(old: Recipe, new: Recipe) -> list[str]:
+def describe_resume(old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
     """What the user should know about a run that goes on."""
     notes = []
     if old.steps != new.steps:
@@ -377,17 +367,15 @@ def describe_resume(old: Recipe, new: Recipe) -> list[str]:
         mean_text = "each goes on from the mean of what all had"
         notes.append(f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: {mean_text}")
     elif old.parallelism != new.parallelism:
-        worlds = {recipe.parallelism.world for recipe in (old, new) if isinstance(recipe.parallelism, Parallelism)}
+        worlds = {old.parallelism.world, new.parallelism.world}
         change_text = "layout" if len(worlds) == 1 else "number of workers"
         notes.append(f"the {change_text} changed under determinism = fixed-world: the digest will differ by rounding")
     return notes
 
 
-def _single_replica(recipe: Recipe) -> Parallelism | None:
+def _single_replica(recipe: ResolvedRecipe) -> Parallelism:
     """How one replica is laid out."""
-    return (
-        recipe.parallelism.model_copy(update={"replicate": 1}) if isinstance(recipe.parallelism, Parallelism) else None
-    )
+    return recipe.parallelism.model_copy(update={"replicate": 1})
 
 
 def describe_finished(run: Run, recipe: Recipe) -> str | None:
@@ -435,7 +423,7 @@ def supervise_run(
 ) -> RunOutcome:
     """Train a run that is ready, on this node or on those of `node_group`, and write its result."""
     run, recipe = prepared.run, prepared.recipe
-    world_size = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
+    world_size = recipe.parallelism.world
     payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
     command = Command(function="phalanx.train.worker:run_worker", payload=payload)
     machine = discover_machine(device=recipe.device)
@@ -458,12 +446,12 @@ def supervise_run(
     return supervise_until_done(agent, world_size, command, {}, prepared.first_attempt, prepared.notes)
 
 
-def elastic_replica_size(recipe: Recipe, device: str) -> int | None:
+def elastic_replica_size(recipe: ResolvedRecipe, device: str) -> int | None:
     """Workers of a replica, if the other replicas can go on without it, with the same bits: each holds the whole state,
     and sums do not depend on how many they are. On the CPU only: NCCL has other ways to notice that somebody is gone.
     """
     parallelism = recipe.parallelism
-    if isinstance(parallelism, str) or parallelism.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
+    if parallelism.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
         return None
     return parallelism.world // parallelism.replicate
 
@@ -509,7 +497,7 @@ def shrink_micro_batch(run: Run) -> str | None:
     gives it, or where there is none smaller."""
     if not run.resolved.is_file():
         return None
-    previous = load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
+    previous = load_recipe(run.recipe).recipe, load_resolved_recipe(run.resolved)
     if previous[0].batch.micro_size != "auto" or (micro := next_smaller_micro_size(previous[1])) is None:
         return None
     previous_micro, values = previous[1].batch.micro_size, previous[1].model_dump()

@@ -33,7 +33,7 @@ from phalanx.errors import PhalanxError, RecipeError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
 from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedError, data_wait_share
 from phalanx.observe.formatting import format_duration
-from phalanx.recipe import Recipe, check_recipe, dump_recipe, num_workers_for
+from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, dump_recipe, num_workers_for
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
@@ -69,8 +69,8 @@ class TuneResult:
     """What came out. `changes` are the winners' keys; `measure_total` compares the tuned recipe with the default, None
     where nothing won; `untried` says what was left alone, and why."""
 
-    default: Recipe
-    best: Recipe
+    default: ResolvedRecipe
+    best: ResolvedRecipe
     default_seconds: float
     trials: list[TuneTrial] = field(default_factory=list)
     changes: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class TuneResult:
     @property
     def num_workers(self) -> int:
         """Processes of the tuned recipe."""
-        return self.best.parallelism.world if isinstance(self.best.parallelism, Parallelism) else 1
+        return self.best.parallelism.world
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Workbench:
         for fork_server in self._free_fork_servers:
             fork_server.preload(function, payload)
 
-    def open_workers(self, recipe: Recipe) -> PausableWorkers:
+    def open_workers(self, recipe: ResolvedRecipe) -> PausableWorkers:
         """A world of workers for a resolved recipe; it does not run yet. At most two at a time."""
         self._count += 1
         run = Run(self._runs / f"{self._count:03}")
@@ -134,7 +134,6 @@ class Workbench:
         run.resolved.write_text(dump_recipe(without_end(recipe)), encoding="utf-8")
         payload = {"run": str(run.path), "folder": str(self._folder)}
         command = Command(function="phalanx.train.worker:run_worker", payload=payload)
-        assert isinstance(recipe.parallelism, Parallelism)
         return PausableWorkers(
             self._free_fork_servers.pop(), run, recipe.parallelism.world, command, timeout_s=START_TIMEOUT_S
         )
@@ -150,12 +149,12 @@ class Workbench:
         self._free_fork_servers.append(fork_server)
 
 
-def without_end(recipe: Recipe) -> Recipe:
+def without_end(recipe: ResolvedRecipe) -> ResolvedRecipe:
     """The recipe with steps that never end, and nothing between them."""
     values = recipe.model_dump()
     values |= {"steps": 10**9, "callbacks": []}
     values["evaluation"]["every"] = values["checkpoint"]["every"] = None
-    return Recipe.model_validate(values)
+    return ResolvedRecipe.model_validate(values)
 
 
 def tune(
@@ -165,7 +164,7 @@ def tune(
     seconds: float = 5.0,
     allow_precision: bool = False,
     callbacks: TuneCallbacks | None = None,
-    propose: Callable[[Recipe, TuningFacts], list[TuningCandidate]] = propose_candidates,
+    propose: Callable[[ResolvedRecipe, TuningFacts], list[TuningCandidate]] = propose_candidates,
 ) -> TuneResult:
     """Search for a faster recipe on this machine, about `seconds` for each candidate beside its start. Writes nothing.
 
@@ -204,7 +203,7 @@ def tune(
             given,
             baseline_s,
             machine=machine.device_name,
-            untried=list_untried(loaded.recipe, facts, data_fraction),
+            untried=list_untried(given, facts, data_fraction),
         )
         seen: set[str] = set()
         while untried_candidates := [one for one in propose(result.best, facts) if one.label not in seen]:
@@ -232,7 +231,7 @@ class TuneSearch:
         self._run_seconds = seconds / (2 * NUM_ROUNDS)
         self._callbacks = callbacks
 
-    def measure_baseline(self, default: Recipe) -> tuple[float, float]:
+    def measure_baseline(self, default: ResolvedRecipe) -> tuple[float, float]:
         """Start with the default: its seconds a step, and the share of them that waits for data. RecipeError when it
         does not train."""
         self._best_workers = self._workbench.open_workers(default)
@@ -243,7 +242,7 @@ class TuneSearch:
         self._free_gpu_memory(self._best_workers)
         return sorted(step.duration_s for step in steps)[len(steps) // 2], data_wait_share(steps)
 
-    def try_candidate(self, best: Recipe, candidate: TuningCandidate) -> TuneTrial:
+    def try_candidate(self, best: ResolvedRecipe, candidate: TuningCandidate) -> TuneTrial:
         """Try a candidate against the best so far, which it replaces when it wins."""
         self._callbacks.on_trial_start(candidate.label)
         trial = TuneTrial(
@@ -270,7 +269,7 @@ class TuneSearch:
             self._workbench.close_workers(workers)
         return replace(trial, is_kept=is_kept, note=note)
 
-    def measure_total(self, default: Recipe, result: TuneResult) -> MeasuredSpeedup | None:
+    def measure_total(self, default: ResolvedRecipe, result: TuneResult) -> MeasuredSpeedup | None:
         """The tuned recipe against the default. One change alone has been compared with it already."""
         kept = [row for row in result.trials if row.is_kept]
         if len(kept) < 2:

@@ -146,7 +146,7 @@ def make_run_shape(loaded: "LoadedRecipe", nproc_per_node: int | None, num_nodes
 def find_baseline_run(path: Path, loaded: "LoadedRecipe", run_shape: "RunShape") -> "Run":
     """The run to compare with. UsageError when it is not done, or was another recipe, or had other workers."""
     from phalanx.app.train import describe_finished
-    from phalanx.recipe import load_recipe
+    from phalanx.recipe import load_resolved_recipe
     from phalanx.run import Run
 
     run = Run.open_existing(path)
@@ -157,8 +157,8 @@ def find_baseline_run(path: Path, loaded: "LoadedRecipe", run_shape: "RunShape")
         raise UsageError(
             f"--baseline {path}: this is no run of this recipe that is done; see `phalanx report {word_of(path)}`"
         )
-    parallelism = load_recipe(run.resolved).recipe.parallelism
-    if isinstance(parallelism, str) or parallelism.world != run_shape.world_size:
+    parallelism = load_resolved_recipe(run.resolved).parallelism
+    if parallelism.world != run_shape.world_size:
         raise UsageError(f"--baseline {path}: its workers were not {run_shape.world_size}, and the digest goes by that")
     return run
 

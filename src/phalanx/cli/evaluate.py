@@ -63,7 +63,6 @@ def evaluate(
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     if data.num_validation_samples == 0:
         raise UsageError(f"{run}: no validation set (evaluation.holdout_fraction = 0 and no evaluation.source)")
-    assert isinstance(recipe.batch.micro_size, int)
     scores = score(
         LossModule(trained.model, LossFn(load_task(recipe.task, trained.folder), recipe.precision, dist_env.device)),
         data,
