@@ -42,8 +42,8 @@ def load_or_measure(
     folder: Path | None = None,
     now: Callable[[], float] = time.time,
 ) -> dict[str, Any]:
-    """What `measure` returns (JSON values), or returned within the last day under the same `kind` and `key`. A file
-    that is torn or cannot be read is measured anew, one that cannot be written costs only the measuring."""
+    """Return what `measure` returns (JSON values), or returned within the last day under the same `kind` and `key`.
+    Where the file is torn or unreadable, measure again; where it cannot be written, nothing is cached."""
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     path = (cache_root() if folder is None else folder) / kind / f"{digest}.json"
     cached = _read_entry(path, key)
