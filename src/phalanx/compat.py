@@ -1,19 +1,14 @@
 """The one place for names that torch, ctypes or the kernel do not promise to keep. Nothing else may use them."""
 
-import contextlib
 import ctypes
-import operator
 import os
 import shutil
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import reduce
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -200,106 +195,6 @@ def observe_operations(on_result: "Callable[[Any], None]") -> "AbstractContextMa
         return result
 
     return intercept_operations(handle)
-
-
-@contextlib.contextmanager
-def without_compiler() -> "Iterator[None]":
-    """Within it torch's compiler is not imported, which takes a second, by functions that only want to be left alone by
-    it. What they remember of that asks for the compiler again once it is there. Nothing may be compiled within."""
-    import torch
-
-    name = "torch._dynamo"
-    if name in sys.modules:
-        yield
-        return
-    stand_in: Any = ModuleType(name)
-
-    def disable(function: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
-        found: list[Callable[..., Any]] = []
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            real: Any = sys.modules.get(name)
-            if not found and real is not None and real is not stand_in:
-                found.append(real.disable(function, recursive, **options))
-            return (found[0] if found else function)(*args, **kwargs)
-
-        return call
-
-    stand_in.disable = disable
-    sys.modules[name] = stand_in
-    holder: Any = torch
-    holder._dynamo = stand_in
-    try:
-        yield
-    finally:
-        del sys.modules[name], holder._dynamo
-
-
-@contextlib.contextmanager
-def without_symbols() -> "Iterator[None]":
-    """Context in which kernels on the meta device with plain numbers as sizes import neither torch's symbolic sizes nor
-    sympy (half a second): such kernels only ask whether a plain boolean is true, and whether a number is a symbol. Any
-    other use imports the real modules."""
-    import torch.fx.experimental._config
-
-    shapes, algebra = "torch.fx.experimental.symbolic_shapes", "sympy"
-    if shapes in sys.modules or algebra in sys.modules:
-        yield
-        return
-    holder: Any = torch.fx.experimental
-    stand_ins = {name: ModuleType(name) for name in (shapes, algebra)}
-
-    def leave() -> None:
-        if sys.modules.get(shapes) is stand_ins[shapes]:
-            del sys.modules[shapes], sys.modules[algebra], holder.symbolic_shapes
-
-    def real(name: str, wanted: str) -> Any:
-        if wanted.startswith("__"):  # asked by the import system itself
-            raise AttributeError(wanted)
-        leave()
-        return getattr(import_module(name), wanted)
-
-    def function(wanted: str) -> Callable[..., Any]:
-        answer = answers.get(wanted)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if answer and args and not kwargs and all(map(_is_plain, args)):
-                return answer(*args)
-            return real(shapes, wanted)(*args, **kwargs)
-
-        return call
-
-    def same(truth: bool) -> bool:
-        return truth
-
-    asked_of_truths = ("expect_true", "guard_bool", "guard_or_false", "guard_or_true", "statically_known_true")
-    answers: dict[str, Callable[..., Any]] = dict.fromkeys(asked_of_truths, same)
-    answers |= {"sym_eq": lambda a, b: _unlisted(a) == _unlisted(b), "is_nested_int": lambda number: False}
-    answers |= {"sym_and": lambda *truths: reduce(operator.and_, truths)}
-    answers |= {"sym_or": lambda *truths: reduce(operator.or_, truths)}
-    names: Any = stand_ins[shapes]
-    names.__getattr__ = lambda wanted: function(wanted) if wanted[:1].islower() else real(shapes, wanted)
-    names = stand_ins[algebra]
-    names.Basic = type("Basic", (), {})  # what every symbol is: while sympy is not there, nothing is one
-    names.__getattr__ = lambda wanted: real(algebra, wanted)
-    sys.modules.update(stand_ins)
-    holder.symbolic_shapes = stand_ins[shapes]
-    try:
-        yield
-    finally:
-        leave()
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is a number or a truth, or a list of such."""
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    return type(value) is bool or type(value) is int
-
-
-def _unlisted(value: Any) -> Any:
-    """Lists as tuples, so that they are the same as those."""
-    return tuple(map(_unlisted, value)) if isinstance(value, (tuple, list)) else value
 
 
 def intercept_operations(handler: "Callable[[Any, Any, Any], Any]") -> "AbstractContextManager[object]":

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import xxhash
 
 import phalanx
-from phalanx.beside import SubprocessCall
 from phalanx.errors import RecipeError
 from phalanx.planner.model_profile import ModelProfile, profile_from_json, profile_to_json
 from phalanx.recipe import Recipe, huggingface_directory, import_object
@@ -29,10 +28,8 @@ def profile_model(
     loaded: LoadedRecipe,
     facts: "DataInfo",
     number_format: NumberFormat = "half",
-    subprocess_call: SubprocessCall | None = None,
 ) -> ModelProfile:
-    """Return what a recipe's model needs of a machine: traced on the meta device, in the process `subprocess_call`
-    where one is given, or read from the cache."""
+    """Return what a recipe's model needs of a machine: traced on the meta device, or read from the cache."""
     recipe = loaded.recipe
     key = {
         "follower": _compute_tracer_version(),
@@ -45,30 +42,9 @@ def profile_model(
     }
 
     def trace_model() -> dict[str, Any]:
-        trace_request = {"recipe": loaded.recipe.model_dump(mode="json"), "folder": str(loaded.recipe_dir)}
-        trace_request |= {"facts": vars(facts), "numbers": number_format}
-        found = (
-            None
-            if subprocess_call is None
-            else subprocess_call("phalanx.autoconfig.model_profile:profile_in_subprocess", trace_request)
-        )
-        return _trace_model(loaded, facts, number_format) if found is None else found
+        return _trace_model(loaded, facts, number_format)
 
     return profile_from_json(load_or_measure("profiles", key, trace_model))
-
-
-def profile_in_subprocess(payload: dict[str, Any]) -> dict[str, Any]:
-    """`_trace_model` of JSON values, for a process of its own."""
-    from phalanx.data import DataInfo
-
-    facts = DataInfo(
-        **{
-            **payload["facts"],
-            "image_shape": payload["facts"]["image_shape"] and tuple(payload["facts"]["image_shape"]),
-        }
-    )
-    loaded = LoadedRecipe(Recipe.model_validate(payload["recipe"]), None, Path(payload["folder"]), {})
-    return _trace_model(loaded, facts, payload["numbers"])
 
 
 def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberFormat) -> dict[str, Any]:
@@ -87,11 +63,7 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberF
     from phalanx.recipe import describe_exception
 
     recipe, folder = loaded.recipe, loaded.recipe_dir
-
-    if (directory := huggingface_directory(recipe.model.build, folder)) is not None:
-        from phalanx.train.hf.model import preload_architecture
-
-        preload_architecture(str(directory))  # its modules cannot be imported while the compiler is put aside
+    directory = huggingface_directory(recipe.model.build, folder)
 
     def make() -> nn.Module:
         if recipe.model.build.startswith("hf:") or recipe.lora is not None:

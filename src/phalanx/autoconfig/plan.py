@@ -15,7 +15,6 @@ from typing import Any
 from phalanx.autoconfig.choices import LOSS_MODES
 from phalanx.autoconfig.micro_batch import LANGUAGE_MODELING_TASK, LARGE_LOGITS_BYTES
 from phalanx.autoconfig.model_profile import profile_model
-from phalanx.beside import SubprocessCall
 from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration import default_calibration_path
 from phalanx.cluster.data_sheet import torch_devices
@@ -109,11 +108,10 @@ def plan_run(
     cluster: str | None,
     num_gpus: int | None = None,
     folder: Path | None = None,
-    subprocess_call: SubprocessCall | None = None,
 ) -> RunPlan:
     """Predict a run of a recipe on a cluster (a name of the catalog or a file), on `num_gpus` of its devices (default
     all), and choose the parallelism, micro-batch, activation checkpointing, precision and schedule that the recipe
-    leaves open. Its model is traced in the process `subprocess_call`, where one is given.
+    leaves open.
 
     Raises RecipeError when the name is unknown, the model cannot be traced, or nothing fits; the message says by how
     much, and which change would make it fit. Raises UsageError when the cluster has fewer devices.
@@ -136,7 +134,7 @@ def plan_run(
             loaded.location_of,
         )
     facts = expect_data_info(recipe.data, loaded.recipe_dir)
-    profile = profile_model(loaded, facts, subprocess_call=subprocess_call)
+    profile = profile_model(loaded, facts)
     found, rates, memory_limit = _search_precisions(recipe, profile, target_cluster, num_devices)
     if not found.candidates:
         raise RecipeError(_describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))

@@ -15,7 +15,6 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from phalanx.beside import SubprocessCall
 from phalanx.cli.backend_options import BackendOptionsCommand
 from phalanx.cli.ctrl_c import InterruptStatus, reraise_lost_interrupts
 from phalanx.errors import (
@@ -122,14 +121,13 @@ def _make_app() -> TyperGroup:
     return group
 
 
-def main(argv: Sequence[str] | None = None, subprocess_call: SubprocessCall | None = None) -> int:
-    """Run one command line and return its exit code. `subprocess_call`: a process that imports torch, for verbs that
-    have a use for one. Bugs leave as exceptions, with their traceback."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code. Bugs leave as exceptions, with their traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     interrupted = InterruptStatus()
     try:
         with redirect_stdout(cast(TextIO, PrintableStream(sys.stdout))), reraise_lost_interrupts() as interrupted:
-            code = _run_command(arguments or ["--help"], subprocess_call)
+            code = _run_command(arguments or ["--help"])
         sys.stdout.flush()
         return code
     except PhalanxError as error:
@@ -174,11 +172,11 @@ def _report_interrupt() -> int:
     return int(ExitCode.UNFINISHED)
 
 
-def _run_command(arguments: list[str], subprocess_call: SubprocessCall | None) -> int:
+def _run_command(arguments: list[str]) -> int:
     """Parse and call. typer's own `main` would turn broken pipes and interrupts into codes that are not ours."""
     group = _make_app()
     try:
-        with group.make_context("phalanx", arguments, obj=subprocess_call) as context:
+        with group.make_context("phalanx", arguments) as context:
             result = group.invoke(context)
     except typer.Exit as done:
         return done.exit_code

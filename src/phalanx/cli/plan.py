@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def plan(
-    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
     overrides: Annotated[
         list[str] | None,
@@ -68,7 +67,7 @@ def plan(
         loaded = load_recipe(recipe, overrides or [])
         from phalanx.autoconfig.plan import plan_run, render_recipe
 
-        result = plan_run(loaded, cluster, num_gpus, Path.cwd(), context.obj)
+        result = plan_run(loaded, cluster, num_gpus, Path.cwd())
     write_atomic(out, render_recipe(loaded, overrides or [], result))
     if trace is not None:
         write_atomic(trace, _render_trace(result))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.compat import fake_tensor_mode, intercept_operations, without_compiler, without_symbols
+from phalanx.compat import fake_tensor_mode, intercept_operations
 from phalanx.planner.model_profile import (
     ModelProfile,
 )
@@ -43,7 +43,7 @@ def build_on_meta(
             return args[0]
         return operation(*args, **kwargs)
 
-    with without_compiler(), without_symbols(), torch.device(device), intercept_operations(handle):
+    with torch.device(device), intercept_operations(handle):
         model = make()
         # tensors that only pretend to be on a device cannot be exchanged, so nothing is where nothing would change
         wrong = any(it.is_floating_point() and it.dtype != dtype for it in model.parameters())
@@ -113,8 +113,7 @@ def image_classification_forward(channels: int, height: int, width: int) -> Loss
 def profile_model(model: nn.Module, forward: LossFromSamples, units_per_sample: int) -> ModelProfile:
     """The profile of a model on the meta device; `forward(model, samples)` gives its loss, a sample has
     `units_per_sample`."""
-    with without_compiler(), without_symbols():
-        small_trace, large_trace = (_trace_model(model, forward, samples) for samples in TRACED_MICRO_SIZES)
+    small_trace, large_trace = (_trace_model(model, forward, samples) for samples in TRACED_MICRO_SIZES)
     if [len(each.ops) for each in small_trace] != [len(each.ops) for each in large_trace]:
         raise ValueError("the number of operations depends on the number of samples, so no step time can be predicted")
     segments = tuple(to_segment(a, b) for a, b in zip(small_trace, large_trace, strict=True))
