@@ -448,8 +448,8 @@ def list_chosen_keys(run_plan: RunPlan) -> dict[str, Any]:
         name: value for name, value in setup.parallelism.model_dump().items() if value not in (1, None, False, "1f1b")
     }
     if setup.virtual_stages > 1:
-        parallelism["schedule"] = "interleaved"
-        parallelism["stages"] = blocks_per_stage(setup)
+        parallelism["pipeline_schedule"] = "interleaved"
+        parallelism["layers_per_stage"] = blocks_per_stage(setup)
     changes: dict[str, Any] = {}
     if not isinstance(recipe.parallelism, Parallelism):
         changes["parallelism"] = parallelism or {"replicate": 1}
