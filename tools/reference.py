@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 MADE_BY = "This page is made from the code by `make docs`."
 
 PYTHON_API = (
-    ("Use cases", ("phalanx.app.train:train", "phalanx.autoconfig.plan:plan", "phalanx.app.session:session")),
+    ("Use cases", ("phalanx.app.train:train", "phalanx.app.plan:plan", "phalanx.app.session:session")),
     ("Values", ("phalanx.recipe:Recipe", "phalanx.run:Run")),
     ("A training loop of your own", ("phalanx.train.session:Session",)),
     (
@@ -35,7 +35,7 @@ PYTHON_API = (
 """Sections of python.md: `module:name`, or a module whose docstring is the text."""
 SHOWN_AS = {
     "phalanx.app.train:train": "phalanx.train",
-    "phalanx.autoconfig.plan:plan": "phalanx.plan",
+    "phalanx.app.plan:plan": "phalanx.plan",
     "phalanx.app.session:session": "phalanx.session",
     "phalanx.recipe:Recipe": "phalanx.Recipe",
     "phalanx.run:Run": "phalanx.Run",

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from phalanx.std_streams import open_standard_streams
 
 if TYPE_CHECKING:
+    from phalanx.app.plan import plan
     from phalanx.app.session import session
     from phalanx.app.train import train
-    from phalanx.autoconfig.plan import plan
     from phalanx.recipe import Recipe
     from phalanx.run import Run
 
@@ -27,7 +27,7 @@ __version__: str
 _EXPORT_MODULES = {
     "Recipe": "phalanx.recipe",
     "Run": "phalanx.run",
-    "plan": "phalanx.autoconfig.plan",
+    "plan": "phalanx.app.plan",
     "session": "phalanx.app.session",
     "train": "phalanx.app.train",
 }

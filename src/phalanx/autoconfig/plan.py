@@ -5,7 +5,6 @@ so that a second plan needs no torch.
 """
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +37,7 @@ from phalanx.planner.step_time import StepBreakdown, predict_step_time
 from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, plan_checkpoints
 from phalanx.planner.timeline import BREAKDOWN_LABELS, TimelineEvent, build_timeline
 from phalanx.planner.warmup_phase import WarmupPhase, predict_warmup_phase
-from phalanx.recipe import Recipe, check_recipe, expand_recipe, load_recipe, scale_batch_with_workers
+from phalanx.recipe import Recipe, check_recipe, scale_batch_with_workers
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.recipe.yaml_edit import rewrite_recipe
@@ -87,21 +86,6 @@ class RunPlan:
     def step_events(self) -> list[TimelineEvent]:
         """The time line of the best choice."""
         return build_timeline(self.best.scenario, self.rates, breakdown=self.best.breakdown)
-
-
-def plan(
-    recipe: "str | os.PathLike[str] | Recipe | None" = None,
-    cluster: str | None = None,
-    num_gpus: int | None = None,
-    overrides: Sequence[str] = (),
-) -> RunPlan:
-    """Foretell a recipe (a file's path or a value) as `phalanx plan` does, writing nothing. Raises PhalanxError for
-    whatever the user can mend."""
-    if isinstance(recipe, Recipe):
-        loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
-    else:
-        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
-    return plan_run(loaded, cluster, num_gpus, Path.cwd())
 
 
 def plan_run(

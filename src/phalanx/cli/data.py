@@ -15,7 +15,8 @@ from phalanx.observe import formatting
 from phalanx.std_streams import escape_control_chars
 
 if TYPE_CHECKING:
-    from phalanx.app.data import DatasetContent, PrepareProgress
+    from phalanx.app.data import DatasetContent
+    from phalanx.data import PrepareProgress
     from phalanx.recipe.schema import DataConfig, DataSource
 
 app = typer.Typer(add_completion=False, help="Prepare, verify and inspect training data.")
