@@ -1,4 +1,4 @@
-"""`phalanx chaos`: parse, train undisturbed, train under faults, show each as it strikes, leave with the verdict."""
+"""`phalanx chaos`: train without faults, train with injected faults, and compare."""
 
 import shutil
 import signal
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 from phalanx.app.chaos import PINNED_FILES, check_long_enough, read_newest_digest
 
 FAILED_EXIT_CODE = 1
-"""Exit code when the run did not end as it should: a mistake in Phalanx, or in the recipe's own code."""
+"""Exit code when the run did not end as it should: a bug in Phalanx, or in the recipe's own code."""
 
 
 def chaos(
@@ -74,21 +74,19 @@ def chaos(
 
     given = overrides or []
     if recipe.suffix == ".py":
-        raise UsageError(
-            f"{recipe}: chaos is for recipes; a script with a loop of its own cannot be compared with itself"
-        )
+        raise UsageError(f"{recipe}: chaos is for recipes; two runs of a script with phalanx.session may differ")
     if queue and nodes > 1:
-        raise UsageError("--queue has this machine only; leave out --nodes")
+        raise UsageError("--queue runs on this machine only; omit --nodes")
     loaded = load_recipe(recipe, given)
     loaded.check_required()
-    if loaded.recipe.determinism == "auto":  # on a GPU it may promise no bits, and digests are compared here
+    if loaded.recipe.determinism == "auto":  # on a GPU `auto` may be `off`, and digests are compared here
         given = [*given, "determinism=fixed-world"]
         loaded = load_recipe(recipe, given)
     run_shape = make_run_shape(loaded, nproc_per_node, nodes, queue)
     fault_plan = draw_faults(seed, faults, parse_kinds(kinds, run_shape), run_shape)
     folder = run if run is not None else Path("runs") / f"{loaded.recipe.name}-chaos"
     if folder.exists():
-        raise UsageError(f"{folder}: exists already; choose another --run, or remove it")
+        raise UsageError(f"{folder}: already exists; choose another --run, or remove it")
     check_run_path(folder)
     console = chaos_output.ChaosConsole(quiet=as_json, total=len(fault_plan))
     console.print_plan(fault_plan, run_shape, seed)
@@ -113,7 +111,7 @@ def chaos(
 
 
 def make_run_shape(loaded: "LoadedRecipe", nproc_per_node: int | None, num_nodes: int, uses_queue: bool) -> "RunShape":
-    """What the run will be, as far as the list of faults depends on it."""
+    """Describe the run, as far as the fault plan depends on it."""
     from phalanx.app.train import find_machine
     from phalanx.cli.train_local import count_workers
     from phalanx.cluster.discovery import check_workers
@@ -129,8 +127,8 @@ def make_run_shape(loaded: "LoadedRecipe", nproc_per_node: int | None, num_nodes
     checkpoint = recipe.checkpoint
     if isinstance(checkpoint.every, str):
         raise UsageError(
-            f"checkpoint.every={checkpoint.every}: the list of faults goes by the saves, so their number must be "
-            "known; give it here, such as checkpoint.every='20 steps'"
+            f"checkpoint.every={checkpoint.every}: the fault plan depends on the number of checkpoints, so it must be "
+            "known; use a number of steps, such as checkpoint.every='20 steps'"
         )
     return RunShape(
         recipe.steps,
@@ -144,7 +142,7 @@ def make_run_shape(loaded: "LoadedRecipe", nproc_per_node: int | None, num_nodes
 
 
 def find_baseline_run(path: Path, loaded: "LoadedRecipe", run_shape: "RunShape") -> "Run":
-    """The run to compare with. UsageError when it is not done, or was another recipe, or had other workers."""
+    """Open the baseline run. Raises UsageError when it is not finished, or had another recipe or world size."""
     from phalanx.app.train import describe_finished
     from phalanx.recipe import load_recipe
     from phalanx.run import Run
@@ -154,18 +152,18 @@ def find_baseline_run(path: Path, loaded: "LoadedRecipe", run_shape: "RunShape")
         describe_finished(run, loaded.recipe) is None
         or (run.read_json(run.result) or {})["steps"] != loaded.recipe.steps
     ):
-        raise UsageError(
-            f"--baseline {path}: this is no run of this recipe that is done; see `phalanx report {word_of(path)}`"
-        )
+        raise UsageError(f"--baseline {path}: not a finished run of this recipe; see `phalanx report {word_of(path)}`")
     parallelism = load_recipe(run.resolved).recipe.parallelism
     if isinstance(parallelism, str) or parallelism.world != run_shape.world_size:
-        raise UsageError(f"--baseline {path}: its workers were not {run_shape.world_size}, and the digest goes by that")
+        raise UsageError(
+            f"--baseline {path}: its world size is not {run_shape.world_size}, on which the digest depends"
+        )
     return run
 
 
 @dataclass(frozen=True)
 class ChaosExperiment:
-    """A recipe that is trained undisturbed and under faults, in a folder for both."""
+    """A recipe that is trained without and with faults, in a directory for both runs."""
 
     recipe: Path
     overrides: Sequence[str]
@@ -175,8 +173,10 @@ class ChaosExperiment:
     console: "ChaosConsole"
 
     def run(self, baseline_run: "Run | None") -> "ChaosResult":
-        """Both runs, the first only where there is none yet; nothing of them runs on when this is over. UsageError
-        when the undisturbed one shows that there is no time for so many faults."""
+        """Train the baseline if there is none yet, then with faults. No process is left running at the end.
+
+        Raises UsageError when the baseline shows that the run is too short for the fault plan.
+        """
         from phalanx.jobs.chaos import launcher, verify
         from phalanx.jobs.chaos.run_monitor import measure_durations
         from phalanx.run import Run, read_events
@@ -204,7 +204,7 @@ class ChaosExperiment:
     def _run_with_faults(
         self, baseline_run: "Run", typical: "TypicalDurations", tag: str, scratch: Path, environment: dict[str, str]
     ) -> "ChaosResult":
-        """The run under faults, and what is wrong with it. What it leaves is looked at before that is ended."""
+        """Train with faults, and verify the run. Processes that it left are listed before they are killed."""
         from phalanx.cli.chaos_output import ChaosResult
         from phalanx.jobs.chaos import launcher as chaos_launcher
         from phalanx.jobs.chaos import verify
@@ -245,19 +245,19 @@ class ChaosExperiment:
                 verify.find_leftovers(run, tag, scratch, baseline, launcher.list_leftovers)
             ),
         )
-        seconds = time.monotonic() - started_at
+        duration_s = time.monotonic() - started_at
         digest = (baseline_run.read_json(baseline_run.result) or {})["digest"]
         verdict = verify.verify_run(
             run, digest, outcome, len(self.fault_plan), len(injected), leftovers, read_newest_digest
         )
-        return ChaosResult(run, digest, injected, events, outcome.num_starts, seconds, verdict)
+        return ChaosResult(run, digest, injected, events, outcome.num_starts, duration_s, verdict)
 
     def _arguments(self, run: "Run", workers_per_node: int) -> list[str]:
         return [str(self.recipe), *self.overrides, "--run", str(run.path), "--nproc-per-node", str(workers_per_node)]
 
 
 def train_baseline(run: "Run", arguments: Sequence[str], environment: dict[str, str], log: Path, tag: str) -> None:
-    """Train undisturbed. PhalanxError with the exit code of a run that fails by itself, and its last line."""
+    """Train without faults. Raises PhalanxError with the exit code and the last line of a run that fails."""
     from phalanx.jobs.chaos.faults import FaultContext
     from phalanx.jobs.chaos.launcher import LocalLauncher
     from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations
@@ -271,8 +271,8 @@ def train_baseline(run: "Run", arguments: Sequence[str], environment: dict[str, 
     if outcome.exit_code == ExitCode.DONE and digest is not None:
         return
     output = log.read_text(errors="replace").strip().splitlines()
-    lines = [line for line in output if line.startswith("error: ")] or output or ["it said nothing"]
-    error = PhalanxError(f"without any fault the run does not end: {outcome.hang or lines[-1].removeprefix('error: ')}")
+    lines = [line for line in output if line.startswith("error: ")] or output or ["no output"]
+    error = PhalanxError(f"the run fails without faults: {outcome.hang or lines[-1].removeprefix('error: ')}")
     known = {int(code) for code in ExitCode} - {0}
     error.code = ExitCode(outcome.exit_code) if outcome.exit_code in known else ExitCode.GAVE_UP
     raise error

@@ -123,7 +123,7 @@ def _parse_source(
     size: tuple[int, int] | None,
     exclude: list[str],
 ) -> "DataSource":
-    """The source that the command line names; UsageError unless it is exactly one."""
+    """Return the source that the options name. Raises UsageError unless it is exactly one."""
     from phalanx.recipe.checks import SOURCES_WITH
     from phalanx.recipe.schema import LARGEST_SIDE, DataSource, IdxFiles
 
@@ -166,7 +166,7 @@ def _parse_data(tokenizer: str) -> "DataConfig":
 
 @contextmanager
 def show_progress(verb: str = "preparing") -> "Iterator[Callable[[PrepareProgress], None]]":
-    """A progress callback on stderr: a bar on a terminal, a line every few seconds anywhere else."""
+    """Yield a progress callback for standard error: a bar on a terminal, else a line every few seconds."""
     if not sys.stderr.isatty():
         yield _ProgressLines(verb)
         return
@@ -204,7 +204,7 @@ def _escape_markup(text: str) -> str:
 
 
 class _ProgressLines:
-    """Progress as plain lines, at most one every few seconds of the work's own clock."""
+    """Prints progress as lines, at most one every few seconds of the work's own clock."""
 
     def __init__(self, verb: str):
         self._verb = verb
