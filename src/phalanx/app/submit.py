@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -243,32 +243,44 @@ def follow_job(
     The run directory must be on a file system of this machine. A job that is held because a node was unfit is released.
     """
     last_printed: tuple[JobState, str | None] | None = None
+    for status in poll_until_final(backend, job_id, lambda text: print(text, file=out), sleep):
+        for event in event_tail.read():
+            display.show_event(event)
+        if (status.state, status.reason) != last_printed and status.state is not JobState.RUNNING:
+            print(format_status(status), file=out)
+        last_printed = status.state, status.reason
+    return status
+
+
+def poll_until_final(
+    backend: Backend, job_id: str, report: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+) -> Iterator[JobStatus]:
+    """Yield the status of a job every POLL_INTERVAL_S; the last is final.
+
+    A job that is held because a node was unfit is released. `report` is called when the backend does not answer, which
+    is retried for BACKEND_TIMEOUT_S.
+    """
     num_failed_polls = 0
     while True:
         try:
             if isinstance(backend, ReleasingBackend):
                 backend.release(job_id)
             status = backend.poll(job_id)
-            num_failed_polls = 0
         except UsageError as error:  # a controller that restarts, or a network that is down for a while
             num_failed_polls += 1
             if num_failed_polls * POLL_INTERVAL_S > BACKEND_TIMEOUT_S:
                 raise
             if num_failed_polls == 1:
-                print(f"{error}; retrying for {BACKEND_TIMEOUT_S / 60:.0f} min", file=out)
-            sleep(POLL_INTERVAL_S)
-            continue
-        for event in event_tail.read():
-            display.show_event(event)
-        if (status.state, status.reason) != last_printed and status.state is not JobState.RUNNING:
-            print(_format_status(status), file=out)
-        last_printed = status.state, status.reason
-        if status.state.is_final:
-            return status
+                report(f"{error}; retrying for {BACKEND_TIMEOUT_S / 60:.0f} min")
+        else:
+            num_failed_polls = 0
+            yield status
+            if status.state.is_final:
+                return
         sleep(POLL_INTERVAL_S)
 
 
-def _format_status(status: JobStatus) -> str:
+def format_status(status: JobStatus) -> str:
     code_text = f", exit code {status.exit_code}" if status.exit_code else ""
     reason_text = f": {status.reason}" if status.reason else ""
     return f"job {status.id} {status.state}{code_text}{reason_text}"
