@@ -210,16 +210,16 @@ def accelerate(job: LoopTask, model: nn.Module) -> Steps:
 
 def phalanx(job: LoopTask, folder: Path, report: Reporter) -> tuple[nn.Module, Steps]:
     """As in a worker. The model is its own; the seed gives it the weights with which everyone starts."""
+    from phalanx.train.builder import build_context
     from phalanx.train.distributed.environment import DistEnv
-    from phalanx.train.signals import StopRequest
+    from phalanx.train.train_context import WorkerProcess
     from phalanx.train.train_state import TrainState
     from phalanx.train.trainer import Trainer
-    from phalanx.train.worker import build_context
 
     recipe, run = job.recipe, Run(folder)
     place = DistEnv(job.rank, job.world, job.rank, 0, job.device)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
-    parts, objective = build_context(run, recipe, folder, place, data, report, StopRequest())
+    parts = build_context(WorkerProcess(run, folder, place, report), recipe, data)
     if place.is_rank_zero:
         report.report_event(
             AttemptStarted(
@@ -228,16 +228,15 @@ def phalanx(job: LoopTask, folder: Path, report: Reporter) -> tuple[nn.Module, S
                 start_step=0,
                 total_steps=recipe.steps,
                 device=str(job.device),
-                num_micro_batches=parts.train_step.micro_batches,
+                num_micro_batches=parts.accumulator.num_micro_batches,
             )
         )
-    gang = Trainer(parts, TrainState(), {})
+    trainer = Trainer(parts, TrainState(), {})
 
     def steps() -> Steps:  # the trainer's loop, with a pause after each step
-        for batch in gang.micro_batches():
-            ((_, loss, terms),) = objective(batch)
-            gang.backward(loss, terms)
-            if gang.step():
+        with trainer._open_batches() as batches:
+            while not trainer.is_done:
+                trainer.after_step(trainer.train_step(trainer._next_micro_batches(batches)))
                 yield
 
     return parts.model, steps()

@@ -174,7 +174,7 @@ def phalanx_local_sgd(
     def step() -> None:
         _plain(model, model)
         optimizer.step()
-        exchange.after_step(next(numbers))
+        exchange.after_step(next(numbers), updated=True)
 
     values = partial(_parameters, model) if delay == 0 else None
     return Competitor(step, values, -outer.lr * (1 + outer.momentum), every, exchange.close)

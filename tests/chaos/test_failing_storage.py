@@ -136,7 +136,7 @@ def test_storage_that_does_not_come_back_ends_the_run_with_what_is_wrong(
     run = lab.new_run()
     ended = lab.train(QUIET, 2, run, faults=[SLOW, plan_fault(6)], show=on(failure=lambda: away(run.checkpoints)))
     assert ended.code == ExitCode.UNFINISHED
-    assert str(ended.message).endswith("; storage has failed for 0 s; start it again when it is mended")
+    assert str(ended.message).endswith("; storage has failed for 0 s; start it again when storage works")
     assert "ended because storage failed: " in str(ended.message)
     assert ended.result["status"] == "interrupted"
     back(run.checkpoints)

@@ -238,7 +238,8 @@ def test_a_job_saves_before_its_time_is_over(engine: RayBackend, names: dict[str
 def test_a_job_for_which_there_is_no_room_says_so(engine: RayBackend, names: dict[str, str]) -> None:
     status = ended(engine, names["large"])
     assert (status.state, status.num_attempts) == (JobState.INTERRUPTED, 0)
-    assert "3 nodes with 1 CPU are wanted, each on a machine of its own; of 2 machines" in str(status.reason)
+    assert "the job needs 3 nodes with 1 CPU, each on a separate machine; " in str(status.reason)
+    assert "fit on 2 machines" in str(status.reason)
 
 
 def test_the_folder_travels_when_it_is_asked_to(

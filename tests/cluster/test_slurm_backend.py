@@ -265,7 +265,7 @@ def test_a_job_that_is_killed_three_times_in_a_row_has_failed(slurm: SlurmBacken
     status = until(slurm, jobs["killed"], over, 120)
     lines = list(slurm.read_logs(jobs["killed"]))
     assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 137, 3), lines
-    assert any(line.startswith("killed 3 times in a row (exit code 137): not started again") for line in lines)
+    assert any(line.startswith("killed 3 times in a row (exit code 137): not restarted") for line in lines)
 
 
 @pytest.mark.parametrize("name", ["warned", "warned-member"])

@@ -80,7 +80,7 @@ def test_a_row_of_other_bytes_is_refused_with_its_number(queue: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("ALTER TABLE jobs RENAME COLUMN began TO begun", "this is no queue of Phalanx .its table has no began"),
+        ("ALTER TABLE jobs RENAME COLUMN began TO begun", "not a queue of Phalanx .its table has no began"),
         ("UPDATE jobs SET attempts = 'many' WHERE id = 2", "job 2 is not as Phalanx wrote it .attempts is 'many'"),
         ("UPDATE jobs SET started = x'00ff' WHERE id = 2", "job 2 is not as Phalanx wrote it .started is "),
     ],

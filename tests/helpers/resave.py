@@ -8,13 +8,12 @@ from phalanx.data import open_data
 from phalanx.recipe import load_recipe
 from phalanx.run import Run
 from phalanx.run.messages import WorkerFinishing
-from phalanx.train.builder import resume_training
+from phalanx.train.builder import build_context, resume_training
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.manager import CheckpointManager
 from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group, shut_down_process_group
 from phalanx.train.reporter import make_reporter
-from phalanx.train.signals import StopRequest
-from phalanx.train.worker import build_context
+from phalanx.train.train_context import WorkerProcess
 
 
 def work(payload: dict[str, Any]) -> None:
@@ -24,7 +23,7 @@ def work(payload: dict[str, Any]) -> None:
     init_process_group(place)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     report = make_reporter(out, place.is_rank_zero, os.environ["PHALANX_EVENTS_FD"])
-    parts, _ = build_context(run, recipe, Path(payload["folder"]), place, data, report, StopRequest())
+    parts = build_context(WorkerProcess(run, Path(payload["folder"]), place, report), recipe, data)
     progress = resume_training(parts, data.fingerprint, force=False)
     saving = CheckpointManager(out, place, parts.parallel_model.mesh, 3, {}, lambda event: None, lambda: None)
     saving.start_save(progress, get_local_state(parts.parallel_model, parts.optimizer, parts.scaler), [], is_best=False)

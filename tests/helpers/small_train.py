@@ -30,7 +30,7 @@ from phalanx.train.signals import StopRequest
 from phalanx.train.step_timer import HostStepTimer, StepTimer
 from phalanx.train.tasks import LanguageModeling, Task
 from phalanx.train.train_context import TrainContext
-from phalanx.train.train_step import TrainStep, to_device
+from phalanx.train.train_step import GradientAccumulator, StepTotals, clip_coefficient, to_device
 from phalanx.train.trainer import Trainer
 
 VOCAB, SEQUENCE = 11, 6
@@ -148,21 +148,31 @@ def objective_of(model: nn.Module, task: Task | None = None, precision: str = "f
     return LossModule(model, LossFn(task or LanguageModeling(), precision, torch.device("cpu")))
 
 
-class SmallStepper(TrainStep):
-    """A stepper with the objective whose steps it performs."""
+class SmallStepper(GradientAccumulator):
+    """An accumulator with the loss module, the optimizer and the limit on the gradient norm."""
 
     objective: LossModule
+    optimizer: OptimizerContainer
+    clip: float | None
 
     def gradients(
         self, step: int, batches: Sequence[Batch], flags: Callable[[], Sequence[bool]], watch: StepTimer
     ) -> Tensor:
-        """All of a step but its judgement and update; the agreement of all workers."""
-        self.start_step(step)
+        """All of a step but its division and update; the metrics summed over all workers."""
+        self.zero_grad(step)
         for batch in batches:
             self.seed_micro_batch()
             ((_, loss, terms),) = self.objective(to_device(batch, self.dist_env.device))
             self.backward(loss, terms, flags, watch)
-        return self.reduce_gradients(watch)
+        self.reduce_gradients(watch)
+        return self.metrics.values
+
+    def divided(self) -> tuple[StepTotals, float]:
+        """The totals of the step, and the factor of its gradients."""
+        totals = self.read_totals()
+        factor = 1.0 / (max(totals.num_terms, 1.0) * self.scaler.scale)
+        norm = totals.summed_grad_norm * factor
+        return totals, factor * clip_coefficient(norm, self.clip)
 
 
 def make_stepper(
@@ -186,17 +196,16 @@ def make_stepper(
             parameters, rank=0, world_size=1, micro_batches=micro_batches, is_elastic=True, bucket_bytes=256
         )
     stepper = SmallStepper(
-        optimizer,
-        scale or GradScaler(),
+        optimizer.parameter_names,
         gradients,
+        scale or GradScaler(),
         dist_env=DistEnv(),
         mesh=mesh_of(),
-        micro_batches=micro_batches,
-        max_grad_norm=clip,
+        num_micro_batches=micro_batches,
         seeds=MicroBatchSeeds(seed, torch.device("cpu")),
         modules=(model,),
     )
-    stepper.objective = objective_of(model, task, precision)
+    stepper.objective, stepper.optimizer, stepper.clip = objective_of(model, task, precision), optimizer, clip
     return stepper
 
 
@@ -204,16 +213,23 @@ def mean_gradients(stepper: SmallStepper, batches: Sequence[Batch], step: int = 
     """Loss and gradients (of the mean loss) of a step that does not change the model."""
     watch = HostStepTimer()
     watch.start()
-    outcome, factor = stepper.finalize(stepper.gradients(step, batches, lambda: (), watch))
+    stepper.gradients(step, batches, lambda: (), watch)
+    outcome, factor = stepper.divided()
     gradients = [p.grad.detach() * factor for p in stepper.optimizer.parameter_names if p.grad is not None]
     return outcome.loss, gradients
 
 
 @dataclass
 class SmallParts(TrainContext):
-    """What a trainer works with, and the objective that the trainer gets beside it."""
+    """What a trainer works with."""
 
-    objective: LossModule
+    accumulator: SmallStepper
+
+    @property
+    def objective(self) -> LossModule:
+        """What computes losses."""
+        assert isinstance(self.loss_module, LossModule)
+        return self.loss_module
 
 
 def make_parts(
@@ -248,17 +264,17 @@ def make_parts(
         dist_env=DistEnv(),
         data=data,
         model=model,
+        loss_module=stepper.objective,
         parallel_model=ParallelModel(mesh_of(), (model,)),
         optimizer=stepper.optimizer,
         scaler=scale,
-        train_step=stepper,
+        accumulator=stepper,
         callbacks=Callbacks(callbacks, RunContext(path, 0, 1, model)),
         reporter=Remembering(),
         stop_request=stop,
         units_per_sample=6,
         evaluate=score,
         prepare_batch=lambda arrays: to_device(arrays, torch.device("cpu")),
-        objective=stepper.objective,
     )
 
 

@@ -19,5 +19,5 @@ def test_going_on_with_other_data_must_be_forced_and_is_recorded(lab: TrainHarne
     assert [
         event
         for event in forced.events_of_kind(RunWarning)
-        if event.text.startswith("forced: the run goes on with other")
+        if event.text.startswith("forced: the run continues with other")
     ]

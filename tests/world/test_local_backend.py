@@ -273,7 +273,7 @@ def test_a_secret_that_is_not_there_is_told_before_anything_is_queued(engine: Lo
 
 def test_a_file_that_is_no_queue_is_told(tmp_path: Path) -> None:
     (tmp_path / "queue.db").write_text("something else entirely, and long enough to be read as a header")
-    with pytest.raises(UsageError, match="this is no queue of Phalanx"):
+    with pytest.raises(UsageError, match="not a queue of Phalanx"):
         LocalBackend(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """Workers that train apart for rounds of steps, on gloo: what outer steps make of their weights, and what travels."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.compat import scale_in_place
 from phalanx.recipe import Recipe
-from phalanx.train.builder import make_train_step
+from phalanx.train.builder import make_accumulator
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
@@ -21,6 +23,7 @@ from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_timer import HostStepTimer
+from phalanx.train.train_step import clip_coefficient
 from process_worlds import ProcessWorlds
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))
@@ -79,20 +82,24 @@ def train(
     assert not isinstance(recipe.parallelism, str)
     divided = ParallelModel(build_mesh(recipe.parallelism, place, recipe), (model,))
     optimizer = OptimizerContainer(model, recipe.optimizer)
-    stepper = make_train_step(recipe, place, divided, optimizer, GradScaler(), MicroBatchSeeds(0, place.device))
+    stepper = make_accumulator(recipe, place, divided, optimizer, GradScaler(), MicroBatchSeeds(0, place.device))
     watch, found, sent = HostStepTimer(), [], []
     watch.start()
     for step in range(1, STEPS + 1):
         sizes: list[int] = []
         with counted(sizes):
-            stepper.start_step(step)
+            stepper.zero_grad(step)
             for leaf in divided.mesh.own_micro_batches(2 * world):
                 stepper.backward(model(step, leaf), 1, lambda: (), watch)
-            outcome, factor = stepper.finalize(stepper.reduce_gradients(watch))
-            assert outcome.skip_reason is None
-            stepper.optimizer_step(factor, recipe.optimizer.lr)
+            stepper.reduce_gradients(watch)
+            totals = stepper.read_totals()
+            assert math.isfinite(totals.loss)
+            factor = 1.0 / totals.num_terms
+            clip = clip_coefficient(totals.summed_grad_norm * factor, recipe.optimizer.max_grad_norm)
+            scale_in_place(stepper.reducer.grad_tensors(), factor * clip)
+            optimizer.step(recipe.optimizer.lr)
             if divided.local_sgd is not None:
-                divided.local_sgd.local_sgd.after_step(step)
+                divided.local_sgd.local_sgd.after_step(step, updated=True)
         found.append([weight.detach().clone() for weight in model.weights])
         sent.append(sizes)
     stepper.reducer.close()

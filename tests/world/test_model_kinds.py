@@ -21,19 +21,18 @@ from phalanx.recipe import import_object, load_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import RunWarning
-from phalanx.train.builder import make_result
+from phalanx.train.builder import build_context, make_result
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.module_state import ensure_own_memory, find_extra_state_modules
 from phalanx.train.inference import TrainedModel, load_trained_model
 from phalanx.train.reporter import RunReporter
-from phalanx.train.signals import StopRequest
 from phalanx.train.tasks import load_task
+from phalanx.train.train_context import WorkerProcess
 from phalanx.train.train_state import TrainState
 from phalanx.train.train_step import to_device
 from phalanx.train.trainer import Trainer
-from phalanx.train.trainer import fit as train_on
-from phalanx.train.worker import build_context, configure_torch
+from phalanx.train.worker import configure_torch
 from process_worlds import ProcessWorlds
 from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 
@@ -177,9 +176,9 @@ def undisturbed(rank: int, world: int, *, resolved: str, folder: str, out: str) 
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     report = RunReporter(run, is_rank_zero=False)
     with warnings.catch_warnings(action="ignore"):  # the kinds', which a run only prints
-        parts, objective = build_context(run, recipe, Path(folder), place, data, report, StopRequest())
+        parts = build_context(WorkerProcess(run, Path(folder), place, report), recipe, data)
         trainer = Trainer(parts, TrainState(), {})
-        digest: str = make_result(parts, trainer.train_state, train_on(trainer, objective))["digest"]
+        digest: str = make_result(parts, trainer.train_state, trainer.fit())["digest"]
     return digest
 
 

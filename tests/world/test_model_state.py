@@ -24,10 +24,11 @@ def test_a_model_with_all_of_it_goes_on_in_the_same_bits_and_says_what_all_share
     ended = lab.train(STATEFUL, 2, faults=[plan_fault(1, "slow", delay=0.05, attempt=None), plan_fault(7, ranks=[1])])
     assert ended.digest == lab.train_reference(STATEFUL, 2).digest
     assert [event.start_step > 0 for event in ended.events_of_kind(AttemptStarted)] == [False, True]
-    said = [event.text for event in ended.events_of_kind(RunWarning) if "forwards change" in event.text]
+    said = [event.text for event in ended.events_of_kind(RunWarning) if "the forward changes" in event.text]
     assert said
     assert all(
-        "the model's extra state, last, mean and 3 more: after each step all workers have" in text for text in said
+        "the model's extra state, last, mean and 3 more: rank 0's values are sent to all workers" in text
+        for text in said
     )
 
 

@@ -478,7 +478,7 @@ def test_a_run_does_not_go_on_with_other_data_unless_forced(lab: TrainHarness, s
     assert "another run directory" in str(refused.message)
     forced = ours(lab, ["other-data"], 1, run, force=True)
     assert forced.code == ExitCode.DONE
-    assert any("goes on with other data" in event.text for event in forced.events_of_kind(RunWarning))
+    assert any("continues with other data" in event.text for event in forced.events_of_kind(RunWarning))
 
 
 def test_a_run_does_not_go_on_under_another_recipe(lab: TrainHarness, scripts: Path) -> None:

@@ -45,6 +45,7 @@ from phalanx.recipe.grad_sync_defaults import (
 from phalanx.recipe.imports import HF_CONFIG_FILE
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
+from phalanx.train.builder import build_context, count_units_per_sample, make_lm_head, uses_cached_casts
 from phalanx.train.callbacks import load_callbacks
 from phalanx.train.checkpoint import init_weights
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
@@ -66,17 +67,10 @@ from phalanx.train.precision import AUTOCAST_DTYPES, autocast_context
 from phalanx.train.profiler import profile_steps
 from phalanx.train.reporter import RunReporter
 from phalanx.train.same_model import new_buffer, other_parameter
-from phalanx.train.signals import StopRequest
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
+from phalanx.train.train_context import WorkerProcess
 from phalanx.train.train_step import to_device
-from phalanx.train.worker import (
-    build_context,
-    configure_kernels,
-    configure_torch,
-    count_units_per_sample,
-    make_lm_head,
-    uses_cached_casts,
-)
+from phalanx.train.worker import configure_kernels, configure_torch
 
 FLOPS_RULE = (
     "matmuls, convolutions and attention (full, not causal-half) of one forward pass, x 3 for forward and backward; "
@@ -295,11 +289,10 @@ def profile_recipe_steps(payload: dict[str, Any]) -> dict[str, Any]:
     configure_torch(recipe, dist_env)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     scratch_run = Run(Path(payload["out"]).parent)
-    context, loss_module = build_context(
-        scratch_run, recipe, folder, dist_env, data, RunReporter(scratch_run, is_rank_zero=False), StopRequest()
-    )
-    assert isinstance(loss_module, LossModule)
-    return asdict(profile_steps(context, loss_module, payload["steps"], 3, Path(payload["out"])))
+    process = WorkerProcess(scratch_run, folder, dist_env, RunReporter(scratch_run, is_rank_zero=False))
+    context = build_context(process, recipe, data)
+    assert isinstance(context.loss_module, LossModule)
+    return asdict(profile_steps(context, context.loss_module, payload["steps"], 3, Path(payload["out"])))
 
 
 def check_imports(payload: dict[str, Any]) -> str:

@@ -226,7 +226,7 @@ def train_as_worker(path: Path, overrides: Sequence[str], run_path: Path | None,
         telling_others,
         wait_for_announcement,
     )
-    from phalanx.train.worker import run_training
+    from phalanx.train.worker import run_worker
 
     dist_env = dist_env_from_environment(device="cpu")  # until the recipe is read
     if not dist_env.is_rank_zero:
@@ -240,7 +240,7 @@ def train_as_worker(path: Path, overrides: Sequence[str], run_path: Path | None,
         if announcement.is_finished:
             return int(ExitCode.DONE)
         payload = {"run": str(run.path.absolute()), "folder": str(loaded.recipe_dir), "force": force}
-        return end_at_once(int(run_training(payload, replace(dist_env, attempt=announcement.attempt))))
+        return end_at_once(int(run_worker(payload, replace(dist_env, attempt=announcement.attempt))))
     with contextlib.ExitStack() as stack:
         with telling_others(dist_env):
             if dist_env.world_size > 1:
@@ -274,7 +274,7 @@ def train_as_worker(path: Path, overrides: Sequence[str], run_path: Path | None,
         print(escape_control_chars(format_introduction(prepared)), file=out)
         display = make_display(out, prepared.recipe.steps, read_run_facts(run))
         stack.callback(display.close)
-        code = run_training(payload, replace(dist_env, attempt=prepared.first_attempt), display.show_event)
+        code = run_worker(payload, replace(dist_env, attempt=prepared.first_attempt), display.show_event)
     if code is ExitCode.UNFINISHED:
         print("not finished; resume with the same command", file=out)
     else:

@@ -33,38 +33,41 @@ class LinkKind:
     gbps: float
     latency_us: float | None = None
     kind: str | None = None
-    """What a network among neighbours of such links is (`ScaleUp.kind`); None for links between nodes."""
+    """`ScaleUpNetwork.kind` of a network with such links; None for links between nodes."""
 
 
 def find_accelerator(name: str) -> AcceleratorSpec:
-    """The accelerator of that name. RecipeError: there is none; the message names the nearest."""
+    """Return the accelerator of this name. Raises RecipeError, with the nearest names, if there is none."""
     found = get_entry("accelerators", name)
     return AcceleratorSpec(name=found.name, **found.values)
 
 
 def find_node(name: str) -> NodeSpec:
-    """The node of that name, its accelerator and links filled in. RecipeError: there is none."""
+    """Return the node of this name with its accelerator and links. Raises RecipeError if there is none."""
     return NodeSpec.model_validate(expand_node(get_entry("nodes", name).name, lambda _: "nodes.yaml"))
 
 
 def find_link(name: str) -> LinkKind:
-    """The link of that name. RecipeError: there is none."""
+    """Return the link of this name. Raises RecipeError if there is none."""
     found = get_entry("links", name)
     return LinkKind(found.name, **found.values)
 
 
 def find_topology(name: str) -> NetworkTopology:
-    """The topology of that name. RecipeError: there is none."""
+    """Return the topology of this name. Raises RecipeError if there is none."""
     return NetworkTopology(**get_entry("topologies", name).values)
 
 
 def find_storage(name: str) -> StorageSpec:
-    """The storage of that name. RecipeError: there is none."""
+    """Return the storage of this name. Raises RecipeError if there is none."""
     found = get_entry("storage", name)
     return StorageSpec(name=found.name, **found.values)
 
 
 def figure_sources(kind: CatalogKind, name: str) -> Mapping[str, str]:
-    """Where each figure of an entry comes from, by key. A text with `unverified` tells a figure to be checked before
-    money depends on it. RecipeError: there is no such entry."""
+    """Return the source of each figure of an entry, by key.
+
+    A source with the word `unverified` marks a figure to check before money depends on it. Raises RecipeError when
+    there is no such entry.
+    """
     return get_entry(kind, name).sources

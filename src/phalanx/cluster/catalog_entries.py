@@ -1,8 +1,8 @@
-"""Entries of the catalogue: what is written in data/*.yaml, found by any of its names. Knows names, not figures.
+"""Look up entries of the catalogue (data/*.yaml) by any of their names. Handles names, not figures.
 
-Names are compared as sets of words: case, punctuation, order and vendors' names do not count, `80 GB` is `80GB`. A
-device with other memory or in another form is another device: words that an entry does not allow beside its name are
-never ignored. Files are read at the first question, not at import.
+Names are compared as sets of words: case, punctuation, order and vendor names do not matter, and `80 GB` equals `80GB`.
+A device with different memory or in a different form factor is a different device, so a word that is neither part of
+the name nor in `optional_words` is never ignored. Files are read on first use, not at import.
 """
 
 import re
@@ -30,38 +30,38 @@ _SINGULAR_BY_KIND = {
 _VENDOR_WORDS = re.compile(
     r"nvidia|amd|intel|google|aws|amazon|azure|gcp|tesla|geforce|instinct|gpu|cloud|r|tm|gen|interconnect"
 )
-"""Words that tell makers and kinds, never which one."""
+"""Words for vendors and kinds, which do not identify a device."""
 _FAMILY_NUMBER = re.compile(
     r"\b(tpu|ici|rtx|gtx|nvlink|pcie|gen|efa|slingshot|trainium|neuronlink|gaudi|xeon|epyc)(?=v?\d)"
 )
-"""Words that people write with and without a space before a number."""
+"""Words that are written with or without a space before a number."""
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One entry: its figures as they are in the file, and where each comes from."""
+    """One entry: its figures as in the file, and the source of each."""
 
     kind: CatalogKind
     name: str
     aliases: tuple[str, ...]
     optional_words: frozenset[str]
-    """Words that may stand beside one of its names."""
+    """Words that may be added to one of its names."""
     values: Mapping[str, Any]
     sources: Mapping[str, str] = field(repr=False)
 
 
 def list_names(kind: CatalogKind) -> list[str]:
-    """The full names of all entries of a kind, in the order of the file."""
+    """Return the full names of all entries of a kind, in file order."""
     return list(_load_entries(kind))
 
 
 def list_entries(kind: CatalogKind) -> list[CatalogEntry]:
-    """All entries of a kind, in the order of the file."""
+    """Return all entries of a kind, in file order."""
     return list(_load_entries(kind).values())
 
 
 def get_entry(kind: CatalogKind, name: str) -> CatalogEntry:
-    """The entry of that name. RecipeError: there is none; the message names the nearest."""
+    """Return the entry of this name. Raises RecipeError, with the nearest names, if there is none."""
     found = find_entry(kind, name)
     if found is None:
         raise RecipeError(explain_unknown(kind, name))
@@ -74,18 +74,18 @@ def explain_unknown(kind: CatalogKind, name: str) -> str:
 
 
 def find_entry(kind: CatalogKind, name: str) -> CatalogEntry | None:
-    """The entry of that name, or None. An alias, letter for letter, comes before words."""
+    """Return the entry of this name, or None. An exact alias has priority over matching words."""
     exact, by_words = _build_index(kind)
     if (found := exact.get(name.casefold())) is not None:
         return found
     given = name_words(name)
     matches = [(len(own), one) for own, one in by_words if own <= given <= own | one.optional_words]
-    # of two entries that fit, the one with more words of its own says more: `A100 PCIe` before `A100`
+    # the most specific match wins: `A100 PCIe` before `A100`
     return max(matches, key=lambda pair: pair[0])[1] if matches else None
 
 
 def suggest_names(name: str, *kinds: CatalogKind) -> str:
-    """`; the nearest are X, Y` of names that are spelt like it; else where all of them stand."""
+    """Return `; the nearest are X, Y` for names with a similar spelling, else the page that lists all names."""
     name_by_spelling = {" ".join(_split_words(alias)): one.name for kind in kinds for alias, one in _aliases(kind)}
     close = get_close_matches(" ".join(_split_words(name)), list(name_by_spelling), 9, 0.5)
     nearest = list(dict.fromkeys(name_by_spelling[one] for one in close))[:3]
@@ -95,7 +95,7 @@ def suggest_names(name: str, *kinds: CatalogKind) -> str:
 
 
 def name_words(name: str) -> frozenset[str]:
-    """What counts of a name: `NVIDIA A100-SXM4-80GB` is {a100, sxm4, 80gb}."""
+    """Return the significant words of a name: `NVIDIA A100-SXM4-80GB` has {a100, sxm4, 80gb}."""
     return frozenset(_split_words(name))
 
 
@@ -113,7 +113,7 @@ def _aliases(kind: CatalogKind) -> Iterable[tuple[str, CatalogEntry]]:
 
 @cache
 def _build_index(kind: CatalogKind) -> tuple[dict[str, CatalogEntry], list[tuple[frozenset[str], CatalogEntry]]]:
-    """Every alias letter for letter, and as words."""
+    """Index all aliases, as exact text and as words."""
     exact = {alias.casefold(): one for alias, one in _aliases(kind)}
     return exact, [(name_words(alias), one) for alias, one in _aliases(kind)]
 

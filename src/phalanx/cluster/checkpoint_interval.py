@@ -1,14 +1,14 @@
-"""How long to train between two saves when machines fail: what the plan foretells and the worker follows.
+"""Checkpoint interval for a given failure rate, used by the planner and by the worker.
 
 Closed forms over seconds. Sources: Young 1974 (CACM 17(9):530), Daly 2006 (Future Generation Computer Systems 22:303).
-What becomes of a run's time then is `planner/goodput.py`.
+`planner/goodput.py` predicts the resulting goodput.
 """
 
 import math
 
 SECONDS_PER_DAY = 86_400.0
 DEFAULT_DEVICE_FAILURES_PER_S = 6.50 / 1000.0 / 8.0 / SECONDS_PER_DAY
-"""Failures of a device a second where nobody knows better: Meta's RSC-1 counted 6.50 per 1000 days of nodes of 8 GPUs
+"""Default failures per device and second: Meta's RSC-1 had 6.50 per 1000 node-days with 8 GPUs per node
 (arXiv 2410.21680)."""
 
 
@@ -31,9 +31,9 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 
 
 def estimate_mtbf(prior_mtbf_s: float, num_failures: int, observed_s: float) -> float:
-    """Mean seconds between failures of a run that saw so many in so much time: (U + t) / (1 + n).
+    """Estimate the mean seconds between failures of a run with n failures in t seconds: (U + t) / (1 + n).
 
-    The posterior mean rate under a gamma prior that weighs as much as one failure in the `prior_mtbf_s` time U, which
-    is what the same devices show elsewhere.
+    The posterior mean rate under a gamma prior with the weight of one failure in `prior_mtbf_s` U, the MTBF of the same
+    devices elsewhere.
     """
     return (prior_mtbf_s + observed_s) / (1 + num_failures)

@@ -1,5 +1,5 @@
-"""Cores that share memory with a GPU. On a machine with several sockets a process that feeds a GPU from the other one
-reads its memory, and writes to the GPU, through the link between the sockets."""
+"""Bind a process to the cores of its GPU's NUMA node. From another socket, memory reads and writes to the GPU go
+through the link between the sockets."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def find_local_cores(address: str, root: Path = Path("/")) -> frozenset[int]:
-    """Those of the NUMA node of a PCI device, such as "0000:1b:00.0", as the kernel tells; none where it does not."""
+    """Return the cores of the NUMA node of a PCI device ("0000:1b:00.0") from sysfs; empty if unknown."""
     try:
         text = (root / "sys/bus/pci/devices" / address / "local_cpulist").read_text().strip()
     except OSError:  # no such device in this container
@@ -27,8 +27,11 @@ def bind_to_local_cores(
     allowed: Collection[int] | None = None,
     set_affinity: Callable[[Collection[int]], None] = lambda cores: os.sched_setaffinity(0, cores),
 ) -> frozenset[int]:
-    """Have this process, and what it starts, run on cores near a device only; which ones. Nothing changes (an empty
-    set) where nothing is known of these, where all that are allowed are near, or none."""
+    """Restrict this process and its children to the cores near a device. Returns these cores.
+
+    Returns an empty set and changes nothing when the near cores are unknown, or when all or none of the allowed cores
+    are near.
+    """
     local_cores = find_local_cores(address, root)
     if not local_cores:  # on systems other than Linux, too
         return local_cores

@@ -1,8 +1,7 @@
-"""Peak rates on paper: what a device could do if every cycle were a multiplication. Not what it does
-(matmul_benchmark.py).
+"""Data-sheet peak rates of devices. `matmul_benchmark.py` measures the rates that they reach.
 
-Accelerators are looked up in the catalogue by the name that their driver gives; rates are dense, without sparsity. A
-CPU's peak is cores x clock x FLOPs a cycle, by the instruction set that it has.
+Accelerators are looked up in the catalogue by the name that the driver reports; rates are dense, without sparsity. The
+peak of a CPU is cores x clock x FLOPs per cycle of its instruction set.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from phalanx.recipe.devices import DEVICE_KINDS
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Peak TFLOP/s by precision of one device (all cores of a CPU, one GPU), and who says so."""
+    """Peak TFLOP/s by precision of one device (all cores of a CPU, one GPU), and the source of the figures."""
 
     name: str
     tflops: dict[str, float]
@@ -47,11 +46,11 @@ DEVICE_MAKERS = {
 }
 """Torch's names of the devices that they make; none where torch itself has no name for them."""
 NO_GPUS = ("cpu", "gaudi")
-"""Generations that are no GPUs, whoever made them."""
+"""Generations that are not GPUs, from any vendor."""
 
 
 def torch_devices(device: AcceleratorSpec) -> tuple[str, ...]:
-    """What a recipe's `device` may be where such devices compute; anything where the maker of one is not known."""
+    """Return the values of a recipe's `device` for this accelerator; all values if its vendor is unknown."""
     found = find_entry("accelerators", device.name)
     generation = device.generation or ("" if found is None else found.values["generation"])
     if generation in NO_GPUS:
@@ -89,8 +88,10 @@ def flops_per_cycle(cpu: Cpu) -> tuple[dict[str, int], str]:
 
 
 def cpu_data_sheet(cpu: Cpu, cores: int) -> DataSheet | None:
-    """cores x clock x FLOPs a cycle; None when the clock or the instruction set is unknown. Where the system tells
-    only a nominal clock, a processor that runs above it can beat this peak."""
+    """Return cores x clock x FLOPs per cycle; None when the clock or the instruction set is unknown.
+
+    Where the system reports only the nominal clock, a CPU with a boost clock can exceed this peak.
+    """
     rates, isa = flops_per_cycle(cpu)
     if cpu.ghz is None or not rates:
         return None

@@ -1,7 +1,6 @@
-"""What this machine is: cores and memory that this process may really use, its CPU, its accelerators.
-
-Linux only, read from /proc and /sys below a given root, so that tests and containers can show another machine. No
-measuring (matmul_benchmark.py) and no peak rates (data_sheet.py).
+"""Discover this machine: the cores and memory that this process may use, its CPU and its accelerators. Linux only;
+reads /proc and /sys below a given root, so that tests can present another machine. `matmul_benchmark.py` measures
+rates, and `data_sheet.py` has peak rates.
 """
 
 import functools
@@ -36,14 +35,15 @@ MATMUL_CPU_FLAGS = (
 """CPU features that decide how fast a matrix product can be; a CPU's other flags are left out."""
 
 FEW_WORKERS, WORKERS_A_CORE = 64, 16
-"""A node starts at most so many workers, or so many for each core: each takes memory, however little it computes."""
+"""Limit on the workers of a node, in total or per core, whichever is larger: each worker takes memory even when it
+computes little."""
 FEW_THREADS, THREADS_A_CORE = 256, 16
-"""The same for the threads of all workers of a node."""
+"""Same limit for the threads of all workers of a node."""
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """The processor, from /proc/cpuinfo: `ghz` is its highest known clock, None when nothing tells it."""
+    """The CPU as in /proc/cpuinfo. `ghz`: its highest known clock, None if unknown."""
 
     name: str
     vendor: str = ""
@@ -72,11 +72,10 @@ class DetectedGpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine as this process may use it: `physical_cores` physical and `logical_cores` logical ones,
-    `parse_memory_total` of RAM.
+    """The part of a machine that this process may use.
 
-    `device`, `device_name` and `device_count` tell what trains: "cuda" or "xpu", the GPU's name and the number of GPUs,
-    or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one of them.
+    `device`, `device_name` and `device_count` describe the devices that train: "cuda" or "xpu", the name and the number
+    of GPUs, or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one device.
     """
 
     hostname: str
@@ -95,7 +94,7 @@ class Machine:
 
     @property
     def num_gpus(self) -> int:
-        """How many GPUs train; 0 where the CPU does."""
+        """Number of GPUs that train; 0 if the CPU trains."""
         return 0 if self.device == "cpu" else self.device_count
 
 
@@ -105,9 +104,12 @@ def discover_machine(
     find_accelerators: Callable[[], list[DetectedGpu]] | None = None,
     device: str = "auto",
 ) -> Machine:
-    """Look at the machine below `root`. `affinity` (the CPUs allowed) and the accelerators are asked of the system
-    unless given. `device` is a recipe's: RecipeError where it is not here. Different GPUs side by side are an
-    UnfitNodeError: the slowest would set the pace unseen."""
+    """Discover the machine below `root`.
+
+    `affinity` (the allowed CPUs) and the accelerators come from the system unless given. Raises RecipeError when the
+    recipe's `device` is missing, and UnfitNodeError for different GPUs in one machine, since the slowest would slow
+    down all others unnoticed.
+    """
     cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
     quota = read_cgroup_cores(root)
     threads = len(cpus) if quota is None else max(1, min(len(cpus), math.floor(quota)))
@@ -138,8 +140,10 @@ def discover_machine(
 
 
 def choose_gpus(detected: Sequence[DetectedGpu], device: str) -> list[DetectedGpu]:
-    """Those that train where a recipe says `device`; with `auto` none where training lacks something on them.
-    RecipeError when there are none of what it names."""
+    """Return the GPUs that train with a recipe's `device`; `auto` skips GPUs that training does not support.
+
+    Raises RecipeError when `device` names a kind that is missing or not supported.
+    """
     usable = [gpu for gpu in detected if gpu.has_float64]
     if device in ("auto", "cpu"):
         return usable if device == "auto" else []
@@ -165,8 +169,10 @@ def choose_gpus(detected: Sequence[DetectedGpu], device: str) -> list[DetectedGp
 
 
 def parse_cpuinfo(text: str, ghz: float | None = None) -> Cpu:
-    """The first processor of a /proc/cpuinfo, of x86 or ARM. `ghz` counts before the clock that the text tells: the
-    nominal one in the name ("@ 2.60GHz"), else the current one."""
+    """Parse the first processor of an x86 or ARM /proc/cpuinfo.
+
+    The clock is `ghz`, else the nominal clock in the model name ("@ 2.60GHz"), else the current clock.
+    """
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
@@ -194,7 +200,7 @@ def _arm_cpu_name(fields: Mapping[str, str]) -> str | None:
 
 
 def read_max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
-    """The highest clock that the kernel's frequency driver knows; virtual machines seldom have one."""
+    """Return the maximum clock from the kernel's frequency driver, which virtual machines rarely have."""
     for cpu in cpus:
         text = _read_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq")
         if text and int(text) > 0:
@@ -203,7 +209,7 @@ def read_max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
 
 
 def count_physical_cores(root: Path, cpus: Sequence[int]) -> int:
-    """How many cores these logical CPUs sit on: hyper-threads of one core share its list of siblings."""
+    """Count the cores of these logical CPUs: hyper-threads of one core share its list of siblings."""
     topology = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
     return len({_read_text(path) or str(path) for path in topology})
 
@@ -239,8 +245,10 @@ def read_cgroup_memory(root: Path) -> int | None:
 
 
 def _cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
-    """This process's group and all above it, each of which may set a limit. In a container the path that the kernel
-    tells may lie outside of what is mounted; then only the part that exists counts."""
+    """Yield the directory of this process's cgroup and those of its parents, each of which may set a limit.
+
+    In a container the path that the kernel reports may lie outside the mount; then only existing directories count.
+    """
     for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -278,10 +286,10 @@ INTEL_PCI_VENDOR = "0x8086"
 
 
 def detect_gpus(root: Path = Path("/"), python: str = sys.executable, timeout: float = 300.0) -> list[DetectedGpu]:
-    """GPUs that torch can use here, as CUDA_VISIBLE_DEVICES lets it.
+    """List the GPUs that torch can use here, subject to CUDA_VISIBLE_DEVICES.
 
-    Asked in a process of its own: a process that has touched CUDA can no longer fork workers. Without a driver's
-    device file the answer is none, and torch is not even imported. UnfitNodeError when torch fails at it.
+    Runs in a separate process: a process that has initialized CUDA cannot fork workers. Without a driver's device file
+    the list is empty, and torch is not imported. Raises UnfitNodeError when torch cannot list the GPUs.
     """
     if not any((root / name).exists() for name in GPU_DEVICE_FILES) and not has_intel_gpu_driver(root):
         return []
@@ -291,7 +299,7 @@ def detect_gpus(root: Path = Path("/"), python: str = sys.executable, timeout: f
 
 @functools.cache
 def _detect_gpus_cached(python: str, timeout: float, visible: tuple[str | None, ...]) -> tuple[DetectedGpu, ...]:
-    """As `detect_gpus`, asked once for each choice of devices: the CUDA build of torch takes 3 to 6 s to import."""
+    """Run `detect_gpus` once per choice of devices: the CUDA build of torch takes 3 to 6 s to import."""
     try:
         completed = subprocess.run(
             [python, "-P", "-c", LIST_GPUS_SCRIPT], capture_output=True, text=True, timeout=timeout, check=False
@@ -313,7 +321,7 @@ def has_intel_gpu_driver(root: Path) -> bool:
 
 
 def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
-    """UsageError where nodes like this machine cannot have so many workers between them."""
+    """Raise UsageError when `nodes` machines like this one cannot run `workers` workers in total."""
     each = math.ceil(workers / nodes)
     if machine.num_gpus and each > machine.num_gpus:
         raise UsageError(explain_too_few_gpus(each, machine.num_gpus))
@@ -326,7 +334,7 @@ def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
 
 
 def check_threads(machine: Machine, threads: int, workers: int) -> None:
-    """RecipeError where a node like this machine cannot start so many threads for each of so many workers."""
+    """Raise RecipeError when a machine like this one cannot start `threads` threads in each of `workers` workers."""
     most = max(FEW_THREADS, THREADS_A_CORE * machine.logical_cores) // workers
     if threads > most:
         raise RecipeError(
@@ -340,7 +348,7 @@ def _cores(machine: Machine) -> str:
 
 
 def explain_too_few_gpus(num_workers: int, num_gpus: int) -> str:
-    """What is wrong with more workers on a node than GPUs, and what to do."""
+    """Explain that a node has fewer GPUs than workers, and what to do."""
     return (
         f"{num_workers} workers on a node with {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}: each worker takes one; "
         f"use --nproc-per-node {num_gpus}, or device=cpu to train on the CPU"

@@ -22,7 +22,7 @@ MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 @dataclass(frozen=True)
 class Disk:
-    """One block device. `rotational` is what the kernel believes; for a virtual disk it is often wrong."""
+    """One block device. `rotational` comes from the kernel, and is often wrong for virtual disks."""
 
     name: str
     size_bytes: int
@@ -32,7 +32,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Mount:
-    """What a folder lies on. `disk` is None where no single disk holds it: a network, memory, an overlay."""
+    """The mount of a directory. `disk` is None for network, memory and overlay file systems."""
 
     mount_point: str
     source: str
@@ -47,7 +47,7 @@ class Mount:
 
 
 def discover_disks(root: Path = Path("/")) -> tuple[Disk, ...]:
-    """All disks with a size, by name."""
+    """Return all disks with a size, by name."""
     folder = root / "sys/block"
     names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
     found = [_read_disk(folder / name) for name in names if not NON_DISK_NAMES.fullmatch(name)]
@@ -55,8 +55,8 @@ def discover_disks(root: Path = Path("/")) -> tuple[Disk, ...]:
 
 
 def find_mount(path: Path, root: Path = Path("/")) -> Mount | None:
-    """What `path` lies on, or would if it existed; None where /proc does not tell. The last mount on a point hides
-    those before it."""
+    """Return the mount of `path`, which need not exist; None if unknown. The last mount on a point hides those before
+    it."""
     best: tuple[str, str, str] | None = None
     for line in (_read_text(root / "proc/self/mountinfo") or "").splitlines():
         fields, _, rest = line.partition(" - ")

@@ -18,13 +18,13 @@ RECORDED_VARIABLES = (
 )
 
 SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
-"""Variables whose names hold one of these are neither recorded nor handed on unasked."""
+"""A variable with one of these in its name is not recorded, and passed to jobs only on request."""
 
 
 def collect_environment(
     argv: Sequence[str], recipe_dir: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """What environment.json holds, for a run started by `argv` with a recipe in `recipe_dir`."""
+    """Return the content of environment.json for a run started by `argv` with a recipe in `recipe_dir`."""
     return {
         "command": [mask_secret(word) for word in argv],
         "host": platform.node(),
@@ -43,19 +43,19 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that it holds a secret."""
+    """Whether the name of a variable suggests a secret."""
     return any(part in name.upper() for part in SECRET_WORDS)
 
 
 def mask_secret(word: str) -> str:
-    """A word of a command line, without the value of what its name says is secret."""
+    """Mask the value of a command-line word KEY=VALUE if the key suggests a secret."""
     name, equals, value = word.partition("=")
     return f"{name}=..." if equals and value and is_secret(name) else word
 
 
 def read_git_state(folder: Path, git: str = "git") -> dict[str, Any] | None:
-    """Commit of the repository around `recipe_dir`; `dirty`: a tracked file in `recipe_dir` differs from it;
-    `untracked`: how many files there it does not know. None without a repository, a commit or git."""
+    """Return the git state of `folder`: `commit`; `dirty`: whether a tracked file in `folder` differs from it;
+    `untracked`: number of untracked files there. None without a repository, a commit or git."""
     commit = _run_git(git, folder, "rev-parse", "--verify", "HEAD")
     status = _run_git(git, folder, "status", "--porcelain", "--ignore-submodules=dirty", "--", ".")
     if commit is None or status is None:
@@ -82,7 +82,7 @@ def _run_git(git: str, folder: Path, *arguments: str) -> str | None:
     command = [git, "-C", str(folder), *safe_git_options(git, folder), *arguments]
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # no git here, or a network disk that hangs: the run matters more
+    except (OSError, subprocess.TimeoutExpired):  # git is missing, or a network disk hangs: the run must start anyway
         return None
     return completed.stdout if completed.returncode == 0 else None
 

@@ -1,4 +1,4 @@
-"""What GPUs have drawn, by their own counters, which NVIDIA's have since Volta (extra `gpu`: nvidia-ml-py)."""
+"""Read the energy counters of GPUs, which NVIDIA's have since Volta (extra `gpu`: nvidia-ml-py)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,10 @@ from phalanx.errors import UnfitNodeError
 
 
 def read_gpu_joules(uuids: Sequence[str], nvml: Any) -> float | None:
-    """Joules that these GPUs together have drawn since their driver was loaded, as NVIDIA's library tells. None where
-    the library does not work or one of them does not count, and for no GPU."""
+    """Return the total joules of these GPUs since the driver was loaded, from NVML.
+
+    None when NVML does not work, when one of the GPUs has no energy counter, or without GPUs.
+    """
     with open_nvml(nvml) as library:
         if library is None or not uuids:
             return None
@@ -22,7 +24,7 @@ def read_gpu_joules(uuids: Sequence[str], nvml: Any) -> float | None:
 
 
 def read_local_gpu_joules(count: int) -> float | None:
-    """The same of the first so many GPUs that workers of this machine take; None where that is not known."""
+    """Return the same for the first `count` GPUs of this machine, which its workers use; None if unknown."""
     if (nvml := import_nvml()) is None:
         return None
     try:

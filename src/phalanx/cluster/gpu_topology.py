@@ -1,4 +1,4 @@
-"""How each GPU is linked to the host and to other GPUs: PCIe, NVLink, and what NVIDIA's library says of its clocks.
+"""Discover the links of each GPU to the host and to other GPUs (PCIe, NVLink), and its clocks from NVML.
 
 Asked of NVML where `nvidia-ml-py` is installed, else read from /sys/bus/pci below a given root, which knows PCIe only.
 What the links really carry is measured elsewhere (calibration/collectives.py).
@@ -31,7 +31,7 @@ class GpuLinks:
     down in generation, never in width."""
 
     pci_address: str
-    """Its address: "0000:1b:00.0"."""
+    """PCI address, such as "0000:1b:00.0"."""
     vendor: str = ""
     lanes: int | None = None
     max_lanes: int | None = None
@@ -43,20 +43,21 @@ class GpuLinks:
 
     @property
     def host_gbps(self) -> float | None:
-        """Of its PCIe link one way, at its best generation and its present width; before protocol overhead."""
+        """GB/s of its PCIe link in one direction, at its maximum generation and current width, without protocol
+        overhead."""
         if not self.lanes or not self.max_pcie_generation:
             return None
         return pcie_gbps(self.max_pcie_generation, self.lanes)
 
     @property
     def nvlink_gbps(self) -> float | None:
-        """Of all its NVLinks together, one way."""
+        """GB/s of all its NVLinks together, in one direction."""
         each = NVLINK_GB_PER_S_BY_VERSION.get(self.nvlink_version or 0)
         return each * self.nvlinks if each and self.nvlinks else None
 
     @property
     def narrow_link_warning(self) -> str | None:
-        """What is narrower than it could be, in words."""
+        """A warning if the link has fewer lanes than possible, else None."""
         if self.lanes and self.max_lanes and self.lanes < self.max_lanes:
             return (
                 f"GPU {self.pci_address}: its PCIe link has {self.lanes} of {self.max_lanes} lanes; reseat the card "
@@ -85,8 +86,10 @@ def discover_gpu_links(root: Path = Path("/"), nvml: Any = None) -> tuple[GpuLin
 
 
 def choose_scale_up(links: tuple[GpuLinks, ...]) -> ScaleUpNetwork | None:
-    """The network among the GPUs of this machine: NVLink where every GPU has the same, else PCIe. None for fewer than
-    two GPUs, or where nothing tells a rate."""
+    """Return the network among the GPUs of this machine: NVLink when all GPUs have the same links, else PCIe.
+
+    None for fewer than 2 GPUs or an unknown rate.
+    """
     if len(links) < 2:
         return None
     nvlink = {each.nvlink_gbps for each in links}
@@ -160,7 +163,7 @@ def _query_links(nvml: Any, handle: Any) -> GpuLinks:
 
 
 def _query_or_none(nvml: Any, function: Any, *arguments: Any) -> int | None:
-    """What a function of the library returns; None for what a GPU or its driver does not have."""
+    """Return the result of an NVML function; None if the GPU or its driver does not support it."""
     try:
         return int(function(*arguments))
     except nvml.NVMLError:

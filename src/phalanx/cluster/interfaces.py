@@ -1,4 +1,4 @@
-"""Which network interfaces the libraries are told to use, and whether this machine has them."""
+"""Check that the network interfaces that gloo and NCCL are configured to use exist on this machine."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -6,7 +6,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def find_missing_interfaces(environ: Mapping[str, str], interface_names: Collection[str]) -> Iterator[str]:
-    """What of these variables this machine, which has interfaces with these names, cannot satisfy, in words."""
+    """Yield a sentence for each variable that names an interface which this machine does not have."""
     for variable in INTERFACE_VARIABLES:
         value = environ.get(variable)
         if value and not _matches_interface(variable, value, interface_names):
@@ -14,8 +14,7 @@ def find_missing_interfaces(environ: Mapping[str, str], interface_names: Collect
 
 
 def _matches_interface(variable: str, value: str, names: Collection[str]) -> bool:
-    """Gloo takes names, and wants all of them; NCCL takes prefixes: "=" before them means whole names, "^" all
-    others."""
+    """Match as the libraries do: gloo needs all names to exist; NCCL matches prefixes, "=" full names, "^" excludes."""
     parts = [part for part in value.lstrip("=^").split(",") if part]
     if variable.startswith("GLOO"):
         return all(part in names for part in value.split(","))

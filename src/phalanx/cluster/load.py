@@ -22,14 +22,14 @@ from phalanx.recipe.yaml_loader import SourceLocations, format_key, location_of_
 from phalanx.run.directory import write_atomic
 
 MAX_WORKSTATION_ACCELERATORS = 8
-"""So many cards one machine takes."""
+"""Accelerators that fit into one workstation."""
 
 
 def load_cluster(text: str, folder: Path | None = None) -> Cluster:
-    """The cluster that `text` names: nodes or devices of the catalogue, or a file (relative to `folder`).
+    """Load the cluster that `text` names: nodes or devices of the catalogue, or a file (relative to `folder`).
 
-    RecipeError: nothing is called so, or the file cannot be read or describes no cluster; the message has a line for
-    each problem, with file, line and key, what was found, what was expected and the nearest name.
+    Raises RecipeError for an unknown name, or a file that cannot be read or is invalid. The message has a line for each
+    problem, with file, line and key, the value found, the value expected and the nearest name.
     """
     text = text.strip()
     if "/" in text or text.lower().endswith((".yaml", ".yml")):
@@ -41,7 +41,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write the cluster as a file that `load_cluster` reads back to the same cluster; whole, or not at all."""
     write_atomic(
         path,
-        "# A cluster for Phalanx, in full; docs/reference/cluster-file.md tells its keys.\n"
+        "# A cluster for Phalanx, in full; docs/reference/cluster-file.md explains its keys.\n"
         + to_yaml(_to_dict(cluster)),
     )
 
@@ -75,7 +75,7 @@ def _load_name(text: str) -> Cluster:
 
 
 def _cluster_of_accelerators(text: str, accelerator: CatalogEntry, number: int) -> dict[str, Any]:
-    """So many devices, in the nodes where such devices usually are."""
+    """Return `number` devices, in the nodes that usually hold this accelerator."""
     node = next(
         (
             entry

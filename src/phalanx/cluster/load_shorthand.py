@@ -14,13 +14,13 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.yaml_loader import KeyPath, format_key
 
 LocationOf = Callable[[KeyPath], str]
-"""Where the value of a key was written: `cluster.yaml:12`."""
+"""Returns the location of a key's value, such as `cluster.yaml:12`."""
 
 JsonMapping = dict[str, Any]
 
 
 def expand_cluster(value: JsonMapping, location_of: LocationOf) -> JsonMapping:
-    """A cluster in full. RecipeError: something is not in the catalogue, or there is no node."""
+    """Expand the description of a cluster. Raises RecipeError when a name is unknown or the node is missing."""
     if "node" not in value:
         raise RecipeError(f"{location_of(())}: node: missing, expected a node of the catalogue (dgx-h100) or a mapping")
     full = {**value, "node": expand_node(value["node"], location_of)}

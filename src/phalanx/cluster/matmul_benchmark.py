@@ -1,5 +1,5 @@
-"""How fast this very machine multiplies matrices, by precision: the yardstick that speeds are compared with.
-Not a benchmark of training."""
+"""Measure the matrix product rate of this machine by precision, as the measured peak of MFU. Not a benchmark of
+training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Network cards: what links this machine has to others, how fast they say they are, whether they are up.
-
-Linux only, read from /sys below a given root, like discovery.py. What a link really carries is measured elsewhere
+"""Network cards: the links of this machine to others, their nominal speed, and whether they are up. Linux only, read
+from /sys below a given root, like discovery.py. What a link really carries is measured elsewhere
 (calibration/collectives.py).
 """
 
@@ -14,8 +13,11 @@ from phalanx.cluster.spec import ScaleOutNetwork
 
 @dataclass(frozen=True)
 class Nic:
-    """One port of a network card. `gbps`: GB/s one way as its driver tells, None where it does not (virtual machines
-    seldom know). `is_physical`: there is a device behind it, be it one that a hypervisor made up."""
+    """One port of a network card.
+
+    `gbps`: GB/s in one direction from the driver, None if unknown, as in most virtual machines. `is_physical`: backed
+    by a device, which may be virtual.
+    """
 
     name: str
     link_kind: Literal["ethernet", "infiniband", "roce"]
@@ -25,20 +27,20 @@ class Nic:
     is_physical: bool = True
     numa_node: int | None = None
     rate_text: str = ""
-    """How the driver describes the rate: "4X NDR"."""
+    """The driver's name of the rate, such as "4X NDR"."""
 
 
 def discover_nics(root: Path = Path("/")) -> tuple[Nic, ...]:
-    """All ports but loopback: those for RDMA first, then Ethernet, each by name. A port of RDMA over Ethernet appears
-    as both, since either way may be used."""
+    """Return all ports except loopback: RDMA first, then Ethernet, each sorted by name. A RoCE port appears as both,
+    since it can be used as either."""
     rdma = [card for device in _list_dirs(root / "sys/class/infiniband") for card in _rdma_ports(device)]
     plain = [_ethernet_nic(folder) for folder in _list_dirs(root / "sys/class/net") if folder.name != "lo"]
     return (*rdma, *plain)
 
 
 def choose_scale_out(nics: tuple[Nic, ...]) -> ScaleOutNetwork | None:
-    """The network that training would use between nodes: all active RDMA ports of the fastest kind, else the fastest
-    Ethernet. None when no port that is up tells its speed."""
+    """Return the network that training uses between nodes: all active RDMA ports of the fastest kind, else the fastest
+    Ethernet port. None when no active port reports its speed."""
     usable = [nic for nic in nics if nic.is_up and nic.is_physical and nic.gbps]
     for link_kinds in (("infiniband", "roce"), ("ethernet",)):
         ports = [nic for nic in usable if nic.link_kind in link_kinds]
@@ -46,7 +48,7 @@ def choose_scale_out(nics: tuple[Nic, ...]) -> ScaleOutNetwork | None:
             continue
         best = max(nic.gbps or 0.0 for nic in ports)
         fastest = [nic for nic in ports if nic.gbps == best]
-        # Several Ethernet ports are seldom used together by one process group, those for RDMA always.
+        # One process group rarely uses several Ethernet ports, but always uses all RDMA ports.
         return ScaleOutNetwork(
             link=_format_link(fastest[0]), gbps=best, ports=len(fastest) if "roce" in link_kinds else 1
         )

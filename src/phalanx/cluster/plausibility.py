@@ -1,4 +1,4 @@
-"""Figures that cannot be: what is wrong with a cluster though each value is of its type. Often a unit was mistaken."""
+"""Find impossible figures of a cluster that has valid types. The cause is often a wrong unit."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +39,7 @@ NO_SCALE_OUT_TEXT = (
 
 
 def find_implausible_values(cluster: Cluster) -> Iterator[tuple[KeyPath, str]]:
-    """Each impossible figure: its key, and what is wrong with it."""
+    """Yield each impossible figure: its key, and the problem."""
     for name in ("node", "storage", "prices", "reliability"):
         yield from _too_small(getattr(cluster, name), (name,))
         yield from _check_maxima(getattr(cluster, name), (name,))

@@ -1,8 +1,8 @@
-"""A cluster, as values: what a machine room has on paper, and what was measured there. This file says what can be said;
-`load.py` fills it in from the catalogue, `probe/` measures, `plan` predicts with it.
+"""Schema of a cluster: data-sheet values and measurements. `load.py` fills in values from the catalogue,
+`calibration/` measures, and the planner predicts with both.
 
-Units: TFLOP/s dense; GB/s = 1e9 bytes a second, one way, for one device or port; GiB of memory; us; watts. A figure
-that nobody gave is None, never a guess: who needs it says what stands in for it.
+Units: TFLOP/s dense; GB/s = 1e9 bytes per second in one direction for one device or port; GiB of memory; us; watts. An
+unknown figure is None, never a guess: code that needs one states its default.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ from phalanx.recipe.schema import NUMBER_NOT_BOOL
 Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 MOST_NODES = 1_000_000
 MAX_FIGURE = 1e18
-"""Of any figure, so that products of several are numbers; `plausibility.py` has what hardware may have."""
+"""Limit of any figure, so that products of several stay finite; `plausibility.py` has limits for hardware."""
 Figure = Annotated[float, Field(gt=0, le=MAX_FIGURE), NUMBER_NOT_BOOL]
 Measure = Annotated[float, Field(ge=0, le=MAX_FIGURE), NUMBER_NOT_BOOL]
 Ratio = Annotated[float, Field(ge=1, le=1e6), NUMBER_NOT_BOOL]
@@ -22,7 +22,7 @@ Count = Annotated[int, Field(gt=0, le=10**15), NUMBER_NOT_BOOL]
 
 
 class StrictModel(BaseModel):
-    """Base of every part: immutable, unknown keys refused."""
+    """Base of all models: immutable, unknown keys are refused."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -30,52 +30,52 @@ class StrictModel(BaseModel):
 
 
 class MatmulCurve(StrictModel):
-    """How fast matrices are really multiplied: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), F = 2 m n k operations,
-    B bytes of operands and result, P and W the peak rates of the data sheet."""
+    """Model of the time of a matrix product: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), with F = 2 m n k FLOPs, B
+    bytes of operands and result, and the data-sheet peaks P (compute) and W (memory)."""
 
     efficiency: Figure
     """e: share of the peak rate that large products reach."""
     bandwidth: Figure
     """b: share of the memory bandwidth that thin products reach."""
     overhead_us: Measure
-    """t0: what a product costs however small it is."""
+    """t0: overhead of any product."""
     sharpness: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER_NOT_BOOL] = 1.4
     """q: 1 adds both times, infinity takes the larger."""
 
 
 class AcceleratorSpec(StrictModel):
-    """One device that computes: a GPU, a TPU chip, or all cores of a CPU."""
+    """One device: a GPU, a TPU chip, or all cores of a CPU."""
 
     name: str
     vendor: str = ""
     generation: str = ""
-    """Of its architecture (ampere, hopper, cdna3, tpu): what its efficiency in training goes by."""
+    """Generation of the architecture (ampere, hopper, cdna3, tpu); determines the efficiency in training."""
     tflops: dict[Precision, Figure]
     """Peak rate of dense matrix products by precision."""
     memory_gib: Figure
     memory_gbps: Figure | None = None
     """Bandwidth of its memory."""
     host_gbps: Figure | None = None
-    """Of its link to the host, one way."""
+    """Bandwidth of its link to the host, in one direction."""
     power_w: Figure | None = None
-    """The most that it draws."""
+    """Maximum power."""
     idle_w: Figure | None = None
     achieved_tflops: dict[Precision, Figure] = Field(default_factory=dict)
-    """Best rate of matrix products that anyone measured, by precision: an upper bound of what is typical."""
+    """Best measured rate of matrix products by precision: an upper bound of the typical rate."""
     curves: dict[Precision, MatmulCurve] = Field(default_factory=dict)
-    """Fitted to many measured products."""
+    """Models fitted to many measured products, by precision."""
     kernel_us: Figure | None = None
-    """What a small kernel takes from one launch to the next."""
+    """Time of a small kernel from one launch to the next."""
 
 
 class ScaleUpNetwork(StrictModel):
-    """The fast network among neighbours: NVLink, xGMI, ICI, PCIe."""
+    """The fast network between neighboring devices: NVLink, xGMI, ICI, PCIe."""
 
     link: str
     gbps: Figure
-    """Of one device into the network, one way, all its links together."""
+    """GB/s of one device into the network, in one direction, over all its links."""
     domain: Count
-    """Devices that it joins; may be more than a node has (NVL72)."""
+    """Devices that it connects; may be more than a node has (NVL72)."""
     kind: Literal["switch", "mesh", "torus", "pcie"] = "switch"
     latency_us: Figure | None = None
 
@@ -85,9 +85,9 @@ class ScaleOutNetwork(StrictModel):
 
     link: str
     gbps: Figure
-    """Of one port, one way."""
+    """GB/s of one port in one direction."""
     ports: Count = 1
-    """Of one node."""
+    """Ports of one node."""
     latency_us: Figure | None = None
 
 
@@ -98,27 +98,27 @@ class NodeSpec(StrictModel):
     accelerator: AcceleratorSpec
     count: Count
     scale_up: ScaleUpNetwork | None = None
-    """None: devices meet through the host's memory."""
+    """None: devices communicate through host memory."""
     scale_out: ScaleOutNetwork | None = None
     """None: there is only one node."""
     host_memory_gib: Figure | None = None
     cores: Count | None = None
     power_w: Figure | None = None
-    """The most that the whole node draws."""
+    """Maximum power of the whole node."""
     idle_w: Figure | None = None
 
 
 class NetworkTopology(StrictModel):
-    """How nodes hang together. `oversubscription`: what the leaves could send, over what the upper levels carry."""
+    """How nodes are connected. `oversubscription`: bandwidth of the leaves over that of the upper levels."""
 
     kind: Literal["fat-tree", "rail", "torus", "dragonfly", "single"] = "fat-tree"
     oversubscription: Ratio = 1.0
     nodes_a_leaf: Count | None = None
-    """Nodes below one leaf switch, which oversubscription spares."""
+    """Nodes below one leaf switch; traffic between them is not oversubscribed."""
 
 
 class StorageSpec(StrictModel):
-    """Where data and checkpoints lie; rates of the whole cluster and of one node."""
+    """Storage of data and checkpoints; rates of the whole cluster and of one node."""
 
     name: str = "storage"
     read_gbps: Figure | None = None
@@ -128,26 +128,26 @@ class StorageSpec(StrictModel):
 
 
 class Prices(StrictModel):
-    """What things cost, in one currency."""
+    """Prices in one currency."""
 
     currency: str = "USD"
     device_hour: Figure | None = None
     kwh: Figure | None = None
     pue: Ratio = 1.2
-    """Power of the building over power of the machines."""
+    """Power usage effectiveness: power of the building over power of the machines."""
     power_cap_w: Figure | None = None
-    """Limit that is set on each device."""
+    """Power cap of each device."""
 
 
 class Reliability(StrictModel):
-    """How often nodes fail, and how long a start takes."""
+    """Failure rate of nodes, and duration of a restart."""
 
     failures_per_1000_node_days: Figure | None = None
     restart_seconds: Figure | None = None
 
 
 class GemmTiming(StrictModel):
-    """One measured matrix product [m, k] x [k, n], and what it took. The clock ran over many."""
+    """Time of one matrix product [m, k] x [k, n], measured over many."""
 
     precision: Precision
     m: Count
@@ -155,14 +155,14 @@ class GemmTiming(StrictModel):
     k: Count
     seconds: Figure
     layout: Literal["nn", "nt", "tn"] = "nn"
-    """Which operand lies transposed in memory: "nt" the second, as in a linear layer's forward; "nn" none, as in the
+    """Which operand is transposed in memory: "nt" the second, as in a linear layer's forward; "nn" none, as in the
     gradient of its input; "tn" the first, as in the gradient of its weight."""
     processes: Count = 1
-    """How many did the same at once, sharing the cores of a CPU: each had `threads / processes` of them."""
+    """Processes that did the same at once and shared the cores of a CPU: each had `threads / processes` of them."""
 
 
 class OpTiming(StrictModel):
-    """One measured operation of a named kind: `bytes` that it moved (read and written), `flops` where it computes.
+    """Time of one operation of a kind: `bytes` that it reads and writes, `flops` if it computes.
     `calibration/memory_ops.py` lists the kinds."""
 
     kind: str
@@ -172,11 +172,11 @@ class OpTiming(StrictModel):
     seconds: Figure
     shape: tuple[Count, ...] = ()
     processes: Count = 1
-    """As of a product."""
+    """Concurrent processes, as in `GemmTiming`."""
 
 
 class CollectiveTiming(StrictModel):
-    """One measured collective. `bytes` as nccl-tests count them: of the whole buffer; `busbw_gbps` by their rules."""
+    """Time of one collective. `bytes` and `busbw_gbps` are defined as in nccl-tests: bytes of the whole buffer."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
     backend: str
@@ -187,18 +187,18 @@ class CollectiveTiming(StrictModel):
     busbw_gbps: Figure
     algorithm: str | None = None
     right: bool = True
-    """Whether the result was what it must be."""
+    """Whether the result was correct."""
 
 
 class OverlapSlowdown(StrictModel):
-    """What computing and communicating cost each other when both run at once: times over the times alone."""
+    """Slowdown of compute and communication when both run at once: time over the time alone."""
 
     compute: Figure
     communication: Figure
 
 
 class Measurements(StrictModel):
-    """What `phalanx calibrate` measured, and where: valid for that hardware, driver and those libraries only."""
+    """Measurements of `phalanx calibrate`, valid only for the hardware, driver and library versions of `key`."""
 
     when: str
     key: dict[str, str]
@@ -206,7 +206,7 @@ class Measurements(StrictModel):
     threads: Count | None = None
     """CPU threads of the process that measured."""
     drift: Measure = 0.0
-    """By what share the slowest of the reference products, timed now and then, was slower than the fastest."""
+    """Share by which the slowest reference product took longer than the fastest."""
     products: list[GemmTiming] = Field(default_factory=list)
     operations: list[OpTiming] = Field(default_factory=list)
     launch_us: Figure | None = None
@@ -214,13 +214,13 @@ class Measurements(StrictModel):
     overlap: OverlapSlowdown | None = None
     storage: StorageSpec | None = None
     checkpoint_gbps: Figure | None = None
-    """Of a checkpoint in Phalanx's own format, written and fsynced."""
+    """GB/s of writing and fsyncing a checkpoint in Phalanx's format."""
     odd: list[str] = Field(default_factory=list)
-    """What looks wrong, in words."""
+    """Anomalies, a sentence each."""
 
 
 class Cluster(StrictModel):
-    """All of it: `nodes` equal nodes."""
+    """A cluster of `nodes` equal nodes."""
 
     name: str
     nodes: Annotated[int, Field(gt=0, le=MOST_NODES), NUMBER_NOT_BOOL]
@@ -231,7 +231,7 @@ class Cluster(StrictModel):
     reliability: Reliability = Reliability()
     measured: Measurements | None = None
     notes: dict[str, Any] = Field(default_factory=dict)
-    """Anything else worth knowing: discovered cards, disks, links; never read by predictions."""
+    """Other information, such as discovered cards, disks and links; predictions do not use it."""
 
     @property
     def devices(self) -> int:
@@ -240,5 +240,5 @@ class Cluster(StrictModel):
 
     @property
     def domain(self) -> int:
-        """How many of them one network among neighbours really joins; 1 without such a network."""
+        """Number of devices that one scale-up network connects; 1 without such a network."""
         return min(self.node.scale_up.domain, self.devices) if self.node.scale_up else 1

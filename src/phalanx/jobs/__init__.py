@@ -1,4 +1,4 @@
-"""Where and how a run is kept running: the node's agent, the nursery that forks workers, recovery.
+"""Run jobs: backends, the local queue, and the agent, which supervises the workers of a node and restarts them.
 
-The agent supervises and writes events; the nursery holds torch and forks; the worker (`train/`) trains.
+The agent writes events; the fork server has torch imported and forks the workers; the worker (`train/`) trains.
 """

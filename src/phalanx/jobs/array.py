@@ -1,5 +1,5 @@
-"""Arrays: several jobs under one name that are submitted together or not at all. Each is a job of its own, with its own
-end and its own starts; member 2 of the array `sweep` is called `sweep.2`, whichever engine runs it."""
+"""Job arrays: several jobs under one name that are submitted together or not at all. Each member has its own state and
+attempts; member 2 of the array `sweep` is called `sweep.2` on every backend."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from phalanx.jobs.spec import Job, JobStatus
 
 
 def make_array(name: str, jobs: Sequence[Job], max_parallel: int | None = None) -> tuple[Job, ...]:
-    """Jobs as the members of an array. UsageError when two of them would train in one run."""
+    """Make jobs the members of an array. Raises UsageError when two of them would train in one run directory."""
     runs: dict[str, int] = {}
     for index, job in enumerate(jobs):
         if job.run_dir is not None and (earlier := runs.setdefault(str(job.run_dir), index)) != index:
@@ -25,16 +25,18 @@ def make_array(name: str, jobs: Sequence[Job], max_parallel: int | None = None) 
 
 
 def render_array(backend: Backend, jobs: Sequence[Job]) -> list[SubmitRequest]:
-    """All that would be sent: one request where the engine knows arrays, else one for each member. UsageError when it
-    cannot run one of them; nothing has been sent then."""
+    """Return what would be submitted: one request if the backend has arrays, else one per member.
+
+    Raises UsageError when the backend cannot run a member, before anything is submitted.
+    """
     if isinstance(backend, ArrayBackend):
         return [backend.render_array(jobs)]
     return [backend.render(job) for job in jobs]
 
 
 def submit_array(backend: Backend, requests: Sequence[SubmitRequest]) -> list[str]:
-    """Send it; returns the members' ids. When one cannot be sent, those before it are cancelled, and the error says
-    so."""
+    """Submit the array and return the ids of its members. If one cannot be submitted, those before it are cancelled,
+    and the error says so."""
     if isinstance(backend, ArrayBackend):
         (request,) = requests
         return backend.submit_array(request)
@@ -61,7 +63,7 @@ def submit_array(backend: Backend, requests: Sequence[SubmitRequest]) -> list[st
 
 
 def select_array_members(statuses: Iterable[JobStatus], name_or_id: str) -> list[JobStatus]:
-    """Those that belong to an array, given by its name or by its id of an engine that has one."""
+    """Return the jobs of an array, given by its name or by its id on a backend with arrays."""
     return [
         status
         for status in statuses

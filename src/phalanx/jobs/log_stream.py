@@ -1,9 +1,8 @@
-"""What the workers of a run print and what happens in it, as one stream of lines with time, node and rank. It reads the
-run's directory alone, again and again while the run grows.
+"""Merge the output of workers and the events of a run into one stream of lines with time, node and rank. Reads only the
+run directory, repeatedly while the run grows.
 
-Workers print into files, without times. What is there at the first look was printed at times that nobody knows, but for
-the last line of each file: that is when the file last changed. What comes later was printed since the look before, and
-gets the time at which its file changed.
+Worker output goes to files, without times. At the first poll only the time of the last line of each file is known: the
+time of the file's last change. Later lines get the time at which their file changed.
 """
 
 import re
@@ -21,13 +20,13 @@ LOG_NAME_PATTERN = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
 UNKNOWN_TIME = "--:--:--"
 
 FormatEvent = Callable[[Event], Sequence[str]]
-"""An event in lines of text; none for one that nobody needs to read."""
+"""Formats an event as lines of text; no lines for an event that users need not see."""
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line. `t`: unix seconds; None for one of a worker's that was printed at an unknown time, before the next one
-    of the same worker that has one."""
+    """One line. `t`: unix seconds; None for a line of a worker that was printed at an unknown time, before the worker's
+    next line with a time."""
 
     t: float | None
     source: str
@@ -39,8 +38,11 @@ class LogLine:
 
 
 class LogStream:
-    """The lines of a run that came after `since` (unix seconds). Only what is there at the first look is judged by
-    that: what stands behind it in the events, or comes later, came after it, even if somebody has set the clock."""
+    """The lines of a run after `since` (unix seconds).
+
+    Only lines of the first poll are compared with `since`. Lines that follow one after `since`, or that are written
+    later, count as later even if the clock was set back.
+    """
 
     def __init__(self, run: Run, since: float, format_event: FormatEvent, clock: Callable[[], float] = time.time):
         self._run, self._since, self._format_event, self._clock = run, since, format_event, clock
@@ -52,10 +54,10 @@ class LogStream:
         """Whether anything has happened since."""
 
     def read_new(self, is_last: bool = False) -> list[LogLine]:
-        """What has come since the last look, in the order of time as far as it is known. `is_last`: nothing more will
-        come, so that unfinished lines count."""
+        """Return the lines since the last call, ordered by time as far as it is known. `is_last`: no more output will
+        follow, so incomplete lines count."""
         now = self._clock()
-        found = self._read_events()  # first: they tell where the workers are
+        found = self._read_events()  # first: they contain the nodes of the workers
         found += self._read_logs(now, is_last)
         self._last_read_at = now
         self.has_output = self.has_output or bool(found)
@@ -86,23 +88,23 @@ class LogStream:
             lines = [decode_terminal_line(line) for line in tail.read(is_last)]
             source = f"{self._nodes.get((attempt, rank), '?')} rank {rank}"
             source += f" attempt {attempt}" if attempt else ""
-            if self._last_read_at is None:  # all were printed before, and the file changed when the last one was
+            if self._last_read_at is None:  # printed before this poll; the file changed with its last line
                 times: list[float | None] = [None] * len(lines)
                 if lines and not tail.torn:
                     times[-1] = changed
                 found += [(changed, LogLine(t, source, text)) for t, text in zip(times, lines, strict=True)]
-            else:  # clocks of nodes and disks differ; it cannot have been before the last look, nor after this one
+            else:  # clocks of nodes and disks differ; limit the time to the interval between the polls
                 when = min(max(changed, self._last_read_at), now)
                 found += [(when, LogLine(when, source, text)) for text in lines]
         return found
 
 
 def printed_lines(path: Path) -> Callable[[bool], list[str]]:
-    """What reads the lines of a file as they are, as they are added to it (LineTail.read)."""
+    """Return a reader of lines that are appended to a file (`LineTail.read`)."""
     tail = LineTail(path)
     return lambda whole: [line.decode(errors="replace") for line in tail.read(whole)]
 
 
 def decode_terminal_line(line: bytes) -> str:
-    """A line as a terminal would leave it: what a carriage return overwrites is gone."""
+    """Decode a line as a terminal shows it, without text that a carriage return overwrites."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

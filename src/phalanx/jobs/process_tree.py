@@ -6,12 +6,15 @@ from collections.abc import Callable
 import psutil
 
 KILL_TIMEOUT_S = 30.0
-"""Seconds in which processes that were killed must be gone."""
+"""Seconds for killed processes to end."""
 
 
 def kill_descendants(timeout_s: float = KILL_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> list[int]:
-    """Kill and reap all processes below this one, those that come meanwhile too: whoever is being killed may just have
-    forked, and its child comes to this one. The numbers of those that the kernel keeps for longer than that."""
+    """Kill and reap all descendants of this process. Returns the pids that have not ended after `timeout_s`.
+
+    Includes processes that appear meanwhile: a killed process may just have forked, and its child is reparented to this
+    process.
+    """
     this_process, deadline = psutil.Process(), clock() + timeout_s
     while descendants := this_process.children(recursive=True):
         if clock() >= deadline:

@@ -1,7 +1,7 @@
-"""The user's own code as it travels with a job: a tar in memory, the same bytes for the same files, and its hash.
+"""Snapshots of the user's code for a job: a reproducible tar in memory, and its hash.
 
-What goes into one is found here: of a folder all files but those that nobody calls code, of a git commit what stands
-in it. Who unpacks it are the engines, before the job starts. The tar holds regular files and links within it, no more.
+A snapshot of a directory contains all files except those that are no code; a snapshot of a git commit contains the
+files of the commit. Backends unpack it before the job starts. The tar holds only regular files, and links within it.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from phalanx.cluster.environment import safe_git_options
 from phalanx.errors import UsageError
 
 MAX_SNAPSHOT_BYTES = 100_000_000
-"""Bytes of a snapshot; who has more has data among the code."""
+"""Maximum bytes of a snapshot; a larger directory contains data."""
 MAX_COMMIT_BYTES = 10 * MAX_SNAPSHOT_BYTES
 """Bytes of a commit of which git is not even asked for an archive, which comes into memory."""
 MAX_SNAPSHOT_FILES = 20_000
@@ -36,19 +36,19 @@ EXCLUDED_DIR_MARKERS = {
     "a cache": (("CACHEDIR.TAG",),),
     "a run": (("resolved.yaml", "events.jsonl"), ("recipe.yaml", "events.jsonl", "checkpoints")),
 }
-"""Folders that are never code, by what lies in them: all names of one of the sets."""
+"""Kinds of directories that are never code. A directory is of a kind if it contains all names of one of its sets."""
 GIT_TIMEOUT_S = 300.0
-"""Seconds in which git must have answered."""
+"""Time limit of a git command in seconds."""
 MAX_LINK_DEPTH = 40
-"""That are followed to a file; as the kernel."""
+"""Maximum number of links that are followed to a file, as in the kernel."""
 SECRET_PATTERNS = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_rsa", "id_ecdsa", "id_ed25519")
-"""Files whose names say that they hold secrets: what travels may be read by others."""
+"""Names of files with secrets, which are left out: others may be able to read a snapshot."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot. `source_dir`: the folder that it is a copy of, absolute; `start_dir`: where in it the job starts,
-    relative."""
+    """A snapshot. `source_dir`: the absolute path of the copied directory; `start_dir`: the relative path in it where
+    the job starts."""
 
     tar: bytes = field(repr=False)
     source_dir: Path
@@ -57,7 +57,7 @@ class Snapshot:
     num_bytes: int
     """Bytes of the files."""
     excluded: tuple[tuple[str, str], ...] = ()
-    """Names that do not travel although they might be missed, and why."""
+    """Names of files that were left out but may be missed, and why."""
     commit: str | None = None
 
     @property
@@ -84,12 +84,15 @@ class SnapshotFile:
     data: bytes
     executable: bool = False
     link_target: str | None = None
-    """Of a link, relative to where it lies."""
+    """Target of a link, relative to its directory."""
 
 
 def snapshot_folder(source_dir: Path, start_dir: str = ".", required_file: str | None = None) -> Snapshot:
-    """A snapshot of a folder: in a git work tree all that git does not ignore, elsewhere all, but for what is never
-    code. `required_file`: a file that must be in it. UsageError when it is too large, or something cannot be read."""
+    """Make a snapshot of a directory: in a git work tree all files that git does not ignore, elsewhere all files,
+    except those that are never code.
+
+    `required_file`: a file that it must contain. Raises UsageError when it is too large, or a file cannot be read.
+    """
     names = list(_list_candidates(source_dir))
     included, excluded = _select_files(source_dir, names)
     if required_file is not None and required_file not in included:
@@ -176,7 +179,10 @@ def snapshot_commit(folder: Path, commit: str, required_file: str | None = None)
 
 
 def _sizes_in(top: Path, commit: str) -> dict[str, int]:
-    """Bytes of a commit's files. Git packs what repeats itself to a thousandth, and an archive comes into memory."""
+    """Return the sizes of a commit's files in bytes.
+
+    Git may store repetitive files at 0.1 % of the size that an archive takes in memory.
+    """
     listed = _run_git(top, f"--snapshot {commit}", "ls-tree", "-r", "-l", "-z", "--full-tree", commit)
     found = (entry.partition("\t") for entry in os.fsdecode(listed).split("\0") if entry)
     sizes = {name: described.split()[-1] for described, _, name in found}
@@ -222,7 +228,7 @@ def _pack_snapshot(
     excluded: Iterable[tuple[str, str]],
     commit: str | None,
 ) -> Snapshot:
-    """Pack entries; whose they were and when they changed is not told, so that equal files make equal bytes."""
+    """Pack entries without owners and modification times, so that equal files yield equal bytes."""
     entries = sorted(entries, key=lambda entry: entry.name)
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -269,7 +275,8 @@ def _list_git_files(folder: Path) -> list[str] | None:
 
 
 def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str | None], list[tuple[str, str]]]:
-    """What travels, with the targets of links; and what does not although it may be missed, with the reason."""
+    """Return the included names with the targets of links, and names that are left out but may be missed, with the
+    reason."""
     exclusion_reason = cache(_exclusion_reason)
     included: dict[str, str | None] = {}
     excluded: dict[str, str] = {}
@@ -299,7 +306,7 @@ def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str
 
 
 def _list_files_and_parents(names: Iterable[str]) -> frozenset[str]:
-    """Files, and the folders that they are in; not the top itself, which would hold a link to it for ever."""
+    """Return files and their parent directories, without the top: a link to the top would contain itself."""
     return frozenset(path for name in names for path in (name, *map(str, PurePosixPath(name).parents)) if path != ".")
 
 
@@ -329,7 +336,7 @@ def _is_link_inside(name: str, target: str, known_paths: frozenset[str], links: 
 
 
 def _exclusion_reason(folder: Path) -> str | None:
-    """Why nothing in a folder is code; None when it may be."""
+    """Return why a directory contains no code; None if it may."""
     if folder.name in EXCLUDED_DIRS:
         return f"called {folder.name}"
     for what, markers in EXCLUDED_DIR_MARKERS.items():
@@ -339,7 +346,7 @@ def _exclusion_reason(folder: Path) -> str | None:
 
 
 def _check_size(what: str, sizes: dict[str, int]) -> None:
-    """UsageError for what nobody would call code, with what makes it so large."""
+    """Raise UsageError for a snapshot that is too large, with its largest parts."""
     total = sum(sizes.values())
     if total <= MAX_SNAPSHOT_BYTES and len(sizes) <= MAX_SNAPSHOT_FILES:
         return

@@ -1,5 +1,4 @@
-"""A job as a value: what is to run, on how much of a machine or cluster. It knows no engine, and reads and writes
-nothing."""
+"""A job as a value: its command and resources. Independent of backends; reads and writes nothing."""
 
 import re
 from collections.abc import Mapping
@@ -12,19 +11,19 @@ from phalanx.jobs.snapshot import Snapshot
 from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""What every engine accepts as a name, and no shell takes for anything else."""
+"""Job names that every backend accepts and that need no quoting in a shell."""
 VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_TIME_LIMIT_S = 365 * 24 * 3600.0
 MIN_PROGRESS_S = 600.0
 """Seconds of life after which an attempt counts as progress: what befell the job before it no longer counts."""
 MAX_KILLS_IN_A_ROW = 3
-"""How often in a row, without progress, a job may be killed before it counts as failed."""
+"""A job fails after this many kills in a row without progress."""
 SNAPSHOT_DIGEST_VARIABLE = "PHALANX_SNAPSHOT_SHA256"
-"""Variable that tells a job the hash of its code; it is kept in the run's environment.json."""
+"""Variable with the hash of the job's snapshot; the run records it in environment.json."""
 
 
 class JobState(StrEnum):
-    """Where a job is in its life. The same words for every engine."""
+    """State of a job, the same for every backend."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -41,41 +40,41 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run. UsageError when no engine could take it."""
+    """A job to run. Raises UsageError when it is invalid for every backend."""
 
     name: str
     command: tuple[str, ...]
-    """Arguments of the program that is started once on each node; no shell ever reads them."""
+    """Program and arguments, started once on each node, without a shell."""
     working_dir: Path
-    """Where it is started: absolute, the same on each node."""
+    """Absolute path in which it is started, the same on each node."""
     num_nodes: int = 1
     gpus_per_node: int = 0
-    """GPUs a node."""
+    """GPUs per node."""
     cpus_per_node: int | None = None
-    """Of a node; None leaves it to the engine."""
+    """Cores per node; None leaves it to the backend."""
     memory_bytes: int | None = None
-    """Bytes of a node's memory; None leaves it to the engine."""
+    """Bytes of memory per node; None leaves it to the backend."""
     time_limit_s: float | None = None
     """Seconds after which it is ended."""
     warning_s: float = 120.0
-    """Seconds before it is ended at which it is asked to save."""
+    """Seconds before the time limit at which it is asked to save."""
     priority: int = 0
-    """Higher comes first."""
+    """Jobs with a higher priority start first."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that may be seen by everybody."""
+    """Environment variables; other users may be able to see them."""
     secrets: tuple[str, ...] = ()
-    """Names of variables that are handed on from the environment of who submits, whose values are written nowhere that
-    others can read."""
+    """Names of variables that are passed on from the submitter's environment. Their values are never written where
+    other users can read them."""
     backend_options: Mapping[str, str] = field(default_factory=dict)
-    """What only the engine understands, such as a partition."""
+    """Backend options, such as partition=gpu."""
     snapshot: Snapshot | None = None
-    """What travels with it. Each start is then in a copy of that (PHALANX_SNAPSHOT_DIR), and not in `working_dir`."""
+    """Snapshot of the code. Each attempt starts in a copy of it (PHALANX_SNAPSHOT_DIR) instead of `working_dir`."""
     run_dir: Path | None = None
-    """The directory of the run that it trains, if it does."""
+    """Directory of the run that it trains, if any."""
     array_name: str | None = None
-    """The name of the array that it is a member of."""
+    """Name of its array, if it is a member of one."""
     max_parallel: int | None = None
-    """How many members of its array may run at once."""
+    """Maximum number of members of its array that run at once."""
 
     def __post_init__(self) -> None:
         if not NAME_PATTERN.fullmatch(self.name):
@@ -124,7 +123,7 @@ def with_unpacked_snapshot(job: Job, snapshot_dir: Path) -> Job:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What an engine knows of a job."""
+    """Status of a job on its backend."""
 
     id: str
     name: str
@@ -132,21 +131,21 @@ class JobStatus:
     exit_code: int | None = None
     """Exit code of its last attempt, when that is over and known."""
     num_attempts: int = 0
-    """How often it was started."""
+    """Number of attempts so far."""
     nodes: tuple[str, ...] = ()
-    """Where it runs, or ran last."""
+    """Nodes of the current or last attempt."""
     reason: str | None = None
-    """Why it waits, or how it ended, in words."""
+    """Why it waits, or how it ended."""
     submitted: float | None = None
     started: float | None = None
     ended: float | None = None
     """Unix seconds."""
     run_dir: str | None = None
-    """The directory of the run that it trains, if it does."""
+    """Directory of the run that it trains, if any."""
 
 
 def state_from_exit_code(exit_code: int) -> JobState:
-    """What an exit code means for a job that will not be started again (`errors.ExitCode`)."""
+    """Return the state of a job that ended with this exit code and is not restarted (`errors.ExitCode`)."""
     if exit_code == ExitCode.DONE:
         return JobState.DONE
     return JobState.INTERRUPTED if exit_code in (ExitCode.UNFINISHED, ExitCode.UNFIT_NODE) else JobState.FAILED

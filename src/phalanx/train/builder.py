@@ -1,18 +1,21 @@
-"""How a worker's part in a run begins and ends, whichever loop trains between: the stepper, going on from a checkpoint,
-the start that is told, the result."""
+"""Builds what a worker trains with from a resolved recipe (model, parallelism, optimizer, loss), and resumes it."""
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
+from phalanx.data import DataInfo, RunData
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe import Recipe
+from phalanx.recipe import Recipe, huggingface_directory
+from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.diff import diff_recipes, is_mathematics
 from phalanx.recipe.grad_sync_defaults import (
     auto_algorithms,
@@ -20,9 +23,11 @@ from phalanx.recipe.grad_sync_defaults import (
     is_chosen_while_training,
     num_warmup_steps,
 )
-from phalanx.run import read_events
+from phalanx.recipe.schema import Parallelism
+from phalanx.run import Run, read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
+from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.checkpoint import (
     LoadedCheckpoint,
     compute_digest,
@@ -31,41 +36,57 @@ from phalanx.train.checkpoint import (
     list_checkpoints,
 )
 from phalanx.train.checkpoint.in_memory.restore import find_verified_copies, prune_stale, restore_in_memory
+from phalanx.train.checkpoint.init_weights import (
+    InitialWeights,
+    allocate_meta_parameters,
+    open_hf_weights,
+    open_initial_weights,
+)
 from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.checkpoint.restore import restore_checkpoint
-from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.environment import (
+    DistEnv,
+)
+from phalanx.train.distributed.float8_select import Float8Selector, make_float8_selector, measure_layer_rows
 from phalanx.train.distributed.fsdp import sort_in_reduction_order
-from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.object_collectives import all_gather_json, gather_node_map
 from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
+from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
+from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, LocalReducer, ParallelReducer
 from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
-from phalanx.train.local_sgd.step import make_local_sgd_step
-from phalanx.train.model_builder import MicroBatchSeeds, has_batch_norm
+from phalanx.train.lm_head import eval_mode, find_lm_head
+from phalanx.train.local_sgd.step import make_local_sgd_accumulator
+from phalanx.train.loss import LMHead, LossFn, LossModule, plan_context_split
+from phalanx.train.model_builder import MicroBatchSeeds, build_model, check_begins_alike, has_batch_norm
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import all_reduce_copy
+from phalanx.train.ops.lora import has_lora
 from phalanx.train.optim import NormFn, OptimizerContainer, compute_norms, compute_squared_norms
-from phalanx.train.precision import GradScaler
-from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
+from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
+from phalanx.train.train_context import TrainContext, WorkerProcess, report_rejected_checkpoint
 from phalanx.train.train_state import TrainState
-from phalanx.train.train_step import TrainStep, num_metric_slots
+from phalanx.train.train_step import GradientAccumulator, num_metric_slots, to_device
 
 RESTORE_FILES_HINT = "restore the files that the recipe's data.source matched"
 
 
-def make_train_step(
+def make_accumulator(
     recipe: Recipe,
     dist_env: DistEnv,
     parallel_model: ParallelModel,
     optimizer: OptimizerContainer,
     scaler: GradScaler,
     seeds: MicroBatchSeeds,
-) -> TrainStep:
-    """The stepper, with gradients summed in the way that the layout asks for."""
+) -> GradientAccumulator:
+    """The accumulator of a step, with gradients reduced as the parallelism requires."""
     if recipe.local_sgd is not None:
-        return make_local_sgd_step(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
+        return make_local_sgd_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
     micro_size, mesh = recipe.batch.micro_size, parallel_model.mesh
     assert isinstance(micro_size, int)
     micro_batches = recipe.batch.global_size // micro_size
@@ -119,18 +140,17 @@ def make_train_step(
             replica_reducer,
             last_micro_batch=own_indices[-1] if mesh.pipeline_group is None and len(own_indices) > 1 else None,
         )
-    # One micro-batch adds up nothing, and where the number of workers must not matter all sum alike.
+    # With one micro-batch nothing is accumulated. Elastic runs sum in the same order on any number of workers.
     accumulates_in_matmul = isinstance(reducer, LocalReducer) and micro_batches > 1 and not is_elastic
     for layer in layers:
         layer.set_accumulate_in_matmul(accumulates_in_matmul)
-    return TrainStep(
-        optimizer,
-        scaler,
+    return GradientAccumulator(
+        optimizer.parameter_names,
         reducer,
+        scaler,
         dist_env=dist_env,
         mesh=mesh,
-        micro_batches=micro_batches,
-        max_grad_norm=recipe.optimizer.max_grad_norm,
+        num_micro_batches=micro_batches,
         seeds=seeds,
         modules=parallel_model.modules,
         persistent_grads=recipe.compile == "cuda-graphs",
@@ -168,9 +188,10 @@ def make_norm_fn(parallel_model: ParallelModel) -> NormFn:
 def resume_training(
     context: TrainContext, fingerprint: str, force: bool, hint: str = RESTORE_FILES_HINT, needs_checkpoint: bool = False
 ) -> TrainState:
-    """Go on from the newest hot copy of the run, or from its newest good checkpoint, if it has one, as it must if the
-    model is `needs_checkpoint`. DataError, with the `hint`, when it was trained on data of another fingerprint."""
-    # If one has some, and another does not see them, they are not all at the beginning.
+    """Resume from the newest in-memory checkpoint of the run, else from its newest good checkpoint on disk. Without
+    either, training starts at step 0; DataError when `needs_checkpoint` or any worker sees checkpoints. DataError, with
+    the `hint`, when it was trained on data of another fingerprint."""
+    # All workers must agree on whether there are checkpoints, also where one of them does not see the files.
     checkpoints_seen = any(
         all_gather_json(context.dist_env, needs_checkpoint or bool(list_checkpoints(context.run.checkpoints)))
     )
@@ -188,7 +209,7 @@ def resume_training(
     if loaded is None:
         if checkpoints_seen:
             raise DataError(
-                f"{context.run.checkpoints}: no checkpoint here is good; `phalanx checkpoint verify` tells why"
+                f"{context.run.checkpoints}: no checkpoint here is good; run `phalanx checkpoint verify` to see why"
             )
         prune_stale(context.run, context.dist_env, 0, None)
         return TrainState()
@@ -198,7 +219,7 @@ def resume_training(
         if not force:
             raise DataError(f"{loaded.path}: was trained on other data {fingerprints}; {hint}")
         if context.dist_env.is_rank_zero:
-            context.reporter.report_event(RunWarning(text=f"forced: the run goes on with other data {fingerprints}"))
+            context.reporter.report_event(RunWarning(text=f"forced: the run continues with other data {fingerprints}"))
     check_resumed_recipe(context, loaded.path, meta, force)
     train_state = TrainState.from_meta(meta)
     if kept_copy is None:  # older checkpoints do not say that they are one
@@ -208,8 +229,8 @@ def resume_training(
 
 
 def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, Any], force: bool) -> None:
-    """RecipeError where what decides the mathematics is not what the checkpoint at `path` was trained with: it stands
-    there under a checksum, and in resolved.yaml it does not."""
+    """RecipeError when keys that change the mathematics differ from the recipe in the meta of the checkpoint at `path`.
+    The meta is protected by a checksum, resolved.yaml is not."""
     if "recipe" not in meta:
         return
     try:
@@ -223,7 +244,7 @@ def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, A
         listed = "; ".join(map(str, found))
         raise RecipeError(
             f"{context.run.resolved}: is not what {path} was trained with: {listed}; put the old values back there, or "
-            "give --force to go on with the new ones"
+            "use --force to continue with the new ones"
         )
     if context.dist_env.is_rank_zero:
         earlier_warnings = {event.text for event in read_events(context.run.events) if isinstance(event, RunWarning)}
@@ -233,7 +254,7 @@ def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, A
 
 
 def _resume_from_memory(context: TrainContext) -> LoadedCheckpoint | None:
-    """Go on from the newest hot copy that is whole and newer than every checkpoint; None when there is none."""
+    """Resume from the newest in-memory checkpoint that is whole and newer than all on disk; None without one."""
     start_time = time.perf_counter()
 
     def on_reject(*bad: Any) -> None:
@@ -267,8 +288,8 @@ def _resume_from_memory(context: TrainContext) -> LoadedCheckpoint | None:
 
 
 def report_start(context: TrainContext, samples: int, train_state: TrainState, scaled_up: bool = False) -> None:
-    """Report that training begins on so many training samples, and what is doubtful about it. `scaled_up`: no work was
-    lost before, it only goes on with more workers."""
+    """Report the start of an attempt on `samples` training samples, and warnings about the recipe. `scaled_up`: workers
+    were added, and no work was lost."""
     recipe, dist_env = context.recipe, context.dist_env
     context.reporter.report_event(
         AttemptStarted(
@@ -277,7 +298,7 @@ def report_start(context: TrainContext, samples: int, train_state: TrainState, s
             start_step=train_state.step,
             total_steps=recipe.steps,
             device=str(dist_env.device),
-            num_micro_batches=context.train_step.micro_batches,
+            num_micro_batches=context.accumulator.num_micro_batches,
             scaled_up=scaled_up,
         )
     )
@@ -310,3 +331,238 @@ def _final_digest(context: TrainContext, train_state: TrainState) -> str:
     return compute_digest(
         get_state_tensors(context.model, context.optimizer, context.scaler).items(), train_state.samples_consumed
     )
+
+
+def count_units_per_sample(facts: DataInfo) -> int:
+    """Tokens in a sample, or 1 where samples are counted."""
+    return facts.seq_len if facts.kind == "tokens" and facts.seq_len else 1
+
+
+def build_context(
+    process: WorkerProcess,
+    recipe: Recipe,
+    data: RunData,
+    init_weights: bool = True,
+    callbacks: Callbacks | None = None,
+    connection_scope: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
+) -> TrainContext:
+    """Build everything that training works with, from the recipe. `init_weights`: with the weights of a new run;
+    `callbacks`: those that exist already; `connection_scope` as for `build_mesh`."""
+    assert isinstance(recipe.parallelism, Parallelism)
+    run, folder, dist_env = process.run, process.folder, process.dist_env
+    mesh = build_mesh(recipe.parallelism, dist_env, recipe, connection_scope)
+    task = load_task(recipe.task, folder)
+    # A model that will be sharded is built on the host or the meta device: it need not fit on one device.
+    device = dist_env.device if mesh.is_pure_ddp or mesh.pipeline_group is not None else torch.device("cpu")
+    model = build_model(
+        recipe.model, data.info, folder, recipe.seed, device, recipe.lora, load=False, init_weights=init_weights
+    )
+    initial_weights = _find_initial_weights(recipe, folder, model) if init_weights else None
+    if init_weights and initial_weights is None:
+        check_begins_alike(dist_env, model)
+    if mesh.is_pure_ddp:
+        allocate_meta_parameters([model], dist_env.device)
+    model.train()
+    loss_fn = make_loss_fn(recipe, task, model, mesh, dist_env, data)
+    scaler = GradScaler.for_precision(recipe.precision, recipe.batch.global_size * count_units_per_sample(data.info))
+    seeds = MicroBatchSeeds(recipe.seed, dist_env.device)
+    fp8 = (
+        _make_float8_layer_selector(recipe, run, model, task, mesh, dist_env, data)
+        if recipe.precision == "fp8"
+        else None
+    )
+    parallel_model, loss_module = build_parallel_model(recipe, model, loss_fn, mesh, dist_env, data, seeds, scaler, fp8)
+    allocate_meta_parameters(parallel_model.modules, dist_env.device)
+    if initial_weights is not None:
+        initial_weights.fill_parameters(parallel_model)
+    optimizer = OptimizerContainer(
+        parallel_model.merged_module,
+        recipe.optimizer,
+        seed=recipe.seed,
+        offload=recipe.optimizer.offload,
+        norm_fn=make_norm_fn(parallel_model),
+        is_pipeline_stage=mesh.pipeline_group is not None,
+    )
+    units = count_units_per_sample(data.info)
+    accumulator = make_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
+    if callbacks is None:
+        view = RunContext(run.path, dist_env.rank, dist_env.world_size, model)
+        callbacks = Callbacks(load_callbacks(recipe.callbacks, folder), view)
+    return TrainContext(
+        run=run,
+        recipe=recipe,
+        dist_env=dist_env,
+        data=data,
+        model=model,
+        loss_module=loss_module,
+        parallel_model=parallel_model,
+        optimizer=optimizer,
+        scaler=scaler,
+        accumulator=accumulator,
+        callbacks=callbacks,
+        reporter=process.reporter,
+        stop_request=process.stop_request,
+        units_per_sample=units,
+        evaluate=make_evaluator(process, recipe, data, loss_module, dist_env, mesh),
+        prepare_batch=lambda arrays: to_device(arrays, dist_env.device),
+        heartbeat=process.heartbeat,
+    )
+
+
+def make_evaluator(
+    process: WorkerProcess,
+    recipe: Recipe,
+    data: RunData,
+    loss_module: LossModule | PipelineRunner,
+    dist_env: DistEnv,
+    mesh: Mesh,
+) -> Callable[[], EvaluationResult | None]:
+    """Return what evaluates on the validation set; it returns None where there is none, or a stop was requested."""
+    micro_size, heartbeat = recipe.batch.micro_size, process.heartbeat
+    assert isinstance(micro_size, int)
+
+    # Without gradients, and for a shorter last batch, the model is compiled again: for minutes, in silence.
+    phases = ["evaluation"] if recipe.compile is False else ["compiling", "evaluation"]
+
+    def stop_requested() -> bool:
+        heartbeat.record(phases[0])  # it is asked between two batches
+        return process.stop_request.requested
+
+    def evaluate_validation() -> EvaluationResult | None:
+        if data.num_validation_samples == 0:
+            return None
+        heartbeat.record(phases[0])
+        samples = recipe.evaluation.max_samples
+        found = evaluate(
+            loss_module,
+            data,
+            dist_env=dist_env,
+            mesh=mesh,
+            max_samples=samples,
+            micro_size=micro_size,
+            stop_requested=stop_requested,
+        )
+        del phases[:-1]
+        return found
+
+    return evaluate_validation
+
+
+def make_loss_fn(recipe: Recipe, task: Task, model: nn.Module, mesh: Mesh, dist_env: DistEnv, data: RunData) -> LossFn:
+    """How the model is scored under this layout: its sequences split, its vocabulary's logits never whole."""
+    loss_fn = LossFn(task, recipe.precision, dist_env.device)
+    length = data.info.seq_len
+    if mesh.context_group is not None and length is not None:
+        loss_fn.context_split = plan_context_split(model, mesh.context_group, length)
+    if recipe.memory.chunked_loss is True or mesh.tensor_group is not None:
+        loss_fn.lm_head = make_lm_head(model, task, data)
+    return loss_fn
+
+
+def make_lm_head(model: nn.Module, task: Task, data: RunData) -> LMHead | None:
+    """The output layer that can be left out of the forward, because the task takes the loss from what enters it."""
+    head_loss = getattr(task, "head_loss", None)
+    if head_loss is None or not _head_loss_matches_loss(task):
+        return None
+    sample = _load_one_sample(model, data)
+    # In fp32 a GPU has no kernel for grouped heads that keeps no scores, [heads, s, s] of them.
+    device = next(iter(sample.values())).device
+    with autocast_context("bf16", device) if device_kind_of(device.type).is_gpu else contextlib.nullcontext():
+        name = find_lm_head(model, *task.inputs(sample))
+    layer = None if name is None else model.get_submodule(name)
+    # Logits of a layer with a bias, or with an adapter, are not a product with its weight alone.
+    bare = getattr(layer, "bias", None) is None and layer is not None and not has_lora(layer)
+    if name is None or not isinstance(layer, nn.Linear) or not bare:
+        return None
+    return LMHead(name, head_loss, layer.out_features)
+
+
+def _load_one_sample(model: nn.Module, data: RunData) -> TensorBatch:
+    """A batch of one sample on the model's device; on the CPU for a model on the meta device."""
+    device = next(model.parameters()).device
+    return to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device)
+
+
+def _make_float8_layer_selector(
+    recipe: Recipe, run: Run, model: nn.Module, task: Task, mesh: Mesh, dist_env: DistEnv, data: RunData
+) -> Float8Selector:
+    """What chooses the layers to compute in fp8, by the size that a micro-batch gives them."""
+    args, kwargs = task.inputs(_load_one_sample(model, data))
+    with eval_mode(model), autocast_context(recipe.precision, dist_env.device):
+        of_one = measure_layer_rows(model, lambda: model(*args, **kwargs))
+    micro_size = recipe.batch.micro_size
+    assert isinstance(micro_size, int)
+    rows = {name: max(1, rows * micro_size // mesh.parallelism.context) for name, rows in of_one.items()}
+    return make_float8_selector(run, dist_env, rows, bool(recipe.compile))
+
+
+def build_parallel_model(
+    recipe: Recipe,
+    model: nn.Module,
+    loss_fn: LossFn,
+    mesh: Mesh,
+    dist_env: DistEnv,
+    data: RunData,
+    seeds: MicroBatchSeeds,
+    scaler: GradScaler,
+    fp8: Float8Selector | None = None,
+) -> tuple[ParallelModel, LossModule | PipelineRunner]:
+    """Apply the parallelism to the model. Returns this worker's part and the module that computes losses."""
+    assert recipe.memory.activation_checkpointing != "auto"
+    cache_weight_casts = uses_cached_casts(recipe.compile, recipe.precision, dist_env.device)
+    head = make_lm_head(model, loss_fn.task, data) if cache_weight_casts and loss_fn.lm_head is None else None
+    config = ParallelConfig(
+        recipe.precision,
+        activation_checkpointing=recipe.memory.activation_checkpointing,
+        compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
+        tp_plan=recipe.model.tp_plan,
+        seq_len=data.info.seq_len,
+        # Only the built-in loss supports a sharded vocabulary; a subclass may override it.
+        vocab_parallel_loss=loss_fn.lm_head is not None and _has_built_in_head_loss(loss_fn.task),
+        float8_selector=fp8,
+        cache_weight_casts=cache_weight_casts,
+        lm_head=None if head is None else head.name,
+    )
+    if mesh.pipeline_group is None:
+        loss_module = LossModule(model, loss_fn)
+        parallel_model, vocab_group = parallelize(model, loss_module, mesh, config)
+        if loss_fn.lm_head is not None:
+            loss_fn.lm_head = loss_fn.lm_head.with_group(vocab_group)
+        return parallel_model, loss_module
+    micro_size = recipe.batch.micro_size
+    assert isinstance(micro_size, int)
+    return build_pipeline(
+        model,
+        loss_fn,
+        to_device(data.read_training(0, micro_size), dist_env.device),
+        mesh,
+        dist_env,
+        config,
+        recipe.batch.global_size // (micro_size * mesh.dp_size),
+        seeds.seed_stage,
+        (lambda: scaler.scale) if scaler.dynamic else None,
+    )
+
+
+def uses_cached_casts(compiled: bool | str, precision: str, device: torch.device) -> bool:
+    """Whether weights are cast once a step (ops/cached_cast_linear.py): where compiled blocks run under autocast on a
+    GPU. What a CUDA graph reads would be copied to where it was recorded, in each micro-batch."""
+    return compiled is True and precision in AUTOCAST_DTYPES and device.type == "cuda"
+
+
+def _has_built_in_head_loss(task: Task) -> bool:
+    return getattr(type(task), "head_loss", None) is LanguageModeling.head_loss
+
+
+def _head_loss_matches_loss(task: Task) -> bool:
+    """Whether `head_loss` belongs to the `loss` of this task; a subclass may override only one of them."""
+    owners = [kind for kind in type(task).__mro__ if "loss" in vars(kind) or "head_loss" in vars(kind)]
+    return not owners or "head_loss" in vars(owners[0])
+
+
+def _find_initial_weights(recipe: Recipe, folder: Path, model: nn.Module) -> InitialWeights | None:
+    """Where the weights of a new run come from; None where the model was built with them."""
+    if recipe.init_from is not None:
+        return open_initial_weights(recipe.init_from, folder, model)
+    directory = huggingface_directory(recipe.model.build, folder)
+    return None if directory is None else open_hf_weights(directory, model)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
+from phalanx.compat import scale_in_place
 from phalanx.data import Prefetcher
 from phalanx.train.loss import LossModule
 from phalanx.train.step_timer import STEP_PHASES, make_step_timer
@@ -51,7 +52,7 @@ def profile_steps(
 ) -> ProfileResult:
     """Run `warm_up` steps, then `steps` under the profiler; the Chrome trace goes to `trace_path`. Weights do
     change."""
-    recipe, train_step, dist_env = context.recipe, context.train_step, context.dist_env
+    recipe, accumulator, dist_env = context.recipe, context.accumulator, context.dist_env
     micro_size = recipe.batch.micro_size
     assert isinstance(micro_size, int)
     timer = make_step_timer(dist_env.device)
@@ -71,13 +72,16 @@ def profile_steps(
             timer.start()
             batches = next(feed)
             timer.lap("data")
-            train_step.start_step(number)
+            accumulator.zero_grad(number)
             for arrays in batches:
-                train_step.seed_micro_batch()
+                accumulator.seed_micro_batch()
                 ((_, loss, num_terms),) = loss_module(context.prepare_batch(arrays))
-                train_step.backward(loss, num_terms, lambda: (), timer)
-            _, factor = train_step.finalize(train_step.reduce_gradients(timer))
-            train_step.optimizer_step(factor, recipe.optimizer.lr)
+                accumulator.backward(loss, num_terms, lambda: (), timer)
+            accumulator.reduce_gradients(timer)
+            totals = accumulator.read_totals()
+            factor = 1.0 / (max(totals.num_terms, 1.0) * context.scaler.scale)
+            scale_in_place(accumulator.reducer.grad_tensors(), factor)
+            context.optimizer.step(recipe.optimizer.lr)
             timer.lap("optimizer")
 
         for number in range(warm_up):

@@ -31,7 +31,7 @@ from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.directory import write_atomic, write_json
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
-from phalanx.train.builder import make_result, make_train_step, report_start, resume_training
+from phalanx.train.builder import make_accumulator, make_result, report_start, resume_training
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.checkpoint import clean_checkpoint_dir
 from phalanx.train.distributed.environment import DistEnv
@@ -217,10 +217,11 @@ class Session:
             dist_env=dist_env,
             data=data,
             model=prepared.model,
+            loss_module=None,
             parallel_model=parallel_model,
             optimizer=optimizer,
             scaler=scaler,
-            train_step=make_train_step(
+            accumulator=make_accumulator(
                 recipe, dist_env, parallel_model, optimizer, scaler, MicroBatchSeeds(recipe.seed, dist_env.device)
             ),
             callbacks=Callbacks(load_callbacks(recipe.callbacks, self._folder), view),
@@ -293,7 +294,7 @@ class Session:
     def release_process_group(self) -> None:
         """Let go of everything that holds the process group, which is left next. The model stays the loop's."""
         if self._trainer is not None:
-            self._trainer.context.train_step.reducer.close()
+            self._trainer.context.accumulator.reducer.close()
         self._trainer = self._prepared = None
         del self._mesh
 

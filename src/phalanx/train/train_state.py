@@ -1,10 +1,9 @@
-"""The state of a run as logical tensors, and the few numbers beside them: what a checkpoint holds.
+"""The training state besides tensors: counters, scores, and what the selection of a reduction strategy has learned.
 
-Tensors: parameters and persistent buffers by their names in the model, `optimizer/<parameter>/<state>`,
-`extra/<module>` what a module says in `get_extra_state`, `settings/groups` what an optimizer keeps in its groups,
-`scaler/<name>`, `exchange/residual/<parameter>`, `exchange/basis/<parameter>`, and what workers have for themselves
-that train apart (`local_sgd/state.py`).
-Numbers: the step, and the samples consumed, from which the order of data follows.
+A checkpoint holds `TrainState` in its meta, and these tensors: parameters and persistent buffers by their names in the
+model, `optimizer/<parameter>/<state>`, `extra/<module>` (`get_extra_state`), `settings/groups` (param groups of an
+optimizer), `scaler/<name>`, `exchange/residual/<parameter>`, `exchange/basis/<parameter>`, and the local state of
+workers under local SGD (`local_sgd/state.py`). The order of data follows from the samples consumed.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainState:
-    """How far a run is. Skipped steps count as steps; after a rollback samples run ahead of step x global batch.
+    """The progress of a run. Skipped steps count as steps; after a rollback samples are ahead of step x global batch.
 
-    `skipped_steps` counts skipped steps, `best_loss` is the lowest held-out loss that was saved, `last_saved_step` the
-    step of the newest
-    checkpoint, 0 before there was one. `lost_checkpoint_step` is the step of the checkpoint that a guard would go back
-    to, where that was lost together with a worker who wrote it, else 0; one that is saved instead is of another step.
-    `grad_sync_selection` tells by which strategy gradients are summed.
+    `best_loss` is the lowest validation loss that was saved. `last_saved_step` is the step of the newest checkpoint, 0
+    before the first. `lost_checkpoint_step` is the step of the checkpoint that a rollback would load, when it was lost
+    together with a worker that wrote it, else 0. `grad_sync_selection` selects the strategy that sums gradients.
     """
 
     step: int = 0
@@ -52,7 +49,7 @@ class TrainState:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> TrainState:
-        """As a checkpoint's meta has it (`asdict`). DataError where that is not what a run can be at."""
+        """Read it from a checkpoint's meta (`asdict`). DataError for a value of a wrong type, or a negative one."""
         values = {each.name: meta[each.name] for each in fields(cls) if each.name in meta}
         try:
             found = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
@@ -70,8 +67,8 @@ class TrainState:
 
 @dataclass(frozen=True)
 class LastStep:
-    """The last step that was done, for who was torn out of it: by what its summed gradients were scaled, and with which
-    learning rate they changed the weights (None: it was skipped); and the events of it."""
+    """The last completed step, for workers that a reconfiguration interrupted in it. `applied_update`: the factor of
+    its summed gradients and the learning rate; None when it was skipped. `events`: the events of this step."""
 
     applied_update: tuple[float, float] | None
     events: tuple[StepDone | NonFiniteStep, ...]
@@ -79,8 +76,7 @@ class LastStep:
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A worker's part in a checkpoint that is being written, to be taken along into another world
-    (`saving.CheckpointManager`)."""
+    """A worker's part in a save in flight, which continues in another world (`CheckpointManager`)."""
 
     saver: CheckpointSaver
     step: int
@@ -91,14 +87,12 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class SurvivorState:
-    """How far a worker is that holds the state in memory. `post_step_done` is the last step after which everything that
-    was
-    due was done, `evaluated_step` the last that was evaluated if that was due, `improved` whether it had the best score
-    so far,
-    `rollback_reason` why the guard goes back from here, "" if it does not. `last_step` is None where it has done none
-    in its
-    present world. `grads_reduced`: it holds the gradients of the step after, summed over all workers. `pending_save` is
-    its own.
+    """The progress of a worker that holds the state in memory, with which it joins another world.
+
+    `post_step_done` is the last step after which all due work was done, `evaluated_step` the last step evaluated or not
+    due for it, `improved` whether that was the best loss so far. `rollback_reason` is the reason of a rollback
+    that has begun, else "". `last_step` is None when no step was completed in the present world. `grads_reduced`: the
+    worker holds the gradients of the next step, summed over all workers. `pending_save` is not sent to others.
     """
 
     train_state: TrainState
@@ -111,7 +105,7 @@ class SurvivorState:
     pending_save: PendingSave | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, for others: without what is this worker's own."""
+        """JSON values for the other workers, without `grads_reduced` and `pending_save`."""
         words = asdict(replace(self, grads_reduced=False, pending_save=None))
         if self.last_step is not None:
             words["last_step"]["events"] = [to_fields(event) for event in self.last_step.events]
@@ -119,7 +113,7 @@ class SurvivorState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SurvivorState:
-        """What `words` made."""
+        """Undo `to_json`."""
         last_step = values["last_step"]
         if last_step is not None:
             change = (

@@ -1,13 +1,12 @@
-"""One optimizer step: this worker's micro-batches forward and backward, the exchange, the guard, the update.
+"""Gradient accumulation, and the reduction of gradients and step metrics over workers.
 
-Everything that workers must agree on in a step is summed over them: the losses and terms of all micro-batches, each in
-a slot of its own so that the sum is exact, and flags such as the wish to stop. It travels with the gradients where they
-have room for it, because an operation of its own costs 9% of a step of 12 ms on two cores
-(docs/benchmarks/notes/measurements.md).
+`StepMetrics` holds what all workers must agree on in a step: losses, numbers of terms and flags such as a stop request.
+It is summed together with the gradients where their buckets have free elements: a separate all-reduce costs 9 % of a
+step of 12 ms on two cores (docs/benchmarks/notes/measurements.md). `Trainer.train_step` uses these classes.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.compat import scale_in_place
 from phalanx.data import Batch
 from phalanx.run.event_types import SkipReason
 from phalanx.train.distributed.buffer_sync import BufferSync
@@ -32,15 +30,15 @@ from phalanx.train.train_state import SAVE_FLAG_NAMES
 
 STEP_FLAGS = ("stop", "summoned", *SAVE_FLAG_NAMES)
 BUFFERS_CHANGED_FLAG = "changed"
-"""The flag that forwards changed what is not sent yet (distributed/buffer_sync.py)."""
+"""The flag for buffers that a forward changed and that must be synchronized (distributed/buffer_sync.py)."""
 FP32_PARTS_PER_FP64 = 3
-"""fp32 numbers that hold one of fp64: 24 bits of its 53 each."""
+"""fp32 values that hold one fp64 value: each holds 24 of its 53 significant bits."""
 NOISE_SCALE_EVERY_STEPS = 8
-"""Steps from one estimate of the gradient noise to the next: each costs a pass over the gradients."""
+"""Steps between two estimates of the gradient noise scale. Each costs a pass over the gradients."""
 
 
 class NoiseSample(NamedTuple):
-    """Squared norms of mean gradients over few and over all terms of a step, for `noise.NoiseScale.update`."""
+    """Squared norms of mean gradients over few and over all terms of a step, for `GradientNoiseScale.update`."""
 
     small_squared_norm: float
     small_terms: float
@@ -49,8 +47,26 @@ class NoiseSample(NamedTuple):
 
 
 @dataclass(frozen=True)
+class StepTotals:
+    """Values that are equal on all workers once the gradients of a step are reduced.
+
+    `loss` is the mean over the terms of the global batch; `flags` counts the workers that raised each. The gradients in
+    memory are sums over `num_terms` terms and have the norm `summed_grad_norm`. Under local SGD both are this worker's
+    own, and `grad_norm_rms` is the root mean square of all workers' mean gradients; elsewhere it is None.
+    """
+
+    loss: float
+    num_terms: float
+    summed_grad_norm: float
+    flags: dict[str, int]
+    terms_of_micro_batch: list[float]
+    first_squared_norm: float = 0.0
+    grad_norm_rms: float | None = None
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """What a step did, alike on all workers. `flags` counts the workers that raised each."""
+    """The result of a step, equal on all workers. `flags` counts the workers that raised each flag."""
 
     loss: float
     grad_norm: float
@@ -59,19 +75,65 @@ class StepResult:
     noise_sample: NoiseSample | None = None
 
 
+class StepMetrics:
+    """The metrics of a step in one fp64 vector, which is summed over all workers with the gradients.
+
+    `values` [2 M + F + 1] holds, for M micro-batches of the global batch and F = len(STEP_FLAGS) flags:
+
+    - [0, M): the loss sum of each micro-batch; one element each, so that the sum over workers is exact
+    - [M, 2 M): its number of terms
+    - [2 M, 2 M + F): how many workers raise each flag; the first also carries BUFFERS_CHANGED_FLAG
+    - [2 M + F]: the squared norm of the first micro-batch's gradients, in steps that estimate the gradient noise scale
+    """
+
+    def __init__(self, num_micro_batches: int, world_size: int, device: torch.device):
+        self.num_micro_batches, self.world_size = num_micro_batches, world_size
+        size = 2 * num_micro_batches + len(STEP_FLAGS) + 1
+        self.values = torch.zeros(size, dtype=torch.float64, device=device)
+
+    @property
+    def num_terms(self) -> Tensor:
+        """Number of terms of each micro-batch [M]."""
+        return self.values[self.num_micro_batches : 2 * self.num_micro_batches]
+
+    def record(self, micro_batch_index: int, loss: Tensor, num_terms: Tensor | int) -> None:
+        """Record the loss sum and the number of terms of a micro-batch."""
+        self.values[micro_batch_index] = loss.detach()
+        if isinstance(num_terms, Tensor):
+            self.num_terms[micro_batch_index] = num_terms
+        else:  # assigning a Python number would copy from the host and wait for the GPU
+            self.num_terms[micro_batch_index].fill_(num_terms)
+
+    def raise_flags(self, flags: Sequence[bool], buffers_changed: bool) -> None:
+        """Raise this worker's flags, in the order of STEP_FLAGS."""
+        first = 2 * self.num_micro_batches
+        for index, raised in enumerate(flags):
+            if raised:
+                self.values[first + index].fill_(1)
+        if buffers_changed:
+            self.values[first] += changed_flag_unit(self.world_size)
+
+    def totals(self, values: Sequence[float], summed_grad_norm: float) -> StepTotals:
+        """Read the summed vector, given as numbers."""
+        count = self.num_micro_batches
+        loss, num_terms, flags = unpack_step_metrics(values[:-1], count, self.world_size)
+        return StepTotals(loss, num_terms, summed_grad_norm, flags, list(values[count : 2 * count]), values[-1])
+
+
 def to_device(batch: Batch, device: torch.device) -> TensorBatch:
-    """Copy a batch to the device as tensors. Not by way of pinned memory: taking 512 KB of it costs 7 ms while a GPU is
-    busy, and the copy from pageable memory 0.16 ms (H200, docs/benchmarks/gpu.md)."""
+    """Copy a batch to the device as tensors. Pinned memory does not pay: allocating 512 KB of it takes 7 ms while a GPU
+    is busy, the copy from pageable memory 0.16 ms (H200, docs/benchmarks/gpu.md)."""
     return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
 
 
 def num_metric_slots(micro_batches: int) -> int:
-    """fp32 elements that the agreement of a step of so many micro-batches takes among the gradients."""
+    """fp32 elements that the metrics of a step with `micro_batches` micro-batches need in the gradient buckets."""
     return FP32_PARTS_PER_FP64 * (2 * micro_batches + len(STEP_FLAGS) + 1)
 
 
 def split_fp64(values: Tensor) -> Tensor:
-    """fp64 [n] -> fp32 [PARTS x n], whose sum over the parts it is, bit for bit within the range of fp32."""
+    """Split fp64 [n] into fp32 [FP32_PARTS_PER_FP64 * n]. The parts sum up to the value exactly, within the range of
+    fp32."""
     parts, rest = [], values
     for _ in range(FP32_PARTS_PER_FP64):
         part = rest.float()
@@ -81,43 +143,43 @@ def split_fp64(values: Tensor) -> Tensor:
 
 
 def merge_fp64(parts: Tensor) -> Tensor:
-    """What was `split_fp64`."""
+    """Undo `split_fp64`."""
     return parts.view(FP32_PARTS_PER_FP64, -1).double().sum(0)
 
 
 def changed_flag_unit(world_size: int) -> int:
-    """More than one flag can count to in a world: one that goes along with another is worth so much of it."""
+    """A power of two above the world size: a second flag is counted in multiples of it in the first flag's element."""
     return 1 << world_size.bit_length()
 
 
 def unpack_step_metrics(
     values: Sequence[float], micro_batches: int, world_size: int
 ) -> tuple[float, float, dict[str, int]]:
-    """What an agreement says: the mean loss, over how many terms, and how many workers raised each flag. CHANGED goes
-    along with the first: a flag of its own would move what else travels with the gradients."""
+    """Return the mean loss, the number of terms, and how many workers raised each flag. BUFFERS_CHANGED_FLAG shares the
+    element of the first flag: another element would shift the gradients in their buckets."""
     loss_sum, num_terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
     flag_counts = {name: round(n) for name, n in zip(STEP_FLAGS, values[2 * micro_batches :], strict=True)}
     flag_counts[BUFFERS_CHANGED_FLAG], flag_counts[STEP_FLAGS[0]] = divmod(
         flag_counts[STEP_FLAGS[0]], changed_flag_unit(world_size)
     )
-    # A batch without a single term teaches nothing: gradient and loss are zero.
+    # In a batch without any term, gradient and loss are zero.
     return loss_sum / max(num_terms, 1.0), num_terms, flag_counts
 
 
 class AsyncHostRead:
-    """Host memory for a few numbers of a GPU, fp64 [n], which can be read while the GPU is at what came after them."""
+    """Reads fp64 [n] from a GPU into pinned host memory while the GPU runs later kernels."""
 
     def __init__(self, count: int):
         self._numbers = torch.empty(count, dtype=torch.float64, pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def start_copy(self, numbers: Tensor) -> None:
-        """Copy them once the GPU has them."""
+        """Enqueue the copy."""
         self._numbers.copy_(numbers, non_blocking=True)
         self._copied.record()
 
     def wait_values(self) -> list[float]:
-        """Wait until they are there."""
+        """Wait for the copy, and return the values."""
         self._copied.synchronize()
         found: list[float] = self._numbers.tolist()
         return found
@@ -126,8 +188,9 @@ class AsyncHostRead:
 def compute_divisor_and_skip(
     numbers: Tensor, micro_batches: int, loss_scale: float, max_grad_norm: float | None
 ) -> tuple[Tensor, Tensor]:
-    """By what to divide summed gradients, so that they are the clipped mean's, and whether (1) not to use them, as
-    `TrainStep.finalize` finds it; both fp32 0-d where `numbers` are, the agreement and the norm of the sum."""
+    """Compute on the device what `Trainer.train_step` computes on the host: the divisor of the summed gradients, with
+    clipping, and 1 when the step must be skipped, else 0. Both are fp32 0-d. `numbers`: step metrics and gradient norm
+    (`GradientAccumulator.reduced_values`)."""
     losses, num_terms = numbers[:micro_batches], numbers[micro_batches : 2 * micro_batches]
     count = num_terms.sum().clamp(min=1.0)
     divisor = count * loss_scale
@@ -139,57 +202,59 @@ def compute_divisor_and_skip(
 
 
 def nonfinite_reason(loss: float, grad_norm: float) -> SkipReason | None:
-    """Why a step must not change the weights."""
+    """Why a step must be skipped; None when loss and gradient are finite."""
     if not math.isfinite(loss):
         return "non-finite loss"
     return None if math.isfinite(grad_norm) else "non-finite gradient"
 
 
-class TrainStep:
-    """Performs steps: `start_step`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`;
-    then `reduce_gradients`,
-    `finalize`, `optimizer_step`, `update_aux_state`; where it is `decides_on_device`, `reduce_gradients`,
-    `step_on_device`, `finalize`, `update_aux_state`. `micro_batches` is
-    their number in a global batch, over all workers. `persistent_grads`: gradients are added up in memory of their own
-    from the beginning. `elastic`: the number of replicas must not matter.
+def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
+    """The factor that brings the gradient norm down to `max_grad_norm`; 1 where it is not above."""
+    return 1.0 if max_grad_norm is None or not grad_norm > max_grad_norm else max_grad_norm / grad_norm
+
+
+class GradientAccumulator:
+    """Accumulates the gradients of a step over micro-batches and reduces them over workers. It sums; `Trainer` divides.
+
+    Call `zero_grad`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`; then
+    `reduce_gradients` and `read_totals`. `num_micro_batches` counts the micro-batches of a global batch over all
+    workers. `persistent_grads`: gradient memory is allocated once and zeroed. `elastic`: results must not depend on the
+    number of replicas.
     """
 
     def __init__(
         self,
-        optimizer: OptimizerContainer,
-        scaler: GradScaler,
+        parameters: Iterable[nn.Parameter],
         reducer: GradReducer,
+        scaler: GradScaler,
         *,
         dist_env: DistEnv,
         mesh: Mesh,
-        micro_batches: int,
-        max_grad_norm: float | None,
+        num_micro_batches: int,
         seeds: MicroBatchSeeds,
         modules: Sequence[nn.Module] = (),
         persistent_grads: bool = False,
         elastic: bool = False,
     ):
-        self.optimizer = optimizer
-        self.scaler = scaler
         self.reducer = reducer
+        self.scaler = scaler
         self.dist_env = dist_env
         self.mesh = mesh
-        self.micro_batches = micro_batches
-        self.max_grad_norm = max_grad_norm
+        self.num_micro_batches = num_micro_batches
+        self.is_elastic = elastic
         self._seeds = seeds
         self._persistent_grads = persistent_grads
-        self._micro_batch_indices = mesh.own_micro_batches(micro_batches)
+        self._micro_batch_indices = mesh.own_micro_batches(num_micro_batches)
         self._num_own = len(self._micro_batch_indices)
-        self._evenly_divided = (
-            micro_batches == self._num_own * mesh.dp_size
-        )  # else the squares are not of as many terms each
-        self._parameters = list(optimizer.parameter_names)
+        # otherwise the squared norms are of different numbers of terms
+        self._evenly_divided = num_micro_batches == self._num_own * mesh.dp_size
+        self._parameters = list(parameters)
         self.num_backwards = 0
-        """Micro-batches of this step that are done."""
+        """Number of backwards that have run in this step."""
         self.grads_reduced = False
         """Whether the gradients of this step are summed over all workers."""
-        # Nobody else has a part of the state that sharded replicas have: who knows that a step is agreed knows that
-        # each worker has what it takes to do it (elastic/reconfigure.py).
+        # Sharded replicas recover from the summed gradients (elastic/sharded_recovery.py): once a worker has the summed
+        # metrics, every worker must have its part of the gradients.
         self._reduce_grads_first = isinstance(reducer, HSDPTreeReducer)
         modules_: list[Any] = [module_ for module in modules for module_ in module.modules()]
         self._after_step_hooks: list[Callable[[Callable[[Tensor], Tensor]], None]] = [
@@ -202,18 +267,9 @@ class TrainStep:
         self._loss_scaled_modules = [
             module_ for module_ in modules_ if scaler.dynamic and hasattr(module_, "loss_scale")
         ]
-        # Several workers must agree before any of them changes its state (elastic/reconfigure.py).
-        self.decides_on_device = (
-            dist_env.world_size == 1
-            and dist_env.device.type == "cuda"
-            and optimizer.supports_scaled_step
-            and not elastic
-        )
-        """Whether the device judges a step, so that it computes on while the host waits for the outcome."""
-        self._async_read = AsyncHostRead(2 * micro_batches + len(STEP_FLAGS) + 2) if self.decides_on_device else None
 
-    def start_step(self, step: int) -> None:
-        """A step with this number begins."""
+    def zero_grad(self, step: int) -> None:
+        """Begin `step`: clear gradients and metrics, and seed random numbers with it."""
         self._seeds.start_step(step, self._micro_batch_indices)
         if (bucketed_reducer := find_bucketed_reducer(self.reducer)) is not None:
             bucketed_reducer.start_step(step)
@@ -221,40 +277,36 @@ class TrainStep:
         self.buffer_sync.record_versions()
         for before_step in self._before_step_hooks:
             before_step()
-        # Losses and terms of all micro-batches, then the flags, and at times the square of the first gradients
-        # [2 x micro_batches + len(FLAGS) + 1].
         self._measures_noise = step % NOISE_SCALE_EVERY_STEPS == 0 and self._num_own > 1 and self._evenly_divided
-        size = 2 * self.micro_batches + len(STEP_FLAGS) + 1
-        self._step_metrics = torch.zeros(size, dtype=torch.float64, device=self.dist_env.device)
+        self.metrics = StepMetrics(self.num_micro_batches, self.dist_env.world_size, self.dist_env.device)
         for parameter in self._parameters:
-            # Otherwise autograd keeps the tensor that it is given, which a CUDA graph writes over when it runs again.
+            # Otherwise autograd keeps the tensor it receives, which a CUDA graph overwrites when it runs again.
             parameter.grad = torch.zeros_like(parameter) if self._persistent_grads else None
         for part in self._loss_scaled_modules:
             part.loss_scale = self.scaler.scale
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of this worker's micro-batches are done."""
+        """Whether backward has run for all of this worker's micro-batches."""
         return self.num_backwards == self._num_own
 
     def seed_micro_batch(self) -> None:
-        """Seed random numbers for the forward of the next micro-batch: they do not depend on who computes it."""
+        """Seed random numbers for the forward of the next micro-batch, independent of the worker that computes it."""
         self._seeds.seed_micro_batch(self.num_backwards)
 
     def backward(
         self, loss: Tensor, num_terms: Tensor | int, flags: Callable[[], Sequence[bool]], timer: StepTimer
     ) -> None:
-        """Note loss and terms of the next micro-batch, and run its backward. `flags` are asked as late as the agreement
-        allows."""
+        """Record loss and terms of the next micro-batch, and run its backward. `flags` is called once, before the last
+        backward, which starts the reduction."""
         micro_batch_index = self._micro_batch_indices[self.num_backwards]
         self.num_backwards += 1
         if self.mesh.owns_loss:
-            self._step_metrics[micro_batch_index] = loss.detach()
-            self._write_num_terms(micro_batch_index, num_terms)
+            self.metrics.record(micro_batch_index, loss, num_terms)
         if self.is_complete:
-            self._write_flags(flags)
+            self.metrics.raise_flags(flags(), self.buffer_sync.detect_changes())
             if self.reducer.metric_slots is not None:
-                self.reducer.metric_slots.copy_(split_fp64(self._step_metrics))
+                self.reducer.metric_slots.copy_(split_fp64(self.metrics.values))
         timer.lap("forward")
         self.reducer.begin_backward(micro_batch_index)
         (loss * self.scaler.scale if self.scaler.dynamic else loss).backward()
@@ -264,7 +316,7 @@ class TrainStep:
             and self.num_backwards == 1
             and (square := self.reducer.local_squared_norm()) is not None
         ):
-            self._step_metrics[-1] = square
+            self.metrics.values[-1] = square
         timer.lap("backward")
 
     def record_pipeline_losses(
@@ -273,89 +325,86 @@ class TrainStep:
         flags: Callable[[], Sequence[bool]],
         timer: StepTimer,
     ) -> None:
-        """Note losses and terms of all micro-batches, whose backward a pipeline has done already; None where this
-        worker has not the last stage."""
+        """Record losses and terms of all micro-batches after a pipeline has run their backward. `losses` is None on
+        workers without the last stage."""
         timer.lap("backward")
         for micro_batch_index, (loss, num_terms) in (
             zip(self._micro_batch_indices, losses, strict=True) if losses else ()
         ):
             if self.mesh.owns_loss:
-                self._step_metrics[micro_batch_index] = loss
-                self._write_num_terms(micro_batch_index, num_terms)
+                self.metrics.record(micro_batch_index, loss, num_terms)
         self.num_backwards = self._num_own
-        self._write_flags(flags)
+        self.metrics.raise_flags(flags(), self.buffer_sync.detect_changes())
 
-    def _write_num_terms(self, micro_batch_index: int, num_terms: Tensor | int) -> None:
-        if isinstance(num_terms, Tensor):
-            self._step_metrics[self.micro_batches + micro_batch_index] = num_terms
-        else:  # an assigned number is copied from the host, which waits for the GPU
-            self._step_metrics[self.micro_batches + micro_batch_index].fill_(num_terms)
-
-    def _write_flags(self, flags: Callable[[], Sequence[bool]]) -> None:
-        for index, raised in enumerate(flags()):
-            if raised:
-                self._step_metrics[2 * self.micro_batches + index].fill_(1)
-        if self.buffer_sync.detect_changes():
-            self._step_metrics[2 * self.micro_batches] += changed_flag_unit(self.dist_env.world_size)
-
-    def reduce_gradients(self, timer: StepTimer) -> Tensor:
-        """Leave summed gradients in the parameters; the agreement of all workers, on the device."""
+    def reduce_gradients(self, timer: StepTimer) -> None:
+        """Sum gradients, losses, terms and flags over all workers."""
         pending, needs_all_reduce = None, self.dist_env.world_size > 1 and self.reducer.metric_slots is None
         if needs_all_reduce and not self._reduce_grads_first:
-            pending = dist.all_reduce(self._step_metrics, async_op=True)
+            pending = dist.all_reduce(self.metrics.values, async_op=True)
         self.reducer.reduce_gradients()
         self.grads_reduced = True
         if pending is not None:
             pending.wait()
         elif needs_all_reduce:
-            dist.all_reduce(self._step_metrics)
+            dist.all_reduce(self.metrics.values)
         if self.reducer.metric_slots is not None:
-            self._step_metrics = merge_fp64(self.reducer.metric_slots)
+            self.metrics.values = merge_fp64(self.reducer.metric_slots)
         timer.lap("exchange")
-        return self._step_metrics
 
-    def step_on_device(self, step_metrics: Tensor, lr: float) -> None:
-        """Judge the step on the device and change the parameters, or not; `finalize` comes to the same."""
-        assert self._async_read is not None
-        numbers = torch.cat([step_metrics, self.reducer.grad_norm().view(1)])
-        self._async_read.start_copy(numbers)
-        self.optimizer.step_scaled(
-            lr, *compute_divisor_and_skip(numbers, self.micro_batches, self.scaler.scale, self.max_grad_norm)
-        )
+    def reduced_values(self) -> Tensor:
+        """Summed metrics and the norm of the summed gradients, fp64 [2 M + F + 2] on the device."""
+        return torch.cat([self.metrics.values, self.reducer.grad_norm().view(1)])
 
-    def finalize(self, step_metrics: Tensor) -> tuple[StepResult, float]:
-        """Judge the step: its outcome and the factor that turns summed gradients into the clipped mean's."""
-        count = self.micro_batches
-        if self._async_read is not None:
-            *values, square, raw_norm = self._async_read.wait_values()
-        else:
-            *values, square, raw_norm = torch.cat([step_metrics, self.reducer.grad_norm().view(1)]).tolist()
-        loss, num_terms, flags = unpack_step_metrics(values, count, self.dist_env.world_size)
-        factor = 1.0 / (max(num_terms, 1.0) * self.scaler.scale)
-        grad_norm = raw_norm * factor
-        skip_reason = nonfinite_reason(loss, grad_norm)
-        if skip_reason is None and self.max_grad_norm is not None and grad_norm > self.max_grad_norm:
-            factor *= self.max_grad_norm / grad_norm
-        noise_sample = self._make_noise_sample(square, values[count : 2 * count], grad_norm) if square else None
-        return StepResult(loss, grad_norm, skip_reason, flags, noise_sample), factor
+    def read_totals(self, values: Sequence[float] | None = None) -> StepTotals:
+        """Read the sums of `reduce_gradients`. `values`: `reduced_values`, when the host has them already."""
+        *summed, grad_norm = self.reduced_values().tolist() if values is None else values
+        return self.metrics.totals(summed, grad_norm)
 
-    def _make_noise_sample(self, sum_of_squares: float, num_terms: Sequence[float], grad_norm: float) -> NoiseSample:
-        """From the squares of each worker's first gradient (a sum over its terms), the agreed terms and the norm."""
-        first = sum(num_terms[:: self._num_own])
+    def make_noise_sample(self, totals: StepTotals, grad_norm: float) -> NoiseSample | None:
+        """Make the sample from the squared norms of the workers' first gradients (sums over terms) and the totals."""
+        if not totals.first_squared_norm:
+            return None
+        first = sum(totals.terms_of_micro_batch[:: self._num_own])
         small_terms = max(first / self.reducer.num_norm_samples, 1.0)
-        small = sum_of_squares / self.reducer.num_norm_samples / (small_terms * self.scaler.scale) ** 2
-        return NoiseSample(small, small_terms, grad_norm**2, max(sum(num_terms), 1.0))
+        small = totals.first_squared_norm / self.reducer.num_norm_samples / (small_terms * self.scaler.scale) ** 2
+        return NoiseSample(small, small_terms, grad_norm**2, max(totals.num_terms, 1.0))
 
-    def optimizer_step(self, factor: float, lr: float) -> None:
-        """Scale the gradients and change the parameters."""
-        scale_in_place(self.reducer.grad_tensors(), factor)
-        self.optimizer.step(lr)
-
-    def update_aux_state(self, flags: Mapping[str, int]) -> list[str]:
-        """Let parts of the model that keep statistics of the global batch (`after_step`) have those of all workers, and
-        all workers the same of what forwards changed; the names of what changed for the first time."""
+    def sync_buffers(self, flags: Mapping[str, int]) -> list[str]:
+        """Synchronize buffers: call `after_step` of modules that keep statistics of the global batch, and send rank 0's
+        values of buffers that a forward changed. Returns the names of buffers that changed for the first time."""
         for after_step in self._after_step_hooks:
             after_step(
                 lambda value: value if self.mesh.stage_group is None else all_reduce_copy(value, self.mesh.stage_group)
             )
         return self.buffer_sync.sync_buffers(flags[BUFFERS_CHANGED_FLAG] > 0)
+
+
+class DeviceSideStep:
+    """On one GPU, decides on the device whether to update and by what factor, so that kernels keep running while the
+    host waits for the totals. Several workers must agree before any of them changes its state
+    (elastic/reconfigure.py)."""
+
+    def __init__(self, accumulator: GradientAccumulator, optimizer: OptimizerContainer, max_grad_norm: float | None):
+        self._accumulator, self._optimizer, self._max_grad_norm = accumulator, optimizer, max_grad_norm
+        self._read = AsyncHostRead(2 * accumulator.num_micro_batches + len(STEP_FLAGS) + 2)
+
+    @classmethod
+    def where_possible(
+        cls, accumulator: GradientAccumulator, optimizer: OptimizerContainer, max_grad_norm: float | None
+    ) -> "DeviceSideStep | None":
+        """None when the host has to decide."""
+        env = accumulator.dist_env
+        alone_on_gpu = env.world_size == 1 and env.device.type == "cuda" and not accumulator.is_elastic
+        return cls(accumulator, optimizer, max_grad_norm) if alone_on_gpu and optimizer.supports_scaled_step else None
+
+    def step(self, lr: float) -> None:
+        """Update the parameters unless the step must be skipped."""
+        values, accumulator = self._accumulator.reduced_values(), self._accumulator
+        self._read.start_copy(values)
+        scale = accumulator.scaler.scale
+        decision = compute_divisor_and_skip(values, accumulator.num_micro_batches, scale, self._max_grad_norm)
+        self._optimizer.step_scaled(lr, *decision)
+
+    def wait_values(self) -> list[float]:
+        """Wait for the values that `GradientAccumulator.read_totals` takes."""
+        return self._read.wait_values()

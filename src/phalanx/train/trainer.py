@@ -1,19 +1,16 @@
-"""One worker's part in a run, as a training loop sees it: batches come, losses go in, steps happen.
+"""The training loop of one worker: `Trainer.fit` runs steps, `Trainer.train_step` is one step from data to update.
 
-    for batch in session.micro_batches():
-        loss_sum, terms = ...            # forward and loss are the loop's own
-        session.backward(loss_sum, terms)
-        session.step()                      # acts after the last micro-batch of a step
-
-Between two steps, in this order: the guard judges, progress counts, evaluation and checkpoint if they are due, a wish
-to stop is obeyed. All decisions rest on numbers that all workers share, so all take the same turn. The arithmetic of a
-step is `train_step.py`; the trainer (`loop.py`) and loops of the user's own (`session.py`) both drive a trainer.
+After each step, in this order: a non-finite step is skipped or rolled back, progress is counted, evaluation and
+checkpoint run when they are due, a stop request or a change of membership takes effect. Every decision is made from
+values that were reduced over all workers, so all workers make the same one. `train_step.py` accumulates and reduces
+gradients. A custom loop (`session.py`) drives the same object through `micro_batches`, `backward` and `step`.
 """
 
 import gc
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.compat import scale_in_place
 from phalanx.data.prefetch import Prefetcher
 from phalanx.errors import GaveUpError, UsageError
 from phalanx.run import Event
@@ -32,14 +30,13 @@ from phalanx.train.distributed.buffer_sync import format_names
 from phalanx.train.distributed.environment import collect_in_background
 from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.grad_sync.autoselect import GradSyncSelector
-from phalanx.train.loss import LossModule
 from phalanx.train.lr_schedule import compute_learning_rate
 from phalanx.train.nonfinite import MAX_NONFINITE_IN_A_ROW, choose_nonfinite_action
 from phalanx.train.same_model import SameModel
 from phalanx.train.step_timer import HeartbeatTimer, make_step_timer
 from phalanx.train.train_context import MembershipChanged, TrainContext, report_rejected_checkpoint, return_false
 from phalanx.train.train_state import LastStep, SurvivorState, TrainState
-from phalanx.train.train_step import StepResult
+from phalanx.train.train_step import DeviceSideStep, StepResult, clip_coefficient, nonfinite_reason
 
 DIVERGENCE_HINT = "lower optimizer.lr, lengthen optimizer.schedule.warmup_steps, or look at the data of these steps"
 BACKWARD_ONCE_ERROR = "a training loop must call session.backward(loss_sum, terms) once for every batch"
@@ -47,11 +44,11 @@ STEP_ONCE_ERROR = "a training loop must call session.step() once after every ses
 
 
 BufferSnapshot = tuple[nn.Module, str, Tensor, Tensor]
-"""A module's buffer, its name there, and its value at some time."""
+"""A module, the name of one of its buffers, the buffer, and a copy of its value."""
 
 
 def snapshot_buffers(modules: Iterable[nn.Module]) -> list[BufferSnapshot]:
-    """All buffers of modules as they are now, also those that are in no checkpoint: they may count within a step."""
+    """Copy all buffers of modules, also those that no checkpoint holds: a forward may change them."""
     found = [
         (part, name, each)
         for top in modules
@@ -62,8 +59,11 @@ def snapshot_buffers(modules: Iterable[nn.Module]) -> list[BufferSnapshot]:
 
 
 class Trainer:
-    """Trains from `train_state` to the last step, or until a worker is asked to stop; or from how workers stood when
-    they left another world."""
+    """Runs training steps until `recipe.steps` or a stop request.
+
+    What must survive a restart is in `train_state`. A custom loop (`Session`) uses `micro_batches`, `backward` and
+    `step` instead of `fit`.
+    """
 
     def __init__(self, context: TrainContext, start_state: TrainState | SurvivorState, common_meta: dict[str, Any]):
         survivor_state = (
@@ -75,49 +75,164 @@ class Trainer:
         self.train_state = train_state = survivor_state.train_state
         self._continues_from_memory = isinstance(start_state, SurvivorState)
         self._rollback_counts: Counter[int] = Counter()
-        recipe, dist_env, mesh = context.recipe, context.dist_env, context.parallel_model.mesh
+        recipe, dist_env, accumulator = context.recipe, context.dist_env, context.accumulator
         self.step_times = StepTimes()
         self.checkpoint_policy = CheckpointPolicy(
             context, survivor_state, common_meta, self.step_times, self._report_event
         )
         self.checkpoints = self.checkpoint_policy.checkpoints
         self.timer = HeartbeatTimer(make_step_timer(dist_env.device), context.heartbeat)
-        reducer, num_backwards = (
-            context.train_step.reducer,
-            len(mesh.own_micro_batches(context.train_step.micro_batches)),
-        )
+        num_backwards = len(context.parallel_model.mesh.own_micro_batches(accumulator.num_micro_batches))
         self.grad_sync_selector = GradSyncSelector(
-            recipe, dist_env, reducer, num_backwards, train_state, self._report_event
+            recipe, dist_env, accumulator.reducer, num_backwards, train_state, self._report_event
         )
-        self._same = SameModel(context.parallel_model)
-        self._samples_at_step_start = train_state.samples_consumed  # when the current step began
+        self._device_step = DeviceSideStep.where_possible(
+            accumulator, context.optimizer, recipe.optimizer.max_grad_norm
+        )
+        self._same_model = SameModel(context.parallel_model)
+        self._samples_at_step_start = train_state.samples_consumed
         self._post_step_done, self._evaluated_step = survivor_state.post_step_done, survivor_state.evaluated_step
         self._rollback_reason = survivor_state.rollback_reason
-        self._buffers_before: list[BufferSnapshot] = []  # when the step began, where workers may be torn out of one
-        self._last_step: LastStep | None = None  # a step was done
-        self._mutating = False  # state and progress do not belong together
-        self._num_yielded = 0  # micro-batches of it that the loop has got
+        self._buffers_before: list[BufferSnapshot] = []  # at the begin of a step that a reconfiguration may interrupt
+        self._last_step: LastStep | None = None
+        self._mutating = False  # model and train_state do not belong together
+        self._num_yielded = 0  # micro-batches of the step that a custom loop has received
         self._stop_agreed = False
+        self._rolled_back = False  # by the step that was just done
         self._improved = survivor_state.improved
 
-    def micro_batches(self) -> Iterator[Any]:
-        """This worker's micro-batches, one after the other, until the run is done or stops. Random numbers are seeded
-        for each. UsageError when `backward` or `step` is left out or called once too often."""
-        for micro_batches in self.steps():
-            for number, arrays in enumerate(micro_batches):
-                batch = self.context.prepare_batch(arrays)
-                self._num_yielded = number + 1
-                self.context.train_step.seed_micro_batch()
-                yield batch
-                if self.context.train_step.num_backwards != number + 1:
-                    raise UsageError(BACKWARD_ONCE_ERROR)
+    def fit(self) -> RunStatus:
+        """Train until the last step or a stop request, and save the final state. Returns `done` or `interrupted`."""
+        with self._open_batches() as batches:
+            while not self.is_done:
+                result = self.train_step(self._next_micro_batches(batches))
+                self.after_step(result)  # evaluation, checkpoint, stop request, reconfiguration
+        return self.finish()
 
-    def steps(self) -> Iterator[list[Any]]:
-        """The micro-batches of this worker for each step, as the data gave them."""
-        recipe, context, train_state = self.context.recipe, self.context, self.train_state
+    def train_step(self, micro_batches: Sequence[Any] | None) -> StepResult:
+        """Run one step. Gradients, losses and terms are summed over all micro-batches of the global batch, and divided
+        once. `micro_batches` is None when the caller has already run `zero_grad` and `backward` (`step`)."""
+        context, timer, step = self.context, self.timer, self.train_state.step + 1
+        accumulator, scaler, optimizer = context.accumulator, context.scaler, context.optimizer
+        lr, max_grad_norm = compute_learning_rate(context.recipe, step), context.recipe.optimizer.max_grad_norm
+
+        if micro_batches is not None:
+            self.zero_grad()
+            loss_module = context.loss_module
+            if isinstance(loss_module, PipelineRunner):  # forward and backward of all micro-batches, interleaved
+                losses = loss_module.step([context.prepare_batch(batch) for batch in micro_batches])
+                accumulator.record_pipeline_losses(losses, self._local_flags, timer)
+            else:  # gradient accumulation
+                assert loss_module is not None
+                for micro_batch in micro_batches:
+                    batch = context.prepare_batch(micro_batch)
+                    accumulator.seed_micro_batch()
+                    ((_, loss_sum, num_terms),) = loss_module(batch)
+                    accumulator.backward(loss_sum, num_terms, self._local_flags, timer)
+
+        self._same_model.check(step)
+        accumulator.reduce_gradients(timer)
+        if self._device_step is not None:  # the device decides what follows, the host computes the same later
+            self._wait_snapshot_copied()
+            self._device_step.step(lr)
+        totals = accumulator.read_totals(None if self._device_step is None else self._device_step.wait_values())
+
+        # Gradients are sums over the terms of the global batch. This is the only division.
+        factor = 1.0 / (max(totals.num_terms, 1.0) * scaler.scale)
+        grad_norm = totals.summed_grad_norm * factor
+        reported_norm = grad_norm if totals.grad_norm_rms is None else totals.grad_norm_rms
+        skip_reason = nonfinite_reason(totals.loss, reported_norm)
+        factor *= clip_coefficient(grad_norm, max_grad_norm)
+        timer.lap("optimizer")
+
+        if self._device_step is None:
+            self._wait_snapshot_copied()
+        self._mutating = True
+        update = skip_reason is None and self._device_step is None
+        if update:
+            scale_in_place(accumulator.reducer.grad_tensors(), factor)
+            optimizer.step(lr)
+
+        noise_sample = accumulator.make_noise_sample(totals, grad_norm)
+        result = StepResult(totals.loss, reported_norm, skip_reason, totals.flags, noise_sample)
+        self._complete_step(step, result, lr, factor, update)
+        return result
+
+    def zero_grad(self) -> None:
+        """Begin a step: clear gradients and losses, and seed random numbers with the step number."""
+        context, step = self.context, self.train_state.step + 1
+        self._samples_at_step_start = self.train_state.samples_consumed
+        static = context.membership_changed is return_false
+        self._buffers_before = [] if static else snapshot_buffers(context.parallel_model.modules)
+        context.heartbeat.step = step
+        context.accumulator.zero_grad(step)
+
+    def after_step(self, result: StepResult) -> None:
+        """Run what is due between two steps. Raises MembershipChanged when workers must form another world."""
+        world_size = self.context.dist_env.world_size
+        # A single worker needs no agreement: a request that came late in the step takes effect at once.
+        stop_requested = world_size == 1 and self.context.stop_request.requested
+        self._stop_agreed = bool(result.flags["stop"]) or stop_requested
+        self.timer.lap("other")
+        self._improved = False
+        if not self._rolled_back:  # the work after this step was already done before the rollback
+            if not self.is_done:
+                self.grad_sync_selector.select_if_due()
+            self._run_post_step()
+        # A worker that joins takes no part in a save in flight, so wait for its end.
+        membership_changed = result.flags["summoned"] == world_size and self.checkpoints.step_in_flight is None
+        if membership_changed and not self.is_done:
+            raise MembershipChanged
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last step is done, or all workers agreed to stop."""
+        return self.train_state.step >= self.context.recipe.steps or self._stop_agreed
+
+    def micro_batches(self) -> Iterator[Any]:
+        """Yield this worker's micro-batches to a custom loop until the run is done or stops. Random numbers are seeded
+        for each. UsageError when the loop leaves out `backward` or `step`, or calls one once too often."""
+        with self._open_batches() as batches:
+            while not self.is_done:
+                micro_batches = self._next_micro_batches(batches)
+                self.zero_grad()
+                for number, arrays in enumerate(micro_batches):
+                    batch = self.context.prepare_batch(arrays)
+                    self._num_yielded = number + 1
+                    self.context.accumulator.seed_micro_batch()
+                    yield batch
+                    if self.context.accumulator.num_backwards != number + 1:
+                        raise UsageError(BACKWARD_ONCE_ERROR)
+                if self.train_state.samples_consumed == self._samples_at_step_start:
+                    raise UsageError(STEP_ONCE_ERROR)
+
+    def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
+        """Run backward of a micro-batch. `loss_sum` (0-d) is the sum of its losses over `num_terms` terms, not divided:
+        `step` divides by the number of terms of the global batch. UsageError when no micro-batch is pending."""
+        if self.context.accumulator.num_backwards >= self._num_yielded:
+            raise UsageError(BACKWARD_ONCE_ERROR)
+        self.context.accumulator.backward(loss_sum, num_terms, self._local_flags, self.timer)
+
+    def step(self) -> bool:
+        """Complete the step after its last micro-batch. Returns whether the step was completed. UsageError when it was
+        completed before, or no step has begun."""
+        if not self._num_yielded:
+            raise UsageError(STEP_ONCE_ERROR)
+        if not self.context.accumulator.is_complete:
+            return False
+        if self.train_state.samples_consumed != self._samples_at_step_start:
+            raise UsageError(STEP_ONCE_ERROR)
+        self.after_step(self.train_step(None))
+        return True
+
+    @contextmanager
+    def _open_batches(self) -> Iterator[Prefetcher]:
+        """Start callbacks and this worker's batches, and finish what was due after the last step."""
+        context, train_state, recipe = self.context, self.train_state, self.context.recipe
         context.callbacks.run_context.step = train_state.step
         context.callbacks.on_train_start()
-        is_static = context.membership_changed is return_false or context.parallel_model.mesh.is_pure_ddp
+        mesh = context.parallel_model.mesh
+        is_static = context.membership_changed is return_false or mesh.is_pure_ddp
         if self._continues_from_memory:
             collect_in_background(is_static)  # of the group that lost a member
         else:
@@ -127,83 +242,37 @@ class Trainer:
         with Prefetcher(
             context.data,
             global_batch=recipe.batch.global_size,
-            micro_size=recipe.batch.global_size // context.train_step.micro_batches,
-            rank=context.parallel_model.mesh.dp_rank,
-            num_groups=context.parallel_model.mesh.dp_size,
-            stride=context.parallel_model.mesh.micro_batch_stride,
+            micro_size=recipe.batch.global_size // context.accumulator.num_micro_batches,
+            rank=mesh.dp_rank,
+            num_groups=mesh.dp_size,
+            stride=mesh.micro_batch_stride,
             samples_consumed=train_state.samples_consumed,
-        ) as feed:
+        ) as batches:
             self.timer.start()
             if self._rollback_reason:
                 self._roll_back(self._rollback_reason)
             elif self._post_step_done < train_state.step:
                 self._run_post_step()
-            while train_state.step < recipe.steps and not self._stop_agreed:
-                micro_batches = next(feed)
-                self.timer.lap("data")
-                self._samples_at_step_start = train_state.samples_consumed
-                self._buffers_before = (
-                    []
-                    if context.membership_changed is return_false
-                    else snapshot_buffers(context.parallel_model.modules)
-                )
-                self._num_yielded = len(micro_batches)
-                context.heartbeat.step = train_state.step + 1
-                context.train_step.start_step(train_state.step + 1)
-                yield micro_batches
-                if train_state.samples_consumed == self._samples_at_step_start:
-                    raise UsageError(STEP_ONCE_ERROR)
+            yield batches
 
-    def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
-        """Backward of a micro-batch: the sum of its losses (0-d) over `num_terms` terms. Do not divide: the gradient of
-        a step is divided once, by the number of terms of the whole global batch. UsageError when there is no batch that
-        waits for it."""
-        if self.context.train_step.num_backwards >= self._num_yielded:
-            raise UsageError(BACKWARD_ONCE_ERROR)
-        self.context.train_step.backward(loss_sum, num_terms, self._local_flags, self.timer)
+    def _next_micro_batches(self, batches: Prefetcher) -> list[Any]:
+        micro_batches: list[Any] = next(batches)
+        self.timer.lap("data")
+        self._num_yielded = len(micro_batches)
+        return micro_batches
 
-    def record_pipeline_losses(self, losses: Sequence[tuple[Tensor, Tensor | int]] | None) -> None:
-        """Instead of `backward`: what a pipeline computed for all micro-batches of a step, backward included."""
-        self.context.train_step.record_pipeline_losses(losses, self._local_flags, self.timer)
-
-    def step(self) -> bool:
-        """After the last micro-batch of a step: change the weights, report, evaluate and save what is due. Whether it
-        was the last. UsageError when the step was done already, or none has begun."""
-        train_step, recipe, train_state = self.context.train_step, self.context.recipe, self.train_state
-        if not self._num_yielded:
-            raise UsageError(STEP_ONCE_ERROR)
-        if not train_step.is_complete:
-            return False
-        if train_state.samples_consumed != self._samples_at_step_start:
-            raise UsageError(STEP_ONCE_ERROR)
-        self._same.check(train_state.step + 1)
-        before = train_state.step
-        result = self._complete_step()
-        # Alone there is nobody to agree with, so a request that came late in the step is obeyed at once.
-        self._stop_agreed = bool(result.flags["stop"]) or (
-            self.context.dist_env.world_size == 1 and self.context.stop_request.requested
-        )
-        self.timer.lap("other")
-        self._improved = False
-        if train_state.step > before:  # after a rollback nothing is due: it was done when it was new
-            if train_state.step < recipe.steps and not self._stop_agreed:
-                self.grad_sync_selector.select_if_due()
-            self._run_post_step()
-        # Who comes has no part in a save in flight.
-        membership_changed = (
-            result.flags["summoned"] == self.context.dist_env.world_size and self.checkpoints.step_in_flight is None
-        )
-        if membership_changed and train_state.step < recipe.steps and not self._stop_agreed:
-            raise MembershipChanged
-        return True
+    def _wait_snapshot_copied(self) -> None:
+        """Wait until a save in flight has copied the state, which the optimizer changes next. Saves wait only here."""
+        self.checkpoints.wait_snapshot_copied()
+        self.timer.lap("checkpoint")
 
     def _run_post_step(self) -> None:
-        """Do what is due after a step."""
-        if self._evaluated_step < self.train_state.step:  # else by those who were torn out of what follows
+        """Run evaluation and checkpoints that are due after a step."""
+        if self._evaluated_step < self.train_state.step:  # else a reconfiguration interrupted it after the evaluation
             self._improved = self._evaluate_if_due()
             self._evaluated_step = self.train_state.step
         self.timer.skip()
-        if self.train_state.step < self.context.recipe.steps and not self._stop_agreed:
+        if not self.is_done:
             self.checkpoint_policy.save_if_due(self._improved)
             self.checkpoint_policy.copy_to_memory_if_due()
             self.timer.lap("checkpoint")
@@ -211,61 +280,44 @@ class Trainer:
 
     @property
     def state_is_consistent(self) -> bool:
-        """Whether others could go on from what is in this worker's memory."""
+        """Whether other workers could continue from the state in this worker's memory."""
         return not self._mutating
 
     def detach(self) -> SurvivorState:
-        """Leave everything as it was at the end of the last step that is done, without a word to the others."""
-        pending_save = self.checkpoints.detach()  # before anything changes that it may be copying
-        self.context.train_step.reducer.close()
+        """Restore the state at the end of the last completed step, without communication."""
+        pending_save = self.checkpoints.detach()  # first: it may be copying what changes below
+        self.context.accumulator.reducer.close()
         in_step = self.train_state.samples_consumed == self._samples_at_step_start
         if in_step:
             with torch.no_grad():
                 for module, name, buffer, value in self._buffers_before:
                     setattr(module, name, buffer.copy_(value))
-        grads_reduced = in_step and self.context.train_step.grads_reduced
+        grads_reduced = in_step and self.context.accumulator.grads_reduced
         due = (self._evaluated_step, self._improved, self._rollback_reason)
         return SurvivorState(self.train_state, self._post_step_done, self._last_step, grads_reduced, *due, pending_save)
 
-    def finish(self) -> str:
-        """Save the state with which the run ends; `done` or `interrupted`."""
+    def finish(self) -> RunStatus:
+        """Save the final state. Returns `done` or `interrupted`."""
         self.context.heartbeat.record("ending")
         self.checkpoint_policy.save_final(self._improved)
         status: RunStatus = "done" if self.train_state.step >= self.context.recipe.steps else "interrupted"
         self._report_event(RunEnded(status=status, step=self.train_state.step))
         return status
 
-    def _complete_step(self) -> StepResult:
-        """Agree, judge, update, count, report."""
+    def _complete_step(self, step: int, result: StepResult, lr: float, factor: float, updated: bool) -> None:
+        """Update everything but the parameters after a step, count the step and report it."""
         context, recipe, train_state, timer = self.context, self.context.recipe, self.train_state, self.timer
-        step = train_state.step + 1
-        step_metrics, lr, decides_on_device = (
-            context.train_step.reduce_gradients(timer),
-            compute_learning_rate(recipe, step),
-            context.train_step.decides_on_device,
-        )
-        if decides_on_device:
-            self.checkpoints.wait_snapshot_copied()
-            timer.lap("checkpoint")
-            context.train_step.step_on_device(step_metrics, lr)
-        result, grad_factor = context.train_step.finalize(step_metrics)
+        newly_changed = context.accumulator.sync_buffers(result.flags)
         timer.lap("optimizer")
-        if not decides_on_device:
-            self.checkpoints.wait_snapshot_copied()
-            timer.lap("checkpoint")
-        self._mutating = True
-        if result.skip_reason is None and not decides_on_device:
-            context.train_step.optimizer_step(grad_factor, lr)
-        newly_changed = context.train_step.update_aux_state(result.flags)
-        timer.lap("optimizer")
-        if context.parallel_model.local_sgd is not None and context.parallel_model.local_sgd.local_sgd.after_step(step):
+        local_sgd = context.parallel_model.local_sgd
+        if local_sgd is not None and local_sgd.local_sgd.after_step(step, updated):
             timer.lap("exchange")
         self.checkpoints.handle_flags(result.flags)
         timer.lap("checkpoint")
         units = recipe.batch.global_size * context.units_per_sample
         train_state.step = context.callbacks.run_context.step = step
         train_state.samples_consumed += recipe.batch.global_size
-        self._mutating = False
+        self._mutating = self._rolled_back = False
         if result.skip_reason is None:
             train_state.last_loss = result.loss
             train_state.units_trained += units
@@ -284,30 +336,26 @@ class Trainer:
             skip_reason=result.skip_reason,
             noise_scale_samples=self._update_noise_scale(result),
         )
-        first, self._last_step = (
-            self._last_step is None,
-            LastStep((grad_factor, lr) if result.skip_reason is None else None, ()),
-        )
+        is_first = self._last_step is None
+        self._last_step = LastStep((factor, lr) if result.skip_reason is None else None, ())
         self._remember_event(event)
         self._report_event(event)
         if newly_changed:
             text = (
-                f"forwards change {format_names(newly_changed)}: after each step all workers have what the first one "
-                "has"
+                f"the forward changes {format_names(newly_changed)}: rank 0's values are sent to all workers each step"
             )
             self._report_event(RunWarning(text=text))
-        if first:
-            context.reporter.flush()  # the agent can do without a worker from now on
+        if is_first:
+            context.reporter.flush()  # from now on the agent can replace a lost worker
         self._handle_nonfinite(step, result)
-        return result
 
     def _remember_event(self, event: StepDone | NonFiniteStep) -> None:
-        """Keep what is told of a step for workers that may be torn out of it."""
+        """Keep the events of a step for workers that a reconfiguration interrupts in it."""
         assert self._last_step is not None
         self._last_step = replace(self._last_step, events=(*self._last_step.events, event))
 
     def _update_noise_scale(self, result: StepResult) -> float | None:
-        """The gradient noise scale in samples, where this step added to the estimate."""
+        """The gradient noise scale in samples, or None when this step adds nothing to the estimate."""
         sample, noise_scale = result.noise_sample, self.train_state.noise_scale
         if sample is None or sample.small_terms >= sample.big_terms:
             return None
@@ -316,11 +364,11 @@ class Trainer:
         return None if noise_scale.value is None else _finite_or_none(noise_scale.value * samples)
 
     def _local_flags(self) -> tuple[bool, ...]:
-        """This worker's flags for the agreement, in the order of `step.STEP_FLAGS`."""
+        """This worker's flags, in the order of `train_step.STEP_FLAGS`."""
         return (self.context.stop_request.requested, self.context.membership_changed(), *self.checkpoints.local_flags())
 
     def _handle_nonfinite(self, step: int, result: StepResult) -> None:
-        """The guard's turn: take note, and roll back when too many steps in a row were skipped."""
+        """Count a skipped step, and roll back when too many in a row were skipped."""
         scaler, train_state = self.context.scaler, self.train_state
         if result.skip_reason is None:
             scaler.update(overflow=False)
@@ -341,13 +389,13 @@ class Trainer:
             self._roll_back(result.skip_reason)
 
     def _roll_back(self, reason: str) -> None:
-        """Go back to the last good checkpoint's weights. Samples are not repeated: they would poison it again."""
+        """Load the weights of the last good checkpoint. The samples since then are not repeated: they caused this."""
         context, train_state = self.context, self.train_state
-        self._rollback_reason = reason  # also for who is torn out of waiting
+        self._rollback_reason = reason  # a reconfiguration may interrupt the wait
         self.checkpoints.wait_until_saved()
         self._mutating = True
         if train_state.lost_checkpoint_step:
-            # Another in its place would be another run; so all start again from before it, and come by it once more.
+            # Rolling back to another checkpoint would change the run. Restart from the one before, and write it again.
             self.checkpoints.delete_after(train_state.lost_checkpoint_step)
             raise RuntimeError(
                 f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and the checkpoint to go "
@@ -365,7 +413,7 @@ class Trainer:
         train_state.step = context.callbacks.run_context.step = loaded.manifest.meta["step"]
         train_state.units_trained = loaded.manifest.meta["units_trained"]
         train_state.last_saved_step = self._post_step_done = self._evaluated_step = train_state.step
-        self._rollback_reason, self._mutating = "", False
+        self._rollback_reason, self._mutating, self._rolled_back = "", False, True
         self.checkpoint_policy.was_restored()
         self.checkpoints.roll_back(train_state.step)
         self._rollback_counts[train_state.step] += 1
@@ -376,7 +424,7 @@ class Trainer:
             )
 
     def _evaluate_if_due(self) -> bool:
-        """Score held-out data if it is time; whether the score is the best so far."""
+        """Evaluate on the validation set if due. Returns whether the loss is the best so far."""
         context, recipe, train_state = self.context, self.context.recipe, self.train_state
         every = recipe.evaluation.every
         due = every is not None and (
@@ -386,7 +434,7 @@ class Trainer:
             return False
         with context.parallel_model.use_global_params():
             result = context.evaluate()
-        if result is None:  # nothing to score, or asked to stop
+        if result is None:  # no validation set, or a stop request
             return False
         improved = math.isfinite(result.loss) and (train_state.best_loss is None or result.loss < train_state.best_loss)
         if improved:
@@ -407,7 +455,7 @@ class Trainer:
         report_rejected_checkpoint(self.context, path, file, reason)
 
     def _report_event(self, event: Event) -> None:
-        """Report an event, and call the callbacks that wait for it."""
+        """Report an event, and call the callbacks for it."""
         if self.context.dist_env.is_rank_zero:
             self.context.reporter.report_event(event)
         elif isinstance(event, StepDone):
@@ -416,7 +464,7 @@ class Trainer:
 
 
 def phases_of(times: Mapping[str, float]) -> StepPhases:
-    """The parts of a stopwatch."""
+    """The phases of a step as an event has them."""
     return StepPhases(
         data_wait=times["data"],
         forward=times["forward"],
@@ -429,21 +477,5 @@ def phases_of(times: Mapping[str, float]) -> StepPhases:
 
 
 def _finite_or_none(value: float) -> float | None:
-    """JSON knows neither NaN nor infinity."""
+    """None for NaN and infinity, which JSON cannot hold."""
     return value if math.isfinite(value) else None
-
-
-def fit(trainer: Trainer, loss_module: LossModule | PipelineRunner) -> str:
-    """Train to the end; returns `done` or `interrupted`. The last state is saved either way."""
-    if isinstance(loss_module, PipelineRunner):
-        for batches in trainer.steps():
-            trainer.record_pipeline_losses(
-                loss_module.step([trainer.context.prepare_batch(batch) for batch in batches])
-            )
-            trainer.step()
-        return trainer.finish()
-    for batch in trainer.micro_batches():
-        ((_, loss, num_terms),) = loss_module(batch)
-        trainer.backward(loss, num_terms)
-        trainer.step()
-    return trainer.finish()

@@ -16,7 +16,7 @@ from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.ops.lora import add_lora
 from phalanx.train.train_state import TrainState
-from phalanx.train.trainer import Trainer, fit
+from phalanx.train.trainer import Trainer
 from small_train import TinyLM, make_parts, tiny_lm
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ SPEC = LoraConfig(rank=2, target_modules=["hidden", "head"])
 def trained(folder: Path) -> nn.Module:
     """A model after a short run in `folder`."""
     parts = make_parts(folder)
-    fit(Trainer(parts, TrainState(), {}), parts.objective)
+    Trainer(parts, TrainState(), {}).fit()
     return parts.model
 
 

@@ -184,11 +184,11 @@ def test_more_processes_than_gpus_are_refused(
 
 def test_no_room_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def full(machine: Machine, **given: Any) -> Cluster:
-        raise UsageError("/x: no room to measure the disk")
+        raise UsageError("/x: too little free space to measure the disk")
 
     monkeypatch.setattr(calibrate, "calibrate", full)
     assert main.main(["calibrate"]) == 64
-    assert capsys.readouterr().err == "error: /x: no room to measure the disk\n"
+    assert capsys.readouterr().err == "error: /x: too little free space to measure the disk\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -67,7 +67,7 @@ def test_slow_memory_is_told() -> None:
 def test_drift_and_low_clocks_are_told() -> None:
     drifting, slow = odd(drift=0.2, clock_share=0.5)
     assert "20%" in drifting
-    assert "50% of its highest" in slow
+    assert "50% of its maximum" in slow
 
 
 def test_wrong_results_come_in_capitals() -> None:

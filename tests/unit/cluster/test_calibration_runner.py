@@ -246,5 +246,5 @@ def test_a_load_that_never_changes_is_told(world: World) -> None:
     cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
     assert cluster.measured.odd == [
-        "before measuring, something else kept 2.0 cores busy: all figures suffer; measure when it is quiet"
+        "other processes used 2.0 cores before the measurements: all rates are too low; run on an idle machine"
     ]

@@ -43,7 +43,7 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
 
 def test_room_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**8))
-    with pytest.raises(UsageError, match=r"takes 141 MB, 100 MB are free; choose another --dir"):
+    with pytest.raises(UsageError, match=r"needs 141 MB, 100 MB are free; choose another --dir"):
         storage.check_free_space(tmp_path, quick=True)
 
 

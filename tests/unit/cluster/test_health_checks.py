@@ -219,7 +219,7 @@ def test_a_runs_disk_is_judged_by_its_room(tmp_path: Path, free: float, verdict:
 def test_a_disk_without_room_for_more_files_is_bad(tmp_path: Path) -> None:
     found = disk_space.check_disk_space(folders(tmp_path), space(50 * GIB, f_favail=100))
     assert found[0].verdict is HealthVerdict.FAIL
-    assert "100 more files" in found[0].reason
+    assert "only 100 free inodes" in found[0].reason
 
 
 def test_file_systems_that_count_no_inodes_are_fine(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Products:
 def test_a_product_is_held_against_the_probe(seconds: float, verdict: HealthVerdict) -> None:
     (found,) = matmul.evaluate_matmul("AMD EPYC", [MatmulTiming(seconds, 2e9)], 0.010, "2026-11-21")
     assert found.verdict is verdict
-    assert "the probe of 2026-11-21" in found.reason
+    assert "the calibration of 2026-11-21" in found.reason
 
 
 def test_without_a_probe_there_is_nothing_to_compare_with() -> None:
@@ -79,7 +79,7 @@ def test_the_slow_gpu_among_its_peers_is_named() -> None:
 def test_a_low_clock_is_told_although_the_rate_is_right() -> None:
     (found,) = matmul.evaluate_matmul("AMD EPYC", [MatmulTiming(0.010, 2e9, clock_share=0.5)], 0.010, "2026-11-21")
     assert found.verdict is HealthVerdict.WARN
-    assert "clock at 50% of its highest" in found.reason
+    assert "clock at 50% of its maximum" in found.reason
 
 
 def test_a_slow_product_is_measured_again_and_the_best_counts(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_who_else_computes_meanwhile_is_told(tmp_path: Path) -> None:
     pace = matmul.measure_matmul_timing(MACHINE, call, None, tmp_path, lambda: next(clock), lambda: next(own))
     assert pace.other_busy_cores == pytest.approx(1.2)
     (found,) = matmul.evaluate_matmul("AMD EPYC", [pace], 0.010, "2026-11-21")
-    assert "other programs kept 1.2 cores busy meanwhile" in found.reason
+    assert "other programs used 1.2 cores" in found.reason
 
 
 def test_a_probe_is_found_by_what_must_be_alike(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_it_tells_how_long_and_how_much_was_compiled(tmp_path: Path) -> None:
     parts, clock = small(tmp_path), Clock()
     real = parts.objective.forward
     parts.objective.forward = lambda *args: (clock.tick(5.0), real(*args))[1]  # type: ignore[method-assign]
-    warm_up_compile(parts, parts.objective, TrainState(), clock)
+    warm_up_compile(parts, TrainState(), clock)
     assert isinstance(parts.reporter, Remembering)
     (compiled,) = parts.reporter.of(Compiled)
     assert (compiled.duration_s, compiled.num_blocks, compiled.num_graph_breaks) == (5.0, 1, 0)
@@ -77,7 +77,7 @@ def test_it_tells_how_long_and_how_much_was_compiled(tmp_path: Path) -> None:
 
 def test_nothing_is_compiled_after_it(tmp_path: Path, backend: list[Any]) -> None:
     parts = small(tmp_path)
-    warm_up_compile(parts, parts.objective, TrainState())
+    warm_up_compile(parts, TrainState())
     assert len(backend) == 1
     for _ in steps_of(Trainer(parts, TrainState(), {})):
         pass
@@ -89,7 +89,7 @@ def test_weights_buffers_gradients_and_random_numbers_are_as_before(tmp_path: Pa
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    warm_up_compile(parts, parts.objective, TrainState())
+    warm_up_compile(parts, TrainState())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in parts.model.state_dict().items())
     assert all(parameter.grad is None for parameter in parts.model.parameters())
@@ -101,7 +101,7 @@ def test_a_run_is_the_same_with_and_without_it(tmp_path: Path) -> None:
         torch.compiler.reset()
         parts = small(tmp_path / str(warm), counting=True)
         if warm:
-            warm_up_compile(parts, parts.objective, TrainState())
+            warm_up_compile(parts, TrainState())
         for _ in steps_of(Trainer(parts, TrainState(), {})):
             pass
         assert isinstance(parts.reporter, Remembering)
@@ -111,7 +111,7 @@ def test_a_run_is_the_same_with_and_without_it(tmp_path: Path) -> None:
 
 def test_it_runs_the_samples_that_come_next(tmp_path: Path) -> None:
     parts = small(tmp_path)
-    warm_up_compile(parts, parts.objective, TrainState(step=2, samples_consumed=8))
+    warm_up_compile(parts, TrainState(step=2, samples_consumed=8))
     assert parts.data.asked == [(8, 2), (10, 2)]  # type: ignore[attr-defined]
 
 
@@ -147,8 +147,8 @@ def test_experts_may_stay_uncompiled_within_their_blocks() -> None:
 
 def test_for_graphs_gradients_are_added_up_in_memory_of_their_own(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
-    parts.train_step._persistent_grads = True
-    parts.train_step.start_step(1)
+    parts.accumulator._persistent_grads = True
+    parts.accumulator.zero_grad(1)
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in parts.model.parameters())
     plain = make_parts(tmp_path / "plain")
     losses = []

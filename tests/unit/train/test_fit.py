@@ -35,7 +35,6 @@ from phalanx.train.tasks import LanguageModeling, TensorBatch
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
-from phalanx.train.trainer import fit as train_to_the_end
 from small_train import GLOBAL, E, Remembering, Samples, SmallParts, TinyLM, make_parts, steps_of
 
 
@@ -66,7 +65,7 @@ def events(parts: TrainContext, kind: type[E]) -> list[E]:
 
 def train(parts: SmallParts, progress: TrainState | None = None) -> TrainState:
     progress = progress or TrainState()
-    train_to_the_end(Trainer(parts, progress, {}), parts.objective)
+    Trainer(parts, progress, {}).fit()
     return progress
 
 
@@ -309,7 +308,7 @@ def test_rollbacks_to_one_checkpoint_in_vain_end_the_run(tmp_path: Path) -> None
 def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     stop_at(parts, 3)
-    assert train_to_the_end(Trainer(parts, TrainState(), {}), parts.objective) == "interrupted"
+    assert Trainer(parts, TrainState(), {}).fit() == "interrupted"
     assert saved(parts) == [3]
     (ended,) = events(parts, RunEnded)
     assert (ended.status, ended.step) == ("interrupted", 3)

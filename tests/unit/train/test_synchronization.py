@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.compat import scale_in_place
 from phalanx.data import Prefetcher
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.grad_sync.compression.int8 import QUANT_BLOCK_ELEMENTS, reset_bad_residuals
@@ -96,7 +97,7 @@ def test_a_step_waits_once(precision: str, tmp_path: Path) -> None:
 )
 def test_no_optimizer_waits(optim: dict[str, str], tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
-    parts.optimizer = parts.train_step.optimizer = OptimizerContainer(
+    parts.optimizer = parts.accumulator.optimizer = OptimizerContainer(
         parts.model, OptimizerConfig.model_validate({"lr": 0.01, **optim})
     )
     assert waits_of(parts) == [["tolist"]] * STEPS
@@ -121,7 +122,7 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
     device = torch.device("cuda")
     parts = make_parts(tmp_path)
     parts.model.to(device)
-    stepper = parts.train_step
+    stepper = parts.accumulator
     stepper.dist_env = type(stepper.dist_env)(device=device)
     parts.optimizer = stepper.optimizer = OptimizerContainer(parts.model, OptimizerConfig())
     stepper._parameters = list(parts.optimizer.parameter_names)
@@ -131,7 +132,7 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
     ) as feed:
         for step in range(1, 4):
             watch.start()
-            stepper.start_step(step)
+            stepper.zero_grad(step)
             batches = [{k: torch.from_numpy(v).to(device) for k, v in arrays.items()} for arrays in next(feed)]
             try:
                 forbid_waits()
@@ -139,12 +140,13 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
                     logits = parts.model(batch["tokens"])
                     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
                     stepper.backward(loss, 1, lambda: (), watch)  # type: ignore[arg-type]
-                agreement = stepper.reduce_gradients(watch)
+                stepper.reduce_gradients(watch)
                 torch.cuda.set_sync_debug_mode("default")
-                outcome, factor = stepper.finalize(agreement)
+                outcome, factor = stepper.divided()
                 forbid_waits()
-                stepper.optimizer_step(factor, 0.001)
-                stepper.update_aux_state(outcome.flags)
+                scale_in_place(stepper.reducer.grad_tensors(), factor)
+                stepper.optimizer.step(0.001)
+                stepper.sync_buffers(outcome.flags)
                 watch.stop()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

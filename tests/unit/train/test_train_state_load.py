@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.compat import scale_in_place
 from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.checkpoint.load_plan import get_state_tensors, load_full_state, load_model_tensors
@@ -27,7 +28,8 @@ def trained() -> tuple[TinyLM, OptimizerContainer, GradScaler]:
     scale = GradScaler(4.0, good_steps=3, dynamic=True)
     stepper = make_stepper(model, 1, scale=scale)
     mean_gradients(stepper, [token_batch(4)])
-    stepper.optimizer_step(0.1, 1e-2)
+    scale_in_place(stepper.reducer.grad_tensors(), 0.1)
+    stepper.optimizer.step(1e-2)
     return model, stepper.optimizer, scale
 
 

@@ -1,14 +1,18 @@
 """One step of one process: random numbers, the judgement of losses and gradients, clipping, the update."""
 
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.compat import scale_in_place
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_timer import HostStepTimer
+from phalanx.train.train_state import TrainState
 from phalanx.train.train_step import (
     BUFFERS_CHANGED_FLAG,
     STEP_FLAGS,
@@ -18,7 +22,8 @@ from phalanx.train.train_step import (
     split_fp64,
     unpack_step_metrics,
 )
-from small_train import Clock, SmallStepper, cut, make_stepper, mean_gradients, tiny_lm, token_batch
+from phalanx.train.trainer import Trainer
+from small_train import Clock, SmallStepper, cut, make_parts, make_stepper, mean_gradients, tiny_lm, token_batch
 
 
 def settled(
@@ -30,11 +35,24 @@ def settled(
     scale: GradScaler | None = None,
     flags: tuple[int, ...] = (0,) * len(STEP_FLAGS),
 ) -> tuple[StepResult, float]:
-    """Settle a step whose micro-batches had these losses and terms, and whose summed gradient is this."""
-    model = nn.Linear(len(gradient), 1, bias=False)
-    stepper = make_stepper(model, len(losses), clip=clip, scale=scale)
-    model.weight.grad = torch.tensor([gradient])
-    return stepper.finalize(torch.tensor([*losses, *terms, *flags, 0.0], dtype=torch.float64))
+    """The result of a step whose micro-batches had these losses and terms, and whose summed gradient is this; and the
+    factor of its gradients (0 where it is skipped)."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = make_parts(Path(folder), optimizer={"max_grad_norm": clip})
+        parts.scaler = parts.accumulator.scaler = scale or GradScaler()
+        trainer, accumulator = Trainer(parts, TrainState(), {}), parts.accumulator
+        accumulator.num_micro_batches = len(losses)
+        trainer.zero_grad()
+        for parameter in parts.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        first = next(parts.model.parameters()).grad
+        assert first is not None
+        first.view(-1)[: len(gradient)] = torch.tensor(gradient)
+        accumulator.metrics.values = torch.tensor([*losses, *terms, *flags, 0.0], dtype=torch.float64)
+        trainer.timer.start()
+        result = trainer.train_step(None)
+        update = trainer._last_step.applied_update if trainer._last_step is not None else None
+        return result, 0.0 if update is None else update[0]
 
 
 def test_the_loss_is_the_sum_over_all_micro_batches_divided_once() -> None:
@@ -191,7 +209,8 @@ def test_update_applies_the_factor_and_the_rate() -> None:
         model, 1, optim=OptimizerConfig.model_validate({"name": "sgd", "momentum": 0.0, "weight_decay": 0.0})
     )
     model.weight.grad = torch.tensor([[4.0, 8.0]])
-    stepper.optimizer_step(factor=0.25, lr=0.5)
+    scale_in_place(stepper.reducer.grad_tensors(), 0.25)
+    stepper.optimizer.step(0.5)
     torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[0.5, 1.0]]))
 
 

@@ -15,7 +15,7 @@ from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunEnded
 from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.train_state import SurvivorState, TrainState
-from phalanx.train.trainer import Trainer, fit
+from phalanx.train.trainer import Trainer
 from small_train import GLOBAL, MICRO, SEQUENCE, Remembering, SmallParts, make_parts, steps_of
 
 
@@ -55,7 +55,7 @@ def test_a_loop_of_ones_own_gives_the_bits_of_the_trainer(tmp_path: Path) -> Non
         pass
     assert trainer.finish() == "done"
     trained = make_parts(tmp_path / "trainer")
-    fit(Trainer(trained, TrainState(), {}), trained.objective)
+    Trainer(trained, TrainState(), {}).fit()
     assert all(a.equal(b) for a, b in zip(parts.model.parameters(), trained.model.parameters(), strict=True))
 
 
@@ -166,10 +166,10 @@ def test_who_leaves_a_step_says_whether_its_gradients_are_summed(tmp_path: Path)
     trainer, parts = ready(tmp_path, steps=2)
     for batch in trainer.micro_batches():
         learn(trainer, parts, batch)
-        if parts.train_step.is_complete:
+        if parts.accumulator.is_complete:
             break
     assert not trainer.detach().grads_reduced
-    parts.train_step.reduce_gradients(trainer.timer)
+    parts.accumulator.reduce_gradients(trainer.timer)
     assert trainer.detach().grads_reduced
 
 

@@ -15,8 +15,14 @@ from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.run.event_types import AttemptStarted, CheckpointRejected, RunWarning
-from phalanx.train import builder, worker
-from phalanx.train.builder import make_train_step
+from phalanx.train import builder
+from phalanx.train.builder import (
+    _has_built_in_head_loss,
+    count_units_per_sample,
+    make_accumulator,
+    make_evaluator,
+    make_lm_head,
+)
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
@@ -26,15 +32,15 @@ from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.tasks import LanguageModeling, TensorBatch
-from phalanx.train.train_context import TrainContext
+from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_state import TrainState
-from phalanx.train.train_step import NOISE_SCALE_EVERY_STEPS, TrainStep
-from phalanx.train.trainer import Trainer, fit
-from phalanx.train.worker import _has_built_in_head_loss, configure_torch, count_units_per_sample, make_lm_head
+from phalanx.train.train_step import NOISE_SCALE_EVERY_STEPS, GradientAccumulator
+from phalanx.train.trainer import Trainer
+from phalanx.train.worker import configure_torch
 from small_train import GLOBAL, E, Remembering, Samples, make_parts, mesh_of, tiny_lm, token_batch
 
 
-def stepper(world: int = 1, **values: Any) -> TrainStep:
+def stepper(world: int = 1, **values: Any) -> GradientAccumulator:
     recipe = Recipe.model_validate({"precision": "fp32", "num_threads": 1, **values})
     model = tiny_lm()
     mesh = mesh_of(replicate=world)
@@ -42,7 +48,7 @@ def stepper(world: int = 1, **values: Any) -> TrainStep:
         mesh = replace(mesh, replicate_group=dist.ProcessGroup(0, world))
     divided = ParallelModel(mesh, (model,))
     seeds = MicroBatchSeeds(0, torch.device("cpu"))
-    return make_train_step(
+    return make_accumulator(
         recipe, DistEnv(0, world), divided, OptimizerContainer(model, OptimizerConfig()), GradScaler(), seeds
     )
 
@@ -53,7 +59,7 @@ BATCH = {"global_size": 12, "micro_size": 2}
 def test_alone_and_without_replicas_there_is_nothing_to_exchange() -> None:
     made = stepper(batch=BATCH)
     assert isinstance(made.reducer, LocalReducer)
-    assert made.micro_batches == 6
+    assert made.num_micro_batches == 6
 
 
 def test_several_workers_exchange_in_buckets_of_the_given_size() -> None:
@@ -84,7 +90,7 @@ def test_text_is_counted_in_tokens_and_images_in_samples(facts: DataInfo, expect
 
 def trained(path: Path, fingerprint: str = "0" * 32) -> None:
     parts = make_parts(path)
-    fit(Trainer(parts, TrainState(), {"fingerprint": fingerprint}), parts.objective)
+    Trainer(parts, TrainState(), {"fingerprint": fingerprint}).fit()
 
 
 def resume(parts: TrainContext, force: bool = False) -> TrainState:
@@ -118,7 +124,7 @@ def test_forced_over_other_data_a_run_says_so(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     assert resume(parts, force=True).step == 6
     (warning,) = events(parts, RunWarning)
-    assert "forced: the run goes on with other data" in warning.text
+    assert "forced: the run continues with other data" in warning.text
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
@@ -169,7 +175,7 @@ def test_prepared_torch_has_the_threads_of_the_recipe() -> None:
 def trained_with(path: Path, **changes: Any) -> None:
     parts = make_parts(path, **changes)
     meta = {"fingerprint": "0" * 32, "recipe": parts.recipe.model_dump(mode="json")}
-    fit(Trainer(parts, TrainState(), meta), parts.objective)
+    Trainer(parts, TrainState(), meta).fit()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +250,7 @@ def test_the_gradient_noise_is_estimated_where_all_workers_have_as_many_micro_ba
     world: int, estimates: bool
 ) -> None:
     made = stepper(world=world, batch=BATCH, determinism="elastic")
-    made.start_step(NOISE_SCALE_EVERY_STEPS)
+    made.zero_grad(NOISE_SCALE_EVERY_STEPS)
     assert made._measures_noise == estimates
 
 
@@ -253,21 +259,22 @@ def test_the_gradient_noise_is_estimated_where_all_workers_have_as_many_micro_ba
     [(True, [["compiling"] * 3, ["evaluation"] * 3]), (False, [["evaluation"] * 3, ["evaluation"] * 3])],
 )
 def test_the_first_evaluation_of_a_compiled_model_may_be_silent(
-    compiled: bool, said: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    compiled: bool, said: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is compiled again, for no gradients: nothing is stuck then."""
 
     def evaluate(*_: Any, stop_requested: Any, **__: Any) -> None:
         assert [stop_requested(), stop_requested()] == [False, False]  # after each of two batches
 
-    monkeypatch.setattr(worker, "evaluate", evaluate)
+    monkeypatch.setattr(builder, "evaluate", evaluate)
     recipe = Recipe.model_validate({"compile": compiled, "batch": BATCH})
     signs: list[str] = []
     pulse, stop = SimpleNamespace(record=signs.append), SimpleNamespace(requested=False)
     data = SimpleNamespace(num_validation_samples=4)
-    score = worker._make_evaluator(
-        recipe, cast(Any, None), cast(Any, data), cast(Any, stop), cast(Any, pulse), DistEnv(), mesh_of()
+    process = WorkerProcess(
+        cast(Any, None), tmp_path, DistEnv(), cast(Any, None), stop_request=cast(Any, stop), heartbeat=cast(Any, pulse)
     )
+    score = make_evaluator(process, recipe, cast(Any, data), cast(Any, None), DistEnv(), mesh_of())
     found = []
     for _ in range(2):
         score()

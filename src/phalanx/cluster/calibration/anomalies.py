@@ -1,4 +1,4 @@
-"""What looks wrong in what was measured, in words, with what to do about it. Pure: values in, sentences out."""
+"""Find implausible measurements, and say what to do about each. Pure functions of values."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ from phalanx.cluster.spec import (
 )
 
 MIN_SHARE_OF_DATA_SHEET = 0.3
-"""Share of the data sheet under which something is wrong, not only untuned."""
+"""Share of the data-sheet peak. A lower rate means a fault, not missing tuning."""
 MAX_DRIFT = 0.05
 MAX_BUSY_CORES = 0.3
-"""Cores; below that is what any system does beside."""
+"""Cores that background processes of an idle system may use."""
 MIN_DISK_GB_PER_S = 0.05
-"""GB/s: a disk that takes 20 s for a gigabyte."""
+"""GB/s; a disk at this rate takes 20 s for 1 GB."""
 MIN_CLOCK_SHARE = 0.7
 MIN_GEMM_FLOPS = 1e9
-"""From here on a product's rate says something of the device, not of launches."""
+"""FLOPs from which the rate of a product depends on the device, not on launch overhead."""
 MIN_LINK_BYTES = 2**24
-"""From here on a collective's bandwidth says something of the link."""
+"""Bytes from which the bandwidth of a collective depends on the link, not on latency."""
 MAX_BF16_SLOWDOWN = 1.1
 
 
@@ -37,7 +37,7 @@ def find_anomalies(
     scale_up: ScaleUpNetwork | None,
     link_warnings: Sequence[str] = (),
 ) -> list[str]:
-    """One sentence for each finding. `accelerator` and `scale_up` are those of the data sheet."""
+    """Return one sentence for each finding. `accelerator` and `scale_up` hold data-sheet values."""
     return [
         *_check_drift(drift),
         *_check_clock(clock_share),
@@ -51,7 +51,7 @@ def find_anomalies(
 
 
 def best_gemm_tflops(gemms: Sequence[GemmTiming]) -> dict[str, float]:
-    """TFLOP/s of the fastest product by precision, of one process alone."""
+    """Return TFLOP/s of the fastest product that one process measured alone, by precision."""
     found: dict[str, float] = {}
     for each in gemms:
         if each.processes == 1:
@@ -61,8 +61,10 @@ def best_gemm_tflops(gemms: Sequence[GemmTiming]) -> dict[str, float]:
 
 
 def measured_memory_bandwidth(ops: Sequence[OpTiming]) -> float | None:
-    """GB/s of the largest addition, whose operands no cache holds; of tensors up to 32 MiB where there are such, since
-    beyond that a CPU's operating system is measured, too."""
+    """Return the memory bandwidth in GB/s from the largest addition, which no cache holds.
+
+    On CPUs only tensors up to 32 MiB count: larger ones include page faults of the operating system.
+    """
     added = [each for each in ops if each.kind == "add" and each.precision == "fp32" and each.processes == 1]
     cached_sizes = (
         [each for each in added if each.bytes < 3 * 2**25] if any(e.kind == "fresh_memory" for e in ops) else added
@@ -72,11 +74,11 @@ def measured_memory_bandwidth(ops: Sequence[OpTiming]) -> float | None:
 
 
 def find_background_load(busy: float | None) -> list[str]:
-    """Of so many cores that others used before anything was measured."""
+    """Report `busy` cores that other processes used before the measurements began."""
     if busy is None or busy < MAX_BUSY_CORES:
         return []
     return [
-        f"before measuring, something else kept {busy:.1f} cores busy: all figures suffer; measure when it is quiet"
+        f"other processes used {busy:.1f} cores before the measurements: all rates are too low; run on an idle machine"
     ]
 
 
@@ -84,17 +86,15 @@ def _check_drift(drift: float) -> list[str]:
     if drift <= MAX_DRIFT:
         return []
     return [
-        f"a reference product took up to {drift:.0%} longer at times: something else ran here, or the device is too "
-        "hot; measure again when it is quiet"
+        f"the reference product took up to {drift:.0%} longer at times: other processes ran, or the device is too "
+        "hot; run again on an idle machine"
     ]
 
 
 def _check_clock(share: float | None) -> list[str]:
     if share is None or share >= MIN_CLOCK_SHARE:
         return []
-    return [
-        f"while computing, the clock was at {share:.0%} of its highest: heat, a power limit, or a power-saving mode"
-    ]
+    return [f"the clock under load was at {share:.0%} of its maximum: heat, a power limit, or a power-saving mode"]
 
 
 def _check_gemm_rates(device: AcceleratorSpec, gemms: Sequence[GemmTiming]) -> list[str]:
@@ -108,7 +108,7 @@ def _check_gemm_rates(device: AcceleratorSpec, gemms: Sequence[GemmTiming]) -> l
 
 
 def _check_bf16(gemms: Sequence[GemmTiming]) -> list[str]:
-    """By the same shapes, so that no shape counts for one only."""
+    """Compare bf16 with fp32 on the shapes that both were measured with."""
     by_shape: dict[tuple[object, ...], dict[str, float]] = {}
     for each in gemms:
         by_shape.setdefault((each.m, each.n, each.k, each.layout, each.processes), {})[each.precision] = each.seconds
@@ -138,7 +138,7 @@ def _check_collectives(collectives: Sequence[CollectiveTiming], scale_up: ScaleU
     if best is not None and scale_up is not None and best < MIN_SHARE_OF_DATA_SHEET * scale_up.gbps:
         found.append(
             f"an all-reduce reaches {best:.3g} of the {scale_up.gbps:.3g} GB/s of {scale_up.link} "
-            f"({best / scale_up.gbps:.0%}): is it used at all? NCCL_DEBUG=INFO tells"
+            f"({best / scale_up.gbps:.0%}): run with NCCL_DEBUG=INFO to see whether it is used"
         )
     return found
 

@@ -1,7 +1,7 @@
-"""Operations that torch takes apart differently on each device, measured whole and through autograd: forward, and
-backward with a fresh gradient. Attention, convolutions, RMSNorm, cross-entropy, rotary positions.
+"""Benchmark operations that torch decomposes differently on each device, as a whole and through autograd: attention,
+convolutions, RMSNorm, cross-entropy, rotary positions.
 
-Each gives two figures: kind `attention` for forward and `attention_backward`. Shapes, and FLOPs where it computes:
+Each has two kinds, such as `attention` for forward and `attention_backward` for backward with a new gradient.
 
 | kind | shape | FLOPs of forward; of backward | bytes |
 |---|---|---|---|
@@ -11,7 +11,7 @@ Each gives two figures: kind `attention` for forward and `attention_backward`. S
 | `cross_entropy` | tokens, vocabulary | | logits |
 | `rotary` | b, s, h, d | | input, result |
 
-Bytes of backward are those of forward and of the gradients of the same tensors.
+Backward counts the bytes of forward and those of the gradients of the same tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AutogradCaseSpec:
-    """What is to be measured: `op_kind` with a `shape` as in the table above."""
+    """A case to measure: `op_kind` with a `shape` as in the table above."""
 
     op_kind: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ QUICK_CASES = {
         AutogradCaseSpec("rotary", (4, 2048, 16, 128)),
     ],
 }
-"""For a quick look; a full one has `EXTRA_CASES` beside."""
+"""Cases of a quick calibration; a full one adds `EXTRA_CASES`."""
 EXTRA_CASES = {
     "cpu": [
         AutogradCaseSpec("attention", (1, 2, 64, 32)),

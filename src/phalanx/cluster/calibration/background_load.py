@@ -9,7 +9,7 @@ OBSERVATION_S = 0.4
 
 
 def count_busy_cores(root: Path, sleep: Callable[[float], None]) -> float | None:
-    """How many cores others use, those that a hypervisor gave away included; None where nothing tells."""
+    """Return the number of cores that other processes use, including time stolen by a hypervisor; None if unknown."""
     before = _read_cpu_ticks(root)
     sleep(OBSERVATION_S)
     after = _read_cpu_ticks(root)

@@ -1,13 +1,13 @@
-"""Memory as training finds it: data that no cache holds any more, and an allocator that is warm.
+"""Memory in the state that training finds it in: operands outside the caches, and a warm allocator.
 
 A training step reads most of its operands long after they were written, and writes results to memory that was freed
-long before. An operation that is repeated on one set of tensors would find all of it in the cache, and on a CPU be
-timed up to six times too fast. So operands are slices of one large buffer, taken in turn, and results are kept while
-the next ones are made.
+long before. An operation that is repeated on one set of tensors would find its operands in the cache, and would appear
+up to 6 times too fast on a CPU. So operands are successive slices of one large buffer, and results stay alive while
+the next ones are computed.
 
-On a CPU the allocator decides, too: memory that the kernel gives anew costs about 1 us for each 4 KiB in a virtual
-machine, three times what it takes to fill it. glibc keeps what is freed only while it lies below something in use, and
-gives back tensors above 32 MiB at once; so it does in training.
+On a CPU the allocator matters as well. A page fault costs about 1 us per 4 KiB in a virtual machine, 3 times what it
+takes to fill the page. glibc keeps freed memory only while it lies below a block in use, and returns tensors above
+32 MiB to the kernel at once, in training as here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ColdBufferPool:
 
 
 def last_level_cache_bytes(root: Path = Path("/")) -> int:
-    """Of all last-level caches of this machine together; 0 where nothing tells. Servers have up to a gigabyte."""
+    """Return the total size of all last-level caches of this machine (up to 1 GB on servers); 0 if unknown."""
     found = {}
     for folder in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index3"):
         try:
@@ -74,8 +74,10 @@ def last_level_cache_bytes(root: Path = Path("/")) -> int:
 
 
 def warm_allocator(device: str, nbytes: int) -> Tensor | None:
-    """Have about `nbytes` of memory at hand that the kernel need not give anew, for as long as what this returns
-    lives. Only for CPUs: torch's own allocator of GPU memory keeps all that it ever had."""
+    """Keep about `nbytes` of memory mapped in the allocator for as long as the returned tensor lives.
+
+    Returns None on GPUs: torch's caching allocator keeps the memory anyway.
+    """
     import torch
 
     if device != "cpu":

@@ -35,11 +35,11 @@ BUFFER_SIZES_BYTES = {
 }
 """Bytes of the whole buffer by device and quickness."""
 MAX_CALLS_PER_TIMING = 8
-"""The most calls under one clock. Sums grow with each call: of 64 ranks by 64^8, which fp32 still holds."""
+"""Maximum calls per measurement. Sums grow with each call; with 64 ranks they reach 64^8, which fp32 can represent."""
 MAX_BYTES_PER_TIMING = 2 * BYTES_PER_MIB
 """A buffer of this size or more is timed alone: it shows more than the clock's own noise."""
 KNOWN_ALGORITHMS = {("gloo", "all_reduce"): "ring"}
-"""What a backend is known to take (gloo/allreduce.cc: ring unless told otherwise); NCCL chooses by size."""
+"""Algorithm by backend and collective. gloo/allreduce.cc defaults to a ring; NCCL chooses by size."""
 
 
 def bus_factor(kind: MeasuredCollective, ranks: int) -> float:
@@ -51,7 +51,7 @@ def bus_factor(kind: MeasuredCollective, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """A collective of a buffer of so many bytes among the first `num_ranks` ranks."""
+    """A collective on a buffer of `nbytes` bytes among the first `num_ranks` ranks."""
 
     collective: MeasuredCollective
     num_bytes: int
@@ -82,7 +82,7 @@ def measure_collectives(payload: dict[str, Any], timer: BenchTimer) -> list[dict
 def measure_collective(
     case: CollectiveCase, group: dist.ProcessGroup | None, budget_s: float, device: str, timer: BenchTimer
 ) -> dict[str, Any]:
-    """One case. Ranks that are not in the group agree with the others all the same."""
+    """Measure one case. Ranks outside the group still take part in `timer.max_over_ranks`."""
     import torch.distributed as dist
 
     is_member = dist.get_rank() < case.num_ranks
@@ -122,17 +122,17 @@ def measure_collective(
 
 @dataclass
 class CollectiveBuffers:
-    """A collective ready to be called on this rank: `fill` sets what goes in, `is_correct` looks at what came out."""
+    """A collective ready to be called on this rank: `fill` sets its input, `is_correct` checks its output."""
 
     fill: Callable[[], None]
     call: Callable[[], object]
     is_correct: Callable[[], bool]
     transfers: int = 1
-    """How often a call moves the buffer, one time after the other."""
+    """Number of times that a call moves the buffer, in sequence."""
 
     @classmethod
     def make(cls, case: CollectiveCase, rank: int, group: dist.ProcessGroup | None, device: str) -> CollectiveBuffers:
-        """Buffers of fp32, with numbers that tell where they came from."""
+        """Make fp32 buffers with values that identify the rank they came from."""
         import torch
 
         count = max(case.num_ranks, case.num_bytes // 4 // case.num_ranks * case.num_ranks)
@@ -252,7 +252,7 @@ def _rank_column(like: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def make_agreement() -> Callable[[float], float]:
-    """The most that any rank of the default group says. It is said through gloo, so that no GPU is waited for."""
+    """Return a function that computes the maximum over all ranks, through gloo, so that it does not wait for a GPU."""
     import torch
     import torch.distributed as dist
 

@@ -1,5 +1,5 @@
-"""What several processes of one machine find together: collectives, overlap, and on a CPU products and operations
-while all of them compute, each with its part of the cores. Runs on every rank of a world that exists.
+"""Benchmarks that several processes of one machine run together: collectives, overlap, and on a CPU also products and
+operations, while each process computes on its part of the cores. Runs on every rank of an existing world.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from phalanx.cluster.calibration import collectives, gemm, op_benchmark, overlap
 from phalanx.cluster.calibration.timing import BenchTimer, make_timer
 
 TIME_WEIGHTS = {"collectives": 5.0, "overlap": 1.0, "products": 4.0, "operations": 4.0, "trained": 2.0}
-"""How the time is shared out."""
+"""Weights by which the parts share the time."""
 MIN_SHARE_OF_BUDGET = 1 / 4
-"""Of its even share that a part gets even where the parts before it took all the time: each finds something."""
+"""Minimum budget of a part, over its even share, when earlier parts used up the time: every part measures something."""
 
 
 def measure_concurrently(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
-    """`collectives`, `overlap`, `products` and `operations`, as their modules return them, the same on every rank.
-    `payload`: `device`, `threads` of each process, `processes`, `seconds` in all, `quick`, `memory_bytes`."""
+    """Measure `collectives`, `overlap`, `products` and `operations`. Returns the same on every rank.
+
+    `payload`: `device`, `threads` of each process, `processes`, `seconds` in total, `quick`, `memory_bytes`.
+    """
     import torch
 
     device = payload["device"]

@@ -42,7 +42,7 @@ TOKEN_COUNTS = {"cpu": (512, 4096), "cuda": (2048, 16384)}
 SIDE_RANGE = {"cpu": (16, 8192), "cuda": (64, 32768)}
 """Least and most m, n, k of the shapes in between."""
 MAX_MATRIX_MEMORY_SHARE = 1 / 32
-"""Of the device's memory that the largest matrix may take."""
+"""Share of the device's memory that the largest matrix may take."""
 NUM_SPREAD_SHAPES = 20
 PLASTIC_CONSTANT = 1.2207440846057596
 """Root of x^4 = x + 1: powers of its inverse spread points evenly in three dimensions (Roberts 2018)."""
@@ -50,7 +50,7 @@ PLASTIC_CONSTANT = 1.2207440846057596
 
 @dataclass(frozen=True)
 class GemmShape:
-    """A product [m, k] x [k, n], and how its operands lie in memory (`description.Product.layout`)."""
+    """A product [m, k] x [k, n], and the layout of its operands (`GemmTiming.layout`)."""
 
     m: int
     n: int
@@ -63,7 +63,7 @@ class GemmShape:
 
     @property
     def largest_matrix_elements(self) -> int:
-        """Of the largest matrix."""
+        """Number of elements of the largest of the three matrices."""
         return max(self.m * self.k, self.k * self.n, self.m * self.n)
 
     @property
@@ -73,7 +73,7 @@ class GemmShape:
 
 
 def gemm_shapes(device: str, quick: bool) -> list[GemmShape]:
-    """What is measured on a device, about 40 shapes (quick: 15)."""
+    """Return the shapes to measure on a device, about 40 (quick: 15)."""
     kind = size_table_of(device)
     max_flops = MAX_GEMM_FLOPS[kind, quick]
     found = linear_layer_shapes(HIDDEN_SIZES[kind][: 2 if quick else None], TOKEN_COUNTS[kind])
@@ -95,8 +95,10 @@ def linear_layer_shapes(widths: Sequence[int], tokens: Sequence[int]) -> list[Ge
 
 
 def spread_shapes(count: int, min_side: int, max_side: int, max_flops: float) -> list[GemmShape]:
-    """`count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `most`, none of more than so
-    many `max_flops`, in the layouts in turn. Sides are multiples of 8, as those of models are."""
+    """Return `count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `max_side`.
+
+    No shape exceeds `max_flops`. Layouts alternate. Sides are multiples of 8, as in models.
+    """
     found: list[GemmShape] = []
     index, span = 0, math.log2(max_side / min_side)
     while len(found) < count and index < 100 * count:
@@ -110,7 +112,7 @@ def spread_shapes(count: int, min_side: int, max_side: int, max_flops: float) ->
 
 
 def gemm_precisions(device: str) -> list[str]:
-    """What this device multiplies, asked of torch."""
+    """Return the precisions in which this device multiplies, according to torch."""
     import torch
 
     if device == "cpu":
@@ -125,8 +127,11 @@ def gemm_precisions(device: str) -> list[str]:
 
 
 def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """Products by shape and precision. `payload`: `device`, `threads`, `seconds` in all, `quick`, `memory_bytes` of
-    the device, `processes` that do the same beside us, and optionally `gemm_shapes` as (m, n, k, layout)."""
+    """Measure matrix products by shape and precision.
+
+    `payload`: `device`, `threads`, `seconds` in total, `quick`, `memory_bytes` of the device, `processes` that measure
+    concurrently, and optionally `gemm_shapes` as (m, n, k, layout).
+    """
     device, quick = payload["device"], payload["quick"]
     timer = timer or make_timer(device)
     started = timer.clock()
@@ -158,7 +163,8 @@ def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> l
 def make_gemm_runner(
     shape: GemmShape, precision: str, pool: ColdBufferPool, bytes_per_run: int, timer: BenchTimer
 ) -> Callable[[], tuple[float]]:
-    """What measures one product of several, each of operands of its own, results kept till the end."""
+    """Return a function that measures the time of one product: it runs several, each with its own operands, and keeps
+    all results until the end."""
     import torch
 
     dtype = _torch_dtype(precision)
@@ -185,7 +191,7 @@ def make_gemm_runner(
 def make_operands(
     shape: GemmShape, pool: ColdBufferPool, dtype: torch.dtype, precision: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """a [m, k] and b [k, n], laid out as the shape says. fp8 products know one layout only, "nt"."""
+    """Return a [m, k] and b [k, n] in the layout of the shape. fp8 products support only the layout "nt"."""
     operand_layout = "nt" if precision == "fp8" else shape.operand_layout
     sides_a = (shape.k, shape.m) if operand_layout == "tn" else (shape.m, shape.k)
     sides_b = (shape.n, shape.k) if operand_layout == "nt" else (shape.k, shape.n)

@@ -1,5 +1,5 @@
-"""Under what a measurement holds: hardware, driver and library versions. A file of another key is not found, so a
-stale one is never used. Where the file of this machine lies.
+"""The key of a calibration: hardware, driver and library versions. A file with another key is not found, so a stale
+calibration is never used. Also the path of this machine's calibration file.
 """
 
 import json
@@ -15,14 +15,13 @@ from phalanx.cluster.discovery import Machine, discover_machine
 from phalanx.run.cache import cache_root
 
 KEY_FORMAT = "1"
-"""Goes up when what is measured changes its meaning."""
+"""Incremented when the meaning of a measurement changes."""
 
 
 def hardware_key(
     machine: Machine, root: Path = Path("/"), version_of: Callable[[str], str | None] | None = None
 ) -> dict[str, str]:
-    """Hardware, driver and versions of what computes and communicates here; all values are text. Torch is not
-    imported."""
+    """Return hardware, driver and library versions of this machine as text, without importing torch."""
     version_of = version_of or _package_version
     found = {
         "format": KEY_FORMAT,
@@ -41,8 +40,10 @@ def hardware_key(
 
 
 def default_calibration_path(machine: Machine | None = None, directory: Path | None = None) -> Path:
-    """Where `phalanx calibrate` writes what it found on this machine, and where others look for it: in the cache folder
-    (`run.cache.cache_root`), named by the machine and a digest of its key."""
+    """Return the path that `phalanx calibrate` writes and other commands read by default.
+
+    It lies in the cache directory (`run.cache.cache_root`) and is named by the machine and a digest of its key.
+    """
     machine = machine or discover_machine()
     digest = xxhash.xxh3_64_hexdigest(json.dumps(hardware_key(machine), sort_keys=True).encode())
     name = re.sub(r"[^a-z0-9]+", "-", machine.device_name.lower()).strip("-") or "machine"
@@ -50,7 +51,7 @@ def default_calibration_path(machine: Machine | None = None, directory: Path | N
 
 
 def _read_driver_version(root: Path) -> str | None:
-    """NVIDIA's or AMD's, from the files that they make."""
+    """Return the version of the NVIDIA or AMD driver, from the files that the driver exposes."""
     try:
         line = (root / "proc/driver/nvidia/version").read_text().splitlines()[0]
         found = re.search(r"\d+\.\d+(\.\d+)?", line)
@@ -64,7 +65,7 @@ def _read_driver_version(root: Path) -> str | None:
 
 
 def _nccl_version(version_of: Callable[[str], str | None]) -> str | None:
-    """NCCL comes with torch in a package whose name tells the CUDA version, too."""
+    """Return the NCCL packages with their versions. The package name includes the CUDA version."""
     names = {str(each.metadata["Name"]) for each in distributions()}
     found = [f"{name} {version_of(name)}" for name in sorted(names) if name and name.startswith("nvidia-nccl")]
     return ", ".join(found) or None

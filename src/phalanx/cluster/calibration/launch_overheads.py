@@ -1,12 +1,11 @@
-"""What operations cost beyond their work: a launch from Python, autograd's share, memory that the kernel gives anew.
-Runs in a process of its own.
+"""Benchmark overheads of operations: launches from Python, autograd, page faults. Runs in a separate process.
 
-- `autograd_op`, shape (elements): forward and backward together of one tiny operation in a chain of functions
-- `eager_op`, shape (operations): forward and backward of tiny blocks of modules, divided by the operations that compute
-  something; what is more than a tiny operation's own time is Python's, the modules', the views' and autograd's
-- `fresh_memory`, shape (bytes), on a CPU: allocating, writing once and letting go of so much memory; training pays it
-  for every tensor above 32 MiB, and for what its allocator had given back
-- `to_device` and `from_device`, shape (bytes), on a GPU: between it and pinned memory of the host
+- `autograd_op`, shape (elements): forward plus backward of one tiny operation in a chain of functions
+- `eager_op`, shape (operations): forward plus backward of tiny blocks of modules, divided by the number of operations
+  that compute; the time beyond that of a tiny operation is spent in Python, modules, views and autograd
+- `fresh_memory`, shape (bytes), on a CPU: allocate, write once and free this much memory; training pays it for every
+  tensor above 32 MiB, and for memory that the allocator returned to the kernel
+- `to_device` and `from_device`, shape (bytes), on a GPU: copies between the GPU and pinned host memory
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from phalanx.cluster.calibration.cold_buffers import MMAP_THRESHOLD_BYTES
 from phalanx.cluster.calibration.timing import BenchTimer, make_timer, median_seconds_of, round_seconds
 
 CHAIN_LENGTH = 200
-"""Operations in a row: as many as a layer or two have."""
+"""Operations in a row, about as many as 1 or 2 layers have."""
 TINY_TENSOR_ELEMENTS = 16
-"""Elements: less than any thread would be started for."""
+"""Elements; too few for a second thread."""
 NUM_TINY_BLOCKS = 4
-"""Of the tiny transformer."""
+"""Blocks of the tiny transformer."""
 PINNED_BUFFER_BYTES = 256 * 2**20
-"""Bytes that are copied to and from a GPU."""
+"""Bytes copied to and from a GPU."""
 
 
 def measure_overheads(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
-    """`launch_us`, of forward alone, and `operations`. `payload`: `device`, `threads` (CPU), `seconds`."""
+    """Measure `launch_us` (forward only) and `operations`. `payload`: `device`, `threads` (CPU), `seconds`."""
     import torch
 
     device = payload["device"]
@@ -54,7 +53,7 @@ def measure_overheads(payload: dict[str, Any], timer: BenchTimer | None = None) 
 
 
 def time_op_chain(device: str, budget_s: float, timer: BenchTimer) -> tuple[float, float]:
-    """Seconds of one tiny operation in a chain of many, forward and backward."""
+    """Return seconds of one tiny operation in a chain, for forward and for backward."""
     import torch
 
     x = torch.randn(TINY_TENSOR_ELEMENTS, device=device, requires_grad=True)
@@ -77,7 +76,7 @@ def time_op_chain(device: str, budget_s: float, timer: BenchTimer) -> tuple[floa
 
 
 def time_tiny_blocks(device: str, budget_s: float, timer: BenchTimer) -> tuple[float, int]:
-    """Seconds of an operation in a block of a tiny transformer, and how many operations it has in both directions."""
+    """Return seconds per operation in a block of a tiny transformer, and the operations of forward plus backward."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -110,8 +109,7 @@ def time_tiny_blocks(device: str, budget_s: float, timer: BenchTimer) -> tuple[f
 
 
 def count_computing_ops(function: Callable[[], None]) -> int:
-    """How many operations of `function` compute something: those that return what is no view of what they were
-    given."""
+    """Count the operations of `function` that compute: those with a result that is no view of an argument."""
     import torch
 
     from phalanx.compat import intercept_operations
@@ -123,7 +121,7 @@ def count_computing_ops(function: Callable[[], None]) -> int:
         given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
         result = operation(*args, **kwargs)
         first = result[0] if isinstance(result, tuple) else result
-        # in place is computing, too; an attribute of a tensor is no operation of its own
+        # in-place operations compute as well; reading an attribute of a tensor does not
         if isinstance(first, torch.Tensor):
             found += first.untyped_storage().data_ptr() not in given or str(operation).split(".")[1].endswith("_")
         return result
@@ -134,7 +132,7 @@ def count_computing_ops(function: Callable[[], None]) -> int:
 
 
 def time_transfers(device: str, budget_s: float, timer: BenchTimer) -> list[dict[str, Any]]:
-    """Copies between a GPU and the memory that its host keeps in place for that."""
+    """Measure copies between a GPU and pinned host memory."""
     import torch
 
     host_buffer = torch.empty(PINNED_BUFFER_BYTES // 4, pin_memory=True).normal_()

@@ -1,10 +1,9 @@
-"""The operations of a training step that are bound by memory: which are measured, with what shapes and bytes.
+"""Memory-bound operations of a training step that calibration measures, with their shapes and bytes.
 
-A kind is the name that torch's dispatcher has for it ("native_layer_norm_backward"): what one sees when one follows a
-training step operation by operation, forward and backward. `moved_bytes` are those of all tensors that go in and come
-out, and where the table says so, of less or more.
+A kind is the name of the operation in torch's dispatcher ("native_layer_norm_backward"), as in a trace of a training
+step. `moved_bytes` is the size of all inputs and outputs, unless the table says otherwise.
 
-| kind | shape | bytes, where they are not all of what goes in and out |
+| kind | shape | bytes, where they are not those of all inputs and outputs |
 |---|---|---|
 | `clone`, `zeros`, `add`, `mul`, `pow`, `gelu`, `silu`, `relu` and their `_backward` | rows, columns | |
 | `add_`: into a gradient; `mul_`: a gradient by a number; `fill_` | rows, columns | read and written counted |
@@ -37,30 +36,30 @@ NUM_HEADS, HEAD_DIM = 8, 64
 HIDDEN_SIZE, VOCAB_SIZE = 512, 8192
 NUM_CHANNELS, IMAGE_SIDE, NUM_NORM_GROUPS = 64, 16, 32
 GRAD_NORM_ROW = 4096
-"""Elements whose squares are added up in fp32 (train/ops/grad_norm.py)."""
+"""Elements per row; the squares of a row are added in fp32 (train/ops/grad_norm.py)."""
 ADAMW_BYTES_PER_PARAMETER = 28
 
 
 @dataclass
 class OpCase:
-    """One operation ready to be done on several sets of arguments, each in memory of its own."""
+    """One operation with several sets of arguments, each in its own memory."""
 
     run_op: Callable[..., Any]
     argument_sets: Sequence[tuple[Any, ...]]
     shape: tuple[int, ...]
     moved_bytes: float | None = None
-    """None: of all tensors that go in and come out."""
+    """None: the size of all inputs and outputs."""
     flops: float = 0.0
     keep_alive: list[Any] = field(default_factory=list)
-    """What must not be freed meanwhile."""
+    """Objects that must not be freed during the measurement."""
 
 
 MakeOpCase = Callable[[ColdBufferPool, int, int, "torch.dtype"], OpCase]
-"""From a pool, the bytes of the largest tensor, how many sets of arguments, and a dtype."""
+"""Arguments: a pool, the bytes of the largest tensor, the number of argument sets, and a dtype."""
 
 
 def memory_op_cases(dtype: torch.dtype) -> dict[str, MakeOpCase]:
-    """How each kind is made that is measured with tensors of this dtype."""
+    """Return a factory of cases for each kind that is measured with this dtype."""
     import torch
     from torch.nn import functional as F
 
@@ -107,7 +106,7 @@ def memory_op_cases(dtype: torch.dtype) -> dict[str, MakeOpCase]:
 
 
 def count_moved_bytes(arguments: Sequence[Any], result: Any) -> float:
-    """Bytes of all tensors that go in and come out; one that repeats itself counts as its storage."""
+    """Return the bytes of all inputs and outputs. An expanded tensor counts as its storage."""
     import torch
 
     results = result if isinstance(result, tuple | list) else (result,)
@@ -141,7 +140,7 @@ def _make_zeros(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) 
 def _make_in_place(
     pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype, do: Callable[[Tensor], object], reads: int
 ) -> OpCase:
-    """`run_op` changes a tensor of its own: the pool's data must stay what they are."""
+    """`run_op` changes a copy: the data of the pool must stay unchanged."""
     shape = (_num_rows(size, dtype), NUM_COLUMNS)
     owned = [(pool.take_tensor(*shape, dtype=dtype).clone(),) for _ in range(sets)]
     nbytes = float(shape[0] * shape[1] * dtype.itemsize)
@@ -166,7 +165,7 @@ def _make_accumulate(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dt
 
 
 def _make_cast(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    """Into `dtype`, from the one that mixed precision has beside it."""
+    """Cast to `dtype` from the other dtype of mixed precision."""
     import torch
 
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
@@ -238,7 +237,7 @@ def _make_group_norm_backward(pool: ColdBufferPool, size: int, sets: int, dtype:
 
 
 def _make_transpose_heads(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    """[b, s, h, d] laid out anew as [b, h, s, d]."""
+    """Copy [b, s, h, d] to contiguous [b, h, s, d]."""
     tokens = _num_rows(size, dtype, NUM_HEADS * HEAD_DIM)
     batch = max(1, tokens // 256)
     shape = (batch, tokens // batch, NUM_HEADS, HEAD_DIM)
@@ -248,7 +247,7 @@ def _make_transpose_heads(pool: ColdBufferPool, size: int, sets: int, dtype: tor
 
 
 def _make_rotary(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    """Pairs of features as complex numbers, turned by angles that all samples share."""
+    """Multiply pairs of features, as complex numbers, by rotations that all samples share."""
     import torch
 
     tokens = _num_rows(size, dtype, NUM_HEADS * HEAD_DIM)

@@ -1,5 +1,5 @@
-"""Operations that training does beside matrix products: each of `memory_ops.py` by size and precision, and each of
-`autograd_ops.py` forward and backward. Runs in a process of its own, returns plain values for `OpTiming`.
+"""Benchmark the operations of training other than matrix products: those of `memory_ops.py` by size and precision, and
+those of `autograd_ops.py` forward and backward. Runs in a separate process and returns plain values for `OpTiming`.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ TENSOR_SIZES_BYTES = {
     ("cuda", True): (BYTES_PER_MIB, 256 * BYTES_PER_MIB),
     ("cuda", False): tuple(256 * BYTES_PER_KIB * 4**power for power in range(7)),
 }
-"""Bytes of the largest tensor by device, and whether it shall be quick: from the cache to far beyond it."""
+"""Bytes of the largest tensor, by device and `quick`: from within the cache to far beyond it."""
 MIN_BYTES_PER_RUN = {
     ("cpu", True): 160 * BYTES_PER_MIB,
     ("cpu", False): 256 * BYTES_PER_MIB,
     ("cuda", True): BYTES_PER_GIB,
     ("cuda", False): BYTES_PER_GIB,
 }
-"""Bytes that one run of a measurement moves at least, results included, by device and quickness: beyond what a cache
-holds. Where a CPU's is larger, `CACHE_FACTOR` times that."""
+"""Minimum bytes that one run of a measurement moves, including results, by device and `quick`: more than a cache holds.
+A CPU with a larger cache gets `CACHE_FACTOR` times its size."""
 CACHE_FACTOR = 2
 MAX_ARGUMENT_SETS = 24
-"""The most sets of arguments: about what a layer of a small model has, which may stay in the cache in training, too."""
+"""Maximum argument sets: about as many as a layer of a small model has, which stay in the cache in training as well."""
 MEMORY_SHARE = 1 / 64
-"""Of the device's memory that the largest tensor may take."""
+"""Share of the device's memory that the largest tensor may take."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,11 @@ class SizedCase:
 
 
 def measure_memory_ops(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """The operations of `memory_ops.py`. `payload`: `device` (of torch), `threads` (CPU), `seconds` in all, `quick`,
-    `memory_bytes` of the device, `processes` that do the same beside us, and optionally `sizes` and `kinds`."""
+    """Measure the operations of `memory_ops.py`.
+
+    `payload`: `device` (of torch), `threads` (CPU), `seconds` in total, `quick`, `memory_bytes` of the device,
+    `processes` that measure concurrently, and optionally `sizes` and `kinds`.
+    """
     import torch
 
     device, quick = payload["device"], payload["quick"]
@@ -104,7 +107,7 @@ def measure_memory_ops(payload: dict[str, Any], timer: BenchTimer | None = None)
 def measure_memory_op(
     case: SizedCase, budget_s: float, pool: ColdBufferPool, bytes_per_run: float, timer: BenchTimer, processes: int
 ) -> dict[str, Any]:
-    """One case, measured for about `budget_s` seconds with so many sets of arguments that `held` bytes are moved."""
+    """Measure one case for about `budget_s` seconds, with enough argument sets to move `bytes_per_run` bytes."""
     dtype = _torch_dtype(case.precision)
     work = case.make_case(pool, case.size_bytes, 1, dtype)
     nbytes = (
@@ -160,8 +163,7 @@ def measure_autograd_ops(payload: dict[str, Any], timer: BenchTimer | None = Non
 
 
 def training_precisions(device: str) -> tuple[str, ...]:
-    """What activations and gradients have in training: fp32, and in mixed precision bf16, or fp16 on GPUs older than
-    that."""
+    """Return the precisions of activations and gradients in training: fp32, and bf16 or, on old GPUs, fp16."""
     import torch
 
     old = device != "cpu" and not torch.get_device_module(device).is_bf16_supported(including_emulation=False)
@@ -169,7 +171,7 @@ def training_precisions(device: str) -> tuple[str, ...]:
 
 
 def num_argument_sets(nbytes: float, bytes_per_run: float) -> int:
-    """How many sets of arguments of an operation that moves so many bytes."""
+    """Return how many argument sets of `nbytes` each make a run of `bytes_per_run` bytes."""
     return max(1, min(MAX_ARGUMENT_SETS, int(bytes_per_run // max(nbytes, 1.0))))
 
 
@@ -182,7 +184,7 @@ def bytes_per_run_of(device: str, quick: bool, root: Path = Path("/")) -> int:
 
 
 def prepare_buffers(device: str, threads: int | None, nbytes: int, warm_bytes: int) -> tuple[ColdBufferPool, Any]:
-    """A pool of so many bytes and an allocator with `held` bytes at hand for as long as the second value lives."""
+    """Return a pool of `nbytes`, and an object that keeps `warm_bytes` mapped in the allocator while it lives."""
     import torch
 
     if threads and device == "cpu":
@@ -191,7 +193,7 @@ def prepare_buffers(device: str, threads: int | None, nbytes: int, warm_bytes: i
 
 
 def _time_case(case: OpCase, timer: BenchTimer) -> float:
-    """Seconds of doing it on all sets, results kept till the end; letting go of them counts."""
+    """Seconds to run the operation on all sets. Results are kept until the end; freeing them counts."""
 
     def all_sets() -> None:
         kept = [case.run_op(*arguments) for arguments in case.argument_sets]

@@ -1,4 +1,4 @@
-"""What computing and communicating cost each other: matrix products while an all-reduce is under way, on each rank.
+"""Benchmark how compute and communication slow each other down: matrix products during an all-reduce, on each rank.
 
 First each alone, then both at once. On a CPU the cores are shared with the threads that move and add, on a GPU its
 memory and some of its multiprocessors. Runs on every rank of a world that exists.
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 MATRIX_SIDE = {"cpu": 256, "cuda": 4096}
-"""Of the square matrices: a product takes a small part of the all-reduce's time."""
+"""Side of the square matrices: a product takes a small part of the time of the all-reduce."""
 BUFFER_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""Of the all-reduce: a large bucket of gradients."""
+"""Bytes of the all-reduce: a large gradient bucket."""
 MAX_ROUNDS = 9
 
 
 def measure_overlap(payload: dict[str, Any], timer: BenchTimer) -> dict[str, float]:
-    """`compute` and `communication`: times while both run over the times alone, not below 1. `payload`: `device`,
-    `seconds`; `watch.agree` must be that of all ranks. The same on every rank."""
+    """Measure the slowdowns `compute` and `communication`: the times while both run over the times alone, at least 1.
+
+    `payload`: `device`, `seconds`. `timer.max_over_ranks` must be a collective. Returns the same on every rank.
+    """
     import torch
 
     device, budget_s = payload["device"], payload["seconds"] / 4
@@ -57,7 +59,7 @@ def measure_overlap(payload: dict[str, Any], timer: BenchTimer) -> dict[str, flo
 def _measure_on_cpu(
     buffer: torch.Tensor, multiply: Callable[[], object], gemm_s: float, all_reduce_s: float, timer: BenchTimer
 ) -> tuple[float, float]:
-    """Products for as long as the all-reduce takes: that is the time of both, and how many there were tells theirs."""
+    """Run products until the all-reduce ends. The duration is that of both; the number of products gives their time."""
     buffer.fill_(1.0)
     timer.max_over_ranks(0.0)
     started, count = timer.clock(), 0
@@ -73,7 +75,7 @@ def _measure_on_cpu(
 def _measure_on_gpu(
     buffer: torch.Tensor, multiply: Callable[[], object], gemm_s: float, all_reduce_s: float, timer: BenchTimer
 ) -> tuple[float, float]:
-    """As many products as alone take as long as the all-reduce, on another stream than it."""
+    """Run as many products as take as long as the all-reduce when alone, on a different stream."""
     import torch
 
     buffer.fill_(1.0)

@@ -1,7 +1,7 @@
-"""The reference product: one matrix product that is timed before and after each family of measurements, and whenever
-somebody asks whether this machine still is what it was when it was measured.
+"""The reference product: one fixed matrix product, timed before and after each family of measurements, and later to
+check whether the machine still has the speed that it was calibrated at.
 
-A machine that others use, that is too hot or saves power shows it here. Which product it is never changes.
+It becomes slower when other processes run, when the device is too hot, or when it saves power.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from phalanx.cluster.spec import Measurements
 from phalanx.recipe.devices import size_table_of
 
 RunInProcess = Callable[[str, Any], Any]
-"""Runs `module:function(payload)` in a process of its own."""
+"""Runs `module:function(payload)` in a separate process."""
 REFERENCE_OP = "reference"
 REFERENCE_SIDE = {"cpu": 1024, "cuda": 8192}
 REFERENCE_PRECISION = {"cpu": "fp32", "cuda": "fp16"}
-"""What every CPU, and every GPU since 2017, multiplies well."""
+"""Precision that every CPU, and every GPU since 2017, multiplies fast."""
 REFERENCE_DURATION_S = 0.3
 
 
 def time_reference_gemm(
     machine: Machine, run_in_process: RunInProcess, seconds: float = REFERENCE_DURATION_S
 ) -> dict[str, Any]:
-    """The reference product now, as the fields of a `OpTiming` of kind "reference", and `clock_share`: the clock of the
-    device just after it over the highest it can have, None where nothing tells."""
+    """Measure the reference product. Returns the fields of an `OpTiming` of kind "reference", and `clock_share`: the
+    clock of the device right after it over its maximum clock, None if unknown."""
     payload = {"device": machine.device, "threads": machine.physical_cores, "seconds": seconds}
     found: dict[str, Any] = run_in_process("phalanx.cluster.calibration.reference_gemm:measure_reference", payload)
     return found
@@ -39,8 +39,11 @@ def time_reference_gemm(
 def reference_slowdown(
     machine: Machine, measurements: Measurements, run_in_process: RunInProcess, seconds: float = REFERENCE_DURATION_S
 ) -> float | None:
-    """By what share the reference product takes longer now than when `measurements` was found (negative: less), in
-    about 0.3 s; None where it was not measured. Above 0.05 one measures something else than the machine alone."""
+    """Return the share by which the reference product takes longer now than in `measurements` (negative: less time).
+
+    Takes about 0.3 s. None if `measurements` has no reference product. Above 0.05, other load or heat affects
+    measurements.
+    """
     baseline_s = next((timed.seconds for timed in measurements.operations if timed.kind == REFERENCE_OP), None)
     return (
         None

@@ -1,7 +1,7 @@
-"""One probe from beginning to end: families of measurements, each with its share of the time, and the cluster that
-comes out. No processes here: who calls says how functions are run in others (`Executor`).
+"""Run a calibration: measure families of operations, each with a share of the time budget, and build the cluster file.
 
-A family that fails costs only itself; what was not measured is told among what is odd.
+Starts no process: the caller passes an `Executor` that runs functions in other processes. When a family fails, the
+others are still measured, and the failure is listed in `Measurements.odd`.
 """
 
 import os
@@ -38,8 +38,8 @@ from phalanx.cluster.spec import (
 REFERENCE_DURATION_S = 0.15
 """Seconds for the reference product after each family."""
 TOTAL_DURATION_S = {True: 13.0, False: 145.0}
-"""For all measuring, by quickness; starting processes comes on top, so that `--quick` stays below 20 s and a full probe
-below 3 minutes on a CPU; with a GPU each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
+"""Seconds of all measurements, by `quick`. Process starts are extra: on a CPU `--quick` stays below 20 s and a full
+calibration below 3 minutes. With a GPU, each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
 TIME_WEIGHTS = {
     "matrix products": 8.0,
     "operations": 9.0,
@@ -49,29 +49,28 @@ TIME_WEIGHTS = {
     "storage": 2.0,
     "checkpoint": 1.0,
 }
-"""How the families share the time, in the order in which they run."""
+"""Weights by which the families share the time, in the order in which they run."""
 MAX_DURATION_S = {"overheads": 2.0, "storage": 10.0, "checkpoint": 5.0}
-"""Seconds beyond which a family would learn nothing more."""
+"""Maximum seconds of a family; more would not improve its result."""
 CHECKPOINT_BYTES = {True: 64 * 10**6, False: 512 * 10**6}
-"""Bytes of the checkpoint, by quickness."""
+"""Bytes of the checkpoint, by `quick`."""
 MIN_CHECKPOINT_BYTES = 8 * 10**6
 CALIBRATION_PACKAGE = "phalanx.cluster.calibration"
 
 
 class MeasurementFailed(Exception):
-    """A family of measurements failed; the text says in a line why."""
+    """A family of measurements failed; the text gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Executor:
-    """What a probe needs of the world outside.
+    """Functions with side effects that a calibration calls.
 
-    `run_in_process` runs `module:function(payload)` in a process of its own, `run_in_world` the same on every rank of a
-    new world of so
-    many processes and returns what rank 0 returned; both raise NotMeasured when that fails. `save_checkpoint` writes a
-    checkpoint
-    of so many bytes below a folder, and returns the seconds it took. `scratch_dir` is a folder of our own on what shall
-    be measured; who made it removes it. `report_progress` is told what comes next, and how much of the time is over.
+    `run_in_process` runs `module:function(payload)` in a separate process; `run_in_world` runs it on every rank of a
+    new world of the given size and returns the value of rank 0. Both raise MeasurementFailed on failure.
+    `save_checkpoint` writes a checkpoint of the given bytes below a directory and returns seconds. `scratch_dir` is a
+    private directory on the disk to measure; the caller removes it. `report_progress` gets the next step and the share
+    of time that has passed.
     """
 
     run_in_process: Callable[[str, Any], Any]
@@ -86,7 +85,7 @@ class Executor:
 
 @dataclass
 class Results:
-    """What the families have found so far."""
+    """Results of the families so far."""
 
     gemms: list[GemmTiming] = field(default_factory=list)
     ops: list[OpTiming] = field(default_factory=list)
@@ -103,12 +102,12 @@ class Results:
 
     @property
     def drift(self) -> float:
-        """By what share the slowest of the references took longer than the fastest."""
+        """Share by which the slowest reference product took longer than the fastest."""
         return max(self.reference_times_s) / min(self.reference_times_s) - 1
 
 
 def default_num_processes(machine: Machine) -> int:
-    """How many processes measure together: one for each GPU, else two where there are two cores."""
+    """Return the number of processes that measure together: one per GPU, else 2 if there are at least 2 cores."""
     return machine.num_gpus or min(2, machine.physical_cores)
 
 
@@ -121,8 +120,10 @@ def calibrate_machine(
     seconds: float | None = None,
     root: Path = Path("/"),
 ) -> Cluster:
-    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`), and say what looks wrong. UsageError when
-    the disk has no room."""
+    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`) and list anomalies.
+
+    Raises UsageError when the disk has too little free space.
+    """
     processes = default_num_processes(machine) if processes is None else processes
     storage.check_free_space(executor.scratch_dir, quick)
     hardware, results = discover_hardware(machine, executor.scratch_dir, root), Results()
@@ -218,7 +219,7 @@ def _time_reference(machine: Machine, executor: Executor, results: Results) -> N
 
 
 def _measurement_payload(machine: Machine, quick: bool, budget_s: float) -> dict[str, Any]:
-    """What every measurement is told of the machine."""
+    """Return the part of the payload that is the same for every measurement."""
     return {
         "device": machine.device,
         "threads": machine.physical_cores,
@@ -281,7 +282,7 @@ def _measure_checkpoint(executor: Executor, quick: bool, results: Results, budge
 
 
 def _describe_measurement(results: Results, quick: bool, processes: int) -> dict[str, Any]:
-    """How it was measured: what a reader of the figures should know."""
+    """Return notes for readers on how the figures were measured."""
     read_modes = {"direct": "O_DIRECT", "dropped": "page cache dropped", "cached": "only from the page cache: left out"}
     notes = {"quick": quick, "processes": processes, "read": read_modes.get(results.read_mode or "")}
     return {"measured_how": {name: value for name, value in notes.items() if value is not None}}

@@ -37,18 +37,17 @@ class StorageRates:
 
 
 def check_free_space(folder: Path, quick: bool) -> None:
-    """UsageError unless the file system of `directory` has room for what is written there."""
+    """Raise UsageError unless the file system of `folder` has enough free space for the measurement."""
     needed_bytes, free_bytes = MAX_WRITTEN_BYTES[quick] * FREE_SPACE_FACTOR, shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise UsageError(
-            f"{folder}: no room to measure the disk: it takes {needed_bytes / 1e6:,.0f} MB, {free_bytes / 1e6:,.0f} "
-            f"MB are free; "
-            "choose another --dir"
+            f"{folder}: too little free space to measure the disk: needs {needed_bytes / 1e6:,.0f} MB, "
+            f"{free_bytes / 1e6:,.0f} MB are free; choose another --dir"
         )
 
 
 def measure_storage(directory: Path, quick: bool, seconds: float, clock: ClockFn) -> StorageRates:
-    """Write and read a file in `directory` within about `seconds`. OSError where the disk fails."""
+    """Write and read a file in `folder` within about `seconds`. Raises OSError when the disk fails."""
     path = directory / "probe.bin"
     block = mmap.mmap(-1, BLOCK_BYTES)  # aligned to pages, as O_DIRECT wants its buffers
     block.write(os.urandom(BLOCK_BYTES))  # a disk that compresses must not look faster
@@ -65,7 +64,7 @@ def measure_storage(directory: Path, quick: bool, seconds: float, clock: ClockFn
 
 
 def write_file(path: Path, block: mmap.mmap, nbytes: int, clock: ClockFn) -> float:
-    """Seconds of writing `nbytes` anew, fsync included."""
+    """Write a new file of `nbytes` and return the seconds, including fsync."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         started, remaining = clock(), nbytes
@@ -78,7 +77,7 @@ def write_file(path: Path, block: mmap.mmap, nbytes: int, clock: ClockFn) -> flo
 
 
 def read_file(path: Path, block: mmap.mmap, nbytes: int, seconds: float, clock: ClockFn) -> tuple[float, str]:
-    """Bytes a second of reading the file for at most `seconds`, and how the page cache was avoided."""
+    """Read the file for at most `seconds`. Returns bytes per second, and how the page cache was avoided."""
     dropped = drop_page_cache(path)
     fd, direct = open_for_direct_read(path)
     try:
@@ -102,7 +101,7 @@ def read_file(path: Path, block: mmap.mmap, nbytes: int, seconds: float, clock: 
 
 
 def drop_page_cache(path: Path) -> bool:
-    """Have the kernel forget what it keeps of a file that is synced; whether it could be asked to."""
+    """Drop the page cache of a synced file; False where the system does not support it."""
     if not hasattr(os, "posix_fadvise"):
         return False
     fd = os.open(path, os.O_RDONLY)
@@ -116,7 +115,7 @@ def drop_page_cache(path: Path) -> bool:
 
 
 def open_for_direct_read(path: Path) -> tuple[int, bool]:
-    """The file, open past the page cache where the file system can."""
+    """Open the file with O_DIRECT where the file system supports it."""
     if hasattr(os, "O_DIRECT"):
         try:
             return os.open(path, os.O_RDONLY | os.O_DIRECT), True

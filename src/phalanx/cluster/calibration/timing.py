@@ -1,7 +1,7 @@
-"""How everything here is timed: a clock, a way to wait for the device, shares of a budget, medians.
+"""Timing for all benchmarks: a clock, device synchronization, shares of a time budget, medians.
 
-Processes that measure side by side must do the same number of repetitions, or one would wait for ever: they agree on
-every figure that decides about them (`BenchTimer.max_over_ranks`).
+Processes that measure together must run the same number of repetitions, or one would wait without end. They therefore
+agree on every figure that determines this number (`BenchTimer.max_over_ranks`).
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any, TypeVar
 ClockFn = Callable[[], float]
 CaseT = TypeVar("CaseT")
 MAX_REPEATS = 25
-"""Repetitions of one measurement; more would not make its median better."""
+"""Repetitions of one measurement; more would not improve the median."""
 MAX_BUDGET_FACTOR = 3.0
-"""How many times an even share of the budget a case may take: cheap ones leave time, dear ones may use it."""
+"""A case may take this many even shares of the budget; slow cases use the time that fast ones leave."""
 MAX_WARMUP_FACTOR = 3.0
-"""Shares that the run before those that count may take; after more there is no time for another."""
+"""A warm-up run that takes more than this many shares of the budget is the only run."""
 NUM_ROUNDS = {True: 1, False: 2}
-"""How often all cases are gone through, by quickness. Of two medians the lesser counts (`keep_fastest`): what else runs
-on the machine comes in bursts, which spoil one but seldom both."""
+"""Passes over all cases, by `quick`. The lower of two medians counts (`keep_fastest`): other load comes in bursts,
+which rarely affect both."""
 
 
 @dataclass(frozen=True)
 class BenchTimer:
-    """What times a measurement. `synchronize` returns when the device has done all that it was told; `max_over_ranks`
-    takes seconds and returns the most that any process beside us said, when all have said theirs."""
+    """Clock and device synchronization of a measurement. `synchronize` returns when the device has no work left.
+    `max_over_ranks` is a collective: it returns the maximum of `seconds` over all processes."""
 
     clock: ClockFn = time.perf_counter
     synchronize: Callable[[], None] = lambda: None
     max_over_ranks: Callable[[float], float] = lambda seconds: seconds
     loads: bool = False
-    """Whether the first run of anything loads kernels, as on a GPU: it says nothing of those after it."""
+    """Whether the first run loads kernels, as on a GPU, and must not count."""
 
     def time_call(self, function: Callable[[], object]) -> float:
-        """Seconds of `function`, what it left to the device included."""
+        """Return the seconds of `function`, including the work that it queued on the device."""
         started = self.clock()
         function()
         self.synchronize()
@@ -45,7 +45,7 @@ class BenchTimer:
 
 
 def make_timer(device: str) -> BenchTimer:
-    """A watch for work on a device of torch."""
+    """Return a timer for a torch device."""
     if device == "cpu":
         return BenchTimer()
     import torch
@@ -54,8 +54,10 @@ def make_timer(device: str) -> BenchTimer:
 
 
 def split_budget(cases: Sequence[CaseT], seconds: float, timer: BenchTimer) -> Iterator[tuple[CaseT, float]]:
-    """Each case with the seconds that it may take, until all `seconds` are gone; the rest of the cases are left out, so
-    put them in an order whose beginning stands for the whole (`coarse_to_fine`)."""
+    """Yield each case with its time budget until `seconds` have passed; later cases are skipped.
+
+    Order the cases with `coarse_to_fine`, so that those that fit represent all of them.
+    """
     started = timer.clock()
     for index, case in enumerate(cases):
         remaining = seconds - timer.max_over_ranks(timer.clock() - started)
@@ -65,14 +67,13 @@ def split_budget(cases: Sequence[CaseT], seconds: float, timer: BenchTimer) -> I
 
 
 def remaining_seconds(seconds: float, started: float, timer: BenchTimer) -> float:
-    """What is left of `seconds` after getting ready since `started`; half of them at least, or nothing were
+    """Return what is left of `seconds` after the preparation since `started`, but at least half, so that something is
     measured."""
     return max(seconds / 2, seconds - timer.max_over_ranks(timer.clock() - started))
 
 
 def coarse_to_fine(cases: Sequence[CaseT]) -> list[CaseT]:
-    """Cases in the order of their index with its bits reversed (van der Corput): wherever it is cut off, what came
-    before is spread evenly over the whole."""
+    """Sort cases by the reversed bits of their index (van der Corput): every prefix is spread evenly over all cases."""
     bits = max(1, len(cases) - 1).bit_length()
     return [cases[i] for i in sorted(range(len(cases)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))]
 
@@ -80,9 +81,11 @@ def coarse_to_fine(cases: Sequence[CaseT]) -> list[CaseT]:
 def median_seconds_of(
     run: Callable[[], Sequence[float]], budget_s: float, timer: BenchTimer, max_repeats: int = MAX_REPEATS
 ) -> tuple[float, ...]:
-    """`run` measures one or more durations in seconds; the median of each, over as many runs as fit into `budget_s`
-    seconds, after one that does not count, unless that alone took far longer and its kernels were there. With processes
-    beside us, the medians of the slowest."""
+    """Return the median of each duration that `run` measures, over as many runs as fit into `budget_s` seconds.
+
+    A first run warms up and does not count, unless it alone exceeded the budget by far and loads no kernels. When
+    several processes measure, the result is that of the slowest.
+    """
     first_run, elapsed_s = _run_once(run, timer)
     samples = [first_run]
     if timer.loads or elapsed_s <= MAX_WARMUP_FACTOR * budget_s:
@@ -93,19 +96,19 @@ def median_seconds_of(
 
 
 def _run_once(run: Callable[[], Sequence[float]], timer: BenchTimer) -> tuple[tuple[float, ...], float]:
-    """What `run` measured, and the seconds that it took the slowest process in all."""
+    """Return what `run` measured, and the total seconds of the slowest process."""
     started = timer.clock()
     found = tuple(run())
     return found, max(timer.max_over_ranks(timer.clock() - started), 1e-9)
 
 
 def keep_fastest(found: dict[tuple[Any, ...], dict[str, Any]], row: dict[str, Any]) -> None:
-    """Put a row among others, in the place of one that differs in nothing but more `seconds`."""
+    """Add a row, or replace the one that differs only by a larger `seconds`."""
     key = tuple(str(value) for name, value in row.items() if name != "seconds")
     if key not in found or row["seconds"] < found[key]["seconds"]:
         found[key] = row
 
 
 def round_seconds(seconds: float) -> float:
-    """Seconds with five digits: more would only be noise in a file that people read."""
+    """Round to 5 significant digits; more would be noise in a file that people read."""
     return float(f"{seconds:.5g}")

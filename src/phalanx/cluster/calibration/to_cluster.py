@@ -1,5 +1,5 @@
-"""From a machine and what was measured there to the cluster that it makes: one node, figures of the catalogue where it
-knows the device, measured ones beside them."""
+"""Convert a machine and its measurements to a cluster of one node, with data-sheet values from the catalogue where it
+has the device."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,16 +18,16 @@ from phalanx.cluster.spec import AcceleratorSpec, Cluster, Measurements, NodeSpe
 
 @dataclass(frozen=True)
 class DiscoveredHardware:
-    """What was found in the machine beside its processors: nothing of it measured."""
+    """Network cards, disks and GPU links that were discovered, not measured."""
 
     nics: tuple[Nic, ...]
     disks: tuple[Disk, ...]
     gpu_links: tuple[GpuLinks, ...]
     mount: Mount | None
-    """What the folder for measuring lies on."""
+    """Mount of the scratch directory."""
 
     def notes(self) -> dict[str, Any]:
-        """As plain values; what is not known left out."""
+        """Return plain values, without unknown ones."""
         links = [_drop_unknown({**asdict(each), "host_gbps": each.host_gbps}) for each in self.gpu_links]
         found = {
             "cards": [_drop_unknown(asdict(each)) for each in self.nics],
@@ -39,14 +39,14 @@ class DiscoveredHardware:
 
 
 def discover_hardware(machine: Machine, scratch_dir: Path, root: Path = Path("/")) -> DiscoveredHardware:
-    """Discover the parts; a machine that trains on its CPU has no GPU links worth telling."""
+    """Discover network cards, disks and, on a machine with GPUs, their links."""
     links = discover_gpu_links(root) if machine.num_gpus else ()
     return DiscoveredHardware(discover_nics(root), discover_disks(root), links, find_mount(scratch_dir, root))
 
 
 def data_sheet_of(machine: Machine) -> AcceleratorSpec | None:
-    """The device on paper: of the catalogue, or a CPU's peak rates by cores, clock and instruction set; None where
-    neither knows it."""
+    """Return the data sheet of the device: from the catalogue, or for a CPU from cores, clock and instruction set. None
+    if unknown."""
     if machine.num_gpus:
         return find_accelerator(machine.device_name) if find_entry("accelerators", machine.device_name) else None
     sheet = find_data_sheet(machine)
@@ -59,7 +59,8 @@ def data_sheet_of(machine: Machine) -> AcceleratorSpec | None:
 
 
 def describe_accelerator(machine: Machine, measurements: Measurements) -> AcceleratorSpec:
-    """The device with measured rates. Of a CPU the peak is raised to what it does: clocks above the nominal one."""
+    """Add measured rates to the data sheet. The peak of a CPU is raised to its measured rate: boost clocks exceed the
+    nominal clock."""
     best: Any = {name: round(rate, 4) for name, rate in best_gemm_tflops(measurements.products).items() if rate >= 1e-4}
     accelerator = data_sheet_of(machine)
     if accelerator is None:
@@ -77,7 +78,7 @@ def describe_accelerator(machine: Machine, measurements: Measurements) -> Accele
 
 
 def describe_cluster(machine: Machine, hardware: DiscoveredHardware, measurements: Measurements) -> Cluster:
-    """The machine as a cluster of one node."""
+    """Return a cluster of one node."""
     node = NodeSpec(
         name=_squeeze(machine.device_name),
         accelerator=describe_accelerator(machine, measurements),

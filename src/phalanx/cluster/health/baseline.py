@@ -1,7 +1,7 @@
-"""What `phalanx calibrate` once measured on this machine, as far as it still holds: what the checks compare with.
+"""Find an earlier calibration of this machine as the baseline of health checks.
 
-A probe's file is found by a digest of the whole machine, which changes when a GPU is lost; here files are looked
-through, and each check says what must be alike.
+`phalanx calibrate` names its file by a digest of the whole machine, which changes when a GPU is lost. So this module
+reads all files, and each check states which fields of the key must match.
 """
 
 from collections.abc import Collection
@@ -15,26 +15,26 @@ from phalanx.cluster.spec import Cluster
 from phalanx.errors import RecipeError
 
 MAX_FILES_READ = 8
-"""Files that are read, those that were written last: each takes half a second."""
+"""Read only this many files, the newest first: each takes 0.5 s."""
 HOST_KEY_FIELDS = frozenset({"cpu", "flags", "kernel", "driver"})
-"""Of a probe's key, what is known without asking torch for GPUs."""
+"""Fields of a calibration's key that are known without asking torch for GPUs."""
 
 
 def read_host_key(root: Path = Path("/")) -> dict[str, str]:
-    """The part of a probe's key that does not depend on GPUs."""
+    """Return the fields of a calibration's key that do not depend on GPUs."""
     key = hardware_key(discover_machine(root, find_accelerators=list), root)
     return {name: text for name, text in key.items() if name in HOST_KEY_FIELDS}
 
 
 def find_baseline(context: CheckContext, key: dict[str, str], ignored_fields: Collection[str] = ()) -> Cluster | None:
-    """The newest probe whose key has everything of `key` but what is ignored; None where there is none."""
+    """Return the newest calibration that matches all fields of `key` except the ignored ones; None without one."""
     folder = context.cache_dir / "clusters"
     files = sorted(folder.glob("*.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
     required_fields = {name: text for name, text in key.items() if name not in ignored_fields}
     for path in files[:MAX_FILES_READ]:
         try:
             cluster = load_cluster(str(path))
-        except RecipeError:  # torn, or of another version: `phalanx calibrate` makes it again
+        except RecipeError:  # incomplete, or of another version: `phalanx calibrate` rewrites it
             continue
         if cluster.measured is not None and required_fields.items() <= cluster.measured.key.items():
             return cluster
@@ -42,6 +42,7 @@ def find_baseline(context: CheckContext, key: dict[str, str], ignored_fields: Co
 
 
 def baseline_gpu_count(context: CheckContext) -> int | None:
-    """How many GPUs the newest probe of this machine found; None without one, or when that trained on its CPU."""
+    """Return the number of GPUs in the newest calibration of this machine; None without one, or if it was of the
+    CPU."""
     cluster = find_baseline(context, read_host_key(context.root))
     return None if cluster is None or cluster.node.accelerator.generation == "cpu" else cluster.node.count

@@ -1,8 +1,8 @@
-"""A process in which checks run, so that one which hangs can be ended. It takes one request after another.
+"""A subprocess that runs health checks, one request at a time, so that a check that hangs can be killed.
 
-A check may wait for ever: a dead network disk, a sick GPU whose driver does not answer. Whoever asks sets a deadline;
-when it passes, or the process dies, the process is killed with all that it started, and the next request gets a new
-one. The process itself: `python -m phalanx.cluster.health.check_process`.
+A check may block without end on a dead network disk or on a GPU with a driver that does not answer. The caller sets a
+deadline. When it passes, or when the process dies, the process is killed with its children, and the next request
+starts a new one. The subprocess runs `python -m phalanx.cluster.health.check_process`.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from phalanx.compat import die_with_parent
 from phalanx.errors import PhalanxError
 
 START_TIMEOUT_S = 60.0
-"""Seconds until the process must be there; a loaded machine may take long to start Python, and is not unfit by that."""
+"""Seconds for the process to start; a loaded machine may start Python slowly, and is not unfit because of that."""
 KILL_TIMEOUT_S = 2.0
-"""Seconds for a killed process to be gone. The kernel keeps one that waits for a disk as long as it likes."""
+"""Seconds to wait for a killed process. One that waits for a disk may stay in the kernel for longer."""
 MAX_ERROR_CHARS = 300
-"""Characters of why something failed."""
+"""Length limit of an error text."""
 
 
 class CheckAborted(Exception):
-    """A request came to no end; the text says why."""
+    """A request did not finish; the text says why."""
 
 
 class CheckProcess:
-    """The asking side. A context manager: leaving it ends the process."""
+    """The caller's side. A context manager that ends the process on exit."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,8 +46,8 @@ class CheckProcess:
         self._kill()
 
     def call(self, function: str, payload: Any, timeout_s: float) -> Any:
-        """`module:function(payload)` in the process, within so many seconds. Unfinished when it takes longer, raises,
-        or dies."""
+        """Run `module:function(payload)` in the process. Raises CheckAborted when it takes longer than `timeout_s`,
+        raises an exception, or dies."""
         try:
             process = self._ensure_started()
             assert process.stdin is not None
@@ -57,7 +57,7 @@ class CheckProcess:
         except BrokenPipeError:
             raise CheckAborted(self._kill_and_explain("its process died")) from None
         except KeyboardInterrupt:
-            self._kill()  # it is in the middle of something, and would give that answer to the next request
+            self._kill()  # otherwise its answer would be taken for that of the next request
             raise
         if "error" in reply:
             raise CheckAborted(reply["error"])
@@ -90,7 +90,7 @@ class CheckProcess:
         return received
 
     def _kill_and_explain(self, reason: str) -> str:
-        """End the process; the words, with how it ended or that it could not be ended."""
+        """Kill the process. Returns `reason`, with its exit status or the fact that it could not be killed."""
         process = self._process
         assert process is not None
         killed = process.poll() is None and not reason.endswith("died")
@@ -100,7 +100,7 @@ class CheckProcess:
         return reason if killed else f"{reason} ({_describe_exit(process.returncode)})"
 
     def _kill(self) -> bool:
-        """Kill the process with its group; whether it is gone."""
+        """Kill the process and its process group. Returns whether it has ended."""
         process, self._process = self._process, None
         if process is None:
             return True
@@ -123,9 +123,9 @@ def _describe_exit(code: int | None) -> str:
 
 
 def serve_requests(parent: int) -> None:
-    """The process: answer requests from standard input until it closes."""
+    """Answer requests from standard input until it closes. Entry point of the subprocess."""
     die_with_parent(parent)
-    # libraries print, too: what they print must not be taken for an answer
+    # output that libraries print must not be taken for an answer
     with os.fdopen(os.dup(1), "wb", buffering=0) as answers:
         os.dup2(2, 1)
         answers.write(b"{}\n")
@@ -139,7 +139,7 @@ def _handle_request(request: dict[str, Any]) -> dict[str, Any]:
         return {"value": getattr(importlib.import_module(module), name)(request["payload"])}
     except PhalanxError as error:
         return {"error": str(error)[:MAX_ERROR_CHARS]}
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it crosses a process boundary and is told there
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - reported to the parent process
         return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
 
 

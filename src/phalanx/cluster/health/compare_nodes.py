@@ -1,7 +1,6 @@
-"""Nodes beside each other, from the reports that each made of itself: who is slower than the rest, has other software,
-another time. Pure: reports in, findings by node out.
+"""Compare the health reports of nodes: speed, software versions, clocks. Pure: reports in, findings by node out.
 
-A median says who is off only among three or more; of two nodes the slower one is held against the faster.
+A median identifies an outlier only among 3 or more nodes; of 2 nodes, the slower is compared with the faster.
 """
 
 import statistics
@@ -14,13 +13,13 @@ from phalanx.cluster.health.runner import NodeHealthReport
 from phalanx.cluster.health.thresholds import evaluate_threshold
 
 REQUIRED_EQUAL = ("torch", "phalanx", "python")
-"""What must be the same everywhere: other releases compute other bits, or do not understand each other."""
+"""Versions that must be equal on all nodes: different releases compute different bits or cannot communicate."""
 EXPECTED_EQUAL = ("numpy", "kernel", "driver")
-"""What should be."""
+"""Versions that should be equal."""
 
 
 def compare_nodes(reports: Sequence[NodeHealthReport]) -> dict[str, list[HealthFinding]]:
-    """What stands out, by node; each node has an entry, with a finding for each thing that was compared."""
+    """Return findings by node: one for each comparison, for every node."""
     found: dict[str, list[HealthFinding]] = {each.node: [] for each in reports}
     for findings in (
         compare_matmul(reports),
@@ -34,12 +33,12 @@ def compare_nodes(reports: Sequence[NodeHealthReport]) -> dict[str, list[HealthF
 
 
 def values_of_check(report: NodeHealthReport, check: str) -> list[Mapping[str, FindingValue]]:
-    """The figures of all findings of a check, "matmul/gpu3" and the like included."""
+    """Return the figures of all findings of a check, including those of its parts ("matmul/gpu3")."""
     return [each.values for each in report.findings if each.check.partition("/")[0] == check]
 
 
 def compare_matmul(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
-    """The reference product: each node's slowest device against those of the nodes with the same device."""
+    """Compare the reference product of each node's slowest device among the nodes with the same device."""
     times_by_device: dict[str, dict[str, float]] = {}
     for report in reports:
         device_values = [each for each in values_of_check(report, "matmul") if isinstance(each.get("seconds"), float)]
@@ -75,7 +74,7 @@ def _matmul_finding(seconds: float, baseline: float, nodes: int) -> HealthFindin
 
 
 def compare_disks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
-    """The rate at which a file was written."""
+    """Compare the rates at which nodes write a file."""
     rates = {}
     for report in reports:
         for each in values_of_check(report, "disk-throughput"):
@@ -96,7 +95,7 @@ def compare_disks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindin
 
 
 def compare_versions(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
-    """Software that differs from what most nodes have."""
+    """Report software versions that differ from those of most nodes."""
     versions_by_node = {report.node: each for report in reports for each in values_of_check(report, "versions")}
     counts_by_name = {
         name: Counter(str(each.get(name)) for each in versions_by_node.values()).most_common()
@@ -119,8 +118,10 @@ def compare_versions(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFin
 
 
 def compare_clocks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
-    """How far clocks are apart: by a file server's, where all nodes saw one; else by the moments of the reports, which
-    lie as far apart as the nodes started, so that they give no more than a warning."""
+    """Compare clocks by their offset to the file server when all nodes have one, else by the times of the reports.
+
+    Report times also differ by when the nodes started, so they lead to at most a warning.
+    """
     offsets = {}
     for report in reports:
         for each in values_of_check(report, "clock"):
@@ -151,7 +152,7 @@ def compare_clocks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindi
 
 
 def _choose_baseline(values: Iterable[float], best: Callable[[list[float]], float]) -> float:
-    """The median, or of fewer than three the best."""
+    """Return the median, or the best of fewer than 3 values."""
     known = list(values)
     return statistics.median(known) if len(known) >= MIN_PEERS else best(known)
 

@@ -1,4 +1,4 @@
-"""What the checks are told: where to look, and what is expected there. A value that crosses to other processes."""
+"""Input of the health checks: paths and expectations, as a value that can be sent to other processes."""
 
 import os
 import tempfile
@@ -11,16 +11,16 @@ from phalanx.run.cache import cache_root
 
 @dataclass(frozen=True)
 class CheckContext:
-    """A machine as it is looked at. `root` is where its /proc and /sys lie."""
+    """Input of the checks. `root`: the directory that contains /proc and /sys."""
 
     run_dir: Path
-    """The folder whose disk a run would write to; it need not exist yet."""
+    """The directory that a run writes to; it need not exist yet."""
     cache_dir: Path = field(default_factory=cache_root)
     temp_dir: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     root: Path = Path("/")
     uid: int = field(default_factory=os.getuid)
     expected_devices: int | None = None
-    """GPUs that must be here; None leaves it to what was measured once."""
+    """Expected number of GPUs; None takes it from the calibration."""
     is_quick: bool = False
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a check says of a machine: a verdict, the reason in words, and the figures behind it. Values only."""
+"""Result of a check: a verdict, a reason, and the figures behind it. Values only."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,23 +9,23 @@ FindingValue = float | int | str | bool | None
 
 
 class HealthVerdict(StrEnum):
-    """How fit a machine is by one check."""
+    """Verdict of a check on a machine."""
 
     PASS = "PASS"
-    UNKNOWN = "UNKNOWN"  # nothing here tells: said, and neither passed nor held against the machine
+    UNKNOWN = "UNKNOWN"  # cannot be determined on this machine: reported, but does not make it unfit
     WARN = "WARN"
-    ERROR = "ERROR"  # the check raised, hung or died: no pass
+    ERROR = "ERROR"  # the check raised, hung or died: makes the machine unfit
     FAIL = "FAIL"
 
     @property
     def is_unfit(self) -> bool:
-        """Whether nothing should be trained on a machine of which this is said."""
+        """Whether a machine with this verdict must not train."""
         return self in (HealthVerdict.ERROR, HealthVerdict.FAIL)
 
 
 @dataclass(frozen=True)
 class HealthFinding:
-    """One thing that a check says. Its figures are what the reason was made of, in base units, for comparing."""
+    """One result of a check. `values` holds the figures of the reason in base units, to compare nodes."""
 
     check: str
     verdict: HealthVerdict
@@ -39,12 +39,12 @@ class HealthFinding:
 
 
 def parse_finding(value: Mapping[str, Any]) -> HealthFinding:
-    """The finding of plain values. KeyError, TypeError or ValueError when they are none."""
+    """Parse a finding from plain values. Raises KeyError, TypeError or ValueError for invalid ones."""
     figures: Mapping[str, FindingValue] = value["figures"]
     return HealthFinding(str(value["check"]), HealthVerdict(value["verdict"]), str(value["reason"]), dict(figures))
 
 
 def worst_verdict(verdicts: Iterable[HealthVerdict]) -> HealthVerdict:
-    """The gravest of them; OK of none."""
+    """Return the worst verdict; PASS for none."""
     order = list(HealthVerdict)
     return max(verdicts, key=order.index, default=HealthVerdict.PASS)

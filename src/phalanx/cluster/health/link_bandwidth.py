@@ -26,7 +26,7 @@ from phalanx.run.control_channel import (
 )
 
 ECHO_REQUEST, SINK_REQUEST, SOURCE_REQUEST, JOIN_REQUEST = b"E", b"S", b"T", b"J"
-"""What a connection is for: the listener sends back, takes in, sends out, or leads (pairwise_bandwidth.py)."""
+"""Purpose of a connection: the listener echoes, receives, sends, or leads (pairwise_bandwidth.py)."""
 CONNECTIONS_PER_MEASUREMENT = 3
 """Of one measurement, one after another."""
 NUM_ROUND_TRIPS = 200
@@ -36,13 +36,13 @@ SEND_DURATION_S = 1.0
 SILENCE_TIMEOUT_S = 10.0
 """Seconds without a byte after which the other side is given up."""
 COUNT_STRUCT = struct.Struct("!Qd")
-"""What arrived, and within how many seconds."""
+"""Reply: the received bytes, and the seconds that it took."""
 ClockFn = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """What was measured, in seconds and bytes a second."""
+    """Result of a measurement, in seconds and bytes per second."""
 
     round_trip_s: float
     send_bytes_per_s: float
@@ -52,8 +52,8 @@ class LinkMeasurement:
 def measure_link(
     address: tuple[str, int], token: bytes, seconds: float = SEND_DURATION_S, clock: ClockFn = time.perf_counter
 ) -> LinkMeasurement:
-    """The link to a listener. OSError when it cannot be reached or falls silent, Refused when it does not know the
-    token."""
+    """Measure the link to a listener. Raises OSError when it is unreachable or does not respond, AuthenticationError
+    when it does not know the token."""
     with connect_to_listener(address, token, ECHO_REQUEST) as sock:
         round_trips = []
         for _ in range(NUM_ROUND_TRIPS):
@@ -71,7 +71,7 @@ def measure_link(
 
 
 def connect_to_listener(address: tuple[str, int], token: bytes, request: bytes) -> socket.socket:
-    """A connection to a listener that knows the token, and knows that we do."""
+    """Connect to a listener and authenticate both sides with the token."""
     sock = socket.create_connection(address, SILENCE_TIMEOUT_S)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -83,27 +83,28 @@ def connect_to_listener(address: tuple[str, int], token: bytes, request: bytes) 
 
 
 def accept_caller(sock: socket.socket, token: bytes, seconds: float = HANDSHAKE_TIMEOUT_S) -> bytes:
-    """What a caller wants who knows the token. Refused when he does not, OSError when he falls silent."""
+    """Authenticate a caller and return its request. Raises AuthenticationError for a wrong token, OSError on
+    timeout."""
     sock.settimeout(SILENCE_TIMEOUT_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return server_handshake(sock, token, seconds)[0]
 
 
 Connection = tuple[socket.socket, bytes]
-"""The connection of one who knows the token, and what it is for."""
+"""An authenticated connection, and its request."""
 
 
 def accept_connections(
     listener: socket.socket, token: bytes, on_connection: Callable[[Connection], None]
 ) -> HandshakeServer[Connection]:
-    """Takes connections of measurements on a listener; a stranger delays no other caller."""
+    """Accept measurement connections on a listener; an unauthenticated caller does not delay others."""
     return HandshakeServer(
         listener, lambda sock, until: (sock, accept_caller(sock, token, until - time.monotonic())), on_connection
     )
 
 
 def serve_measurement(sock: socket.socket, request: bytes, clock: ClockFn = time.perf_counter) -> None:
-    """The listener's side of one connection of a measurement. OSError when the caller falls silent."""
+    """Serve one connection of a measurement. Raises OSError when the caller does not respond."""
     if request == ECHO_REQUEST:
         while part := sock.recv(1):
             sock.sendall(part)
@@ -115,7 +116,7 @@ def serve_measurement(sock: socket.socket, request: bytes, clock: ClockFn = time
 
 
 def _send_for(sock: socket.socket, seconds: float, clock: ClockFn) -> None:
-    """Send for so long, and say that this was all."""
+    """Send for `seconds`, then shut down the sending side."""
     block, until = os.urandom(BLOCK_BYTES), clock() + seconds
     while clock() < until:
         sock.sendall(block)
@@ -123,7 +124,7 @@ def _send_for(sock: socket.socket, seconds: float, clock: ClockFn) -> None:
 
 
 def _receive_all(sock: socket.socket, clock: ClockFn) -> tuple[int, float]:
-    """Bytes until the other side has sent all, and the seconds from the first of them on."""
+    """Receive until the end of file. Returns the bytes, and the seconds since the first of them."""
     buffer = bytearray(BLOCK_BYTES)
     count, started = sock.recv_into(buffer), clock()
     if not count:
@@ -134,7 +135,7 @@ def _receive_all(sock: socket.socket, clock: ClockFn) -> tuple[int, float]:
 
 
 def evaluate_link(address: str, link: LinkMeasurement) -> HealthFinding:
-    """What is said of a link."""
+    """Evaluate a measured link."""
     slower, faster = sorted((link.send_bytes_per_s, link.receive_bytes_per_s))
     figures: dict[str, FindingValue] = {
         "round_trip": link.round_trip_s,
@@ -151,9 +152,9 @@ def evaluate_link(address: str, link: LinkMeasurement) -> HealthFinding:
         evaluate_threshold("link asymmetry", faster / slower),
     ]
     if verdicts[2] is not HealthVerdict.PASS:
-        summary += "; one way is much slower than the other: see cable, duplex and who else sends"
+        summary += "; one direction is much slower than the other: check the cable, the duplex mode and other traffic"
     elif worst_verdict(verdicts) is not HealthVerdict.PASS:
-        summary += "; slow for a training network: see which interface the name leads to"
+        summary += "; slow for a training network: check which interface the name resolves to"
     return HealthFinding("link-bandwidth", worst_verdict(verdicts), summary, figures)
 
 

@@ -1,8 +1,8 @@
-"""All nodes of a job measure the links between them, pair by pair, and the slow node or cable is named.
+"""Measure the links between all nodes of a job, pair by pair, to find a slow node or cable.
 
-Started once on each node by an engine, which tells who leads and how many there are (PHALANX_NUM_NODES,
-PHALANX_NODE_RANK, PHALANX_LEADER_ADDR, a token). Node 0 leads: in each round every node has one partner, so no node
-measures two links at once; what all links of a round share, such as switches, they share as in training.
+A backend starts this once on each node, with the leader and the number of nodes in the environment (PHALANX_NUM_NODES,
+PHALANX_NODE_RANK, PHALANX_LEADER_ADDR, a token). Node 0 leads. In each round every node has one partner, so no node
+measures two links at once. Links of the same round share switches, as in training.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from phalanx.run.node_env import NodeEnv
 JOIN_TIMEOUT_S = 60.0
 """Seconds within which all nodes must be there."""
 ROUND_TIMEOUT_S = 60.0
-"""Seconds for a round; each measurement gives up a silent partner far earlier."""
+"""Time limit of a round in seconds; each measurement gives up on a silent partner much earlier."""
 MAX_ROUNDS = 15
 """At most, so that a thousand nodes take no longer than sixteen: a node with 15 other partners is known."""
 CONNECT_RETRY_INTERVAL_S = 0.1
@@ -58,7 +58,7 @@ class NodePlacement:
 
 @dataclass
 class Peer:
-    """A node, as its leader knows it. `connection` is None for the leader itself."""
+    """A node from the leader's view. `connection` is None for the leader itself."""
 
     name: str
     address: tuple[str, int]
@@ -67,7 +67,7 @@ class Peer:
 
 
 def placement_from_environment(environ: Mapping[str, str]) -> NodePlacement:
-    """What the engine says. UsageError when it says nothing, or what cannot be."""
+    """Read the placement that the backend sets. Raises UsageError when it is missing or invalid."""
     try:
         membership = NodeEnv.from_environment(environ)
     except UsageError as error:
@@ -82,14 +82,14 @@ def placement_from_environment(environ: Mapping[str, str]) -> NodePlacement:
 
 @dataclass(frozen=True)
 class LocalListener:
-    """Where this node can be reached by others that measure."""
+    """Port and connections for other nodes' measurements."""
 
     port: int
     connections: "queue.SimpleQueue[Connection]"
 
 
 def round_robin_pairs(num_nodes: int) -> Iterator[list[NodePair]]:
-    """Everybody meets everybody once: a round has each node in one pair at most (the circle method)."""
+    """Yield rounds of pairs, such that each pair occurs once, and each node at most once per round (circle method)."""
     ring: list[int] = list(range(num_nodes)) + ([-1] if num_nodes % 2 else [])
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
@@ -98,8 +98,11 @@ def round_robin_pairs(num_nodes: int) -> Iterator[list[NodePair]]:
 
 
 def measure_all_pairs(placement: NodePlacement, on_finished: Callable[[], None] = lambda: None) -> list[HealthFinding]:
-    """This node's findings, after all have measured. `on_finished` is called as soon as they are here; only when it has
-    returned on all nodes does any of them leave, since engines end the others when one leaves with an error."""
+    """Measure all pairs and return the findings of this node.
+
+    `on_finished` is called when all nodes have measured. No node returns before it has returned on all nodes, since
+    backends kill a job's other nodes when one exits with an error.
+    """
     connections: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     with accept_connections(
         socket.create_server(("", 0), backlog=MAX_PENDING_HANDSHAKES), placement.token, connections.put
@@ -167,7 +170,8 @@ def _wait_for_peers(placement: NodePlacement, peers: dict[int, Peer], stack: con
 def _run_round(
     pairs_of_round: Sequence[NodePair], peers: Mapping[int, Peer], local: "LocalListener", token: bytes
 ) -> dict[NodePair, LinkMeasurement | str]:
-    """One round's links, or why there is none. The leader's own part is done between asking and hearing."""
+    """Measure the links of one round. Returns each link or its error. The leader measures its own link after it has
+    sent the commands, and before it collects the results."""
     found: dict[NodePair, LinkMeasurement | str] = {}
     for one, other in pairs_of_round:
         for node, command in ((other, {"do": "answer"}), (one, {"do": "measure", "address": peers[other].address})):
@@ -213,7 +217,7 @@ def _run_peer(placement: NodePlacement, local: "LocalListener", on_finished: Cal
             on_finished()
             _send_message(connection, {})
             with contextlib.suppress(OSError):
-                connection.recv(1)  # its end: all are settled
+                connection.recv(1)  # returns at end of file, when the leader has answered all nodes
             return [parse_finding(each) for each in message["findings"]]
     except (OSError, AuthenticationError) as error:
         address = f"{placement.leader[0]}:{placement.leader[1]}"
@@ -223,7 +227,7 @@ def _run_peer(placement: NodePlacement, local: "LocalListener", on_finished: Cal
 
 
 def _connect_to_leader(placement: NodePlacement) -> socket.socket:
-    """The connection to the leader, as soon as it listens."""
+    """Connect to the leader; retry until it listens."""
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
@@ -242,7 +246,7 @@ def _measure_or_error(address: tuple[Any, ...], token: bytes) -> LinkMeasurement
 
 
 def _serve_one_measurement(local: "LocalListener") -> None:
-    """Answer one measurement. Where it breaks off, the partner tells why."""
+    """Answer one measurement. If it fails, the partner reports the error."""
     with contextlib.suppress(OSError, queue.Empty):
         for _ in range(CONNECTIONS_PER_MEASUREMENT):
             sock, request = local.connections.get(timeout=ROUND_TIMEOUT_S / 4)
@@ -251,12 +255,12 @@ def _serve_one_measurement(local: "LocalListener") -> None:
 
 
 def _send_message(sock: socket.socket, value: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # it is gone: who waits for its answer will know
+    with contextlib.suppress(OSError):  # the peer is gone: the code that waits for its answer notices
         sock.sendall(json.dumps(value).encode() + b"\n")
 
 
 def _receive_message(peer: Peer) -> dict[str, Any]:
-    """The next line of a member."""
+    """Return the next message of a peer."""
     assert peer.connection is not None
     while b"\n" not in peer.buffer:
         part = peer.connection.recv(1 << 16)
@@ -272,8 +276,11 @@ def _receive_message(peer: Peer) -> dict[str, Any]:
 def evaluate_node_links(
     node: int, names: Mapping[int, str], links: Mapping[NodePair, LinkMeasurement | str], missing: Sequence[str]
 ) -> list[HealthFinding]:
-    """What is said of one node by all links. A node whose links are slow, most of them, is slow itself, which is not
-    held against the others; a single slow link is a matter of the way between two."""
+    """Evaluate one node by all of its links.
+
+    If most links of a node are slow, the node is slow, and its partners are not blamed. A single slow link points to
+    the path between two nodes.
+    """
     rates = {
         pair: min(link.send_bytes_per_s, link.receive_bytes_per_s)
         for pair, link in links.items()
@@ -335,7 +342,7 @@ def evaluate_node_links(
 
 
 def _rates_of_node(node: int, rates: Mapping[NodePair, float]) -> dict[int, float]:
-    """A node's links, by who is at the other end."""
+    """Return the rates of a node's links by the node at the other end."""
     return {_other_node(pair, node): rate for pair, rate in rates.items() if node in pair}
 
 

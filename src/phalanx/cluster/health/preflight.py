@@ -1,8 +1,8 @@
-"""What an agent asks of its node before each attempt: in some milliseconds, in its own process, with no library that
-could hang. It says what changes between attempts; `phalanx doctor` says all.
+"""Preflight: checks that an agent runs on its node before each attempt, in its own process and within milliseconds,
+without a library that could hang. It covers what changes between attempts; `phalanx doctor` covers the rest.
 
-A network disk whose server is gone stops whoever asks for its free space, here too: a run's folder there is known to be
-read and written by the agent at that moment anyway.
+Asking for the free space of a network disk blocks when its server is down. That is acceptable here, because the agent
+reads and writes the run directory at that moment anyway.
 """
 
 import os
@@ -21,8 +21,10 @@ def run_preflight(
     read_clock: Callable[[], clock.KernelClock | None] = clock.read_kernel_clock,
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs,
 ) -> list[HealthFinding]:
-    """Room for the run, memory, /dev/shm, the number of GPUs that the driver still has, the clock. Unfit is the node
-    when any finding is (`HealthVerdict.is_unfit`)."""
+    """Check free disk space, memory, /dev/shm, the number of GPUs and the clock.
+
+    The node is unfit if the verdict of any finding is (`HealthVerdict.is_unfit`).
+    """
     context = CheckContext(run_dir, root=root, expected_devices=expect_devices, is_quick=True)
     return [
         *disk_space.check_disk_space(context, statvfs)[:1],
@@ -33,8 +35,8 @@ def run_preflight(
 
 
 def check_gpus_present(context: CheckContext, expected: int | None) -> list[HealthFinding]:
-    """GPUs, without asking their driver: as many as expected, and none of them silent on the PCI bus. Where the
-    driver's folder is hidden (gVisor, WSL2), nothing is known of them."""
+    """Check without the driver that the expected GPUs are there and answer on the PCI bus. Unknown where the
+    driver's directory is hidden (gVisor, WSL2)."""
     count = gpus.count_gpus(context.root)
     if count == 0 and expected and not gpus.can_count_gpus(context.root):
         reason = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"

@@ -28,8 +28,11 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """One check. `timeout_s`: after so many it counts as unfinished. `is_benchmark`: it takes a process of its own and
-    more than a moment, and `--quick` leaves it out."""
+    """One check.
+
+    `timeout_s`: the check is aborted after this time. `is_benchmark`: it takes seconds, runs in a separate process, and
+    is skipped by `--quick`.
+    """
 
     name: str
     description: str
@@ -39,12 +42,12 @@ class HealthCheck:
 
 
 def check_devices(context: CheckContext) -> list[HealthFinding]:
-    """How many GPUs must be here: as asked, else as many as a probe of this machine found."""
+    """Check the GPUs. The expected number comes from the context, else from a calibration of this machine."""
     if context.expected_devices is not None:
-        return gpus.check_gpus(context, context.expected_devices, "as asked", import_nvml())
-    # reading probes takes a second
+        return gpus.check_gpus(context, context.expected_devices, "as requested", import_nvml())
+    # reading calibration files takes 1 s
     expected = None if context.is_quick else baseline_gpu_count(context)
-    return gpus.check_gpus(context, expected, "as probed", import_nvml())
+    return gpus.check_gpus(context, expected, "as calibrated", import_nvml())
 
 
 HEALTH_CHECKS = (
@@ -59,8 +62,12 @@ HEALTH_CHECKS = (
     HealthCheck("memory", "free memory, swap, /dev/shm", memory.check_memory),
     HealthCheck("ulimits", "open files, locked memory", ulimits.check_ulimits),
     HealthCheck("network", "this machine's name and address, links", network.check_network),
-    HealthCheck("clock", "whether its time is kept right", clock.check_clock),
-    HealthCheck("disk", "room, inodes, rights of the run's, cache's and temporary folder", disk_space.check_disk_space),
+    HealthCheck("clock", "whether the clock is synchronized", clock.check_clock),
+    HealthCheck(
+        "disk",
+        "free space, inodes and permissions of the run, cache and temporary directories",
+        disk_space.check_disk_space,
+    ),
     HealthCheck(
         "leaked-resources",
         "what dead runs left: workers, /dev/shm, stuck processes",
@@ -84,7 +91,7 @@ HEALTH_CHECKS = (
 
 
 def choose_checks(only: Sequence[str], skip: Sequence[str], quick: bool) -> list[HealthCheck]:
-    """The checks to do. UsageError for a name that is none, and when none is left."""
+    """Choose the checks to run. Raises UsageError for an unknown name, and when no check is left."""
     names = [check.name for check in HEALTH_CHECKS]
     for name in (*only, *skip):
         if name not in names:
@@ -99,6 +106,6 @@ def choose_checks(only: Sequence[str], skip: Sequence[str], quick: bool) -> list
 
 
 def run_check_in_process(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """One check, for a process that can be ended: `payload` has its name and the site."""
+    """Run one check in a subprocess. `payload`: the name of the check and the context."""
     check = next(each for each in HEALTH_CHECKS if each.name == payload["check"])
     return [found.as_json() for found in check.run_check(CheckContext.from_json(payload["site"]))]

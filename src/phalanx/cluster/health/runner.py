@@ -1,5 +1,5 @@
-"""All chosen checks of this machine, each within its time: those that only look share a process, those that measure
-have one each. A check that hangs, dies or raises is a finding, too, and no pass.
+"""Run the chosen checks on this machine, each with its timeout. Benchmarks run in a separate process each, the other
+checks share one. A check that hangs, dies or raises yields a finding with the verdict ERROR.
 """
 
 import platform
@@ -19,14 +19,14 @@ CLEANUP_TIMEOUT_S = 5.0
 
 
 class CheckRunner(Protocol):
-    """Who runs `module:function(payload)` within so many seconds, or raises Unfinished."""
+    """Runs `module:function(payload)` within `timeout_s` seconds, or raises CheckAborted."""
 
     def call(self, function: str, payload: Any, timeout_s: float) -> Any: ...
 
 
 @dataclass(frozen=True)
 class NodeHealthReport:
-    """What was found on one node. `written_at`: Unix seconds, by its own clock, when it was written."""
+    """Findings of one node. `written_at`: Unix seconds by the node's own clock."""
 
     node: str
     written_at: float
@@ -35,7 +35,7 @@ class NodeHealthReport:
 
     @property
     def verdict(self) -> HealthVerdict:
-        """The gravest of all."""
+        """The worst verdict of all findings."""
         return worst_verdict(each.verdict for each in self.findings)
 
     @property
@@ -57,7 +57,7 @@ class NodeHealthReport:
 
 
 def parse_report(value: Mapping[str, Any]) -> NodeHealthReport:
-    """The report of plain values. KeyError, TypeError or ValueError when they are none."""
+    """Parse a report from plain values. Raises KeyError, TypeError or ValueError for invalid ones."""
     if value["format"] != REPORT_FORMAT:
         raise ValueError(f"format {value['format']}: expected {REPORT_FORMAT}")
     findings = tuple(parse_finding(each) for each in value["findings"])
@@ -71,7 +71,7 @@ def run_checks(
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
 ) -> NodeHealthReport:
-    """Do the checks; Ctrl-C leaves no process behind."""
+    """Run the checks. Ctrl-C leaves no process behind."""
     started, found = clock(), list[HealthFinding]()
     with CheckProcess() as shared_process:
         for check in checks:
@@ -85,7 +85,7 @@ def run_checks(
 
 
 def run_check(check: HealthCheck, context: CheckContext, runner: CheckRunner) -> list[HealthFinding]:
-    """One check's findings, or that it came to no end."""
+    """Return the findings of one check, or one that says why it did not finish."""
     payload = {"check": check.name, "site": context.as_json()}
     try:
         return [
@@ -102,7 +102,7 @@ def run_check(check: HealthCheck, context: CheckContext, runner: CheckRunner) ->
 
 
 def _clean_up(context: CheckContext, runner: CheckRunner) -> str:
-    """Remove the file of a measurement that was killed; words where that fails, too."""
+    """Remove the file of a killed measurement. Returns a note if that fails, else an empty text."""
     try:
         runner.call(f"{HEALTH_PACKAGE}.checks.disk_throughput:remove_scratch", context.as_json(), CLEANUP_TIMEOUT_S)
     except CheckAborted:

@@ -1,4 +1,4 @@
-"""One attempt at a run: what its workers have shown so far, and what their ends mean for the run."""
+"""One attempt at a run: the state of its workers, and the meaning of their exits for the run."""
 
 import signal
 from collections.abc import Callable, Collection, Mapping
@@ -15,15 +15,15 @@ from phalanx.run.heartbeat import Heartbeat
 from phalanx.run.messages import WorkerError
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
-"""Codes of a worker after which starting it again would only repeat them."""
+"""Exit codes of a worker that a restart would only repeat."""
 PLANNED_EXIT_CODES = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
-"""Codes of a worker that came to its end, if it said so: anything in it may have left with them."""
+"""Exit codes of a worker that finished, if it announced the code: other code in the process may also exit with one."""
 CAUSE_BY_STATUS: dict[int, FailureCause] = {
     LOST_PEER_STATUS: "peer_disconnected",
     STORAGE_FAILED_STATUS: "storage_failed",
     GPU_FAILED_STATUS: "gpu_failed",
 }
-"""By the status with which a worker ends that knows its cause."""
+"""Cause of a failure by the exit status of a worker that knows it."""
 NEVER_JOINED_MESSAGE = "ended without training: it never came to `with phalanx.session(...)`"
 
 
@@ -32,50 +32,50 @@ EXITS_NOT_REPORTED_MESSAGE = (
     "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 )
 EXIT_REPORT_TIMEOUT_S = 120.0
-"""Seconds in which workers that were killed must have ended, whatever memory they give back, and ends be reported."""
+"""Seconds for killed workers to end, including the time to free their memory, and for their exits to be reported."""
 
 
 @dataclass
 class AttemptState:
-    """What one attempt has shown so far."""
+    """State of one attempt."""
 
     world_size: int
     ranks_by_node: dict[NodeHandle, range] = field(default_factory=dict)
-    """The ranks of each node's workers."""
+    """Ranks of the workers of each node."""
     number: int = 0
-    """Of the attempt that workers make now: one more each time that they met anew."""
+    """Number of the current attempt; each new rendezvous increments it."""
     log_attempt_by_rank: dict[int, int] = field(default_factory=dict)
-    """By rank, the number under which its worker was started."""
+    """By rank, the attempt number with which its worker was started."""
     exit_statuses: dict[int, int] = field(default_factory=dict)
     started_nodes: set[NodeHandle] = field(default_factory=set)
-    """Nodes that have said that their workers are forked."""
+    """Nodes that have reported that their workers are forked."""
     announced_ranks: set[int] = field(default_factory=set)
-    """Workers that have said that they began to get ready."""
+    """Workers that have reported their start."""
     planned_exits: dict[int, int] = field(default_factory=dict)
-    """Workers that have said that they come to their end, and with which code."""
+    """By rank, the exit code that a worker announced before its end."""
     lost_ranks: dict[int, int] = field(default_factory=dict)
-    """Workers that were lost, by the status with which they ended, and whose work the others do."""
+    """Lost workers by their exit status. The surviving replicas continue without them."""
     rejoining_ranks: set[int] = field(default_factory=set)
-    """Those of them that were started again, and are not ready."""
+    """Lost workers that were restarted and are not ready yet."""
     leaving_ranks: set[int] = field(default_factory=set)
-    """Those of them that are being ended, because others of their replica were lost."""
-    start_step: int | None = None  # the step from which it went on first, once it is known
-    saved_step: int = 0  # highest step of a checkpoint in it
-    num_steps: int = 0  # steps done in it
-    fork_server_error: str = ""  # what happened to the nursery that forked its workers, if it is gone
-    killed: bool = False  # all of its workers
+    """Lost workers that are being killed because another worker of their replica was lost."""
+    start_step: int | None = None  # first step of the attempt, once it is known
+    saved_step: int = 0  # highest step of a checkpoint of the attempt
+    num_steps: int = 0  # steps of the attempt
+    fork_server_error: str = ""  # how the fork server of its workers was lost
+    killed: bool = False  # all of its workers were killed
     exit_deadline: float | None = None  # when the end of its workers must have been reported
-    lost_nodes: dict[NodeHandle, str] = field(default_factory=dict)  # nodes that went away, and how
+    lost_nodes: dict[NodeHandle, str] = field(default_factory=dict)  # lost nodes, and why
     step_seconds: float | None = None  # of the last step
     hang: HangReport | None = None
-    last_comparison: float = 0.0  # when workers were last compared, by their signs at that time
+    last_comparison: float = 0.0  # time of the last straggler check
     straggler_baseline: Mapping[int, Heartbeat] = field(default_factory=dict)
-    reported_stragglers: set[int] = field(default_factory=set)  # stragglers that were named
-    store_lost: bool = False  # the process through which they find each other died before they had met
+    reported_stragglers: set[int] = field(default_factory=set)  # stragglers in events so far
+    store_lost: bool = False  # the rendezvous store died before the rendezvous was complete
     abort_reason: str | None = None  # why its workers were killed
     error: WorkerError | None = None
     crashes: dict[int, str] = field(default_factory=dict)
-    """By rank, the exception that ended a worker: type, message and the user's line."""
+    """By rank, the exception that ended a worker: type, message and line of the user's code."""
     result: dict[str, Any] | None = None
 
     @property
@@ -85,11 +85,11 @@ class AttemptState:
 
     @property
     def unreported_ranks(self) -> set[int]:
-        """Workers whose end was not reported."""
+        """Workers without a reported exit."""
         return self.active_ranks - self.exit_statuses.keys()
 
     def are_exits_overdue(self, now: float, exits_expected: bool) -> bool:
-        """Whether the end of workers that were killed, or are `ending`, should have been reported by `now`."""
+        """Whether the exits of killed or ending workers should have been reported by `now`."""
         if not (self.killed or exits_expected):
             self.exit_deadline = None
         elif self.exit_deadline is None:
@@ -98,7 +98,7 @@ class AttemptState:
 
     @property
     def early_exits(self) -> set[int]:
-        """Workers whose status looks like a proper end that they never came to: something in them ended the process."""
+        """Workers with the status of a planned exit that they did not announce: other code ended the process."""
         return {
             rank
             for rank, code in self.exit_statuses.items()
@@ -111,7 +111,7 @@ class AttemptState:
         return self.exit_statuses.keys() >= self.active_ranks and not self.rejoining_ranks and not self.leaving_ranks
 
     def heartbeats(self) -> tuple[dict[int, Heartbeat | None], Callable[[], set[int]]]:
-        """The last signs of the workers that are still there, and what finds those that somebody holds still."""
+        """Return the last heartbeats of the live workers, and a function that finds those stopped by a signal."""
         by_node = {}
         for node, ranks in self.ranks_by_node.items():
             present_ranks = self.active_ranks & set(ranks) - self.exit_statuses.keys()
@@ -191,7 +191,7 @@ def decide_outcome(attempt: AttemptState, logs: Path, attempt_number: int) -> tu
 
 
 def describe_exit(code: int) -> str:
-    """What a worker's status tells, in words."""
+    """Describe the exit status of a worker."""
     text = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     if code == LOST_PEER_STATUS:
         text = "lost the connection to another worker"
@@ -207,16 +207,18 @@ def describe_exit(code: int) -> str:
 
 
 def first_failure(codes: Mapping[int, int], early_exits: Collection[int] = ()) -> tuple[int, int]:
-    """Rank and status of the worker that failed first, or left first before its end (`early_exits`); those that the
-    agent
-    killed died after it, and who only lost a peer did not fail by itself. Where none did, of the first that ended."""
+    """Return rank and status of the first worker that failed or exited early (`early_exits`).
+
+    Workers that the agent killed died later. A worker that only lost a peer counts if no other failed. Without a
+    failure, returns the first worker that ended.
+    """
     failures = [(rank, code) for rank, code in codes.items() if code not in PLANNED_EXIT_CODES or rank in early_exits]
     failures = failures or list(codes.items())
     return next((one for one in failures if one[1] != LOST_PEER_STATUS), failures[0])
 
 
 def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
-    """An attempt's first failure."""
+    """Return the event of an attempt's first failure."""
     if attempt.abort_reason is not None and attempt.hang is not None:
         return WorkerFailure(rank=attempt.hang.rank, cause="hang", message=message)
     if attempt.store_lost:
@@ -227,7 +229,7 @@ def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
 
 
 def failure_of(rank: int, status: int, message: str) -> WorkerFailure:
-    """The failure of a worker that ended with a status."""
+    """Return the event of a worker that failed with `status`."""
     if status < 0:
         return WorkerFailure(rank=rank, cause="signal", signal=signal_name(-status), message=message)
     if (cause := CAUSE_BY_STATUS.get(status)) is not None:
@@ -236,12 +238,12 @@ def failure_of(rank: int, status: int, message: str) -> WorkerFailure:
 
 
 def worker_log_path(logs: Path, attempt: int, rank: int) -> Path:
-    """Where a worker prints to."""
+    """Return the log file of a worker."""
     return logs / f"attempt-{attempt}-rank-{rank}.log"
 
 
 def last_log_line(log: Path, limit: int = 300) -> str:
-    """The last line that a worker printed, if any can be read, and where its log lies."""
+    """Return the last line of a worker's log and the log's path; empty if it cannot be read."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:

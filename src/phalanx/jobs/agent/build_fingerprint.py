@@ -1,5 +1,5 @@
-"""A fingerprint of Phalanx's own source files, by which nodes notice that they run different code of one version: an
-editable install, say, that was updated on one of them."""
+"""Fingerprint of Phalanx's source files, to detect nodes that run different code of the same version, such as an
+editable install that was updated on only one of them."""
 
 import functools
 import hashlib

@@ -1,11 +1,11 @@
-"""Going on without a lost replica, and with another in its place, as the agent sees it: who trains together, and when
-they are to meet anew. What workers do about it is `train/elastic/reconfigure.py`.
+"""The agent's part of elastic training: which workers form the world, and when they rendezvous again.
+`train/elastic/reconfigure.py` is the workers' part.
 
-A worker is lost: the others are told at once, come together, and meet from memory. Who is lost before all have come is
-left out as well. A new one is forked in its place, gets ready while they train, and says so; then all are told, and
-meet at the end of a step. Whatever goes wrong when they meet, or takes too long, ends the attempt, and the run starts
-again as it would have without. Where several workers hold a replica together, they come and go together: the mates of a
-lost one are of no use to anybody, are ended, and started again.
+When a worker is lost, the agent notifies the surviving replicas at once; they rendezvous and continue from memory. A
+worker that is lost before all have gathered is left out as well. A replacement is forked, prepares while the others
+train, and reports that it is ready; then all are notified and rendezvous at the end of a step. An error or a timeout of
+the rendezvous ends the attempt, and the run restarts as without elastic training. Workers that form one replica leave
+and rejoin together: when one is lost, its mates are killed and restarted.
 """
 
 import dataclasses
@@ -29,16 +29,15 @@ from phalanx.run.messages import (
 )
 
 RENDEZVOUS_TIMEOUT_S = 10.0
-"""Seconds in which workers that were told must have met."""
+"""Seconds for the rendezvous of workers that were notified."""
 MAX_STEPS_BEFORE_RENDEZVOUS = 4
-"""Further steps that they may take for it where nobody was lost: they meet at the end of one."""
+"""Steps that workers may run before a rendezvous without a loss, which takes place at the end of a step."""
 MAX_REJOIN_ATTEMPTS = 3
-"""Workers that may end before they are at work, one after another, in the same place."""
+"""Replacements of one rank that may end before they train."""
 
 
 class ElasticReplicas:
-    """The replicas of one attempt, of `replica_size` workers each. `start_message` is what their nurseries were
-    told."""
+    """The replicas of one attempt, of `replica_size` workers each. `start_message`: the message that started them."""
 
     def __init__(
         self,
@@ -56,27 +55,25 @@ class ElasticReplicas:
             replica_size,
         )
         self._ready_ranks: set[int] = set()
-        self._admitted_ranks: set[int] = set()  # in, but they have not met the others yet
+        self._admitted_ranks: set[int] = set()  # in the world, but not through the rendezvous yet
         self._rejoin_attempts: Counter[int] = Counter()
-        self._steps_since_rendezvous = 0  # told since they met last
+        self._steps_since_rendezvous = 0  # reported steps
         self._last_step = 0  # the last of them
         self._deadline: float | None = None
-        self._is_rendezvous_pending = False  # they were told to
-        self._is_after_loss = False  # because somebody is gone
-        self._all_gathered = False  # all have come, and cannot be called back any more
-        self._any_detached = self._any_finished = (
-            False  # some left those with whom they worked; some came to the end of the run
-        )
-        self._last_rendezvous = attempt.number  # the last attempt for which they did meet
+        self._is_rendezvous_pending = False  # workers were notified
+        self._is_after_loss = False  # the pending rendezvous follows a loss
+        self._all_gathered = False  # all have gathered, and the rendezvous cannot be changed any more
+        self._any_detached = self._any_finished = False  # some workers left their process group; some finished the run
+        self._last_rendezvous = attempt.number  # attempt of the last complete rendezvous
 
     def can_continue_without(self, ranks: Collection[int]) -> bool:
-        """Whether the others can go on without these: they are at work, or have yet to come together to meet anew, and
-        nothing else is wrong."""
+        """Whether the other replicas can continue without these workers: they train, or a pending rendezvous has not
+        gathered yet, and nothing else has failed."""
         can_reconfigure = not self._all_gathered if self._is_rendezvous_pending else self._steps_since_rendezvous > 0
         return self._is_healthy and can_reconfigure and bool(self.surviving_ranks(ranks))
 
     def surviving_ranks(self, ranks: Collection[int]) -> set[int]:
-        """Who would go on without these. Who has not met the others yet has nothing to go on from."""
+        """Return the ranks that would continue without these. Ranks before their first rendezvous have no state."""
         return self._attempt.active_ranks - self.whole_replicas(ranks) - self._admitted_ranks
 
     @property
@@ -85,13 +82,16 @@ class ElasticReplicas:
         return not attempt.exit_statuses and attempt.abort_reason is None and attempt.error is None
 
     def whole_replicas(self, ranks: Collection[int]) -> set[int]:
-        """All workers of the replicas of these."""
+        """Return all ranks of the replicas of these ranks."""
         firsts = {rank - rank % self._replica_size for rank in ranks}
         return {first + position for first in firsts for position in range(self._replica_size)}
 
     def continue_without(self, ranks: Collection[int], status: int) -> None:
-        """Have the others go on without these, which ended with a status, and end the mates of these; and those who
-        were to take their places, since they wait to meet somebody who will not come."""
+        """Continue without these workers, which ended with `status`.
+
+        Kills the other workers of their replicas, and replacements that were just admitted, since they wait for a
+        rendezvous that will not complete.
+        """
         attempt = self._attempt
         mates = (self.whole_replicas(ranks) | self._admitted_ranks) & attempt.active_ranks - set(ranks)
         self._rejoin_attempts.update(self._admitted_ranks & set(ranks))
@@ -105,7 +105,7 @@ class ElasticReplicas:
                     node.send(SendSignal(signal=int(signal.SIGKILL), ranks=tuple(node_ranks)))
 
     def start_replacements(self, node: NodeHandle, ranks: Collection[int]) -> None:
-        """Start workers on a node in the places of lost ones."""
+        """Start replacements of lost workers on a node."""
         attempt = self._attempt
         node_range = attempt.ranks_by_node[node]
         start = dataclasses.replace(
@@ -121,7 +121,7 @@ class ElasticReplicas:
             attempt.log_attempt_by_rank |= dict.fromkeys(ranks, attempt.number)
 
     def on_exit(self, rank: int) -> None:
-        """A worker ended before it was to take its place, or because its mate was lost."""
+        """Handle the end of a replacement before it trained, or of a worker that was killed with its replica."""
         attempt = self._attempt
         self._rejoin_attempts[rank] += rank in attempt.rejoining_ranks
         attempt.rejoining_ranks.discard(rank)
@@ -133,26 +133,26 @@ class ElasticReplicas:
         self._admit_ready_ranks()
 
     def respawn(self, rank: int) -> None:
-        """Start another in the place of a worker that ended, unless too many did there before they were at work."""
+        """Start a replacement for this rank, unless too many ended before they trained."""
         if self._rejoin_attempts[rank] < MAX_REJOIN_ATTEMPTS:
             node = next(node for node, ranks in self._attempt.ranks_by_node.items() if rank in ranks)
             self.start_replacements(node, [rank])
         else:
-            text = f"worker {rank} ended {MAX_REJOIN_ATTEMPTS} times before it was at work: the run goes on without it"
+            text = f"worker {rank} ended {MAX_REJOIN_ATTEMPTS} times before it trained: the run continues without it"
             self._emit(RunWarning(text=text))
 
     def on_node_lost(self, ranks: Collection[int]) -> None:
-        """Those of these who were getting ready went away with their node."""
+        """Forget replacements that were lost with their node."""
         self._attempt.rejoining_ranks -= set(ranks)
         self._attempt.leaving_ranks -= set(ranks)
         self._ready_ranks -= set(ranks)
 
     def see(self, event: Event) -> None:
-        """One event that a worker reports."""
+        """Handle an event of a worker."""
         if isinstance(event, StepDone):
             self._steps_since_rendezvous += 1
             self._last_step = max(self._last_step, event.step)
-            if self._admitted_ranks:  # they work, and meet when a checkpoint that is being written is whole
+            if self._admitted_ranks:  # they train until a checkpoint that is being written is complete
                 self._deadline = self._rendezvous_deadline(after_loss=False)
             self._admit_ready_ranks()
         elif isinstance(event, AttemptStarted):
@@ -167,10 +167,10 @@ class ElasticReplicas:
                 False,
                 set(),
             )
-            self._steps_since_rendezvous, self._any_detached = 0, False  # the others were of the world before
+            self._steps_since_rendezvous, self._any_detached = 0, False  # earlier steps belong to the previous world
 
     def on_message(self, message: StandbyReady | JoinedGroup | LeftGroup) -> None:
-        """One message of a worker that is no event."""
+        """Handle a message of a worker that is no event."""
         if isinstance(message, StandbyReady):
             self._ready_ranks.add(message.rank)
             self._admit_ready_ranks()
@@ -178,7 +178,9 @@ class ElasticReplicas:
             if message.attempt == self._attempt.number:
                 self._all_gathered = True
             elif message.attempt > self._last_rendezvous:
-                self._deadline = self._clock()  # to meet one who was lost since; it would wait for ever
+                self._deadline = (
+                    self._clock()
+                )  # it gathered with a worker that was lost since, and would wait without end
         elif message.rank in self._attempt.active_ranks:
             self._any_detached = True
             if self._any_finished and self._is_after_loss:
@@ -186,11 +188,14 @@ class ElasticReplicas:
             elif self._deadline is None:
                 self._deadline = (
                     self._clock() + RENDEZVOUS_TIMEOUT_S
-                )  # somebody it worked with is gone, which is told soon
+                )  # a peer is gone, which its agent will report soon
 
     def on_finish(self) -> None:
-        """One came to the end of the run, and meets nobody any more. Who was to take a place has come too late; who was
-        torn out of the end by a loss waits in vain."""
+        """Handle the first worker that finishes the run, after which no rendezvous can complete.
+
+        Admitted replacements are too late, and a worker that left its process group after a loss would wait without
+        end.
+        """
         attempt = self._attempt
         attempt.lost_ranks |= dict.fromkeys(self._admitted_ranks, 0)
         attempt.rejoining_ranks |= self._admitted_ranks
@@ -202,15 +207,15 @@ class ElasticReplicas:
 
     @property
     def is_rendezvous_pending(self) -> bool:
-        """Whether they were told to meet, and have not."""
+        """Whether workers were notified of a rendezvous that is not complete."""
         return self._is_rendezvous_pending
 
     def has_timed_out(self) -> bool:
-        """Whether they should have met by now."""
+        """Whether the rendezvous should be complete by now."""
         return self._deadline is not None and self._clock() > self._deadline
 
     def _admit_ready_ranks(self) -> None:
-        """Have all meet with those who are ready, when everybody who is to come is; by whole replicas."""
+        """Start a rendezvous with whole replicas of replacements when all replacements are ready."""
         attempt = self._attempt
         all_ready = self._ready_ranks == attempt.rejoining_ranks and not attempt.leaving_ranks
         whole_ranks = {rank for rank in self._ready_ranks if self.whole_replicas([rank]) <= self._ready_ranks}
@@ -229,7 +234,7 @@ class ElasticReplicas:
             self._start_rendezvous(after_loss=False)
 
     def _rendezvous_deadline(self, after_loss: bool) -> float:
-        """When workers that are told now must have met."""
+        """Return the deadline of a rendezvous that starts now."""
         return (
             self._clock()
             + RENDEZVOUS_TIMEOUT_S

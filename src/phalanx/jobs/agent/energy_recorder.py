@@ -1,4 +1,4 @@
-"""What a node's GPUs draw during an attempt, as events EnergyUsed."""
+"""Record the energy of a node's GPUs during an attempt, as EnergyUsed events."""
 
 import threading
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from phalanx.run import Event
 from phalanx.run.event_types import EnergyUsed
 
 EnergyMeter = Callable[[int], float | None]
-"""Joules that the first so many GPUs of a node have drawn since some moment; None where nothing counts."""
+"""Returns the joules of the first N GPUs of a node since a fixed time; None without energy counters."""
 READ_INTERVAL_S = 60.0
-"""Seconds between two readings, at most so much is lost with an agent."""
+"""Seconds between readings, and the most that is lost with an agent."""
 STOP_TIMEOUT_S = 5.0
-"""Seconds to wait for the last reading: a driver may never answer."""
+"""Seconds to wait for the last reading: a driver may never respond."""
 
 
 class EnergyRecorder:
-    """Reads a meter of so many GPUs in a thread of its own, since a driver that hangs must not hold up the agent.
-    `emit_readings` and `stop` emit what was drawn between two readings."""
+    """Reads the meter of `num_gpus` GPUs in a separate thread, since a driver that hangs must not block the agent.
+    `emit_readings` and `stop` emit the energy between readings."""
 
     def __init__(self, meter: EnergyMeter, emit: Callable[[Event], None], num_gpus: int):
         self._meter, self.emit, self._num_gpus = meter, emit, num_gpus
@@ -26,14 +26,14 @@ class EnergyRecorder:
         self._thread.start()
 
     def emit_readings(self) -> None:
-        """Emit what has been read since."""
+        """Emit the readings since the last call."""
         while len(self._readings) > 1:
             before = self._readings.pop(0)
-            if (joules := self._readings[0] - before) >= 0:  # the driver was loaded again
+            if (joules := self._readings[0] - before) >= 0:  # negative after the driver was reloaded
                 self.emit(EnergyUsed(energy_j=joules, num_gpus=self._num_gpus))
 
     def stop(self) -> None:
-        """Read once more, and emit."""
+        """Take a last reading and emit it."""
         self._stop_requested.set()
         self._thread.join(STOP_TIMEOUT_S)
         self.emit_readings()

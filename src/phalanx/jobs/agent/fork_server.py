@@ -1,12 +1,12 @@
-"""The nursery: a process that has imported torch and forks workers, trials and the store; it never computes itself.
+"""The fork server: a process that has imported torch and forks workers, trials and the store. It never computes itself.
 
-Forking a process that has torch loaded takes milliseconds instead of the seconds of a fresh import. It is only safe
-while no thread runs, so this process starts none: not OpenMP's (no tensor is ever touched here) and not the store's
-(hosted in a child of its own). It lives by the agent's socket: when that closes, everything below it is killed.
+Forking a process with torch imported takes milliseconds; importing torch takes seconds. Forking is only safe while no
+other thread runs, so this process starts none: none of OpenMP (it never touches a tensor), and none of the store (which
+a child hosts). When the agent's socket closes, it kills all its descendants.
 
-It obeys the messages `ToForkServer` of `run/messages.py`, and answers with those of `FromForkServer`. Workers write
-their events and the messages `FromWorker` to a second socket, which they inherit and whose number stands in
-PHALANX_EVENTS_FD; they give signs of life in memory that the agent made (`run/heartbeat.py`).
+It receives the messages `ToForkServer` of `run/messages.py`, and sends those of `FromForkServer`. Workers inherit a
+second socket, given in PHALANX_EVENTS_FD, to which they write events and the messages `FromWorker`. They write
+heartbeats to shared memory that the agent created (`run/heartbeat.py`).
 """
 
 import contextlib
@@ -52,26 +52,26 @@ from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.std_streams import SafeStream
 
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Blocked in the nursery and in its children until they unblock them."""
+"""Signals that are blocked in the fork server, and in its children until they unblock them."""
 LOST_PEER_STATUS = 76
-"""Exit status of a worker that ended only because another was gone. It may end, and be reaped, before that one: a dying
+"""Exit status of a worker that ended only because it lost a peer. It may be reaped before that peer, since a dying
 process closes its sockets first."""
 STORAGE_FAILED_STATUS = 74
 """Exit status of a worker that ended because storage failed: a file of the run, its data or its code could not be read
 or written. EX_IOERR of sysexits.h."""
 GPU_FAILED_STATUS = 71
-"""Exit status of a worker whose GPU failed. EX_OSERR of sysexits.h."""
+"""Exit status of a worker after a GPU failure. EX_OSERR of sysexits.h."""
 STORE_RANK = -1
 FIRST_CALL_RANK = -2
-"""Ranks of the children that are not workers; that of the Nth call is CALL - N."""
+"""Ranks of children that are not workers; call N has the rank FIRST_CALL_RANK - N."""
 MAX_STORE_STARTS = 3
-"""Processes that may die, one after another, before they host a store."""
+"""Store processes that may die in a row before they listen."""
 CALL_ANSWERED_STATUS = 101
-"""Exit status of a call that has sent its answer: with 0 it may leave before."""
+"""Exit status of a call that has sent its answer; with 0 it may have exited before."""
 
 
 class ForkServer:
-    """The loop of the nursery process. `children` maps pid to rank."""
+    """The main loop of the fork server. `children` maps pid to rank."""
 
     def __init__(self, agent_socket: socket.socket, events_socket: socket.socket, heartbeat_fd: int):
         self.agent_socket = agent_socket
@@ -80,26 +80,26 @@ class ForkServer:
         self.children: dict[int, int] = {}
         self.control_sockets: dict[int, socket.socket] = {}
         self.store_port = 0
-        self.store_pid = 0  # the process that hosts it
+        self.store_pid = 0  # of the process that hosts the store
         self.hosts_store = False  # for workers of several nodes
         self.attempt = 0
         self.rendezvous_fd = -1
         self.num_starts = 0
 
     def run(self) -> None:
-        """Serve the agent until it is gone; then kill whatever is left."""
+        """Serve the agent until it is gone; then kill all remaining children."""
         wake_read, wake_write = socket.socketpair()
         wake_write.setblocking(False)
         wake_read.setblocking(False)
         # A handler is needed for the wake-up byte to be written; reaping happens in the loop.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        with contextlib.suppress(ConnectionError):  # the agent is gone while we had something to tell it
+        with contextlib.suppress(ConnectionError):  # the agent went away before a message was sent
             self.serve(wake_read)
         self.shut_down()
 
     def serve(self, wake: socket.socket) -> None:
-        """Obey the agent, and reap children whenever a byte lies in `wake`."""
+        """Handle messages of the agent, and reap children when `wake` is readable."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.agent_socket, selectors.EVENT_READ)
             selector.register(wake, selectors.EVENT_READ)
@@ -117,7 +117,7 @@ class ForkServer:
                         self.handle_message(message)
 
     def handle_message(self, message: Message) -> None:
-        """Do what the agent asks. ProtocolError for what is not for this process."""
+        """Handle a message of the agent. Raises ProtocolError for one that is not for this process."""
         match message:
             case StartWorkers():
                 self.start_workers(message)
@@ -134,10 +134,10 @@ class ForkServer:
             case RunCall():
                 self.fork_child(FIRST_CALL_RANK - message.call_id, partial(self.run_call, message), {}, None)
             case Preload():
-                _import_and_call(message.function, message.payload)
+                _import_function(message.function)(message.payload)
                 freeze_gc()
             case _:
-                raise ProtocolError(f"the nursery knows no message {message}")
+                raise ProtocolError(f"the fork server received an unexpected message: {message}")
 
     def start_workers(self, message: StartWorkers) -> None:
         """Fork this node's workers of one attempt, and where they meet unless that is elsewhere."""
@@ -180,25 +180,27 @@ class ForkServer:
             log = Path(message.logs_dir) / f"attempt-{message.attempt}-rank-{rank}.log"
             function, arguments = message.command.function, message.command.payload
             self.fork_child(
-                rank, partial(_import_and_call, function, arguments), environment, log, _find_user_code_dir(arguments)
+                rank, partial(_call_and_exit, function, arguments), environment, log, _find_user_code_dir(arguments)
             )
             far.close()
             self.control_sockets[rank] = near
         send(self.agent_socket, WorkersStarted(attempt=self.attempt))
 
     def create_rendezvous_file(self) -> None:
-        """A file without a name where workers of this machine meet: only they, and others of this user, can open it."""
+        """Create an anonymous file for the rendezvous of local workers, which only processes of this user can open."""
         if self.rendezvous_fd >= 0:
             os.close(self.rendezvous_fd)
         self.rendezvous_fd = os.memfd_create("phalanx-meeting")
 
     def start_store(self, address: str) -> int:
-        """Fork the process that hosts the store where workers of several nodes meet; return its port. It listens on one
-        address only: torch would listen on all. One that dies at once is followed by another."""
+        """Fork the process that hosts the rendezvous store of several nodes; return its port.
+
+        It listens on one address only, where torch would listen on all. If it dies at once, it is started again.
+        """
         for _ in range(MAX_STORE_STARTS):
             if store_port := self._fork_store(address):
                 return store_port
-        raise RuntimeError("the process that hosts the rendezvous store died before it told its port")
+        raise RuntimeError("the process that hosts the rendezvous store died before it reported its port")
 
     def _fork_store(self, address: str) -> int:
         read, write = os.pipe()
@@ -220,7 +222,7 @@ class ForkServer:
             return int(pipe.read() or 0)
 
     def run_call(self, asked: RunCall) -> NoReturn:
-        """Run `module:function(payload)` in this (forked) process, send what it returns or raises, and leave."""
+        """Run `module:function(payload)` in this forked process, send its result or exception, and exit."""
         send(self.agent_socket, _reply_to(asked))
         raise SystemExit(CALL_ANSWERED_STATUS)
 
@@ -232,8 +234,11 @@ class ForkServer:
         log: Path | None,
         user_code_dir: Path | None = None,
     ) -> int:
-        """Fork a child that runs `body` and exits with its code; it dies with us. Its process id. A worker, which has a
-        log, reports the exception that ends it; `user_code_dir`: the folder of the user's code, whose line is named."""
+        """Fork a child that runs `body`, exits with its code, and dies with this process. Returns its pid.
+
+        A child with a log is a worker: it reports the exception that ends it. `user_code_dir`: the report names the
+        line in this directory.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
 
@@ -268,7 +273,7 @@ class ForkServer:
             if rank is None:
                 continue
             if rank <= FIRST_CALL_RANK:
-                # A trial that was killed (out of memory, say) sent no reply: its end is the reply.
+                # A trial that was killed, for example when out of memory, sends no reply: reply for it.
                 if os.waitstatus_to_exitcode(status) != CALL_ANSWERED_STATUS:
                     text = f"the trial process ended with {describe_wait_status(status)}"
                     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -292,7 +297,7 @@ class ForkServer:
 
 
 def freeze_gc() -> None:
-    """Have collections in the children leave alone all that exists now, so that its memory stays shared."""
+    """Exclude all current objects from garbage collection in the children, so that their memory stays shared."""
     gc.collect()
     gc.freeze()
 
@@ -309,7 +314,7 @@ def signal_name(number: int) -> str:
 
 
 def _reply_to(asked: RunCall) -> CallReturned | CallRaised:
-    """Call, and put what came of it into a message."""
+    """Call the function and return its result or exception as a message."""
     call_id = asked.call_id
     try:
         return CallReturned(call_id=call_id, value=_import_function(asked.function)(asked.payload))
@@ -332,13 +337,15 @@ def _import_function(path: str) -> Callable[[Any], Any]:
     return function
 
 
-def _import_and_call(path: str, payload: Any) -> None:
-    """Import and call in the child: what a worker loads is none of the nursery's."""
-    _import_function(path)(payload)
+def _call_and_exit(path: str, payload: Any) -> None:
+    """Import and call in the child, and exit with the code that the function returns. The parent does not import what
+    a worker needs."""
+    code = _import_function(path)(payload)
+    raise SystemExit(0 if code is None else int(code))
 
 
 def _find_user_code_dir(arguments: Any) -> Path | None:
-    """The folder of the user's code that a worker with these arguments runs."""
+    """Return the directory of the user's code for a worker with these arguments."""
     given = arguments if isinstance(arguments, Mapping) else {}
     if "script" in given:
         return Path(given["script"]).parent
@@ -380,7 +387,8 @@ def _run_child(
 
 
 def _redirect_output(log: Path) -> None:
-    """Have what this process prints go to a file; what the file does not take is lost, and nothing is raised."""
+    """Redirect the output of this process to a file. Output is lost, without an exception, if the file cannot be
+    written."""
     try:
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:
@@ -391,10 +399,10 @@ def _redirect_output(log: Path) -> None:
 
 
 def _exit_status(error: BaseException) -> int:
-    """The exit status of a worker that an exception ends."""
+    """Return the exit status of a worker for the exception that ends it."""
     from phalanx.train.distributed.environment import is_peer_failure
 
-    if _is_gpu_error(error):  # NCCL tells of it as it does of lost peers
+    if _is_gpu_error(error):  # NCCL reports it like a lost peer
         return GPU_FAILED_STATUS
     return LOST_PEER_STATUS if is_peer_failure(error) else STORAGE_FAILED_STATUS if is_storage_error(error) else 1
 
@@ -406,15 +414,15 @@ def _is_gpu_error(error: BaseException) -> bool:
 
 
 def main() -> None:
-    """Entry of the nursery process: `python -m phalanx.jobs.agent.fork_server AGENT_FD EVENTS_FD PULSE_FD
+    """Entry point of the fork server: `python -m phalanx.jobs.agent.fork_server AGENT_FD EVENTS_FD HEARTBEAT_FD
     PARENT_PID`."""
     agent_fd, events_fd, heartbeat_fd, parent = (int(argument) for argument in sys.argv[1:5])
     die_with_parent(parent)
     become_subreaper()
-    # Signals are the agent's to interpret. Blocked rather than ignored: workers inherit the mask, so a signal that
-    # comes before a worker has its handler waits for it instead of being lost.
+    # The agent handles signals. They are blocked, not ignored: workers inherit the mask, so a signal that arrives
+    # before a worker has installed its handler stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
-    gc.disable()  # nearly all that is imported stays, and to look for garbage in it takes a sixth of the time
+    gc.disable()  # imports create almost no garbage, and collecting it would take a sixth of the time
     import_torch()
     import phalanx.train.worker  # noqa: F401 - what every worker needs, loaded once
 

@@ -1,4 +1,4 @@
-"""The nursery as its agent holds it: a process that has torch loaded, and two sockets to it. See `fork_server.py`."""
+"""The agent's handle on its fork server: the process and two sockets. See `fork_server.py`."""
 
 import contextlib
 import os
@@ -36,43 +36,45 @@ from phalanx.run.messages import (
 )
 
 HUGE_PAGES_TUNABLE = "glibc.malloc.hugetlb"
-"""glibc's tunable; 1 has malloc ask for them, where the kernel gives them to who asks."""
+"""glibc tunable; with 1, malloc requests huge pages where the kernel grants them on request."""
 
 
 def add_huge_pages(tunables: str) -> str:
-    """GLIBC_TUNABLES with huge pages, unless it says something of them. A process that is killed is gone only when the
-    kernel has freed its memory page by page, and until then nobody knows."""
+    """Return GLIBC_TUNABLES with huge pages, unless it sets them already.
+
+    The exit of a killed process is visible only after the kernel has freed its memory, which is faster with huge pages.
+    """
     return tunables if HUGE_PAGES_TUNABLE in tunables else ":".join(filter(None, (tunables, f"{HUGE_PAGES_TUNABLE}=1")))
 
 
 EXIT_TIMEOUT_S = 30.0
-"""Seconds in which a nursery that is not needed any more must have ended what lives below it."""
+"""Seconds for a fork server to end its children on exit."""
 READY_TIMEOUT_S = 300.0
-"""Seconds in which torch must be imported there: on a slow disk that many share it takes a minute."""
+"""Seconds to import torch, which takes a minute from a slow shared disk."""
 CALL_TIMEOUT_S = 600.0
-"""Seconds in which a trial must have ended, at least."""
+"""Minimum time limit of a trial in seconds."""
 STORE_TIMEOUT_S = 60.0
-"""Seconds in which the store must listen."""
+"""Seconds for the store to listen."""
 SEND_TIMEOUT_S = 10.0
-"""Seconds in which it must take what it is sent."""
+"""Seconds for the fork server to receive a message."""
 Answer = TypeVar("Answer")
 RESTART_HINT = "start again with the same command"
 PROCESS_DESCRIPTION = "the process that loads torch and starts workers"
 
 
 def _environment_without_token() -> dict[str, str]:
-    """Agents prove themselves by the token; user code needs none."""
+    """Remove the token that authenticates agents; user code must not get it."""
     return {name: value for name, value in os.environ.items() if name != "PHALANX_TOKEN"}
 
 
 class ForkServerLostError(PhalanxError):
-    """The process that loads torch and forks workers and trials died, or does not answer and was killed."""
+    """The fork server died, or did not respond and was killed."""
 
     code = ExitCode.UNFINISHED
 
 
 class StopRequestedError(PhalanxError):
-    """This process was asked to stop while it waited, and no worker was there that could save anything."""
+    """This process was asked to stop while it waited, before there were workers that could save a checkpoint."""
 
     code = ExitCode.UNFINISHED
 
@@ -86,21 +88,20 @@ class RemoteUserError(PhalanxError):
 
 
 def call_timeout(hang_timeout_s: float) -> float:
-    """Seconds in which a trial must have ended, where `fault_tolerance.hang_timeout_s` is so long."""
+    """Return the time limit of a trial in seconds for this `fault_tolerance.hang_timeout_s`."""
     return max(CALL_TIMEOUT_S, hang_timeout_s)
 
 
 class ForkServerClient:
-    """The agent's handle on the nursery. A context manager: leaving it leaves no process behind.
+    """The agent's handle on the fork server. A context manager that leaves no process behind.
 
-    Every wait for it has an end: `ready_timeout_s` seconds for its start, `call_timeout_s` for a trial, and twice
-    `max_stopped_checks` looks where it
-    is stopped (SIGSTOP). What has to be said of it goes to `report`. Who owns the signals sets `is_stop_requested`:
-    whether one asked to stop, which ends a wait for an answer as well.
+    Every wait has a limit: `ready_timeout_s` seconds for the start, `call_timeout_s` for a trial, and twice
+    `max_stopped_checks` checks while it is stopped (SIGSTOP). Status messages go to `report`. The owner of the signals
+    sets `is_stop_requested`; a requested stop also ends a wait for an answer.
     """
 
     store_pid = 0
-    """The process that hosts the store, if one was asked for."""
+    """Pid of the process that hosts the store, if there is one."""
 
     def __init__(
         self,
@@ -141,8 +142,8 @@ class ForkServerClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.control.close()  # the nursery kills and reaps its children when it sees this
-        if not self._is_ready:  # it loads torch, has no children, and would look only afterwards
+        self.control.close()  # the fork server then kills and reaps its children
+        if not self._is_ready:  # it still imports torch, has no children, and would notice only afterwards
             self.kill()
         deadline = Deadline(
             f"{PROCESS_DESCRIPTION} to end", EXIT_TIMEOUT_S, self.report, report_interval_s=EXIT_TIMEOUT_S / 3
@@ -158,11 +159,11 @@ class ForkServerClient:
         self.heartbeat_table.close()
 
     def has_exited(self) -> bool:
-        """Whether it has ended. Its sockets need not show that: what a worker forked may hold their other ends."""
+        """Whether it has ended. Its sockets may not show this: a worker's children may hold the other ends."""
         return self.process.poll() is not None
 
     def kill(self) -> None:
-        """End it, stopped or not, and all that lives below it."""
+        """Kill the fork server, stopped or not, and all its descendants."""
         descendants: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             descendants = psutil.Process(self.process.pid).children(recursive=True)
@@ -174,9 +175,11 @@ class ForkServerClient:
             self.process.wait(EXIT_TIMEOUT_S)
 
     def resume_if_stopped(self, include_descendants: bool = False) -> str | None:
-        """To be called every second or so while something of it is waited for. Where it was stopped, or the store, or
-        with `below` any process below it, a message says so, and it is continued; where that does not help, the
-        sentence why it is of no use any more."""
+        """Continue the fork server or the store if it is stopped (SIGSTOP), and report it. Call about once per second
+        during a wait.
+
+        `include_descendants`: also handle all descendants. Returns a sentence when a process stays stopped, else None.
+        """
         found = self._find_stopped(include_descendants)
         self._num_stopped_checks = self._num_stopped_checks + 1 if found else 0
         if not found or self._num_stopped_checks < self._max_stopped_checks:
@@ -192,7 +195,7 @@ class ForkServerClient:
         return None
 
     def _find_stopped(self, include_descendants: bool) -> list[psutil.Process]:
-        """Those that were stopped."""
+        """Return the processes that are stopped."""
         pids = [self.process.pid]
         with contextlib.suppress(psutil.NoSuchProcess):
             if include_descendants:
@@ -202,7 +205,7 @@ class ForkServerClient:
         return find_stopped(pids)
 
     def wait_until_ready(self) -> None:
-        """Block until torch is imported there. NurseryLost when that takes too long."""
+        """Block until torch is imported in the fork server. Raises ForkServerLostError when that takes too long."""
         if not self._is_ready:
             self._wait_for_reply(
                 ForkServerReady,
@@ -211,22 +214,24 @@ class ForkServerClient:
             self._is_ready = True
 
     def start_store(self, address: str) -> int:
-        """The port of the store where workers of several nodes meet, on this address; it is there for all attempts."""
+        """Start the rendezvous store of several nodes on this address, and return its port. It serves all attempts."""
         self.wait_until_ready()
         self.send(StartStore(address=address))
-        what = "the process through which workers find each other to listen"
+        what = "the rendezvous store to listen"
         answer = self._wait_for_reply(StoreStarted, deadline=Deadline(what, STORE_TIMEOUT_S, self.report))
         self.store_pid = answer.pid
         return answer.port
 
     def preload(self, function: str, payload: Any) -> None:
-        """Run `module:function(payload)`, which imports what workers will need, in the nursery itself, so that none of
-        them has to. It must start no thread, touch no tensor and raise nothing."""
+        """Run `module:function(payload)` in the fork server itself, to import modules once for all workers.
+
+        The function must not start a thread, touch a tensor or raise.
+        """
         self.wait_until_ready()
         self.send(Preload(function=function, payload=payload))
 
     def call(self, function: str, payload: Any) -> Any:
-        """Run `module:function(payload)` in a fork of the nursery and return its value.
+        """Run `module:function(payload)` in a fork of the fork server and return its value.
 
         Raises `RemoteUserError` for the user's errors, `SubprocessError` for anything else, and `ForkServerLostError`.
         """
@@ -246,7 +251,7 @@ class ForkServerClient:
         raise SubprocessError(reply.message, reply.traceback, reply.was_killed)
 
     def send(self, message: ToForkServer) -> None:
-        """Send it a message. NurseryLost when it is gone, or takes nothing."""
+        """Send a message. Raises ForkServerLostError when the fork server is gone or does not receive."""
         try:
             send(self.control, message)
         except SendTimeoutError:
@@ -258,8 +263,11 @@ class ForkServerClient:
             raise self._exit_error() from None
 
     def _wait_for_reply(self, wanted: type[Answer], deadline: Deadline, hint: str = "") -> Answer:
-        """The next message of this class. What else comes is of workers that are no longer followed.
-        NurseryLost when it does not come, AskedToStop when that is not to be waited for: then it is killed."""
+        """Return the next message of this class. Other messages belong to earlier workers and are dropped.
+
+        Raises ForkServerLostError when none arrives in time, and StopRequestedError when a stop is requested meanwhile;
+        in both cases the fork server is killed.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
             while True:
@@ -288,11 +296,11 @@ class ForkServerClient:
                         return message
 
     def _exit_error(self) -> ForkServerLostError:
-        """Why it is gone."""
+        """Return the error for a fork server that has ended."""
         try:
             code = self.process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            code = -int(signal.SIGKILL)  # it has let go of its sockets, and is as good as gone
+            code = -int(signal.SIGKILL)  # it has closed its sockets, and cannot be used any more
         if code < 0:
             killed = " (possibly out of memory)" if -code == signal.SIGKILL else ""
             return ForkServerLostError(f"{PROCESS_DESCRIPTION} was killed by {signal_name(-code)}{killed}; start again")

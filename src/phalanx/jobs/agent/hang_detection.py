@@ -1,7 +1,7 @@
-"""Tells a worker that is stuck from one that is slow, by signs of life. Signs and times go in, a finding comes out.
+"""Detect a worker that hangs by the heartbeats of all workers. Pure: heartbeats and times in, a suspect out.
 
-Workers of a step wait for each other, so when one is stuck all fall silent; the one that gave the fewest signs is
-waited for.
+Workers wait for each other in every step, so when one hangs, all stop sending heartbeats. The one with the fewest
+heartbeats is the one that the others wait for.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from phalanx.run.heartbeat import Heartbeat
 
 MIN_SILENCE_S = 5.0
-"""Seconds of silence, at least, before it is remarked; slow steps are allowed more."""
+"""Minimum seconds without heartbeats that count as a hang; slow steps get more."""
 MAX_SILENT_STEPS = 5.0
-"""How many usual steps may pass in silence."""
+"""Step times that may pass without heartbeats."""
 UNTIMED_PHASES = frozenset({"starting", "restoring", "compiling", "ending"})
-"""Behind these comes what may take minutes in silence: importing, reading weights, compiling, saving."""
+"""Phases that may take minutes without heartbeats: importing, reading weights, compiling, saving."""
 NEXT_PHASES = {
     "data": "forward",
     "forward": "backward",
@@ -25,9 +25,9 @@ NEXT_PHASES = {
     "other": "evaluation or checkpoint",
     "evaluation": "evaluation",
 }
-"""What a worker does after it has finished a part of a step."""
+"""Activity of a worker after its last heartbeat, by the phase that it finished."""
 STORAGE_PHASES = frozenset({"optimizer", "checkpoint", "other"})
-"""Behind these a worker may wait for storage: data, or a save."""
+"""After these phases a worker may wait for storage: for data, or for a save."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class HangSuspect:
     step: int
     phase: str
     silence_s: float
-    """Seconds since its last sign."""
+    """Seconds since its last heartbeat."""
     is_stopped: bool
-    """Whether somebody holds it still (SIGSTOP, a debugger)."""
+    """Whether it is stopped by a signal (SIGSTOP) or a debugger."""
     is_certain: bool
-    """Whether it cannot be merely slow: it is held still, and not all are."""
+    """Whether it cannot just be slow: it is stopped, and not all workers are."""
 
     @property
     def description(self) -> str:
-        """What it looks like, in words."""
-        problem = "is held still by a signal" if self.is_stopped else "has given no sign of life"
+        """Description for users."""
+        problem = "has been stopped by a signal" if self.is_stopped else "has sent no heartbeat"
         return f"worker {self.rank} {problem} for {self.silence_s:.0f} s, in step {self.step}, doing: {self.phase}"
 
 
 def silence_limit(step_seconds: float | None) -> float:
-    """Seconds of silence that are remarked, when a step usually takes so long."""
+    """Return the seconds without heartbeats that count as a hang, for this usual step time."""
     return max(MIN_SILENCE_S, MAX_SILENT_STEPS * (step_seconds or 0.0))
 
 
@@ -64,12 +64,15 @@ def find_hang(
     suspect: int | None = None,
     others_ended: bool = False,
 ) -> HangSuspect | None:
-    """The worker that holds the others up, when all have been silent for longer than a heartbeat. `stopped`: ranks that
-    are held still. `suspect`: who it was at the last look, and still is if no other is further back: when the signs of
-    other nodes were given is known to some milliseconds only. `others_ended`: some workers of this attempt have. None
-    before all have begun, before the first step has
-    ended (`step_seconds` is None), and where the one that is waited for is preparing something, unless it is held
-    still."""
+    """Find the worker that the others wait for, when all have sent no heartbeat for `silence_limit`.
+
+    `stopped_ranks`: ranks that are stopped by a signal. `suspect`: the suspect of the last check, which is kept on a
+    tie, because times of other nodes' heartbeats are only known to some milliseconds. `others_ended`: whether workers
+    of this attempt have ended.
+
+    Returns None before all workers have started. Unless the suspect is stopped, also returns None before the end of the
+    first step (`step_seconds` is None), and while the suspect is in one of `UNTIMED_PHASES`.
+    """
     reported = {rank: last_heartbeat for rank, last_heartbeat in heartbeats.items() if last_heartbeat is not None}
     if len(reported) < len(heartbeats) or not reported:
         return None
@@ -90,7 +93,7 @@ def find_hang(
     if certain and rank not in stopped_reported:
         rank = min(stopped_reported, key=lambda candidate: (reported[candidate].count, candidate != suspect))
     last_heartbeat = reported[rank]
-    # nobody knows yet how long a step takes: the first may compile, or be that of a very large model
+    # the step time is not known yet: the first step may compile, or belong to a very large model
     if (last_heartbeat.phase in UNTIMED_PHASES or step_seconds is None) and rank not in stopped_reported:
         return None
     phase = NEXT_PHASES.get(last_heartbeat.phase, last_heartbeat.phase)

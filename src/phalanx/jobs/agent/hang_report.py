@@ -1,4 +1,4 @@
-"""A worker that seems stuck: what it prints when it is asked where it is, and whether somebody holds it still."""
+"""Inspect a worker that may hang: the stacks that it prints on request, and whether it is stopped by a signal."""
 
 import contextlib
 from collections.abc import Iterable, Mapping
@@ -11,12 +11,12 @@ from phalanx.run.heartbeat import Heartbeat
 
 STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 MAX_STACK_BYTES = 16_000
-"""Bytes of a stack that are told."""
+"""Maximum bytes of a reported stack."""
 
 
 @dataclass
 class HangReport:
-    """A worker that seems stuck, and where in its log what it answers will begin."""
+    """A worker that may hang, and the offset in its log at which its stacks will begin."""
 
     rank: int
     log: Path
@@ -24,8 +24,8 @@ class HangReport:
     reported: bool = False
 
     def read_stack(self) -> str | None:
-        """The stack of its threads as it printed them; None while it has not, as when it is held still, or when it
-        cannot be read."""
+        """Return the stacks of its threads from its log; None if they cannot be read, or were not printed yet, as
+        by a stopped worker."""
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             file.seek(self.log_offset)
             return file.read(MAX_STACK_BYTES).decode(errors="replace").strip() or None
@@ -33,7 +33,7 @@ class HangReport:
 
 
 def measure_log_size(log: Path) -> int:
-    """Bytes that were printed so far, as far as is known."""
+    """Return the size of a log in bytes; 0 if unknown."""
     try:
         return log.stat().st_size
     except OSError:
@@ -41,12 +41,12 @@ def measure_log_size(log: Path) -> int:
 
 
 def measure_silence(heartbeats: Iterable[Heartbeat | None], now: float) -> float:
-    """Seconds since the last sign of any worker; 0 before there was one."""
+    """Return the seconds since the last heartbeat of any worker; 0 before the first."""
     return min((now - heartbeat.t for heartbeat in heartbeats if heartbeat is not None), default=0.0)
 
 
 def find_ended_ranks(heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
-    """Ranks of workers of this machine whose process has ended, whether its end was noticed or not."""
+    """Return the ranks of local workers with an ended process, reaped or not."""
     ended_ranks = set()
     for rank, heartbeat in heartbeats.items():
         try:
@@ -61,7 +61,7 @@ def find_ended_ranks(heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
 
 
 def find_stopped_ranks(heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
-    """Ranks of workers that somebody has stopped."""
+    """Return the ranks of local workers that are stopped by a signal or a debugger."""
     stopped_ranks = set()
     for rank, heartbeat in heartbeats.items():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
-"""The leading agent: keeps one run's workers going on this node and others, writes its events, decides about restarts.
+"""The leader agent: supervises the workers of a run on all nodes, writes its events, and decides about restarts.
 
-It holds no torch. One agent leads, one writes `events.jsonl`; those of other nodes (`node_agent.py`) do what it says. A
-run ends with an exit code of `errors.ExitCode`; workers never outlive their agent, however it ends.
+It does not import torch. Only the leader writes `events.jsonl`; the agents of other nodes (`node_agent.py`) follow its
+messages. A run ends with an exit code of `errors.ExitCode`. Workers never outlive their agent, however it ends.
 """
 
 import itertools
@@ -88,26 +88,28 @@ from phalanx.run.messages import (
 )
 
 CHECK_INTERVAL_S = 1.0
-"""Seconds between two looks at signs of life, however much there is to hear meanwhile."""
+"""Seconds between checks of heartbeats, independent of the message traffic."""
 JOIN_TIMEOUT_S = 600.0
-"""Seconds for which a run waits for all its nodes to come."""
+"""Seconds that a run waits for all its nodes to join."""
 STILL_WAITING_INTERVAL_S = 120.0
-"""Seconds after which it is said, again and again, that workers still get ready (importing, reading weights, compiling,
-the first step), or still end."""
+"""Seconds between reports that workers still start (importing, reading weights, compiling, the first step) or still
+end."""
 REJOIN_TIMEOUT_S = 60.0
-"""Seconds for which it waits for one that was lost to come back, before whoever started the nodes must find another."""
+"""Seconds that the leader waits for a lost node to rejoin; after that the run must be restarted on another node."""
 
 START_TIMEOUT_MESSAGE = (
     f"the process that forks workers started none for {EXIT_REPORT_TIMEOUT_S:.0f} s: it hangs; {RESTART_HINT}"
 )
 REPEATED_SIGTERM_WINDOW_S = 5.0
-"""Seconds within which a second SIGTERM says the same again: Slurm's step and its daemon send one each."""
+"""Seconds within which a second SIGTERM is a repetition: Slurm's step and its daemon send one each."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended: its exit code, the worker's result if it reached one, and a message for the user.
-    `out_of_memory`: a smaller micro-batch could go on."""
+    """How a run ended: its exit code, the worker's result if there is one, and a message for the user.
+
+    `out_of_memory`: the run could continue with a smaller micro-batch.
+    """
 
     code: ExitCode
     result: dict[str, Any] | None
@@ -116,8 +118,10 @@ class RunOutcome:
 
 
 class LeaderAgent:
-    """Supervises one run. `show` gets every event as it is written. `replica_size`: workers that hold the whole state
-    together; when one of them is lost, the other replicas go on from memory. Entered as a context it owns the signals.
+    """Supervises one run. Owns the signals while entered as a context.
+
+    `show` gets every event as it is written. `replica_size`: number of workers that together hold the whole state; when
+    one of them is lost, the other replicas continue from memory.
     """
 
     def __init__(
@@ -147,13 +151,13 @@ class LeaderAgent:
         self.show = show
         self.max_restarts = max_restarts
         self.log = EventLog(run.events)
-        self.departures: dict[int, NodeDeparture] = {}  # nodes that are missing, since they took leave
+        self.departures: dict[int, NodeDeparture] = {}  # missing nodes that reported why they left
         self.stopping = False
-        self.force_stop = False  # asked to stop twice
+        self.force_stop = False  # a second stop request arrived
         self.signals = SignalQueue()
         self._last_sigterm_at: float | None = None
         self._rendezvous_ids = itertools.count(1)
-        self._num_stop_requests = 0  # signals to this process that mean: end
+        self._num_stop_requests = 0  # SIGINT and SIGTERM to this process
 
     def __enter__(self) -> Self:
         self.signals.__enter__()
@@ -163,7 +167,7 @@ class LeaderAgent:
 
     def __exit__(self, *exception: object) -> None:
         try:
-            if exception[0] is None:  # hot copies that an agent leaves when it dies are for the one after it
+            if exception[0] is None:  # in-memory checkpoints of an agent that dies are for its successor
                 remove_node_dir(self.run)
                 delete_history(self.run)
         finally:
@@ -186,7 +190,7 @@ class LeaderAgent:
         try:
             self.fork_server.wait_until_ready()
         except ForkServerLostError as error:
-            self.emit(self.lost_nursery(str(error)))
+            self.emit(self.fork_server_failure(str(error)))
             return RunOutcome(error.code, None, str(error))
         saved_step, num_without_progress, attempt_number, backoff = 0, 0, first_attempt, None
         join_timeout_s = JOIN_TIMEOUT_S
@@ -200,7 +204,7 @@ class LeaderAgent:
             code, message = decide_outcome(attempt, self.run.logs, attempt_number)
             if attempt.fork_server_error:
                 code, message = ExitCode.UNFINISHED, attempt.fork_server_error
-                self.emit(self.lost_nursery(attempt.fork_server_error))
+                self.emit(self.fork_server_failure(attempt.fork_server_error))
             elif code is None and self.stopping:
                 code, message = ExitCode.UNFINISHED, None if self.force_stop else message
             if code is ExitCode.UNFIT_NODE and attempt.error is not None:
@@ -244,13 +248,16 @@ class LeaderAgent:
             last_met_attempt = attempt.number - (self.replicas is not None and self.replicas.is_rendezvous_pending)
             attempt_number = max(attempt_number, last_met_attempt) + 1
 
-    def lost_nursery(self, message: str) -> WorkerFailure:
-        """The failure of this node's own nursery."""
+    def fork_server_failure(self, message: str) -> WorkerFailure:
+        """Return the event for the loss of this node's fork server."""
         return WorkerFailure(rank=0, cause="fork_server_died", host=self.node_group.local_node.name, message=message)
 
     def without(self, rank: int, attempt: AttemptState, why: str) -> RunOutcome:
-        """The end of a run that cannot go on with the machine of a worker: its node ends with 77, so that whoever
-        starts nodes takes another, and all others are fit to be started again."""
+        """Return the outcome of a run that cannot continue on the machine of a worker.
+
+        The worker's node ends with 77 (unfit), so that the backend replaces it; all other nodes end with 75 and can be
+        started again.
+        """
         node = next((node for node, ranks in attempt.ranks_by_node.items() if rank in ranks), None)
         if not isinstance(node, RemoteNode):
             return RunOutcome(ExitCode.UNFIT_NODE, None, why)
@@ -258,8 +265,8 @@ class LeaderAgent:
         return RunOutcome(ExitCode.UNFINISHED, None, f"node {node.node_rank} ({node.name}) is unfit: {why}")
 
     def check_preflight(self) -> str | None:
-        """Why this node should train nothing: a device that is gone. Whatever else looks bad is told, for it may still
-        do: a run that needs little is not stopped by a rule of thumb."""
+        """Return why this node must not train: a missing GPU. Other findings are only warnings, since the node may
+        still suffice for a small run."""
         for finding in self.preflight():
             if finding.verdict.is_unfit:
                 if finding.check.startswith("gpus"):
@@ -268,8 +275,11 @@ class LeaderAgent:
         return None
 
     def wait_for_nodes(self, timeout_s: float) -> str | None:
-        """Wait until every node is here; a sentence when they are not in so many seconds, or the run is to stop. Who
-        has taken leave may come again, or another in its place, but is not waited for as long."""
+        """Wait until all nodes have joined.
+
+        Returns None, or a sentence when nodes are missing after `timeout_s` or the run is to stop. A node that reported
+        that it leaves, or its replacement, may still join, but the wait for it is shorter.
+        """
         self.node_group.is_supervised = True
         self.accept_joins()
         deadline = Deadline(_format_nodes(self.node_group.missing_nodes), timeout_s, self._warn, self.clock)
@@ -283,11 +293,11 @@ class LeaderAgent:
                 if self.stopping:
                     return "; ".join(
                         (
-                            f"asked to stop while {_format_nodes(self.node_group.missing_nodes)} was not there",
+                            f"asked to stop before {_format_nodes(self.node_group.missing_nodes)} joined",
                             *self.list_departure_reasons(),
                         )
                     )
-                if is_wanted(self.run):  # whoever starts nodes has given this one up, which may be the one cut off
+                if is_wanted(self.run):  # the backend has started the run again, since this node may be cut off
                     return (
                         f"another start of this run waits for it, and {_format_nodes(self.node_group.missing_nodes)} "
                         "is not here"
@@ -314,21 +324,21 @@ class LeaderAgent:
         return None
 
     def accept_joins(self) -> list[tuple[RemoteNode, RemoteNode | None]]:
-        """Take in who stands at the door."""
+        """Accept nodes that want to join. Returns each with the older connection that it replaces."""
         found = self.node_group.accept_joins()
         for new, _ in found:
             self.departures.pop(new.node_rank, None)
         return found
 
     def report_departures(self) -> None:
-        """Tell which nodes have taken leave, or were sent away, and why."""
+        """Report which nodes have left or were rejected, and why."""
         for departure in self.node_group.take_departures():
             self._warn(words_of(departure))
             if departure.node_rank in self.node_group.missing_nodes:
                 self.departures[departure.node_rank] = departure
 
     def _describe_missing(self, deadline: Deadline) -> str:
-        """Why the run cannot go on, and what next."""
+        """Return why the run cannot continue, and what to do."""
         missing_text = _format_nodes(self.node_group.missing_nodes)
         restart_hint = f"start again, with {missing_text} on another machine if that one is unfit"
         return "; ".join(
@@ -340,11 +350,11 @@ class LeaderAgent:
         )
 
     def list_departure_reasons(self) -> list[str]:
-        """Why nodes are missing, as far as they said."""
+        """Return the reasons that missing nodes reported."""
         return [words_of(self.departures[index]) for index in self.node_group.missing_nodes if index in self.departures]
 
     def wait(self, seconds: float) -> bool:
-        """Do nothing for so long, or until a signal comes; whether the run is to stop."""
+        """Sleep for `seconds` or until a signal arrives. Returns whether the run is to stop."""
         if select.select([self.signals.wake_socket], [], [], seconds)[0]:
             self.signals.wake_socket.recv(4096)
         self.handle_signals()
@@ -353,7 +363,7 @@ class LeaderAgent:
     def run_attempt(
         self, attempt_number: int, world_size: int, command: Command, environment: Mapping[str, str]
     ) -> AttemptState:
-        """Start all workers and follow them until the last is gone, or the nursery that would tell."""
+        """Start all workers and supervise them until the last one, or the fork server, has ended."""
         attempt = AttemptState(world_size, dict(self.node_group.assign_ranks(world_size)), attempt_number)
         attempt.log_attempt_by_rank = dict.fromkeys(range(world_size), attempt_number)
         start_message = StartWorkers(
@@ -397,13 +407,13 @@ class LeaderAgent:
         for message in drain(self.fork_server.events):
             self.handle_message(message, attempt)
         if attempt.lost_ranks and attempt.result is None and not any(attempt.exit_statuses.values()):
-            attempt.exit_statuses |= (
-                attempt.lost_ranks
-            )  # who led was lost at the very end, and nobody told how the run ended
+            # rank 0 was lost at the end of the run, and no other worker reported the result
+            attempt.exit_statuses |= attempt.lost_ranks
         return attempt
 
     def run_event_loop(self, attempt: AttemptState) -> None:
-        """Take what workers and nurseries say until the last worker is gone. NurseryLost when our nursery is."""
+        """Handle messages of workers and fork servers until the last worker has ended. Raises ForkServerLostError when
+        this node's fork server is gone."""
         with selectors.DefaultSelector() as selector:
             for node in attempt.ranks_by_node:
                 for sock in node.sockets():
@@ -446,12 +456,12 @@ class LeaderAgent:
                 self.report_departures()
                 for new, old in self.accept_joins():
                     if old is not None and old in attempt.ranks_by_node:
-                        drop_node(old, "its agent started anew")
+                        drop_node(old, "its agent restarted")
                     if self.readmit_node(new, attempt):
                         for sock in new.sockets():
                             selector.register(sock, selectors.EVENT_READ, new)
                 if self.replicas is not None and self.replicas.has_timed_out() and attempt.abort_reason is None:
-                    self.abort_attempt(attempt, "the workers that were left did not meet again in time")
+                    self.abort_attempt(attempt, "the rendezvous of the surviving workers timed out")
                 if self.clock() - last_check < CHECK_INTERVAL_S:
                     continue
                 last_check = self.clock()
@@ -465,12 +475,12 @@ class LeaderAgent:
                         raise ForkServerLostError(START_TIMEOUT_MESSAGE)
                     drop_node(overdue_node, "it does not start its workers")
                 if attempt.num_steps == 0 and attempt.result is None:
-                    first_step_deadline.check_expired()  # it may take as long as it likes, but not without a word
+                    first_step_deadline.check_expired()  # no time limit, but reports that it takes long
                 elif any(
                     heartbeat is not None and heartbeat.phase == "ending"
                     for heartbeat in attempt.heartbeats()[0].values()
                 ):
-                    exit_deadline.check_expired()  # and so may this
+                    exit_deadline.check_expired()  # likewise
                 self.check_hangs(attempt)
                 self.check_stragglers(attempt)
                 for overdue_node in self.find_overdue_nodes(attempt):
@@ -483,8 +493,10 @@ class LeaderAgent:
                         drop_node(silent_node, f"it has given no sign for {NODE_TIMEOUT_S:.0f} s")
 
     def find_overdue_nodes(self, attempt: AttemptState) -> list[NodeHandle]:
-        """Nodes that do not report the end of their workers, after these were killed: those of this node that have all
-        ended are, first."""
+        """Return nodes that do not report the exits of killed workers in time.
+
+        When all workers of this node have ended without a report, kills the remaining workers first.
+        """
         local_ranks = attempt.ranks_by_node.get(self.node_group.local_node, range(0))
         unreported_local = attempt.unreported_ranks & set(local_ranks)
         all_ended = bool(unreported_local) and unreported_local <= find_ended_ranks(
@@ -498,8 +510,10 @@ class LeaderAgent:
         return [node for node, ranks in attempt.ranks_by_node.items() if attempt.unreported_ranks & set(ranks)]
 
     def on_node_lost(self, node: NodeHandle, attempt: AttemptState, reason: str = "its agent is gone") -> None:
-        """Go on without a node: its workers count as ended, and the others cannot go on without them. NurseryLost
-        when it is this one."""
+        """Continue without a node if the other replicas can; otherwise count its workers as ended and kill the others.
+
+        Raises ForkServerLostError for this node.
+        """
         if not isinstance(node, RemoteNode):
             raise ForkServerLostError(FORK_SERVER_DIED_MESSAGE)
         self.node_group.remove_node(node)
@@ -521,7 +535,7 @@ class LeaderAgent:
             self.kill_workers(attempt)
 
     def readmit_node(self, node: RemoteNode, attempt: AttemptState) -> bool:
-        """Have a node that came back work again in the place where it was, if the others go on; whether it does."""
+        """Start replacements on a node that rejoined, if the other replicas continued. Returns whether it did."""
         previous = [
             old for old in attempt.ranks_by_node if isinstance(old, RemoteNode) and old.node_rank == node.node_rank
         ]
@@ -529,23 +543,23 @@ class LeaderAgent:
             return False
         ranks = attempt.ranks_by_node.pop(previous[0])
         attempt.ranks_by_node[node] = ranks
-        attempt.started_nodes.add(node)  # whether it does is for `replicas` to see
+        attempt.started_nodes.add(node)  # `replicas` notices if it does not start its workers
         node.reset()
         self.replicas.start_replacements(node, ranks)
         return True
 
     def can_continue_without(self, ranks: Sequence[int]) -> bool:
-        """Whether the run can go on from memory without these workers."""
+        """Whether the run can continue from memory without these workers."""
         return self.replicas is not None and not self.stopping and self.replicas.can_continue_without(ranks)
 
     def describe_continuation(self, lost_ranks: Sequence[int]) -> str:
-        """What happens next, for people."""
+        """Return a text for users on how the run continues."""
         assert self.replicas is not None
         num_surviving = len(self.replicas.surviving_ranks(lost_ranks))
-        return f"going on from memory with {num_surviving} {'worker' if num_surviving == 1 else 'workers'}"
+        return f"continuing from memory with {num_surviving} {'worker' if num_surviving == 1 else 'workers'}"
 
     def check_stragglers(self, attempt: AttemptState) -> None:
-        """Name a worker that the others wait for step after step, once in an attempt."""
+        """Report a straggler, once per rank and attempt."""
         now = self.clock()
         if attempt.world_size < 2 or now - attempt.last_comparison < WINDOW_S:
             return
@@ -567,8 +581,8 @@ class LeaderAgent:
             )
 
     def check_hangs(self, attempt: AttemptState) -> None:
-        """Whether the workers live. A hang is told with the stacks that they print when they are asked, and ended when
-        it is certain or has lasted too long."""
+        """Detect a hang. It is reported with the stacks that the workers print on request, and ends the attempt when it
+        is certain or has lasted too long."""
         heartbeats, find_stopped = attempt.heartbeats()
         now = self.clock()
         if attempt.abort_reason is not None:
@@ -601,12 +615,12 @@ class LeaderAgent:
         elif found.is_certain or found.silence_s > self.hang_timeout_s:
             if not found.is_certain:
                 limit = f"fault_tolerance.hang_timeout_s is {self.hang_timeout_s:g} s"
-                hint = f"{limit}: if nothing was stuck, but only slow, raise it"
+                hint = f"{limit}: raise it if the worker did not hang but was slow"
                 self._warn(hint)
             self.abort_attempt(attempt, found.description)
 
     def abort_attempt(self, attempt: AttemptState, reason: str) -> None:
-        """Kill the workers, to start again."""
+        """Kill all workers, to restart from a checkpoint."""
         attempt.abort_reason = reason
         self.kill_workers(attempt)
 
@@ -616,8 +630,8 @@ class LeaderAgent:
         self.signal_workers(signal.SIGKILL)
 
     def handle_signals(self) -> None:
-        """The first SIGINT, SIGTERM or SIGUSR1, here or at another node's agent, asks workers to save and leave; a
-        second SIGINT or SIGTERM here stops them at once."""
+        """Handle signals: the first SIGINT, SIGTERM or SIGUSR1, here or at another node's agent, makes workers save and
+        exit. A second SIGINT or SIGTERM here kills them."""
         while self.signals.received:
             number = self.signals.received.pop(0)
             now = self.clock()
@@ -638,7 +652,7 @@ class LeaderAgent:
                 self.signal_workers(signal.SIGKILL)
 
     def handle_message(self, message: Message, attempt: AttemptState) -> None:
-        """One message of a worker or the nursery."""
+        """Handle a message of a worker or a fork server."""
         match message:
             case RunEvent():
                 self.see(message, attempt)
@@ -646,7 +660,7 @@ class LeaderAgent:
                 if self.replicas is not None:
                     self.replicas.on_message(message)
             case CallReply() | WorkersStarted():
-                return  # an answer that came too late; `run_event_loop` has taken note of the start
+                return  # an answer that came too late; `run_event_loop` has recorded the start
             case StopRequested():
                 self.signals.received.append(signal.SIGUSR1)
             case WorkerExited():
@@ -665,14 +679,14 @@ class LeaderAgent:
                 self.emit(warning_of(to_fields(message)))
 
     def see(self, event: Event, attempt: AttemptState) -> None:
-        """One event that a worker reports."""
+        """Handle an event of a worker."""
         if self.replicas is not None:
             self.replicas.see(event)
         if isinstance(event, WorkerStarted):
             attempt.announced_ranks.add(event.rank)
         elif isinstance(event, CheckpointSaved | InMemoryCheckpointSaved):
             attempt.saved_step = max(attempt.saved_step, event.step)
-        elif isinstance(event, AttemptStarted) and attempt.start_step is None:  # later ones may go on from memory
+        elif isinstance(event, AttemptStarted) and attempt.start_step is None:  # later ones may continue from memory
             attempt.start_step = event.start_step
         elif isinstance(event, StepDone):
             attempt.num_steps += 1
@@ -680,9 +694,9 @@ class LeaderAgent:
         self.emit(event)
 
     def on_store_died(self, number: int, attempt: AttemptState) -> None:
-        """The process through which workers find each other died. Those that have met need it no more; others would
-        wait for it in vain."""
-        what = "the process through which workers find each other died"
+        """Handle the death of the rendezvous store. Workers no longer need it after the rendezvous; before that the
+        attempt is aborted."""
+        what = "the rendezvous store died"
         if (
             attempt.world_size == 1
             or number not in attempt.log_attempt_by_rank.values()
@@ -692,12 +706,12 @@ class LeaderAgent:
             return
         if attempt.start_step is None:
             attempt.store_lost = True
-            self.abort_attempt(attempt, f"{what} before they had met")
+            self.abort_attempt(attempt, f"{what} before the rendezvous was complete")
         else:
-            self._warn(f"{what}; they have met, and go on")
+            self._warn(f"{what}; the rendezvous is complete, and the workers continue")
 
     def on_worker_exited(self, rank: int, status: int, attempt: AttemptState) -> None:
-        """A worker has ended."""
+        """Handle the exit of a worker."""
         if self.replicas is not None and rank in attempt.rejoining_ranks | attempt.leaving_ranks:
             self.replicas.on_exit(rank)
             return
@@ -713,7 +727,7 @@ class LeaderAgent:
         if self.replicas is not None and not bad:
             self.replicas.on_finish()
         if not attempt.is_over and (bad or attempt.exit_statuses.keys() >= attempt.active_ranks):
-            # the others wait in a collective that can never end; or to take part in what has ended
+            # the others wait in a collective that cannot complete, or for a rendezvous after the end
             self.kill_workers(attempt)
 
     def emit(self, event: Event) -> None:
@@ -725,8 +739,8 @@ class LeaderAgent:
         self.emit(RunWarning(text=text))
 
     def signal_workers(self, number: int) -> None:
-        """Send a signal to all workers. A node that is gone has none, and its end is noticed where it is read.
-        NurseryLost when it is this one."""
+        """Send a signal to all workers. The loss of a node is noticed when its connection is read. Raises
+        ForkServerLostError for this node."""
         for node in self.node_group.nodes:
             try:
                 node.send(SendSignal(signal=int(number)))

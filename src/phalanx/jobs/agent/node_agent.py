@@ -1,7 +1,7 @@
-"""The agent of a node that does not lead: it starts, signals and watches its workers as the leading agent says.
+"""The agent of a node other than the leader's: it starts, signals and monitors its workers as the leader agent says.
 
-It decides nothing about the run. When the leader is gone it ends its workers and looks for it again for a while; a
-leader that comes back finds it ready for the next attempt.
+It makes no decisions about the run. When the leader is gone, it kills its workers and tries to reconnect for a while; a
+restarted leader finds it ready for the next attempt.
 """
 
 import contextlib
@@ -48,21 +48,22 @@ from phalanx.run.node_env import NodeEnv
 from phalanx.std_streams import escape_control_chars
 
 LEADER_JOIN_TIMEOUT_S = 600.0
-"""Seconds for which the leader may not be there yet: it may start later than the others."""
+"""Seconds to wait for the leader at the start: it may start later than other nodes."""
 LEADER_REJOIN_TIMEOUT_S = 120.0
-"""Seconds for which a leader that was lost may come back."""
+"""Seconds to wait for a lost leader to come back."""
 LEADER_TIMEOUT_S = 15.0
-"""Seconds without a word of the leader after which it is taken for lost; longer than it takes the leader to notice."""
+"""Seconds without a message of the leader after which it counts as lost; longer than the leader's own timeout."""
 CONNECT_RETRY_INTERVAL_S = 0.2
-"""Seconds between two attempts to reach the leader."""
+"""Seconds between attempts to connect to the leader."""
 DEPARTURE_TIMEOUT_S = 5.0
-"""Seconds for which a node that leaves tries to tell the leader why."""
+"""Seconds for which a node that leaves tries to report the reason to the leader."""
 
 
 def report_departure(
     node_env: NodeEnv, token: bytes, error: PhalanxError, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Tell the leader that this node leaves, and why, if it is there within a few seconds: it waits for this one."""
+    """Report to the leader that this node leaves, and why, so that the leader need not wait for it. Gives up after
+    `DEPARTURE_TIMEOUT_S`."""
     assert node_env.leader_address is not None
     deadline = clock() + DEPARTURE_TIMEOUT_S
     while True:
@@ -74,11 +75,11 @@ def report_departure(
         except OSError:
             if clock() >= deadline:
                 return
-        time.sleep(CONNECT_RETRY_INTERVAL_S)  # nothing tells when somebody begins to listen
+        time.sleep(CONNECT_RETRY_INTERVAL_S)  # there is no notification when the leader begins to listen
 
 
 class NodeAgent:
-    """One node's agent below the leader's. Entered as a context it owns the signals."""
+    """The agent of one node. Owns the signals while entered as a context."""
 
     def __init__(
         self,
@@ -94,11 +95,11 @@ class NodeAgent:
         self.node_env, self.leader_address, self.token = node_env, node_env.leader_address, token
         self.out, self.environment, self.clock = out, environment, clock
         self.signals = SignalQueue()
-        self._ranks: list[int] = []  # of this attempt's workers, by local rank
+        self._ranks: list[int] = []  # of the workers of this attempt, by local rank
         self._live_ranks: set[int] = set()
-        self._exit_deadline = 0.0  # when ends that are not reported must have been
+        self._exit_deadline = 0.0  # when missing exit reports are overdue
         self._run: Run | None = None
-        self._connection: AuthConnection | None = None  # to the leader, while it is there
+        self._connection: AuthConnection | None = None  # to the leader, while connected
 
     def __enter__(self) -> Self:
         self.signals.__enter__()
@@ -110,8 +111,10 @@ class NodeAgent:
         self.signals.__exit__(*exception)
 
     def serve(self) -> ExitCode:
-        """Serve the leader until it says how the run ended; UNFINISHED when it does not come (back), or when this node
-        was told to stop while it was away."""
+        """Serve the leader until it reports the end of the run. Returns the exit code.
+
+        UNFINISHED when the leader does not start or come back, or when this node is asked to stop meanwhile.
+        """
         deadline = self.clock() + LEADER_JOIN_TIMEOUT_S
         while True:
             with ForkServerClient(report=self._report) as fork_server:
@@ -154,14 +157,14 @@ class NodeAgent:
         return True
 
     def _report(self, text: str) -> None:
-        """Here, and as an event of the run where the leader is there."""
+        """Print a text, and send it to the leader as an event if connected."""
         print(escape_control_chars(text), file=self.out, flush=True)
         if self._connection is not None:
             with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
                 self._connection.send(RunWarning(text=f"node {self.node_env.node_rank}: {text}"))
 
     def _connect_to_leader(self, deadline: float) -> AuthConnection | None:
-        """A connection to the leader, which knows us then; None when it does not come in time, or we should stop."""
+        """Connect and introduce this node to the leader. None on timeout or a stop request."""
         (host, port), last_error = self.leader_address, None
         join_deadline = Deadline(
             f"node 0 at {host}:{port}", max(0.0, deadline - self.clock()), self._report, self.clock
@@ -184,8 +187,8 @@ class NodeAgent:
     def _serve_connection(
         self, connection: AuthConnection, local_node: LocalNode, is_lost: Callable[[], bool]
     ) -> ExitCode | None:
-        """Do what the leader says until it says how the run ended, or is gone (None). `_ForkServerGone` when the
-        nursery is."""
+        """Handle messages of the leader until it reports the end of the run. Returns the exit code, or None when the
+        leader is gone. Raises `_ForkServerGone` when the fork server is."""
         last_received = last_sent = self.clock()
         network_variables = interface_variables(connection.sock.getsockname()[0], self.environment)
         with selectors.DefaultSelector() as selector:
@@ -212,7 +215,7 @@ class NodeAgent:
                                 return None
                             last_received = now
                             for message in messages:
-                                if isinstance(message, Rejected):  # it starts a program of another framework
+                                if isinstance(message, Rejected):  # the leader launches a program of another framework
                                     message = Leave(exit_code=int(ExitCode.USAGE), message=message.message)
                                 if isinstance(message, Leave):
                                     return self._handle_leave(message, local_node, is_lost)
@@ -225,7 +228,7 @@ class NodeAgent:
                     return None
 
     def _handle_message(self, message: Message, local_node: LocalNode, network_variables: Mapping[str, str]) -> None:
-        """Have the nursery do what the leader says. ConnectionError for what no leader says."""
+        """Forward a message of the leader to the fork server. Raises ConnectionError for one that no leader sends."""
         match message:
             case Ping():
                 return
@@ -242,7 +245,7 @@ class NodeAgent:
             raise _ForkServerGone from None
 
     def _expect(self, start: StartWorkers, here: LocalNode) -> None:
-        """Take note of the workers that are about to start."""
+        """Record the workers that are about to start."""
         first, count = start.first_rank, start.local_world_size
         if self.nproc_per_node not in (None, count):
             raise UsageError(
@@ -259,7 +262,7 @@ class NodeAgent:
             self._live_ranks = set(self._ranks)
 
     def _forward_messages(self, connection: AuthConnection, local_node: LocalNode, sock: Any) -> None:
-        """What workers and nursery say, to the leader."""
+        """Forward messages of the workers and the fork server to the leader."""
         messages = local_node.receive(sock)
         if messages is None:
             raise _ForkServerGone
@@ -270,14 +273,14 @@ class NodeAgent:
             connection.send(*messages)
 
     def _check_exits(self, local_node: LocalNode, now: float) -> None:
-        """`_ForkServerGone` where the nursery does not report the end of workers that have all ended."""
+        """Raise `_ForkServerGone` when all workers have ended and the fork server does not report it."""
         if not self._live_ranks or not self._live_ranks <= find_ended_ranks(local_node.heartbeats(self._ranks)):
             self._exit_deadline = now + EXIT_REPORT_TIMEOUT_S
         elif now >= self._exit_deadline:
             raise _ForkServerGone
 
     def _forward_signals(self, connection: AuthConnection) -> None:
-        """Whoever asks this node to stop asks the run to."""
+        """Forward a stop request to the leader: it stops the whole run."""
         if self.signals.received:
             self.signals.received.clear()
             connection.send(StopRequested())
@@ -289,8 +292,8 @@ class NodeAgent:
         return ExitCode(message.exit_code)
 
     def _kill_workers(self, local_node: LocalNode, is_lost: Callable[[], bool]) -> bool:
-        """Kill what is left of an attempt, and take note of its end; whether the nursery, unless it is `is_lost`,
-        reported it in time."""
+        """Kill the remaining workers of an attempt. Returns whether the fork server reported their exits in time;
+        `is_lost` ends the wait."""
         exit_deadline = Deadline("workers to end", EXIT_REPORT_TIMEOUT_S, self._report, self.clock)
         with selectors.DefaultSelector() as selector:
             selector.register(local_node.control, selectors.EVENT_READ)
@@ -314,4 +317,4 @@ class NodeAgent:
 
 
 class _ForkServerGone(Exception):
-    """This node's own nursery is gone."""
+    """This node's fork server is gone."""

@@ -1,7 +1,7 @@
-"""The nodes of a run as the leading agent sees them: its own nursery, and other agents over the control channel.
+"""The nodes of a run from the leader agent's view: its own fork server, and other agents over the control channel.
 
-Whatever the node, the same messages go to it (`run/messages.py`) and the same come back; ranks are global. Which
-workers a node gets is decided here, and whether a node is still there.
+All nodes exchange the same messages with the leader (`run/messages.py`); ranks are global. This module assigns workers
+to nodes and detects lost nodes.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ from phalanx.run.messages import (
 )
 
 HEARTBEAT_INTERVAL_S = 1.0
-"""Seconds between two signs of life of an agent."""
+"""Seconds between heartbeats of an agent."""
 MAX_REASON_CHARS = 1000
-"""Characters of why a node leaves."""
+"""Length limit of the reason for which a node leaves."""
 COMPARED_FIELDS = {
     "nodes": "num_nodes",
     "phalanx": "phalanx_version",
@@ -50,37 +50,37 @@ COMPARED_FIELDS = {
     "python": "python_version",
     "processor": "machine",
 }
-"""What is compared between nodes: as people know it, and the field of NodeIdentity."""
+"""Fields of NodeIdentity that must be equal on all nodes, by their name for users."""
 NODE_TIMEOUT_S = 10.0
-"""Seconds without a sign after which an agent, or its machine, or the network to it, is taken for lost."""
+"""Seconds without a heartbeat after which an agent, its machine, or the network to it counts as lost."""
 
 
 class NodeHandle(Protocol):
-    """One node: where messages go to and come from. `name` is its host's."""
+    """One node, to exchange messages with. `name`: its host name."""
 
     name: str
 
     def sockets(self) -> Sequence[Any]:
-        """What to wait for with a selector."""
+        """Return the sockets to wait for with a selector."""
 
     def send(self, *messages: Message) -> None:
-        """ConnectionError when it is gone."""
+        """Send messages. Raises ConnectionError when the node is gone."""
 
     def receive(self, sock: Any) -> list[Message] | None:
-        """What came to one of the sockets; None when it is gone."""
+        """Return messages from one of the sockets; None when the node is gone."""
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
-        """The last signs of its workers, by the clock of this machine."""
+        """Return the last heartbeats of its workers, with times of this machine's clock."""
 
     def stopped_ranks(self, heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
-        """Which of its workers somebody holds still."""
+        """Return the ranks of its workers that are stopped by a signal."""
 
     def reset(self) -> None:
-        """Forget signs of workers that were."""
+        """Forget the heartbeats of earlier workers."""
 
 
 class LocalNode:
-    """This node: its nursery's two sockets and the memory that its workers write signs to."""
+    """This node: the two sockets of its fork server, and the memory of its workers' heartbeats."""
 
     def __init__(
         self, control: socket.socket, events: socket.socket, heartbeat_table: HeartbeatTable, token: bytes = b""
@@ -95,14 +95,14 @@ class LocalNode:
         send(self.control, *(self._add_store_key(message) for message in messages))
 
     def _add_store_key(self, message: Message) -> Message:
-        """With the attempt's key, which every node makes of the job's token: it never travels."""
+        """Add the key of the attempt's store, which every node derives from the job's token: it is never sent."""
         if not isinstance(message, StartWorkers) or message.nonce is None:
             return message
         return replace(message, store_key=derive_store_key(self._token, message.nonce).hex())
 
     def receive(self, sock: Any) -> list[Message] | None:
-        """Also all that workers have said so far: that may lie in many packets, and must not come after the nursery's
-        word that one of them has ended."""
+        """Return all events of workers before messages of the fork server: an event must not follow the report of the
+        worker's exit."""
         messages = receive(self.control) if sock is self.control else []
         return None if messages is None else [*drain(self.events), *messages]
 
@@ -117,7 +117,7 @@ class LocalNode:
 
 
 class RemoteNode:
-    """Another node: its agent at the far end of a wire, which sends its workers' signs every second."""
+    """Another node: a connection to its agent, which sends the heartbeats of its workers every second."""
 
     def __init__(self, connection: AuthConnection, hello: NodeIdentity, clock: Callable[[], float] = time.monotonic):
         self.name = hello.host
@@ -161,7 +161,7 @@ class RemoteNode:
 
 
 def make_heartbeat_message(node: LocalNode, ranks: Sequence[int], now: float) -> Heartbeats:
-    """The message of the signs of a node's workers; times as ages, since clocks of machines differ."""
+    """Return the message with the heartbeats of a node's workers; times are sent as ages, since clocks differ."""
     heartbeats = node.heartbeats(ranks)
     entries = tuple(
         HeartbeatEntry(
@@ -192,18 +192,17 @@ def words_of(left: NodeDeparture) -> str:
 
 
 class NodeGroup:
-    """All nodes of a run, this one first. Alone it is nothing but this node; with a `server`, others come through
-    it."""
+    """All nodes of a run, this one first. Other nodes join through `server`."""
 
     def __init__(self, local_node: LocalNode, num_nodes: int = 1, server: ControlServer | None = None):
         self.local_node, self.num_nodes, self.server = local_node, num_nodes, server
         self.remote_nodes: dict[int, RemoteNode] = {}
         self.exit_code: ExitCode = ExitCode.UNFINISHED
-        """What this node ends with, and the others when this closes, unless it means this machine alone."""
+        """Exit code of this node, and of the others when the group closes, except a code for this machine alone."""
         self.unfit: dict[int, str] = {}
-        """By index, other nodes on whose machines nothing can train, and why."""
+        """Other nodes that are unfit, by index, with the reason."""
         self.is_supervised = False
-        """Whether an agent looks at who comes and who takes leave; before that a thread does, and says so at once."""
+        """Whether the agent handles joins and departures. Before that a thread does, and prints departures at once."""
         self._departures: list[NodeDeparture] = []
         self._num_reported = 0
         self._accept_lock = threading.Lock()
@@ -224,7 +223,8 @@ class NodeGroup:
             node.connection.close()
 
     def _farewell(self, index: int) -> Leave:
-        """With what a node leaves: who starts it avoids the machine of one that is unfit, and may use the others."""
+        """Return the message that ends a node. The backend avoids the machine of an unfit node, and may reuse
+        others."""
         if (why := self.unfit.get(index)) is not None:
             return Leave(exit_code=int(ExitCode.UNFIT_NODE), message=why)
         others = ExitCode.UNFINISHED if self.exit_code is ExitCode.UNFIT_NODE else self.exit_code
@@ -232,39 +232,41 @@ class NodeGroup:
 
     @property
     def nodes(self) -> list[NodeHandle]:
-        """Those that are here, in order."""
+        """Nodes that have joined, in order."""
         return [self.local_node, *(self.remote_nodes[index] for index in sorted(self.remote_nodes))]
 
     @property
     def missing_nodes(self) -> list[int]:
-        """Indices of nodes that are not here."""
+        """Indices of nodes that have not joined."""
         return [index for index in range(1, self.num_nodes) if index not in self.remote_nodes]
 
     def assign_ranks(self, world_size: int) -> Iterator[tuple[NodeHandle, range]]:
-        """Each node with the ranks of its workers. All nodes must be here."""
+        """Yield each node with the ranks of its workers. All nodes must have joined."""
         workers_per_node = world_size // self.num_nodes
         for index, node in enumerate(self.nodes):
             yield node, range(index * workers_per_node, (index + 1) * workers_per_node)
 
     @property
     def listener_sockets(self) -> Sequence[socket.socket]:
-        """What can be read from when somebody stands at the door."""
+        """Sockets that are readable when a node wants to join."""
         return () if self.server is None else (self.server.wake_socket,)
 
     @property
     def address(self) -> str:
-        """Where the others reach this node: as they did. A name may lead elsewhere on its own machine."""
+        """Address at which the other nodes connected. The host name may resolve to another address on this machine."""
         found: str = next(iter(self.remote_nodes.values())).connection.sock.getsockname()[0]
         return found
 
     @property
     def network_variables(self) -> dict[str, str]:
-        """For workers of this node: the interface over which the others are reached."""
+        """Variables for workers of this node with the interface to the other nodes."""
         return interface_variables(self.address, os.environ)
 
     def accept_joins(self) -> list[tuple[RemoteNode, RemoteNode | None]]:
-        """Take in who stands at the door; returns the nodes that came, each with the older connection to it that it
-        replaces. One that is none of this run's is told why, and sent away."""
+        """Accept nodes that want to join. Returns each with the older connection that it replaces, if any.
+
+        A node that does not belong to this run is rejected with the reason.
+        """
         with self._accept_lock:
             return self._accept_joins()
 
@@ -295,22 +297,22 @@ class NodeGroup:
         return found
 
     def take_departures(self) -> list[NodeDeparture]:
-        """Who took leave, or was sent away, since this was asked last."""
+        """Return and clear the nodes that left or were rejected since the last call."""
         found, self._departures = self._departures, []
         return found
 
     def remove_node(self, node: RemoteNode) -> None:
-        """Do without a node from now on, unless another connection to it has come already."""
+        """Remove a node, unless a newer connection to it exists."""
         node.connection.close()
         if self.remote_nodes.get(node.node_rank) is node:
             del self.remote_nodes[node.node_rank]
 
     def find_timed_out(self, now: float) -> list[RemoteNode]:
-        """Nodes whose agent has given no sign for too long."""
+        """Return nodes without a message for `NODE_TIMEOUT_S`."""
         return [node for node in self.remote_nodes.values() if now - node.last_message_at > NODE_TIMEOUT_S]
 
     def _send_pings(self) -> None:
-        """From a thread, since who leads may be busy for minutes before it trains."""
+        """Send pings from a thread, since the leader may be busy for minutes before training starts."""
         while not self._is_closing.wait(HEARTBEAT_INTERVAL_S):
             if not self.is_supervised:
                 for _, old in self.accept_joins():
@@ -320,12 +322,12 @@ class NodeGroup:
                     print_status(words_of(departure))
                     self._num_reported += 1
             for node in list(self.remote_nodes.values()):
-                with contextlib.suppress(ConnectionError):  # who reads from it will notice
+                with contextlib.suppress(ConnectionError):  # noticed when the connection is read
                     node.send(Ping())
 
 
 def make_hello(node_rank: int, num_nodes: int) -> Hello:
-    """What an agent says of itself at the door: its place, and what must be equal on all nodes."""
+    """Return the message with which an agent joins: its node rank, and what must be equal on all nodes."""
     return Hello(
         node_rank=node_rank,
         host=socket.gethostname(),
@@ -339,8 +341,8 @@ def make_hello(node_rank: int, num_nodes: int) -> Hello:
 
 
 def find_incompatibility(hello: NodeIdentity, expected: NodeIdentity) -> str | None:
-    """Why an agent cannot be one of ours; None when it can. Versions must be equal, or bits would not be, and so must
-    Phalanx's own code, or workers would not even understand each other."""
+    """Return why an agent cannot join; None if it can. Library versions must be equal for equal bits, and the code of
+    Phalanx for equal messages."""
     for name, field in COMPARED_FIELDS.items():
         theirs, ours = getattr(hello, field), getattr(expected, field)
         if theirs != ours:
@@ -352,7 +354,7 @@ def find_incompatibility(hello: NodeIdentity, expected: NodeIdentity) -> str | N
 
 
 def find_interface(address: str) -> str | None:
-    """The network interface that has an address, which gloo and NCCL want by name."""
+    """Return the name of the network interface with this address, as gloo and NCCL need it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):
             return name
@@ -360,7 +362,7 @@ def find_interface(address: str) -> str | None:
 
 
 def interface_variables(address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which workers talk over the interface of this address, unless who started us chose another."""
+    """Return variables that make workers use the interface of this address, unless the environment sets them."""
     interface = find_interface(address)
     unset_names = [name for name in INTERFACE_VARIABLES if name not in environment]
     return {} if interface is None else dict.fromkeys(unset_names, interface)

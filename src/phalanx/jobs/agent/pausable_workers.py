@@ -1,8 +1,8 @@
-"""A world of workers that trains in bouts: started once, held still while another has its turn, then going on.
+"""Workers that train in turns: started once, paused while another world runs, then resumed.
 
-For measuring recipes against each other. Workers, exchange, feed and events are those of a real run; only the agent's
-recovery is missing: a world in which anything fails is at its end. Held still by SIGSTOP: no worker knows of it, and
-its threads use no core meanwhile.
+Used to measure recipes against each other. Workers, gradient synchronization, data loading and events are those of a
+real run, but there is no recovery: any failure ends the world. Pausing uses SIGSTOP, so that the workers need no
+support for it, and their threads use no cores meanwhile.
 """
 
 import selectors
@@ -35,19 +35,19 @@ from phalanx.run.messages import (
 )
 
 NUM_WARMUP_STEPS = 3
-"""Steps before the first bout: compilation, first allocations."""
+"""Warm-up steps before the first turn, for compilation and first allocations."""
 NUM_DISCARDED_STEPS = 1
-"""First whole steps of a bout that do not count: they find the caches full of somebody else's data."""
+"""Whole steps at the start of a turn that do not count: the caches hold data of another world."""
 
 
 class WorkersFailedError(Exception):
-    """A worker failed, or took too long; the text says in a line or two why."""
+    """A worker failed or took too long; the text gives the reason."""
 
 
 class PausableWorkers:
-    """Workers that perform `command` in `run`, forked by a nursery that has no others meanwhile.
+    """Workers that execute `command` in `run`, forked by a fork server that has no other workers meanwhile.
 
-    `command` reports step events and never ends by itself. `timeout_s`: seconds for a start and for each bout.
+    `command` reports step events and never ends without a signal. `timeout_s`: seconds for a start and for each turn.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class PausableWorkers:
         self.timeout_s = timeout_s
         self.is_running = False
         self.startup_seconds: list[float] = []
-        """Seconds from each start to the end of the first step."""
+        """Seconds from each start of the workers to the end of the first step."""
         self._clock = clock
         self._attempt = AttemptState(world_size)
         self._attempt_number = -1
 
     def start(self) -> None:
-        """Fork the workers and let them warm up; then they are held still. WorldFailed when they do not get so far."""
+        """Fork the workers, let them warm up, and pause them. Raises WorkersFailedError on failure."""
         self.fork_server.wait_until_ready()
-        for _ in drain(self.fork_server.events):  # of workers that were there before
+        for _ in drain(self.fork_server.events):  # messages of earlier workers
             pass
         self._attempt = AttemptState(self.world_size)
         self._attempt_number += 1
@@ -99,15 +99,17 @@ class PausableWorkers:
         self._send_signal(signal.SIGSTOP)
 
     def run_for(self, seconds: float, min_steps: int = 3) -> list[StepDone]:
-        """Events of the whole steps done in about so many seconds, `min_steps` at least. Starts the workers if need
-        be."""
+        """Run for about `seconds`, and for at least `min_steps` whole steps. Returns their events.
+
+        Starts the workers if they do not run.
+        """
         if not self.is_running:
             self.start()
         started_at = self._clock()
         self._send_signal(signal.SIGCONT)
         events: list[StepDone] = []
         for event in self._iter_step_events(started_at + seconds + self.timeout_s):
-            if event.time - event.duration_s >= started_at:  # not the step in which it was held still
+            if event.time - event.duration_s >= started_at:  # skip the step that was interrupted by the pause
                 events.append(event)
             if len(events) >= NUM_DISCARDED_STEPS + min_steps and self._clock() - started_at >= seconds:
                 break
@@ -115,7 +117,7 @@ class PausableWorkers:
         return events[NUM_DISCARDED_STEPS:]
 
     def close(self) -> None:
-        """End the workers; the nursery is free for others then."""
+        """Kill the workers, so that the fork server can start others."""
         if not self.is_running:
             return
         self.is_running = False
@@ -132,7 +134,7 @@ class PausableWorkers:
                     self._raise_lost(reason or EXITS_NOT_REPORTED_MESSAGE)
 
     def _iter_step_events(self, deadline: float) -> Iterator[StepDone]:
-        """The steps as they are done."""
+        """Yield step events as they arrive."""
         with selectors.DefaultSelector() as selector:
             for sock in (self.fork_server.control, self.fork_server.events):
                 selector.register(sock, selectors.EVENT_READ)
@@ -165,15 +167,15 @@ class PausableWorkers:
                 self._attempt.crashes[message.rank] = message.message
 
     def _raise_failure(self) -> None:
-        """A worker ended: end the others, and say why."""
+        """Kill the other workers after one ended, and raise the reason."""
         first = dict(self._attempt.exit_statuses)
         self.close()
         for message in drain(self.fork_server.events):
             self._handle_message(message)
-        self._attempt.exit_statuses = {**first, **self._attempt.exit_statuses}  # who fell first stands first
+        self._attempt.exit_statuses = {**first, **self._attempt.exit_statuses}  # keep the first failure first
         code, text = decide_outcome(self._attempt, self.run.logs, self._attempt_number)
         text = text or f"the workers ended with {'no error' if code is None else code.name}"
-        raise WorkersFailedError(text.partition(" (log: ")[0])  # worlds are for a while, and their logs gone after it
+        raise WorkersFailedError(text.partition(" (log: ")[0])  # the logs are deleted with the world
 
     def _raise_lost(self, reason: str = FORK_SERVER_DIED_MESSAGE) -> list[Message]:
         self.is_running = False
@@ -190,6 +192,6 @@ class PausableWorkers:
 
 
 def data_wait_share(steps: list[StepDone]) -> float:
-    """The share of the steps' time for which they waited for data."""
+    """Return the share of the steps' time that was spent waiting for data."""
     total = sum(step.duration_s for step in steps)
     return sum(step.breakdown_s.data_wait for step in steps) / total if total else 0.0

@@ -1,16 +1,16 @@
-"""Signals as notes. A handler may interrupt anything, so it only writes down what came; a loop that waits for many
-things wakes up by `wake_socket` and acts."""
+"""Queue signals. A handler may interrupt any code, so it only records the signal; the main loop wakes up by
+`wake_socket` and handles it."""
 
 import signal
 import socket
 from typing import Self
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What people and schedulers ask an agent to stop with."""
+"""Signals by which users and schedulers ask an agent to stop."""
 
 
 class SignalQueue:
-    """Entered as a context it owns the signals. `received` are those nobody has obeyed yet, the oldest first."""
+    """Owns the signals while entered as a context. `received`: signals that are not handled yet, oldest first."""
 
     def __init__(self) -> None:
         self.received: list[int] = []

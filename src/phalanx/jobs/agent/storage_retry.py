@@ -1,8 +1,8 @@
-"""When to start a run again whose storage failed.
+"""Delay the restart of a run after a storage failure.
 
-Attempts that could not even begin follow each other within a second, so the few that a run has would be over before a
-server is back. They are not counted: the run waits until its directory can be written and read again, a little longer
-each time since its data may lie elsewhere, and ends when that has gone on for too long.
+Attempts that cannot begin fail within a second, so `max_restarts` would be used up before a server is back. They are
+not counted: the run waits until its directory is readable and writable again, with a longer minimum delay each time,
+since its data may lie elsewhere. It ends after `MAX_OUTAGE_S`.
 """
 
 import os
@@ -14,34 +14,37 @@ from phalanx.run import Event, Run
 from phalanx.run.event_types import RunWarning
 
 MAX_OUTAGE_S = 600.0
-"""Seconds of failing storage after which a run ends, to be started again when it is mended."""
+"""A run ends after storage has failed for this many seconds."""
 MIN_DELAY_S, MAX_DELAY_S = 1.0, 30.0
-"""Seconds from one attempt to the next at least, doubled each time."""
+"""Minimum seconds between attempts, doubled each time up to the maximum."""
 POLL_INTERVAL_S = 1.0
-"""Seconds between two looks at storage: nothing tells when it is back."""
+"""Seconds between polls of the storage."""
 
 
 @dataclass
 class StorageBackoff:
-    """Storage fails since `started_at`, and so many attempts could not begin."""
+    """Storage has failed since `started_at`, and `num_attempts` attempts could not begin."""
 
     started_at: float
     num_attempts: int = 0
 
     def next_delay(self) -> float:
-        """Seconds that the next attempt must wait at least. Call once for each."""
+        """Return the minimum delay of the next attempt in seconds. Call once per attempt."""
         self.num_attempts += 1
         return float(min(MAX_DELAY_S, MIN_DELAY_S * 2 ** (self.num_attempts - 1)))
 
     def wait_until_usable(
         self, run: Run, clock: Callable[[], float], wait: Callable[[float], bool], emit: Callable[[Event], None]
     ) -> str | None:
-        """Wait until the run's storage can be used again; a sentence when that takes too long, or the run is to stop,
-        which `wait` tells after so many seconds."""
+        """Wait until the run's storage works again.
+
+        `wait` sleeps for the given seconds and returns whether to stop. Returns None on success, or a sentence when the
+        outage takes too long or the run is to stop.
+        """
         deadline, announced = clock() + self.next_delay(), False
         while (problem := find_storage_problem(run)) is not None or clock() < deadline:
             if clock() - self.started_at > MAX_OUTAGE_S:
-                return f"storage has failed for {MAX_OUTAGE_S:.0f} s; start it again when it is mended"
+                return f"storage has failed for {MAX_OUTAGE_S:.0f} s; start it again when storage works"
             if problem is not None and not announced:
                 announced = True
                 emit(RunWarning(text=f"waiting for storage: {problem}"))
@@ -51,7 +54,7 @@ class StorageBackoff:
 
 
 def find_storage_problem(run: Run, fsync: Callable[[int], None] = os.fsync) -> str | None:
-    """What is wrong with a run's storage now: it must list checkpoints, take a file, and let go of it."""
+    """Return the error when listing checkpoints, or writing and deleting a file there; None if all work."""
     test_file = run.checkpoints / f".storage.{os.getpid()}.tmp"
     try:
         os.listdir(run.checkpoints)

@@ -1,7 +1,8 @@
-"""Tells a straggler: a worker that needs longer for its own share of each step than its peers, which wait for it.
+"""Find a straggler: a worker that needs longer for its part of each step than its peers, which wait for it.
 
-Signs of life go in, a finding comes out. It shows where workers wait for each other in a part of its own, as replicas
-do when they exchange gradients; workers of one model (shards, stages) wait in the middle of computing and look alike.
+Pure: heartbeats in, a finding out. It works when waiting is a separate phase, as for replicas in gradient
+synchronization. Workers that share one model (shards, pipeline stages) wait while they compute, and cannot be
+distinguished.
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,9 @@ from phalanx.run.heartbeat import Heartbeat
 WINDOW_S = 15.0
 """Seconds over which workers are compared."""
 MIN_STEPS = 5
-"""Steps, at least, of every worker in that time: a single slow one is no habit."""
+"""Minimum steps of every worker in this window: a single slow step is no straggler."""
 MIN_SLOWDOWN = 1.25
-"""How much longer than its peers' median a worker is busy before it is named."""
+"""Busy time of a straggler, over the median of its peers."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +25,20 @@ class Straggler:
 
     rank: int
     slowdown: float
-    """How many times as long as its peers it is busy."""
+    """Its busy time over that of its peers."""
     wait_s_per_step: float
-    """Seconds of a step for which the others wait for it."""
+    """Seconds per step that the others wait for it."""
     wait_fraction: float
-    """Of all the time that passed."""
+    """Share of the elapsed time that the others wait."""
 
 
 def has_too_few_steps(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]) -> bool:
-    """Whether workers have done too few steps between two looks to be compared."""
+    """Whether workers ran too few steps between the samples to be compared."""
     return any(after[rank].step - before[rank].step < MIN_STEPS for rank in set(before) & set(after))
 
 
 def find_straggler(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]) -> Straggler | None:
-    """Who held the others up between two looks, if somebody did."""
+    """Return the worker that the others waited for between two samples, or None."""
     ranks = sorted(set(before) & set(after))
     if len(ranks) < 2 or any(before[rank].pid != after[rank].pid for rank in ranks):
         return None

@@ -1,2 +1,2 @@
-"""The engines: each runs jobs somewhere, by the one contract of `jobs/backends/base.py`. A file or family of files for
-one engine; none knows another, and what they need beyond the standard library is imported when it is used."""
+"""Backends that run jobs, all by the contract of `jobs/backends/base.py`. Each has its own module or package,
+independent of the others; third-party packages are imported on use."""

@@ -1,7 +1,7 @@
-"""The engine contract: what runs jobs somewhere, be it this machine's queue, Slurm, Ray or Kubernetes.
+"""The backend contract: runs jobs in the local queue, on Slurm, Ray or Kubernetes.
 
 Submitting has two steps. `render` turns a job into a `SubmitRequest`, a value that holds every file and command that
-would be sent; printing it is the dry run. `submit` sends exactly that. One suite of tests runs against every engine.
+would be sent; printing it is the dry run. `submit` sends exactly that. One suite of tests runs against every backend.
 """
 
 import itertools
@@ -17,14 +17,14 @@ from phalanx.jobs.spec import Job, JobStatus
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """Exactly what is sent to an engine."""
+    """Exactly what is sent to a backend."""
 
     backend: str
     job: Job
     files: Mapping[str, str] = field(default_factory=dict)
-    """Names and contents of what is written or sent."""
+    """Names and contents of the files or objects that are written or sent."""
     commands: tuple[tuple[str, ...], ...] = ()
-    """What is run to send it, where that is a program."""
+    """Commands that submit it, if a program does."""
     array_jobs: tuple[Job, ...] = ()
     """Of an array that is sent as one; `job_id` is the first."""
 
@@ -38,68 +38,68 @@ class SubmitRequest:
 
 
 class Backend(Protocol):
-    """Where jobs run. Every method raises UsageError for what the user can mend: an engine that is not installed or
-    does not answer, a job that is not there."""
+    """Runs jobs. Every method raises UsageError for what the user can fix: a backend that is not installed or does not
+    respond, or a job that does not exist."""
 
     name: str
 
     def render(self, job: Job) -> SubmitRequest:
-        """What `submit` would send. UsageError when this engine cannot run the job, before anything is written."""
+        """Return what `submit` would send. Raises UsageError when this backend cannot run the job; writes nothing."""
 
     def submit(self, request: SubmitRequest) -> str:
-        """Send it; returns the job's id. Nothing is left behind when it fails."""
+        """Submit the job and return its id. Leaves nothing behind on failure."""
 
     def poll(self, job_id: str) -> JobStatus:
-        """What is known of a job by its id."""
+        """Return the status of a job."""
 
     def list_jobs(self) -> list[JobStatus]:
-        """The user's jobs, those that came first at the top."""
+        """Return the user's jobs, oldest first."""
 
     def send_signal(self, job_id: str, number: int) -> None:
-        """Send a signal to what runs on each node of a job; UsageError when it does not run."""
+        """Send a signal to the job's processes on each node. Raises UsageError when the job does not run."""
 
     def read_logs(self, job_id: str) -> Iterator[str]:
-        """The lines that a job has printed so far, without their ends."""
+        """Yield the lines that a job has printed so far, without line ends."""
 
     def cancel(self, job_id: str) -> None:
-        """End a job for good. A job that is over already is left as it is."""
+        """Cancel a job. Does nothing if the job has ended."""
 
 
 @runtime_checkable
 class ArrayBackend(Protocol):
-    """An engine that has arrays of its own: jobs that differ only in what they run, sent as one."""
+    """A backend with job arrays: jobs that differ only in their command, submitted as one."""
 
     def render_array(self, jobs: Sequence[Job]) -> SubmitRequest:
-        """What `submit_array` would send; UsageError as for `render`."""
+        """Return what `submit_array` would send. Raises UsageError like `render`."""
 
     def submit_array(self, request: SubmitRequest) -> list[str]:
-        """Send it; returns the ids of its members. Nothing is left behind when it fails."""
+        """Submit the array and return the ids of its members. Leaves nothing behind on failure."""
 
 
 LogReader = Callable[[bool], list[str]]
-"""To be called again and again: the lines that have come since the call before; True: and no more will come."""
+"""Returns the lines since the previous call. The argument is True for the last call."""
 
 
 @runtime_checkable
 class LogFollowingBackend(Protocol):
-    """An engine that returns what is new in a job's log without reading the rest again."""
+    """A backend that returns new lines of a job's log without reading the rest again."""
 
     def follow_logs(self, job_id: str) -> LogReader:
-        """Of what a job prints, from its first line on."""
+        """Return a reader of the job's log that starts at the first line."""
 
 
 @runtime_checkable
 class ReleasingBackend(Protocol):
-    """An engine that holds a job whose node was unfit until somebody releases it."""
+    """A backend that holds a job with an unfit node until it is released."""
 
     def release(self, job_id: str) -> bool:
-        """Let a job that is held for unfit nodes go on without these; whether it was held. UsageError when that does
-        not work."""
+        """Release a job that is held because of unfit nodes, and exclude these. Returns whether it was held. Raises
+        UsageError on failure."""
 
 
 def open_log_reader(backend: Backend, job_id: str) -> LogReader:
-    """What reads a job's log on and on; where the engine has nothing for that, the lines after those returned
-    before."""
+    """Return a reader that follows a job's log. If the backend cannot follow logs, each call reads the whole log and
+    returns the new lines."""
     if isinstance(backend, LogFollowingBackend):
         return backend.follow_logs(job_id)
     num_returned = 0
@@ -119,11 +119,11 @@ BACKEND_CLASSES = {
     "ray": "phalanx.jobs.backends.ray.backend:RayBackend",
     "kubernetes": "phalanx.jobs.backends.kubernetes.backend:KubernetesBackend",
 }
-"""Where each engine lives; one is imported when it is used."""
+"""Class of each backend; imported on use."""
 
 
 def open_backend(name: str) -> Backend:
-    """The engine of this name. UsageError when there is none, or what it needs is not installed."""
+    """Return the backend of this name. Raises UsageError for an unknown name, or when its packages are missing."""
     if name not in BACKEND_CLASSES:
         raise UsageError(f"--on {name}: expected one of {', '.join(BACKEND_CLASSES)}")
     module, _, class_name = BACKEND_CLASSES[name].partition(":")
@@ -132,5 +132,5 @@ def open_backend(name: str) -> Backend:
 
 
 def no_such_job_error(backend: str, job_id: str) -> UsageError:
-    """For an id that an engine does not know."""
+    """Return the error for an unknown job id."""
     return UsageError(f"{job_id}: {backend} knows no such job; `phalanx jobs ls --on {backend}` lists them")

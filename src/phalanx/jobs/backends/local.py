@@ -1,5 +1,5 @@
-"""This machine's queue as an engine. Nothing needs to be installed or started: submitting starts a supervisor, which
-leaves when there is nothing left to do, and so does looking when that one was killed."""
+"""The local backend: the queue of this machine. Nothing needs to be installed or started: submitting a job starts a
+daemon, which exits when no jobs are left. Looking at the queue restarts a daemon that was killed."""
 
 import json
 import math
@@ -43,13 +43,13 @@ INHERITED_PREFIXES = (
     "PHALANX_",
 )
 MAX_ID_DIGITS = 19
-"""Digits that no number of a job has: SQLite's end before."""
+"""Number of digits that no job id has: SQLite's integers are shorter."""
 DAEMON_START_INTERVAL_S = 5.0
-"""Seconds between two supervisors that one who looks starts: one that cannot live must not keep the machine busy."""
+"""Minimum seconds between daemon starts while the queue is watched: a daemon that dies at once must not cause load."""
 
 
 class LocalBackend:
-    """Jobs of this machine, in `folder`."""
+    """Jobs of this machine; the queue lies in `folder`."""
 
     name = "local"
 
@@ -72,7 +72,7 @@ class LocalBackend:
         self._clock, self._last_daemon_start = clock, -math.inf
 
     def render(self, job: Job) -> SubmitRequest:
-        """Nothing is sent to anybody: what will be run."""
+        """Return the commands that the job will run."""
         self._resources_for(job)
         directory = shlex.quote(str(job.working_dir))
         if job.snapshot is not None:
@@ -80,12 +80,12 @@ class LocalBackend:
             directory = f"<copy of the code>{subdir}"
         lines = [f"cd {directory}"]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(job.environment.items())]
-        lines += [f"export {name}=<from the environment of who submits>" for name in job.secrets]
+        lines += [f"export {name}=<from the submitter's environment>" for name in job.secrets]
         lines.append(shlex.join(job.command))
         return SubmitRequest(self.name, job, {f"{job.name} on this machine": "\n".join(lines)})
 
     def submit(self, request: SubmitRequest) -> str:
-        """Put it into the queue, and see to it that somebody looks after the queue."""
+        """Add the job to the queue, and make sure that the daemon runs."""
         job = request.job
         resources = self._resources_for(job)
         missing = [name for name in job.secrets if name not in self._environment]
@@ -106,17 +106,17 @@ class LocalBackend:
         return str(job_id)
 
     def poll(self, job_id: str) -> JobStatus:
-        """What is known of a job."""
+        """Return the status of a job."""
         self._restart_dead_daemon()
         return self._get_record(job_id).status
 
     def list_jobs(self) -> list[JobStatus]:
-        """All jobs, also those that are over."""
+        """Return all jobs, including finished ones."""
         self._restart_dead_daemon()
         return [row.status for row in self.database.list_jobs()]
 
     def send_signal(self, job_id: str, number: int) -> None:
-        """Send a signal to what a job runs."""
+        """Send a signal to the job's runner, which forwards it."""
         self._restart_dead_daemon()
         row = self._get_record(job_id)
         process = find_runner(row, make_process_tag(self.database.job_dir(row.id)))
@@ -125,7 +125,7 @@ class LocalBackend:
         process.send_signal(number)
 
     def read_logs(self, job_id: str) -> Iterator[str]:
-        """What it has printed, in all attempts."""
+        """Yield the output so far of all attempts."""
         self._restart_dead_daemon()
         row = self._get_record(job_id)
         with open(self.database.job_dir(row.id) / OUTPUT_FILE, encoding="utf-8", errors="replace") as file:
@@ -133,12 +133,12 @@ class LocalBackend:
                 yield line.rstrip("\n")
 
     def follow_logs(self, job_id: str) -> LogReader:
-        """What it prints, in all attempts."""
+        """Follow the output of all attempts."""
         self._restart_dead_daemon()
         return printed_lines(self.database.job_dir(self._get_record(job_id).id) / OUTPUT_FILE)
 
     def cancel(self, job_id: str) -> None:
-        """End a job for good: one that runs is asked to save, and killed when it has not ended after its warning."""
+        """Cancel a job. A running job is asked to save, and killed if it has not ended after its warning time."""
         row = self._get_record(job_id)
         if row.state is JobState.QUEUED:
             values = {
@@ -156,14 +156,13 @@ class LocalBackend:
             self._ensure_daemon_running(self.database.folder, True)
 
     def delete_job(self, job_id: str) -> None:
-        """Remove a job that is over from the queue, with what it printed and the code that came with it. UsageError
-        when it is not over."""
+        """Delete a finished job with its output and its snapshot. Raises UsageError when it has not ended."""
         row = self._get_record(job_id)
         if not self.database.delete_job(row.id):
             raise UsageError(f"job {job_id} ({row.name}) is {row.state}: only ended jobs can be pruned")
 
     def list_ended_before(self, seconds: float) -> list[str]:
-        """Jobs that have been over for longer than this."""
+        """Return the ids of jobs that ended more than `seconds` ago."""
         found = []
         for row in self.database.list_jobs(*(state for state in JobState if state.is_final)):
             seconds_ago = self.database.boot_clock.seconds_since(row.over)
@@ -174,8 +173,10 @@ class LocalBackend:
         return found
 
     def _restart_dead_daemon(self) -> None:
-        """Start a supervisor when jobs wait or run and the one that was there was killed: nobody else would start what
-        is to go on. One that lives is found by its lock, in microseconds."""
+        """Restart a daemon that was killed while jobs wait or run, since these need it to continue.
+
+        Checking the lock of a live daemon takes microseconds.
+        """
         is_due = self._clock() - self._last_daemon_start >= DAEMON_START_INTERVAL_S
         if is_due and self.database.has_open_jobs() and self._ensure_daemon_running(self.database.folder, False):
             self._last_daemon_start = self._clock()
@@ -188,8 +189,10 @@ class LocalBackend:
         return row
 
     def _resources_for(self, job: Job) -> Resources:
-        """The part of this machine that a job takes; without a word about it, all cores, or those that come with its
-        share of the GPUs. UsageError when it never fits."""
+        """Return the resources of a job. The default is all cores, or a share of them equal to its share of the GPUs.
+
+        Raises UsageError when the job can never fit on this machine.
+        """
         machine = self._machine()
         num_gpus = machine.num_gpus
         if job.num_nodes > 1:
@@ -213,8 +216,8 @@ class LocalBackend:
 
 
 def inherit_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a job gets of the environment of who submits: where programs and libraries are, and settings of ours; no
-    name that sounds like a secret."""
+    """Return the variables of the submitter's environment that a job inherits: paths of programs and libraries, and
+    settings of Phalanx, except names that look like secrets."""
     found = {}
     for name, value in environment.items():
         wanted = name in INHERITED_VARIABLES or name.startswith(INHERITED_PREFIXES)

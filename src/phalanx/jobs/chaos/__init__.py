@@ -1,3 +1,2 @@
-"""Faults on purpose: a seeded list of them (`fault_plan.py`) strikes a run (`faults.py`), which is started again
-wherever it was started (`launcher.py`) until it is done, and is judged by what it ended in and what it left
-(`verify.py`)."""
+"""Fault injection: the faults of a seeded fault plan (`fault_plan.py`) are injected into a run (`faults.py`), which is
+restarted until it is done (`launcher.py`). The verdict depends on its result and its leftovers (`verify.py`)."""

@@ -1,9 +1,9 @@
-"""Which fault strikes whom, and when: a pure function of a seed. Nothing here looks at a clock or a process.
+"""Draw a fault plan: the kind, target and trigger of each fault, as a pure function of a seed.
 
-A moment is told in what the run does, and in shares of what it usually takes for it, so that one list means the same on
-a slow machine and on a fast one. The run must not give up because of the list itself: faults come in rounds, none
-longer than the attempts in a row that `fault_tolerance.max_restarts` allows without progress, and each round but the
-first waits for a checkpoint that is newer than all before it.
+A trigger names a phase of the run and a share of the usual duration of this phase, so that a plan means the same on a
+slow and on a fast machine. The plan alone must not exhaust the restarts: faults come in rounds, no longer than the
+attempts without progress that `fault_tolerance.max_restarts` allows, and each round after the first waits for a newer
+checkpoint.
 """
 
 import random
@@ -16,8 +16,11 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault. `ends_attempt`: the attempt that it strikes ends of it. `needs_peers`: needs workers besides the
-    one that is struck; `nodes`: needs several nodes; `queue`: needs a run in the queue."""
+    """A kind of fault.
+
+    `ends_attempt`: it ends the attempt. `needs_peers`: needs more than one worker. `needs_nodes`: needs several nodes.
+    `needs_queue`: needs a run in the local queue.
+    """
 
     description: str
     ends_attempt: bool = True
@@ -25,9 +28,9 @@ class FaultKind:
     needs_nodes: bool = False
     needs_queue: bool = False
     weight: int = 1
-    """How often it comes, beside the others."""
+    """Relative frequency."""
     is_opt_in: bool = False
-    """Whether it comes only where it is asked for: it takes long, or another one is much like it."""
+    """Whether it must be requested: it takes long, or is similar to another kind."""
 
 
 FAULT_KINDS = {
@@ -54,7 +57,7 @@ FAULT_KINDS = {
 
 
 class FaultPhase(StrEnum):
-    """What a run is doing when a fault strikes."""
+    """Phase of a run in which a fault is injected."""
 
     STEP = "step"
     SAVE = "save"
@@ -63,9 +66,12 @@ class FaultPhase(StrEnum):
 
 @dataclass(frozen=True)
 class FaultTrigger:
-    """When a fault strikes: `share` of what a step, a save or a restart usually takes, after one was seen to begin.
-    `min_step`: not before this one was done, where there is one. `after_new_checkpoint`: not before there is a
-    checkpoint that is newer than all that were there when the fault before struck."""
+    """When a fault is injected: `fraction` of the usual duration of a step, save or restart, after its start was
+    observed.
+
+    `min_step`: not before this step is done, if given. `after_new_checkpoint`: not before a checkpoint exists that is
+    newer than all at the time of the previous fault.
+    """
 
     phase: FaultPhase
     fraction: float
@@ -84,8 +90,8 @@ class FaultTrigger:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `rank`: the worker that it strikes, or whose node. `randomness` in [0, 1): how long, which file, which
-    bit."""
+    """One fault. `rank`: the worker that it hits, or a worker of the node. `randomness` in [0, 1) selects a duration,
+    file or bit."""
 
     number: int
     kind: str
@@ -96,8 +102,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class RunShape:
-    """What a run will be, as far as a list of faults depends on it. `checkpoint_every`: steps from one save to the
-    next, None for one at the end only; `workers_per_node`: workers of a node."""
+    """The properties of a run that a fault plan depends on.
+
+    `checkpoint_every`: steps between checkpoints, None for one at the end only.
+    """
 
     steps: int
     checkpoint_every: int | None
@@ -114,20 +122,22 @@ class RunShape:
 
     @property
     def num_saves(self) -> int:
-        """Saves on the way."""
+        """Number of saves before the last step."""
         return 0 if self.checkpoint_every is None else (self.steps - 1) // self.checkpoint_every
 
 
 def list_possible_kinds(run_shape: RunShape) -> tuple[str, ...]:
-    """The kinds that can strike such a run, but for those that must be asked for."""
+    """Return the kinds that can be injected into such a run, except opt-in ones."""
     return tuple(
         name for name, kind in FAULT_KINDS.items() if not kind.is_opt_in and _why_impossible(name, run_shape) is None
     )
 
 
 def parse_kinds(text: str | None, run_shape: RunShape) -> tuple[str, ...]:
-    """The kinds that a list such as `kill,agent` names; all that are possible without one. UsageError for one that
-    does not exist, or that cannot strike this run."""
+    """Parse a list of kinds such as `kill,agent`; None means all possible ones.
+
+    Raises UsageError for an unknown kind, or for one that cannot be injected into this run.
+    """
     if text is None:
         return list_possible_kinds(run_shape)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
@@ -140,7 +150,7 @@ def parse_kinds(text: str | None, run_shape: RunShape) -> tuple[str, ...]:
 
 
 def _why_impossible(name: str, run_shape: RunShape) -> str | None:
-    """Why a kind cannot strike this run."""
+    """Return why a kind cannot be injected into this run, or None if it can."""
     kind = FAULT_KINDS[name]
     if kind.needs_peers and run_shape.world_size < 2:
         return "needs another worker, to distinguish a hang from a slow machine: --nproc-per-node 2"
@@ -159,7 +169,7 @@ def _why_impossible(name: str, run_shape: RunShape) -> str | None:
 
 
 def draw_faults(seed: int, count: int, kinds: Sequence[str], run_shape: RunShape) -> tuple[Fault, ...]:
-    """The list of faults. UsageError when the run saves too seldom to go on after so many."""
+    """Draw `count` faults. Raises UsageError when the run saves too rarely to survive them."""
     rng = random.Random(seed)
     sizes = _draw_rounds(rng, count, set(kinds), run_shape)
     round_starts = {sum(sizes[:index]): index for index in range(len(sizes))}
@@ -184,7 +194,7 @@ def draw_faults(seed: int, count: int, kinds: Sequence[str], run_shape: RunShape
 
 
 def _draw_rounds(rng: random.Random, count: int, kinds: set[str], run_shape: RunShape) -> list[int]:
-    """How many faults strike between two new checkpoints, round by round."""
+    """Draw the number of faults of each round."""
     max_size = 1 if kinds == {"corrupt-checkpoint"} else run_shape.max_restarts
     first_size = max(1, max_size - 1)  # nothing has been saved by then that would count as progress
     full = [first_size] + [max_size] * -(-max(0, count - first_size) // max_size)
@@ -195,11 +205,9 @@ def _draw_rounds(rng: random.Random, count: int, kinds: set[str], run_shape: Run
             else run_shape.num_saves
         )
         raise UsageError(
-            f"{count} faults are too many: in {run_shape.steps} steps the run saves {run_shape.num_saves} times on "
-            f"its way, and "
-            f"fault_tolerance.max_restarts={run_shape.max_restarts} lets it go on after {max_faults} faults; give it "
-            f"more steps, "
-            "save more often (checkpoint.every) or ask for fewer (--faults)"
+            f"{count} faults are too many: in {run_shape.steps} steps the run saves {run_shape.num_saves} times before "
+            f"its end, and with fault_tolerance.max_restarts={run_shape.max_restarts} it survives {max_faults} faults; "
+            "increase steps, save more often (checkpoint.every), or inject fewer (--faults)"
         )
     sizes: list[int] = []
     while sum(sizes) < count:
@@ -213,8 +221,10 @@ def _draw_rounds(rng: random.Random, count: int, kinds: set[str], run_shape: Run
 
 
 def _draw_kinds(rng: random.Random, count: int, kinds: Sequence[str], round_starts: set[int]) -> list[str]:
-    """The kind of each fault: each kind once if there is room, then by weight. Damage comes first in its round: there
-    must be a checkpoint newer than what was damaged before."""
+    """Draw the kind of each fault: each kind once if `count` allows it, then by weight.
+
+    A corrupted checkpoint comes first in its round, so that a newer checkpoint exists than the one corrupted before.
+    """
     names = rng.sample(list(kinds), min(count, len(kinds)))
     names += rng.choices(list(kinds), [FAULT_KINDS[name].weight for name in kinds], k=count - len(names))
     rng.shuffle(names)
@@ -231,8 +241,11 @@ def _draw_kinds(rng: random.Random, count: int, kinds: Sequence[str], round_star
 
 
 def _draw_phases(rng: random.Random, names: Sequence[str], round_starts: set[int]) -> list[FaultPhase]:
-    """What the run is doing when each strikes. A restart is only there after a fault that ends an attempt. One of each
-    phase is among them where there is room."""
+    """Draw the phase of the run in which each fault is injected.
+
+    The phase "restarting" is possible only after a fault that ends an attempt. Each phase occurs at least once if there
+    are enough faults.
+    """
     restarts = [i for i in range(1, len(names)) if i not in round_starts and FAULT_KINDS[names[i - 1]].ends_attempt]
     phases = []
     for index in range(len(names)):

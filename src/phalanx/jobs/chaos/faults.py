@@ -1,7 +1,8 @@
-"""What each fault does to the run's processes and files. A fault is a generator: it waits, strikes, waits for what must
-follow, and yields the seconds until it wants to go on; between two of them its caller looks after the run.
+"""Inject faults into the processes and files of a run.
 
-Whoever is struck must carry the run's mark in its environment: a number that another process has got since is let be.
+A fault is a generator that waits for its trigger, acts, and waits for the effect. It yields the seconds until it wants
+to continue; meanwhile the caller monitors the run. A process is hit only if it has the run's tag in its environment, in
+case its pid was reused.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations
 from phalanx.run.boot_clock import unix_now
 
 CHAOS_TAG_VARIABLE = "PHALANX_CHAOS_TAG"
-"""Variable that marks every process of a run under faults."""
+"""Environment variable that tags every process of a run with injected faults."""
 POLL_INTERVAL_S, FINE_POLL_INTERVAL_S = 0.005, 0.0005
-"""Seconds between two looks, and when it is a save that is waited for: small ones are over in milliseconds."""
+"""Seconds between polls; the finer one waits for a save, which may take only milliseconds."""
 MAX_PAUSE_S, MAX_GRACE_S = 2.0, 1.0
-"""Seconds for which a worker is held still, well below what counts as a hang, and which a time limit leaves at most."""
+"""Maximum seconds for which a worker is paused (well below a hang), and between the signals of a time limit."""
 DISK_FULL_MAX_FILE_BYTES = 1000
-"""Bytes beyond which no file may grow where the disk is full."""
+"""Maximum size of files of a worker with a "full disk"."""
 HIDDEN_CHECKPOINTS_DIR = "checkpoints.old"
-"""Where checkpoints are that cannot be reached: a name of what a run must not leave behind."""
+"""Name of the checkpoint directory while it is unreachable. A finished run must not leave it behind."""
 CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d+")
 
 FaultSteps = Generator[float, None, None]
@@ -38,8 +39,7 @@ FaultSteps = Generator[float, None, None]
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault that struck: when (unix seconds), in which attempt and behind which of its steps, and what the run was
-    really doing."""
+    """A fault that was injected: its time (unix seconds), attempt, last step, and the actual phase of the run."""
 
     fault: Fault
     t: float
@@ -51,7 +51,7 @@ class InjectedFault:
 
 @dataclass
 class FaultContext:
-    """The run under faults, and what is remembered from one to the next. `find_daemons` finds those of the queue."""
+    """The run, and state that is kept between faults. `find_daemons` finds the daemons of the local queue."""
 
     monitor: RunMonitor
     typical: TypicalDurations
@@ -60,30 +60,30 @@ class FaultContext:
     find_daemons: Callable[[], Sequence[psutil.Process]] = tuple
     clock: Callable[[], float] = time.monotonic
     last_attempt: int = -1
-    """The attempt that was struck last."""
+    """The attempt of the last fault."""
     min_attempt: int = 0
     """The attempt that must have begun before the next fault."""
     saved_step: int = 0
     """Highest step of a checkpoint when it began."""
     damaged_checkpoints: set[tuple[str, int]] = field(default_factory=set)
-    """Checkpoints in which a bit flipped, by name and inode: one that is written anew is good again."""
+    """Corrupted checkpoints by name and inode; a rewritten one is intact."""
 
     def find_worker(self, rank: int) -> psutil.Process:
-        """A worker of the newest attempt. NoSuchProcess when it is not there (any more)."""
+        """Return a worker of the newest attempt. Raises NoSuchProcess when it has ended or not started."""
         if rank not in self.monitor.worker_pids:
             raise psutil.NoSuchProcess(0)
         return self.find_process(self.monitor.worker_pids[rank])
 
     def find_fork_server(self, rank: int) -> psutil.Process:
-        """What forked it."""
+        """Return the fork server of a worker."""
         return self.find_process(self.find_worker(rank).ppid())
 
     def find_agent(self, rank: int) -> psutil.Process:
-        """Its node's agent."""
+        """Return the agent of a worker's node."""
         return self.find_process(self.find_fork_server(rank).ppid())
 
     def agents(self) -> set[psutil.Process]:
-        """Those of all nodes, as far as they are there."""
+        """Return the live agents of all nodes."""
         found: set[psutil.Process] = set()
         for rank in self.monitor.worker_pids:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -91,32 +91,32 @@ class FaultContext:
         return found
 
     def find_job_runner(self) -> psutil.Process:
-        """What the queue has put above the job."""
+        """Return the runner process of the job in the queue."""
         return self.find_process(self.find_agent(0).ppid())
 
     def find_process(self, pid: int) -> psutil.Process:
-        """The process of the run with this number."""
+        """Return the process of the run with this pid."""
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE or process.environ().get(CHAOS_TAG_VARIABLE) != self.tag:
             raise psutil.NoSuchProcess(pid)
         return process
 
     def wait(self, seconds: float) -> FaultSteps:
-        """So many seconds."""
+        """Yield until `seconds` have passed."""
         deadline = self.clock() + seconds
         while (remaining_s := deadline - self.clock()) > 0:
             yield min(POLL_INTERVAL_S, remaining_s)
 
 
 def inject_faults(faults: Sequence[Fault], context: FaultContext) -> FaultSteps:
-    """All faults, one after the other."""
+    """Inject all faults, one after the other."""
     for fault in faults:
         yield from wait_for_trigger(fault.trigger, context)
         while True:
             try:
                 yield from inject(fault, context)
                 break
-            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it is just ending: there will be another
+            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it is just ending: retry with its successor
                 yield POLL_INTERVAL_S
         if FAULT_KINDS[fault.kind].ends_attempt:
             context.min_attempt = context.last_attempt + 1
@@ -126,7 +126,7 @@ def inject_faults(faults: Sequence[Fault], context: FaultContext) -> FaultSteps:
 
 
 def wait_for_trigger(trigger: FaultTrigger, context: FaultContext) -> FaultSteps:
-    """Until it has come."""
+    """Yield until the trigger has occurred."""
     monitor, typical = context.monitor, context.typical
     if trigger.phase is FaultPhase.RESTART:
         while monitor.attempt < context.min_attempt or not monitor.worker_pids:
@@ -186,12 +186,12 @@ def record_injection(fault: Fault, context: FaultContext, description: str, phas
 
 
 def current_phase(monitor: RunMonitor) -> FaultPhase:
-    """What the run is doing."""
+    """Return the current phase of the run."""
     return FaultPhase.RESTART if not monitor.is_training else FaultPhase.SAVE if monitor.is_saving else FaultPhase.STEP
 
 
 def inject_time_limit(fault: Fault, context: FaultContext) -> FaultSteps:
-    """What an engine does when a job's time is up, with little patience."""
+    """End the job like a backend at the time limit, with a short grace time."""
     agent, grace_s = context.find_agent(0), MAX_GRACE_S * fault.randomness
     agent.terminate()
     record_injection(fault, context, f"SIGTERM to the leader agent, SIGKILL {grace_s:.2f} s later")
@@ -201,7 +201,7 @@ def inject_time_limit(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 def inject_freeze(fault: Fault, context: FaultContext) -> FaultSteps:
-    """A worker that is held still for a while."""
+    """Pause a worker with SIGSTOP for a while."""
     worker, seconds = context.find_worker(fault.rank), MAX_PAUSE_S * fault.randomness
     worker.suspend()
     try:
@@ -213,12 +213,12 @@ def inject_freeze(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 def inject_disk_full(fault: Fault, context: FaultContext) -> FaultSteps:
-    """No file of a worker may grow, as on a full disk, until a save has failed of it or the attempt is over."""
+    """Limit the file size of a worker, as on a full disk, until a save fails or the attempt ends."""
     worker, monitor = context.find_worker(fault.rank), context.monitor
     previous_limit, failed_saves, attempt = worker.rlimit(psutil.RLIMIT_FSIZE), monitor.failed_saves, monitor.attempt
     worker.rlimit(psutil.RLIMIT_FSIZE, (DISK_FULL_MAX_FILE_BYTES, previous_limit[1]))
     try:
-        record_injection(fault, context, f"no room for files of worker {fault.rank}")
+        record_injection(fault, context, f"disk full for worker {fault.rank}")
         while monitor.failed_saves == failed_saves and monitor.attempt == attempt:
             yield POLL_INTERVAL_S
     finally:
@@ -227,9 +227,11 @@ def inject_disk_full(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 def inject_storage_outage(fault: Fault, context: FaultContext) -> FaultSteps:
-    """In the place of the checkpoints there is a link to itself, which nobody can follow (ELOOP, what autofs says of a
-    lost mount), until a save has failed of it, or the attempt, or all agents are gone: one that starts then would not
-    get as far as an attempt."""
+    """Replace the checkpoint directory by a link to itself (ELOOP, as autofs reports a lost mount).
+
+    The directory comes back when a save or the attempt has failed, or when all agents are gone, because a new agent
+    could not begin an attempt without it.
+    """
     monitor, folder = context.monitor, context.monitor.run.checkpoints
     hidden, seen = folder.with_name(HIDDEN_CHECKPOINTS_DIR), (monitor.failed_saves, monitor.num_faults, monitor.attempt)
     agents = context.agents()
@@ -247,17 +249,17 @@ def inject_storage_outage(fault: Fault, context: FaultContext) -> FaultSteps:
     try:
         record_injection(fault, context, f"{folder.name} cannot be reached", phase)
         while (monitor.failed_saves, monitor.num_faults, monitor.attempt) == seen and not (
-            agents and all(map(gone, agents))
+            agents and all(map(has_ended, agents))
         ):
             yield POLL_INTERVAL_S
         yield from run_while_paused(context, restore)
     finally:
-        if hidden.exists():  # the run is ended meanwhile
+        if hidden.exists():  # the run ended meanwhile
             restore()
 
 
 def run_while_paused(context: FaultContext, action: Callable[[], None]) -> FaultSteps:
-    """Do something between two moments of the run: all its agents, and all below them, are held still for it."""
+    """Run `action` while all agents of the run and their descendants are paused with SIGSTOP."""
     processes = [process for agent in context.agents() for process in (agent, *agent.children(recursive=True))]
     try:
         for process in processes:
@@ -272,7 +274,7 @@ def run_while_paused(context: FaultContext, action: Callable[[], None]) -> Fault
                 process.resume()
 
 
-def gone(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
     """Whether a process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
@@ -280,15 +282,17 @@ def gone(process: psutil.Process) -> bool:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether a process that was told to stop has not yet."""
+    """Whether a process that was sent SIGSTOP still runs."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
     return False
 
 
 def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
-    """A bit of the newest checkpoint flips, and a worker is killed. All are held still for it, and stay so until their
-    agent ends them: none can make a newer checkpoint."""
+    """Flip a bit of the newest checkpoint and kill a worker.
+
+    All workers stay paused until their agent ends them, so that none can write a newer checkpoint.
+    """
     while len(intact := list_intact_checkpoints(context)) < 2 or find_newest_checkpoint(context) != intact[0]:
         yield POLL_INTERVAL_S
     workers = [context.find_worker(rank) for rank in context.monitor.worker_pids]
@@ -308,7 +312,7 @@ def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 def kill_node(fault: Fault, context: FaultContext) -> FaultSteps:
-    """All processes of a node at once, its agent first, so that it can tell nobody."""
+    """Kill all processes of a node at once, the agent first, so that it cannot report anything."""
     agent = context.find_agent(fault.rank)
     for process in (agent, *agent.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -318,8 +322,8 @@ def kill_node(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 def partition_node(fault: Fault, context: FaultContext) -> FaultSteps:
-    """A node that is held still altogether says nothing to anybody, as behind a network that drops everything, until
-    it is given up; then it comes back."""
+    """Pause all processes of a node, as if the network dropped all its packets, until the leader drops the node; then
+    resume them."""
     agent, faults = context.find_agent(fault.rank), context.monitor.num_faults
     processes = [agent, *agent.children(recursive=True)]
     try:
@@ -335,13 +339,13 @@ def partition_node(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 def kill_daemon(fault: Fault, context: FaultContext) -> FaultSteps:
-    """Nobody looks after the queue until another supervisor comes."""
+    """Kill the queue's daemon; the queue stops until another one starts."""
     found = context.find_daemons()
     if not found:
         raise psutil.NoSuchProcess(0)
     for process in found:
         process.kill()
-    record_injection(fault, context, "SIGKILL to the queue's supervisor")
+    record_injection(fault, context, "SIGKILL to the queue's daemon")
     yield POLL_INTERVAL_S
 
 
@@ -359,7 +363,7 @@ INJECTOR_BY_FAULT: dict[str, Callable[[Fault, FaultContext], FaultSteps]] = {
 
 
 def list_checkpoints(context: FaultContext) -> list[Path]:
-    """Those that stand, the newest first."""
+    """Return all checkpoints, newest first."""
     folder = context.monitor.run.checkpoints
     return sorted((path for path in folder.iterdir() if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)), reverse=True)
 
@@ -400,5 +404,5 @@ def flip_bit(checkpoint: Path | None, rng: random.Random) -> Path:
 
 
 def disable_core_dumps(pid: int) -> None:
-    """Have a process, and all that it starts, leave no core file behind when it crashes."""
+    """Disable core dumps of a process, and of the children that it will start."""
     resource.prlimit(pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1]))

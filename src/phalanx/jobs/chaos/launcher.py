@@ -1,6 +1,5 @@
-"""Where a run under faults is started, and started again: as commands of our own, one a node, or in a queue of its own.
-
-What is started again, and what is not, goes by the exit code alone, as with any engine.
+"""Start and restart a run with injected faults: as one command per node, or in a separate local queue. Whether it is
+restarted depends only on the exit code, as with any backend.
 """
 
 import contextlib
@@ -26,11 +25,11 @@ from phalanx.jobs.spec import JobState
 from phalanx.run.boot_clock import unix_now
 
 MAX_STARTS_WITHOUT_ATTEMPT = 5
-"""Starts in a row that come to no attempt, after which nobody would try again."""
+"""Give up after this many starts in a row without an attempt."""
 POLL_INTERVAL_S = 0.1
 """Seconds between two looks at a queue."""
 EXIT_TIMEOUT_S = 10.0
-"""Seconds in which the nodes of a run that is over must leave."""
+"""Seconds for the nodes of a finished run to exit."""
 NODE_VARIABLES = (
     "PHALANX_NODE_RANK",
     "PHALANX_NUM_NODES",
@@ -42,25 +41,25 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 
 class Launcher(Protocol):
-    """Where a run is started."""
+    """Starts a run directly or through a queue."""
 
     num_starts: int
-    """How often it was started."""
+    """Number of starts so far."""
 
     def start(self) -> None:
-        """For the first time."""
+        """Start the run for the first time."""
 
     def restart_if_needed(self) -> int | None:
-        """Start again what has ended unfinished; the exit code when the run is over."""
+        """Restart nodes that ended unfinished. Returns the exit code when the run is over."""
 
     def find_daemons(self) -> Sequence[psutil.Process]:
-        """Who looks after the queue, where there is one."""
+        """Return the daemons of the queue, if there is one."""
 
     def list_leftovers(self) -> list[str]:
-        """What stands in the queue still, where there is one."""
+        """Return the entries that are left in the queue, if there is one."""
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill all processes of the run."""
 
 
 def should_restart(code: int) -> bool:
@@ -69,8 +68,8 @@ def should_restart(code: int) -> bool:
 
 
 def make_environment(tag: str, scratch: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a run under faults: marked, with a folder of its own for temporary files, in which nothing may
-    be left. What only saves time later, such as compiled code, is kept where it always is."""
+    """Return the environment of a run with injected faults: tagged, and with a private directory for temporary files,
+    which must be empty afterwards. Caches, such as compiled code, stay in their usual place."""
     found = {name: value for name, value in base.items() if name not in (*NODE_VARIABLES, *LAUNCHER_VARIABLES)}
     temporary = scratch / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
@@ -80,7 +79,7 @@ def make_environment(tag: str, scratch: Path, base: Mapping[str, str] = os.envir
 
 
 class LocalLauncher:
-    """A command for each node, all on this machine; `words` without the program. Their output goes to one file."""
+    """Runs one command per node on this machine. `arguments`: without the program. All output goes to one file."""
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the one who watches
+                start_new_session=True,  # Ctrl-C must reach only this process
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
         disable_core_dumps(process.pid)
@@ -179,21 +178,21 @@ class LocalLauncher:
 
 
 class QueueLauncher:
-    """The run as a job in a local queue of its own, in `folder`. `words` without the program."""
+    """Runs a job in a separate local queue in `folder`. `arguments`: without the program."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path):
         self.arguments, self.folder, self.output = tuple(arguments), folder, output
         self._environment = {**environment, "PHALANX_STATE_DIR": str(folder)}
         self.backend = LocalBackend(
             folder / "queue", ensure_daemon=lambda *_: None
-        )  # by `restart_if_needed`, so that supervisors bear the mark
+        )  # by `restart_if_needed`, so that daemons have the tag
         self._daemon: subprocess.Popen[bytes] | None = None
         self.job_id = ""
         self.num_starts = 0
         self._next_poll = 0.0
 
     def start(self) -> None:
-        """As `phalanx jobs submit` does. UsageError with its words when it cannot."""
+        """Submit with `phalanx jobs submit`. Raises UsageError with its message on failure."""
         command = (sys.executable, "-P", "-m", "phalanx", "jobs", "submit", *self.arguments)
         submission = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         with open(self.output, "a", encoding="utf-8") as output:
@@ -205,7 +204,7 @@ class QueueLauncher:
         self.job_id = self.backend.list_jobs()[-1].id
 
     def restart_if_needed(self) -> int | None:
-        """Have a supervisor, and submit a job again that was ended too often."""
+        """Make sure that the queue has a daemon, and resubmit a job that was killed too often."""
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -237,7 +236,7 @@ class QueueLauncher:
         return entries + secrets
 
     def kill(self) -> None:
-        """Its supervisor first, which would start the job again."""
+        """End the daemon first, since it would restart the job."""
         for process in [*self.find_daemons(), *find_tagged_processes(self._environment[CHAOS_TAG_VARIABLE])]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -245,7 +244,7 @@ class QueueLauncher:
             self._daemon.wait()
 
     def _ensure_daemon(self) -> None:
-        """Start a supervisor, as the next command for the queue does."""
+        """Start a daemon, as the next command on the queue does."""
         if self._daemon is not None and self._daemon.poll() is None:
             return
         folder = self.backend.database.folder
@@ -272,7 +271,7 @@ def find_tagged_processes(tag: str) -> list[psutil.Process]:
 
 
 def read_command_line(process: psutil.Process) -> list[str]:
-    """Its words; none when it has just ended."""
+    """Return the command line of a process; empty if it has just ended."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return list(process.cmdline())
     return []

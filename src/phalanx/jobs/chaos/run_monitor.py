@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: its events as they are appended, and where it stands by them."""
+"""Follow a run by its events, and derive its state from them."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from phalanx.run.event_types import (
 
 @dataclass(frozen=True)
 class TypicalDurations:
-    """Seconds that a step, a save and a start of workers usually take."""
+    """Typical seconds of a step, a save and a start of the workers."""
 
     step_s: float
     save_s: float
@@ -27,7 +27,7 @@ class TypicalDurations:
 
 
 def measure_durations(events: Iterable[Event]) -> TypicalDurations:
-    """As an undisturbed run took them; 0 for what it never did."""
+    """Measure them in a run without faults; 0 for what did not occur."""
     steps, saves, starts, started_at = [], [], [], None
     for event in events:
         if isinstance(event, WorkerStarted):
@@ -43,7 +43,7 @@ def measure_durations(events: Iterable[Event]) -> TypicalDurations:
 
 
 class RunMonitor:
-    """A run that is told so far. `read_new` takes what is new."""
+    """State of a run from its events so far. `read_new` reads new events."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -59,20 +59,20 @@ class RunMonitor:
         self.failed_saves = self.num_faults = 0
         """Saves and attempts that failed."""
         self.last_event_at: float | None = None
-        """When it was last told anything: unix seconds."""
+        """Time of the last event in unix seconds."""
         self.attempt_started_at = 0.0
-        """When the newest attempt began: unix seconds."""
+        """Start of the newest attempt in unix seconds."""
         self._tail = EventTail(run.events)
 
     def read_new(self) -> list[Event]:
-        """What is new, in order."""
+        """Read new events and update the state. Returns the events in order."""
         found = list(self._tail.read())
         for event in found:
             self.update(event)
         return found
 
     def update(self, event: Event) -> None:
-        """Go on by one event."""
+        """Update the state by one event."""
         self.last_event_at = event.time
         if isinstance(event, WorkerStarted):
             if event.attempt > self.attempt:

@@ -1,4 +1,4 @@
-"""Lets a run go through its faults, and judges it: the same digest as without them, and nothing left behind."""
+"""Run with injected faults and verify the result: the digest of a run without faults, and no leftovers."""
 
 import contextlib
 import os
@@ -19,16 +19,16 @@ from phalanx.jobs.chaos.launcher import Launcher, find_tagged_processes, read_co
 from phalanx.run import Event, Run
 
 EXIT_GRACE_S = 10.0
-"""Seconds in which the processes of a run that is over must have ended; a queue's supervisor waits two for more."""
+"""Seconds for the processes of a finished run to end; the queue's daemon waits 2 s for more jobs."""
 MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS = 300.0, 20.0
-"""Seconds, or usual steps, without a word of the run after which it is taken for stuck."""
+"""A run hangs after this many seconds, or usual step times, without an event, whichever is longer."""
 TEMPORARY_NAME_PARTS = (".tmp", ".old")
-"""What names of files have in them that are not whole yet, or not needed any more, in a run directory."""
+"""Parts of the names of incomplete or obsolete files in a run directory."""
 
 
 @dataclass(frozen=True)
 class ChaosOutcome:
-    """How a run under faults ended: its exit code, None when it had to be ended, with a sentence then."""
+    """How a run ended: its exit code, or None and a reason if it had to be killed."""
 
     exit_code: int | None
     num_starts: int
@@ -37,13 +37,13 @@ class ChaosOutcome:
 
 @dataclass(frozen=True)
 class ChaosVerdict:
-    """Whether a run went through its faults unharmed; `reasons`: what was wrong, a sentence each."""
+    """Whether a run passed; `reasons`: a sentence for each problem."""
 
     reasons: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
-        """Nothing was wrong."""
+        """Whether nothing went wrong."""
         return not self.reasons
 
 
@@ -57,10 +57,12 @@ def run_with_faults(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ChaosOutcome:
-    """Start the run, let the faults strike, start it again until it is over. `on_event` gets each of its events,
-    `on_restart`
-    the number of each start but the first; `on_finish` is called when it is over by itself, before what is left of it
-    is ended. Whatever happens, the run has ended when this returns or raises."""
+    """Start the run, inject the faults, and restart the run until it is over.
+
+    `on_event` gets each event, `on_restart` the number of each start after the first. `on_finish` is called when the
+    run ends without intervention, before its remaining processes are ended. The run has always ended when this function
+    returns or raises.
+    """
     monitor, injection = context.monitor, inject_faults(faults, context)
     hang_timeout_s = max(MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS * context.typical.step_s)
     num_starts, last_event_at = 1, clock()
@@ -92,14 +94,14 @@ def run_with_faults(
 
 @dataclass(frozen=True)
 class MachineBaseline:
-    """What was there before a run."""
+    """State of the machine before a run."""
 
     shared_memory: frozenset[str]
     """Names in /dev/shm."""
 
 
 def record_baseline() -> MachineBaseline:
-    """What is there now."""
+    """Record the current state."""
     folder = Path("/dev/shm")
     return MachineBaseline(frozenset(os.listdir(folder)) if folder.is_dir() else frozenset())
 
@@ -114,8 +116,8 @@ def find_leftovers(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[str]:
-    """What a run that is over has left, a sentence each: processes, shared memory that nobody has open, temporary files
-    in its directory and among those of the system, entries of a queue."""
+    """Return a sentence for each leftover of a finished run: processes, unused shared memory, temporary files in its
+    directory and in that of the system, entries of a queue."""
     deadline, empty_looks = clock() + grace_s, 0
     while True:
         found = find_tagged_processes(tag)
@@ -135,15 +137,15 @@ def find_leftovers(
 
 
 def _is_probe(path: Path) -> bool:
-    """Whether it is what Python's `tempfile` makes for a moment, to see that it can write to a folder: a process that
-    was killed just then leaves it."""
+    """Whether it is the file by which Python's `tempfile` checks that a directory is writable: a process that is killed
+    at this moment leaves it."""
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         return re.fullmatch("[a-z0-9_]{8}", path.name) is not None and path.read_bytes() in (b"", b"blat")
     return False
 
 
 def find_temporary_files(run: Run) -> list[Path]:
-    """What is half made in a run directory."""
+    """Return incomplete files in a run directory."""
     found = (path for path in run.path.rglob("*") if any(part in path.name for part in TEMPORARY_NAME_PARTS))
     return sorted(path for path in found if not any(part in path.parent.name for part in TEMPORARY_NAME_PARTS))
 
@@ -157,7 +159,7 @@ def verify_run(
     leftovers: Sequence[str],
     digest_of: Callable[[Run], str],
 ) -> ChaosVerdict:
-    """The verdict. `digest_of` reads the newest checkpoint of a run: what is on disk, not what was said of it."""
+    """Return the verdict. `digest_of` computes the digest of a run's newest checkpoint on disk."""
     reasons = []
     result = run.read_json(run.result) or {}
     if outcome.hang is not None:
@@ -180,7 +182,7 @@ def verify_run(
 
 @contextlib.contextmanager
 def create_scratch_dir() -> Iterator[Path]:
-    """A folder for what runs need beside their directories; its path is short, since sockets may lie in it."""
+    """Yield a scratch directory for runs, with a short path because it may contain sockets."""
     path = Path(tempfile.mkdtemp(prefix="phalanx-chaos-"))
     try:
         yield path

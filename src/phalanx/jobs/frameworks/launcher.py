@@ -1,9 +1,9 @@
-"""Starts a program of any framework on one node: `python -m phalanx.jobs.frameworks.launcher FRAMEWORK PROCESSES --
+"""Launch a program of any framework on one node: `python -m phalanx.jobs.frameworks.launcher FRAMEWORK PROCESSES --
 COMMAND`.
 
-The nodes meet on the control channel, tell each other addresses and free ports, and each starts its processes with
-their framework's variables. When one fails, all end, on every node, with its code. Nothing is started again here: that
-is the engine's, by the code.
+The nodes exchange addresses and free ports on the control channel, and each starts its processes with the environment
+variables of the framework. When a process fails, all processes on all nodes end with its exit code. The backend decides
+by this code whether to restart the job.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ from phalanx.run.messages import LauncherHello, Leave, Message, NodeFailed, Node
 from phalanx.run.node_env import NodeEnv
 
 JOIN_TIMEOUT_S = 600.0
-"""Seconds in which all nodes must have come."""
+"""Seconds for all nodes to join."""
 EXIT_GRACE_S = 30.0
-"""Seconds that processes have to end after they were asked."""
+"""Seconds for processes to end after SIGTERM."""
 CONNECT_RETRY_INTERVAL_S = 0.2
 
 
 class RendezvousError(PhalanxError):
-    """The nodes did not come together."""
+    """The rendezvous of the nodes failed."""
 
     code = ExitCode.UNFINISHED
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def join_nodes(
     node_env: NodeEnv, nproc_per_node: int, stack: contextlib.ExitStack
 ) -> tuple[ProcessTopology, list[AuthConnection]]:
-    """All nodes of the job, and this one's connections: to every other node where it leads, else to the leader."""
+    """All nodes of the job, and this node's connections: from the leader to all others, else to the leader."""
     ports = find_free_ports(nproc_per_node + 1)
     if node_env.leader_address is None:
         return ProcessTopology(("127.0.0.1",), nproc_per_node, (ports,)), []
@@ -84,7 +84,7 @@ def join_nodes(
         except OSError as error:
             if deadline.check_expired():
                 raise RendezvousError(f"node 0 cannot be reached at {host}:{port}: {error}") from None
-            time.sleep(CONNECT_RETRY_INTERVAL_S)  # nothing tells when somebody begins to listen
+            time.sleep(CONNECT_RETRY_INTERVAL_S)  # there is no notification when node 0 begins to listen
     stack.callback(connection.close)
     address = connection.sock.getsockname()[0]
     identity = asdict(make_hello(node_env.node_rank, node_env.num_nodes))
@@ -210,7 +210,7 @@ class NodeLauncher:
             selector.register(connection, selectors.EVENT_READ, f"node {index + 1 if self.node_rank == 0 else 0}")
         for name, command, environment in self.plan_processes(stack):
             self.start_process(name, command, environment, selector)
-        self.check_finished()  # where somebody else starts what runs here
+        self.check_finished()  # an external launcher may have started the processes of this node
         while not self.is_over():
             timeout_s = None if self.kill_deadline is None else max(0.0, self.kill_deadline - time.monotonic())
             for key, _ in selector.select(timeout_s):
@@ -257,7 +257,7 @@ class NodeLauncher:
     def start_process(
         self, name: str, command: list[str], process_env: Mapping[str, str], selector: selectors.BaseSelector
     ) -> None:
-        """Start one process; UsageError when there is no such program."""
+        """Start one process. Raises UsageError when the program does not exist."""
         try:
             process = subprocess.Popen(
                 command,
@@ -297,14 +297,14 @@ class NodeLauncher:
 
     @staticmethod
     def _read_pipe(pipe: BinaryIO) -> bytes | None:
-        """What lies in a pipe; empty at its end, None when there is nothing yet."""
+        """Return the content of a pipe; empty at the end of file, None when nothing is available."""
         try:
             return os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
             return None
 
     def reap_processes(self) -> None:
-        """Take note of processes that ended."""
+        """Handle processes that ended."""
         for name, process in list(self.processes.items()):
             status = process.poll()
             if status is None:
@@ -317,8 +317,8 @@ class NodeLauncher:
         self.check_finished()
 
     def check_finished(self) -> None:
-        """Helpers end with the workers: the first node says so when those of all nodes have ended, since a server here
-        still serves workers elsewhere."""
+        """End helper processes after the workers of all nodes have ended, which the first node announces: a server on
+        this node still serves workers on other nodes."""
         if self.workers or self.is_finished or self.exit_code is not None:
             return
         if self.node_rank != 0 and not self._is_finish_sent:
@@ -332,13 +332,13 @@ class NodeLauncher:
                 self.signal_processes(signal.SIGTERM)
 
     def fail_job(self, code: int) -> None:
-        """The job ends with this code: everywhere."""
+        """End the job on all nodes with this exit code."""
         self.exit_code = code
         self.broadcast(NodeFailed(exit_code=code))
         self.signal_processes(signal.SIGTERM)
 
     def handle_node_messages(self, connection: AuthConnection, node: str, selector: selectors.BaseSelector) -> None:
-        """What another node says."""
+        """Handle messages of another node."""
         messages = connection.receive()
         for message in messages or ():
             if isinstance(message, NodeFinished):
@@ -350,23 +350,23 @@ class NodeLauncher:
             selector.unregister(connection)
 
     def lose(self, wire: AuthConnection, node: str, code: int) -> None:
-        """A node failed with this code, or is gone before it has finished: so does the job."""
+        """Fail the job after a node failed with this code, or was lost before it finished."""
         if node not in self._unfinished_nodes:
             return
         self._unfinished_nodes.discard(node)
         if self.exit_code is None:
             self.exit_code = code
-            for other in self.connections:  # where this node leads, the others must know
+            for other in self.connections:  # if this node leads, it informs the others
                 if other is not wire:
                     self._send(other, NodeFailed(exit_code=code))
             self.signal_processes(signal.SIGTERM)
 
     def is_over(self) -> bool:
-        """Whether nothing is left to wait for: here, and on nodes whose end decides about the job's."""
+        """Whether this node and all nodes that determine the end of the job have finished."""
         return not self.processes and (self.exit_code is not None or not self._unfinished_nodes)
 
     def broadcast(self, message: Message) -> None:
-        """Say something to the nodes that this one is connected to."""
+        """Send a message to all connected nodes."""
         for connection in self.connections:
             self._send(connection, message)
 
@@ -376,7 +376,7 @@ class NodeLauncher:
             connection.send(message)
 
     def signal_processes(self, number: int) -> None:
-        """Send a signal to all processes here; after one that asks them to end they have some time for it."""
+        """Send a signal to all local processes. After SIGTERM or SIGINT they get `EXIT_GRACE_S` to end."""
         for process in self.processes.values():
             process.send_signal(number)
         if number in (signal.SIGTERM, signal.SIGINT) and self.kill_deadline is None:

@@ -1,4 +1,4 @@
-"""What a process must know of its job, in the words of each framework: one table. Starts nothing (`launcher.py` does).
+"""Environment variables by which each framework configures its processes. `launcher.py` starts the processes.
 
 Sources: PyTorch's torchrun page; jax.distributed.initialize; TensorFlow's TF_CONFIG guide for
 MultiWorkerMirroredStrategy; ps-lite's environment variables for MXNet; Open MPI's mpirun(1).
@@ -88,19 +88,19 @@ VARIABLES_BY_FRAMEWORK: Mapping[str, Callable[[ProcessTopology, int], dict[str, 
     "mxnet": _mxnet_variables,
     "plain": _no_variables,
 }
-"""What each framework's processes are told. MPI's processes are started, and told, by its own mpirun."""
+"""Environment variables of each framework's processes. mpirun starts MPI processes and sets their environment."""
 
 
 def make_process_variables(framework: str, topology: ProcessTopology, rank: int) -> dict[str, str]:
-    """The environment of one process, beside what it inherits. UsageError for a framework that is not in the table."""
+    """Return the variables of one process to add to the inherited ones. Raises UsageError for an unknown framework."""
     check_framework(framework)
     phalanx_variables = {"PHALANX_RANK": str(rank), "PHALANX_WORLD_SIZE": str(topology.world_size)}
     return {**phalanx_variables, **VARIABLES_BY_FRAMEWORK[framework](topology, rank)}
 
 
 def make_helper_variables(framework: str, topology: ProcessTopology, node_rank: int) -> list[dict[str, str]]:
-    """Environments of the processes that a framework wants on a node beside its workers: MXNet's servers, one on each
-    node, and its scheduler on the first."""
+    """Return the variables of each process that a framework needs on a node in addition to the workers: for MXNet a
+    server on each node, and the scheduler on the first."""
     if framework != "mxnet":
         return []
     server = {**_mxnet_variables(topology, node_rank), "DMLC_ROLE": "server", "DMLC_SERVER_ID": str(node_rank)}
@@ -114,7 +114,7 @@ def make_helper_variables(framework: str, topology: ProcessTopology, node_rank: 
 def make_mpirun_command(topology: ProcessTopology, hostfile: str, command: list[str], as_root: bool) -> list[str]:
     """The command that starts all processes of an MPI program from the first node."""
     launch = ["mpirun", "-n", str(topology.world_size), "--hostfile", hostfile]
-    # Open MPI refuses root unless told; in a container everybody is
+    # Open MPI refuses to run as root without this option, and containers usually run as root
     return [*launch, *(["--allow-run-as-root"] if as_root else []), *command]
 
 

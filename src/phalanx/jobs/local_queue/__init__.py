@@ -1,2 +1,2 @@
-"""This machine's queue: who goes next (`policy.py`), what is known of jobs (`database.py`), who starts them and takes
-note of their ends (`daemon.py`, `job_runner.py`). `backends/local.py` is its door."""
+"""The local job queue: scheduling policy (`policy.py`), job database (`database.py`), and the processes that start jobs
+and record their ends (`daemon.py`, `job_runner.py`). The backend `backends/local.py` uses it."""

@@ -1,10 +1,10 @@
-"""Starts jobs of this machine's queue when their turn comes, and takes note of their ends: `python -m
+"""The daemon that starts the jobs of the local queue and records their ends: `python -m
 phalanx.jobs.local_queue.daemon FOLDER [LOCK]`.
 
-There is one at a time, and only while there are jobs. It may die at any moment: jobs that run go on, each below a
-process of its own, and the next supervisor finds them. Whoever looks at the queue then starts that one. What tells that
-one lives is a lock on a file, which goes over from who starts a supervisor to the supervisor, as the descriptor LOCK;
-so no second is started while the first is on its way.
+At most one daemon runs, and only while there are jobs. It may die at any time: running jobs continue, each below its
+own runner process, and the next daemon, which any command on the queue starts, finds them. A file lock shows that a
+daemon is alive. The process that starts a daemon takes the lock and passes it on as the descriptor LOCK, so that no
+second daemon starts meanwhile.
 """
 
 import contextlib
@@ -33,25 +33,25 @@ from phalanx.run.directory import describe_unfinished
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 
 POLL_INTERVAL_S = 0.2
-"""Seconds between two looks at the queue."""
+"""Seconds between polls of the queue."""
 IDLE_EXIT_S = 2.0
-"""Seconds without a job after which the supervisor leaves."""
+"""The daemon exits after this many seconds without a job."""
 TAKEOVER_TIMEOUT_S = 10.0
-"""Seconds that a supervisor waits for one that may be about to leave."""
+"""Seconds that a daemon waits for another one that may be about to exit."""
 MAX_ATTEMPTS = 1000
 MIN_RETRY_DELAY_S = 1.0
-"""Seconds before a job that stopped unfinished, and without progress, is started again; twice as many for each further
-such attempt in a row."""
+"""Minimum delay before a job that ended unfinished and without progress is restarted; it doubles with each such attempt
+in a row."""
 MAX_RETRY_DELAY_S = 60.0
-"""Seconds that it waits at most."""
+"""Maximum of this delay."""
 JOB_TAG_VARIABLE = "PHALANX_JOB_TAG"
-"""Variable that marks every process of a job."""
+"""Environment variable that tags every process of a job."""
 GPU_SELECTION_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables that choose GPUs: NVIDIA's and AMD's, and Intel's."""
 
 
 class QueueDaemon:
-    """One look at the queue at a time. `spawn_runner` starts the runner of an attempt and returns its process id."""
+    """Handles the queue, one `tick` at a time. `spawn` starts the runner of an attempt and returns its pid."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class QueueDaemon:
         """... when a job that waits is due: until either changes no job can start."""
 
     def tick(self) -> bool:
-        """Take note of ends, start who can start; whether anything waits or runs."""
+        """Record ended jobs and start ready ones. Returns whether any job waits or runs."""
         if self.database.change_counter != self._last_change:
             self._running = self.database.list_jobs(JobState.RUNNING)
         for row in self._running:
@@ -81,7 +81,7 @@ class QueueDaemon:
         return bool(self._has_queued or self._running)
 
     def _start_ready_jobs(self) -> None:
-        """Start who can start. Moments are in seconds from now, negative in the past."""
+        """Start the jobs that can start. Times are in seconds from now, negative in the past."""
         change_counter = self.database.change_counter
         queued, running = self.database.list_jobs(JobState.QUEUED), self.database.list_jobs(JobState.RUNNING)
         wait_seconds = {row.id: -(self.database.boot_clock.seconds_since(row.due) or 0.0) for row in queued}
@@ -102,12 +102,13 @@ class QueueDaemon:
         self._next_due = None if next_wait is None else self.database.boot_clock.now() + next_wait
 
     def _queue_seconds(self, row: JobRecord) -> float:
-        """Seconds that a job has waited; one of an earlier boot at least since this one."""
+        """Return the seconds that a job has waited; for a job from before this boot, at least the time since the
+        boot."""
         waited_s = self.database.boot_clock.seconds_since(row.came)
         return waited_s if waited_s is not None else max(self.database.boot_clock.now(), self.clock() - row.submitted)
 
     def _remaining_seconds(self, row: JobRecord) -> float | None:
-        """Seconds that a job may still run, where it has a limit."""
+        """Return the seconds until a job's time limit; None without a limit."""
         ran = self.database.boot_clock.seconds_since(row.began)
         return None if row.job.time_limit_s is None else row.job.time_limit_s - (ran or 0.0)
 
@@ -140,7 +141,7 @@ class QueueDaemon:
         )  # None: it is over already
 
     def collect_attempt(self, row: JobRecord) -> None:
-        """Take note of a job whose attempt is over, or whose runner is gone."""
+        """Record the end of an attempt, also when its runner has died."""
         runner = find_runner(row, make_process_tag(self.database.job_dir(row.id)))
         found = read_ending(self.database.job_dir(row.id), row.attempts)
         if runner is not None and found is None:
@@ -164,7 +165,7 @@ class QueueDaemon:
 
 
 def apply_array_limits(ready: list[JobRecord], running: list[JobRecord]) -> list[JobRecord]:
-    """Those of `ready` that may start although of some arrays only so many may run: of each the first ones."""
+    """Return the jobs of `ready` that may start: of each array with a limit, only the first ones up to the limit."""
     counts = Counter(row.job.array_name for row in running)
     allowed = []
     for row in ready:
@@ -177,8 +178,11 @@ def apply_array_limits(ready: list[JobRecord], running: list[JobRecord]) -> list
 def next_state(
     row: JobRecord, ending: AttemptEnd, now: float, boot_clock: BootClock
 ) -> tuple[JobState, dict[str, Any]]:
-    """What becomes of a job whose attempt ended like this: its state, and what changes in its row. An attempt that left
-    no word of its end counts as having lived until now (`now` in unix seconds, where it began before this boot)."""
+    """Return the next state of a job after an attempt, and the changes to its row.
+
+    An attempt without a recorded end counts as having lasted until now (`now` in unix seconds, if it began before this
+    boot).
+    """
     shown_code, reason = ending.exit_code, ending.reason
     code = normalize_exit_code(shown_code)
     reason_text = reason or (f"was killed by {signal_name(-code)}" if code < 0 else None)
@@ -202,7 +206,7 @@ def next_state(
             **values,
             "deaths": 0,
             "due": boot_clock.make_timestamp(delay_s),
-            "reason": reason_text or "not finished: goes on",
+            "reason": reason_text or "not finished: will resume",
         }
     if code < 0 and kills_in_a_row + 1 < MAX_KILLS_IN_A_ROW:
         return JobState.QUEUED, {
@@ -226,13 +230,16 @@ def next_state(
 
 
 def normalize_exit_code(code: int) -> int:
-    """An exit code; of a signal, as -N, also where a shell or a launcher says 128 + N."""
+    """Normalize an exit code: the shell's 128 + N for signal N becomes -N."""
     return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
 
 
 def find_runner(row: JobRecord, tag: str) -> psutil.Process | None:
-    """The process above a job; None when it is gone. A number that another process has got since is none of ours: its
-    start is compared, or the job's mark where a queue of the format before did not keep that."""
+    """Return the runner process of a job; None when it has ended.
+
+    A reused pid is detected by the start time of the process, or by the job's tag if the row has no start time (older
+    format).
+    """
     if row.runner is None:
         return None
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -246,12 +253,12 @@ def find_runner(row: JobRecord, tag: str) -> psutil.Process | None:
 
 
 def make_process_tag(job_dir: Path) -> str:
-    """What marks the processes of a job."""
+    """Return the tag of a job's processes."""
     return f"{job_dir.parent.parent}:{job_dir.name}"
 
 
 def kill_tagged(tag: str) -> None:
-    """Kill what is left of a job: every process that carries its mark."""
+    """Kill the remaining processes of a job: all with its tag."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(JOB_TAG_VARIABLE) == tag:
@@ -273,8 +280,11 @@ def spawn_runner(job_dir: Path, attempt: int) -> int:
 
 
 def ensure_running(folder: Path, may_be_idle: bool = True) -> bool:
-    """Have a supervisor for the queue; whether one was started. `may_be_idle`: one that lives may have found nothing to
-    do and be about to leave, so another is started, which waits for that and leaves again if the first one stays."""
+    """Make sure that the queue has a daemon. Returns whether one was started.
+
+    `may_be_idle`: a running daemon may have found no jobs and be about to exit, so another is started, which waits for
+    that and exits if the first one stays.
+    """
     lock_fd = _open_lock_file(folder)
     try:
         if acquire_lock(lock_fd, 0):
@@ -288,7 +298,7 @@ def ensure_running(folder: Path, may_be_idle: bool = True) -> bool:
             f"{error}, which the queue needs; name a folder on a local disk by PHALANX_STATE_DIR"
         ) from None
     finally:
-        os.close(lock_fd)  # the supervisor that got it holds the lock on
+        os.close(lock_fd)  # the daemon that inherited it keeps the lock
 
 
 def _open_lock_file(folder: Path) -> int:
@@ -298,7 +308,7 @@ def _open_lock_file(folder: Path) -> int:
 def _start_daemon(folder: Path, *locks: int) -> None:
     command = [sys.executable, "-P", "-m", "phalanx.jobs.local_queue.daemon", str(folder), *map(str, locks)]
     with open(folder / "supervisor.log", "ab") as log:
-        # the shell leaves at once, and what it started is nobody's child: a program that submits need not wait for it
+        # the shell exits at once, so the daemon is no child of the submitting program, which need not reap it
         subprocess.run(
             ["/bin/sh", "-c", '"$@" &', "sh", *command],
             check=True,
@@ -313,7 +323,7 @@ def _start_daemon(folder: Path, *locks: int) -> None:
 
 @contextlib.contextmanager
 def hold_daemon_lock(folder: Path, lock_fd: int | None = None, timeout_s: float = TAKEOVER_TIMEOUT_S) -> Iterator[bool]:
-    """Whether this process is the queue's supervisor as long as the block lasts. `lock_fd`: the lock, if handed on."""
+    """Yield whether this process is the queue's daemon during the block. `lock_fd`: an inherited lock."""
     if lock_fd is None:
         lock_fd = _open_lock_file(folder)
     os.set_inheritable(lock_fd, False)
@@ -324,11 +334,11 @@ def hold_daemon_lock(folder: Path, lock_fd: int | None = None, timeout_s: float 
 
 
 def main() -> None:
-    """Supervise the queue in a folder until it has been empty for a while."""
+    """Run the daemon of the queue in a directory until the queue has been empty for a while."""
     from phalanx.cluster import discover_machine
 
     folder = Path(sys.argv[1])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runners are reaped by nobody: their files tell how they ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runners are not reaped: their files record how they ended
     with hold_daemon_lock(folder, int(sys.argv[2]) if len(sys.argv) > 2 else None) as is_owner:
         if not is_owner:
             return

@@ -1,7 +1,7 @@
-"""What is known of this machine's jobs, in one SQLite file that any number of commands and one supervisor share.
+"""The jobs of the local queue, in an SQLite file that any number of commands and one daemon share.
 
-Rows change only in transactions that check what they presume, so whoever dies at any moment leaves a queue that makes
-sense. Folders of jobs (output, ends of attempts, secrets) lie beside the file.
+Rows change only in transactions that verify their preconditions, so that a process may die at any time and leave a
+consistent queue. The directories of jobs (output, ends of attempts, secrets) lie next to the file.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from phalanx.run.private_files import check_owner
 FORMAT_VERSION = 4
 """Of the file."""
 SNAPSHOT_DIR = "code"
-"""Where a job's folder holds the code that came with it."""
+"""Directory of the unpacked snapshot in a job's directory."""
 CHECKSUM_KEY = "xxh3"
 CANCEL_REQUESTED, CANCEL_SENT = 1, 2
 _SCHEMA_SQL = """
@@ -46,10 +46,13 @@ CREATE INDEX by_state ON jobs (state);
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job in the queue. `gpu_ids`: indices of its devices while it runs; `deaths`: how often in a row it was killed
-    without progress; `early`: how many attempts in a row ended without it (see `spec.MIN_PROGRESS_S`). `came`, `due`,
-    `began`, `over`: marks (`run/boot_clock.py`) of when it came, from when on it may start, when its last attempt
-    started, and when it was over; unix seconds are for people."""
+    """A job in the queue.
+
+    `given`: indices of its GPUs while it runs. `deaths`: number of kills in a row without progress. `early`: number of
+    attempts in a row without progress (`spec.MIN_PROGRESS_S`). `came`, `due`, `began`, `over`: boot clock timestamps
+    (`run/boot_clock.py`) of the submission, the earliest start, the start of the last attempt, and the end; the fields
+    in unix seconds are for users.
+    """
 
     id: int
     name: str
@@ -73,11 +76,11 @@ class JobRecord:
     code: int | None
     reason: str | None
     cancelled: int
-    """0; ASKED when its user wants it to end; TOLD when it was told."""
+    """0, CANCEL_REQUESTED or CANCEL_SENT."""
 
     @property
     def status(self) -> JobStatus:
-        """For the engine's users."""
+        """The job as a `JobStatus`."""
         node_names = (os.uname().nodename,) if self.attempts else ()
         progress_fields = self.state, self.code, self.attempts, node_names, self.reason
         run = None if self.job.run_dir is None else str(self.job.run_dir)
@@ -92,25 +95,29 @@ _COLUMN_TYPES: dict[tuple[type, ...], tuple[str, ...]] = {
     (int, NoneType): ("runner", "code"),
     (str, NoneType): ("came", "due", "began", "over", "runner_born", "reason"),
 }
-"""What stands in the columns that the seal does not cover: SQLite takes anything."""
+"""Types of the columns that the checksum does not cover: SQLite accepts any value."""
 
 
 class _DatabaseDamagedError(UsageError):
-    """A page of the file that SQLite cannot make sense of, met wherever it is read."""
+    """The database file is damaged; any read may find that."""
 
 
 @contextlib.contextmanager
 def _translate_errors() -> Iterator[None]:
     try:
         yield
-    except UnicodeDecodeError:  # SQLite names what is damaged, and the name is no text
-        raise _DatabaseDamagedError("queue.db is damaged; move its folder away to begin anew") from None
+    except UnicodeDecodeError:  # SQLite quotes the damaged name, which is not valid UTF-8
+        raise _DatabaseDamagedError(
+            "queue.db is damaged; move its directory away to start with an empty queue"
+        ) from None
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", None)  # none: a text that is none
         damaged = (None, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
         if isinstance(error, sqlite3.IntegrityError) or code not in damaged:  # locked, or the disk is full
             raise
-        raise _DatabaseDamagedError(f"queue.db is damaged ({error}); move its folder away to begin anew") from None
+        raise _DatabaseDamagedError(
+            f"queue.db is damaged ({error}); move its directory away to start with an empty queue"
+        ) from None
 
 
 class _Cursor(sqlite3.Cursor):
@@ -167,7 +174,7 @@ class JobDatabase:
                 raise _DatabaseDamagedError(f"its table has no {', '.join(sorted(missing))}")
         except (sqlite3.Error, _DatabaseDamagedError) as error:
             raise UsageError(
-                f"{self.path}: this is no queue of Phalanx ({error}); move it away to begin anew"
+                f"{self.path}: not a queue of Phalanx ({error}); move it away to start with an empty queue"
             ) from None
         if version > FORMAT_VERSION:
             raise UsageError(f"{self.path}: format {version}; this version of Phalanx knows {FORMAT_VERSION}")
@@ -183,8 +190,11 @@ class JobDatabase:
     def add(
         self, job: Job, resources: Resources, max_queued: int, fill_dir: Callable[[Path], None] = lambda home: None
     ) -> int:
-        """Put a job into the queue; UsageError when `max_queued` wait already, or one of that name waits or runs.
-        `fill_dir` gets its folder, and nobody sees the job before that is filled."""
+        """Add a job to the queue. Returns its id.
+
+        `fill_dir` gets the job's directory and fills it before the job becomes visible. Raises UsageError when
+        `max_queued` jobs wait already, or when a job of this name waits or runs.
+        """
         with self._transaction():
             count = self._db.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()[0]
             if count >= max_queued:
@@ -260,8 +270,10 @@ class JobDatabase:
             return cursor.rowcount == 1
 
     def delete_job(self, job_id: int) -> bool:
-        """Remove a job that is over, and its folder; False, and nothing is changed, when it is not. Who dies meanwhile
-        leaves the job in the list, so that it can be forgotten again."""
+        """Delete a finished job and its directory; return False and change nothing if it is not finished.
+
+        The row goes last: if this process dies meanwhile, the job can be deleted again.
+        """
         with self._transaction():
             deletion = "DELETE FROM jobs WHERE id = ? AND state NOT IN ('queued', 'running')"
             if self._db.execute(deletion, (job_id,)).rowcount != 1:
@@ -290,7 +302,7 @@ class JobDatabase:
                         raise TypeError(f"{name} is {row[name]!r}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
-                f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); mend it, or delete its row"
+                f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); repair or delete its row"
             ) from None
         names = (
             "priority submitted came due began over attempts deaths early runner runner_born started ended code reason"
@@ -303,15 +315,14 @@ class JobDatabase:
 
 
 def _with_checksum(values: dict[str, Any], name: str, resources: Resources, priority: int) -> str:
-    """What a job is, with a checksum over it and what its row says of it: a command that a bit has changed in is not
-    run."""
+    """Serialize a job with a checksum over it and its row, so that a command with a flipped bit is never run."""
     return json.dumps(
         {**values, CHECKSUM_KEY: _compute_checksum(values, name, resources.gpus, resources.cpus, priority)}
     )
 
 
 def _verify_checksum(row: sqlite3.Row) -> dict[str, Any]:
-    """What `_with_checksum` made; rows of older versions have no seal. ValueError where it was changed since."""
+    """Parse the result of `_with_checksum`. Raises ValueError if it was changed; old rows have no checksum."""
     values: dict[str, Any] = json.loads(row["spec"])
     checksum = values.pop(CHECKSUM_KEY, None)
     if checksum is not None and checksum != _compute_checksum(

@@ -1,8 +1,8 @@
-"""The process above one attempt of a job: `python -m phalanx.jobs.local_queue.job_runner FOLDER ATTEMPT`.
+"""The parent process of one attempt of a job: `python -m phalanx.jobs.local_queue.job_runner FOLDER ATTEMPT`.
 
-It belongs to nobody, so that a supervisor may die and another come while the job goes on. It starts the job's command,
-passes signals on, warns before the time limit, ends whatever is left of the job when the command is over, and writes
-how it ended. When it is killed itself, so is the command.
+It is no child of the daemon, so that the job continues when the daemon dies and another one starts. It starts the job's
+command, forwards signals, warns before the time limit, ends the remaining processes of the job after the command, and
+records the exit code. When it is killed, so is the command.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ OUTPUT_FILE = "output.log"
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSpec:
-    """What to run in an attempt, as it stands in `attempt-N.json`. SIGTERM comes `warning_s` before the time limit."""
+    """Input of an attempt, as in `attempt-N.json`. SIGTERM is sent `warning_s` before the time limit."""
 
     command: tuple[str, ...]
     working_dir: str
@@ -40,14 +40,14 @@ class AttemptSpec:
     warning_s: float
 
     def write(self, home: Path, attempt: int) -> None:
-        """Write it, whole."""
+        """Write the file atomically."""
         write_json(home / f"attempt-{attempt}.json", asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:
-    """How an attempt ended, as it stands in `ended-N.json`: unix seconds by the wall clock, and `duration_s` by the one
-    that is never set; None where nothing is known of it."""
+    """How an attempt ended, as in `ended-N.json`. Times are unix seconds of the wall clock, `duration_s` is of the
+    boot clock; None if unknown."""
 
     exit_code: ExitStatus
     reason: str | None
@@ -57,7 +57,7 @@ class AttemptEnd:
 
 
 def main() -> None:
-    """Run one attempt, as `attempt-N.json` in the folder says."""
+    """Run the attempt that `attempt-N.json` describes."""
     job_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
     spec: AttemptSpec = read_as(AttemptSpec, json.loads((job_dir / f"attempt-{attempt}.json").read_text()))
     become_subreaper()
@@ -121,7 +121,7 @@ def read_secrets(job_dir: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """When an attempt began: for people, and by the clock that is never set."""
+    """Start of an attempt: by the wall clock for users, and by the boot clock."""
 
     wall_time: float = field(default_factory=time.time)
     boot_time: float = field(default_factory=seconds_since_boot)
@@ -140,12 +140,12 @@ def write_ending(job_dir: Path, attempt: int, started: AttemptStart, exit_code: 
 
 
 def ending_path(job_dir: Path, attempt: int) -> Path:
-    """Where the end of an attempt is told."""
+    """Return the file that records the end of an attempt."""
     return job_dir / f"ended-{attempt}.json"
 
 
 def read_ending(job_dir: Path, attempt: int) -> AttemptEnd | None:
-    """How an attempt ended; None while it has not. What another Phalanx wrote of it counts as that it was killed."""
+    """Return how an attempt ended; None if it has not. A file of another Phalanx version counts as a killed attempt."""
     path = ending_path(job_dir, attempt)
     try:
         found: AttemptEnd = read_as(AttemptEnd, json.loads(path.read_text()))

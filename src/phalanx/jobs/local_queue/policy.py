@@ -1,12 +1,12 @@
-"""Who goes next: pure functions over jobs that wait and jobs that run. All or nothing for each job, by priority with
-ageing, and others may overtake where they delay nobody (EASY backfill: Lifka, 1995)."""
+"""Scheduling policy: pure functions over pending and running jobs. Each job gets all its resources or none. Jobs start
+by priority with aging, and a later job may overtake if it delays none before it (EASY backfill: Lifka, 1995)."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 AGING_S_PER_PRIORITY = 3600.0
-"""Seconds of waiting that are worth one point of priority: nobody waits for ever."""
+"""Seconds of waiting that add 1 to the priority, so that every job starts eventually."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Resources:
         return Resources(self.gpus - other.gpus, self.cpus - other.cpus)
 
     def fits(self, other: "Resources") -> bool:
-        """Whether so much fits into this."""
+        """Whether the other resources fit into these."""
         return other.gpus <= self.gpus and other.cpus <= self.cpus
 
 
 @dataclass(frozen=True)
 class PendingJob:
-    """A job that wants to run. `time_limit_s`: the seconds that it takes at most, None where nobody knows."""
+    """A job that waits. `time_limit_s`: maximum duration in seconds, None if unknown."""
 
     id: int
     resources: Resources
@@ -40,7 +40,7 @@ class PendingJob:
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A job that runs. `ends_by`: when it ends at the latest, None where nobody knows."""
+    """A job that runs. `ends_by`: latest end, None if unknown."""
 
     id: int
     resources: Resources
@@ -48,7 +48,7 @@ class RunningJob:
 
 
 def sort_by_priority(pending: Sequence[PendingJob], now: float) -> list[PendingJob]:
-    """Who comes first: priority and a point for each hour of waiting, then who came first."""
+    """Sort by priority plus 1 per hour of waiting, then by time of submission."""
     return sorted(
         pending,
         key=lambda job: (-(job.priority + (now - job.queued_since) / AGING_S_PER_PRIORITY), job.queued_since, job.id),
@@ -58,10 +58,10 @@ def sort_by_priority(pending: Sequence[PendingJob], now: float) -> list[PendingJ
 def select_jobs_to_start(
     pending: Sequence[PendingJob], running: Sequence[RunningJob], capacity: Resources, now: float
 ) -> list[int]:
-    """Ids of the jobs to start now, in order.
+    """Return the ids of the jobs to start now, in order.
 
-    The first that does not fit holds a place from the moment at which it will fit at the latest. Those behind it may
-    start if they fit now and are either over by then or leave enough for it.
+    The first job that does not fit gets a reservation at the latest time at which it will fit. Later jobs may start if
+    they fit now, and either end before this time or leave enough resources for it.
     """
     free = capacity
     for other in running:
@@ -95,7 +95,7 @@ def select_jobs_to_start(
 def _earliest_fit(
     head: PendingJob, running: Sequence[RunningJob], free: Resources, now: float
 ) -> tuple[float, Resources]:
-    """The moment at which a job fits at the latest, and what is free then; infinity where nobody knows."""
+    """Return the latest time at which a job fits, infinity if unknown, and the resources that are free then."""
     for job in sorted(running, key=lambda each: math.inf if each.ends_by is None else each.ends_by):
         if job.ends_by is None:
             break

@@ -23,7 +23,7 @@ from phalanx.recipe.schema import Parallelism
 from phalanx.run.event_types import CheckpointFailed
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
 from phalanx.run.messages import JoinedGroup, LeftGroup, MembershipUpdate
-from phalanx.train.builder import make_train_step, report_start
+from phalanx.train.builder import make_accumulator, report_start
 from phalanx.train.checkpoint import clean_checkpoint_dir
 from phalanx.train.checkpoint.load_plan import get_state_tensors, load_full_state
 from phalanx.train.distributed.environment import (
@@ -35,10 +35,8 @@ from phalanx.train.distributed.environment import (
 )
 from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json, format_dtype, parse_dtype
-from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.elastic.membership import MembershipUpdates, SocketRegistry
 from phalanx.train.evaluation import EvaluationResult
-from phalanx.train.loss import LossModule
 from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.reporter import Reporter
 from phalanx.train.train_context import MembershipChanged, TrainContext
@@ -54,14 +52,6 @@ MIN_POLL_INTERVAL_S, POLL_BACKOFF_FACTOR, MAX_POLL_INTERVAL_S = 0.001, 1.2, 0.05
 wait long for a few."""
 NO_STEP = -1
 """Instead of a step: a worker that has no state yet."""
-
-
-@dataclass(frozen=True)
-class BuiltTrainer:
-    """What a worker trains, and with what."""
-
-    context: TrainContext
-    loss_module: LossModule | PipelineRunner
 
 
 @dataclass(frozen=True)
@@ -94,13 +84,13 @@ class PeerStates:
 class RecoveryMode(Protocol):
     """How a worker comes by what it needs in another world."""
 
-    def rebuild(self, before: BuiltTrainer | None, dist_env: DistEnv) -> BuiltTrainer:
+    def rebuild(self, before: TrainContext | None, dist_env: DistEnv) -> TrainContext:
         """What it trains there, from what it trained before; None for one that has just come."""
 
-    def sync_state(self, before: BuiltTrainer | None, now: BuiltTrainer, peers: PeerStates) -> None:
+    def sync_state(self, before: TrainContext | None, now: TrainContext, peers: PeerStates) -> None:
         """Bring all to the state of those who are farthest."""
 
-    def warm_up(self, now: BuiltTrainer, train_state: TrainState) -> None:
+    def warm_up(self, now: TrainContext, train_state: TrainState) -> None:
         """What is left to do before the next step."""
 
 
@@ -174,8 +164,8 @@ class Reconfiguration:
         return survivor_state
 
     def rejoin(
-        self, before: BuiltTrainer | None, survivor_state: SurvivorState | None, samples: int
-    ) -> tuple[BuiltTrainer, SurvivorState]:
+        self, before: TrainContext | None, survivor_state: SurvivorState | None, samples: int
+    ) -> tuple[TrainContext, SurvivorState]:
         """Wait for the agent's word, meet, and share the state; None as standing for one that has none yet. Returns how
         all stand now. DataError when this worker has other data than the others."""
         was_rank_zero = self._dist_env.is_rank_zero and survivor_state is not None
@@ -185,7 +175,7 @@ class Reconfiguration:
         peers = self._gather_peer_states(before, survivor_state)
         built = self._recovery_mode.rebuild(before, dist_env)
         if before is not None:
-            before.context.callbacks.run_context.rank, before.context.callbacks.run_context.world_size = (
+            before.callbacks.run_context.rank, before.callbacks.run_context.world_size = (
                 rank,
                 world_size,
             )
@@ -201,10 +191,8 @@ class Reconfiguration:
                 self._reporter.remember_event(event)
         if dist_env.is_rank_zero:
             # Also what the lost ones left of a save that was given up; but others still write what goes along.
-            clean_checkpoint_dir(
-                built.context.run.checkpoints, keep_step=None if pending_save is None else pending_save.step
-            )
-            report_start(built.context, samples, peers.survivor_state.train_state, scaled_up=not update.worker_lost)
+            clean_checkpoint_dir(built.run.checkpoints, keep_step=None if pending_save is None else pending_save.step)
+            report_start(built, samples, peers.survivor_state.train_state, scaled_up=not update.worker_lost)
             self._reporter.resend_events(own_step if was_rank_zero else update.last_reported_step)
         all_gather_json(dist_env, None)  # before that nobody may begin a save, which may be the first that is due
         self._recovery_mode.warm_up(built, peers.survivor_state.train_state)
@@ -246,7 +234,7 @@ class Reconfiguration:
                 reason = "workers were lost when only some had begun with it"
                 self._reporter.report_event(CheckpointFailed(step=step, reason=reason))
 
-    def _gather_peer_states(self, before: BuiltTrainer | None, survivor_state: SurvivorState | None) -> PeerStates:
+    def _gather_peer_states(self, before: TrainContext | None, survivor_state: SurvivorState | None) -> PeerStates:
         """Learn what the others have."""
         dist_env = self._dist_env
         step, grads_reduced = (
@@ -259,7 +247,7 @@ class Reconfiguration:
             if survivor_state is None or survivor_state.pending_save is None
             else survivor_state.pending_save.step
         )
-        scaler_state = {} if before is None else before.context.scaler.state()
+        scaler_state = {} if before is None else before.scaler.state()
         if dist_env.world_size == 1:
             assert survivor_state is not None
             return PeerStates([step], [grads_reduced], [saving_step], 0, survivor_state, scaler_state, survivor_state)
@@ -293,27 +281,26 @@ class ReplicatedRecovery:
     def __init__(self, evaluator_factory: EvaluatorFactory):
         self._evaluator_factory = evaluator_factory
 
-    def rebuild(self, before: BuiltTrainer | None, dist_env: DistEnv) -> BuiltTrainer:
+    def rebuild(self, before: TrainContext | None, dist_env: DistEnv) -> TrainContext:
         """The same model and optimizer in another world."""
         assert before is not None
-        context = before.context
-        context.train_step.reducer.close()
+        before.accumulator.reducer.close()
         mesh = build_mesh(Parallelism(replicate=dist_env.world_size), dist_env)
-        parallel_model = replace(context.parallel_model, mesh=mesh)
-        seeds = MicroBatchSeeds(context.recipe.seed, dist_env.device)
-        train_step = make_train_step(context.recipe, dist_env, parallel_model, context.optimizer, context.scaler, seeds)
-        evaluate = self._evaluator_factory(dist_env, mesh)
+        parallel_model = replace(before.parallel_model, mesh=mesh)
+        seeds = MicroBatchSeeds(before.recipe.seed, dist_env.device)
+        accumulator = make_accumulator(before.recipe, dist_env, parallel_model, before.optimizer, before.scaler, seeds)
         return replace(
             before,
-            context=replace(
-                context, dist_env=dist_env, parallel_model=parallel_model, train_step=train_step, evaluate=evaluate
-            ),
+            dist_env=dist_env,
+            parallel_model=parallel_model,
+            accumulator=accumulator,
+            evaluate=self._evaluator_factory(dist_env, mesh),
         )
 
-    def sync_state(self, before: BuiltTrainer | None, now: BuiltTrainer, peers: PeerStates) -> None:
+    def sync_state(self, before: TrainContext | None, now: TrainContext, peers: PeerStates) -> None:
         if peers.all_at_same_step:
             return
-        context = now.context
+        context = now
         behind = peers.step_of_rank[context.dist_env.rank] < max(peers.step_of_rank)
         own = None if behind else get_state_tensors(context.model, context.optimizer, context.scaler)
         received = broadcast_tensors(own if context.dist_env.rank == peers.source_rank else None, peers.source_rank)
@@ -322,7 +309,7 @@ class ReplicatedRecovery:
                 context.parallel_model.modules[0], context.optimizer, context.scaler, received, "the other workers"
             )
 
-    def warm_up(self, now: BuiltTrainer, train_state: TrainState) -> None:
+    def warm_up(self, now: TrainContext, train_state: TrainState) -> None:
         """Nothing: the model is the one that was there."""
 
 

@@ -1,11 +1,11 @@
-"""Sharded replicas that go on from memory: the model is built once more in the other world, without weights, and takes
+"""Recovery of sharded replicas from memory: the model is built again in the new world, without weights, and takes
 over what this worker holds. (FSDP keeps the groups of the world in which it sharded a model.)
 
-The same number of workers shards a replica before and after, so each finds its own part in its own memory; a worker
-that has just come gets it from the one in the same position of another replica. Who is a step behind gets it from
-nobody: those ahead may all be in other positions. But a step is agreed only when every worker has its part of the
-summed gradients (`step.TrainStep.reduce_gradients`), so whoever is behind has them, and does what the others did with
-theirs.
+The same number of workers shards a replica before and after, so each worker finds its part in its own memory. A worker
+that joins gets its part from the worker in the same position of another replica. A worker that is one step behind
+cannot get it: the workers ahead may all be in other positions. But a step is only agreed on when every worker has its
+part of the summed gradients (`GradientAccumulator.reduce_gradients`), so a worker that is behind has these gradients
+and repeats the update of the others.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from phalanx.train.callbacks import Callbacks
 from phalanx.train.compile_warmup import warm_up_compile
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import to_local
-from phalanx.train.elastic.reconfigure import NO_STEP, BuiltTrainer, PeerStates, broadcast_tensors
+from phalanx.train.elastic.reconfigure import NO_STEP, PeerStates, broadcast_tensors
 from phalanx.train.optim.dtensor_utils import distribute_like
 from phalanx.train.train_context import TrainContext
 from phalanx.train.train_state import LastStep, TrainState
 
-BuildFn = Callable[[DistEnv, Callbacks | None], BuiltTrainer]
+BuildFn = Callable[[DistEnv, Callbacks | None], TrainContext]
 """Builds and divides the model for a place, without weights; with callbacks that there are already."""
 MODEL_PREFIX = "model/"
 
@@ -32,41 +32,41 @@ class ShardedRecovery:
     """One worker's way from world to world, in a replica of `replica_size` workers; `initial` is what it trains at
     first."""
 
-    def __init__(self, replica_size: int, build: BuildFn, initial: BuiltTrainer | None):
+    def __init__(self, replica_size: int, build: BuildFn, initial: TrainContext | None):
         self._replica_size, self._build_fn = replica_size, build
         # While FSDP gathers parameters, others stand in the places of those that it keeps.
-        self._parameters = {} if initial is None else initial.context.parallel_model.parameters()
+        self._parameters = {} if initial is None else initial.parallel_model.parameters()
 
-    def rebuild(self, before: BuiltTrainer | None, dist_env: DistEnv) -> BuiltTrainer:
+    def rebuild(self, before: TrainContext | None, dist_env: DistEnv) -> TrainContext:
         """The model and everything around it, built in another world."""
         clear_dtensor_mesh_cache()
-        built = self._build_fn(dist_env, None if before is None else before.context.callbacks)
-        built.context.callbacks.run_context.model = built.context.model
+        built = self._build_fn(dist_env, None if before is None else before.callbacks)
+        built.callbacks.run_context.model = built.model
         return built
 
-    def sync_state(self, before: BuiltTrainer | None, now: BuiltTrainer, peers: PeerStates) -> None:
+    def sync_state(self, before: TrainContext | None, now: TrainContext, peers: PeerStates) -> None:
         """Fill it. RuntimeError on all workers when those behind have not what it takes."""
-        steps, rank, context = max(peers.step_of_rank), now.context.dist_env.rank, now.context
+        steps, rank, context = max(peers.step_of_rank), now.dist_env.rank, now
         behind = [rank for rank, step in enumerate(peers.step_of_rank) if NO_STEP < step < steps]
         if any(peers.step_of_rank[rank] < steps - 1 or not peers.grads_reduced[rank] for rank in behind):
             raise RuntimeError(f"workers {behind} are behind step {steps}, and cannot do it without the others")
         if before is not None:
-            self._copy_local_state(before.context, context)
+            self._copy_local_state(before, context)
         context.scaler.load(peers.scaler_state)
         if rank in behind:
             assert before is not None
             assert peers.survivor_state.last_step is not None
-            self._redo_last_step(before.context, context, peers.survivor_state.last_step, steps)
+            self._redo_last_step(before, context, peers.survivor_state.last_step, steps)
         if NO_STEP in peers.step_of_rank:
             self._send_to_new(context, peers)
         if not peers.all_at_same_step:
             _broadcast_buffers(context, peers)
         self._parameters = context.parallel_model.parameters()
 
-    def warm_up(self, now: BuiltTrainer, train_state: TrainState) -> None:
+    def warm_up(self, now: TrainContext, train_state: TrainState) -> None:
         """Compile what was built anew."""
-        if now.context.recipe.compile:
-            warm_up_compile(now.context, now.loss_module, train_state)
+        if now.recipe.compile:
+            warm_up_compile(now, train_state)
 
     @torch.no_grad()
     def _copy_local_state(self, old_context: TrainContext, new_context: TrainContext) -> None:
@@ -84,7 +84,7 @@ class ShardedRecovery:
         """Do the step of which this worker has the summed gradients."""
         if last_step.applied_update is not None:
             factor, lr = last_step.applied_update
-            scale_in_place(old_context.train_step.reducer.grad_tensors(), factor)
+            scale_in_place(old_context.accumulator.reducer.grad_tensors(), factor)
             for name, parameter in new_context.parallel_model.trainable_parameters().items():
                 gradient = self._parameters[name].grad
                 assert gradient is not None

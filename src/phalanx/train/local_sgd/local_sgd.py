@@ -69,9 +69,10 @@ class LocalSGD:
         self.in_sync = True
         self.start_round()
 
-    def after_step(self, step: int) -> bool:
-        """After this step's update: tell the others what is due, and take what has come; whether there was anything.
-        Every worker calls it after every step."""
+    def after_step(self, step: int, updated: bool) -> bool:
+        """After this step: send the others what is due, and take what has come; whether there was anything. Every
+        worker calls it after every step; `updated`: the step changed its weights."""
+        self.in_sync = self.in_sync and not updated
         last, in_flight = step == self.schedule.last_step, self.schedule.fragments_in_flight(step)
         completed = [
             bucket_index for bucket_index in self._in_flight if self._fragment_of(bucket_index) not in in_flight

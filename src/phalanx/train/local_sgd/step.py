@@ -9,11 +9,10 @@ optimizers and fp16's loss scale count alike.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.recipe import Recipe
 from phalanx.recipe.grad_sync_defaults import bucket_size_bytes, num_warmup_steps
@@ -29,7 +28,7 @@ from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_timer import StepTimer
-from phalanx.train.train_step import StepResult, TrainStep, nonfinite_reason, unpack_step_metrics
+from phalanx.train.train_step import GradientAccumulator, StepTotals
 
 
 class LocalSGDReducer(LocalReducer):
@@ -43,56 +42,42 @@ class LocalSGDReducer(LocalReducer):
         self._local_sgd.close()
 
 
-class LocalSGDStep(TrainStep):
-    """The norm that it tells is the root of the mean square of all workers'. The gradient noise scale cannot be told:
-    it takes the gradient of the whole batch."""
+class LocalSGDAccumulator(GradientAccumulator):
+    """Gradients stay each worker's own; losses, flags and norms are agreed on. The gradient noise scale is not
+    measured: it takes the gradient of the whole batch."""
 
-    def __init__(self, local_sgd: LocalSGD, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self._local_sgd = local_sgd
-
-    def start_step(self, step: int) -> None:
-        super().start_step(step)
+    def zero_grad(self, step: int) -> None:
+        super().zero_grad(step)
         self._measures_noise = False
 
-    def reduce_gradients(self, timer: StepTimer) -> Tensor:
-        """Leave this worker's gradients in the parameters; the agreement of all, on the device."""
+    def reduce_gradients(self, timer: StepTimer) -> None:
+        """Leave this worker's gradients in the parameters, and sum everything else over all workers."""
         self.reducer.reduce_gradients()
         norm = self.reducer.grad_norm().double()
-        num_terms = self._step_metrics[self.micro_batches : 2 * self.micro_batches].sum()  # others' are not there yet
+        num_terms = self.metrics.num_terms.sum()  # others' are not there yet
         self._own_metrics = torch.stack([norm, num_terms])
-        self._step_metrics[-1] = (norm / num_terms.clamp(min=1.0) / self.scaler.scale).square()
+        self.metrics.values[-1] = (norm / num_terms.clamp(min=1.0) / self.scaler.scale).square()
         if self.dist_env.world_size > 1:
-            dist.all_reduce(self._step_metrics)
+            dist.all_reduce(self.metrics.values)
         timer.lap("exchange")
-        return self._step_metrics
 
-    def finalize(self, step_metrics: Tensor) -> tuple[StepResult, float]:
-        """Judge the step: its outcome, and the factor that turns this worker's gradients into its clipped mean's."""
-        *values, square, norm, num_terms = torch.cat([step_metrics, self._own_metrics]).tolist()
-        loss, _, flags = unpack_step_metrics(values, self.micro_batches, self.dist_env.world_size)
-        grad_norm = math.sqrt(square / self.dist_env.world_size)
-        factor = 1.0 / (max(num_terms, 1.0) * self.scaler.scale)
-        skip_reason = nonfinite_reason(loss, grad_norm)
-        if skip_reason is None and self.max_grad_norm is not None and norm * factor > self.max_grad_norm:
-            factor *= self.max_grad_norm / (norm * factor)
-        return StepResult(loss, grad_norm, skip_reason, flags), factor
-
-    def optimizer_step(self, factor: float, lr: float) -> None:
-        """Scale the gradients and change the parameters, which from now on are this worker's own."""
-        super().optimizer_step(factor, lr)
-        self._local_sgd.in_sync = False
+    def read_totals(self, values: Sequence[float] | None = None) -> StepTotals:
+        """Totals whose terms and norm are this worker's, and the root mean square of all workers' norms."""
+        *summed, norm, num_terms = torch.cat([self.metrics.values, self._own_metrics]).tolist()
+        totals = self.metrics.totals(summed, norm)
+        grad_norm_rms = math.sqrt(totals.first_squared_norm / self.dist_env.world_size)
+        return replace(totals, num_terms=num_terms, grad_norm_rms=grad_norm_rms, first_squared_norm=0.0)
 
 
-def make_local_sgd_step(
+def make_local_sgd_accumulator(
     recipe: Recipe,
     dist_env: DistEnv,
     parallel_model: ParallelModel,
     optimizer: OptimizerContainer,
     scaler: GradScaler,
     seeds: MicroBatchSeeds,
-) -> LocalSGDStep:
-    """The stepper for a model that is whole on every worker, whose state is from now on each worker's own."""
+) -> LocalSGDAccumulator:
+    """The accumulator for a model that is whole on every worker, whose state is from now on each worker's own."""
     micro_size, parallelism, local_sgd_config = recipe.batch.micro_size, recipe.parallelism, recipe.local_sgd
     assert local_sgd_config is not None
     assert isinstance(micro_size, int)
@@ -123,15 +108,13 @@ def make_local_sgd_step(
             ErrorFeedbackState.from_residuals(parallel_model, local_sgd.residuals()),
             accepts_manifest=saved_during_local_sgd,
         )
-    return LocalSGDStep(
-        local_sgd,
-        optimizer,
-        scaler,
+    return LocalSGDAccumulator(
+        optimizer.parameter_names,
         LocalSGDReducer(parameters, local_sgd),
+        scaler,
         dist_env=dist_env,
         mesh=parallel_model.mesh,
-        micro_batches=recipe.batch.global_size // micro_size,
-        max_grad_norm=recipe.optimizer.max_grad_norm,
+        num_micro_batches=recipe.batch.global_size // micro_size,
         seeds=seeds,
         modules=parallel_model.modules,
         persistent_grads=recipe.compile == "cuda-graphs",

@@ -200,7 +200,7 @@ def test_another_is_started_for_one_that_ended_before_it_was_ready_but_not_for_e
         case.replicas.on_exit(2)
     assert case.nodes[1].starts() == [(2,)] * MAX_REJOIN_ATTEMPTS
     assert case.attempt.rejoining_ranks == set()
-    assert case.said == ["worker 2 ended 3 times before it was at work: the run goes on without it"]
+    assert case.said == ["worker 2 ended 3 times before it trained: the run continues without it"]
 
 
 def test_another_is_lost_before_they_have_come_together(case: Case) -> None:
@@ -264,7 +264,7 @@ def test_the_new_one_is_lost_before_it_has_its_place_but_not_for_ever(growing: C
         growing.step(step)
     assert growing.attempt.active_ranks == {0, 1, 3}
     assert growing.nodes[1].starts() == [(2,)] * MAX_REJOIN_ATTEMPTS
-    assert growing.said == ["worker 2 ended 3 times before it was at work: the run goes on without it"]
+    assert growing.said == ["worker 2 ended 3 times before it trained: the run continues without it"]
 
 
 def test_who_comes_after_the_last_step_is_not_waited_for(case: Case) -> None:
@@ -342,7 +342,7 @@ def test_a_replica_of_which_one_worker_does_not_come_stays_out(pairs: Case) -> N
     for _ in range(MAX_REJOIN_ATTEMPTS):
         pairs.replicas.on_exit(2)
     assert pairs.attempt.active_ranks == {0, 1}
-    assert pairs.said == ["worker 2 ended 3 times before it was at work: the run goes on without it"]
+    assert pairs.said == ["worker 2 ended 3 times before it trained: the run continues without it"]
 
 
 def test_no_replica_can_be_spared_when_each_has_lost_a_worker(pairs: Case) -> None:

@@ -94,7 +94,7 @@ def test_every_place_of_a_step_is_followed_by_something() -> None:
 def test_it_is_told_in_words() -> None:
     found = find_hang({0: beat(51), 1: beat(49, ago=12.4)}, NOW, 0.1, {1})
     assert found is not None
-    assert found.description == "worker 1 is held still by a signal for 12 s, in step 9, doing: backward"
+    assert found.description == "worker 1 has been stopped by a signal for 12 s, in step 9, doing: backward"
 
 
 def test_the_first_step_may_take_as_long_as_it_likes() -> None:

@@ -729,7 +729,7 @@ def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
     assert found.store_lost == ended
     assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
     assert [event.text for event in shown if isinstance(event, RunWarning)] == (
-        ["the process through which workers find each other died; they have met, and go on"] if begun else []
+        ["the rendezvous store died; the rendezvous is complete, and the workers continue"] if begun else []
     )
     if ended:
         assert fault_fields(found, "why").cause == "store_died"
@@ -893,7 +893,7 @@ def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: LeaderAgent, stage: 
     attempt.exit_statuses = {0: -9, 1: -9}
     code, message = decide_outcome(attempt, tmp_path, 0)
     assert code is None
-    assert message == "worker 1 has given no sign of life for 8 s, in step 7, doing: forward"
+    assert message == "worker 1 has sent no heartbeat for 8 s, in step 7, doing: forward"
     assert (fault_fields(attempt, "why").rank, fault_fields(attempt, "why").cause) == (1, "hang")
 
 

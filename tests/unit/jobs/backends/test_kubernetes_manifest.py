@@ -242,7 +242,7 @@ def test_a_dry_run_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
     text = str(KubernetesBackend().render(job(secrets=("HF_TOKEN",))))
     assert "hf_abcdef" not in text
-    assert "HF_TOKEN: <from the environment of who submits>" in text
+    assert "HF_TOKEN: <from the submitter's environment>" in text
 
 
 def test_names_are_made_fit_for_dns_and_the_given_one_is_kept() -> None:

@@ -91,8 +91,7 @@ def test_what_is_missing_is_told() -> None:
         task(gpus_per_node=8, cpus_per_node=4, memory_bytes=100), [{"CPU": 64, "GPU": 8, "memory": 1000}, {"CPU": 64}]
     )
     assert why == (
-        "2 nodes with 4 CPU, 8 GPU, 100 memory are wanted, each on a machine of its own; of 2 machines there is room "
-        "for 1"
+        "the job needs 2 nodes with 4 CPU, 8 GPU, 100 memory, each on a separate machine; 1 fit on 2 machines"
     )
 
 
@@ -152,7 +151,7 @@ def test_the_folder_travels_only_when_it_is_asked_to(tmp_path: Path) -> None:
         ),
         ({"priority": 3}, "no priorities"),
         ({"backend_options": {"strategy": "NEAR"}}, "expected one of STRICT_SPREAD"),
-        ({"max_parallel": 2}, "does not count the members of an array"),
+        ({"max_parallel": 2}, "cannot limit the members of an array"),
         ({"backend_options": {"patience": "-1"}}, "expected a whole number"),
         ({"backend_options": {"max-restarts": "x"}}, "expected a whole number"),
         ({"backend_options": {"image": "x"}}, "ray has no option 'image'"),

@@ -243,7 +243,7 @@ def test_who_looks_at_a_held_job_changes_nothing_and_learns_how_it_goes_on(tmp_p
     assert (folder / "unfit").exists()
     for each in found:
         assert each.reason == (
-            "is held, since n2, n3 did not fit it: `phalanx jobs release 6 --on slurm` lets it go on elsewhere"
+            "is held because of unfit nodes (n2, n3): `phalanx jobs release 6 --on slurm` continues it on other nodes"
         )
 
 

@@ -50,14 +50,14 @@ def test_as_many_faults_as_fit_are_drawn_and_no_more() -> None:
     course = replace(COURSE, steps=100)  # saves at 20, 40, 60 and 80: rounds of 2, 3, 3 and 3
     for seed in SEEDS:
         assert len(draw_faults(seed, 11, ("kill",), course)) == 11
-    with pytest.raises(UsageError, match=r"12 faults are too many: .* saves 4 times .* lets it go on after 11 faults"):
+    with pytest.raises(UsageError, match=r"12 faults are too many: .* saves 4 times .* survives 11 faults"):
         draw_faults(0, 12, ("kill",), course)
 
 
 def test_a_run_that_is_given_up_at_once_is_struck_only_after_progress() -> None:
     course = replace(COURSE, max_restarts=1)
     assert all(fault.trigger.after_new_checkpoint for fault in draw_faults(1, 10, ("kill",), course))
-    with pytest.raises(UsageError, match="lets it go on after 0 faults"):
+    with pytest.raises(UsageError, match="survives 0 faults"):
         draw_faults(1, 1, ("kill",), replace(course, checkpoint_every=None))
 
 

@@ -168,7 +168,7 @@ def test_weights_of_16_bits_are_averaged_in_32() -> None:
     weight = nn.Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
     rounds = LocalSGD([weight], rank=0, world_size=1, schedule=SyncSchedule(1, 1))
     nn.init.constant_(weight, 258.0)
-    rounds.after_step(1)
+    rounds.after_step(1, updated=True)
     assert [bucket.buffer.flat.dtype for bucket in rounds.buckets] == [torch.float32]
     assert weight.tolist() == [258.0] * 4
 
@@ -179,5 +179,5 @@ def test_a_worker_that_is_left_alone_uses_up_what_was_held_back() -> None:
     rounds.residuals()[weight].fill_(0.5)  # of the way back
     for step, expected in ((1, 1.5), (2, 2.0)):
         nn.init.constant_(weight, 2.0)
-        rounds.after_step(step)
+        rounds.after_step(step, updated=True)
         assert weight.tolist() == [expected] * 4

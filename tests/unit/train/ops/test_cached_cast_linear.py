@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from phalanx.compat import scale_in_place
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear, linear_names_in_blocks, use_cached_casts
 from phalanx.train.optim import OptimizerContainer
-from phalanx.train.train_step import STEP_FLAGS, compute_divisor_and_skip
+from phalanx.train.train_step import STEP_FLAGS, StepMetrics, compute_divisor_and_skip
 from small_train import make_stepper
 
 BF16 = torch.bfloat16
@@ -184,7 +185,10 @@ def test_a_step_judged_on_the_device_changes_weights_as_one_judged_by_the_host(c
                 numbers = torch.cat([agreement, stepper.reducer.grad_norm().view(1)])
                 stepper.optimizer.step_scaled(0.1, *compute_divisor_and_skip(numbers, 2, 1.0, clip))
             else:
-                stepper.optimizer_step(stepper.finalize(agreement)[1], 0.1)
+                stepper.metrics = StepMetrics(2, 1, torch.device("cpu"))
+                stepper.metrics.values = agreement
+                scale_in_place(stepper.reducer.grad_tensors(), stepper.divided()[1])
+                stepper.optimizer.step(0.1)
         weights.append(model.weight.detach().clone())
     assert torch.allclose(*weights, rtol=1e-5, atol=1e-7)
 

@@ -1,5 +1,5 @@
-"""Check `clock`: whether something keeps this machine's time right, as the kernel tells (adjtimex(2)), and whether the
-run's file server has the same time. How far nodes are apart, `cluster/health/compare_nodes.py` says.
+"""Check `clock`: whether this machine's clock is synchronized (adjtimex(2)), and whether it agrees with that of the
+run's file server. `cluster/health/compare_nodes.py` compares the clocks of nodes.
 """
 
 import ctypes
@@ -20,19 +20,19 @@ from phalanx.cluster.health.thresholds import evaluate_threshold
 STA_UNSYNC = 0x40
 """STA_UNSYNC of <sys/timex.h>."""
 SERVER_TIMESTAMP_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "ceph", "9p", "virtiofs"})
-"""File systems on which the server, not the client, says when a file was written."""
+"""File systems on which the server, not the client, sets the modification time of a file."""
 
 
 @dataclass(frozen=True)
 class KernelClock:
-    """What the kernel believes of its clock. `max_error_s`: seconds that it may be wrong at most."""
+    """The kernel's clock state. `max_error_s`: maximum error in seconds."""
 
     synchronised: bool
     max_error_s: float
 
 
 class _Timex(ctypes.Structure):
-    """The head of struct timex, and room for the rest of it."""
+    """The first fields of struct timex, and padding for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -46,7 +46,7 @@ class _Timex(ctypes.Structure):
 
 
 def read_kernel_clock() -> KernelClock | None:
-    """Asked of the kernel, nothing changed; None where it does not answer, as in some containers."""
+    """Read the clock state from the kernel without changing it; None where that fails, as in some containers."""
     if sys.platform != "linux":
         return None
     found = _Timex()
@@ -56,8 +56,10 @@ def read_kernel_clock() -> KernelClock | None:
 
 
 def server_offset(folder: Path, context: CheckContext, now: Callable[[], float] = time.time) -> float | None:
-    """Seconds that this machine's clock is ahead of the file server's of `folder`; None where the folder is not served,
-    or cannot be written to. Good to a hundredth of a second."""
+    """Return the seconds that this machine's clock is ahead of that of the file server of `folder`, accurate to 0.01 s.
+
+    None when the folder is local or not writable.
+    """
     nearest = nearest_existing(folder.absolute())
     mount = find_mount(nearest, context.root)
     if (
@@ -75,7 +77,7 @@ def server_offset(folder: Path, context: CheckContext, now: Callable[[], float] 
 
 
 def evaluate_clock(kernel: KernelClock | None, server_offset_s: float | None) -> list[HealthFinding]:
-    """What the kernel says, and beside it the server's clock where there is one."""
+    """Evaluate the kernel's clock state and, on a network file system, the offset to the server's clock."""
     figures: dict[str, FindingValue] = {
         "synchronised": None if kernel is None else kernel.synchronised,
         "error": None if kernel is None else kernel.max_error_s,
@@ -92,15 +94,13 @@ def evaluate_clock(kernel: KernelClock | None, server_offset_s: float | None) ->
         )
         return [HealthFinding("clock", verdict, text, figures)]
     if kernel is None:
-        text = "not known: the kernel does not tell whether its time is kept right"
+        text = "unknown: the kernel does not report whether its clock is synchronized"
         return [HealthFinding("clock", HealthVerdict.UNKNOWN, text, figures)]
     if not kernel.synchronised:
-        text = "the kernel says that nothing keeps its time right: start a time service (chrony, systemd-timesyncd)"
+        text = "the clock is not synchronized: start a time service (chrony, systemd-timesyncd)"
         return [HealthFinding("clock", HealthVerdict.WARN, text, figures)]
     verdict = evaluate_threshold("clock error", kernel.max_error_s)
-    return [
-        HealthFinding("clock", verdict, f"kept right to {kernel.max_error_s:.3g} s, as the kernel believes", figures)
-    ]
+    return [HealthFinding("clock", verdict, f"synchronized; maximum error {kernel.max_error_s:.3g} s", figures)]
 
 
 def check_clock(context: CheckContext) -> list[HealthFinding]:

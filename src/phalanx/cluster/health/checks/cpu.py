@@ -1,4 +1,4 @@
-"""Check `cpu`: cores that are on and allowed, their clock's limit, and who else uses them."""
+"""Check `cpu`: cores that are online and allowed, the limit of their clock, and other programs that use them."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from phalanx.cluster.health.thresholds import evaluate_threshold
 def measure_cpu(
     context: CheckContext, affinity: Sequence[int] | None = None, sleep: Callable[[float], None] = time.sleep
 ) -> dict[str, FindingValue]:
-    """What there is of the CPU."""
+    """Measure the CPU: its cores, limits and load."""
     folder = context.root / "sys/devices/system/cpu"
     allowed = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
     return {
@@ -29,7 +29,7 @@ def measure_cpu(
 
 
 def evaluate_cpu(figures: dict[str, FindingValue]) -> list[HealthFinding]:
-    """What is wrong with it."""
+    """Return one finding with all problems of the CPU."""
     present, online, allowed, quota = (_as_number(figures[name]) for name in ("present", "online", "allowed", "quota"))
     limit, busy = _as_number(figures["clock_limit"]), _as_number(figures["busy"])
     problems, verdicts = [], [HealthVerdict.PASS]
@@ -46,7 +46,7 @@ def evaluate_cpu(figures: dict[str, FindingValue]) -> list[HealthFinding]:
         problems.append(f"the control group grants the time of {quota:g} cores where {allowed:g} are allowed")
         verdicts.append(HealthVerdict.WARN)
     if limit is not None and (verdict := evaluate_threshold("clock under load", limit)) is not HealthVerdict.PASS:
-        problems.append(f"the clock is limited to {limit:.0%} of its highest (scaling_max_freq)")
+        problems.append(f"the clock is limited to {limit:.0%} of its maximum (scaling_max_freq)")
         verdicts.append(verdict)
     if busy is not None and (verdict := evaluate_threshold("busy cores", busy)) is not HealthVerdict.PASS:
         problems.append(f"other programs keep {busy:.1f} cores busy")
@@ -69,7 +69,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def clock_limit_share(context: CheckContext, cpus: Sequence[int]) -> float | None:
-    """The lowest clock that any core is limited to, over its highest; None in virtual machines, as a rule."""
+    """Return the lowest clock limit of any core over its maximum clock; usually None in virtual machines."""
     shares = []
     for cpu in cpus:
         folder = context.root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq"

@@ -1,4 +1,4 @@
-"""Check `disk`: room and inodes where a run, the cache and temporary files lie, and whether they can be written to."""
+"""Check `disk`: free space, inodes and write permission of the run, cache and temporary directories."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def measure_disk_space(folder: Path, context: CheckContext, statvfs: StatVfs = os.statvfs) -> dict[str, FindingValue]:
-    """Room in a folder, or in the one above it in which it would be made. OSError where the disk fails."""
+    """Measure free space of a folder, or of its nearest existing parent. Raises OSError when the disk fails."""
     nearest = nearest_existing(folder.absolute())
     found, mount = statvfs(nearest), find_mount(nearest, context.root)
     return {
@@ -36,7 +36,7 @@ def measure_disk_space(folder: Path, context: CheckContext, statvfs: StatVfs = o
 
 
 def evaluate_disk_space(purpose: str, figures: dict[str, FindingValue]) -> HealthFinding:
-    """`purpose` it is: "run", "cache" or "temp"."""
+    """Evaluate the figures of a folder. `purpose`: "run", "cache" or "temp"."""
     free, total, inodes, folder = (figures[name] for name in ("free", "total", "inodes_free", "folder"))
     assert isinstance(free, int)
     assert isinstance(total, int)
@@ -50,7 +50,7 @@ def evaluate_disk_space(purpose: str, figures: dict[str, FindingValue]) -> Healt
     summary = f"{folder}{location}: {free / BYTES_PER_GIB:.1f} of {total / BYTES_PER_GIB:.1f} GiB free"
     if isinstance(inodes, int) and (verdict := evaluate_threshold("inodes free", inodes)) is not HealthVerdict.PASS:
         verdicts.append(verdict)
-        summary += f", room for {inodes} more files only"
+        summary += f", only {inodes} free inodes"
     return HealthFinding(check, worst_verdict(verdicts), summary, figures)
 
 
@@ -63,7 +63,7 @@ def _check_each_dir(context: CheckContext, statvfs: StatVfs) -> Iterator[HealthF
         try:
             yield evaluate_disk_space(purpose, measure_disk_space(folder, context, statvfs))
         except OSError as error:
-            advice = "a network file system's server does not know it any more; mount it anew: "
+            advice = "stale file handle of a network file system; mount it again: "
             text = f"{folder}: {advice if error.errno == errno.ESTALE else ''}{error.strerror}"
             yield HealthFinding(
                 f"disk/{purpose}", HealthVerdict.FAIL, text, {"folder": str(folder), "errno": error.errno}

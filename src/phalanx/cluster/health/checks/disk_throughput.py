@@ -1,5 +1,5 @@
-"""Check `disk-rate`: a small file written, synced and read back where a run writes, beside what `phalanx calibrate`
-remembers of the same disk.
+"""Check `disk-throughput`: write, sync and read a small file where the run writes, and compare the rates with those
+that `phalanx calibrate` measured on the same disk.
 """
 
 import os
@@ -25,7 +25,7 @@ SCRATCH_PREFIX = ".phalanx-doctor-"
 def evaluate_disk_throughput(
     rates: storage.StorageRates, baseline: tuple[float | None, float | None]
 ) -> list[HealthFinding]:
-    """`baseline`: GB/s of writing and reading that a probe found, None where it did not."""
+    """Evaluate the rates. `baseline`: GB/s of writing and reading from the calibration, None if unknown."""
     figures: dict[str, FindingValue] = {"bytes": rates.num_bytes, "cache": rates.read_mode}
     verdicts, texts = [], []
     for operation, rate, baseline_rate in (
@@ -41,17 +41,17 @@ def evaluate_disk_throughput(
         text = f"{operation} at {rate * 1e3:.3g} MB/s"
         if baseline_rate is not None:
             verdicts.append(evaluate_threshold("disk slowdown", 1 - rate / baseline_rate))
-            text += f" ({rate / baseline_rate:.0%} of the probe's)"
+            text += f" ({rate / baseline_rate:.0%} of the calibrated rate)"
         texts.append(text)
     verdict = worst_verdict(verdicts)
     advice = (
-        "" if verdict is HealthVerdict.PASS else "; who else uses this disk? checkpoints and data would be waited for"
+        "" if verdict is HealthVerdict.PASS else "; check what else uses this disk: checkpoints and data will be slow"
     )
     return [HealthFinding("disk-throughput", verdict, ", ".join(texts) + advice, figures)]
 
 
 def baseline_rates(cluster: Cluster | None, mount_point: str | None) -> tuple[float | None, float | None]:
-    """A probe's rates, if it measured what is mounted at the same place."""
+    """Return the rates of a calibration, if it measured the same mount point."""
     found = cluster.measured.storage if cluster and cluster.measured else None
     if cluster is None or found is None or cluster.notes.get("folder", {}).get("mount_point") != mount_point:
         return None, None
@@ -70,7 +70,7 @@ def check_disk_throughput(context: CheckContext) -> list[HealthFinding]:
 
 
 def scratch_prefix(parent: int) -> str:
-    """How the folder's name begins, by the process that asked for it."""
+    """Return the name prefix of the scratch directory of the requesting process."""
     return f"{SCRATCH_PREFIX}{parent}-"
 
 

@@ -1,7 +1,8 @@
-"""Check `devices`: as many GPUs as must be, each answering, cool, at its clock, free, with sound memory and links.
+"""Check `gpus`: the number of GPUs, and whether each responds, is cool, not throttled, unused, and has healthy memory
+and links.
 
-Asked of NVIDIA's library (`nvidia-ml-py`) where it is installed. Without it they are counted in /proc and on the PCI
-bus, and the rest is told to be unknown. The library may hang on a sick GPU: ask in a process that can be ended.
+Reads NVML (`nvidia-ml-py`) where it is installed. Without it, GPUs are counted in /proc and on the PCI bus, and the
+rest is reported as unknown. NVML may hang on a faulty GPU: run this check in a process that can be killed.
 """
 
 import contextlib
@@ -22,26 +23,26 @@ THROTTLE_REASONS = {
     0x80: ("the power supply slows its clock down", HealthVerdict.FAIL),
     0x20: ("the driver slows its clock down: too hot", HealthVerdict.WARN),
 }
-"""What NVML's reasons for low clocks mean (nvmlClocksEventReasons); idleness and power limits are no faults."""
+"""Meaning of NVML's clock event reasons (nvmlClocksEventReasons). Idle clocks and power limits are not faults."""
 
 NVIDIA_DEVICE_FILES = ("dev/nvidiactl", "dev/dxg")
-"""One of these exists where NVIDIA's library may have something to tell."""
+"""NVML can only work where one of these exists."""
 NVML_LIBRARY_NOT_FOUND = 12
-"""NVML_ERROR_LIBRARY_NOT_FOUND: the driver may be well, there is only nobody to ask."""
+"""NVML_ERROR_LIBRARY_NOT_FOUND: the driver may work, but NVML is missing."""
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """What the library says of one GPU; None for what it does not know."""
+    """State of one GPU from NVML; None for unknown values."""
 
     index: int
     name: str = ""
     unreachable_reason: str | None = None
-    """Why it does not answer."""
+    """Error when the GPU does not respond."""
     used_memory_share: float | None = None
-    """Held by anything, over all."""
+    """Used memory over total memory."""
     temperature_margin_k: float | None = None
-    """Degrees below the temperature at which it slows down."""
+    """Kelvin below the temperature at which the GPU slows down."""
     throttle_bits: int = 0
     corrected_ecc_errors: int | None = None
     uncorrected_ecc_errors: int | None = None
@@ -52,12 +53,12 @@ class GpuState:
 
 
 def count_gpus(root: Path) -> int:
-    """GPUs that a driver has taken, without asking it: of NVIDIA by /proc, of AMD by the topology of its driver."""
+    """Count GPUs without calling the driver: NVIDIA's from /proc, AMD's from the topology in sysfs."""
     nvidia = root / "proc/driver/nvidia/gpus"
     if nvidia.is_dir():
         return len(list(nvidia.iterdir()))
     nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")
-    return sum(_is_amd_gpu(path) for path in nodes)  # CPUs are nodes, too, with the number 0
+    return sum(_is_amd_gpu(path) for path in nodes)  # CPUs are nodes with gpu_id 0
 
 
 def can_count_gpus(root: Path) -> bool:
@@ -76,7 +77,7 @@ def is_driver_loaded(root: Path) -> bool:
 
 
 def query_gpus(nvml: Any) -> list[GpuState]:
-    """Every GPU. NVMLError when the library cannot even count them."""
+    """Return the state of every GPU. Raises NVMLError when the library cannot count them."""
     return [_query_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
@@ -89,7 +90,7 @@ def _query_gpu(nvml: Any, index: int) -> GpuState:
         return GpuState(index, unreachable_reason=str(error))
 
     def query(function: str, *arguments: Any) -> Any:
-        """What a function returns; None for what this GPU, its driver or this version of the library does not have."""
+        """Return the result of an NVML function; None if the GPU, its driver or this NVML does not support it."""
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             return getattr(nvml, function)(handle, *arguments)
         return None
@@ -118,7 +119,7 @@ def _query_gpu(nvml: Any, index: int) -> GpuState:
 
 
 def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
-    """All that is wrong with one of them."""
+    """Return all problems of one GPU."""
     if gpu.unreachable_reason is not None:
         return [
             (HealthVerdict.FAIL, f"it does not answer ({gpu.unreachable_reason}): reset it, or restart the machine")
@@ -180,7 +181,7 @@ def evaluate_gpus(gpus: list[GpuState]) -> list[HealthFinding]:
 
 
 def evaluate_gpu_count(count: int, expected: int | None, source: str) -> HealthFinding:
-    """Of how many there are."""
+    """Compare the number of GPUs with the expected one."""
     figures: dict[str, FindingValue] = {"count": count, "expected": expected}
     if expected is not None and count < expected:
         text = f"{count} GPUs where {expected} are expected ({source}): see dmesg for XID 79, and the seat of the cards"
@@ -196,7 +197,7 @@ def evaluate_gpu_count(count: int, expected: int | None, source: str) -> HealthF
 
 
 def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
-    """Of PCIe lanes and NVLinks that are missing."""
+    """Report missing PCIe lanes and NVLinks."""
     problems = [each.narrow_link_warning for each in found if each.narrow_link_warning]
     max_nvlinks = max((each.nvlinks for each in found), default=0)
     problems += [
@@ -217,7 +218,7 @@ def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
 
 
 def check_gpus(context: CheckContext, expected: int | None, source: str, nvml: Any) -> list[HealthFinding]:
-    """`expected`, and `source` so many; `nvml`: the library, or None."""
+    """Check all GPUs. `expected`: their number, which came from `source`; `nvml`: the library, or None."""
     if not is_driver_loaded(context.root):
         return [evaluate_gpu_count(0, expected, source)]
     if not any((context.root / name).exists() for name in NVIDIA_DEVICE_FILES):
@@ -230,7 +231,7 @@ def check_gpus(context: CheckContext, expected: int | None, source: str, nvml: A
     except nvml.NVMLError as error:
         if getattr(error, "value", None) == NVML_LIBRARY_NOT_FOUND:
             return _findings_without_nvml(
-                context, expected, source, "told by libnvidia-ml, which is not in this container"
+                context, expected, source, "read by libnvidia-ml, which is not in this container"
             )
         text = f"a GPU driver is loaded, but does not answer ({error}): see dmesg, or restart the machine"
         return [HealthFinding("gpus/count", HealthVerdict.FAIL, text)]
@@ -248,11 +249,11 @@ def check_gpus(context: CheckContext, expected: int | None, source: str, nvml: A
 
 
 def _findings_without_nvml(context: CheckContext, expected: int | None, source: str, words: str) -> list[HealthFinding]:
-    """What is known without the library."""
+    """Return what is known without NVML."""
     text = f"not known: temperature, memory errors and clocks are {words}"
     count = count_gpus(context.root)
     unknown_count = HealthFinding(
-        "gpus/count", HealthVerdict.UNKNOWN, "not known: a GPU driver is loaded, but nothing tells of its GPUs"
+        "gpus/count", HealthVerdict.UNKNOWN, "unknown: a GPU driver is loaded, but its GPUs cannot be listed"
     )
     return [
         unknown_count

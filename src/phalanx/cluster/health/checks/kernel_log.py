@@ -1,7 +1,7 @@
-"""Check `kernel`: what the kernel has told of broken hardware. NVIDIA's XIDs, disks that fail, machine checks.
+"""Check `kernel-log`: hardware faults in the kernel log, such as NVIDIA XIDs, failing disks and machine checks.
 
-Only XIDs that a board or link causes count: others (13, 31, 43, 45) come of a program that failed, and a node must not
-be given up for these.
+Only XIDs with a board or link as the cause count. Others (13, 31, 43, 45) come from a failed program and do not make a
+node unfit.
 """
 
 import errno
@@ -44,19 +44,19 @@ FAILURE_PATTERNS = {
     ),
 }
 MAX_RECORD_BYTES = 8192
-"""Bytes that hold any record of /dev/kmsg."""
+"""Buffer size that fits any record of /dev/kmsg."""
 
 
 @dataclass(frozen=True)
 class KernelMessage:
-    """One message, and how many seconds ago it was told."""
+    """One message and its age in seconds."""
 
     age_s: float
     text: str
 
 
 def read_kernel_messages(context: CheckContext) -> list[KernelMessage]:
-    """What the kernel still remembers. OSError where this user may not read it."""
+    """Read the kernel log. Raises OSError when this user may not."""
     uptime = float((read_small_file(context.root / "proc/uptime") or "0").split()[0])
     found = []
     for record in _read_records(context.root / "dev/kmsg"):
@@ -68,7 +68,7 @@ def read_kernel_messages(context: CheckContext) -> list[KernelMessage]:
 
 
 def _read_records(path: Path) -> Iterator[str]:
-    """The records so far: the device gives one for each read, and would then wait."""
+    """Yield all records so far. The device returns one per read, and would block after the last."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while True:
@@ -77,7 +77,7 @@ def _read_records(path: Path) -> Iterator[str]:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno != errno.EPIPE:  # overwritten while it was read: the next one is there
+                if error.errno != errno.EPIPE:  # EPIPE: overwritten while being read; read the next one
                     raise
                 continue
             if not record:
@@ -88,13 +88,13 @@ def _read_records(path: Path) -> Iterator[str]:
 
 
 def evaluate_kernel_log(found: list[KernelMessage]) -> list[HealthFinding]:
-    """One finding: the worst that was told, with how long ago."""
+    """Return one finding with the worst verdict, and each message with its age."""
     last_by_text: dict[str, tuple[HealthVerdict, float]] = {}
     for line in found:
         for words, verdict in _classify(line):
             last_by_text[words] = (verdict, line.age_s)  # the last time counts
     if not last_by_text:
-        return [HealthFinding("kernel-log", HealthVerdict.PASS, "the kernel tells of no broken hardware")]
+        return [HealthFinding("kernel-log", HealthVerdict.PASS, "no hardware faults in the kernel log")]
     verdict = worst_verdict(each for each, _ in last_by_text.values())
     summary = "; ".join(f"{words} ({_format_age(age)} ago)" for words, (_, age) in last_by_text.items())
     return [

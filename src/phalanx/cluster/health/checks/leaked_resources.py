@@ -1,7 +1,7 @@
-"""Check `leftovers`: what dead runs left behind. Workers whose agent is gone, files in /dev/shm that nobody has open,
-processes that wait within the kernel, zombies.
+"""Check `leaked-resources`: what dead runs left behind: workers without an agent, unused files in /dev/shm, processes
+blocked in the kernel, zombies.
 
-Read from /proc below the site's root; of other users' processes only what everybody may see.
+Reads /proc below `CheckContext.root`; of other users' processes only what is readable for all users.
 """
 
 import os
@@ -16,17 +16,17 @@ from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVe
 from phalanx.cluster.health.thresholds import BYTES_PER_MIB, evaluate_threshold
 
 FORKSERVER_MODULE = "phalanx.jobs.agent.fork_server"
-"""In the command of the process that forks workers, and of these."""
+"""Module in the command line of fork servers and workers."""
 INIT_PROCESS_NAMES = frozenset({"init", "systemd", "tini", "dumb-init", "catatonit"})
-"""Who adopts processes whose parent is gone."""
+"""Processes that adopt orphans."""
 NUM_LOOKS, LOOK_INTERVAL_S = 3, 0.1
-"""How often, and how many seconds apart, a process must be found waiting within the kernel: a moment of it is usual."""
+"""A process counts as blocked when it is uninterruptible in all of these samples; a moment of it is normal."""
 MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One process. `state`: R running, S sleeping, D waiting within the kernel, Z zombie."""
+    """One process. `state`: R running, S sleeping, D uninterruptible, Z zombie."""
 
     pid: int
     parent: int
@@ -34,15 +34,15 @@ class ProcessInfo:
     state: str
     command: tuple[str, ...]
     is_own: bool
-    """Whether it belongs to the user for whom is looked; for root all do."""
+    """Whether it belongs to `CheckContext.uid`; always true for root."""
 
 
 UNKNOWN_PARENT = ProcessInfo(1, 0, "init", "S", (), False)
-"""Stands for a parent that cannot be seen."""
+"""Placeholder for a parent that is not visible."""
 
 
 def list_processes(context: CheckContext) -> list[ProcessInfo]:
-    """All processes."""
+    """List all processes by pid."""
     folder = context.root / "proc"
     found = (_read_process(each, context.uid) for each in folder.iterdir() if each.name.isdigit())
     return sorted((each for each in found if each is not None), key=lambda each: each.pid)
@@ -61,8 +61,10 @@ def _read_process(folder: Path, uid: int) -> ProcessInfo | None:
 
 
 def find_orphans(found: list[ProcessInfo], environment_of: Callable[[int], str]) -> list[ProcessInfo]:
-    """Workers of a run that nobody looks after any more: ours whose agent is gone, and torchrun's which were adopted.
-    `environment_of` gives a process's environment, empty where it may not be seen."""
+    """Find workers without a supervisor: those of a dead agent, and adopted ones of torchrun.
+
+    `environment_of` returns the environment of a process, empty if not readable.
+    """
     by_pid = {each.pid: each for each in found}
     return [each for each in found if each.is_own and each.state != "Z" and _is_orphan(each, by_pid, environment_of)]
 
@@ -74,7 +76,7 @@ def _is_orphan(process: ProcessInfo, by_pid: dict[int, ProcessInfo], environment
         and FORKSERVER_MODULE in (above := by_pid.get(top.parent, UNKNOWN_PARENT)).command
     ):
         top = above
-    # who is adopted has lost its parent; the numbers in commands may be those of another namespace
+    # an adopted process has lost its parent; pids in command lines may belong to another namespace
     if by_pid.get(top.parent, UNKNOWN_PARENT).name not in INIT_PROCESS_NAMES:
         return False
     if FORKSERVER_MODULE in process.command:
@@ -84,7 +86,7 @@ def _is_orphan(process: ProcessInfo, by_pid: dict[int, ProcessInfo], environment
 
 
 def find_abandoned_shm(context: CheckContext, found: list[ProcessInfo]) -> dict[str, int]:
-    """Files of the user (for root: all) in /dev/shm that no process has open or mapped, by name, with their bytes."""
+    """Return bytes by name of the user's files in /dev/shm (root: all files) that no process has open or mapped."""
     folder = context.root / "dev/shm"
     files_by_name = {each.name: each for each in folder.iterdir()} if folder.is_dir() else {}
     files = {}
@@ -102,25 +104,25 @@ def find_abandoned_shm(context: CheckContext, found: list[ProcessInfo]) -> dict[
 
 
 def _shm_names_of(folder: Path) -> Iterator[str]:
-    """Names below /dev/shm that a process has open or mapped."""
+    """Yield the names below /dev/shm that a process has open or mapped."""
     for line in read_small_file(folder / "maps").splitlines():
         if "/dev/shm/" in line:
             yield line.partition("/dev/shm/")[2]
     try:
         descriptors = list((folder / "fd").iterdir())
-    except OSError:  # it ended, or may not be seen
+    except OSError:  # it ended, or is not readable
         return
     for each in descriptors:
         try:
             link = os.readlink(each)
-        except OSError:  # this one was closed meanwhile, as the one by which we have just read our own
+        except OSError:  # closed meanwhile, like the descriptor of our own listing
             continue
         if link.startswith("/dev/shm/"):
             yield link.removeprefix("/dev/shm/")
 
 
 def _is_semaphore(name: str) -> bool:
-    """Named semaphores take 32 bytes, and databases keep theirs for ever."""
+    """Whether a file is a named semaphore: these take 32 bytes, and databases never remove theirs."""
     return name.startswith("sem.")
 
 
@@ -141,10 +143,7 @@ def _orphan_finding(orphans_left: list[ProcessInfo]) -> HealthFinding:
     numbers = ", ".join(str(each.pid) for each in orphans_left[:MAX_SHOWN]) + (
         " ..." if len(orphans_left) > MAX_SHOWN else ""
     )
-    text = (
-        f"{len(orphans_left)} workers of a run whose agent is gone still hold memory or devices: end them (kill "
-        f"{numbers})"
-    )
+    text = f"{len(orphans_left)} workers without an agent still hold memory or devices: end them (kill {numbers})"
     return HealthFinding("leaked-resources/workers", HealthVerdict.FAIL, text, figures)
 
 
@@ -152,9 +151,7 @@ def _shm_finding(files: dict[str, int]) -> HealthFinding:
     size = sum(files.values())
     figures: dict[str, FindingValue] = {"files": len(files), "bytes": size}
     if not files:
-        return HealthFinding(
-            "leaked-resources/shm", HealthVerdict.PASS, "no file in /dev/shm that nobody has open", figures
-        )
+        return HealthFinding("leaked-resources/shm", HealthVerdict.PASS, "no unused file in /dev/shm", figures)
     names = ", ".join(sorted(files)[:MAX_SHOWN]) + (" ..." if len(files) > MAX_SHOWN else "")
     text = f"{len(files)} files in /dev/shm ({size / BYTES_PER_MIB:.1f} MiB) that no process has open: {names}"
     return HealthFinding("leaked-resources/shm", HealthVerdict.WARN, text, figures)
@@ -180,5 +177,5 @@ def _blocked_finding(context: CheckContext, found: list[ProcessInfo], sleep: Cal
 
 
 def _find_blocked(found: list[ProcessInfo]) -> set[int]:
-    """Those in state D; the kernel's own threads, which have no command, wait there as a habit."""
+    """Return pids in state D, except kernel threads, which have no command line and are often in this state."""
     return {each.pid for each in found if each.state == "D" and each.command}

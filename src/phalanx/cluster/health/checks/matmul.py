@@ -1,5 +1,5 @@
-"""Check `matmul`: the reference product now, on each device, against what `phalanx calibrate` measured here and
-beside the other devices here. Measures with torch: for a process of its own.
+"""Check `matmul`: measure the reference product on each device, and compare it with the calibration and with the other
+devices of this machine. Imports torch, so it runs in a separate process.
 """
 
 import importlib
@@ -22,20 +22,21 @@ from phalanx.cluster.spec import Measurements
 
 MEASUREMENT_S = 0.3
 MAX_REPEATS = 8
-"""How often a slow one is measured at most: what else runs comes in bursts, and the best counts."""
+"""Maximum measurements of a slow device. Other load comes in bursts, and the best measurement counts."""
 REPEAT_INTERVAL_S = 0.3
-"""Seconds between, so that a burst may pass."""
+"""Seconds between measurements, so that a burst can pass."""
 
 
 @dataclass(frozen=True)
 class MatmulTiming:
-    """The reference product on one device: the least seconds of it, and its clock over the highest, if known."""
+    """The reference product on one device: its lowest time in seconds, and the clock over the maximum clock, if
+    known."""
 
     time_s: float
     flops: float
     clock_share: float | None = None
     other_busy_cores: float | None = None
-    """Cores that other programs kept busy meanwhile; of CPUs only."""
+    """Cores that other programs used during the measurement; CPU only."""
 
     @property
     def tflops(self) -> float:
@@ -51,8 +52,10 @@ def measure_matmul_timing(
     own_cpu_time: Callable[[], float] = time.process_time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> MatmulTiming:
-    """As `time_reference_gemm` finds it; again, for a few times, while it is slower than the baseline allows.
-    `own_cpu_time` tells how many seconds all threads of this process, in which it is measured, have computed."""
+    """Run `time_reference_gemm`, and repeat it up to `MAX_REPEATS` times while it is slower than the baseline allows.
+
+    `own_cpu_time` returns the CPU seconds of all threads of this process, which runs the measurement.
+    """
     best: MatmulTiming | None = None
     for number in range(MAX_REPEATS):
         if number:
@@ -88,19 +91,19 @@ def _measure_once(
 
 
 def slowdown_share(seconds: float, baseline: float) -> float:
-    """The share of the baseline's rate that is missing; negative when it is faster."""
+    """Return the share of the baseline's rate that is missing; negative if faster."""
     return 1 - baseline / seconds
 
 
 def format_relative_speed(share: float) -> str:
-    """A share of a rate that is missing, in words before whom it is held against."""
+    """Format a missing share of a rate, as "12% below" or "as fast as", to be followed by the reference."""
     if abs(share) < 0.005:
         return "as fast as"
     return f"{abs(share):.0%} {'below' if share > 0 else 'above'}"
 
 
 def baseline_seconds(measurements: Measurements | None) -> float | None:
-    """Seconds of the reference product when the machine was probed."""
+    """Return the seconds of the reference product in a calibration."""
     operations = measurements.operations if measurements else []
     return next((timed.seconds for timed in operations if timed.kind == REFERENCE_OP), None)
 
@@ -108,10 +111,10 @@ def baseline_seconds(measurements: Measurements | None) -> float | None:
 def evaluate_matmul(
     name: str, timings: Sequence[MatmulTiming], baseline: float | None, baseline_date: str
 ) -> list[HealthFinding]:
-    """One finding a device: against the baseline of that date, else against the median of at least three devices."""
+    """Return one finding per device: compared with the calibration, else with the median of at least 3 devices."""
     median = statistics.median(timing.time_s for timing in timings)
     reference, reference_s = (
-        (f"the probe of {baseline_date}", baseline) if baseline is not None else ("the median of its peers", median)
+        ("the median of its peers", median) if baseline is None else (f"the calibration of {baseline_date}", baseline)
     )
     found = []
     for index, timing in enumerate(timings):
@@ -136,24 +139,21 @@ def evaluate_matmul(
         if timing.clock_share is not None and verdict is HealthVerdict.PASS:
             verdict = evaluate_threshold("clock under load", timing.clock_share)
             summary += (
-                f"; clock at {timing.clock_share:.0%} of its highest" if verdict is not HealthVerdict.PASS else ""
+                f"; clock at {timing.clock_share:.0%} of its maximum" if verdict is not HealthVerdict.PASS else ""
             )
         found.append(HealthFinding(check, verdict, summary, figures))
     return found
 
 
 def _explain_slowness(other_busy_cores: float | None) -> str:
-    """Why it may be slow."""
+    """Return a possible cause of a slow device."""
     if other_busy_cores is not None and evaluate_threshold("busy cores", other_busy_cores) is not HealthVerdict.PASS:
-        return (
-            f"; other programs kept {other_busy_cores:.1f} cores busy meanwhile: end them, or look again when it is "
-            "quiet"
-        )
+        return f"; other programs used {other_busy_cores:.1f} cores: end them, or run again on an idle machine"
     return "; see heat and power limits, or what else runs here"
 
 
 MIN_PEERS = 3
-"""Devices, or nodes, among which a median says who is slow."""
+"""Minimum number of devices or nodes for which a median identifies slow ones."""
 
 
 def check_matmul(context: CheckContext) -> list[HealthFinding]:
@@ -169,7 +169,7 @@ def check_matmul(context: CheckContext) -> list[HealthFinding]:
 
 
 def call_on_device(index: int) -> Callable[[str, Any], Any]:
-    """Calls in this very process, on the GPU of that number where there are any."""
+    """Return a function that runs calls in this process, on the GPU with this index if there is one."""
 
     def call_function(function: str, payload: dict[str, Any]) -> Any:
         if (device := payload["device"]) != "cpu":

@@ -1,4 +1,4 @@
-"""Check `memory`: what is free of the machine's and the control group's memory, swap, and /dev/shm."""
+"""Check `memory`: free memory of the machine and of the control group, swap, and /dev/shm."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def measure_memory(
 
 
 def evaluate_memory(figures: dict[str, FindingValue]) -> list[HealthFinding]:
-    """One finding for memory and swap, one for /dev/shm."""
+    """Return one finding for memory and swap, and one for /dev/shm."""
     shm = {name: value for name, value in figures.items() if name.startswith("shm_")}
     return [_memory_finding({name: value for name, value in figures.items() if name not in shm}), _shm_finding(shm)]
 
@@ -54,7 +54,7 @@ def parse_meminfo(meminfo: str, name: str) -> int | None:
 
 
 def read_cgroup_used(root: Path) -> int | None:
-    """Bytes that this process's control group uses, its files in the page cache apart, which the kernel drops first."""
+    """Return the bytes that this process's cgroup uses, without inactive page cache, which the kernel drops first."""
     for line in read_small_file(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -1,7 +1,7 @@
-"""Check `network`: whether this machine's name leads to an address that others can reach, and whether the interface
-that gloo or NCCL is told to use exists.
+"""Check `network`: whether the host name of this machine resolves to an address that other machines can reach, and
+whether the interfaces that gloo and NCCL are configured to use exist.
 
-Gloo listens on the address of the machine's own name: where that is 127.0.1.1, workers of other nodes wait in vain.
+Gloo listens on the address of the host name. If that is 127.0.1.1, workers of other nodes cannot connect.
 """
 
 import ipaddress
@@ -20,7 +20,7 @@ ResolveName = Callable[[str], list[str]]
 
 
 def resolve_addresses(name: str) -> list[str]:
-    """IP addresses of a name. OSError when there are none."""
+    """Return the IP addresses of a name. Raises OSError when there are none."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return sorted({str(each[4][0]).partition("%")[0] for each in found})
 
@@ -45,7 +45,7 @@ def check_network(
 
 
 def evaluate_hostname(name: str, resolve: ResolveName, clock: Callable[[], float]) -> HealthFinding:
-    """Of the machine's own name."""
+    """Check the address of the host name, and how long it takes to resolve."""
     started = clock()
     try:
         found = resolve(name)
@@ -58,8 +58,8 @@ def evaluate_hostname(name: str, resolve: ResolveName, clock: Callable[[], float
     figures: dict[str, FindingValue] = {"name": name, "seconds": seconds, "addresses": " ".join(found)}
     if not any(is_reachable(each) for each in found):
         text = (
-            f"{name} is {', '.join(found)}, which only this machine can reach: workers of other nodes would wait in "
-            "vain; mend /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            f"{name} resolves to {', '.join(found)}, which only this machine can reach: workers of other nodes cannot "
+            "connect; fix /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         )
         return HealthFinding("network/name", HealthVerdict.WARN, text, figures)
     verdict = evaluate_threshold("name resolution", seconds)
@@ -72,7 +72,7 @@ def evaluate_hostname(name: str, resolve: ResolveName, clock: Callable[[], float
 
 
 def evaluate_interfaces(nics: tuple[Nic, ...], environ: Mapping[str, str]) -> HealthFinding:
-    """Of what the libraries were told to use, and which links are up."""
+    """Check the interfaces that gloo and NCCL are configured to use, and which links are up."""
     names = {nic.name for nic in nics if nic.link_kind == "ethernet"} | {"lo"}
     up = [nic.name for nic in nics if nic.is_up and nic.is_physical]
     figures: dict[str, FindingValue] = {"up": " ".join(up), "down": " ".join(_down_nics(nics))}

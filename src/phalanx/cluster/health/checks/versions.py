@@ -1,4 +1,4 @@
-"""Check `versions`: what software is here. Whether all nodes have the same, `cluster/health/compare_nodes.py` says."""
+"""Check `versions`: software versions of this node. `cluster/health/compare_nodes.py` compares them between nodes."""
 
 import platform
 from collections.abc import Callable
@@ -14,7 +14,7 @@ MIN_TORCH_VERSION, TORCH_VERSION_LIMIT = (2, 11), (2, 16)
 
 
 def installed_version(package: str) -> str | None:
-    """Its version, without importing it."""
+    """Return the version of a package without importing it."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""Jobs on Kubernetes: JobSets or TrainJobs, with Kueue where it is asked for. It talks to the API server through the
-official client; what is sent is made in kubernetes_manifest, what is answered is read in kubernetes_status.
+"""The Kubernetes backend: JobSets or TrainJobs, optionally with Kueue. It uses the official client; `manifest.py`
+renders the objects, and `status.py` reads them.
 
-A job's id is NAMESPACE/KIND/NAME. Its lines come merged by time, with the node before each where there are several.
-Who ends with 77 is started again, but Kubernetes, not we, decides where: nothing here keeps it off a machine.
+The id of a job is NAMESPACE/KIND/NAME. Log lines are merged by time, with the node in front if there are several. A job
+that ends with 77 (unfit node) is restarted, but Kubernetes chooses the machine: this backend cannot exclude nodes.
 """
 
 import heapq
@@ -34,17 +34,17 @@ API_GROUPS = {
     "trainjob": {"group": "trainer.kubeflow.org", "version": "v1alpha1", "plural": "trainjobs"},
 }
 LIST_PAGE_SIZE = 500
-"""Objects that one answer of a list may have, as kubectl asks for."""
+"""Objects per page of a list request, as in kubectl."""
 JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 """The label of the Jobs and pods of a JobSet; a TrainJob's JobSet has its name."""
 MANAGED_BY_SELECTOR = ",".join(f"{key}={value}" for key, value in manifest.MANAGED_BY_LABELS.items())
 REQUEST_TIMEOUTS_S = (10.0, 60.0)
-"""Seconds to connect, and to be answered."""
+"""Timeouts of a connection and of an answer."""
 
 
 class KubernetesBackend:
-    """The engine. `config` is a kubeconfig file, `context` one of its contexts; by default what `kubectl` would use, or
-    in a pod its service account."""
+    """The Kubernetes backend. `config`: a kubeconfig file; `context`: one of its contexts. The defaults are those of
+    `kubectl`, or the service account of a pod."""
 
     name = "kubernetes"
 
@@ -59,10 +59,10 @@ class KubernetesBackend:
         self._environ, self._token = environ, token
         self._connection: tuple[KubernetesClient, str] | None = None
         self._last_statuses: dict[str, JobStatus] = {}
-        """What was last known of each job that was polled here: of one that is deleted, the cluster keeps nothing."""
+        """Last status of each job that was polled here, since the cluster forgets deleted jobs."""
 
     def render(self, job: Job) -> SubmitRequest:
-        """The manifests. Values of secrets are not in them."""
+        """Return the manifests, without values of secrets."""
         if job.snapshot is not None:
             raise UsageError(
                 f"job {job.name}: on Kubernetes code comes with the image (-o image=...) or lies on a volume "
@@ -106,8 +106,10 @@ class KubernetesBackend:
         return f"{namespace}/{kind}/{name}"
 
     def poll(self, job_id: str) -> JobStatus:
-        """What is known of a job. One that was there when it was last polled here, and is not any more, was cancelled,
-        by whomever; or it was over, and its time to be kept has passed."""
+        """Return the status of a job.
+
+        A job that existed at the last poll and is gone now was cancelled, by any user, or had ended and has expired.
+        """
         namespace, _, name = _parse_job_id(job_id)
         workload = self._find_workload(job_id)
         if workload is None:
@@ -120,8 +122,10 @@ class KubernetesBackend:
         return found
 
     def list_jobs(self) -> list[JobStatus]:
-        """Those that Phalanx submitted to the namespace of the context, of everybody who may use it. What belongs to
-        them is asked for once, however many they are."""
+        """Return the jobs of all users that Phalanx submitted to the namespace of the context.
+
+        The number of requests does not depend on the number of jobs.
+        """
         client, namespace = self._connect()
         workloads: list[tuple[str, Mapping[str, Any]]] = []
         missing = 0
@@ -152,8 +156,10 @@ class KubernetesBackend:
         return sorted(found, key=lambda status: (status.submitted or 0.0, status.id))
 
     def send_signal(self, job_id: str, number: int) -> None:
-        """Kubernetes has no signals but those of its own end: `kill` is run in each container, on its first process,
-        which the kernel shields from signals that it does not handle."""
+        """Send a signal with `kill` in each container, since Kubernetes can only send the signals that end a pod.
+
+        The signal goes to the first process, which the kernel shields from signals that it does not handle.
+        """
         if number in (signal.SIGKILL, signal.SIGSTOP):
             raise UsageError(
                 f"{job_id}: the first process of a container cannot be sent {signal.Signals(number).name} from within; "
@@ -178,7 +184,7 @@ class KubernetesBackend:
             yield line
 
     def follow_logs(self, job_id: str) -> LogReader:
-        """What its pods print, also those that a restart brings."""
+        """Follow the logs of the job's pods, including those after a restart."""
         namespace, _, name = _parse_job_id(job_id)
         self._get_workload(job_id)
         return PodLogStreams(
@@ -187,12 +193,12 @@ class KubernetesBackend:
         ).read
 
     def cancel(self, job_id: str) -> None:
-        """Delete it; its pods may save for as long as the job's warning is, and its Secret goes with it."""
+        """Delete the job and its Secret. Its pods get the job's warning time to save."""
         namespace, kind, name = _parse_job_id(job_id)
         if self.poll(job_id).state.is_final:
             return
         client, _ = self._connect()
-        with translate_api_errors(f"stopping {job_id}"), suppress(ObjectNotFoundError):  # it went away meanwhile
+        with translate_api_errors(f"stopping {job_id}"), suppress(ObjectNotFoundError):  # deleted meanwhile
             client.custom.delete_namespaced_custom_object(
                 **API_GROUPS[kind],
                 namespace=namespace,
@@ -231,15 +237,17 @@ class KubernetesBackend:
         return _list_owned(client.batch.list_namespaced_job, namespace, name)
 
     def _list_pods(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
-        """Those of the last attempt, by node."""
+        """Return the pods of the last attempt, by node."""
         client, _ = self._connect()
         return select_latest_pods(_list_owned(client.core.list_namespaced_pod, namespace, name))
 
     def _read_pod_log(
         self, namespace: str, pod: Mapping[str, Any], prefix: str, follow: bool = False, since: int | None = None
     ) -> Iterator[tuple[str, str]]:
-        """A pod's lines so far, each with the moment at which it was printed; with `follow` all until it ends, of which
-        `since` leaves those of so many seconds."""
+        """Yield the lines of a pod so far, each with its timestamp.
+
+        With `follow`, yield until the pod ends. `since`: only lines of the last `since` seconds and later.
+        """
         since_option: dict[str, Any] = {} if since is None else {"since_seconds": since}
         client, _ = self._connect()
         name = pod["metadata"]["name"]
@@ -275,7 +283,7 @@ def _list_owned(call: Callable[..., Any], namespace: str, name: str | None = Non
 
 
 def _list_all_pages(call: Callable[..., Any], selector: str) -> list[Mapping[str, Any]]:
-    """All that a list call gives, in pages, so that no answer is too long."""
+    """Return all objects of a list request, in pages of limited size."""
     found: list[Mapping[str, Any]] = []
     more: dict[str, Any] = {}
     while True:

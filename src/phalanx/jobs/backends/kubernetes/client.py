@@ -12,7 +12,7 @@ from phalanx.jobs.backends.kubernetes.errors import translate_api_errors
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 EXEC_TIMEOUT_S = 10.0
-"""Seconds that `kill` in a container may take."""
+"""Time limit of `kill` in a container."""
 INSTALL_HINT = "jobs on Kubernetes need its client: pip install 'phalanx[kubernetes]'"
 
 
@@ -27,7 +27,7 @@ class KubernetesClient:
 
 
 def connect(config: Path | None, context: str | None, environ: Mapping[str, str]) -> tuple[KubernetesClient, str]:
-    """A client and the namespace to use when none is named. UsageError when there is nothing to go by."""
+    """Return a client and the default namespace. Raises UsageError when no configuration is found."""
     try:
         from kubernetes import client
         from kubernetes import config as configuration

@@ -1,4 +1,4 @@
-"""What an API server refuses, and a cluster that does not answer, in words for who asked. It decides nothing."""
+"""Translate errors of the Kubernetes API server and connection errors to UsageError."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.errors import UsageError
 
 MISSING_RESOURCE_TEXT = "the server could not find the requested resource"
-"""How an API server says that it does not know a kind of object; Trainer's and JobSet's are installed apart."""
+"""The API server's answer for an unknown kind of object. Trainer and JobSet must be installed separately."""
 
 
 class ObjectNotFoundError(UsageError):
@@ -17,7 +17,7 @@ class ObjectNotFoundError(UsageError):
 
 @contextmanager
 def translate_api_errors(what: str) -> Iterator[None]:
-    """UsageError, beginning with what was done, for every way in which a request can fail."""
+    """Raise UsageError, with `what` in front, for every way in which a request can fail."""
     import urllib3
     from kubernetes.client import ApiException
 
@@ -33,7 +33,7 @@ def translate_api_errors(what: str) -> Iterator[None]:
 
 
 def describe_api_error(status: int | None, body: str | bytes | None) -> str:
-    """One answer that is no success. `body` is a Status object, or whatever a proxy in between has sent."""
+    """Describe an error answer. `body` is a Status object, or the text of a proxy in between."""
     answer = _parse_body(body)
     message = answer.get("message") or f"it answered with HTTP status {status}"
     details = answer.get("details") or {}
@@ -62,5 +62,5 @@ def _parse_body(body: str | bytes | None) -> dict[str, Any]:
 
 
 def _root_cause(error: Exception) -> str:
-    """What stands behind the retries."""
+    """Return the root cause behind the retries."""
     return str(getattr(error, "reason", None) or error)

@@ -1,5 +1,5 @@
-"""What a job's pods print, as it comes: one stream a pod, in which each byte is sent once. A stream that breaks off
-goes on where it was; a pod that a restart brings gets a stream of its own.
+"""Follow the logs of a job's pods: one stream per pod, in which each byte is sent once. A broken stream resumes where
+it stopped; a new pod after a restart gets a new stream.
 """
 
 import queue
@@ -14,14 +14,14 @@ from phalanx.jobs.backends.kubernetes.status import pod_index
 
 Pod = Mapping[str, Any]
 OpenLog = Callable[[Pod, int | None], Iterator[tuple[str, str]]]
-"""The lines of a pod, each with the moment at which it was printed, until it ends or the stream breaks off; with a
-number only those of so many seconds until now."""
+"""Opens the log of a pod: lines with their timestamps, until the pod ends or the stream breaks. The number limits the
+lines to those of the last seconds."""
 REOPEN_INTERVAL_S = 1.0
 """Seconds after which a stream that broke off is opened again."""
 OVERLAP_S = 5
 """Seconds by which it then reaches back further than needed."""
 DRAIN_TIMEOUT_S = 15.0
-"""Seconds that the streams of a job that is over may take to come to their ends."""
+"""Seconds for the streams of a finished job to end."""
 FINAL_PHASES = ("Succeeded", "Failed")
 
 
@@ -60,7 +60,7 @@ class PodLogStreams:
         return [line for _, line in sorted(found, key=lambda one: one[0])]
 
     def _stream_pod(self, pod: Pod, prefix: str) -> None:
-        """All streams of one pod. One that was opened when the pod was over already has all that is left."""
+        """Read all streams of one pod. A stream that is opened after the pod has ended contains all that is left."""
         newest, count, last_line_at = "", 0, None
         name = pod["metadata"]["name"]
         while True:
@@ -72,13 +72,13 @@ class PodLogStreams:
                     last_line_at = time.monotonic()
                     num_same += timestamp == newest
                     if reaching_back and (timestamp < newest or (timestamp == newest and num_same <= count)):
-                        continue  # it came before the stream broke off
+                        continue  # already received before the stream broke
                     reaching_back = False
                     newest, count = timestamp, count + 1 if timestamp == newest else 1
                     self._lines.put((timestamp, prefix + line))
             except ObjectNotFoundError:
                 return
-            except UsageError:  # it broke off; who polls the job learns whether the cluster answers
+            except UsageError:  # the stream broke; polling the job shows whether the cluster responds
                 final = final and self._is_last.is_set()
             if final:
                 return

@@ -1,5 +1,5 @@
-"""Kubernetes manifests of a job: a JobSet or a TrainJob, and the Secret that belongs to it. Pure: a job goes in, values
-come out; nothing is sent, and no secret is known here.
+"""Render the Kubernetes manifests of a job: a JobSet or TrainJob, and its Secret. Pure: nothing is sent, and no secret
+value is known here.
 
 Fields are those of JobSet v1alpha2, Kubeflow Trainer v1alpha1 and batch/v1.
 """
@@ -15,25 +15,26 @@ from phalanx.jobs.spec import Job
 Manifest = dict[str, Any]
 
 LEADER_PORT = 29417
-"""Of the leader. Each pod has a network of its own, so that no other program can hold it."""
+"""Port of the leader. Each pod has its own network namespace, so no other program can use the port."""
 CONTAINER_NAME = "node"
 MANAGED_BY_LABELS = {"app.kubernetes.io/managed-by": "phalanx"}
-"""The label by which our jobs are found again."""
+"""Label that identifies jobs of Phalanx."""
 NAME_ANNOTATION = "phalanx-job"
-"""The annotation that keeps a job's own name."""
+"""Annotation with the name of the job."""
 RUN_ANNOTATION = "phalanx-run"
-"""The annotation that names the run that a job trains."""
+"""Annotation with the run directory of the job."""
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 TTL_AFTER_FINISHED_S = 7 * 24 * 3600
-"""Seconds for which an ended job, its logs and its name stay."""
+"""Seconds after which a finished job, its logs and its name are deleted."""
 
 RESTART_EXIT_CODES = (ExitCode.UNFINISHED, ExitCode.UNFIT_NODE, 137, 143)
-"""Codes after which a job is started again. Who was killed by SIGKILL or SIGTERM (137, 143) could not say its own."""
+"""Exit codes after which a job is restarted. 137 and 143 are those of SIGKILL and SIGTERM, which leave no other
+code."""
 FINAL_EXIT_CODES = (ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE, ExitCode.GAVE_UP)
 
 TOKEN_VARIABLE = "PHALANX_TOKEN"
 GENERATED_PLACEHOLDER = "<drawn at random when it is submitted>"
-ENVIRONMENT_PLACEHOLDER = "<from the environment of who submits>"
+ENVIRONMENT_PLACEHOLDER = "<from the submitter's environment>"
 
 
 def make_secret(job: Job, options: KubernetesOptions) -> Manifest:
@@ -49,7 +50,7 @@ def make_secret(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def make_workload(job: Job, options: KubernetesOptions) -> Manifest:
-    """What runs the job."""
+    """Return the JobSet or TrainJob that runs the job."""
     return make_jobset(job, options) if options.kind == "jobset" else make_trainjob(job, options)
 
 
@@ -81,8 +82,10 @@ def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def make_pod_failure_policy() -> Manifest:
-    """One bad end fails the Job at once, with a message that holds the code; `make_failure_policy` goes by that
-    message. Without the first rule a pod that was evicted would be made anew alone, while the others wait for it."""
+    """Fail the Job at the first failed pod, with a message that contains the exit code for `make_failure_policy`.
+
+    Without the first rule, an evicted pod would be recreated alone while the others wait for it.
+    """
     return {
         "rules": [
             {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -102,8 +105,10 @@ def make_pod_failure_policy() -> Manifest:
 
 
 def make_failure_policy(max_restarts: int) -> Manifest:
-    """Which failures of the Job start everything again. Disruptions are nobody's fault and count for nothing; any other
-    failure than an unfinished run is final, the time limit too."""
+    """Restart the JobSet after a disruption, which does not count, or after an unfinished run.
+
+    All other failures are final, including the time limit.
+    """
     codes = "|".join(str(int(code)) for code in RESTART_EXIT_CODES)
     restart = {"onJobFailureReasons": ["PodFailurePolicy"]}
     return {
@@ -202,7 +207,7 @@ def escape_literal(text: str) -> str:
 
 
 def make_resources(job: Job) -> Manifest:
-    """What a node needs, as limits and requests, so that nothing else on the machine can take it."""
+    """Return the resources of a node, as limits and equal requests, so that no other pod can take them."""
     wanted: Mapping[str, str | None] = {
         "cpu": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "memory": None if job.memory_bytes is None else str(job.memory_bytes),

@@ -1,5 +1,5 @@
-"""What can be said about a job on Kubernetes beyond `Job`: its options, and the names that Kubernetes takes. It reads
-and checks text; what is made of it stands in kubernetes_manifest."""
+"""Backend options of a job on Kubernetes, and valid object names. Parses and validates text; `manifest.py` renders the
+objects."""
 
 import difflib
 import re
@@ -21,7 +21,7 @@ LABEL_VALUE_PATTERN = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])
 TAINT_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 WORKLOAD_KINDS = ("jobset", "trainjob")
 POD_SUFFIX_CHARS = len("-abcde")
-"""What Kubernetes adds to the names of pods."""
+"""Length of the suffix that Kubernetes adds to pod names."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class KubernetesOptions:
 
     @property
     def worker_group_name(self) -> str:
-        """What the group of pods is called; of a TrainJob, the runtime decides, and all that Kubeflow ships say so."""
+        """Name of the group of pods. A TrainJob's runtime decides it; it is "node" in all runtimes of Kubeflow."""
         return "workers" if self.kind == "jobset" else "node"
 
 
@@ -87,8 +87,10 @@ def parse_options(job: Job) -> KubernetesOptions:
 
 
 def make_object_name(job: Job, options: KubernetesOptions) -> str:
-    """The name of a job's objects: its own, where Kubernetes would take it; else with small letters and '-' for '.' and
-    '_'. UsageError when that is not enough."""
+    """Return the name of a job's objects: the job's name in lower case, with '-' for '.' and '_'.
+
+    Raises UsageError when the result is no valid name.
+    """
     name = re.sub(r"[._]+", "-", job.name.lower()).strip("-")
     if not SERVICE_PATTERN.fullmatch(name):
         raise UsageError(f"job name {job.name!r}: on Kubernetes it becomes a DNS name and must begin with a letter")

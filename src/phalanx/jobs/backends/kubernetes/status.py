@@ -1,5 +1,4 @@
-"""What Kubernetes says of a job, in the words of `JobStatus`. Pure: it reads the objects that the API server answered
-with and asks nobody."""
+"""Convert Kubernetes objects to a `JobStatus`. Pure: the objects come from the API server, and no requests are made."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ KubernetesObject = Mapping[str, Any]
 
 ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 EXIT_CODE_PATTERN = re.compile(r"failed with exit code (\d+) ")
-"""How the Job controller tells which code made it fail."""
+"""The exit code in a message of the Job controller."""
 EXIT_CODE_MEANINGS: Mapping[int | None, str] = {
     ExitCode.USAGE: "it was called wrongly",
     ExitCode.DATA: "its data are bad",
@@ -28,7 +27,7 @@ EXIT_CODE_MEANINGS: Mapping[int | None, str] = {
 def parse_status(
     job_id: str, workload: KubernetesObject, jobs: Sequence[KubernetesObject], pods: Sequence[KubernetesObject]
 ) -> JobStatus:
-    """What is known of a job from its JobSet or TrainJob, that one's Jobs and its pods."""
+    """Return the status of a job from its JobSet or TrainJob, its Jobs and its pods."""
     metadata, status = workload["metadata"], workload.get("status") or {}
     pods = select_latest_pods(pods)
     done, failed = find_condition(status, "Completed", "Complete"), find_condition(status, "Failed")
@@ -91,7 +90,8 @@ def parse_timestamp(timestamp: str | None) -> float | None:
 def _parse_failure(
     failed: KubernetesObject, jobs: Sequence[KubernetesObject], pods: Sequence[KubernetesObject]
 ) -> tuple[JobState, int | None, str]:
-    """The Job's own condition tells more than the JobSet's, which only says that some Job failed."""
+    """Return state, exit code and reason of a failed job. Prefers the condition of the Job: that of the JobSet only
+    says that some Job failed."""
     causes = [cause for cause in (find_condition(job.get("status") or {}, "Failed") for job in jobs) if cause]
     cause = min(causes, key=lambda one: str(one.get("lastTransitionTime", "")), default=failed)
     message = f"{cause.get('reason', '')}: {cause.get('message', '')}".strip(": ")
@@ -120,11 +120,11 @@ def _parse_running(pods: Sequence[KubernetesObject]) -> tuple[JobState, str | No
 
 
 def _why_pod_waits(pod: KubernetesObject) -> str:
-    """Why a pod does not run: nowhere to put it, or its container cannot be made."""
+    """Return why a pod does not run: it cannot be scheduled, or its container cannot be created."""
     status = pod.get("status", {})
     for found in status.get("conditions") or ():
         if found["type"] == "PodScheduled" and found["status"] == "False":
-            return found.get("message") or "no machine has room for it"
+            return found.get("message") or "no machine has enough free resources"
     for container in status.get("containerStatuses") or ():
         waiting_state = container.get("state", {}).get("waiting")
         if waiting_state:

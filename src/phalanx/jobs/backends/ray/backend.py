@@ -1,9 +1,9 @@
-"""Jobs on Ray, through its job submission API: Ray runs a driver (ray_driver), which starts the command on each node.
-It needs only the address of the dashboard; Phalanx has to be installed on the cluster.
+"""The Ray backend. It uses Ray's job submission API: Ray runs a driver, which starts the command on each node. It needs
+only the address of the dashboard; Phalanx must be installed on the cluster.
 
-A job's id is Ray's submission id, with @ADDRESS behind it when the job named one. Ray shows a job's entrypoint and
-environment to everybody who sees its dashboard: secrets go through a file in the job's folder that only its owner can
-read, and that the driver removes. Where the folder is not shared, they are refused.
+The id of a job is Ray's submission id, followed by @ADDRESS if the job named an address. All users of the dashboard can
+see a job's entrypoint and environment. So secrets go through a file in the job's directory, which only its owner can
+read and which the driver removes. They are refused if the directory is not shared.
 """
 
 import json
@@ -46,11 +46,11 @@ GENERATED_PLACEHOLDER = "<drawn when it is submitted>"
 SNAPSHOT_PLACEHOLDER = "<a folder with the code>"
 REQUEST_FILE = "ray-job.json"
 SIGNAL_TIMEOUT_S = 30.0
-"""Seconds in which a signal has to arrive."""
+"""Seconds for a signal to be delivered."""
 
 
 class RayBackend:
-    """The engine. `address` is that of the dashboard."""
+    """The Ray backend. `address`: that of the dashboard."""
 
     name = "ray"
 
@@ -64,14 +64,14 @@ class RayBackend:
         self._clients: dict[str, Any] = {}
 
     def render(self, job: Job) -> SubmitRequest:
-        """What is sent to the API."""
+        """Return the request to the API."""
         for option in job.backend_options:
             if option not in OPTION_NAMES:
                 raise UsageError(f"job {job.name}: ray has no option {option!r}; known are {', '.join(OPTION_NAMES)}")
         _check_job(job)
         task = make_driver_spec(job)
         words = (job.backend_options.get("python", "python"), "-P", "-m", DRIVER_MODULE, "run", task.to_json())
-        # Ray gives a job three seconds to end unless told otherwise; the driver ends nodes within the warning
+        # by default Ray kills a job after 3 s; the driver needs the warning time to end the nodes
         environment: dict[str, Any] = {
             "env_vars": {
                 "RAY_JOB_STOP_WAIT_TIME_S": str(int(job.warning_s) + 15),
@@ -136,7 +136,7 @@ class RayBackend:
         return parse_status(job_id, info, log)
 
     def list_jobs(self) -> list[JobStatus]:
-        """Those that Phalanx submitted to the engine's address, of everybody who may use it."""
+        """Return the jobs of all users that Phalanx submitted to the backend's address."""
         with _translate_ray_errors("listing jobs"):
             found = [info for info in self._client(None).list_jobs() if JOB_NAME_KEY in (info.metadata or {})]
         found.sort(key=lambda info: (info.start_time or 0, info.submission_id))
@@ -179,7 +179,7 @@ class RayBackend:
             yield from strip_ray_preamble(client.get_job_logs(submission))
 
     def cancel(self, job_id: str) -> None:
-        """Its nodes may save for as long as the job's warning is."""
+        """Stop the job. Its nodes get the job's warning time to save."""
         info = self._info(job_id)
         submission, client = self._find(job_id)
         if not info.status.is_terminal():
@@ -189,7 +189,7 @@ class RayBackend:
         secrets_path(info.metadata[WORKING_DIR_KEY], submission).unlink(missing_ok=True)
 
     def _find(self, job_id: str) -> tuple[str, Any]:
-        """Ray's own id of a job, and the client that knows it."""
+        """Return Ray's submission id of a job, and the client for its cluster."""
         submission, _, address = job_id.partition("@")
         return submission, self._client(address or None)
 
@@ -245,7 +245,7 @@ def make_driver_spec(job: Job) -> DriverSpec:
 
 
 def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
-    """What is known of a job from Ray's record of it and its log."""
+    """Return the status of a job from Ray's record and its log."""
     driver_state, state, code, reason = (
         parse_driver_state(strip_ray_preamble(log)),
         JobState.QUEUED,
@@ -279,17 +279,19 @@ def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
 
 
 def _check_job(job: Job) -> None:
-    """UsageError for what Ray cannot do, and for options that are wrong."""
+    """Raise UsageError for what Ray cannot do, and for invalid options."""
     job_text, options = f"job {job.name}", job.backend_options
     if job.max_parallel is not None:
-        raise UsageError(f"{job_text}: Ray starts what there is room for, and does not count the members of an array")
+        raise UsageError(
+            f"{job_text}: Ray cannot limit the members of an array that run at once: it starts all that fit"
+        )
     if job.secrets and job.snapshot is not None:
         raise UsageError(
-            f"{job_text}: what travels with a job can be read by everybody on the cluster, so that {job.secrets[0]} "
-            "cannot be passed on; omit --snapshot, or set it where Ray is started on the machines"
+            f"{job_text}: all users of the cluster can read a snapshot's directory, so {job.secrets[0]} cannot be "
+            "passed on; omit --snapshot, or set it where Ray is started on the machines"
         )
     if job.priority:
-        raise UsageError(f"{job_text}: Ray knows no priorities; leave it away")
+        raise UsageError(f"{job_text}: Ray has no priorities; omit the priority")
     if options.get("strategy", PLACEMENT_STRATEGIES[0]) not in PLACEMENT_STRATEGIES:
         raise UsageError(
             f"{job_text}: option strategy={options['strategy']}: expected one of {', '.join(PLACEMENT_STRATEGIES)}"
@@ -304,7 +306,7 @@ def _check_job(job: Job) -> None:
 
 
 def _run(client: Any, command: str, deadline: float) -> Any:
-    """What Ray tells of a small job that has ended; None where it was stopped because it had not by then."""
+    """Run a short job and return its info; None if it was stopped at the deadline."""
     job = client.submit_job(entrypoint=command)
     while not client.get_job_status(job).is_terminal():
         if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
-"""The program that Ray runs for a job: it gets a place on each of its machines, starts one node on each, follows them,
-and starts them again when their exit code says so. It ends with the job's exit code.
+"""The program that Ray runs for a job: it reserves resources on machines, starts one node on each, monitors the nodes,
+and restarts them depending on their exit code. It ends with the job's exit code.
 
 `python -m phalanx.jobs.backends.ray.driver run TASK`, or `... signal JOB NODES NUMBER` to reach one that runs.
 """
@@ -41,12 +41,12 @@ NODE_ID_LABEL = "ray.io/node-id"
 
 
 class PlacementError(Exception):
-    """There was no place for the job; says why."""
+    """The job could not be placed; the text gives the reason."""
 
 
 @dataclass
 class RayAttempt:
-    """One start of all nodes."""
+    """One attempt: a start of all nodes."""
 
     actors: list[Any]
     node_ids: list[str]
@@ -75,7 +75,7 @@ class RayDriver:
         self._is_stopping = True
 
     def run(self) -> int:
-        """All attempts; returns the job's exit code."""
+        """Run all attempts and return the job's exit code."""
         deaths = 0
         for number in range(1, self._spec.max_restarts + 2):
             try:
@@ -110,7 +110,7 @@ class RayDriver:
         return code
 
     def _reserve_nodes(self) -> Any:
-        """A placement group with a place for each node. Raises Unplaced."""
+        """Create a placement group with a bundle for each node. Raises PlacementError."""
         task = self._spec
         label_selector = (
             {NODE_ID_LABEL: f"!in({','.join(sorted(self._excluded_nodes))})"} if self._excluded_nodes else None
@@ -135,7 +135,7 @@ class RayDriver:
         return group
 
     def _get_results(self, asked: list[Any]) -> list[Any]:
-        """What nodes answer. Raises Unplaced when they do not, or the job is to end."""
+        """Return the answers of the nodes. Raises PlacementError on timeout, or when the job is to end."""
         deadline = Deadline(
             "Ray to start this job's nodes",
             self._spec.placement_timeout_s,
@@ -185,7 +185,7 @@ class RayDriver:
         return RayAttempt(actors, machines)
 
     def _run_attempt(self, attempt: RayAttempt) -> int:
-        """Print the lines of all nodes until the last has ended. One bad end asks the others to end, too."""
+        """Print the lines of all nodes until the last has ended. The failure of one ends the others."""
         ray, several = self._ray, len(attempt.actors) > 1
         reads = {actor.read.remote(): node for node, actor in enumerate(attempt.actors)}
         while reads:
@@ -231,7 +231,7 @@ def _shell_exit_code(code: int) -> int:
 
 
 def print_driver_line(text: str) -> None:
-    """One line of the driver's own."""
+    """Print a line of the driver."""
     print(DRIVER_LINE_PREFIX + text, flush=True)
 
 

@@ -1,5 +1,5 @@
-"""What is told to a job's driver on Ray, what the ends of its nodes mean, and what it says of itself in its log. Values
-and functions of values: no Ray here."""
+"""Input of a job's driver on Ray, the meaning of its nodes' exit codes, and the state that it prints in its log. Values
+and pure functions; does not import Ray."""
 
 import json
 import re
@@ -11,30 +11,30 @@ from phalanx.errors import ExitCode
 
 FINAL_EXIT_CODES = frozenset({ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE, ExitCode.GAVE_UP})
 MEANINGFUL_EXIT_CODES = FINAL_EXIT_CODES | {ExitCode.UNFINISHED, ExitCode.UNFIT_NODE}
-"""Codes with which a node says what it wants."""
+"""Exit codes that determine the exit code of the job."""
 LOST_NODE_EXIT_CODE = 1 << 16
-"""The code of a node that vanished: no program ends with it."""
+"""Code of a node that was lost; no program can exit with it."""
 KILLED_EXIT_CODES = frozenset({137, 143, -9, -15, LOST_NODE_EXIT_CODE})
-"""How a command ends that was killed, with or without a shell around it: it could not say anything."""
+"""Exit codes of a killed command, with or without a shell around it."""
 NO_NODE = 3
-"""Exit code of who was to send a signal and found no node that runs; any other says that it could not look."""
+"""Exit code of the signal command when no node runs; any other code means that it failed."""
 SNAPSHOT_FILE = "code.tar"
-"""Where a job's code lies in the folder that Ray carries to each machine."""
+"""Name of the snapshot in the directory that Ray copies to each machine."""
 JOB_ID_VARIABLE = "PHALANX_RAY_JOB_ID"
-"""The variable in which a driver finds its job's id."""
+"""Environment variable with the id of the driver's job."""
 DRIVER_LINE_PREFIX = "phalanx driver: "
-"""Before each line that the driver itself writes."""
+"""Prefix of lines that the driver prints."""
 RAY_PREAMBLE_PREFIX = "Running entrypoint for job "
-"""The last line of what Ray puts before a job's own lines."""
+"""Last line that Ray prints before the job's own lines."""
 
 
 @dataclass(frozen=True)
 class DriverSpec:
-    """One job, as its driver needs it."""
+    """The input of a job's driver."""
 
     command: tuple[str, ...]
     working_dir: str
-    """Where it is started; a relative one lies in the code that travelled with the job."""
+    """Working directory; a relative path is below the snapshot."""
     num_nodes: int
     gpus_per_node: int
     cpus_per_node: int
@@ -43,7 +43,7 @@ class DriverSpec:
     warning_s: float
     environment: Mapping[str, str]
     secrets: tuple[str, ...]
-    """Names of variables whose values stand in the job's file of secrets."""
+    """Names of variables with values in the job's secrets file."""
     strategy: str
     placement_timeout_s: float
     """Seconds to wait for machines."""
@@ -58,7 +58,7 @@ class DriverSpec:
         return DriverSpec(**fields | {key: tuple(fields[key]) for key in ("command", "secrets")})
 
     def make_bundle(self) -> dict[str, float]:
-        """What one node needs, in Ray's words."""
+        """Return the resources of one node as a Ray bundle."""
         wanted: dict[str, float] = {"CPU": self.cpus_per_node}
         if self.gpus_per_node:
             wanted["GPU"] = self.gpus_per_node
@@ -68,18 +68,21 @@ class DriverSpec:
 
 
 def secrets_path(folder: str, job_id: str) -> Path:
-    """Where the values of a job's secrets lie until its driver has read them: in its folder, for its owner alone."""
+    """Return the path of the job's secrets file, which only its owner can read and which the driver removes."""
     return Path(folder) / f".phalanx-secrets-{job_id}"
 
 
 def actor_name(job_id: str, node: int) -> str:
-    """Under which a node is found by who wants to send it a signal."""
+    """Return the actor name of a node, by which a signal reaches it."""
     return f"{job_id}/{node}"
 
 
 def decide_exit_code(ended: Sequence[tuple[int, int]]) -> int:
-    """The code of an attempt from its nodes and their codes, in the order in which they ended. The first bad end
-    decides when it says what it wants; else node 0 does, which leads; who was killed may be started again."""
+    """Return the exit code of an attempt from (node, code) pairs in the order in which the nodes ended.
+
+    The first failure decides if its code is meaningful, else the leader, node 0, does. A killed node makes the attempt
+    unfinished, so that it can be restarted.
+    """
     bad = [(node, code) for node, code in ended if code != 0]
     if not bad:
         return int(ExitCode.DONE)
@@ -93,18 +96,18 @@ def decide_exit_code(ended: Sequence[tuple[int, int]]) -> int:
 
 
 def killed(ended: Sequence[tuple[int, int]]) -> int | None:
-    """The code of the program that ended an attempt because it was killed, if it was that, and no machine was lost."""
+    """Return the exit code of the killed program that ended an attempt; None for another cause, or a lost machine."""
     first = next((code for _, code in ended if code != 0), None)
     return first if first in KILLED_EXIT_CODES - {LOST_NODE_EXIT_CODE} else None
 
 
 def list_unfit_nodes(ended: Sequence[tuple[int, int]]) -> list[int]:
-    """Nodes that said that they are."""
+    """Return the nodes that ended with 77 (unfit node)."""
     return [node for node, code in ended if code == ExitCode.UNFIT_NODE]
 
 
 def describe_shortage(spec: DriverSpec, machine_resources: Sequence[Mapping[str, float]]) -> str | None:
-    """Why a job cannot have its nodes on machines with these resources; None when it can."""
+    """Return why the nodes of a job do not fit on machines with these resources; None if they fit."""
     requested = spec.make_bundle()
     fits_per_machine = [
         min(int(machine.get(key, 0) // amount) for key, amount in requested.items()) for machine in machine_resources
@@ -117,17 +120,17 @@ def describe_shortage(spec: DriverSpec, machine_resources: Sequence[Mapping[str,
         return None
     needs = ", ".join(f"{amount:g} {key}" for key, amount in requested.items())
     placement_text = (
-        "each on a machine of its own" if spread else "on one machine" if "STRICT" in spec.strategy else "anywhere"
+        "each on a separate machine" if spread else "on one machine" if "STRICT" in spec.strategy else "on any machines"
     )
     return (
-        f"{spec.num_nodes} nodes with {needs} are wanted, {placement_text}; of {len(machine_resources)} machines "
-        f"there is room for {found}"
+        f"the job needs {spec.num_nodes} nodes with {needs}, {placement_text}; {found} fit on "
+        f"{len(machine_resources)} machines"
     )
 
 
 @dataclass(frozen=True)
 class DriverState:
-    """What a driver has said of itself."""
+    """State of a driver, from its lines in the log."""
 
     num_attempts: int = 0
     nodes: tuple[str, ...] = ()
@@ -136,7 +139,7 @@ class DriverState:
 
 
 def parse_driver_state(lines: Sequence[str]) -> DriverState:
-    """What stands in a job's log about its attempts."""
+    """Parse the state of the driver from a job's log."""
     found = DriverState()
     for line in lines:
         if line.startswith(DRIVER_LINE_PREFIX):

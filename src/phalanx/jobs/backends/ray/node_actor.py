@@ -1,5 +1,5 @@
-"""One node of a job on Ray: the body of an actor, which starts the job's command once, hands on its lines and signals,
-and takes it along when it dies. It knows no Ray; the driver makes the actor of it."""
+"""One node of a job on Ray: the body of an actor, which starts the job's command once, and forwards its output and
+signals. The command dies with the actor. Does not import Ray; the driver turns the class into an actor."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE
 
 OUTPUT_TIMEOUT_S = 10.0
-"""Seconds in which the output of a command that has ended must be read."""
+"""Seconds to read the remaining output of a command that has ended."""
 MAX_LINES_PER_READ = 1000
 """Lines that are handed on at once."""
 
@@ -32,12 +32,12 @@ class NodeActor:
     def __init__(self) -> None:
         self._lines: queue.Queue[str | None] = queue.Queue(
             10 * MAX_LINES_PER_READ
-        )  # who prints faster than is read has to wait
+        )  # a process that prints faster than it is read blocks
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.mkdtemp(prefix="phalanx-node-")
 
     def find_free_port(self) -> int:
-        """A port above 1024 that nobody listens on."""
+        """Return a free port above 1024."""
         with socket.socket() as sock:
             sock.bind(("", 0))
             return int(sock.getsockname()[1])

@@ -1,9 +1,9 @@
-"""Jobs on Slurm: sbatch sends a script, whose srun starts the command once on each node. It needs no accounting
-database, but a file system that all nodes share: of $PHALANX_STATE_DIR, and of the folder that a job starts in unless
-its code travels, which is then put below $PHALANX_STATE_DIR.
+"""The Slurm backend: sbatch submits a script that starts the command once per node with srun. It needs no accounting
+database, but a shared file system for $PHALANX_STATE_DIR and for the job's working directory. A snapshot is unpacked
+below $PHALANX_STATE_DIR.
 
-Each job has a folder there with its scripts, its log and what they leave (slurm_script). The scripts queue a job again
-that is not finished; keeping it off unfit nodes is only possible from outside, and is done by whoever polls it.
+Each job has a directory there with its scripts, its log and its results (`batch_script.py`). The scripts requeue an
+unfinished job. They cannot exclude unfit nodes; the process that polls the job does.
 """
 
 import os
@@ -49,15 +49,15 @@ RunProgram = Callable[[Sequence[str]], tuple[int, str, str]]
 
 ID_FILE = "id"
 LOCK_TIMEOUT_S = 300.0
-"""Seconds for which another command may be submitting."""
+"""Seconds to wait for another process that submits."""
 COMMAND_TIMEOUT_S = 600.0
-"""Seconds in which one of Slurm's programs must have answered: they try for a while to reach a controller."""
+"""Time limit of one of Slurm's programs, which retry for a while to reach a controller."""
 NODES_UNAVAILABLE_TEXT = "Requested node configuration is not available"
-"""What Slurm answers to more nodes than there are, and to more than are in service."""
+"""Slurm's answer when more nodes are requested than exist or are in service."""
 
 
 def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
-    """Run a program here."""
+    """Run a program on this machine."""
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
@@ -70,7 +70,7 @@ def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
 
 
 class SlurmBackend:
-    """The engine. `run_program` runs Slurm's programs; `jobs_dir` is where jobs have their folders."""
+    """The Slurm backend. `run_program` runs Slurm's programs; `jobs_dir` contains the directories of jobs."""
 
     name = "slurm"
 
@@ -107,11 +107,11 @@ class SlurmBackend:
         return self._submit_files(request, job.array_name or job.name, members)
 
     def poll(self, job_id: str) -> JobStatus:
-        """What Slurm knows of a job or, when it has forgotten it, what the job left."""
+        """Return the status from Slurm, or from the job's files when Slurm has forgotten it."""
         return self._get_status(job_id, self._find_job_dir(job_id))
 
     def list_jobs(self) -> list[JobStatus]:
-        """The jobs that have a folder here."""
+        """Return the jobs that have a directory here."""
         folders = self._list_job_dirs()
         if not folders:
             return []
@@ -122,8 +122,8 @@ class SlurmBackend:
         return [self._get_status(id, folders[id], id in known_ids) for id in ordered]
 
     def release(self, job_id: str) -> bool:
-        """Keep a job that is held because nodes were unfit off them from now on, and let it go on. Nothing happens to
-        any other."""
+        """Release a job that is held because of unfit nodes, and exclude these nodes. Returns False for any other
+        job."""
         folder = self._find_job_dir(job_id)
         marker = folder / UNFIT_FILE
         if not marker.exists():
@@ -147,7 +147,7 @@ class SlurmBackend:
         )
 
     def read_logs(self, job_id: str) -> Iterator[str]:
-        """What all its nodes have printed, in the order in which it came, of all attempts."""
+        """Yield the output so far of all nodes and attempts, in the order in which it was printed."""
         log = self._find_job_dir(job_id) / LOG_FILE
         if log.exists():
             with open(log, errors="replace", newline="\n") as lines:
@@ -155,11 +155,11 @@ class SlurmBackend:
                     yield line.rstrip("\n")
 
     def follow_logs(self, job_id: str) -> LogReader:
-        """What all its nodes print."""
+        """Follow the output of all nodes."""
         return printed_lines(self._find_job_dir(job_id) / LOG_FILE)
 
     def cancel(self, job_id: str) -> None:
-        """End a job for good, wherever it is in its life."""
+        """Cancel a job in any state."""
         folder = self._find_job_dir(job_id)
         if self._get_status(job_id, folder).state.is_final:
             return
@@ -193,7 +193,7 @@ class SlurmBackend:
         )
 
     def _submit_files(self, request: SubmitRequest, name: str, jobs: Mapping[str, Job]) -> list[str]:
-        """Send a job, or the jobs of an array, each by the name of its own folder in the whole's; returns their ids."""
+        """Submit a job, or the members of an array by the names of their directories. Returns their ids."""
         values = self._secret_values(request.job)
         for job in jobs.values():
             if job.snapshot is None and not job.working_dir.is_dir():
@@ -221,7 +221,7 @@ class SlurmBackend:
                 for own, each in ids.items():
                     _write_private_file(folder / own / ID_FILE, f"{each}\n")
             except BaseException:
-                self._run_program(["scancel", id])  # nobody would know of it
+                self._run_program(["scancel", id])  # without the file the job could not be found again
                 raise
         return list(ids.values())
 
@@ -243,13 +243,14 @@ class SlurmBackend:
         if status.state is JobState.QUEUED and (folder / UNFIT_FILE).exists():
             unfit = ", ".join((folder / UNFIT_FILE).read_text().split())
             hold_reason = (
-                f"is held, since {unfit} did not fit it: `phalanx jobs release {id} --on slurm` lets it go on elsewhere"
+                f"is held because of unfit nodes ({unfit}): `phalanx jobs release {id} --on slurm` continues it on "
+                "other nodes"
             )
             status = replace(status, reason=hold_reason)
         return replace(status, run_dir=run)
 
     def _query_job(self, id: str, folder: Path) -> dict[str, str] | None:
-        """Slurm's fields of a job; None when it has forgotten it, or another one has the number now."""
+        """Return Slurm's fields of a job; None when Slurm has forgotten it, or has reused its id."""
         code, out, err = self._run_program(["scontrol", "show", "job", id])
         if code and "Invalid job id" in err:
             return None
@@ -324,7 +325,7 @@ class SlurmBackend:
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Nobody else submits here meanwhile."""
+        """Prevent other processes from submitting here during the block."""
         self.jobs_dir.mkdir(parents=True, exist_ok=True)
         with open(self.jobs_dir / ".lock", "w") as lock, ExitStack() as stack:
             what = f"another command, which is submitting to Slurm in {self.jobs_dir}"
@@ -341,7 +342,7 @@ class SlurmBackend:
 
 
 def _write_job_dir(folder: Path, job: Job, secrets: dict[str, str]) -> None:
-    """What a job finds in its folder besides its scripts."""
+    """Write the files of a job's directory other than its scripts."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if secrets:
         _write_private_file(folder / SECRETS_FILE, render_secret_file(secrets))

@@ -1,9 +1,9 @@
-"""The scripts of a job on Slurm, as text: one that Slurm starts on the first node, and one that srun starts on each.
-Pure: what was found out about the cluster goes in. Who sends them stands in slurm.
+"""Render the scripts of a job on Slurm: one that Slurm starts on the first node, and one that srun starts on each node.
+Pure: `backend.py` submits them.
 
-All that a job, or a member of an array, writes lies in its folder, on a file system that all nodes share: `log`,
-`token.<attempt>`, `code.<attempt>.<render_node_script>`, `result`, `deaths` (in a row), and `unfit` when nodes are to
-be avoided. In `code` lies what travelled with it.
+A job, or a member of an array, writes all files to its directory, on a file system that all nodes share: `log`,
+`token.<attempt>`, `code.<attempt>.<node>`, `result`, `deaths` (consecutive ones), and `unfit` with the nodes to
+exclude. The snapshot is unpacked in `code`.
 """
 
 import shlex
@@ -28,9 +28,11 @@ def render_scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
 
 
 def render_array_scripts(jobs: Sequence[Job], version: Version, folder: Path) -> dict[str, str]:
-    """The scripts of a job array, whose members differ in what they run and in nothing that Slurm is asked for: one
-    batch script, and for each member its node script in a folder named by its index. UsageError as for
-    `render_scripts`."""
+    """Render the scripts of a job array: one batch script, and a node script for each member in a directory named by
+    its index.
+
+    Members differ only in their commands, not in options for Slurm. Raises UsageError like `render_scripts`.
+    """
     texts = {}
     for index, job in enumerate(jobs):
         member_dir = folder / str(index)
@@ -55,8 +57,10 @@ def _check_folders(job: Job, folder: Path) -> None:
 
 
 def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_dirs: Sequence[Path] = ()) -> str:
-    """What runs on the first node: starts the step, passes the warning on, and decides what its end means.
-    `member_dirs`: where those of an array start; each has a folder in `folder`."""
+    """Render the script of the first node: it starts the step, forwards the warning signal, and evaluates the end.
+
+    `member_dirs`: working directories of the members of an array; each member has a directory in `folder`.
+    """
     output = str(folder).replace("%", "%%")  # Slurm puts numbers and names in for %j and the like
     output = f"{output}/%a/{LOG_FILE}" if member_dirs else f"{output}/{LOG_FILE}"
     parallel_suffix = f"%{job.max_parallel}" if job.max_parallel else ""
@@ -66,7 +70,7 @@ def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_d
         header="\n".join(f"#SBATCH {quote_directive(option)}" for option in header),
         name=job.name,
         folder=shlex.quote(str(folder)) + ("/$SLURM_ARRAY_TASK_ID" if member_dirs else ""),
-        # a member's own number would do, but for one member, whose number means the whole array
+        # $SLURM_JOB_ID would work for all members but one: there it is the id of the whole array
         id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if member_dirs else "$SLURM_JOB_ID",
         cores=f"export SRUN_CPUS_PER_TASK={job.cpus_per_node}\n" if job.cpus_per_node else "",
         step=" ".join(
@@ -83,7 +87,7 @@ def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_d
 
 
 def render_node_script(job: Job, options: SbatchOptions, folder: Path) -> str:
-    """What runs on each node: the command, whose exit code it writes down."""
+    """Render the script of each node: it runs the command and records the exit code."""
     words = job.command
     if options.apptainer_image is not None:
         binds = [f"--bind={path}:{path}" for path in (folder, job.working_dir)]
@@ -103,19 +107,20 @@ def render_node_script(job: Job, options: SbatchOptions, folder: Path) -> str:
 
 
 def render_secret_file(values: dict[str, str]) -> str:
-    """What `node.sh` reads the secrets from."""
+    """Render the file from which `node.sh` reads the secrets."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
 
 
 def quote_directive(option: str) -> str:
-    """An option as it must stand behind #SBATCH, where sbatch, not a shell, reads quotes."""
+    """Quote an option for a line with #SBATCH, which sbatch parses, not a shell."""
     if all(letter.isalnum() or letter in "-_=.,:/@+" for letter in option):
         return option
     return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _container_options(job: Job, folders: Sequence[Path]) -> list[str]:
-    """A container sees the job's folders by their own names, besides what is asked for."""
+    """Return the container options: the job's directories are mounted at the same paths, in addition to given
+    mounts."""
     if "container-image" not in job.backend_options:
         return []
     own = [f"{path}:{path}" for path in dict.fromkeys(folders)]
@@ -127,25 +132,25 @@ def _container_options(job: Job, folders: Sequence[Path]) -> list[str]:
 
 
 SIGNAL_GRACE_S = 5
-"""Seconds after which what a step runs is taken to know what to do when it is told to stop."""
+"""Seconds after its start in which a step may not handle signals yet."""
 BATCH_TEMPLATE = r"""#!/bin/bash
 {header}
 # Job {name}, one attempt: Slurm starts this on the first of its nodes.
 set -o pipefail
-trap : TERM # what asks the job to stop must not end this script, which has to say how it ended
+trap : TERM # a request to stop the job must not end this script, which records the result
 warned=
-trap 'warned=1' USR1 # there is nobody yet to be told
+trap 'warned=1' USR1 # the step has not started yet
 
 # shellcheck disable=SC2016 # names are meant as they stand
 folder={folder} options=({step})
 attempt=${{SLURM_RESTART_COUNT:-0}}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
-# below the ports that the kernel hands out; another one for each attempt
+# below the kernel's ephemeral ports; a different one for each attempt
 port=$((20000 + (SLURM_JOB_ID + attempt) % 10000))
 while (: <"/dev/tcp/${{nodes[0]}}/$port") 2>/dev/null; do port=$((port + 1)); done
 
-# a new name for each attempt: no node can have the old one's contents in its cache
+# a new name for each attempt: no node can have old contents in its cache
 rm -f "$folder"/token.* "$folder"/code.*
 token=$folder/token.$attempt
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$token")
@@ -157,8 +162,8 @@ srun --input=none --export=ALL --kill-on-bad-exit=1 --wait=60 \
   bash "$folder/node.sh" "$attempt" &
 step=$!
 
-# The warning reaches this shell alone. The step may not have begun yet, and what it runs needs a moment until it can be
-# told: before that the signal would end it.
+# The warning signal reaches only this shell. Forward it when the step has started and its command handles signals;
+# before that the signal would end it.
 begun=$EPOCHSECONDS
 # shellcheck disable=SC2317 # the trap calls it
 running() {{ kill -0 "$step" 2>/dev/null; }}
@@ -175,7 +180,8 @@ while running; do wait "$step"; done # a signal ends `wait`, too
 wait "$step"
 code=$?
 
-# The first node leads, so its code is the job's. Where it was killed because another failed, that one's is.
+# The exit code of the job is that of the first node, the leader. If it was killed because another node failed, take
+# that node's code.
 leader=
 unfit=()
 others=
@@ -185,12 +191,12 @@ for node in "${{nodes[@]}}"; do
   [[ $one == {unfit} ]] && unfit+=("$node")
   [[ -z $others && -n $one && $one != 0 && $one != {unfinished} && $one -lt 128 ]] && others=$one
 done
-if [[ -n $leader ]]; then code=$leader; elif [[ $code == 0 ]]; then code={unfinished}; fi # who is done says so
+if [[ -n $leader ]]; then code=$leader; elif [[ $code == 0 ]]; then code={unfinished}; fi # a finished leader records 0
 if ((${{#unfit[@]}} > 0 && (code >= 128 || code == {unfinished}))); then code={unfit}; fi
 if [[ -n $others && $code -ge 128 ]]; then code=$others; fi
 
-# Who was killed could not say what it wants, and is started again; not for ever, as where its memory is too small. An
-# srun that could not start the step, as right after a node came back, may end with more than 192.
+# A killed job is restarted, but only a few times in a row, since it may need more memory. An srun that cannot start the
+# step, as right after a node came back, may end with a code above 192.
 deaths=0
 if ((code > 128 && code <= 192)) || [[ -z $leader$others && $code -gt 192 ]]; then
   if ((EPOCHSECONDS - begun < {progress})); then read -r deaths 2>/dev/null <"$folder/deaths" || deaths=0; fi
@@ -207,7 +213,7 @@ cancelled() {{
 }}
 ask() {{
   local up
-  for _ in {{1..60}}; do # the controller may be starting again just now
+  for _ in {{1..60}}; do # the controller may be restarting
     up=$(scontrol ping | grep -cw UP)
     scontrol "$1" "{id}" && exit "$code"
     if ((up > 0)); then break; fi
@@ -215,12 +221,12 @@ ask() {{
   done
 }}
 if ((deaths >= {deaths})); then
-  echo "killed $deaths times in a row (exit code $code): not started again; it may need more memory"
+  echo "killed $deaths times in a row (exit code $code): not restarted; it may need more memory"
 elif [[ $code == {unfinished} || $code == {unfit} || $deaths != 0 ]] && ((attempt < {requeues})) && ! cancelled; then
   if [[ $code != {unfit} ]]; then
     ask requeue
   else
-    # who polls the job keeps it off these nodes and lets it go on; a running job cannot be kept off any
+    # the process that polls the job excludes these nodes and releases it; a running job cannot exclude nodes
     printf '%s\n' "${{unfit[@]}}" >"$folder/unfit"
     ask requeuehold
   fi
@@ -231,16 +237,16 @@ exit "$code"
 
 NODE_TEMPLATE = r"""#!/bin/bash
 # Job {name}: srun starts this once on each node, with the number of the attempt.
-trap : HUP INT QUIT USR1 USR2 ALRM TERM # they reach every process; the command decides, and its code is to be told
+trap : HUP INT QUIT USR1 USR2 ALRM TERM # the command handles them, and this script records its exit code
 
 # shellcheck disable=SC2016 # names are meant as they stand
 folder={folder} start={start}
 export PHALANX_NODE_RANK=$SLURM_PROCID
 
 finish() {{
-  # by this shell alone: a signal to the step may come just now, and would end any program that it starts
+  # only with builtins: a signal to the step at this moment would end any program that this shell starts
   printf '%s\n' "$1" >"$folder/code.$2.$SLURMD_NODENAME" || exit "$1"
-  # to srun this is no failure: it would kill the other nodes while they save
+  # report success to srun, which would otherwise kill the other nodes while they save
   if [[ $1 == {unfinished} ]]; then exit 0; fi
   exit "$1"
 }}
@@ -249,7 +255,7 @@ if ! cd -- "$start"; then
   echo "$SLURMD_NODENAME does not see the job's folder; is it on a file system that all nodes share?" >&2
   finish {unfit} "$1"
 fi
-# the words stand as they were given
+# the words are quoted already
 # shellcheck disable=all
 (
 {secrets}{environment}exec -- {command}

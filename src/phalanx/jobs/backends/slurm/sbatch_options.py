@@ -1,5 +1,5 @@
-"""What Slurm is asked for: a job's sizes and options as options of sbatch and srun, with the version that each needs.
-Checked here; written in slurm_script."""
+"""Translate a job's resources and backend options to options of sbatch and srun, with the Slurm version that each
+needs. Validated here; `batch_script.py` renders them."""
 
 import math
 import re
@@ -33,7 +33,7 @@ MAX_WARNING_S = 65535
 LIMIT_CHECK_INTERVAL_S, MAX_SCRIPT_START_S = 30, 15
 """Seconds between Slurm's looks at limits, by which it may warn early; and until a job's script runs on a slow node."""
 EXPORTED_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "USER")
-"""What a job gets of the environment of who submits, besides what it names."""
+"""Variables of the submitter's environment that a job gets in addition to those that it names."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class SbatchOptions:
 
     sbatch_options: tuple[str, ...]
     srun_options: tuple[str, ...] = ()
-    """Those of srun."""
+    """Options of srun."""
     apptainer_image: str | None = None
     max_requeues: int = 100
 
 
 def parse_options(job: Job, version: Version) -> SbatchOptions:
-    """What to ask Slurm for; UsageError names the first option that is wrong, and what would be right."""
+    """Parse the backend options. Raises UsageError with the first invalid option and the expected value."""
     for name, text in job.backend_options.items():
         _check_option(job, name, text, version)
     given = job.backend_options
@@ -99,7 +99,7 @@ def _check_option(job: Job, name: str, text: str, version: Version) -> None:
 
 
 def format_version(version: Version) -> str:
-    """As Slurm writes versions: 24.05, 22.05.8."""
+    """Format a version as Slurm does: 24.05, 22.05.8."""
     return ".".join([f"{version[0]}", *(f"{number:02}" for number in version[1:2]), *map(str, version[2:])])
 
 

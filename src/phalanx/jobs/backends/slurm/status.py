@@ -1,5 +1,5 @@
-"""What Slurm says of a job, read: `scontrol show job` and the result that the job's script leaves, since there need not
-be an accounting database. Text goes in, a `JobStatus` comes out."""
+"""Parse the status of a job from `scontrol show job` and from the result file of the job's script, since there may be
+no accounting database. Pure: text in, `JobStatus` out."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -7,11 +7,11 @@ from datetime import datetime
 from phalanx.jobs.spec import JobState, JobStatus, state_from_exit_code
 
 WHOLE_LINE_FIELDS = ("Command", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut")
-"""Fields whose value is the rest of the line."""
+"""Fields with a value that extends to the end of the line."""
 QUEUED_STATES = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "PREEMPTED"}
 )
-"""A job that was preempted is queued again, unless the site cancels such jobs; then it is gone from Slurm soon."""
+"""A preempted job is requeued, unless the site cancels such jobs; then Slurm soon forgets it."""
 RUNNING_STATES = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "REVOKED"}
 )
@@ -34,21 +34,21 @@ REASON_TEXTS = {
     "PartitionDown": "its partition is out of service",
     "ReqNodeNotAvail": "nodes that it needs are out of service",
     "BadConstraints": "no nodes are left that it could run on",
-    "job_requeued_in_held_state": "is held; `scontrol release` lets it go on",
-    "launch_failed_requeued_held": "could not be started on a node, and is held; `scontrol release` lets it go on",
-    "JobHeldUser": "is held; `scontrol release` lets it go on",
+    "job_requeued_in_held_state": "is held; `scontrol release` continues it",
+    "launch_failed_requeued_held": "could not be started on a node, and is held; `scontrol release` continues it",
+    "JobHeldUser": "is held; `scontrol release` continues it",
     "JobHeldAdmin": "is held by an administrator",
     "QOSMaxJobsPerUserLimit": "waits, as its user has as many jobs running as the QOS allows",
 }
 
 
 SIGNAL_EXIT_BASE = 128
-"""What shells add to the number of the signal that ended a program, to make its exit code."""
+"""Shells report a program that was ended by a signal with this plus the signal's number."""
 
 
 @dataclass(frozen=True)
 class SlurmResult:
-    """What the batch script wrote at the end of an attempt."""
+    """Result file of the batch script at the end of an attempt."""
 
     exit_code: int
     attempt: int
@@ -63,7 +63,7 @@ def parse_result(text: str) -> SlurmResult:
 
 
 def parse_fields(text: str) -> dict[str, str]:
-    """What `scontrol show job` prints, by name; what Slurm leaves open is not in it."""
+    """Parse the output of `scontrol show job` to fields by name, without unset fields."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, rest = line.strip().partition("=")

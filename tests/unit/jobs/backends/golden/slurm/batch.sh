@@ -20,20 +20,20 @@
 #SBATCH --output=/home/me/state/slurm/gpt-python-0123abcd/log
 # Job gpt-python, one attempt: Slurm starts this on the first of its nodes.
 set -o pipefail
-trap : TERM # what asks the job to stop must not end this script, which has to say how it ended
+trap : TERM # a request to stop the job must not end this script, which records the result
 warned=
-trap 'warned=1' USR1 # there is nobody yet to be told
+trap 'warned=1' USR1 # the step has not started yet
 
 # shellcheck disable=SC2016 # names are meant as they stand
 folder=/home/me/state/slurm/gpt-python-0123abcd options=(--cpus-per-task=96 --container-image=/shared/image.sqsh '--container-mounts=/data:/data:ro,/home/me/state/slurm/gpt-python-0123abcd:/home/me/state/slurm/gpt-python-0123abcd,/shared/my work:/shared/my work' '--container-workdir=/shared/my work')
 attempt=${SLURM_RESTART_COUNT:-0}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
-# below the ports that the kernel hands out; another one for each attempt
+# below the kernel's ephemeral ports; a different one for each attempt
 port=$((20000 + (SLURM_JOB_ID + attempt) % 10000))
 while (: <"/dev/tcp/${nodes[0]}/$port") 2>/dev/null; do port=$((port + 1)); done
 
-# a new name for each attempt: no node can have the old one's contents in its cache
+# a new name for each attempt: no node can have old contents in its cache
 rm -f "$folder"/token.* "$folder"/code.*
 token=$folder/token.$attempt
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$token")
@@ -46,8 +46,8 @@ srun --input=none --export=ALL --kill-on-bad-exit=1 --wait=60 \
   bash "$folder/node.sh" "$attempt" &
 step=$!
 
-# The warning reaches this shell alone. The step may not have begun yet, and what it runs needs a moment until it can be
-# told: before that the signal would end it.
+# The warning signal reaches only this shell. Forward it when the step has started and its command handles signals;
+# before that the signal would end it.
 begun=$EPOCHSECONDS
 # shellcheck disable=SC2317 # the trap calls it
 running() { kill -0 "$step" 2>/dev/null; }
@@ -64,7 +64,8 @@ while running; do wait "$step"; done # a signal ends `wait`, too
 wait "$step"
 code=$?
 
-# The first node leads, so its code is the job's. Where it was killed because another failed, that one's is.
+# The exit code of the job is that of the first node, the leader. If it was killed because another node failed, take
+# that node's code.
 leader=
 unfit=()
 others=
@@ -74,12 +75,12 @@ for node in "${nodes[@]}"; do
   [[ $one == 77 ]] && unfit+=("$node")
   [[ -z $others && -n $one && $one != 0 && $one != 75 && $one -lt 128 ]] && others=$one
 done
-if [[ -n $leader ]]; then code=$leader; elif [[ $code == 0 ]]; then code=75; fi # who is done says so
+if [[ -n $leader ]]; then code=$leader; elif [[ $code == 0 ]]; then code=75; fi # a finished leader records 0
 if ((${#unfit[@]} > 0 && (code >= 128 || code == 75))); then code=77; fi
 if [[ -n $others && $code -ge 128 ]]; then code=$others; fi
 
-# Who was killed could not say what it wants, and is started again; not for ever, as where its memory is too small. An
-# srun that could not start the step, as right after a node came back, may end with more than 192.
+# A killed job is restarted, but only a few times in a row, since it may need more memory. An srun that cannot start the
+# step, as right after a node came back, may end with a code above 192.
 deaths=0
 if ((code > 128 && code <= 192)) || [[ -z $leader$others && $code -gt 192 ]]; then
   if ((EPOCHSECONDS - begun < 600)); then read -r deaths 2>/dev/null <"$folder/deaths" || deaths=0; fi
@@ -96,7 +97,7 @@ cancelled() {
 }
 ask() {
   local up
-  for _ in {1..60}; do # the controller may be starting again just now
+  for _ in {1..60}; do # the controller may be restarting
     up=$(scontrol ping | grep -cw UP)
     scontrol "$1" "$SLURM_JOB_ID" && exit "$code"
     if ((up > 0)); then break; fi
@@ -104,12 +105,12 @@ ask() {
   done
 }
 if ((deaths >= 3)); then
-  echo "killed $deaths times in a row (exit code $code): not started again; it may need more memory"
+  echo "killed $deaths times in a row (exit code $code): not restarted; it may need more memory"
 elif [[ $code == 75 || $code == 77 || $deaths != 0 ]] && ((attempt < 7)) && ! cancelled; then
   if [[ $code != 77 ]]; then
     ask requeue
   else
-    # who polls the job keeps it off these nodes and lets it go on; a running job cannot be kept off any
+    # the process that polls the job excludes these nodes and releases it; a running job cannot exclude nodes
     printf '%s\n' "${unfit[@]}" >"$folder/unfit"
     ask requeuehold
   fi
