@@ -3,66 +3,17 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict
 from typing import Any
 
+from phalanx.app.chaos import ChaosResult, RecoveryCost, compute_costs
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, FaultPhase, RunShape
 from phalanx.jobs.chaos.faults import InjectedFault
 from phalanx.jobs.chaos.run_monitor import TypicalDurations
-from phalanx.jobs.chaos.verify import ChaosVerdict
 from phalanx.observe.formatting import format_duration, format_plural
-from phalanx.observe.goodput import compute_device_time
-from phalanx.observe.history import build_history
-from phalanx.run import Event, Run
+from phalanx.run import Run
 from phalanx.run.boot_clock import unix_now
-from phalanx.run.event_types import AttemptStarted, WorkerStarted
-
-
-@dataclass(frozen=True)
-class RecoveryCost:
-    """What a fault cost."""
-
-    recovery_s: float | None
-    """Seconds until workers trained again; None where another fault came first, or where training did not stop."""
-    wasted_steps: int | None
-    """Steps that were repeated."""
-    lost_device_s: float | None
-    """Seconds x devices. A fault during a restart is part of the cost of the fault before it."""
-
-
-@dataclass(frozen=True)
-class ChaosResult:
-    """A run with injected faults. `digest`: of the baseline; `num_starts`: of the command."""
-
-    run: Run
-    digest: str
-    injected: Sequence[InjectedFault]
-    events: Sequence[Event]
-    num_starts: int
-    duration_s: float
-    verdict: ChaosVerdict
-
-
-def compute_costs(injected: Sequence[InjectedFault], events: Sequence[Event]) -> list[RecoveryCost]:
-    """Compute the cost of each injected fault from the events of the run."""
-    history = build_history(events)
-    starts = [(event.attempt, event.time) for event in events if isinstance(event, AttemptStarted)]
-    attempts = history.attempts
-    died = [before.number for before in attempts[:-1] if before.has_died]
-    losses = dict(zip(died, (loss.total_s for loss in compute_device_time(history).failure_costs), strict=True))
-    wasted = {before.number: after.wasted_steps for before, after in pairwise(attempts)}
-    found = []
-    for index, one in enumerate(injected):
-        next_fault_at = injected[index + 1].t if index + 1 < len(injected) else float("inf")
-        later_starts = (t for attempt, t in starts if attempt > one.attempt)
-        resumed_at = next(later_starts, None) if FAULT_KINDS[one.fault.kind].ends_attempt else None
-        recovery_s = None if resumed_at is None or resumed_at > next_fault_at else resumed_at - one.t
-        is_last = next_fault_at == float("inf") or injected[index + 1].attempt != one.attempt
-        ends = FAULT_KINDS[one.fault.kind].ends_attempt and is_last
-        wasted_steps, lost_s = wasted.get(one.attempt), losses.get(one.attempt)
-        found.append(RecoveryCost(recovery_s, wasted_steps if ends else None, lost_s if ends else None))
-    return found
+from phalanx.run.event_types import WorkerStarted
 
 
 def describe_target(fault: Fault) -> str:
@@ -111,7 +62,7 @@ class ChaosConsole:
         for fault in fault_plan:
             self._print(f"{fault.number:>4}  {fault.kind:<18} {describe_target(fault):<10} {fault.trigger}")
 
-    def print_baseline(self, run: Run, typical: TypicalDurations) -> None:
+    def on_baseline(self, run: Run, typical: TypicalDurations) -> None:
         """Print the baseline run."""
         result = run.read_json(run.result) or {}
         self._print(
@@ -123,13 +74,13 @@ class ChaosConsole:
             f"{format_duration(typical.restart_s)}"
         )
 
-    def print_fault(self, one: InjectedFault) -> None:
+    def on_fault(self, one: InjectedFault) -> None:
         """Print an injected fault."""
         self._print_with_time(
             f"fault {one.fault.number} of {self._num_faults}: {one.description} ({describe_phase(one)})", one.t
         )
 
-    def print_restart(self, num_starts: int) -> None:
+    def on_restart(self, num_starts: int) -> None:
         """Print that the run is started again."""
         self._print_with_time(f"the run did not finish; restarting it (start {num_starts})", unix_now())
 

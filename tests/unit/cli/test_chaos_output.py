@@ -1,7 +1,8 @@
 """What each fault cost, from the events of a run: charged to the attempt that it ended."""
 
 from made_events import made
-from phalanx.cli.chaos_output import RecoveryCost, compute_costs, format_cost_table
+from phalanx.app.chaos import RecoveryCost, compute_costs
+from phalanx.cli.chaos_output import format_cost_table
 from phalanx.jobs.chaos.fault_plan import Fault, FaultPhase, FaultTrigger
 from phalanx.jobs.chaos.faults import InjectedFault
 from phalanx.run import Event
