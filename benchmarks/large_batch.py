@@ -28,7 +28,7 @@ import phalanx
 from phalanx.cluster import discover_machine
 from phalanx.errors import PhalanxError
 from phalanx.observe.history import read_history
-from phalanx.recipe import load_recipe
+from phalanx.recipe import load_resolved_recipe
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import EvaluationDone, StepDone
 from phalanx.train.lr_schedule import peak_learning_rate
@@ -128,7 +128,7 @@ def trained(run: Path, batch: int, way: str, base: int, seed: int, given: argpar
         batch,
         way,
         steps,
-        peak_learning_rate(load_recipe(where.resolved).recipe),
+        peak_learning_rate(load_resolved_recipe(where.resolved)),
         None if last is None else last.loss,
         None if last is None else last.metrics.get("accuracy"),
         noise[-1] if noise else None,

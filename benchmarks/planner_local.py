@@ -23,7 +23,7 @@ from phalanx.cluster.calibration import reference_slowdown
 from phalanx.cluster.calibration.reference_gemm import RunInProcess
 from phalanx.cluster.health.check_process import CheckProcess
 from phalanx.errors import UsageError
-from phalanx.recipe import load_recipe
+from phalanx.recipe import load_resolved_recipe
 from phalanx.run import read_events
 from phalanx.run.event_types import StepDone
 
@@ -123,7 +123,9 @@ def run_case(
         ]
         subprocess.run([str(part) for part in command], check=True, capture_output=True)
         done = [event.duration_s for event in read_events(run / "events.jsonl") if isinstance(event, StepDone)]
-        parts = predict_step(load_recipe(run / "resolved.yaml").recipe, EXAMPLE_RECIPE.parent, local_cluster, world)
+        recipe = load_resolved_recipe(run / "resolved.yaml")
+        micro_size, checkpointing = recipe.batch.micro_size, recipe.memory.activation_checkpointing
+        parts = predict_step(recipe, micro_size, checkpointing, EXAMPLE_RECIPE.parent, local_cluster, world)
     drift = abs((1 + measure_slowdown(local_cluster, elsewhere)) / (1 + before) - 1)
     return statistics.median(done[NUM_WARMUP_STEPS:]), None if parts is None else parts.total, drift
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data import Batch, DataInfo
-from phalanx.recipe import Recipe
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunEvent
@@ -32,6 +31,7 @@ from phalanx.train.tasks import LanguageModeling, Task
 from phalanx.train.train_context import TrainContext
 from phalanx.train.train_step import GradientAccumulator, StepTotals, clip_coefficient, to_device
 from phalanx.train.trainer import Trainer
+from resolved_recipes import resolved_recipe
 
 VOCAB, SEQUENCE = 11, 6
 GLOBAL, MICRO = 4, 2
@@ -240,7 +240,7 @@ def make_parts(
     run.create()
     values = {"steps": 6, "batch": {"global_size": GLOBAL, "micro_size": MICRO}, "precision": "fp32", "num_threads": 1}
     values |= {"evaluation": {"every": None}, "checkpoint": {"every": None}, "parallelism": {"replicate": 1}}
-    recipe = Recipe.model_validate({**values, **changes})
+    recipe = resolved_recipe(**{**values, **changes})
     model = tiny_lm()
     scale = GradScaler.for_precision(recipe.precision, GLOBAL)
     stepper = make_stepper(model, GLOBAL // MICRO, task, precision=recipe.precision, clip=1.0, scale=scale)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from phalanx.recipe import Recipe, dump_recipe, load_recipe
+from phalanx.recipe import Recipe, dump_recipe, load_resolved_recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.session import resolve_bucket_size
 from process_worlds import ProcessWorlds
+from resolved_recipes import resolved_recipe
 
 PARAMETERS = 12 * 2**20
 """48 MiB of gradients: 4 MiB are a 12th."""
@@ -22,17 +23,16 @@ def buckets(rank: int, world: int, *, folder: str, bucket: Any, begun: bool, nod
     """What a worker takes, and what the run's resolved recipe says afterwards."""
     run = Run(Path(folder))
     given = Recipe.model_validate({"parallelism": {"replicate": world}, "grad_sync": {"bucket_mib": bucket}})
-    resolved = given.model_copy(update={"grad_sync": given.grad_sync.model_copy(update={"bucket_mib": 25.0})})
     if rank == 0:
-        for path, recipe in ((run.recipe, given), (run.resolved, resolved if bucket == "auto" else given)):
-            path.write_text(dump_recipe(recipe))
+        run.recipe.write_text(dump_recipe(given))
+        run.resolved.write_text(dump_recipe(resolved_recipe(world, **given.model_dump(exclude_unset=True))))
         write_json(run.plan, {"session": {}} if begun else {})
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world // nodes)}
     os.environ["PHALANX_NODE_RANK"] = str(rank * nodes // world)
     dist.barrier()
-    found = resolve_bucket_size(run, load_recipe(run.resolved).recipe, DistEnv(rank, world), PARAMETERS)
+    found = resolve_bucket_size(run, load_resolved_recipe(run.resolved), DistEnv(rank, world), PARAMETERS)
     dist.barrier()
-    return found.grad_sync.bucket_mib, load_recipe(run.resolved).recipe.grad_sync.bucket_mib
+    return found.grad_sync.bucket_mib, load_resolved_recipe(run.resolved).grad_sync.bucket_mib
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from phalanx.jobs.chaos.verify import ChaosVerdict
 from phalanx.observe.formatting import format_duration
 from phalanx.observe.goodput import compute_device_time
 from phalanx.observe.history import build_history
-from phalanx.recipe import load_recipe
+from phalanx.recipe import load_resolved_recipe
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Event, Run, read_events
 from phalanx.run.event_types import AttemptStarted
@@ -99,8 +99,7 @@ def find_baseline_run(path: Path, loaded: LoadedRecipe, run_shape: RunShape) -> 
         or (run.read_json(run.result) or {})["steps"] != loaded.recipe.steps
     ):
         raise UsageError(f"--baseline {path}: not a finished run of this recipe; see `phalanx report {word_of(path)}`")
-    parallelism = load_recipe(run.resolved).recipe.parallelism
-    if isinstance(parallelism, str) or parallelism.world != run_shape.world_size:
+    if load_resolved_recipe(run.resolved).parallelism.world != run_shape.world_size:
         raise UsageError(
             f"--baseline {path}: its world size is not {run_shape.world_size}, on which the digest depends"
         )

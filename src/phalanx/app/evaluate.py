@@ -48,7 +48,6 @@ def evaluate_run(
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     if data.num_validation_samples == 0:
         raise UsageError(f"{run.path}: no validation set (evaluation.holdout_fraction = 0 and no evaluation.source)")
-    assert isinstance(recipe.batch.micro_size, int)
     result = evaluate(
         LossModule(trained.model, LossFn(load_task(recipe.task, trained.folder), recipe.precision, dist_env.device)),
         data,

@@ -25,7 +25,6 @@ from phalanx.app.train import (
     PreparedRun,
     check_machine,
     check_recipe_on_machine,
-    check_resolved_recipe,
     create_run,
     describe_changes,
     describe_finished,
@@ -58,6 +57,7 @@ from phalanx.recipe import (
     expand_recipe,
     incompatible_changes,
     load_recipe,
+    load_resolved_recipe,
     scale_batch_with_workers,
 )
 from phalanx.recipe.checks import has_bf16
@@ -243,7 +243,7 @@ def _start_session(
         for note in notes:
             report.report_event(RunWarning(text=note))
         with telling_others(dist_env), naming_causes():
-            resolved = load_recipe(run_dir.resolved).recipe
+            resolved = load_resolved_recipe(run_dir.resolved)
             dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, resolved.device))
             heartbeat = _open_heartbeat(dist_env.local_rank)
             configure_torch(resolved, dist_env)
@@ -375,7 +375,6 @@ def _prepare_session(
         notes += [f"forced: {difference}" for difference in differences]
         previous = None
     if previous is not None:
-        check_resolved_recipe(run_dir, previous[1])
         resolved = resume_recipe(previous[1], given, world_size)
         check_recipe_on_machine(resolved, machine)
         notes += [
@@ -454,7 +453,7 @@ def supervise_script(
 
         def show_and_configure(event: Event) -> None:
             if isinstance(event, AttemptStarted):  # now the recipe is known
-                recovery = load_recipe(run.resolved).recipe.fault_tolerance
+                recovery = load_resolved_recipe(run.resolved).fault_tolerance
                 agent.max_restarts, agent.hang_timeout_s = recovery.max_restarts, recovery.hang_timeout_s
             show(event)
 

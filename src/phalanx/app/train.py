@@ -43,6 +43,7 @@ from phalanx.jobs.agent.node_group import NodeGroup
 from phalanx.recipe import (
     Recipe,
     RecipeDifference,
+    ResolvedRecipe,
     check_device,
     check_recipe,
     describe_batch_scaling,
@@ -52,6 +53,7 @@ from phalanx.recipe import (
     huggingface_directory,
     incompatible_changes,
     load_recipe,
+    load_resolved_recipe,
     num_workers_for,
     scale_batch_with_workers,
 )
@@ -81,7 +83,7 @@ class PreparedRun:
     """A run that can start, with notes to report when it does."""
 
     run: Run
-    recipe: Recipe
+    recipe: ResolvedRecipe
     recipe_dir: Path
     plan: dict[str, Any]
     cluster: dict[str, Any]
@@ -274,7 +276,6 @@ def resolve_run(
     check_task(given, opened.info.kind, loaded.location_of)
     first_attempt = read_last_attempt(run) + 1
     if previous_recipes is not None:
-        check_resolved_recipe(run, previous_recipes[1])
         recipe = resume_recipe(previous_recipes[1], prepared, world_size)
         check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
         check_recipe_on_machine(recipe, machine)
@@ -306,7 +307,7 @@ def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> Non
         call("phalanx.autoconfig.trials:check_parallelism", {"recipe": trial_spec, "folder": str(folder)})
 
 
-def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, Recipe] | None:
+def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedRecipe] | None:
     """Load the recipes of an existing run, as given and as resolved; None for a new run.
 
     If resolved.yaml is lost, it is read from the newest checkpoint. If recipe.yaml is lost, it is the resolved recipe
@@ -315,7 +316,7 @@ def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, Recipe] | No
     """
     check_kept(run)
     if run.resolved.is_file():
-        resolved = load_recipe(run.resolved).recipe
+        resolved = load_resolved_recipe(run.resolved)
     elif not run.checkpoints.is_dir():
         return None
     else:
@@ -350,16 +351,6 @@ def check_kept(run: Run) -> None:
         )
 
 
-def check_resolved_recipe(run: Run, resolved: Recipe) -> None:
-    """Raise RecipeError where a run's resolved recipe is truncated."""
-    found: dict[str, object] = {"num_threads": resolved.num_threads, "batch.micro_size": resolved.batch.micro_size}
-    found |= {"parallelism": resolved.parallelism, "precision": resolved.precision, "compile": resolved.compile}
-    if unresolved := [key for key, value in found.items() if value == "auto"]:
-        raise RecipeError(
-            f"{run.resolved}: is empty or truncated: {unresolved[0]} is auto; restore the file, or use another --run"
-        )
-
-
 def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
     """Describe why a run cannot resume with another recipe."""
     listed = "\n".join(f"  {difference}" for difference in differing)
@@ -369,7 +360,7 @@ def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
     )
 
 
-def describe_resume(old: Recipe, new: Recipe) -> list[str]:
+def describe_resume(old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
     """Describe what changes in a run that resumes."""
     notes = []
     if old.steps != new.steps:
@@ -398,17 +389,15 @@ def describe_resume(old: Recipe, new: Recipe) -> list[str]:
             "mean of all workers' weights"
         )
     elif old.parallelism != new.parallelism:
-        worlds = {recipe.parallelism.world for recipe in (old, new) if isinstance(recipe.parallelism, Parallelism)}
+        worlds = {old.parallelism.world, new.parallelism.world}
         change_text = "parallelism" if len(worlds) == 1 else "number of workers"
         notes.append(f"the {change_text} changed under determinism = fixed-world: the digest will differ by rounding")
     return notes
 
 
-def _single_replica(recipe: Recipe) -> Parallelism | None:
+def _single_replica(recipe: ResolvedRecipe) -> Parallelism:
     """Return the parallelism of one replica."""
-    return (
-        recipe.parallelism.model_copy(update={"replicate": 1}) if isinstance(recipe.parallelism, Parallelism) else None
-    )
+    return recipe.parallelism.model_copy(update={"replicate": 1})
 
 
 def describe_finished(run: Run, recipe: Recipe) -> str | None:
@@ -456,7 +445,7 @@ def supervise_run(
 ) -> RunOutcome:
     """Train a prepared run, on this node or on those of `node_group`, and write its result."""
     run, recipe = prepared.run, prepared.recipe
-    world_size = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
+    world_size = recipe.parallelism.world
     payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
     command = Command(function="phalanx.train.worker:run_worker", payload=payload)
     machine = discover_machine(device=recipe.device)
@@ -479,14 +468,14 @@ def supervise_run(
     return supervise_until_done(agent, world_size, command, {}, prepared.first_attempt, prepared.notes)
 
 
-def elastic_replica_size(recipe: Recipe, device: str) -> int | None:
+def elastic_replica_size(recipe: ResolvedRecipe, device: str) -> int | None:
     """Return the workers of a replica, if the surviving replicas can continue without it; else None.
 
     They can under `determinism: elastic`: each replica holds the whole state, and sums do not depend on the number of
     replicas. On the CPU only: NCCL does not report a lost rank in the same way.
     """
     parallelism = recipe.parallelism
-    if isinstance(parallelism, str) or parallelism.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
+    if parallelism.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
         return None
     return parallelism.world // parallelism.replicate
 
@@ -536,7 +525,7 @@ def shrink_micro_batch(run: Run) -> str | None:
     """
     if not run.resolved.is_file():
         return None
-    previous = load_recipe(run.recipe).recipe, load_recipe(run.resolved).recipe
+    previous = load_recipe(run.recipe).recipe, load_resolved_recipe(run.resolved)
     if previous[0].batch.micro_size != "auto" or (micro := next_smaller_micro_size(previous[1])) is None:
         return None
     previous_micro, values = previous[1].batch.micro_size, previous[1].model_dump()

@@ -32,7 +32,7 @@ from phalanx.errors import PhalanxError, RecipeError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
 from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedError, data_wait_share
 from phalanx.observe.formatting import format_duration
-from phalanx.recipe import Recipe, check_recipe, dump_recipe, num_workers_for
+from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, dump_recipe, num_workers_for
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
@@ -68,8 +68,8 @@ class TuneResult:
     """The result of a search. `changes`: recipe keys of the trials that were kept; `total`: the tuned recipe against
     the default, None where no trial was kept; `untried`: what was not tried, and why."""
 
-    default: Recipe
-    best: Recipe
+    default: ResolvedRecipe
+    best: ResolvedRecipe
     default_seconds: float
     trials: list[TuneTrial] = field(default_factory=list)
     changes: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class TuneResult:
     @property
     def num_workers(self) -> int:
         """Number of workers of the tuned recipe."""
-        return self.best.parallelism.world if isinstance(self.best.parallelism, Parallelism) else 1
+        return self.best.parallelism.world
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Workbench:
         for fork_server in self._free_fork_servers:
             fork_server.preload(function, payload)
 
-    def open_workers(self, recipe: Recipe) -> PausableWorkers:
+    def open_workers(self, recipe: ResolvedRecipe) -> PausableWorkers:
         """Return workers for a resolved recipe, not running yet. At most two worlds at a time."""
         self._count += 1
         run = Run(self._runs / f"{self._count:03}")
@@ -133,7 +133,6 @@ class Workbench:
         run.resolved.write_text(dump_recipe(without_end(recipe)), encoding="utf-8")
         payload = {"run": str(run.path), "folder": str(self._folder)}
         command = Command(function="phalanx.train.worker:run_worker", payload=payload)
-        assert isinstance(recipe.parallelism, Parallelism)
         return PausableWorkers(
             self._free_fork_servers.pop(), run, recipe.parallelism.world, command, timeout_s=START_TIMEOUT_S
         )
@@ -149,12 +148,12 @@ class Workbench:
         self._free_fork_servers.append(fork_server)
 
 
-def without_end(recipe: Recipe) -> Recipe:
+def without_end(recipe: ResolvedRecipe) -> ResolvedRecipe:
     """The recipe with steps that never end, and nothing between them."""
     values = recipe.model_dump()
     values |= {"steps": 10**9, "callbacks": []}
     values["evaluation"]["every"] = values["checkpoint"]["every"] = None
-    return Recipe.model_validate(values)
+    return ResolvedRecipe.model_validate(values)
 
 
 def tune(
@@ -164,7 +163,7 @@ def tune(
     seconds: float = 5.0,
     allow_precision: bool = False,
     callbacks: TuneCallbacks | None = None,
-    propose: Callable[[Recipe, TuningFacts], list[TuningCandidate]] = propose_candidates,
+    propose: Callable[[ResolvedRecipe, TuningFacts], list[TuningCandidate]] = propose_candidates,
 ) -> TuneResult:
     """Search for a faster recipe on this machine, about `seconds` for each candidate plus its start. Writes nothing.
 
@@ -203,7 +202,7 @@ def tune(
             given,
             baseline_s,
             machine=machine.device_name,
-            untried=list_untried(loaded.recipe, facts, data_fraction),
+            untried=list_untried(given, facts, data_fraction),
         )
         seen: set[str] = set()
         while untried_candidates := [one for one in propose(result.best, facts) if one.label not in seen]:
@@ -231,7 +230,7 @@ class TuneSearch:
         self._run_seconds = seconds / (2 * NUM_ROUNDS)
         self._callbacks = callbacks
 
-    def measure_baseline(self, default: Recipe) -> tuple[float, float]:
+    def measure_baseline(self, default: ResolvedRecipe) -> tuple[float, float]:
         """Measure the default: seconds per step, and the fraction of them that waits for data. Raises RecipeError when
         it does not train."""
         self._best_workers = self._workbench.open_workers(default)
@@ -242,7 +241,7 @@ class TuneSearch:
         self._free_gpu_memory(self._best_workers)
         return sorted(step.duration_s for step in steps)[len(steps) // 2], data_wait_share(steps)
 
-    def try_candidate(self, best: Recipe, candidate: TuningCandidate) -> TuneTrial:
+    def try_candidate(self, best: ResolvedRecipe, candidate: TuningCandidate) -> TuneTrial:
         """Measure a candidate against the best so far, and replace that if the candidate is faster."""
         self._callbacks.on_trial_start(candidate.label)
         trial = TuneTrial(
@@ -269,7 +268,7 @@ class TuneSearch:
             self._workbench.close_workers(workers)
         return replace(trial, is_kept=is_kept, note=note)
 
-    def measure_total(self, default: Recipe, result: TuneResult) -> MeasuredSpeedup | None:
+    def measure_total(self, default: ResolvedRecipe, result: TuneResult) -> MeasuredSpeedup | None:
         """Measure the tuned recipe against the default. A single change has been measured against it already."""
         kept = [row for row in result.trials if row.is_kept]
         if len(kept) < 2:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.errors import RecipeError
-from phalanx.recipe import Recipe
+from phalanx.recipe import Recipe, ResolvedRecipe
 from phalanx.recipe.checks import list_divisors
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.grad_sync_defaults import (
@@ -230,7 +230,7 @@ def choose_without_trials(
     ]
 
 
-def resolve_recipe(recipe: Recipe, choices: list[AutoChoice], world_size: int) -> Recipe:
+def resolve_recipe(recipe: Recipe, choices: list[AutoChoice], world_size: int) -> ResolvedRecipe:
     """The recipe with `auto_choices` for threads, memory, micro-batch and precision made, and the remaining `auto` set
     to what this version does."""
     values_by_key = {choice.key: choice.value for choice in choices}
@@ -253,7 +253,7 @@ def resolve_recipe(recipe: Recipe, choices: list[AutoChoice], world_size: int) -
         grad_sync["algorithm"] = "all-reduce"
     if recipe.local_sgd is not None:
         values["local_sgd"]["warmup_steps"] = num_warmup_steps(recipe)
-    return Recipe.model_validate(values)
+    return ResolvedRecipe.model_validate(values)
 
 
 def parallelism_values(recipe: Recipe, world_size: int) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def required_divisor(recipe: Recipe, world_size: int) -> int:
     return math.lcm(*(size for size in common_groups if recipe.batch.global_size % size == 0), num_groups)
 
 
-def resume_recipe(resolved: Recipe, given: Recipe, world_size: int) -> Recipe:
+def resume_recipe(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> ResolvedRecipe:
     """The recipe of a run that goes on: what was resolved, with the keys that are free to change, and the places of
     prepared data, as given now."""
     values, new = resolved.model_dump(), given.model_dump()
@@ -295,12 +295,12 @@ def resume_recipe(resolved: Recipe, given: Recipe, world_size: int) -> Recipe:
     values["evaluation"]["source"] = new["evaluation"]["source"]
     values["parallelism"] = parallelism = resume_parallelism(resolved, given, world_size)
     values["batch"]["micro_size"] = resume_micro_size(resolved, given, parallelism["replicate"] * parallelism["shard"])
-    return Recipe.model_validate(values)
+    return ResolvedRecipe.model_validate(values)
 
 
-def resume_parallelism(resolved: Recipe, given: Recipe, world_size: int) -> dict[str, Any]:
+def resume_parallelism(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> dict[str, Any]:
     """The layout of a run that goes on: as given now, or as it was, with as many replicas as the workers make."""
-    if isinstance(given.parallelism, Parallelism) or not isinstance(resolved.parallelism, Parallelism):
+    if isinstance(given.parallelism, Parallelism):
         return parallelism_values(given, world_size)
     replica_size = resolved.parallelism.world // resolved.parallelism.replicate
     if world_size % replica_size:
@@ -312,27 +312,24 @@ def resume_parallelism(resolved: Recipe, given: Recipe, world_size: int) -> dict
     return {**resolved.parallelism.model_dump(), "replicate": world_size // replica_size}
 
 
-def resume_micro_size(resolved: Recipe, given: Recipe, num_groups: int) -> int | str:
+def resume_micro_size(resolved: ResolvedRecipe, given: Recipe, num_groups: int) -> int:
     """The micro-batch of a run that goes on: what was resolved. One that nobody gave and that a changed number of
     workers cannot share gets smaller where that costs no promise: under `elastic` it is part of the bits. `world`:
     workers, or groups of them, that share the batch."""
     micro_size, global_batch = resolved.batch.micro_size, resolved.batch.global_size
-    if (
-        given.batch.micro_size != "auto"
-        or resolved.determinism == "elastic"
-        or global_batch % num_groups
-        or micro_size == "auto"
-    ):
+    if given.batch.micro_size != "auto" or resolved.determinism == "elastic" or global_batch % num_groups:
         return micro_size
     return max(size for size in list_divisors(global_batch // num_groups) if size <= micro_size)
 
 
 def build_plan_json(
-    trial_profile: Mapping[str, Any], auto_choices: list[AutoChoice], seconds: Mapping[str, float], recipe: Recipe
+    trial_profile: Mapping[str, Any],
+    auto_choices: list[AutoChoice],
+    seconds: Mapping[str, float],
+    recipe: ResolvedRecipe,
 ) -> dict[str, Any]:
     """plan.json: what was found out and chosen, and the step time that follows; null where nothing could be timed."""
     micro_size = recipe.batch.micro_size
-    assert isinstance(micro_size, int)
     micro_batches_per_worker = recipe.batch.global_size // (micro_size * num_data_parallel_groups(recipe, 1))
     breakdown_s = None
     if recipe.precision in seconds:

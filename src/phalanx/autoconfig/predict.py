@@ -19,7 +19,9 @@ from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 
 
-def predict_step(recipe: Recipe, folder: Path, cluster: Cluster, world_size: int) -> StepBreakdown | None:
+def predict_step(
+    recipe: Recipe, micro_size: int, checkpointing: str, folder: Path, cluster: Cluster, world_size: int
+) -> StepBreakdown | None:
     """Seconds of a step by cause, of a resolved recipe on this machine as it was measured; None where that cannot be
     said: on GPUs and for divided models by data sheets only, and not for what was not measured."""
     measured, parallelism = cluster.measured, recipe.parallelism
@@ -31,7 +33,6 @@ def predict_step(recipe: Recipe, folder: Path, cluster: Cluster, world_size: int
         or recipe.precision not in ("fp32", "bf16")
     ):
         return None
-    assert isinstance(recipe.batch.micro_size, int)
     loaded = LoadedRecipe(recipe, None, folder, {})
     profile = profile_model(loaded, expect_data_info(recipe.data, folder), select_number_format(recipe.precision))
     cpu_stack = replace(
@@ -46,12 +47,10 @@ def predict_step(recipe: Recipe, folder: Path, cluster: Cluster, world_size: int
         profile,
         cluster,
         parallelism,
-        recipe.batch.micro_size,
+        micro_size,
         recipe.batch.global_size,
         recipe.precision,
-        checkpointing="none"
-        if recipe.memory.activation_checkpointing == "auto"
-        else recipe.memory.activation_checkpointing,
+        checkpointing=checkpointing,
         zero_level=0,
         stack=cpu_stack,
         transport=transport_of(recipe, profile),

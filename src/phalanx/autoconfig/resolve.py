@@ -40,7 +40,7 @@ from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.compat import has_compiler
 from phalanx.data import open_data
 from phalanx.errors import RecipeError, SubprocessError
-from phalanx.recipe import Recipe
+from phalanx.recipe import Recipe, ResolvedRecipe
 from phalanx.recipe.checks import has_bf16
 from phalanx.recipe.grad_sync_defaults import (
     CHANGED_PARAMETERS_KEY,
@@ -95,7 +95,7 @@ def call_catching_oom(call: SubprocessCall, function: str, payload: dict[str, An
 
 def resolve_auto(
     given: Recipe, folder: Path, machine: Machine, world_size: int, call: SubprocessCall, num_nodes: int = 1
-) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
+) -> tuple[ResolvedRecipe, dict[str, Any], dict[str, Any]]:
     """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow, for so
     many workers on so many nodes like this machine."""
     check_batch(given, machine.memory_bytes, num_nodes)
@@ -238,20 +238,20 @@ def make_forecast(
 
     def forecast(mode: str, micro: int) -> float | None:
         values = {"parallelism": parallelism, "precision": precision, "compile": False}
-        batch, memory = (
-            given.batch.model_copy(update={"micro_size": micro}),
-            given.memory.model_copy(update={"activation_checkpointing": mode}),
-        )
-        recipe = given.model_copy(update={**values, "batch": batch, "memory": memory})
-        parts = predict_step(recipe, folder, local_cluster, world_size)
+        parts = predict_step(given.model_copy(update=values), micro, mode, folder, local_cluster, world_size)
         return None if parts is None else parts.total
 
     return forecast
 
 
-def predict_step_parts(recipe: Recipe, folder: Path, local_cluster: Cluster | None, world_size: int) -> dict[str, Any]:
+def predict_step_parts(
+    recipe: ResolvedRecipe, folder: Path, local_cluster: Cluster | None, world_size: int
+) -> dict[str, Any]:
     """What the probe's file says of a step, for plan.json."""
-    parts = None if local_cluster is None else predict_step(recipe, folder, local_cluster, world_size)
+    if local_cluster is None:
+        return {}
+    micro_size, checkpointing = recipe.batch.micro_size, recipe.memory.activation_checkpointing
+    parts = predict_step(recipe, micro_size, checkpointing, folder, local_cluster, world_size)
     if parts is None:
         return {}
     computing = parts.total - parts.grad_sync - parts.optimizer - parts.other

@@ -31,7 +31,7 @@ from phalanx.compat import (
 )
 from phalanx.data import RunData, open_data
 from phalanx.errors import RecipeError
-from phalanx.recipe import Recipe, describe_exception, huggingface_directory, import_object
+from phalanx.recipe import Recipe, ResolvedRecipe, describe_exception, huggingface_directory, import_object
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.grad_sync_defaults import (
     CHANGED_PARAMETERS_KEY,
@@ -264,14 +264,13 @@ def measure_matmul_rate(payload: dict[str, Any]) -> dict[str, float]:
 
 def check_parallelism(payload: dict[str, Any]) -> None:
     """RecipeError unless the recipe's model can be divided as its layout says."""
-    recipe = Recipe.model_validate(payload["recipe"])
-    assert isinstance(recipe.parallelism, Parallelism)
+    recipe, parallelism = Recipe.model_validate(payload["recipe"]), Parallelism(**payload["recipe"]["parallelism"])
     model, task, data = _open_trial(payload, load=False)
     config = ParallelConfig(tp_plan=recipe.model.tp_plan, seq_len=data.info.seq_len)
-    model_plan = plan_model(model, recipe.parallelism, config)
-    if recipe.parallelism.pipeline > 1:
+    model_plan = plan_model(model, parallelism, config)
+    if parallelism.pipeline > 1:
         batch = to_device(data.read_training(0, 1), torch.device("cpu"))
-        partition_model(model, LossFn(task, "fp32", torch.device("cpu")), batch, recipe.parallelism, model_plan)
+        partition_model(model, LossFn(task, "fp32", torch.device("cpu")), batch, parallelism, model_plan)
 
 
 def begins(payload: dict[str, Any]) -> None:
@@ -284,7 +283,7 @@ def begins(payload: dict[str, Any]) -> None:
 
 def profile_recipe_steps(payload: dict[str, Any]) -> dict[str, Any]:
     """A profile of a few steps of a resolved recipe, as plain values."""
-    recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
+    recipe, folder = ResolvedRecipe.model_validate(payload["recipe"]), Path(payload["folder"])
     dist_env = dist_env_from_environment({}, recipe.device)
     configure_torch(recipe, dist_env)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)

@@ -14,10 +14,9 @@ from typing import Any
 
 from phalanx.autoconfig.choices import num_data_parallel_groups, required_divisor
 from phalanx.autoconfig.micro_batch import USABLE_MEMORY_FRACTION, activation_bytes, state_bytes
-from phalanx.recipe import Recipe
+from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.checks import list_divisors
 from phalanx.recipe.devices import size_table_of
-from phalanx.recipe.schema import Parallelism
 
 MIN_SPEEDUP = 1.02
 """A gain below that is not worth another recipe: repeated runs of the same one differ by as much."""
@@ -122,7 +121,7 @@ def break_even_steps(speedup: MeasuredSpeedup, extra_seconds: float) -> int:
     return math.ceil(max(0.0, extra_seconds) / (speedup.baseline_s - speedup.candidate_s))
 
 
-def apply_changes(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+def apply_changes(recipe: ResolvedRecipe, overrides: Mapping[str, Any]) -> ResolvedRecipe:
     """The recipe with dotted keys set. ValueError for a key that tuning must leave alone."""
     values = recipe.model_dump()
     for key, value in overrides.items():
@@ -133,10 +132,10 @@ def apply_changes(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
         for part in above:
             parent = parent[part]
         parent[last] = value
-    return Recipe.model_validate(values)
+    return ResolvedRecipe.model_validate(values)
 
 
-def propose_candidates(recipe: Recipe, facts: TuningFacts) -> list[TuningCandidate]:
+def propose_candidates(recipe: ResolvedRecipe, facts: TuningFacts) -> list[TuningCandidate]:
     """What could be faster than `recipe` (resolved), the largest predicted gain first."""
     proposals = itertools.chain(
         _propose_precisions(recipe, facts),
@@ -154,20 +153,20 @@ def propose_candidates(recipe: Recipe, facts: TuningFacts) -> list[TuningCandida
     )
 
 
-def list_untried(recipe: Recipe, facts: TuningFacts, data_wait_share: float) -> list[str]:
+def list_untried(recipe: ResolvedRecipe, facts: TuningFacts, data_wait_share: float) -> list[str]:
     """What is left as it is, and why. `data_wait_share`: the share of a step that waits for data."""
     notes = []
     if not facts.allowed_precisions:
         notes.append(f"precision: {recipe.precision} is given; --allow-precision tries others")
     if not facts.may_change_processes:
         notes.append("processes: their number is given")
-    if recipe.memory.activation_checkpointing in ("auto", "none"):
+    if recipe.memory.activation_checkpointing == "none":
         notes.append("memory.activation_checkpointing: nothing is recomputed, and to do so would only take time")
     notes.append(f"data: read ahead by a thread; a step waits {data_wait_share:.1%} of its time for them")
     return notes
 
 
-def _propose_precisions(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
+def _propose_precisions(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
     current_rate = _matmul_tflops(recipe.precision, facts)
     for name in facts.allowed_precisions:
         rate = _matmul_tflops(name, facts)
@@ -180,11 +179,11 @@ def _propose_precisions(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCa
         )
 
 
-def _splits_backward(recipe: Recipe) -> bool:
-    return isinstance(recipe.parallelism, Parallelism) and recipe.parallelism.splits_backward
+def _splits_backward(recipe: ResolvedRecipe) -> bool:
+    return recipe.parallelism.splits_backward
 
 
-def _propose_compile(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
+def _propose_compile(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
     if not recipe.compile and not _splits_backward(recipe):
         non_matmul_share = 1 - _matmul_seconds_per_step(recipe, facts) / facts.step_s
         reason = f"{non_matmul_share:.0%} of a step is not matmul, of which fusing saves about half"
@@ -193,15 +192,10 @@ def _propose_compile(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCandi
         yield TuningCandidate({"compile": "cuda-graphs"}, 1.05, "a graph starts all kernels of a block at once")
 
 
-def _propose_processes(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
+def _propose_processes(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
     """More processes with fewer threads each, on a CPU."""
     parallelism = recipe.parallelism
-    if (
-        facts.device != "cpu"
-        or not facts.may_change_processes
-        or not isinstance(parallelism, Parallelism)
-        or parallelism.world > 1
-    ):
+    if facts.device != "cpu" or not facts.may_change_processes or parallelism.world > 1:
         return
     global_batch = recipe.batch.global_size
     for world_size in list_divisors(facts.physical_cores)[1:]:
@@ -221,16 +215,11 @@ def _propose_processes(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCan
         )
 
 
-def _propose_parallelism(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
+def _propose_parallelism(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
     """Replicas instead of shards and the other way round, where nothing else divides the model; products that overlap
     with what tensor ranks send."""
     parallelism = recipe.parallelism
-    if (
-        isinstance(parallelism, Parallelism)
-        and parallelism.tensor > 1
-        and not parallelism.async_tp
-        and not recipe.compile
-    ):
+    if parallelism.tensor > 1 and not parallelism.async_tp and not recipe.compile:
         if recipe.data.seq_len // parallelism.context % (2 * parallelism.tensor) == 0:
             # On two cores with two ranks: 0.96 x; their cores have no time left in which to send.
             predicted = 1.05 if facts.device != "cpu" else 0.95
@@ -239,14 +228,14 @@ def _propose_parallelism(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningC
             )
         return
     needs_replicas = recipe.determinism == "elastic" or recipe.local_sgd is not None
-    if not isinstance(parallelism, Parallelism) or needs_replicas or parallelism.expert > 1:
+    if needs_replicas or parallelism.expert > 1:
         return
     size = parallelism.replicate * parallelism.shard
     if size != parallelism.world or size == 1:
         return
     replicas = {"parallelism": {"replicate": size}}
     if parallelism.shard > 1 and _fits_in_memory(
-        apply_changes(recipe, replicas), _micro_size_of(recipe), recipe.memory.activation_checkpointing, facts
+        apply_changes(recipe, replicas), recipe.batch.micro_size, recipe.memory.activation_checkpointing, facts
     ):
         yield TuningCandidate(replicas, 1.1, "replicas exchange gradients only, and they fit")
     elif parallelism.shard == 1:
@@ -255,9 +244,9 @@ def _propose_parallelism(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningC
         )
 
 
-def _propose_micro_sizes(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
+def _propose_micro_sizes(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
     """The next larger and the next smaller micro-batch."""
-    micro_size = _micro_size_of(recipe)
+    micro_size = recipe.batch.micro_size
     samples_per_group = recipe.batch.global_size // num_data_parallel_groups(recipe, 1)
     larger = [size for size in list_divisors(samples_per_group) if size > micro_size]
     if (
@@ -279,25 +268,25 @@ def _propose_micro_sizes(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningC
         )
 
 
-def _propose_checkpointing(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
+def _propose_checkpointing(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
     gains = {"selective": {"none": 1.05}, "full": {"none": 1.33, "selective": 1.2}}
     for mode, predicted in gains.get(recipe.memory.activation_checkpointing, {}).items():
         if mode == "selective" and _splits_backward(recipe):
             continue
-        if _fits_in_memory(recipe, _micro_size_of(recipe), mode, facts):
+        if _fits_in_memory(recipe, recipe.batch.micro_size, mode, facts):
             yield TuningCandidate({"memory.activation_checkpointing": mode}, predicted, "activations fit into memory")
 
 
-def _propose_chunked_loss(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
+def _propose_chunked_loss(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
     if facts.vocab_size is None or recipe.memory.chunked_loss is not False or ":" in recipe.task:
         return
-    logits = 4.0 * _micro_size_of(recipe) * facts.seq_len * facts.vocab_size
+    logits = 4.0 * recipe.batch.micro_size * facts.seq_len * facts.vocab_size
     if logits > 8 * CPU_CACHE_BYTES:
         yield TuningCandidate({"memory.chunked_loss": True}, 1.02, f"all logits at once are {logits / 1e6:.0f} MB")
 
 
-def _propose_num_threads(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
-    workers, current = _world_size_of(recipe), recipe.num_threads
+def _propose_num_threads(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
+    workers, current = recipe.parallelism.world, recipe.num_threads
     if facts.device != "cpu" or recipe.determinism == "elastic":
         return
     if facts.logical_cores > facts.physical_cores and current != facts.logical_cores // workers:
@@ -308,12 +297,12 @@ def _propose_num_threads(recipe: Recipe, facts: TuningFacts) -> Iterator[TuningC
         yield TuningCandidate({"num_threads": current - 1}, 0.98, "leaves a core to the reader and the system")
 
 
-def _matmul_seconds_per_step(recipe: Recipe, facts: TuningFacts) -> float:
+def _matmul_seconds_per_step(recipe: ResolvedRecipe, facts: TuningFacts) -> float:
     """Of a step, at the measured rate; at most nine tenths of it."""
     rate = _matmul_tflops(recipe.precision, facts)
     if not rate:
         return facts.step_s / 2
-    samples = recipe.batch.global_size / (_world_size_of(recipe) if facts.device != "cpu" else 1)
+    samples = recipe.batch.global_size / (recipe.parallelism.world if facts.device != "cpu" else 1)
     return min(0.9 * facts.step_s, facts.flops_per_sample * samples / (rate * 1e12))
 
 
@@ -323,13 +312,13 @@ def _matmul_tflops(precision: str, facts: TuningFacts) -> float:
     return facts.tflops.get(precision) or relative_to_bf16.get(precision, 0.0) * facts.tflops.get("bf16", 0.0)
 
 
-def _fits_in_memory(recipe: Recipe, micro_size: int, mode: str, facts: TuningFacts) -> bool:
+def _fits_in_memory(recipe: ResolvedRecipe, micro_size: int, mode: str, facts: TuningFacts) -> bool:
     """Whether training state and activations take at most what `choose_memory` lets them have of a worker's memory."""
     sample_bytes = facts.peak_bytes_per_sample.get(mode, facts.activation_bytes_per_sample)
     if sample_bytes is None:  # so it cannot be computed
         return False
-    worker_bytes = facts.memory_bytes // (_world_size_of(recipe) if facts.device == "cpu" else 1)
-    activations = activation_bytes(recipe, int(sample_bytes), micro_size, _world_size_of(recipe))
+    worker_bytes = facts.memory_bytes // (recipe.parallelism.world if facts.device == "cpu" else 1)
+    activations = activation_bytes(recipe, int(sample_bytes), micro_size, recipe.parallelism.world)
     numerator, denominator = USABLE_MEMORY_FRACTION[size_table_of(facts.device)]
     return (
         state_bytes(recipe, facts.trainable_parameters, facts.frozen_parameters, facts.device) + activations
@@ -337,20 +326,11 @@ def _fits_in_memory(recipe: Recipe, micro_size: int, mode: str, facts: TuningFac
     )
 
 
-def _largest_micro_size(recipe: Recipe, limit: int) -> int | None:
+def _largest_micro_size(recipe: ResolvedRecipe, limit: int) -> int | None:
     """The largest micro-batch up to `most` that divides every worker's share, also of the worlds that `elastic`
     promises to allow."""
     batch = recipe.batch.global_size
     return max((size for size in list_divisors(batch // required_divisor(recipe, 1)) if size <= limit), default=None)
-
-
-def _micro_size_of(recipe: Recipe) -> int:
-    assert isinstance(recipe.batch.micro_size, int)
-    return recipe.batch.micro_size
-
-
-def _world_size_of(recipe: Recipe) -> int:
-    return recipe.parallelism.world if isinstance(recipe.parallelism, Parallelism) else 1
 
 
 def _speedups(rounds: Sequence[PairedStepTimes]) -> list[float]:

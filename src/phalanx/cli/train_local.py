@@ -174,7 +174,7 @@ def format_introduction(prepared: PreparedRun) -> str:
     plan, cluster, recipe = prepared.plan, prepared.cluster, prepared.recipe
     rates = cluster.get("measured_matmul_tflops") or {}
     rates_text = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
-    num_workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
+    num_workers = recipe.parallelism.world
     lines = [
         f"run      {prepared.run.path}",
         f"model    {recipe.model.build}, {plan.get('trainable_parameters', 0) / 1e6:.2f} M parameters",

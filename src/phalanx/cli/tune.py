@@ -95,7 +95,7 @@ class TuneConsole:
         if self._quiet:
             return
         recipe = prepared.recipe
-        num_workers = recipe.parallelism.world if not isinstance(recipe.parallelism, str) else 1
+        num_workers = recipe.parallelism.world
         print(
             f"{prepared.cluster.get('device_name')}, {prepared.cluster.get('physical_cores')} cores; {recipe.name} "
             "with the defaults:"

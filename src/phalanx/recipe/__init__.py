@@ -10,8 +10,9 @@ from phalanx.recipe.diff import RecipeDifference, diff_recipes, incompatible_cha
 from phalanx.recipe.dump import dump_recipe
 from phalanx.recipe.imports import describe_exception, huggingface_directory, import_object
 from phalanx.recipe.json_schema import can_be_auto, json_schema
-from phalanx.recipe.load import LoadedRecipe, load_recipe
+from phalanx.recipe.load import LoadedRecipe, load_recipe, load_resolved_recipe
 from phalanx.recipe.reference import render_recipe_reference
+from phalanx.recipe.resolved import ResolvedRecipe
 from phalanx.recipe.schema import Recipe
 from phalanx.recipe.variables import expand_recipe
 
@@ -19,6 +20,7 @@ __all__ = [
     "LoadedRecipe",
     "Recipe",
     "RecipeDifference",
+    "ResolvedRecipe",
     "can_be_auto",
     "check_device",
     "check_recipe",
@@ -34,6 +36,7 @@ __all__ = [
     "is_free_on_resume",
     "json_schema",
     "load_recipe",
+    "load_resolved_recipe",
     "num_workers_for",
     "render_recipe_reference",
     "scale_batch_with_workers",

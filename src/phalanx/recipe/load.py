@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, is_storage_error
 from phalanx.recipe.json_schema import child_keys
 from phalanx.recipe.overrides import apply_overrides
+from phalanx.recipe.resolved import ResolvedRecipe
 from phalanx.recipe.schema import Recipe
 from phalanx.recipe.snapshot_paths import resolve_data_dir
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
@@ -94,6 +95,20 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
         raise describe_validation_error(error, given, locations) from None
     # defaults have variables, too
     return LoadedRecipe(expand_recipe(recipe, recipe_dir), path, recipe_dir, given, locations)
+
+
+def load_resolved_recipe(path: Path) -> ResolvedRecipe:
+    """Read the resolved.yaml of a run. RecipeError as for `load_recipe`, also for a key that is still `auto`."""
+    recipe = load_recipe(path).recipe
+    try:
+        return ResolvedRecipe.model_validate(recipe.model_dump())
+    except ValidationError as error:
+        section, *below = error.errors()[0]["loc"]
+        is_model = isinstance(getattr(recipe, str(section)), BaseModel)
+        key = f"{section}.{below[0]}" if below and is_model else section
+        raise RecipeError(
+            f"{path}: is empty or cut short: it leaves {key} open; restore the file, or train in another --run"
+        ) from None
 
 
 def read_user_text(path: Path) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.data import DataInfo, RunData
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe import Recipe, huggingface_directory
+from phalanx.recipe import ResolvedRecipe, huggingface_directory
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.diff import diff_recipes, is_mathematics
 from phalanx.recipe.grad_sync_defaults import (
@@ -23,7 +23,6 @@ from phalanx.recipe.grad_sync_defaults import (
     is_chosen_while_training,
     num_warmup_steps,
 )
-from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run, read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
@@ -77,7 +76,7 @@ RESTORE_FILES_HINT = "restore the files that the recipe's data.source matched"
 
 
 def make_accumulator(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     dist_env: DistEnv,
     parallel_model: ParallelModel,
     optimizer: OptimizerContainer,
@@ -88,7 +87,6 @@ def make_accumulator(
     if recipe.local_sgd is not None:
         return make_local_sgd_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
     micro_size, mesh = recipe.batch.micro_size, parallel_model.mesh
-    assert isinstance(micro_size, int)
     micro_batches = recipe.batch.global_size // micro_size
     is_elastic, algorithm = recipe.determinism == "elastic", auto_algorithms(recipe, dist_env.device.type)[0]
     uses_error_feedback = GRAD_SYNC_ALGORITHMS[algorithm].uses_error_feedback and not is_elastic
@@ -234,7 +232,7 @@ def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, A
     if "recipe" not in meta:
         return
     try:
-        trained = Recipe.model_validate(meta["recipe"])
+        trained = ResolvedRecipe.model_validate(meta["recipe"])
     except ValidationError as error:
         raise DataError(f"{path}: its recipe is not one that this Phalanx knows ({error.errors()[0]['msg']})") from None
     found = [each for each in diff_recipes(trained, context.recipe) if is_mathematics(each.key, trained)]
@@ -340,7 +338,7 @@ def count_units_per_sample(facts: DataInfo) -> int:
 
 def build_context(
     process: WorkerProcess,
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     data: RunData,
     init_weights: bool = True,
     callbacks: Callbacks | None = None,
@@ -348,7 +346,6 @@ def build_context(
 ) -> TrainContext:
     """Build everything that training works with, from the recipe. `init_weights`: with the weights of a new run;
     `callbacks`: those that exist already; `connection_scope` as for `build_mesh`."""
-    assert isinstance(recipe.parallelism, Parallelism)
     run, folder, dist_env = process.run, process.folder, process.dist_env
     mesh = build_mesh(recipe.parallelism, dist_env, recipe, connection_scope)
     task = load_task(recipe.task, folder)
@@ -411,7 +408,7 @@ def build_context(
 
 def make_evaluator(
     process: WorkerProcess,
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     data: RunData,
     loss_module: LossModule | PipelineRunner,
     dist_env: DistEnv,
@@ -419,7 +416,6 @@ def make_evaluator(
 ) -> Callable[[], EvaluationResult | None]:
     """Return what evaluates on the validation set; it returns None where there is none, or a stop was requested."""
     micro_size, heartbeat = recipe.batch.micro_size, process.heartbeat
-    assert isinstance(micro_size, int)
 
     # Without gradients, and for a shorter last batch, the model is compiled again: for minutes, in silence.
     phases = ["evaluation"] if recipe.compile is False else ["compiling", "evaluation"]
@@ -448,7 +444,9 @@ def make_evaluator(
     return evaluate_validation
 
 
-def make_loss_fn(recipe: Recipe, task: Task, model: nn.Module, mesh: Mesh, dist_env: DistEnv, data: RunData) -> LossFn:
+def make_loss_fn(
+    recipe: ResolvedRecipe, task: Task, model: nn.Module, mesh: Mesh, dist_env: DistEnv, data: RunData
+) -> LossFn:
     """How the model is scored under this layout: its sequences split, its vocabulary's logits never whole."""
     loss_fn = LossFn(task, recipe.precision, dist_env.device)
     length = data.info.seq_len
@@ -484,20 +482,19 @@ def _load_one_sample(model: nn.Module, data: RunData) -> TensorBatch:
 
 
 def _make_float8_layer_selector(
-    recipe: Recipe, run: Run, model: nn.Module, task: Task, mesh: Mesh, dist_env: DistEnv, data: RunData
+    recipe: ResolvedRecipe, run: Run, model: nn.Module, task: Task, mesh: Mesh, dist_env: DistEnv, data: RunData
 ) -> Float8Selector:
     """What chooses the layers to compute in fp8, by the size that a micro-batch gives them."""
     args, kwargs = task.inputs(_load_one_sample(model, data))
     with eval_mode(model), autocast_context(recipe.precision, dist_env.device):
         of_one = measure_layer_rows(model, lambda: model(*args, **kwargs))
     micro_size = recipe.batch.micro_size
-    assert isinstance(micro_size, int)
     rows = {name: max(1, rows * micro_size // mesh.parallelism.context) for name, rows in of_one.items()}
     return make_float8_selector(run, dist_env, rows, bool(recipe.compile))
 
 
 def build_parallel_model(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     model: nn.Module,
     loss_fn: LossFn,
     mesh: Mesh,
@@ -508,7 +505,6 @@ def build_parallel_model(
     fp8: Float8Selector | None = None,
 ) -> tuple[ParallelModel, LossModule | PipelineRunner]:
     """Apply the parallelism to the model. Returns this worker's part and the module that computes losses."""
-    assert recipe.memory.activation_checkpointing != "auto"
     cache_weight_casts = uses_cached_casts(recipe.compile, recipe.precision, dist_env.device)
     head = make_lm_head(model, loss_fn.task, data) if cache_weight_casts and loss_fn.lm_head is None else None
     config = ParallelConfig(
@@ -530,7 +526,6 @@ def build_parallel_model(
             loss_fn.lm_head = loss_fn.lm_head.with_group(vocab_group)
         return parallel_model, loss_module
     micro_size = recipe.batch.micro_size
-    assert isinstance(micro_size, int)
     return build_pipeline(
         model,
         loss_fn,
@@ -560,7 +555,7 @@ def _head_loss_matches_loss(task: Task) -> bool:
     return not owners or "head_loss" in vars(owners[0])
 
 
-def _find_initial_weights(recipe: Recipe, folder: Path, model: nn.Module) -> InitialWeights | None:
+def _find_initial_weights(recipe: ResolvedRecipe, folder: Path, model: nn.Module) -> InitialWeights | None:
     """Where the weights of a new run come from; None where the model was built with them."""
     if recipe.init_from is not None:
         return open_initial_weights(recipe.init_from, folder, model)

@@ -58,7 +58,6 @@ def _next_step_batches(context: TrainContext, train_state: TrainState) -> list[A
     """This worker's micro-batches of the next step."""
     recipe, mesh = context.recipe, context.parallel_model.mesh
     micro_size = recipe.batch.micro_size
-    assert isinstance(micro_size, int)
     own = mesh.own_micro_batches(recipe.batch.global_size // micro_size)
     return [
         context.prepare_batch(context.data.read_training(train_state.samples_consumed + index * micro_size, micro_size))

@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.data import DataInfo, open_data
 from phalanx.data.manifest import is_dataset
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
-from phalanx.recipe import Recipe, diff_recipes, load_recipe
+from phalanx.recipe import ResolvedRecipe, diff_recipes, load_recipe, load_resolved_recipe
 from phalanx.recipe.diff import is_mathematics
 from phalanx.recipe.schema import DataSource
 from phalanx.run import Run
@@ -43,7 +43,7 @@ class TrainedModel:
     """The model in evaluation mode, with what it was trained by."""
 
     model: nn.Module
-    recipe: Recipe
+    recipe: ResolvedRecipe
     facts: DataInfo
     folder: Path | None
     checkpoint: Path
@@ -94,7 +94,7 @@ def given_device(run: Run) -> str:
         return "auto"
 
 
-def check_data(recipe: Recipe) -> None:
+def check_data(recipe: ResolvedRecipe) -> None:
     """DataError where data of a resolved recipe are gone, as from a cache that was emptied. They are not prepared here:
     a run may come from somebody else, and its sources may be any files."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
@@ -107,14 +107,14 @@ def check_data(recipe: Recipe) -> None:
             )
 
 
-def _recipe(run: Run, checkpoint: Path, manifest: CheckpointManifest, notes: list[str]) -> Recipe:
+def _recipe(run: Run, checkpoint: Path, manifest: CheckpointManifest, notes: list[str]) -> ResolvedRecipe:
     """What the checkpoint was trained with: resolved.yaml where it says so, too, else what the checkpoint itself holds,
     under its checksum."""
     if "recipe" not in manifest.meta:  # a checkpoint of before recipes were in them
-        return load_recipe(run.resolved).recipe
+        return load_resolved_recipe(run.resolved)
     trained = recipe_in(checkpoint, manifest)
     try:
-        now = load_recipe(run.resolved).recipe
+        now = load_resolved_recipe(run.resolved)
     except (RecipeError, DataError) as error:
         why = str(error).splitlines()[0] if run.resolved.exists() else f"{run.resolved}: is missing"
         notes.append(f"{why}; the recipe is taken from {checkpoint.name}")
@@ -123,13 +123,13 @@ def _recipe(run: Run, checkpoint: Path, manifest: CheckpointManifest, notes: lis
     if differing:
         notes.append(f"{run.resolved}: is not what {checkpoint.name} was trained with, which is taken: {differing[0]}")
         return trained
-    if isinstance(now.batch.micro_size, str) or any(each.prepared is None for each in _sources(now)):
+    if any(each.prepared is None for each in _sources(now)):
         notes.append(f"{run.resolved}: is not resolved; the recipe is taken from {checkpoint.name}")
         return trained
     return now
 
 
-def _sources(recipe: Recipe) -> list[DataSource]:
+def _sources(recipe: ResolvedRecipe) -> list[DataSource]:
     source = recipe.data.source
     return [*(source if isinstance(source, list) else [source]), *filter(None, [recipe.evaluation.source])]
 
@@ -146,7 +146,7 @@ def _folder(run: Run) -> Path:
     return Path(named)
 
 
-def _parse_facts(run: Run, recipe: Recipe, notes: list[str]) -> DataInfo:
+def _parse_facts(run: Run, recipe: ResolvedRecipe, notes: list[str]) -> DataInfo:
     """What plan.json says of the data, or else what they say themselves. DataError where neither does."""
     plan = run.read_json_or_empty(run.plan)
     if "data_info" in plan:

@@ -54,7 +54,6 @@ def profile_steps(
     change."""
     recipe, accumulator, dist_env = context.recipe, context.accumulator, context.dist_env
     micro_size = recipe.batch.micro_size
-    assert isinstance(micro_size, int)
     timer = make_step_timer(dist_env.device)
     total, phase_sums = 0.0, dict.fromkeys(STEP_PHASES, 0.0)
     on_gpu = dist_env.device.type != "cpu"

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from phalanx.errors import UsageError
-from phalanx.recipe import Recipe, dump_recipe, load_recipe
+from phalanx.recipe import ResolvedRecipe, dump_recipe, load_recipe, load_resolved_recipe
 from phalanx.recipe.grad_sync_defaults import gradient_bytes_per_rank, inter_node_bucket_mib, overlaps_with_backward
-from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.directory import write_atomic, write_json
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
@@ -83,7 +82,7 @@ class Session:
     def __init__(
         self,
         run: Run,
-        recipe: Recipe,
+        recipe: ResolvedRecipe,
         folder: Path,
         dist_env: DistEnv,
         reporter: Reporter,
@@ -91,7 +90,6 @@ class Session:
         force: bool,
         heartbeat: HeartbeatWriter | NullHeartbeat,
     ):
-        assert isinstance(recipe.parallelism, Parallelism)
         self.rank, self.world_size, self.device = dist_env.rank, dist_env.world_size, dist_env.device
         self._run, self._recipe, self._folder, self._dist_env = run, recipe, folder, dist_env
         self._reporter, self._stop, self._force, self._heartbeat = reporter, stop, force, heartbeat
@@ -124,7 +122,6 @@ class Session:
         model.to(dist_env.device).train()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._recipe = recipe = resolve_bucket_size(self._run, recipe, dist_env, size)
-        assert recipe.memory.activation_checkpointing != "auto"
         parallel_config = ParallelConfig(
             recipe.precision,
             activation_checkpointing=recipe.memory.activation_checkpointing,
@@ -283,7 +280,6 @@ class Session:
     def explain_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
         """Around the loop: turns an allocation failure into an error that names a micro-batch that would fit."""
         micro_size = self._recipe.batch.micro_size
-        assert isinstance(micro_size, int)
         return explain_out_of_memory(micro_size, None)
 
     def _require_trainer(self) -> Trainer:
@@ -308,20 +304,19 @@ class Session:
         return status
 
 
-def resolve_bucket_size(run: Run, recipe: Recipe, dist_env: DistEnv, num_trainable: int) -> Recipe:
+def resolve_bucket_size(run: Run, recipe: ResolvedRecipe, dist_env: DistEnv, num_trainable: int) -> ResolvedRecipe:
     """The recipe of a new run with the size of buckets that suits a model of so many trained parameters, where that was
     left open and workers are on several nodes: nobody knew the model when the recipe was resolved. Bits may depend on
     it, so resolved.yaml says it from then on. All workers call it."""
     parallelism, has_started = recipe.parallelism, "session" in run.read_json_or_empty(run.plan)
     left_open = load_recipe(run.recipe).recipe.grad_sync.bucket_mib == "auto"
-    assert isinstance(parallelism, Parallelism)
     overlaps_backward = overlaps_with_backward(recipe, parallelism, dist_env.device.type)
     if has_started or not left_open or not overlaps_backward or gather_node_map(dist_env).num_nodes == 1:
         return recipe
     bucket = inter_node_bucket_mib(gradient_bytes_per_rank(num_trainable, parallelism), recipe.grad_sync)
     grad_sync = recipe.grad_sync.model_copy(update={"bucket_mib": bucket})
     if dist_env.is_rank_zero:
-        resolved = load_recipe(run.resolved).recipe
+        resolved = load_resolved_recipe(run.resolved)
         write_atomic(run.resolved, dump_recipe(resolved.model_copy(update={"grad_sync": grad_sync})))
     return recipe.model_copy(update={"grad_sync": grad_sync})
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.data.prefetch import SampleSource
-from phalanx.recipe import Recipe
+from phalanx.recipe import ResolvedRecipe
 from phalanx.run import Run
 from phalanx.run.event_types import CheckpointRejected
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
@@ -49,7 +49,7 @@ class TrainContext:
     after a stop request. `prepare_batch` turns the arrays of a micro-batch into what the loss module takes."""
 
     run: Run
-    recipe: Recipe
+    recipe: ResolvedRecipe
     dist_env: DistEnv
     data: SampleSource
     model: nn.Module

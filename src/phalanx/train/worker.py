@@ -22,9 +22,8 @@ import torch
 from phalanx.compat import set_deterministic
 from phalanx.data import is_dataset, open_data, prepare_all_sources
 from phalanx.errors import ExitCode, PhalanxError, describe_os_error, is_storage_error
-from phalanx.recipe import Recipe, load_recipe
+from phalanx.recipe import ResolvedRecipe, load_recipe, load_resolved_recipe
 from phalanx.recipe.devices import device_kind_of
-from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import WorkerStarted
 from phalanx.run.heartbeat import open_heartbeat
@@ -180,10 +179,9 @@ class Attempt:
     def __init__(self, process: WorkerProcess, force: bool):
         run, dist_env = process.run, process.dist_env
         with telling_others(dist_env):
-            recipe = load_recipe(run.resolved).recipe
+            recipe = load_resolved_recipe(run.resolved)
             dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, recipe.device))
             configure_torch(recipe, dist_env)
-        assert isinstance(recipe.parallelism, Parallelism)
         self._parallelism, self._force, self._is_standby = recipe.parallelism, force, _is_standby()
         self._inter_replica_sockets, self._intra_replica_sockets = SocketRegistry(), SocketRegistry()
         # Not those within a replica: all its workers are there, and gloo may wait forever when a message is cut short.
@@ -213,7 +211,6 @@ class Attempt:
     def explaining_memory(self) -> contextlib.AbstractContextManager[None]:
         """Turn an allocation failure into an error that names a micro-batch that would fit."""
         micro_size, run = self.recipe.batch.micro_size, self.process.run
-        assert isinstance(micro_size, int)
         return explain_out_of_memory(micro_size, run.read_json_or_empty(run.plan))
 
     def build(self, dist_env: DistEnv, callbacks: Callbacks | None = None, init_weights: bool = False) -> TrainContext:
@@ -307,7 +304,7 @@ class Attempt:
         return self._reconfiguration.rejoin(context, survivor_state, self.data.num_train_samples)
 
 
-def ensure_data_prepared(recipe: Recipe, run: Run, folder: Path) -> Recipe:
+def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path) -> ResolvedRecipe:
     """The recipe with data that this node has: what the leading node prepared into its cache is prepared here as well
     where the nodes do not share it."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
@@ -319,10 +316,9 @@ def ensure_data_prepared(recipe: Recipe, run: Run, folder: Path) -> Recipe:
     return recipe.model_copy(update={"data": data, "evaluation": evaluate})
 
 
-def configure_torch(recipe: Recipe, dist_env: DistEnv) -> None:
+def configure_torch(recipe: ResolvedRecipe, dist_env: DistEnv) -> None:
     """Settings of this process on which speed and bits depend, and how long it waits for others."""
     set_collective_timeout(recipe.fault_tolerance.hang_timeout_s)
-    assert isinstance(recipe.num_threads, int)
     torch.set_num_threads(recipe.num_threads)
     configure_kernels(dist_env.device, recipe.precision, recipe.determinism != "off")
 

@@ -23,6 +23,7 @@ from phalanx.cluster import Machine
 from phalanx.cluster.discovery import Cpu
 from phalanx.data import DataInfo
 from phalanx.recipe import Recipe, load_recipe
+from resolved_recipes import resolved_recipe
 
 GAIN = MeasuredSpeedup(baseline_s=0.4, candidate_s=0.3, speedup=0.4 / 0.3, speedup_q1=1.3, speedup_q3=1.4)
 ROWS = [
@@ -96,7 +97,7 @@ def test_a_recipe_that_nothing_made_faster_is_written_as_it_was(tmp_path: Path) 
 
 
 def test_trials_never_end_save_or_call_back() -> None:
-    recipe = without_end(Recipe(callbacks=["mine:Callback"]))
+    recipe = without_end(resolved_recipe(callbacks=["mine:Callback"]))
     assert recipe.steps >= 10**9
     assert (recipe.callbacks, recipe.evaluation.every, recipe.checkpoint.every) == ([], None, None)
 

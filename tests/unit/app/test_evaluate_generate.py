@@ -14,13 +14,14 @@ from phalanx.app.trained_model import CheckpointSelection
 from phalanx.cli import main
 from phalanx.data import load_tokenizer, open_data, prepare_source
 from phalanx.errors import UsageError
-from phalanx.recipe import Recipe, dump_recipe
+from phalanx.recipe import dump_recipe
 from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.model_builder import build_model
+from resolved_recipes import resolved_recipe
 
 NEWEST = CheckpointSelection()
 
@@ -32,19 +33,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     (folder / "words.txt").write_text("a few words of no meaning. " * 400)
     source = DataConfig(source=DataSource(text="*.txt"))
     prepared = prepare_source(source.source, source, folder, folder / "data", num_workers=1)  # type: ignore[arg-type]
-    recipe = Recipe.model_validate(
-        {
-            "name": "small",
-            "model": {
-                "build": "phalanx.models:transformer",
-                "args": {"layers": 1, "hidden_size": 8, "num_heads": 2},
-            },
-            "data": {"source": {"prepared": str(prepared)}, "seq_len": 16},
-            "evaluation": {"holdout_fraction": 0.2},
-            "batch": {"micro_size": 4},
-            "precision": "fp32",
-            "device": "cpu",
-        }
+    recipe = resolved_recipe(
+        name="small",
+        model={"build": "phalanx.models:transformer", "args": {"layers": 1, "hidden_size": 8, "num_heads": 2}},
+        data={"source": {"prepared": str(prepared)}, "seq_len": 16},
+        evaluation={"holdout_fraction": 0.2},
+        batch={"micro_size": 4},
+        precision="fp32",
+        device="cpu",
     )
     run = Run(folder / "run")
     run.create()

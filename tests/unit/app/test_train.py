@@ -12,7 +12,6 @@ from made_events import made
 from phalanx.app import train
 from phalanx.app.train import (
     build_result,
-    check_resolved_recipe,
     create_run,
     describe_changes,
     describe_finished,
@@ -22,7 +21,7 @@ from phalanx.app.train import (
 )
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx.jobs.agent.leader_agent import RunOutcome
-from phalanx.recipe import Recipe, dump_recipe, incompatible_changes, load_recipe
+from phalanx.recipe import Recipe, ResolvedRecipe, dump_recipe, incompatible_changes, load_resolved_recipe
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import (
@@ -36,6 +35,7 @@ from phalanx.run.event_types import (
     WorkerStarted,
 )
 from phalanx.run.lock import lock_run
+from resolved_recipes import resolved_recipe
 
 DAY = 86400.0
 
@@ -44,11 +44,11 @@ def recipe(**values: Any) -> Recipe:
     return Recipe.model_validate({"data": {"source": {"text": "texts/*.txt"}}, **values})
 
 
-def resolved(**values: Any) -> Recipe:
+def resolved(**values: Any) -> ResolvedRecipe:
     """A recipe as if every `auto` in it had been resolved."""
     batch = {"global_size": 16, "micro_size": 8}
     base = {"batch": batch, "num_threads": 2, "precision": "bf16", "parallelism": {"replicate": 2}, "compile": False}
-    return recipe(**{**base, **values})
+    return resolved_recipe(2, **{"data": {"source": {"text": "texts/*.txt"}}, **base, **values})
 
 
 @pytest.fixture
@@ -323,8 +323,8 @@ def test_a_place_that_is_refused_by_the_file_system_is_told(tmp_path: Path, monk
 def test_a_resolved_recipe_that_was_cut_short_is_refused(tmp_path: Path, text: str) -> None:
     run = Run(tmp_path)
     run.resolved.write_text(text)
-    with pytest.raises(RecipeError, match=r"resolved.yaml: is empty or truncated: \S+ is auto"):
-        check_resolved_recipe(run, load_recipe(run.resolved).recipe)
+    with pytest.raises(RecipeError, match=r"resolved.yaml: is empty or cut short: it leaves \S+ open"):
+        load_resolved_recipe(run.resolved)
 
 
 @pytest.mark.parametrize(("device", "reads"), [("cpu", False), ("cuda", True)])

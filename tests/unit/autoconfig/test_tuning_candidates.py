@@ -17,6 +17,7 @@ from phalanx.autoconfig.tuning_candidates import (
     summarize_rounds,
 )
 from phalanx.recipe import Recipe, diff_recipes
+from resolved_recipes import resolved_recipe
 
 CPU = TuningFacts(
     device="cpu",
@@ -44,7 +45,7 @@ def resolved(**changes: Any) -> Recipe:
         "compile": False,
         "num_threads": 2,
     }
-    return Recipe.model_validate({**values, **changes})
+    return resolved_recipe(**{**values, **changes})
 
 
 def labels(recipe: Recipe, facts: TuningFacts) -> list[str]:

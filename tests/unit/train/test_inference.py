@@ -21,18 +21,17 @@ from phalanx.train.checkpoint.manager import best_checkpoint_file
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.inference import check_data, given_device, load_trained_model
 from phalanx.train.model_builder import build_model
+from resolved_recipes import resolved_recipe
 from small_train import SEQUENCE, VOCAB
 
 CPU = torch.device("cpu")
 FACTS = DataInfo("tokens", VOCAB, None, SEQUENCE, None)
-RECIPE = Recipe.model_validate(
-    {
-        "model": {"args": {"layers": 1, "hidden_size": 8, "num_heads": 2}},
-        "data": {"source": {"prepared": "/nowhere"}},
-        "batch": {"micro_size": 4},
-    }
+RECIPE = resolved_recipe(
+    model={"args": {"layers": 1, "hidden_size": 8, "num_heads": 2}},
+    data={"source": {"prepared": "/nowhere"}},
+    batch={"micro_size": 4},
 )
-OWN = Recipe.model_validate({"model": {"build": "os:system", "args": {"command": "exit"}}})
+OWN = resolved_recipe(model={"build": "os:system", "args": {"command": "exit"}})
 
 
 @pytest.fixture
@@ -217,7 +216,7 @@ def test_scores_are_computed_where_the_recipe_says(run: Run, given: str | None, 
 def test_a_run_that_names_a_command_runs_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_STATE_DIR", str(tmp_path / "state"))
     command = {"build": "os:system", "args": {"command": f"touch {tmp_path}/ran"}}
-    save(run, 6, Recipe.model_validate({"model": command}))
+    save(run, 6, resolved_recipe(model=command))
     with pytest.raises(UsageError, match="would run code that you have not trained with here: os:system"):
         load_trained_model(run, None, False, CPU)
     assert not (tmp_path / "ran").exists()

@@ -12,7 +12,6 @@ from torch import nn
 
 from phalanx.data import DataInfo, RunData
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe import Recipe
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.run.event_types import AttemptStarted, CheckpointRejected, RunWarning
 from phalanx.train import builder
@@ -37,11 +36,12 @@ from phalanx.train.train_state import TrainState
 from phalanx.train.train_step import NOISE_SCALE_EVERY_STEPS, GradientAccumulator
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import configure_torch
+from resolved_recipes import resolved_recipe
 from small_train import GLOBAL, E, Remembering, Samples, make_parts, mesh_of, tiny_lm, token_batch
 
 
 def stepper(world: int = 1, **values: Any) -> GradientAccumulator:
-    recipe = Recipe.model_validate({"precision": "fp32", "num_threads": 1, **values})
+    recipe = resolved_recipe(world, **values)
     model = tiny_lm()
     mesh = mesh_of(replicate=world)
     if world > 1:
@@ -168,7 +168,7 @@ def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_prepared_torch_has_the_threads_of_the_recipe() -> None:
-    configure_torch(Recipe.model_validate({"num_threads": 2}), DistEnv())
+    configure_torch(resolved_recipe(num_threads=2), DistEnv())
     assert torch.get_num_threads() == 2
 
 
@@ -267,7 +267,7 @@ def test_the_first_evaluation_of_a_compiled_model_may_be_silent(
         assert [stop_requested(), stop_requested()] == [False, False]  # after each of two batches
 
     monkeypatch.setattr(builder, "evaluate", evaluate)
-    recipe = Recipe.model_validate({"compile": compiled, "batch": BATCH})
+    recipe = resolved_recipe(compile=compiled, batch=BATCH)
     signs: list[str] = []
     pulse, stop = SimpleNamespace(record=signs.append), SimpleNamespace(requested=False)
     data = SimpleNamespace(num_validation_samples=4)

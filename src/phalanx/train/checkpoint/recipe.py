@@ -6,20 +6,20 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from phalanx.errors import DataError
-from phalanx.recipe import Recipe
+from phalanx.recipe import ResolvedRecipe
 from phalanx.run import Run
 from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
 
 
-def recipe_in(checkpoint: Path, manifest: CheckpointManifest) -> Recipe:
+def recipe_in(checkpoint: Path, manifest: CheckpointManifest) -> ResolvedRecipe:
     """The resolved recipe of a checkpoint with this manifest. DataError where it holds none that this Phalanx knows."""
     try:
-        return Recipe.model_validate(manifest.meta["recipe"])
+        return ResolvedRecipe.model_validate(manifest.meta["recipe"])
     except (KeyError, ValidationError):
         raise DataError(f"{checkpoint}: holds no recipe of this Phalanx") from None
 
 
-def newest_recipe(run: Run) -> Recipe | None:
+def newest_recipe(run: Run) -> ResolvedRecipe | None:
     """The resolved recipe in the newest checkpoint that says one; None where a run has no checkpoint. DataError where
     none of those that it has is readable."""
     if not run.checkpoints.is_dir():

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.recipe import Recipe
+from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.grad_sync_defaults import bucket_size_bytes, num_warmup_steps
-from phalanx.recipe.schema import Parallelism
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
@@ -70,7 +69,7 @@ class LocalSGDAccumulator(GradientAccumulator):
 
 
 def make_local_sgd_accumulator(
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     dist_env: DistEnv,
     parallel_model: ParallelModel,
     optimizer: OptimizerContainer,
@@ -78,10 +77,8 @@ def make_local_sgd_accumulator(
     seeds: MicroBatchSeeds,
 ) -> LocalSGDAccumulator:
     """The accumulator for a model that is whole on every worker, whose state is from now on each worker's own."""
-    micro_size, parallelism, local_sgd_config = recipe.batch.micro_size, recipe.parallelism, recipe.local_sgd
+    micro_size, local_sgd_config = recipe.batch.micro_size, recipe.local_sgd
     assert local_sgd_config is not None
-    assert isinstance(micro_size, int)
-    assert isinstance(parallelism, Parallelism)
     parameters = list(parallel_model.trainable_parameters().values())
     local_sgd = LocalSGD(
         parameters,
