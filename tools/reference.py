@@ -16,6 +16,7 @@ from typing import Any
 from phalanx import recipe
 from phalanx.cli.main import _make_app
 from phalanx.errors import ExitCode
+from phalanx.jobs.backends.options import OPTION_CLASSES, list_option_help
 from phalanx.run import event_types
 from phalanx.run.events import EVENT_TYPES
 
@@ -72,7 +73,10 @@ def cli_page() -> str:
     root: Any = _make_app()
     context = root.make_context("phalanx", [], resilient_parsing=True)
     parts = [f"# Command line\n\n{MADE_BY} `--help` of each command prints the same.\n"]
+    parts.append("```text\nphalanx [OPTIONS] COMMAND\n```\n")
+    parts += _option_table(root, context)
     parts += _commands(root, context, "phalanx")
+    parts += _backend_options()
     rows = [f"| {int(code)} | `{code.name}` |" for code in ExitCode]
     parts.append("\n".join(["## Exit codes\n", "| code | name |", "|---:|---|", *rows]) + "\n")
     parts.append("What to do about each: [exit codes and signals](exit-codes.md).\n")
@@ -92,10 +96,26 @@ def _commands(group: Any, context: Any, path: str) -> Iterator[str]:
         usage = " ".join([full, *command.collect_usage_pieces(below)])
         level = "##" if path == "phalanx" else "###"
         yield f"{level} {full}\n\n```text\n{usage}\n```\n\n{text}\n"
-        records = [record for each in command.get_params(below) if (record := each.get_help_record(below))]
-        rows = [f"| {_code(names)} | {_cell(meaning)} |" for names, meaning in records if "--help" not in names]
-        if rows:
-            yield "\n".join(["| argument or option | meaning |", "|---|---|", *rows]) + "\n"
+        yield from _option_table(command, below)
+
+
+def _backend_options() -> Iterator[str]:
+    yield "## Backend options\n"
+    yield "`phalanx train --on BACKEND` and `phalanx jobs submit --on BACKEND` take these as `-o`.\n"
+    for backend in OPTION_CLASSES:
+        yield f"### Options of {backend}\n"
+        rows = []
+        for each in list_option_help(backend):
+            default = "required" if each.is_required else _cell(each.default)
+            rows.append(f"| {_code(each.name)} | {_code(each.value_type)} | {default} | {_cell(each.help)} |")
+        yield "\n".join(["| option | value | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _option_table(command: Any, context: Any) -> Iterator[str]:
+    records = [record for each in command.get_params(context) if (record := each.get_help_record(context))]
+    rows = [f"| {_code(names)} | {_cell(meaning)} |" for names, meaning in records if "--help" not in names]
+    if rows:
+        yield "\n".join(["| argument or option | meaning |", "|---|---|", *rows]) + "\n"
 
 
 def _cell(text: str) -> str:

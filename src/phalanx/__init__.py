@@ -35,7 +35,7 @@ _EXPORT_MODULES = {
     "train": "phalanx.app.train",
 }
 _CALLABLE_PACKAGES = ("train",)
-"""Packages whose name is also that of a function of the API."""
+"""Packages with the same name as a function of the API."""
 
 
 def __getattr__(name: str) -> Any:

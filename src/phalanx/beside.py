@@ -1,4 +1,4 @@
-"""A process beside this one that imports torch while this one reads and checks what it is needed for."""
+"""A subprocess that imports torch while this process reads and checks the files that it is needed for."""
 
 import gc
 import importlib
@@ -17,15 +17,16 @@ from phalanx.deadline import POLL_INTERVAL_S, RESUME_AFTER_CHECKS, Deadline, fin
 ANSWER_TIMEOUT_S = 300.0
 """Seconds in which that process must have answered."""
 SubprocessCall = Callable[[str, Any], Any]
-"""`call("module:function", payload)`: what that function of `payload` returns in that process, or None when it did not
-return, for whatever reason; then ask again here, where it will tell. Works once; all of it must be JSON values."""
+"""`call("module:function", payload)`: what that function returns for `payload` in the subprocess, or None when it did
+not return, for any reason; then call it in this process, where it raises. Works once; arguments and results are JSON
+values."""
 
 
 @contextmanager
 def preload_torch() -> Iterator[SubprocessCall]:
-    """Import torch there, beginning now: it takes two seconds of a processor, and we have another. Ended with the
-    block, whatever it does then. Enter it before numpy and torch, whose threads would be lost, are imported here; where
-    they are, there is little to gain, and nothing is called."""
+    """Start to import torch in a subprocess: that takes two seconds of CPU time, on another core. The subprocess ends
+    with the block. Enter it before numpy and torch are imported here, since a fork would lose their threads; where they
+    are imported, there is little to gain, and nothing is called."""
     if not sys.modules.keys().isdisjoint({"numpy", "torch"}):
         yield lambda function, payload: None
         return

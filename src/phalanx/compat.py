@@ -34,7 +34,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Become the parent of descendants whose own parent dies, so that none can outlive us unseen (Linux)."""
+    """Become the parent of descendants that lose their own parent, so that none can outlive this process (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -237,9 +237,9 @@ def without_compiler() -> "Iterator[None]":
 
 @contextlib.contextmanager
 def without_symbols() -> "Iterator[None]":
-    """Within it neither torch's symbolic sizes nor sympy are imported (half a second) by kernels without memory whose
-    sizes are plain numbers: these only ask whether a plain truth is true, and whether a number is a symbol. For all
-    else that is asked, or asked of something else, the real modules are imported."""
+    """Context in which kernels on the meta device with plain numbers as sizes import neither torch's symbolic sizes nor
+    sympy (half a second): such kernels only ask whether a plain boolean is true, and whether a number is a symbol. Any
+    other use imports the real modules."""
     import torch.fx.experimental._config
 
     shapes, algebra = "torch.fx.experimental.symbolic_shapes", "sympy"

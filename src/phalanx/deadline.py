@@ -1,4 +1,4 @@
-"""Waits for what may never come: each has an end, and says now and then that it goes on."""
+"""Waits with a deadline that report from time to time that they still wait."""
 
 import contextlib
 import math
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S = 1.0
 """Seconds between two looks at what is waited for."""
 REPORT_INTERVAL_S = 30.0
-"""Seconds after which a wait says that it goes on, again and again."""
+"""Seconds between two reports of a wait."""
 RESUME_AFTER_CHECKS = 4
 """Looks, one each second, after which processes of ours that were stopped are continued. They are counted, and
 not seconds, since a scheduler that suspends a job stops this process, too, and then continues all."""
@@ -25,12 +25,12 @@ waits for as well."""
 
 
 def format_clock_time(seconds: float, clock: Callable[[], float] = time.time) -> str:
-    """The time of day in so many seconds."""
+    """Format the time of day in `seconds` seconds."""
     return time.strftime("%H:%M:%S", time.localtime(clock() + seconds))
 
 
 def print_status(text: str) -> None:
-    """Tell people, where there is no run yet whose events could."""
+    """Print a status line to stderr, for use before there is a run with events."""
     print(escape_control_chars(text), file=sys.stderr, flush=True)
 
 
@@ -55,8 +55,7 @@ class Deadline:
         self._report(f"waiting for {self.what}{until}")
 
     def check_expired(self) -> bool:
-        """Whether it has lasted too long. To be called every second or so, since it is this that says that it goes
-        on."""
+        """Whether the wait has lasted too long. Call it every second or so: it also prints the reports."""
         now = self._clock()
         self.waited_s += min(now - self._last_check_s, MAX_COUNTED_INTERVAL_S)
         self._last_check_s = now

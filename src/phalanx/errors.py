@@ -16,12 +16,12 @@ STORAGE_BROKEN_ERRNOS = frozenset(
     for name in ("EIO", "EREMOTEIO", "ENXIO", "ENODEV", "EROFS", "ESTALE", "ENOTCONN", "ELOOP")
     if hasattr(errno, name)  # some are Linux's own
 )
-"""What storage says that fails: devices; ESTALE a server that forgot the file, ENOTCONN a file system whose process is
-gone, ELOOP autofs where it cannot mount."""
+"""Errors of broken storage: devices; ESTALE: a server that lost the file, ENOTCONN: a file system without its process,
+ELOOP: autofs that cannot mount."""
 
 RETRYABLE_STORAGE_ERRNOS = STORAGE_BROKEN_ERRNOS - {errno.EROFS}
-"""What of it a command that has just begun may hope to find mended when it is started again; a file system that is
-read-only from the beginning is the wrong place."""
+"""Errors of these that a restart of a command that has just begun may not meet again; a file system that is read-only
+from the beginning is the wrong place."""
 
 
 class ExitCode(IntEnum):
@@ -37,7 +37,7 @@ class ExitCode(IntEnum):
 
 
 class PhalanxError(Exception):
-    """Something the user can mend. The message is one or two lines, complete without a traceback."""
+    """An error that the user can fix. The message is one or two lines, complete without a traceback."""
 
     code = ExitCode.USAGE
 
@@ -73,7 +73,7 @@ class GaveUpError(PhalanxError):
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether this is what storage says that fails or is full: nobody's mistake, and it may pass."""
+    """Whether storage fails or is full: not the user's mistake, and it may pass."""
     return isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS | STORAGE_BROKEN_ERRNOS
 
 

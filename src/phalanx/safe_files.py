@@ -79,7 +79,7 @@ def read_bytes(path: Path | str, max_bytes: int = MAX_SMALL_FILE_BYTES, follow_l
     with open(open_regular(path, follow_links), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise DataError(f"{path}: has more than {max_bytes} bytes, which is no such file of Phalanx")
+        raise DataError(f"{path}: has more than {max_bytes} bytes, too many for such a file")
     return content
 
 

@@ -1,11 +1,12 @@
 """The Slurm of the session. Where there can be none, the tests are skipped, and the reason is told."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.backends.slurm.backend import SlurmBackend
+from phalanx.jobs.backends.slurm.backend import QUEUE_MAX_AGE_S, SlurmBackend
 from slurm_cluster import SlurmCluster, find_obstacle
 
 
@@ -28,4 +29,5 @@ def secret() -> str:
 def slurm(rig: SlurmCluster, secret: str, tmp_path_factory: pytest.TempPathFactory) -> SlurmBackend:
     """The engine, with a folder whose name needs quoting."""
     folder: Path = tmp_path_factory.mktemp("shared") / "it's $(here) 100%d"
-    return SlurmBackend(rig.run, folder, {"SECRET": secret})
+    clock = itertools.count(step=QUEUE_MAX_AGE_S).__next__  # Slurm is asked whenever a test polls
+    return SlurmBackend(rig.run, folder, {"SECRET": secret}, clock)

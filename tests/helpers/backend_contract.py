@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.array import make_array, render_array, select_array_members, submit_array
+from phalanx.jobs.array import make_array, render_array, submit_array
 from phalanx.jobs.backends.base import Backend
 from phalanx.jobs.snapshot import snapshot_folder
 from phalanx.jobs.spec import Job, JobState, JobStatus
@@ -197,7 +197,7 @@ class BackendContract:
         ]
         for ident, (_, word) in zip(idents, ends, strict=True):
             assert any(f"word {word!r}" in line for line in engine.read_logs(ident))
-        assert [each.id for each in select_array_members(engine.list_jobs(), "swept")] == idents
+        assert [each.id for each in engine.list_jobs("swept")] == idents
 
     def test_one_member_of_an_array_can_be_cancelled_and_then_all(self, engine: Backend, folder: Path) -> None:
         jobs = [self.job(folder, "import time; print('up', flush=True); time.sleep(300)") for _ in range(3)]
@@ -207,7 +207,7 @@ class BackendContract:
         assert self.wait_for_end(engine, idents[1]).state is JobState.CANCELLED
         assert engine.poll(idents[0]).state is JobState.RUNNING
         assert not engine.poll(idents[2]).state.is_final
-        for each in select_array_members(engine.list_jobs(), "stopped"):
+        for each in engine.list_jobs("stopped"):
             engine.cancel(each.id)
         assert [self.wait_for_end(engine, ident).state for ident in idents] == [JobState.CANCELLED] * 3
 

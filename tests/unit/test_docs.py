@@ -1,6 +1,8 @@
 """The pages say what is true: links lead somewhere, commands, recipes and snippets are what the program takes, the
 tables of actions and exit codes are whole, and the first screen of the README fits. Nothing is executed."""
 
+import ast
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -136,8 +138,18 @@ def test_recipes_and_parts_of_recipes_are_valid(block: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("block", blocks("python"))
-def test_python_compiles(block: str) -> None:
-    compile(block, "snippet", "exec")
+def test_python_compiles_and_names_what_phalanx_has(block: str) -> None:
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("phalanx"):
+            module = importlib.import_module(str(node.module))
+            assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_of_the_repository_that_a_page_names_exist(page: Path) -> None:
+    if "notes" not in page.parts:  # diaries name what was there then
+        named_paths = re.findall(r"`((?:src/phalanx|benchmarks|tests|examples|tools)/[\w./-]+)`", page.read_text())
+        assert [path for path in named_paths if not (ROOT / path).exists()] == []
 
 
 def test_every_action_of_the_guard_has_its_row() -> None:

@@ -301,6 +301,6 @@ def broken(rank: int, world: int, *, folder: str) -> list[str]:
 def test_a_second_copy_that_cannot_be_kept_is_told_alike_and_ends_copying(world: ProcessWorlds, tmp_path: Path) -> None:
     texts = world.run(4, broken, folder=str(tmp_path))
     assert texts == [texts[0]] * 4
-    assert texts[0][0].startswith("no hot copies: ")
+    assert texts[0][0].startswith("in-memory checkpoints are off: ")
     assert [list((tmp_path / f"node-{node}").iterdir()) for node in (0, 1)] == [[], []]
     assert "hot.json" not in os.listdir(tmp_path / "run")

@@ -3,18 +3,19 @@
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from backend_contract import BackendContract
+from phalanx.cli import main
 from phalanx.cluster import discover_machine
 from phalanx.errors import UsageError
+from phalanx.jobs.backends import base
 from phalanx.jobs.backends.local import DAEMON_START_INTERVAL_S, LocalBackend
 from phalanx.jobs.local_queue.daemon import JOB_TAG_VARIABLE
 from phalanx.jobs.spec import Job, JobState
@@ -107,17 +108,17 @@ def test_a_job_goes_on_when_its_supervisor_is_killed_and_the_next_one_finds_it(
         assert (engine.poll(each).state, engine.poll(each).num_attempts) == (JobState.DONE, 1)
 
 
-LOOKS: dict[str, Callable[[LocalBackend, str], object]] = {
-    "poll": lambda engine, ident: engine.poll(ident),
-    "jobs": lambda engine, ident: engine.list_jobs(),
-    "logs": lambda engine, ident: list(engine.read_logs(ident)),
-    "signal": lambda engine, ident: engine.send_signal(ident, signal.SIGWINCH),
+LOOKS = {
+    "status": ("status", "{id}"),
+    "ls": ("ls",),
+    "logs": ("logs", "{id}"),
+    "signal": ("signal", "{id}", "WINCH"),
 }
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_who_looks_starts_one_supervisor_where_none_lives_and_jobs_go_on(
-    engine: LocalBackend, queue: Path, tmp_path: Path, look: str
+def test_a_command_starts_one_supervisor_where_none_lives_and_jobs_go_on(
+    engine: LocalBackend, queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
     code = "import os, sys, time\nif os.path.exists('begun'): sys.exit(0)\nopen('begun', 'x')\n"
     code += "while not os.path.exists('go'): time.sleep(0.01)\nsys.exit(75)"
@@ -127,10 +128,9 @@ def test_who_looks_starts_one_supervisor_where_none_lives_and_jobs_go_on(
     for each in supervisors(queue):
         each.kill()
     wait_until(lambda: supervisors(queue) == [] and nobody_supervises(queue))
+    monkeypatch.setattr(base, "open_backend", lambda name: LocalBackend(queue))
     for _ in range(3):
-        another = LocalBackend(queue)
-        LOOKS[look](another, ident)
-        another.database.close()
+        assert main.main(["jobs", *(word.format(id=ident) for word in LOOKS[look])]) == 0
     (tmp_path / "go").touch()
     seen = []
     while not engine.database.get_job(int(ident)).state.is_final:  # type: ignore[union-attr]
@@ -141,7 +141,7 @@ def test_who_looks_starts_one_supervisor_where_none_lives_and_jobs_go_on(
     assert (engine.poll(ident).state, engine.poll(ident).num_attempts) == (JobState.DONE, 2)
 
 
-def test_who_looks_again_and_again_starts_a_supervisor_that_cannot_live_only_now_and_then(tmp_path: Path) -> None:
+def test_a_supervisor_that_cannot_live_is_started_only_now_and_then(tmp_path: Path) -> None:
     now, asked = 100.0, []
 
     def ensure(folder: Path, idle: bool) -> bool:
@@ -149,14 +149,14 @@ def test_who_looks_again_and_again_starts_a_supervisor_that_cannot_live_only_now
         return True
 
     engine = LocalBackend(tmp_path / "queue", ensure_daemon=ensure, clock=lambda: now)
-    engine.list_jobs()
+    engine.restart_dead_daemon()
     assert asked == []  # nobody needs one
-    ident = engine.submit(engine.render(python(tmp_path, "pass")))
-    engine.poll(ident)
-    engine.poll(ident)
+    engine.submit(engine.render(python(tmp_path, "pass")))
+    engine.restart_dead_daemon()
+    engine.restart_dead_daemon()
     assert asked == [True, False]
     now += DAEMON_START_INTERVAL_S
-    engine.poll(ident)
+    engine.restart_dead_daemon()
     assert asked == [True, False, False]
     engine.database.close()
 
@@ -274,7 +274,7 @@ def test_a_secret_that_is_not_there_is_told_before_anything_is_queued(engine: Lo
 def test_a_file_that_is_no_queue_is_told(tmp_path: Path) -> None:
     (tmp_path / "queue.db").write_text("something else entirely, and long enough to be read as a header")
     with pytest.raises(UsageError, match="not a queue of Phalanx"):
-        LocalBackend(tmp_path)
+        LocalBackend(tmp_path).list_jobs()
 
 
 def test_a_row_that_was_edited_by_hand_is_told_with_its_number(tmp_path: Path) -> None:

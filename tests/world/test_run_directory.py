@@ -318,7 +318,7 @@ def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: TrainHarne
         lab.train({"optimizer": {"lr": 0.5}}, 1, run)
     for path in run.checkpoints.glob("step-*/MANIFEST.json"):
         path.write_text("{}")
-    with pytest.raises(DataError, match=r"resolved.yaml: is missing, and no checkpoint tells what it said"):
+    with pytest.raises(DataError, match=r"resolved.yaml: is missing, and no checkpoint holds a readable recipe"):
         lab.train({}, 1, run)
 
 

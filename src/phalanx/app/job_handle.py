@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.app.job_logs import iter_log_lines
 from phalanx.app.submit import default_gpus, format_status, make_recipe_job, parse_duration, poll_until_final
 from phalanx.errors import DataError, ExitCode, GaveUpError
-from phalanx.jobs.backends.base import Backend, open_backend
+from phalanx.jobs.backends.base import Backend, open_backend, restart_dead_daemon
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Run
 from phalanx.run.directory import describe_unfinished
@@ -30,6 +30,7 @@ class JobHandle:
 
     def status(self) -> JobStatus:
         """Return the state of the job, as `phalanx jobs status` does."""
+        restart_dead_daemon(self.backend)
         return self.backend.poll(self.id)
 
     def wait(self, timeout_s: float | None = None) -> JobStatus:

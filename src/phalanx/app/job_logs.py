@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.jobs.backends.base import Backend, open_log_reader
+from phalanx.jobs.backends.base import Backend, open_log_reader, restart_dead_daemon
 from phalanx.jobs.log_stream import LogStream
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Event, Run
@@ -28,6 +28,7 @@ def iter_log_lines(
     Of a training run: the output of its workers and its events, from the run directory. The backend's log is read with
     `raw`, for other jobs, and until the run directory has output that this machine can read.
     """
+    restart_dead_daemon(backend)
     status = backend.poll(job_id)
     stream = None
     if status.run_dir is not None and not raw:
@@ -45,6 +46,7 @@ def iter_log_lines(
         if is_over:
             break
         sleep(POLL_INTERVAL_S)
+        restart_dead_daemon(backend)
         status = backend.poll(job_id)
     if follow and stream is not None and stream.has_output:
         yield _format_end(status, backend.name)

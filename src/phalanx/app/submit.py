@@ -12,7 +12,7 @@ from phalanx.app.session import DeferredDisplay
 from phalanx.cluster import discover_machine
 from phalanx.errors import ExitCode, RecipeError, UsageError
 from phalanx.jobs.array import submit_array
-from phalanx.jobs.backends.base import Backend, ReleasingBackend, SubmitRequest, open_backend
+from phalanx.jobs.backends.base import Backend, ReleasingBackend, SubmitRequest, open_backend, restart_dead_daemon
 from phalanx.jobs.frameworks.process_env import check_framework as check_framework
 from phalanx.jobs.snapshot import Snapshot, snapshot_commit, snapshot_folder, unpack_snapshot
 from phalanx.jobs.spec import Job, JobState, JobStatus
@@ -263,6 +263,7 @@ def poll_until_final(
     num_failed_polls = 0
     while True:
         try:
+            restart_dead_daemon(backend)
             if isinstance(backend, ReleasingBackend):
                 backend.release(job_id)
             status = backend.poll(job_id)

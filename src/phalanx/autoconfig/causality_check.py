@@ -1,11 +1,10 @@
-"""Whether a model sees tokens that it must not: those that it is to predict, or, where documents are to be separate,
-those of another document.
+"""Check whether a model sees tokens that it must not see: those that it is to predict, or, with document masking, those
+of another document.
 
-Tried, not read off. The last token is changed, and what the model says about those before it must stay. And a sample of
-two documents must give what each of them gives by itself, so that masks, windows, positions and recurrent layers are
-judged by what they do. So a mask that was forgotten in a model of one's own is found as well as an encoder, such as
-BERT, that was never meant for it. Whether a sequence can be split over workers (`parallelism.context`) is tried
-in the same way.
+The model is tried, not read. The last token is changed, and the outputs at earlier positions must not change. A sample
+of two documents must give what each of them gives alone, which covers masks, windows, positions and recurrent layers.
+This finds a forgotten mask in a user's model as well as an encoder, such as BERT, that was never causal. Whether a
+sequence can be split over workers (`parallelism.context`) is tried in the same way.
 """
 
 import itertools
@@ -31,8 +30,8 @@ NUM_PARTS, MAX_ROUNDING_POSITIONS = 4, 1
 
 @torch.no_grad()
 def check_causal(model: nn.Module, task: Task, batch: TensorBatch) -> None:
-    """RecipeError when outputs [b, s, v] at earlier positions change with the last of `batch["tokens"]` [b, s]. Models
-    whose outputs change by themselves, even when evaluated, are not judged."""
+    """Raise RecipeError when outputs [b, s, v] at earlier positions change with the last of `batch["tokens"]` [b, s].
+    Models with outputs that vary between equal calls, even in eval mode, are not checked."""
     tokens = batch["tokens"]
     changed_tokens = tokens.clone()
     changed_tokens[:, -1] = torch.where(tokens[:, -1] == 0, 1, tokens[:, -1] - 1)
@@ -57,9 +56,9 @@ def check_causal(model: nn.Module, task: Task, batch: TensorBatch) -> None:
 
 @torch.no_grad()
 def check_document_masking(model: nn.Module, task: Task, batch: TensorBatch) -> None:
-    """RecipeError when a sample of two documents does not give the outputs [1, s, v] that each gives by itself; `batch`
-    has `tokens` [b, s], and `documents` where these are to be separate. Models whose outputs change by themselves, even
-    when evaluated, are not judged."""
+    """Raise RecipeError when a sample of two documents does not give the outputs [1, s, v] that each gives alone.
+    `batch` has `tokens` [b, s], and `documents` where documents are masked. Models with outputs that vary between equal
+    calls, even in eval mode, are not checked."""
     if "documents" not in batch or (length := batch["tokens"].shape[1]) < 2:
         return
     tokens, name = batch["tokens"][:1], type(model).__name__
@@ -90,17 +89,17 @@ def check_document_masking(model: nn.Module, task: Task, batch: TensorBatch) -> 
     changed = (packed - separate[0]).abs().amax(-1)[0] > MAX_RELATIVE_CHANGE_PACKED * separate[0].abs().max()
     if changed.float().mean() > MAX_CHANGED_POSITION_FRACTION:
         raise RecipeError(
-            f"data.document_masking: {name} does not keep documents separate: a sample of two gives other outputs "
-            f"than each by itself, at {int(changed.sum())} of {length} tokens; use data.document_masking=false, or a "
-            "model whose masks and positions follow `documents`"
+            f"data.document_masking: {name} does not keep documents separate: a sample of two documents gives other "
+            f"outputs than each document alone, at {int(changed.sum())} of {length} tokens; use "
+            "data.document_masking=false, or a model with masks and positions that follow `documents`"
         )
 
 
 @torch.no_grad()
 def check_split(model: nn.Module, task: Task, batch: TensorBatch) -> None:
-    """RecipeError where a model looks at other positions of `batch["tokens"]` [b, s] by other means than
-    torch.nn.functional.scaled_dot_product_attention: without that, the parts of a sequence must give the outputs
-    [1, s, v] that the whole gives. Models whose outputs change by themselves, even when evaluated, are not judged."""
+    """Raise RecipeError where a model reads other positions of `batch["tokens"]` [b, s] by other means than
+    torch.nn.functional.scaled_dot_product_attention: without attention, the parts of a sequence must give the outputs
+    [1, s, v] of the whole. Models with outputs that vary between equal calls, even in eval mode, are not checked."""
     tokens = batch["tokens"][:1]
     adapts = any(hook is adapt_inputs for hook in model._forward_pre_hooks.values())
     argument = "positions" if adapts else find_position_argument(model)

@@ -31,7 +31,7 @@ from phalanx.recipe.grad_sync_defaults import (
 from phalanx.recipe.schema import MOST_THREADS, Parallelism
 
 MIN_BF16_SPEEDUP = 1.2
-"""bf16 is chosen when forward and backward of this model are at least so many times faster than in fp32."""
+"""bf16 is chosen when forward and backward of this model are faster than in fp32 by at least this factor."""
 AUTO_PRECISIONS = ("fp32", "bf16")
 """Precisions among which `auto` chooses."""
 MIN_STEPS_TO_COMPILE = 100
@@ -41,7 +41,7 @@ LOSS_MODES = ("whole", "chunked")
 COMMON_WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 PREDICTION_RULE = (
     "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "
-    "the exchange of gradients between workers is not in it yet"
+    "without gradient synchronization"
 )
 
 
@@ -74,17 +74,16 @@ def predict_precision(recipe: Recipe, device: str, bf16: bool = True) -> str:
 
 
 def precisions_to_time(recipe: Recipe, device: str, bf16: bool = True) -> list[str]:
-    """The precisions whose time decides. On a GPU with `bf16` that is taken without a race: its tensor cores have no
-    fp32."""
+    """Return the precisions to time. On a GPU with `bf16` there is nothing to time: its tensor cores have no fp32."""
     if recipe.precision != "auto":
         return [recipe.precision]
     return list(AUTO_PRECISIONS) if device == "cpu" else [predict_precision(recipe, device, bf16)]
 
 
 def choose_compile(recipe: Recipe, device: str, num_blocks: int, compiler: bool = True) -> AutoChoice:
-    """Whether a model with so many repeated blocks is compiled. On a GPU eager kernels are bound by launches and
-    memory, and compiling takes the time of one block; a run of a few steps does not earn it back. `compiler`: whether
-    this machine has one of C."""
+    """Choose whether to compile a model with `num_blocks` repeated blocks. On a GPU eager kernels are bound by launches
+    and memory, and compiling takes the time of one block; a run of a few steps does not earn that back. `compiler`:
+    whether this machine has a C compiler."""
     if recipe.compile != "auto":
         return AutoChoice("compile", recipe.compile, "given")
     if not device_kind_of(device).auto_compiles:
@@ -99,7 +98,7 @@ def choose_compile(recipe: Recipe, device: str, num_blocks: int, compiler: bool 
         )
     if recipe.steps < MIN_STEPS_TO_COMPILE:
         return AutoChoice(
-            "compile", False, f"{recipe.steps:,} steps, fewer than {MIN_STEPS_TO_COMPILE}, do not earn it back"
+            "compile", False, f"{recipe.steps:,} steps, fewer than {MIN_STEPS_TO_COMPILE}, do not pay back compilation"
         )
     return AutoChoice("compile", True, f"{num_blocks} repeated blocks on a GPU")
 
@@ -169,9 +168,9 @@ def choose_precision(
 def choose_bucket_mib(
     recipe: Recipe, num_parameters: int, world_size: int, num_nodes: int, device: str = "cpu"
 ) -> list[AutoChoice]:
-    """How many gradients travel together, where something is to be said about it: replicas of a model of so many
-    trained parameters exchange theirs beside backward, between nodes. On one node an exchange takes from the processors
-    what it would hide behind."""
+    """Choose the bucket size where it matters: replicas of a model of `num_parameters` trained parameters reduce
+    gradients between nodes, overlapped with backward. On one node the reduction takes from backward the processors that
+    it would overlap with."""
     parallelism = Parallelism.model_validate(parallelism_values(recipe, world_size))
     if (
         recipe.grad_sync.bucket_mib != "auto"
@@ -181,8 +180,8 @@ def choose_bucket_mib(
         return []
     gradient_bytes = gradient_bytes_per_rank(num_parameters, parallelism)
     reason = (
-        f"of {gradient_bytes / BYTES_PER_MIB:.3g} MiB of gradients, for {num_nodes} nodes: what is sent early is "
-        "hidden behind backward"
+        f"of {gradient_bytes / BYTES_PER_MIB:.3g} MiB of gradients, for {num_nodes} nodes: buckets that are "
+        "sent early overlap with backward"
     )
     return [AutoChoice("grad_sync.bucket_mib", inter_node_bucket_mib(gradient_bytes, recipe.grad_sync), reason)]
 
@@ -201,24 +200,26 @@ def choose_warmup_steps(recipe: Recipe) -> list[AutoChoice]:
 def choose_without_trials(
     recipe: Recipe, cores: int, world_size: int, device: str, bf16: bool = True
 ) -> list[AutoChoice]:
-    """Threads, memory, micro-batch and precision for a loop of the user's own, whose model nobody has tried."""
+    """Choose threads, memory, micro-batch and precision for a session, in which the model is not tried first."""
     num_threads = choose_num_threads(recipe, cores, world_size)
     micro_choice = AutoChoice("batch.micro_size", recipe.batch.micro_size, "given")
     if recipe.batch.micro_size == "auto":
         num_groups = required_divisor(recipe, world_size)
         micro_choice = AutoChoice(
-            "batch.micro_size", max(1, recipe.batch.global_size // num_groups), "a worker's whole share at once"
+            "batch.micro_size",
+            max(1, recipe.batch.global_size // num_groups),
+            "one micro-batch for each worker and step",
         )
     precision = choose_precision(recipe, {}, device, bf16)
     if recipe.precision == "auto" and bf16:
-        reason = f"the rule for a loop of one's own on {device}"
+        reason = f"the rule for a session on {device}"
         precision = AutoChoice("precision", predict_precision(recipe, device), reason)
     checkpointing = AutoChoice("memory.activation_checkpointing", recipe.memory.activation_checkpointing, "given")
     if recipe.memory.activation_checkpointing == "auto":
-        checkpointing = AutoChoice("memory.activation_checkpointing", "none", "the rule for a loop of one's own")
+        checkpointing = AutoChoice("memory.activation_checkpointing", "none", "the rule for a session")
     chunked_loss = AutoChoice("memory.chunked_loss", recipe.memory.chunked_loss, "given")
     if recipe.memory.chunked_loss == "auto":
-        chunked_loss = AutoChoice("memory.chunked_loss", False, "the loss is the loop's own")
+        chunked_loss = AutoChoice("memory.chunked_loss", False, "a session computes its own loss")
     return [
         num_threads,
         checkpointing,
@@ -284,8 +285,8 @@ def required_divisor(recipe: Recipe, world_size: int) -> int:
 
 
 def resume_recipe(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> ResolvedRecipe:
-    """The recipe of a run that goes on: what was resolved, with the keys that are free to change, and the places of
-    prepared data, as given now."""
+    """Return the recipe of a resumed run: the resolved recipe, with the keys that may change, and the paths of prepared
+    data, as given now."""
     values, new = resolved.model_dump(), given.model_dump()
     for key in ("name", "steps", "checkpoint", "fault_tolerance", "callbacks", "device"):
         values[key] = new[key]
@@ -299,23 +300,23 @@ def resume_recipe(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> R
 
 
 def resume_parallelism(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> dict[str, Any]:
-    """The layout of a run that goes on: as given now, or as it was, with as many replicas as the workers make."""
+    """Return the parallelism of a resumed run: as given now, or as before, with as many replicas as the workers
+    allow."""
     if isinstance(given.parallelism, Parallelism):
         return parallelism_values(given, world_size)
     replica_size = resolved.parallelism.world // resolved.parallelism.replicate
     if world_size % replica_size:
         raise RecipeError(
-            f"parallelism: a replica of this run takes {replica_size} workers, and {world_size} are no multiple of "
-            f"that; "
-            "give the parallelism to go on with"
+            f"parallelism: a replica of this run takes {replica_size} workers, and {world_size} workers are not a "
+            "multiple of that; give the parallelism to resume with"
         )
     return {**resolved.parallelism.model_dump(), "replicate": world_size // replica_size}
 
 
 def resume_micro_size(resolved: ResolvedRecipe, given: Recipe, num_groups: int) -> int:
-    """The micro-batch of a run that goes on: what was resolved. One that nobody gave and that a changed number of
-    workers cannot share gets smaller where that costs no promise: under `elastic` it is part of the bits. `world`:
-    workers, or groups of them, that share the batch."""
+    """Return the micro-batch of a resumed run: the resolved one. If the recipe leaves it `auto` and the new number of
+    workers does not divide the batch evenly, it becomes smaller, except under `elastic`, where it is part of the bits.
+    `num_groups`: workers, or groups of workers, that share the batch."""
     micro_size, global_batch = resolved.batch.micro_size, resolved.batch.global_size
     if given.batch.micro_size != "auto" or resolved.determinism == "elastic" or global_batch % num_groups:
         return micro_size

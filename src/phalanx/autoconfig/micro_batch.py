@@ -49,7 +49,7 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What one worker has: bytes of memory on a device of torch, among so many workers."""
+    """Memory of one worker: bytes on a torch device, and the number of workers."""
 
     device: str
     memory_bytes: int
@@ -179,7 +179,8 @@ def micro_batch_candidates(recipe: Recipe, world_size: int) -> list[int]:
 
 
 def next_smaller_micro_size(recipe: Recipe) -> int | None:
-    """The micro-batch to go on with when that of a resolved recipe was too large; None when there is none smaller."""
+    """Return the micro-batch to retry with when that of a resolved recipe ran out of memory; None when there is none
+    smaller."""
     values = recipe.model_dump()
     current, values["batch"]["micro_size"] = recipe.batch.micro_size, "auto"
     assert isinstance(current, int)
@@ -200,7 +201,8 @@ def large_logits_bytes(worker: WorkerMemory) -> int:
 
 
 def loss_modes_to_try(recipe: Recipe, logits_bytes: int, worker: WorkerMemory) -> list[str]:
-    """Ways of computing the loss whose need of memory is worth a trial; `logits_bytes` as in `MemoryProfile`."""
+    """Return the ways of computing the loss that are worth a trial of their memory; `logits_bytes` as in
+    `MemoryProfile`."""
     if recipe.task != LANGUAGE_MODELING_TASK:
         return ["whole"]
     if _parallelism_or_default(recipe).tensor > 1:
@@ -216,7 +218,7 @@ def loss_modes_to_try(recipe: Recipe, logits_bytes: int, worker: WorkerMemory) -
 
 
 def _checkpointing_modes(recipe: Recipe) -> tuple[str, ...]:
-    """Of recomputing, as little as possible first."""
+    """Return the modes of activation checkpointing to try, the one with the least recomputation first."""
     if recipe.memory.activation_checkpointing != "auto":
         return (recipe.memory.activation_checkpointing,)
     return tuple(
@@ -248,9 +250,9 @@ def fitting_plans(
 
 
 StepTimePredictor = Callable[[str, int], float | None]
-"""Seconds of a step with a way of recomputing and a micro-batch; None where that cannot be said."""
+"""Seconds of a step with a mode of activation checkpointing and a micro-batch; None where it cannot be predicted."""
 MAX_RELATIVE_STEP_TIME = 0.98
-"""A smaller micro-batch must be foretold to take less than this share of the largest one's time."""
+"""A smaller micro-batch must be predicted to take less than this share of the largest one's time."""
 
 
 def choose_memory(
@@ -286,8 +288,8 @@ def choose_memory(
 
 
 def _fastest_plan(plans: Sequence[MemoryPlan], predict_step: StepTimePredictor) -> tuple[MemoryPlan, str]:
-    """The option that is foretold to be fastest among those that recompute as little as the first, and why it is taken;
-    no reason where that is the first itself."""
+    """Return the plan with the shortest predicted step among those that recompute as little as the first, and the
+    reason; no reason where that is the first."""
     first = plans[0]
     first_s = predict_step(first.checkpointing, first.micro_size)
     if first_s is None:
@@ -297,7 +299,7 @@ def _fastest_plan(plans: Sequence[MemoryPlan], predict_step: StepTimePredictor) 
     best = min(same_mode, key=lambda plan: seconds[plan.micro_size])
     if seconds[best.micro_size] >= MAX_RELATIVE_STEP_TIME * first_s:
         return first, ""
-    reason = f"{seconds[best.micro_size]:.3g} s a step foretold from the probe, {first_s:.3g} s with {first.micro_size}"
+    reason = f"{seconds[best.micro_size]:.3g} s a step predicted, {first_s:.3g} s with {first.micro_size}"
     return best, reason
 
 
@@ -370,7 +372,7 @@ def _explain_micro_size(
     parallelism = _parallelism_or_default(recipe)
     if best.micro_size != candidates[0]:
         reason = (
-            f"the largest whose activations ({best.activation_bytes / 1e9:.2f} GB) fit into "
+            f"the largest that fits: its activations ({best.activation_bytes / 1e9:.2f} GB) stay within "
             f"{_format_usable_fraction(worker)} of the memory"
         )
     elif parallelism.pipeline > 1:
@@ -381,7 +383,7 @@ def _explain_micro_size(
             f"determinism: elastic: {num_groups} micro-batches can be shared by any number of workers that divides it"
         )
     else:
-        reason = "a worker's whole share at once"
+        reason = "one micro-batch for each worker and step"
     larger = sorted({size for mode, _, size in failed_trials if mode == best.checkpointing and size > best.micro_size})
     if larger:
         reason = f"{reason}; a trial of {larger[0]} ran out of memory"
@@ -436,8 +438,7 @@ def _explain_out_of_memory(
     )
     return (
         f"batch.micro_size: not even one sample fits: it takes {smallest_bytes / 1e6:.0f} MB in forward and backward, "
-        f"and "
-        f"{available_bytes / 1e6:.0f} MB are left beside parameters and optimizer state; "
+        f"and {available_bytes / 1e6:.0f} MB are left after parameters and optimizer state; "
         f"use a smaller model or sequence{checkpointing_advice}, or give batch.micro_size to try all the same"
     )
 

@@ -1,4 +1,4 @@
-"""The profile of a recipe's model: followed once, and remembered, so that who asks again needs no torch."""
+"""The profile of a recipe's model: traced once and cached, so that later calls need no torch."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -31,8 +31,8 @@ def profile_model(
     number_format: NumberFormat = "half",
     subprocess_call: SubprocessCall | None = None,
 ) -> ModelProfile:
-    """What a recipe's model asks of a machine: followed without memory, `beside` this process where that is given, or
-    remembered from before."""
+    """Return what a recipe's model needs of a machine: traced on the meta device, in the process `subprocess_call`
+    where one is given, or read from the cache."""
     recipe = loaded.recipe
     key = {
         "follower": _compute_tracer_version(),
@@ -139,13 +139,13 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberF
             own = f"; the loss was that of {kind}, since `phalanx plan` does not follow {recipe.task}: "
             own += "`phalanx train --dry-run` tries it on this machine"
         raise RecipeError(
-            f"model: {recipe.model.build} cannot be followed without memory and values: "
-            f"{describe_exception(error)}{own}"
+            f"model: {recipe.model.build} cannot be traced on the meta device: {describe_exception(error)}{own}"
         ) from error
 
 
 def _check_dense(model: "nn.Module", build: str) -> None:
-    """RecipeError for a mixture of experts of transformers', in whose code each expert's products depend on values."""
+    """Raise RecipeError for a mixture of experts of transformers: the shapes of its experts' products depend on
+    values."""
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if "experts" in name.split(".") or (parameter.dim() == 3 and "Conv" not in type(owner).__name__):
@@ -167,7 +167,7 @@ def _compute_tracer_version() -> str:
 
 
 def _hash_model_code(build: str, folder: Path) -> str:
-    """A hash of the source that builds a model: of the module's file and of those beside it."""
+    """Hash the source that builds a model: the module's file and the other files in its folder."""
     module = build.partition(":")[0]
     if build.startswith("hf:"):
         config = folder / build.removeprefix("hf:") / "config.json"

@@ -44,7 +44,7 @@ from phalanx.recipe.yaml_edit import rewrite_recipe
 
 BYTES_PER_GIB = 2.0**30
 USABLE_MEMORY_FRACTION = 0.95
-"""Of a device's memory: what predictions of memory are off by at most is left free."""
+"""Usable fraction of a device's memory: the rest covers errors of the prediction."""
 Z_SCORE_90 = 1.645
 LEAST_PRODUCTIVE = 1e-3
 """Share of the time below which a run on failing nodes does not come to its end."""
@@ -78,9 +78,9 @@ class RunPlan:
     energy: RunEnergy | None
     checkpoint_plan: CheckpointPlan | None
     power_cap_slowdown: PowerCapSlowdown | None
-    """What the cluster's power cap makes of computing; it is in all times."""
+    """Effect of the cluster's power cap on compute; all times include it."""
     scaling: tuple[tuple[int, float], ...]
-    """Devices, and units a second on so many with the same layout for each replica."""
+    """Devices, and units a second on that many with the same parallelism for each replica."""
     rates: DeviceCosts
 
     def step_events(self) -> list[TimelineEvent]:
@@ -95,13 +95,12 @@ def plan_run(
     folder: Path | None = None,
     subprocess_call: SubprocessCall | None = None,
 ) -> RunPlan:
-    """Foretell a recipe on a cluster (a name of the catalogue or a file), on `num_gpus` of its devices (default all),
-    with
-    the best layout, micro-batch, recomputation, precision and schedule of those that the recipe leaves open. Its model
-    is followed in the process `subprocess_call`, where one is given.
+    """Predict a run of a recipe on a cluster (a name of the catalog or a file), on `num_gpus` of its devices (default
+    all), and choose the parallelism, micro-batch, activation checkpointing, precision and schedule that the recipe
+    leaves open. Its model is traced in the process `subprocess_call`, where one is given.
 
-    RecipeError: nothing is called so, the recipe cannot be followed, or nothing fits; the message tells by how much and
-    what would. UsageError: the cluster has not so many devices.
+    Raises RecipeError when the name is unknown, the model cannot be traced, or nothing fits; the message says by how
+    much, and which change would make it fit. Raises UsageError when the cluster has fewer devices.
     """
     target_cluster = (
         load_sized_cluster(cluster, num_gpus, folder)
@@ -156,8 +155,8 @@ def check_kind(device: str, cluster: Cluster) -> None:
 
 
 def load_sized_cluster(cluster_name: str, num_gpus: int | None, folder: Path | None = None) -> Cluster:
-    """The cluster of that name with as many nodes as `num_gpus` devices need; one that is described in a file, or whose
-    number is given, must have them."""
+    """Load the cluster of that name with as many nodes as `num_gpus` devices need; a cluster with a fixed number of
+    nodes must have them."""
     if num_gpus is not None and num_gpus < 1:
         raise UsageError(f"--num-gpus {num_gpus}: expected a number of devices, at least 1")
     cluster = load_cluster(cluster_name, folder)
@@ -188,7 +187,7 @@ def _power_cap_slowdown(cluster: Cluster, option: Candidate) -> PowerCapSlowdown
 
 
 def _device_load(parts: StepBreakdown) -> float:
-    """Of the devices, as `device_power` takes it: products draw the most."""
+    """Load of the devices, for `device_power`: products draw the most."""
     return min(1.0, 0.3 + 0.7 * parts.gemm / parts.total)
 
 
@@ -295,8 +294,8 @@ def predict_memory(recipe: Recipe, setup: Scenario) -> MemoryEstimate:
 
 
 def make_training_options(recipe: Recipe, setup: Scenario) -> dict[str, Any]:
-    """What `footprint` must know beside a setup. Of logits that are too large for `memory.chunked_loss: auto`,
-    chunks."""
+    """Return the arguments of `estimate_memory` that are not part of a `Scenario`. With `memory.chunked_loss: auto`,
+    large logits are chunked."""
     chunked = recipe.memory.chunked_loss
     if chunked == "auto":
         head = setup.profile.segments[-1]
@@ -461,7 +460,7 @@ def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], run_plan: RunP
     name = "the default recipe" if loaded.path is None else loaded.path.name
     header = [
         f"Planned by `phalanx plan` from {name} for {run_plan.num_devices} x {device}:",
-        f"a step is foretold to take {run_plan.best.step_s:.3g} s ({run_plan.low_s:.3g} to {run_plan.high_s:.3g}) and "
+        f"a step is predicted to take {run_plan.best.step_s:.3g} s ({run_plan.low_s:.3g} to {run_plan.high_s:.3g}) and "
         f"{run_plan.best.peak_bytes / BYTES_PER_GIB:.1f} GiB of a device.",
     ]
     text = "" if loaded.path is None else loaded.path.read_text(encoding="utf-8-sig")

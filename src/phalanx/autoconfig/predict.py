@@ -77,9 +77,9 @@ def load_calibrated_cluster(machine: Machine) -> Cluster | None:
 def predict_best_parallelism(
     recipe: Recipe, folder: Path, cluster: Cluster, world_size: int
 ) -> tuple[Parallelism, str] | None:
-    """The layout for so many workers of this machine, and why. On a CPU whole replicas, as long as these fit: what
-    dividing a model costs there is not foretold. None where the model cannot be followed, or nothing is foretold to
-    fit."""
+    """Choose the parallelism for `world_size` workers of this machine, with the reason. On a CPU whole replicas, as
+    long as they fit: the cost of sharding a model there is not predicted. None where the model cannot be traced, or
+    nothing is predicted to fit."""
     loaded = LoadedRecipe(recipe, None, folder, {})
     device = cluster.node.accelerator
     try:
@@ -109,4 +109,4 @@ def predict_best_parallelism(
         return None
     parallelism, seconds = planned.best.scenario.parallelism, planned.best.step_s
     others = f"; the next best takes {planned.alternatives[0].step_s:.3g} s" if planned.alternatives else ""
-    return parallelism, f"the fastest of {planned.num_valid} that are valid: {seconds:.3g} s a step foretold{others}"
+    return parallelism, f"the fastest of {planned.num_valid} that are valid: {seconds:.3g} s a step predicted{others}"

@@ -57,9 +57,9 @@ META_PROFILE_TRIAL = "phalanx.autoconfig.trials:profile_model_meta"
 MEMORY_FILLING_TRIALS = (PROFILE_TRIAL, TIMING_TRIAL)
 """Trials that may run out of memory."""
 STEPS_READ = 3
-"""Steps whose samples are in memory: one is computed, two are ready (`data/prefetch.py`)."""
+"""Steps of samples that are in memory at once: one in use, two prefetched (`data/prefetch.py`)."""
 MICRO_BYTES = 512
-"""Of the host's memory that a micro-batch takes beside its samples, at least."""
+"""Host memory that a micro-batch takes at least, in addition to its samples."""
 OUT_OF_MEMORY_KEY = "out_of_memory"
 """Key of what such a trial returns then."""
 SubprocessCall = Callable[[str, Any], Any]
@@ -67,8 +67,8 @@ SubprocessCall = Callable[[str, Any], Any]
 
 
 def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str) -> SubprocessCall:
-    """`call` for trials, with what they found on this machine within the last day: a second start is quicker, and
-    chooses alike although times vary."""
+    """Wrap `call` for trials, so that results of this machine from the last day are reused: a second start is faster
+    and makes the same choices although times vary."""
 
     def run_trial(function: str, payload: dict[str, Any]) -> Any:
         key = {
@@ -96,8 +96,8 @@ def call_catching_oom(call: SubprocessCall, function: str, payload: dict[str, An
 def resolve_auto(
     given: Recipe, folder: Path, machine: Machine, world_size: int, call: SubprocessCall, num_nodes: int = 1
 ) -> tuple[ResolvedRecipe, dict[str, Any], dict[str, Any]]:
-    """Trials of a recipe whose data are prepared, choices, and the recipe, plan and cluster facts that follow, for so
-    many workers on so many nodes like this machine."""
+    """Run the trials of a recipe with prepared data, choose, and return the resolved recipe, the plan and the cluster
+    facts, for `world_size` workers on `num_nodes` nodes like this machine."""
     check_batch(given, machine.memory_bytes, num_nodes)
     local_cluster = load_traced_cluster(machine, given, folder, call)
     parallelism = [] if local_cluster is None else choose_parallelism(given, folder, local_cluster, world_size)
@@ -152,8 +152,8 @@ def resolve_auto(
 
 
 def check_batch(given: Recipe, memory: int, nodes: int) -> None:
-    """RecipeError where the samples of a step do not fit into the memory of so many nodes: each reads those of its
-    workers at once, and some ahead."""
+    """Raise RecipeError where the samples of a step do not fit into the memory of `nodes` nodes: each reads the samples
+    of its workers at once, and some ahead."""
     sample = sum(
         values.nbytes for values in open_data(given.data, given.evaluation, given.seed).read_training(0, 1).values()
     )
@@ -169,8 +169,8 @@ def check_batch(given: Recipe, memory: int, nodes: int) -> None:
 
 
 def check_model_state(given: Recipe, profile: Mapping[str, Any], world_size: int, device: str) -> None:
-    """RecipeError where the promise of the recipe cannot be kept with what forwards of its model change, or where the
-    model has layers that so many workers cannot run on this device."""
+    """Raise RecipeError where the model's forward changes state, which breaks the determinism of the recipe, or where
+    the model has layers that `world_size` workers cannot run on this device."""
     changed_state = " and ".join(filter(None, (profile.get(CHANGED_STATE_KEY), profile.get(UNSAVED_STATE_KEY))))
     if given.determinism == "elastic" and changed_state:
         raise RecipeError(explain_not_elastic(changed_state))
@@ -183,25 +183,25 @@ def check_model_state(given: Recipe, profile: Mapping[str, Any], world_size: int
 
 
 def describe_lost_state(plan: Mapping[str, Any]) -> list[str]:
-    """What to say about a model whose forwards change what no checkpoint holds."""
+    """Warn about a model with state that forward changes and that no checkpoint holds."""
     if not (state := plan.get(UNSAVED_STATE_KEY)):
         return []
     return [
-        f"forwards of the model change {state}, which is in no checkpoint and which workers do not share: a run that "
-        "goes on may end in other bits; keep it in a persistent buffer, or give it in get_extra_state, and draw random "
+        f"forward of the model changes {state}, which is in no checkpoint and differs between workers: a resumed run "
+        "may end with other bits; use a persistent buffer, or return it from get_extra_state, and draw random "
         "numbers from torch's own generator"
     ]
 
 
 def failures_per_device_second(cluster: Cluster) -> float | None:
-    """Failures of a device a second, as the cluster's file tells for nodes."""
+    """Failures of a device a second, from the node failure rate in the cluster file."""
     rate = cluster.reliability.failures_per_1000_node_days
     return None if rate is None else rate / (1000.0 * SECONDS_PER_DAY * cluster.node.count)
 
 
 def load_traced_cluster(machine: Machine, given: Recipe, folder: Path, call: SubprocessCall) -> Cluster | None:
-    """This machine as `phalanx calibrate` measured it, with the recipe's model followed, so that steps can be foretold.
-    None where nobody measured or the model cannot be followed."""
+    """Load this machine as `phalanx calibrate` measured it, and trace the recipe's model, so that steps can be
+    predicted. None where the machine is not calibrated or the model cannot be traced."""
     local_cluster = load_calibrated_cluster(machine)
     if local_cluster is None:
         return None
@@ -223,7 +223,7 @@ def choose_parallelism(given: Recipe, folder: Path, local_cluster: Cluster, worl
 
 
 def list_parallelism_choices(found: list[AutoChoice]) -> list[AutoChoice]:
-    """As plan.json tells them."""
+    """Format the choices for plan.json."""
     return [AutoChoice(each.key, each.value.model_dump(exclude_defaults=True), each.reason) for each in found]
 
 
@@ -292,7 +292,7 @@ def measure_memory(
             check_forward(given, profile)
             return profile, make_needs(profile)
     raise RecipeError(
-        "model: forward and backward of two samples run out of memory, however much is recomputed; "
+        "model: forward and backward of two samples run out of memory, even with full activation checkpointing; "
         "use a smaller model or sequence"
     )
 
@@ -302,8 +302,8 @@ def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
     where the loss is to be taken in chunks and cannot."""
     if given.memory.chunked_loss is True and profile and "chunked" not in profile["peaks"]:
         raise RecipeError(
-            "memory.chunked_loss: true needs a language model whose logits are what an nn.Linear without bias and "
-            "adapter gives, and nothing else; use auto or false"
+            "memory.chunked_loss: true needs a language model that computes its logits with one nn.Linear without "
+            "bias and without adapter, as its last operation; use auto or false"
         )
     parallelism, changed_parameters = given.parallelism, profile.get(CHANGED_PARAMETERS_KEY)
     if changed_parameters and isinstance(parallelism, Parallelism) and parallelism.shard * parallelism.context > 1:
@@ -323,10 +323,10 @@ def try_memory_choices(
     forecast: StepTimePredictor | None = None,
     blocks: int = 0,
 ) -> tuple[list[AutoChoice], dict[str, float]]:
-    """What is predicted to fit, tried: recomputation, loss and micro-batch that survived a trial, and the seconds that
-    it took, compiled and with deterministic kernels where the run of a model with so many repeated `blocks` will be.
-    Each trial that runs out of memory makes room for the next best. A trial has the whole model: no seconds where that
-    is too large for one worker and the layout divides it."""
+    """Try what is predicted to fit. Return the activation checkpointing, loss and micro-batch of a trial that did not
+    run out of memory, and its seconds, compiled and with deterministic kernels where the run of a model with `blocks`
+    repeated blocks will be. After a trial that runs out of memory, the next best is tried. A trial holds the whole
+    model: no seconds where one worker cannot hold it and the parallelism shards it."""
     precisions = precisions_to_time(given, memory_budget.device, memory_budget.bf16)
     failed_choices: list[tuple[str, str, int]] = []
     while True:

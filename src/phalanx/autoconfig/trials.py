@@ -84,10 +84,10 @@ CHECKPOINTING_MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective",
 
 
 def profile_model(payload: dict[str, Any]) -> dict[str, Any]:
-    """What `recipe` (sources prepared) needs for a sample: parameters, FLOPs, and the peak bytes of forward and
-    backward, for each of the `losses` and each way of recomputing among `ways`; None where that way ran out of memory
-    or does not go with the model. `{"out_of_memory": 1.0}` when that is so of a forward alone. Computes with so many
-    `threads`."""
+    """Measure what a sample of `recipe` (sources prepared) needs: parameters, FLOPs, and the peak bytes of forward and
+    backward, for each of the `losses` and each mode of activation checkpointing in `ways`; None where a mode ran out of
+    memory or does not work with the model. `{"out_of_memory": 1.0}` when forward alone runs out of memory. Computes
+    with `threads` threads."""
     try:
         return _profile_opened(payload)
     except Exception as error:
@@ -104,12 +104,12 @@ def profile_model_meta(payload: dict[str, Any]) -> dict[str, Any]:
     try:
         with fake_tensor_mode(symbols=False):
             return _profile_opened(payload, with_values=False)
-    except Exception:  # noqa: BLE001 any model may fail at this in its own way; `profile_model` tells what is really wrong
+    except Exception:  # noqa: BLE001 any model may fail here in its own way; `profile_model` raises the actual error
         return {}
 
 
 def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[str, Any]:
-    torch.set_num_threads(payload["threads"])  # more, beside other work, would wait for each other
+    torch.set_num_threads(payload["threads"])  # with more threads than free cores they would wait for each other
     model, task, data = _open_trial(payload, with_values)
     built, buffers = dict(model.named_parameters()), get_persistent_buffers(model)
     device = _select_trial_device(payload) if with_values else torch.device("cpu")
@@ -138,7 +138,7 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
     ):
         raise RecipeError(f"a trial forward of the model: {what}")
     now = snapshot_weight_versions(model, with_values)
-    if with_values and isinstance(task, LanguageModeling):  # a forward that fails has been told by now
+    if with_values and isinstance(task, LanguageModeling):  # a failing forward has already raised
         with autocast_context(precision, device):
             check_causal(model, task, to_device(data.read_training(0, 1), device))
             if payload.get("context", 1) > 1:
@@ -229,7 +229,7 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
         with eval_mode(model), torch.no_grad():
             _compute_loss(loss_fns[payload["precisions"][0]], model, batch, metrics=True)
     with _activation_checkpointing(model, payload.get("recompute", "none")), _compile_model_blocks(model, payload):
-        # The update comes first, so that the timed passes have its state beside them, as those of a run do.
+        # The update comes first, so that the timed passes have optimizer state in memory, as those of a run do.
         for _ in range(TIMING_REPEATS + 1):
             for precision, loss_fn in list(loss_fns.items()):
                 loss_fn.lm_head = head

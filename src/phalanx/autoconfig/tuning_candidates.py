@@ -298,7 +298,7 @@ def _propose_num_threads(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator
 
 
 def _matmul_seconds_per_step(recipe: ResolvedRecipe, facts: TuningFacts) -> float:
-    """Of a step, at the measured rate; at most nine tenths of it."""
+    """Seconds of matmuls in a step, at the measured rate; at most nine tenths of the step."""
     rate = _matmul_tflops(recipe.precision, facts)
     if not rate:
         return facts.step_s / 2
@@ -307,7 +307,7 @@ def _matmul_seconds_per_step(recipe: ResolvedRecipe, facts: TuningFacts) -> floa
 
 
 def _matmul_tflops(precision: str, facts: TuningFacts) -> float:
-    """TFLOP/s of matmuls: as measured, or else what data sheets give beside bf16; 0 when nothing is known."""
+    """TFLOP/s of matmuls: as measured, or else bf16's with the data sheet's ratio to bf16; 0 when neither is known."""
     relative_to_bf16 = {"fp16": 1.0, "fp8": 2.0, "tf32": 0.5}
     return facts.tflops.get(precision) or relative_to_bf16.get(precision, 0.0) * facts.tflops.get("bf16", 0.0)
 

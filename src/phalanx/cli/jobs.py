@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx.cli.backend_options import BackendOptionsCommand
 from phalanx.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ JobIdArgument = Annotated[str, typer.Argument(metavar="ID", help="Job ID, as sho
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command()
+@app.command(cls=BackendOptionsCommand)
 def submit(
     what: Annotated[
         list[str],
@@ -66,7 +67,10 @@ def submit(
     backend_option: Annotated[
         list[str] | None,
         typer.Option(
-            "--backend-option", "-o", metavar="KEY=VALUE", help="Backend option, such as partition=gpu (repeatable)."
+            "--backend-option",
+            "-o",
+            metavar="KEY=VALUE",
+            help="Backend option, such as partition=gpu (repeatable); see below.",
         ),
     ] = None,
     snapshot: Annotated[
@@ -167,11 +171,12 @@ def list_jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, oldest first."""
-    from phalanx.jobs.array import select_array_members
-    from phalanx.jobs.backends.base import open_backend
+    from phalanx.jobs.backends.base import open_backend, restart_dead_daemon
 
-    jobs = open_backend(on).list_jobs()
-    if array is not None and not (jobs := select_array_members(jobs, array)):
+    backend = open_backend(on)
+    restart_dead_daemon(backend)
+    jobs = backend.list_jobs(array)
+    if array is not None and not jobs:
         raise UsageError(f"{array}: {on} has no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
     if as_json:
         print(json.dumps([asdict(status) for status in jobs], indent=2))
@@ -189,9 +194,11 @@ def list_jobs(
 @app.command("status")
 def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption = False) -> None:
     """Show the state of a job."""
-    from phalanx.jobs.backends.base import open_backend
+    from phalanx.jobs.backends.base import open_backend, restart_dead_daemon
 
-    status = open_backend(on).poll(job)
+    backend = open_backend(on)
+    restart_dead_daemon(backend)
+    status = backend.poll(job)
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return
@@ -229,12 +236,14 @@ def signal(
     """Send a signal to a job's processes on each node."""
     import signal as signals
 
-    from phalanx.jobs.backends.base import open_backend
+    from phalanx.jobs.backends.base import open_backend, restart_dead_daemon
 
     signal_suffix = signal_name.upper().removeprefix("SIG")
     if f"SIG{signal_suffix}" not in signals.Signals.__members__:
         raise UsageError(f"{signal_name}: no such signal; expected such as USR1, TERM or INT")
-    open_backend(on).send_signal(job, signals.Signals[f"SIG{signal_suffix}"])
+    backend = open_backend(on)
+    restart_dead_daemon(backend)
+    backend.send_signal(job, signals.Signals[f"SIG{signal_suffix}"])
 
 
 @app.command()
@@ -308,12 +317,10 @@ def prune(
 
 def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
     """Return the ID of a job, or those of the members of an array."""
-    from phalanx.jobs.array import select_array_members
-
     try:
         return [backend.poll(name_or_id).id]
     except UsageError:
-        job_ids = [status.id for status in select_array_members(backend.list_jobs(), name_or_id)]
+        job_ids = [status.id for status in backend.list_jobs(name_or_id)]
         if not job_ids:
             raise
         return job_ids

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx.beside import SubprocessCall
+from phalanx.cli.backend_options import BackendOptionsCommand
 from phalanx.cli.ctrl_c import InterruptStatus, reraise_lost_interrupts
 from phalanx.errors import (
     DISK_FULL_ERRNOS,
@@ -73,7 +74,7 @@ def _load_command(name: str) -> Any:
         verb.rich_markup_mode = None
         return typer.main.get_group(verb)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name)(verb)
+    app.command(name, cls=BackendOptionsCommand)(verb)
     return typer.main.get_command(app)
 
 
@@ -100,8 +101,19 @@ def _make_app() -> TyperGroup:
         version: Annotated[
             bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
         ] = False,
+        log_level: Annotated[
+            str | None,
+            typer.Option(
+                "--log-level",
+                metavar="LEVEL",
+                help="Log records to show on standard error: debug, info, warning or error. Also as PHALANX_LOG.",
+                show_default="warning",
+            ),
+        ] = None,
     ) -> None:
-        pass
+        from phalanx.logging_config import configure_logging  # logging is not needed for --help
+
+        configure_logging(log_level)
 
     group = typer.main.get_group(app)
     for name, (_, line) in _COMMAND_MODULES.items():

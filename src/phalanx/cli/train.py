@@ -52,7 +52,10 @@ def train(
     backend_option: Annotated[
         list[str] | None,
         typer.Option(
-            "--backend-option", "-o", metavar="KEY=VALUE", help="Backend option, such as partition=gpu (repeatable)."
+            "--backend-option",
+            "-o",
+            metavar="KEY=VALUE",
+            help="Backend option, such as partition=gpu (repeatable); see below.",
         ),
     ] = None,
     snapshot: Annotated[

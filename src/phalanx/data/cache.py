@@ -1,4 +1,4 @@
-"""Where `phalanx train` keeps what it prepared by itself, so that it does so once for each source."""
+"""Where `phalanx train` keeps data that it prepared automatically, so that it does so once for each source."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -15,8 +15,8 @@ HEAD_BYTES = 512
 """Bytes by which a file is known."""
 BUFFER_BYTES = 1 << 18
 MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO = 256 << 20, 200
-"""What a packed file may give: as many bytes as the first, or so many times its own size. Text is packed to a fifth
-or so, the most repetitive logs to a hundredth."""
+"""Limit of an unpacked file: as many bytes as the first, or its packed size times the second. Text is packed to about a
+fifth, the most repetitive logs to a hundredth."""
 _COMPRESSION_SIGNATURES = {
     "gzip": (b"\x1f\x8b\x08", (".gz",)),
     "bzip2": (b"BZh", (".bz2",)),
@@ -54,7 +54,7 @@ _UNSUPPORTED_FORMATS = {
 
 
 def detect_compression(path: str | Path, first_bytes: bytes) -> str | None:
-    """By what a file is packed, by its first bytes or, where these are of nothing known, its name."""
+    """Detect the compression of a file by its first bytes or, where they are unknown, its name."""
     for kind, (magic, _) in _COMPRESSION_SIGNATURES.items():
         if first_bytes.startswith(magic) and (kind != "bzip2" or first_bytes[4:10] == _BZIP2_BLOCK):
             return kind

@@ -88,7 +88,7 @@ def _open_idx(path: str) -> Iterator[BinaryIO]:
 
 
 def _read_exactly(stream: BinaryIO, size: int, path: str) -> bytes:
-    """So many bytes; no more memory than the file has, whatever its header promises."""
+    """Read exactly `size` bytes; takes no more memory than the file has, whatever its header promises."""
     parts, remaining = [], size
     while remaining:
         with translate_read_errors(path):
@@ -186,7 +186,7 @@ def _to_rgb(image: Any, file_format: str | None) -> Any:
         if image.mode == "I" or not (pixels.min() >= 0 and pixels.max() <= 1):
             kind = "32-bit integers" if image.mode == "I" else "floats that are not all from 0 to 1"
             raise _UnknownPixelRangeError(
-                f"its pixels are {kind}, of which nothing says what is white; save it with 8 or 16 bits"
+                f"its pixels are {kind}, with no known white level; save it with 8 or 16 bits"
             )
         return PIL.Image.fromarray((pixels * 255 + 0.5).astype(np.uint8)).convert("RGB")
     if image.mode in _MODES_WITH_ALPHA or "transparency" in image.info:

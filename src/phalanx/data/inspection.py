@@ -85,7 +85,7 @@ def verify_dataset(
         except OSError as error:
             if not is_storage_error(error):
                 raise
-            problems.append(f"{describe_os_error(error)}, in {folder / entry.file} or beside it")
+            problems.append(f"{describe_os_error(error)}, in {folder / entry.file} or its .idx file")
         blocks += -(-entry.bytes // BLOCK_BYTES)
         bytes_done += entry.bytes
         count += entry.count
@@ -108,8 +108,8 @@ def _find_bad_blocks(folder: Path, entry: ShardEntry) -> list[str]:
 
 
 def _find_impossible_values(folder: Path, manifest: DatasetManifest, entry: ShardEntry) -> list[str]:
-    """What a shard whose bytes are those that were written cannot hold: tokens beyond the vocabulary, labels beyond the
-    classes, documents that begin outside of it."""
+    """Find values that a shard cannot hold even though its checksums match: tokens beyond the vocabulary, labels beyond
+    the classes, documents that begin outside of it."""
     values = (
         np.memmap(folder / entry.file, np.dtype(manifest.dtype), mode="r") if entry.bytes else np.zeros(0, np.uint8)
     )

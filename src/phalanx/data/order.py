@@ -57,15 +57,16 @@ def hash_key(*parts: object) -> int:
 
 
 class ShuffleOrder:
-    """The order of one source of `num_samples` samples, `num_validation` of which training never sees.
+    """The order of one source of `num_samples` samples; `num_validation` of them are never used for training.
 
-    The held-out samples depend on the fingerprint alone: another seed trains in another order, but is scored on the
+    The validation samples depend on the fingerprint only: another seed trains in another order, but is scored on the
     same samples.
     """
 
     def __init__(self, num_samples: int, num_validation: int, fingerprint: str, seed: int):
         self.num_samples, self.num_validation = num_samples, num_validation
-        self._validation_key = np.array(hash_key("held-out", fingerprint), np.uint64)
+        # Another word in the key would choose other validation samples than earlier runs trained without.
+        self._validation_key = np.array(hash_key("held-out", fingerprint), np.uint64)  # words: allow
         self._epoch_key = np.array(hash_key("train", fingerprint, seed), np.uint64)
 
     def training_samples(self, index: Int64Array) -> Int64Array:
@@ -77,12 +78,12 @@ class ShuffleOrder:
         return self.validation_samples(permuted.astype(np.int64) + self.num_validation)
 
     def validation_samples(self, index: Int64Array) -> Int64Array:
-        """The held-out samples number `index` (0 .. held - 1)."""
+        """Indices of the validation samples with numbers `index` (0 .. num_validation - 1)."""
         return permute(index.astype(np.uint64), self.num_samples, self._validation_key).astype(np.int64)
 
 
 def num_validation_samples(num_samples: int, holdout_fraction: float) -> int:
-    """How many of `num_samples` are held out: the share, but at least one, and never all."""
+    """Return how many of `num_samples` are validation samples: the fraction, but at least one, and never all."""
     return 0 if holdout_fraction == 0 else min(max(round(num_samples * holdout_fraction), 1), num_samples - 1)
 
 

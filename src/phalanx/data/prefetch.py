@@ -18,8 +18,8 @@ READ_AHEAD_BYTES = 1 << 26
 def micro_batch_range(num_micro_batches: int, rank: int, num_groups: int, stride: int = 1) -> range:
     """Which of `num_micro_batches` micro-batches are this rank's: consecutive ones, as evenly as it goes.
 
-    With `stride`, so many neighbours take a micro-batch each in a round, and consecutive rounds are theirs: which
-    micro-batches make a round, and who of the neighbours has which, does not depend on `num_groups`.
+    With `stride`, that many neighbours take one micro-batch each in a round, and consecutive rounds are theirs: which
+    micro-batches form a round, and which neighbour takes which, does not depend on `num_groups`.
     """
     num_rounds, group, groups = num_micro_batches // stride, rank // stride, num_groups // stride
     return range(

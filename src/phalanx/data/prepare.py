@@ -1,11 +1,12 @@
 """Turn a source into a dataset directory, with all cores and little memory.
 
-Work goes on in `OUT.partial`: first the tokenizer, then shards, one for each piece of the plan, then the manifest; last
-the directory takes its name. So OUT is whole or it is not there, and what was finished before an interruption is kept
-as long as the plan (files, their sizes and times, tokenizer) is the same.
+Work is done in `OUT.partial`: first the tokenizer, then shards, one for each piece of the plan, then the manifest; at
+the end the directory is renamed. So OUT is complete or does not exist, and finished shards survive an interruption as
+long as the plan (files, their sizes and times, tokenizer) is the same.
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -45,6 +46,8 @@ from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run.directory import fsync_if_supported, write_atomic
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 
+logger = logging.getLogger(__name__)
+
 SILENCE_TIMEOUT_S = 600.0  # seconds in which at least one of the processes that prepare data must have said something
 BPE_SAMPLE_BYTES = 64 << 20  # bytes of text that a BPE is trained on
 
@@ -77,21 +80,21 @@ def prepare_source(
 ) -> Path:
     """Prepare `source` (paths relative to `folder`) as the dataset directory `dataset_dir` and return it.
 
-    A dataset that is there already stays as it is. Another process preparing `dataset_dir` is waited for. RecipeError
-    when
-    files are missing, DataError when one cannot be read. `num_workers` is the number of processes, by default one a
-    core; the result does not depend on it. Interrupted, it leaves `OUT.partial` and goes on from there next time.
+    An existing dataset is left as it is. If another process is preparing `dataset_dir`, wait for it. Raises RecipeError
+    when files are missing, DataError when one cannot be read. `num_workers` is the number of processes, by default one
+    a core; the result does not depend on it. An interruption leaves `OUT.partial`, from which the next call continues.
     """
     plan = make_prepare_plan(source, data, recipe_dir)
     started = clock()
     reporter = ProgressReporter(plan.total_bytes, report_progress, lambda: clock() - started)
     try:
         with _lock_working_dir(dataset_dir, reporter) as claim:
+            logger.info("%s %s", "preparing" if claim is not None else "found", dataset_dir)
             if claim is not None:
                 try:
                     _write_dataset(plan, claim, num_workers or len(os.sched_getaffinity(0)), reporter)
                 except PhalanxError as error:
-                    if error.code != ExitCode.UNFINISHED:  # what mends it makes another plan, with no use for this one
+                    if error.code != ExitCode.UNFINISHED:  # the fix makes another plan, with no use for this work
                         shutil.rmtree(claim.working_dir)
                     raise
                 _commit_dataset(claim.working_dir, dataset_dir)
@@ -110,7 +113,7 @@ class ProgressReporter:
         self._done = self._count = 0
 
     def add_progress(self, size: int, count: int) -> None:
-        """So many bytes and tokens (or images) more are done."""
+        """Count `size` bytes and `count` tokens (or images) as done."""
         self._done += size
         self._count += count
         self.report_note("")
@@ -136,19 +139,17 @@ def _lock_working_dir(dataset_dir: Path, reporter: ProgressReporter) -> Iterator
         yield None
         return
     if dataset_dir.exists() and (not dataset_dir.is_dir() or any(dataset_dir.iterdir())):
-        raise UsageError(f"{dataset_dir}: is there already and is not a dataset; choose another place or remove it")
+        raise UsageError(f"{dataset_dir}: exists and is not a dataset; choose another place or remove it")
     partial.mkdir(parents=True, exist_ok=True)
     if any(partial.iterdir()) and not (partial / "lock").is_file():
         raise UsageError(
-            f"{partial}: work would go on there, but it holds other files; choose another place than {dataset_dir}"
+            f"{partial}: preparing would write there, but it holds other files; choose another place than {dataset_dir}"
         )
     with open(partial / "lock", "w") as lock:
         try:
             acquire_lock(lock.fileno(), inf, f"another process, which is preparing {dataset_dir}", reporter.report_note)
         except LocksUnsupportedError as error:
-            reporter.report_note(
-                f"{error}: preparing in a folder of its own, which is given up when this is interrupted"
-            )
+            reporter.report_note(f"{error}: preparing in a temporary folder, which is discarded if this is interrupted")
             with tempfile.TemporaryDirectory(
                 prefix=f"{partial.name}-", dir=dataset_dir.parent, ignore_cleanup_errors=True
             ) as private_dir:
@@ -199,7 +200,7 @@ def _write_dataset(plan: PreparePlan, working_dir: _WorkingDir, num_workers: int
             (folder / entry.file).unlink(missing_ok=True)
             (folder / entry.sidecar).unlink(missing_ok=True)
     if not shards:
-        raise RecipeError(f"data.source: the {len(plan.files)} file(s) found hold no text at all")
+        raise RecipeError(f"data.source: the {len(plan.files)} file(s) found contain no text")
     _build_manifest(plan, shards, folder).write(folder)
 
 
@@ -225,7 +226,7 @@ def _report_warnings(
 
 
 def _discard_other_plan(key: str, folder: Path) -> None:
-    """Start anew unless what lies in `folder` was begun for the same plan."""
+    """Discard the contents of `folder` unless they belong to the same plan."""
     plan_file = folder / "plan"
     if plan_file.is_file() and plan_file.read_text() == key:
         return
@@ -333,8 +334,8 @@ def _lost(status: int) -> Exception:
         return RuntimeError(f"a worker that prepares data ended with status {status}")
     killed = " (possibly out of memory)" if -status == signal.SIGKILL else ""
     error = PhalanxError(
-        f"a process that prepares data was killed by signal {-status}{killed}; start again with the same "
-        "command, which goes on from here"
+        f"a process that prepares data was killed by signal {-status}{killed}; run the same command again to "
+        "continue from here"
     )
     error.code = ExitCode.UNFINISHED
     return error
@@ -345,7 +346,7 @@ def _wait_for_message(
 ) -> dict[str, Any]:
     """What a worker says next. One that was stopped is continued; where none says anything for too long, this
     ends."""
-    wait, num_stopped_looks = Deadline("a word of those that prepare data", SILENCE_TIMEOUT_S, reporter.report_note), 0
+    wait, num_stopped_looks = Deadline("the processes that prepare data", SILENCE_TIMEOUT_S, reporter.report_note), 0
     while True:
         try:
             return messages.get(timeout=POLL_INTERVAL_S)
@@ -360,9 +361,9 @@ def _wait_for_message(
                 num_stopped_looks = 0
             if wait.check_expired():
                 error = PhalanxError(
-                    f"the processes that prepare data have said nothing for {SILENCE_TIMEOUT_S:.0f} s: they hang, or "
-                    f"the storage "
-                    "of the source or of the cache does; start again with the same command, which goes on from here"
+                    f"the processes that prepare data have reported nothing for {SILENCE_TIMEOUT_S:.0f} s: they hang, "
+                    "or the storage of the source or of the cache does; run the same command again to continue from "
+                    "here"
                 )
                 error.code = ExitCode.UNFINISHED
                 raise error from None
@@ -373,13 +374,13 @@ def _close_worker(process: "subprocess.Popen[str]") -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(BrokenPipeError):  # what it was told last, which closing would send once more
+            with suppress(BrokenPipeError):  # closing flushes the last message to it once more
                 pipe.close()
 
 
 def _start_worker(lock: int) -> subprocess.Popen[str]:
-    # A session of its own, so that Ctrl-C reaches only this process, which then ends its workers. And the lock goes
-    # with it: should this process be killed, nobody else begins before the last worker has noticed and ended.
+    # In a session of its own, so that Ctrl-C reaches only this process, which then ends its workers. A worker inherits
+    # the lock: if this process is killed, no other process begins before the last worker has noticed and ended.
     path = os.pathsep.join((str(Path(phalanx.__path__[0]).parent), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "phalanx.data.prepare_worker"],

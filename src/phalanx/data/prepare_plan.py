@@ -103,7 +103,7 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
         size = _choose_piece_size(sum(file.size for file in files))
         parts = [part for file in files for part in split_source_file(file, size)]
     if not parts:
-        raise RecipeError(f"data.source: the {len(files)} file(s) found hold no text at all")
+        raise RecipeError(f"data.source: the {len(files)} file(s) found contain no text")
     tokenizer, checksum, separator = "bytes", None, None
     if isinstance(data.tokenizer, BpeTokenizerConfig):
         tokenizer = f"bpe:{data.tokenizer.bpe}"
@@ -120,7 +120,7 @@ def _choose_piece_size(total_bytes: int) -> int:
 
 
 def _group_into_pieces(parts: Iterable[FilePart]) -> list[PreparePiece]:
-    """Parts in their order, so many to a piece that it reaches the piece's size."""
+    """Group parts in order into pieces that reach the size of a piece."""
     parts = list(parts)
     size = _choose_piece_size(sum(part.disk_bytes for part in parts))
     pieces: list[PreparePiece] = []
@@ -148,7 +148,7 @@ class PrepareJob:
 
     @classmethod
     def from_plan(cls, plan: PreparePlan, folder: Path) -> "PrepareJob":
-        """The job of a plan whose tokenizer, if it has one of its own, already lies in `folder`."""
+        """Return the job of a plan. If it has a tokenizer of its own, that is already in `folder`."""
         if plan.tokenizer in (None, "bytes"):
             return cls(str(folder), plan.kind, plan.text_field, plan.tokenizer, plan.image_shape)
         separator = load_plan_tokenizer(plan, folder).separator_token
@@ -176,7 +176,7 @@ class PieceWriter:
             self._tokenizer = known or load_tokenizer("bytes")
 
     def write_piece(self, number: int, piece: PreparePiece, report: ReportProgress) -> ShardEntry:
-        """Write the piece as shard `number`, and an entry beside it that says that it is finished."""
+        """Write the piece as shard `number`, and an entry file next to it that marks it as finished."""
         folder = Path(self._job.dataset_dir)
         self.replaced_bytes = Counter()
         if self._tokenizer is not None:

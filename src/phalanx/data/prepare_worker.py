@@ -1,8 +1,8 @@
 """A process that writes pieces: `python -m phalanx.data.prepare_worker`. JSON lines in, JSON lines out.
 
-The first line in is the job, each further one a piece. Out come `{"bytes", "count"}` as work goes on, `{"entry"}` for a
-finished piece, and `{"error", "text"}` for an error that the user can mend. It is a program of its own, not a fork: it
-never imports torch, nor the main program of whoever prepares data, and it ends when nobody listens any more.
+The first line in is the job, each further one a piece. The output is `{"bytes", "count"}` for progress, `{"entry"}` for
+a finished piece, and `{"error", "text"}` for an error that the user can fix. It is a separate program, not a fork: it
+never imports torch or the main program of its parent, and it ends when its output is closed.
 """
 
 import json
@@ -33,7 +33,7 @@ def run_worker() -> None:
     except PhalanxError as error:
         send_message(error=type(error).__name__, text=str(error))
     except BrokenPipeError:
-        # Whoever started this process is gone; what it finished is on disk. Keep Python from flushing into the pipe.
+        # The parent is gone; what this process finished is on disk. Keep Python from flushing into the pipe.
         sys.stdout = None
     except OSError as error:  # a full disk, as a rule; source files that cannot be read are a PhalanxError
         send_message(error="UsageError", text=f"{error.filename or 'the dataset'}: cannot be written: {error.strerror}")

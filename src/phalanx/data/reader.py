@@ -1,5 +1,5 @@
-"""From prepared datasets to batches: samples by number, read through memory maps. Each block of 64 KiB is verified when
-it is first touched in an epoch, and for held-out samples in an evaluation.
+"""Read batches from prepared datasets: samples by number, through memory maps. Each block of 64 KiB is verified when it
+is first touched in an epoch, and for validation samples in an evaluation.
 
 A sample of tokens is a window of sequence + 1 tokens of one shard: the first `seq_len` are the input, the last
 `seq_len` the targets. Windows begin every `seq_len` tokens, so every token is a target once in an epoch. A sample of
@@ -24,11 +24,11 @@ from phalanx.errors import RecipeError
 from phalanx.recipe import schema
 
 Batch = dict[str, npt.NDArray[Any]]
-"""`tokens`, `targets` int64 [b, s] (-100 = no target) and, where documents are kept apart, `documents` int32 [b, s]
-(number of the document within the sample); or `images` uint8 [b, h, w, c] and `labels` int64 [b]."""
+"""`tokens`, `targets` int64 [b, s] (-100 = no target) and, with document masking, `documents` int32 [b, s] (number of
+the document within the sample); or `images` uint8 [b, h, w, c] and `labels` int64 [b]."""
 
 IGNORE_INDEX = -100
-_LOCATED_SAMPLES = 1 << 13  # so many samples are located at once: numpy's cost per call is then spread thin
+_LOCATED_SAMPLES = 1 << 13  # samples that are located at once: enough to amortize numpy's cost per call
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,9 @@ class RunData:
         return self._read_batch(self._train, first_sample, count)
 
     def read_validation(self, start: int, count: int) -> Batch:
-        """The held-out samples number start .. start + count - 1, all below `num_validation_samples`."""
+        """Return the validation samples start .. start + count - 1, all below `num_validation_samples`."""
         if not 0 <= start <= start + count <= self.num_validation_samples:
-            raise ValueError(f"held-out samples {start} to {start + count - 1} of {self.num_validation_samples}")
+            raise ValueError(f"validation samples {start} to {start + count - 1} of {self.num_validation_samples}")
         return self._read_batch(self._validation, start, count)
 
     def _read_batch(self, pool: SampleReader, first: int, count: int) -> Batch:

@@ -112,7 +112,7 @@ class ShardSidecar:
 
 
 def read_sidecar(folder: Path, entry: ShardEntry) -> ShardSidecar:
-    """A shard's sidecar; DataError unless it is the very one that the manifest describes, OSError when storage
+    """Read a shard's sidecar. Raises DataError unless it is the one that the manifest describes, OSError when storage
     fails."""
     path = folder / entry.sidecar
     blocks = -(-entry.bytes // BLOCK_BYTES)
@@ -189,9 +189,8 @@ class MappedShard:
 
 
 def describe_block(block: int, size: int) -> str:
-    """The words for a block whose checksum differs."""
+    """Describe a block with a wrong checksum."""
     return (
         f"block {block} (bytes {block * BLOCK_BYTES} to {block * BLOCK_BYTES + size - 1}): the checksum differs, so "
-        f"the shard is "
-        "damaged. Copy it anew or prepare the dataset again"
+        "the shard is damaged. Copy it again or prepare the dataset again"
     )

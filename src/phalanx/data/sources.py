@@ -42,7 +42,7 @@ REPETITION_RATIO = 20
 class FilePart:
     """A part of a source file: bytes start .. stop - 1, or those row groups of a Parquet file.
 
-    Byte ranges are nominal: whoever reads one takes the lines that begin in it, so parts that meet share no line.
+    Byte ranges are nominal: the reader of one takes the lines that begin in it, so adjacent parts share no line.
     """
 
     path: str
@@ -94,7 +94,7 @@ def split_parquet_file(file: SourceFile) -> list[FilePart]:
     check_file_format(file.path, "parquet")
     with translate_read_errors(file.path), open(file.path, "rb") as raw:
         groups = _open_parquet(raw, file.path).metadata.num_row_groups
-    # Weights as if all row groups were alike: they need only be fair enough to balance the work.
+    # Weights assume equal row groups: they need only be good enough to balance the work.
     return [FilePart(file.path, group, group + 1, file.size // max(groups, 1)) for group in range(groups)]
 
 

@@ -22,7 +22,7 @@ from phalanx.safe_files import read_bytes, read_json, read_text
 MAX_TOKENIZER_BYTES = 1 << 28
 """Bytes of a tokenizer.json; the largest have some ten million."""
 MAX_VOCAB_SIZE = 1 << 32
-"""Of a vocabulary: the library has no larger numbers."""
+"""Maximum vocabulary: the library has no larger numbers."""
 RUST_PANIC_NAME = "PanicException"
 """What Rust raises in Python where it gives up."""
 END_OF_TEXT_TOKEN = "<|endoftext|>"
@@ -138,7 +138,7 @@ class HuggingFaceTokenizer:
             if not _is_theirs(error):
                 raise
             raise DataError(
-                f"data.tokenizer: {self.name} fails at a text ({error}); use another one, or leave that text out"
+                f"data.tokenizer: {self.name} fails on a text ({error}); use another one, or leave that text out"
             ) from None
 
 
@@ -246,7 +246,7 @@ def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
         return
     described = read_manifest(dataset).tokenizer
     if described is None:
-        raise RecipeError(f"data.tokenizer: is for text, and {dataset} holds pictures: leave it out")
+        raise RecipeError(f"data.tokenizer: is for text, and {dataset} has images: leave it out")
     if isinstance(data.tokenizer, BpeTokenizerConfig):
         asked = f"bpe:{data.tokenizer.bpe}"
         same = described["name"] == asked

@@ -1,12 +1,12 @@
 """Job arrays: several jobs under one name that are submitted together or not at all. Each member has its own state and
 attempts; member 2 of the array `sweep` is called `sweep.2` on every backend."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.jobs.backends.base import ArrayBackend, Backend, SubmitRequest
-from phalanx.jobs.spec import Job, JobStatus
+from phalanx.jobs.spec import Job
 
 
 def make_array(name: str, jobs: Sequence[Job], max_parallel: int | None = None) -> tuple[Job, ...]:
@@ -60,16 +60,6 @@ def submit_array(backend: Backend, requests: Sequence[SubmitRequest]) -> list[st
             )
         raise UsageError(f"member {len(submitted)} could not be submitted: {error}; {cancelled_text}") from error
     return submitted
-
-
-def select_array_members(statuses: Iterable[JobStatus], name_or_id: str) -> list[JobStatus]:
-    """Return the jobs of an array, given by its name or by its id on a backend with arrays."""
-    return [
-        status
-        for status in statuses
-        if (status.name.rpartition(".")[0] == name_or_id and status.name.rpartition(".")[2].isdecimal())
-        or status.id.startswith(f"{name_or_id}_")
-    ]
 
 
 def _try_cancel(backend: Backend, job_id: str) -> bool:

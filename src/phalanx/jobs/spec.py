@@ -1,7 +1,7 @@
 """A job as a value: its command and resources. Independent of backends; reads and writes nothing."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -142,6 +142,17 @@ class JobStatus:
     """Unix seconds."""
     run_dir: str | None = None
     """Directory of the run that it trains, if any."""
+
+
+def select_array_members(statuses: Iterable[JobStatus], name_or_id: str) -> list[JobStatus]:
+    """Those that belong to an array, given by its name or by its id of an engine that has one."""
+    return [status for status in statuses if is_array_member(status.id, status.name, name_or_id)]
+
+
+def is_array_member(job_id: str, name: str, array: str) -> bool:
+    """Whether a job belongs to an array, given by its name or by its id."""
+    array_name, _, index = name.rpartition(".")
+    return (array_name == array and index.isdecimal()) or job_id.startswith(f"{array}_")
 
 
 def state_from_exit_code(exit_code: int) -> JobState:

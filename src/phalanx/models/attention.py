@@ -2,7 +2,7 @@
 
     sdpa    torch's scaled_dot_product_attention, which itself chooses among kernels: everywhere, and always on a CPU
     flex    torch's flex_attention, which leaves out the parts of a document mask that are empty: where documents are
-            kept apart on a GPU and blocks are compiled (not compiled it is slow, and it has no backward on a CPU)
+            separate on a GPU and blocks are compiled (not compiled it is slow, and it has no backward on a CPU)
     flash3  FlashAttention 3 (Shah et al. 2024), about twice as fast as sdpa on Hopper: there, in bf16 or fp16, where
             the package `flash_attn_interface` is installed and there is no document mask
 

@@ -1,21 +1,21 @@
 """A decoder-only mixture-of-experts transformer, as plain PyTorch modules: no import of the rest of Phalanx.
 
 The decoder of `transformer`, with feed-forwards of which each token uses a few: a router picks `top_k` of `experts`
-small SwiGLU feed-forwards for each token (Shazeer et al. 2017), and none is ever full, so no token is dropped (Gale et
-al. 2022). Beside them may stand a shared expert that every token uses (Dai et al. 2024).
+small SwiGLU feed-forwards for each token (Shazeer et al. 2017). Experts have no capacity limit, so no token is dropped
+(Gale et al. 2022). A shared expert that every token uses is optional (Dai et al. 2024).
 
-**Balance.** Without care a few experts get everything. So the loss of each token has a term added,
+**Load balancing.** Without it a few experts get all tokens. So the loss of each token has a term added,
 `balance x experts x sum over e of load[e] x p[e]`, with p the router's probabilities for the token and `load` the share
 of assignments that expert e got (Fedus et al. 2021, equations 4 to 6): 1 x balance where all is even, more where it is
 not. It is a sum over tokens, as the rest of the loss, and needs no place in the loss function (`_AddAuxLoss`).
 
-`load` is of the whole global batch of the *last* step. Of this step's it could only be that of the micro-batch at hand,
-since backward begins before the others are known; then the gradient would depend on how a batch is divided, and a small
-micro-batch would be punished for being about one thing (Qiu et al. 2025). With the last step's it does not depend on
-micro-batches, ranks or packing, and a run that goes on from a checkpoint, where `load` stands, goes on exactly.
+`load` is that of the whole global batch of the *last* step. The load of this step is only known for the current
+micro-batch, since backward begins before the other micro-batches have run. The gradient would then depend on how a
+batch is divided, and a small micro-batch would be penalized for having one topic (Qiu et al. 2025). With the last
+step's load it does not depend on micro-batches, ranks or packing, and a run that resumes from a checkpoint, which
+contains `load`, is bit-identical.
 
-The engine's part: after each optimizer step it calls `after_step(all_reduce_sum)` of every module that has it, on all
-ranks.
+The trainer calls `after_step(all_reduce_sum)` of every module that has it after each optimizer step, on all ranks.
 
 Shapes in comments: n tokens, w width, f inner width of one expert, E experts, k experts a token, m = n k assignments.
 """
@@ -114,7 +114,7 @@ class TopKRouter(nn.Module):
         self.scale.fill_(scale)  # a number in a compiled graph would have it compiled again for each new one
 
     def reset_buffers(self) -> None:
-        """As if all experts had been used alike."""
+        """Reset to a uniform load of all experts."""
         self.load.fill_(1 / len(self.load))
         self.counts.zero_()
         self.scale.fill_(1)
@@ -166,7 +166,7 @@ class GroupedExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew."""
+        """Initialize all weights again."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
 
@@ -233,7 +233,7 @@ class MoETransformer(Transformer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew, as those of `Transformer`, and forget what the routers counted."""
+        """Initialize all weights again, as `Transformer` does, and reset what the routers counted."""
         super().reset_parameters()
         for module in self.modules():
             if isinstance(module, TopKRouter):

@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 FEATURES_PER_PROGRAM = 2048
-"""Of all heads that a program holds at a time: enough to have loads in flight, few enough for its registers."""
+"""Features that a program holds at a time: enough to have loads in flight, few enough for its registers."""
 MAX_BACKWARD_PROGRAMS = 1024
-"""Of the backward at most: each adds up the weight's gradient of its rows, and these sums are added afterwards."""
+"""Programs of the backward at most: each sums the weight's gradient over its rows, and these sums are added
+afterwards."""
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 4096
-"""Layers, each of which is built by itself; networks of a thousand have been trained (Wang et al. 2022)."""
+"""Most layers of a model. They are built one by one; networks of a thousand have been trained (Wang et al. 2022)."""
 
 
 def check_bounds(**sizes: int) -> None:

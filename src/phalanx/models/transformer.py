@@ -199,7 +199,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew, as after `to_empty` of a model that was built on the meta device.
+        """Initialize all weights again, as after `to_empty` of a model that was built on the meta device.
 
         Matrices have deviation 0.02; those that write into the residual stream have it divided by sqrt(2 x layers), so
         that the stream's scale does not grow with depth (Radford et al. 2019).
@@ -233,7 +233,8 @@ class Transformer(nn.Module):
         return logits
 
     def _rotations(self, tokens: Tensor, positions: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        # Made anew each time, for microseconds: a buffer would be lost on the meta device, and rounded by .to(bf16).
+        # Computed in each forward, for microseconds: a buffer would be lost on the meta device, and rounded by
+        # .to(bf16).
         if positions is None:
             angles = rope_angles(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
         else:
@@ -244,7 +245,7 @@ class Transformer(nn.Module):
 
 
 def default_ffn_hidden_size(hidden_size: int, activation: str = "swiglu") -> int:
-    """The usual inner width of a feed-forward: both activations then cost alike."""
+    """The usual inner width of a feed-forward: both activations then cost the same."""
     return max(64, round(hidden_size * 8 / 3 / 64) * 64) if activation == "swiglu" else 4 * hidden_size
 
 

@@ -1,4 +1,4 @@
-"""What a run did, told in words and pictures, while it goes and afterwards: report, comparison, live display.
+"""Show what a run did, in text and figures, while it runs and afterwards: report, comparison, live display.
 
-The run directory is all that is read. `phalanx report` and `phalanx compare` are thin layers over this room.
+Only the run directory is read. `phalanx report` and `phalanx compare` are thin layers over this package.
 """

@@ -72,7 +72,7 @@ def compare_runs(runs: Sequence[Run]) -> RunComparison:
 
 
 def shorten_paths(paths: Sequence[str]) -> list[str]:
-    """The shortest tails of paths that tell them apart: [runs/a, runs/b] -> [a, b]; equal paths stay equal."""
+    """Return the shortest tails that distinguish the paths: [runs/a, runs/b] -> [a, b]; equal paths stay equal."""
     split = [os.path.normpath(path).split(os.sep) for path in paths]
     for length in range(1, max(map(len, split)) + 1):
         tails = [os.sep.join(parts[-length:]) for parts in split]
@@ -121,7 +121,7 @@ def build_result_rows(comparison: RunComparison) -> list[TableRow]:
             ),
         ),
         ("restarts", lambda s: str(s.num_restarts)),
-        ("guards", lambda s: str(sum(s.nonfinite_actions.values()))),
+        ("non-finite steps", lambda s: str(sum(s.nonfinite_actions.values()))),
         ("digest", lambda s: s.digest[:16] if s.digest else "none"),
     ]
     return [(label, [value(summary) for summary in summaries]) for label, value in measures]
@@ -238,7 +238,7 @@ def _render_loss_figures(comparison: RunComparison) -> str:
             validation.append(PlotLine(name, steps_, losses, colour, has_dots=True))
         keys.append((name, f'<i class="stroke {colour}"></i>'))
     figures = []
-    for title, lines in (("Training loss", training), ("Held-out loss", validation)):
+    for title, lines in (("Training loss", training), ("Validation loss", validation)):
         if lines and any(np.isfinite(line.y).any() for line in lines):
             span = (0.0, max(1.0, *(float(line.x[-1]) for line in lines)))
             log = any(needs_log_scale(line.y) for line in lines)

@@ -1,4 +1,4 @@
-"""Events in words: one sentence for each kind that somebody wants to read."""
+"""Format events as text: one sentence for each kind that users want to read."""
 
 from phalanx.observe import formatting
 from phalanx.run import Event
@@ -20,8 +20,8 @@ from phalanx.run.event_types import (
 
 
 def describe_event(event: Event, world_size: int, step: int, total_steps: int) -> str:
-    """One line for an event that is not a step; empty for kinds that nobody needs to read. Of the run are known its
-    workers, the last step and all that it shall have."""
+    """Format an event that is not a step in one line; empty for kinds that users need not read. `world_size`, `step`
+    and `total_steps`: workers of the run, its last step, and the number of steps of its recipe."""
     match event:
         case AttemptStarted():
             attempt_text = f"attempt {event.attempt}: " if event.attempt else ""
@@ -84,8 +84,9 @@ CURRENT_THREAD_MARK = "Current thread"
 
 
 def describe_hang(event: HangDetected) -> str:
-    """Who seems stuck, where, in what, and the innermost line of its stack that is not a library's, if it told one: of
-    the thread that trains, which is printed as the current one, and not of those that read or save beside it."""
+    """Describe a hang: the rank, where it is, its phase, and the innermost line of its stack outside libraries, if it
+    sent one. The line is that of the training thread, which is printed as the current one, and not of threads that read
+    data or save."""
     symptom = "has been stopped (SIGSTOP)" if event.is_stopped else "has sent no heartbeat"
     message = f"hang: rank {event.rank} on {event.host} {symptom} for {formatting.format_duration(event.silence_s)}"
     message += f", step {event.step}, phase: {event.phase}"
@@ -97,7 +98,7 @@ def describe_hang(event: HangDetected) -> str:
 
 
 def describe_straggler(event: StragglerDetected) -> str:
-    """Who is slow, by how much, and what it costs."""
+    """Describe a straggler: the rank, by how much it is slow, and what that costs."""
     return (
         f"straggler: rank {event.rank} on {event.host} takes {event.slowdown:.2f}x as long as its peers, which wait "
         f"{formatting.format_duration(event.wait_s_per_step)}/step for it "

@@ -7,7 +7,7 @@ NOT_MEASURED_TEXT = "not measured"
 
 
 def format_significant(value: float, digits: int = 3) -> str:
-    """`value` with so many significant digits, in scientific notation only below 1e-3 and from 1e6 on."""
+    """Format `value` with `digits` significant digits, in scientific notation only below 1e-3 and from 1e6 on."""
     if value == 0:
         return "0"
     if not math.isfinite(value):

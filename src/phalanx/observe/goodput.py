@@ -1,7 +1,7 @@
-"""What became of the devices that a run held: seconds x devices that were productive, blocked, discarded, unavailable.
+"""Device time of a run: seconds x devices that were productive, blocked, wasted or unavailable.
 
 They sum to the allocation. Goodput is the productive share (Meta's effective training time ratio, arXiv 2410.21680,
-without the time in a queue). A device is one worker's. Nothing here judges; what each fault cost stands by itself.
+without queue time). One worker is one device. The cost of each failure is listed separately.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ class FailureCost:
     description: str
     """Rank and kind: "rank 1: SIGKILL"; what followed an attempt that left no word is "no end was written"."""
     detection_s: float
-    """Seconds from the last work of the attempt to the event that tells of the fault."""
+    """Seconds from the last work of the attempt to the event that reports the fault."""
     wasted_s: float
     unavailable_s: float
     startup_s: float
 
     @property
     def total_s(self) -> float:
-        """Of all."""
+        """Device-seconds of all parts."""
         return self.wasted_s + self.unavailable_s + self.startup_s
 
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """Seconds x devices. allocated = productive + blocked + discarded + unavailable. Time between a proper end and the
-    next start is not in it: nothing is held then."""
+    """Seconds x devices. allocated = productive + blocked + wasted + unavailable. Time between a clean stop and the
+    next start is not counted: no devices are held then."""
 
     allocated_s: float = 0.0
     productive_s: float = 0.0
     """Steps that counted, without waiting, and evaluations."""
     startup_s: float = 0.0
-    """Of blocked: from a start to the first step."""
+    """Part of blocked: from a start to the first step."""
     data_wait_s: float = 0.0
-    """Of blocked: waiting for data."""
+    """Part of blocked: waiting for data."""
     checkpoint_stall_s: float = 0.0
-    """Of blocked: standing still for checkpoints."""
+    """Part of blocked: stalled by checkpoints."""
     other_blocked_s: float = 0.0
-    """Of blocked: what was none of this, between steps and at the end."""
+    """Part of blocked: the rest, between steps and at the end."""
     wasted_s: float = 0.0
-    """Steps and evaluations that were done again."""
+    """Steps and evaluations that were repeated."""
     unavailable_s: float = 0.0
     """From the last work of an attempt that died to the next start, or to the RunEnded that says that there is none."""
     failure_costs: tuple[FailureCost, ...] = ()
@@ -132,7 +132,7 @@ def _attempt_seconds(attempt: AttemptRecord, next_attempt: AttemptRecord) -> flo
 
 
 def _failure_costs(history: RunHistory, gaps: Sequence[float]) -> list[FailureCost]:
-    """What each attempt that died cost, told by the fault that was written for it."""
+    """Return the cost of each attempt that died, described by the fault event of it."""
     costs = []
     for (before, after), gap in zip(pairwise(history.attempts), gaps, strict=True):
         if not before.has_died:

@@ -41,7 +41,7 @@ _STEP_COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens", "step_s", 
 
 
 SCALED_UP = "grown"
-"""How an attempt ended that lost nothing: the run went on with more workers."""
+"""End status of an attempt that lost nothing: the run continued with more workers."""
 
 
 def as_float(value: float | None) -> float:
@@ -70,7 +70,7 @@ class StepTable:
         return len(self.step)
 
     def last_steps(self, last: int | None) -> StepTable:
-        """Only the last so many steps; all of them for None."""
+        """Return the last `last` steps; all of them for None."""
         if last is None or last >= len(self):
             return self
         return StepTable(*(getattr(self, name)[len(self) - last :] for name in (*_STEP_COLUMNS, "breakdown_s")))
@@ -101,14 +101,14 @@ class AttemptRecord:
 
     @property
     def has_died(self) -> bool:
-        """Whether it ended out of order: killed, failed, or stopped by a fault after which nobody started it again."""
+        """Whether it ended abnormally: killed, failed, or stopped by a fault without a restart."""
         return self.end_status not in ("done", "interrupted", SCALED_UP) or (
             self.failed and self.end_status == "interrupted"
         )
 
     def unavailable_seconds(self, next_start: float) -> float:
-        """Seconds for which its devices were held when it did nothing more: until the next start, at `next_start`, or
-        until the RunEnded that was written when nobody would start it again."""
+        """Seconds for which the attempt held its devices without working: until the next start, at `next_start`, or
+        until the RunEnded that was written when there was no restart."""
         until = min(self.last_event_at, next_start) if self.end_status == "interrupted" else next_start
         return max(0.0, until - self.last_work_at) if self.has_died else 0.0
 
@@ -176,7 +176,7 @@ class _HistoryBuilder:
         if isinstance(event, AttemptStarted):
             self.add_start(event)
             return
-        # What comes behind an attempt's end belongs to the next one, which tells of its workers before it starts.
+        # Events after an attempt's end belong to the next attempt, which reports its workers before it starts.
         if self.attempts and (attempt := self.attempts[-1]).end_status is None:
             attempt.last_event_at = event.time
             if isinstance(event, StepDone | EvaluationDone | CheckpointSaved):

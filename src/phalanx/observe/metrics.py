@@ -38,8 +38,8 @@ def compute_throughput(steps: StepTable, window: int | None = None) -> Throughpu
 
 
 def complete_breakdown(steps: StepTable) -> Floats:
-    """[n, 7] seconds by PARTS whose rows sum to the step. What the engine did not attribute is added to `other`; parts
-    that add up to more than the step (overlapping clocks) are scaled down to it."""
+    """Return [n, 7] seconds by STEP_COMPONENTS; each row sums to the step. What the trainer did not attribute is added
+    to `other`; parts that add up to more than the step (overlapping clocks) are scaled down to it."""
     parts: Floats = np.clip(np.nan_to_num(steps.breakdown_s), 0.0, None)
     seconds = np.clip(np.nan_to_num(steps.step_s), 0.0, None)
     total = parts.sum(axis=1)
@@ -60,8 +60,8 @@ def mean_breakdown(steps: StepTable, window: int | None = None) -> dict[str, flo
 
 
 def breakdown_over_time(steps: StepTable, buckets: int = 160) -> tuple[Floats, Floats]:
-    """How the time split went on over the run: steps [b] and mean seconds a step [b, 7] of at most `buckets` stretches
-    of equally many steps."""
+    """Return how the time split developed over the run: steps [b] and mean seconds a step [b, 7] of at most `buckets`
+    ranges with the same number of steps."""
     parts = complete_breakdown(steps)
     n = len(parts)
     if n <= buckets:

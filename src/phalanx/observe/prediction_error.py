@@ -1,7 +1,7 @@
-"""What was foretold of a step beside what happened, part by part, and where the largest difference lies.
+"""Compare the predicted and the measured time of a step, part by part, and find the largest difference.
 
-plan.json has seconds of computing, exchange and optimizer: `calibrated_breakdown_s` from what `phalanx
-probe` measured, else `predicted_breakdown_s` from trials before the run. The rest of a step is not foretold.
+plan.json has seconds of computing, exchange and optimizer: `calibrated_breakdown_s` from what `phalanx calibrate`
+measured, else `predicted_breakdown_s` from trials before the run. The rest of a step is not predicted.
 """
 
 from collections.abc import Mapping
@@ -18,20 +18,20 @@ MEASURED_COMPONENTS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "the rest": ("data", "checkpoint", "other"),
 }
-"""Parts that are foretold, and which of those that are measured they are."""
+"""Predicted parts of a step -> the measured parts that they consist of."""
 WARMUP_STEPS_EXCLUDED = 5
 """Steps that are left out where there are more: caches and threads start cold."""
 REASON_TEXTS = {
-    "computing": "this machine computed {word} than when it was measured: something else ran here, or then",
+    "computing": "this machine computed {word} than when it was measured: another program ran here, now or then",
     "exchange": "workers waited for each other's gradients {more} than predicted",
-    "optimizer": "the update found its state in slower memory than when it was measured",
+    "optimizer": "the optimizer state was in slower memory than when it was measured",
     "the rest": "data, checkpoints or bookkeeping are not predicted: see the table of the step time",
 }
 
 
 @dataclass(frozen=True)
 class PredictionError:
-    """The part of a step that differs most from what was foretold; seconds."""
+    """The part of a step with the largest prediction error; seconds."""
 
     component: str
     predicted_s: float
@@ -40,7 +40,7 @@ class PredictionError:
 
 
 def largest_prediction_error(steps: StepTable, plan: Mapping[str, Any] | None) -> PredictionError | None:
-    """Where a step took longer or shorter than foretold, by the most; None without a forecast or steps."""
+    """Return the part of a step with the largest prediction error; None without a prediction or steps."""
     predicted = (plan or {}).get("calibrated_breakdown_s") or (plan or {}).get("predicted_breakdown_s")
     if not isinstance(predicted, dict) or not len(steps):
         return None
@@ -55,7 +55,7 @@ def largest_prediction_error(steps: StepTable, plan: Mapping[str, Any] | None) -
 
 
 def measure_components(steps: StepTable) -> dict[str, float]:
-    """Median seconds of the parts that are foretold."""
+    """Return median seconds of the predicted parts."""
     first = WARMUP_STEPS_EXCLUDED if len(steps) > 2 * WARMUP_STEPS_EXCLUDED else 0
     column = {name: index for index, name in enumerate(STEP_COMPONENTS)}
     medians = {}

@@ -58,7 +58,8 @@ class RunFacts:
 
 
 def read_run_facts(run: Run) -> RunFacts:
-    """The facts of a run whose resolved recipe, plan and cluster files are written; what is missing is not shown."""
+    """Read the facts of a run from its resolved recipe, plan and cluster files; facts that are missing are not
+    shown."""
     from phalanx.observe.metrics import measured_matmul_flops
     from phalanx.observe.run_info import drop_malformed, read_resolved_recipe
 
@@ -226,7 +227,7 @@ class LogProgressDisplay:
 
 
 class EventFormatter(LogProgressDisplay):
-    """The same lines as values, for who shows them among others. Time is that of the events."""
+    """The same lines as values, for callers that print them among others. Times are those of the events."""
 
     def __init__(self, total_steps: int, facts: RunFacts):
         self._now = 0.0

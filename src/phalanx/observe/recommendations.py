@@ -268,7 +268,7 @@ def recommend_for_evaluation(summary: RunSummary, history: RunHistory) -> Recomm
 
 
 def recommend_for_restarts(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """Work done again, and time when nobody worked."""
+    """Work that was repeated, and time without work."""
     durations = summary.durations
     share = durations.restart_cost_s / durations.wall_s if durations.wall_s > 0 else 0.0
     if share < 0.03:
@@ -298,7 +298,7 @@ def recommend_for_nonfinite(summary: RunSummary, history: RunHistory) -> Recomme
     steps = sorted({event.step for event in history.of(NonFiniteStep)})
     first = f"from step {steps[0]} on" if len(steps) > 1 else f"at step {steps[0]}"
     rollback_text = f", {formatting.format_plural(summary.num_rollbacks, 'rollback')}" if summary.num_rollbacks else ""
-    precision_text = "; or precision=bf16, whose range is that of fp32" if summary.run_info.precision == "fp16" else ""
+    precision_text = "; or precision=bf16, with the range of fp32" if summary.run_info.precision == "fp16" else ""
     return Recommendation(
         "nonfinite-steps",
         f"{formatting.format_plural(num_nonfinite, 'step')} had a loss or gradient that was not finite, "
@@ -328,7 +328,7 @@ def recommend_for_bad_checkpoints(summary: RunSummary, history: RunHistory) -> R
     return Recommendation(
         "failed-checkpoints",
         f"{' and '.join(filter(None, problems))} ({first})",
-        f"see to the disk before you trust it with a longer run{keep_text}",
+        f"check the disk before a longer run{keep_text}",
         "checkpoint.keep" if checkpoints.failed else None,
         is_urgent=True,
     )
@@ -355,7 +355,7 @@ def recommend_longer_training(summary: RunSummary, history: RunHistory) -> Recom
 
 
 def recommend_for_overfitting(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """Held-out loss rises while training loss goes on falling."""
+    """Validation loss rises while training loss keeps falling."""
     evaluations = [(event.step, as_float(event.loss)) for event in history.evaluations]
     evaluations = [(step, loss) for step, loss in evaluations if np.isfinite(loss)]
     if len(evaluations) < 3:

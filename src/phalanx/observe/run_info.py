@@ -83,7 +83,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}") from None
     if not isinstance(raw, dict) or not raw:
-        raise DataError(f"{path}: is empty or no recipe")
+        raise DataError(f"{path}: is empty or not a recipe")
     try:
         return Recipe.model_validate(raw).model_dump(mode="json")
     except ValidationError:
@@ -149,7 +149,7 @@ def read_run_info(
         _sub_mapping(recipe, "optimizer"),
     )
     session = _sub_mapping(plan, "session")  # what only a training loop of the user's own knew
-    task = "a training loop of one's own" if session else str(recipe.get("task", "?"))
+    task = "a session" if session else str(recipe.get("task", "?"))
     unit = str(plan.get("unit") or ("samples" if task == "classification" else "tokens"))
     last_attempt = history.attempts[-1] if history.attempts else None
     num_threads = recipe.get("num_threads")

@@ -43,8 +43,8 @@ RUN_OUTCOMES = ("done", "interrupted", "failed")
 
 @dataclass(frozen=True)
 class LossSummary:
-    """Training loss and scores on held-out data. `final_mean` is the mean over the last 5% of the steps (at least 1, at
-    most 100), which says more than the single noisy `last`."""
+    """Training loss and validation scores. `final_mean` is the mean over the last 5% of the steps (at least 1, at most
+    100), which is less noisy than `last`."""
 
     first: float | None = None
     last: float | None = None
@@ -55,7 +55,7 @@ class LossSummary:
     validation_best: float | None = None
     validation_best_step: int | None = None
     metrics: dict[str, float] | None = None
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     noise_scale: float | None = None
     """Gradient noise scale in samples, as last estimated; None until enough steps have added to the estimate."""
 
@@ -74,7 +74,7 @@ class SpeedSummary:
     calibrated_step_s: float | None = None
     """From what `phalanx calibrate` measured; `predicted_step_s` is from trials of this very model."""
     largest_error: PredictionError | None = None
-    """The part of a step that differs most from what was foretold."""
+    """The part of a step with the largest prediction error."""
     model_flops_per_s: float | None = None
     """FLOP/s of the model's forward and backward."""
     flops_rule: str | None = None
@@ -97,7 +97,7 @@ class RunDurations:
     evaluation_s: float = 0.0
     startup_s: float = 0.0
     compilation_s: float = 0.0
-    """Of starting: torch.compile at work before the first step."""
+    """Part of startup: torch.compile before the first step."""
     unavailable_s: float = 0.0
     """From the last step, evaluation or save of an attempt that died to the next start."""
     other_s: float = 0.0
@@ -105,7 +105,7 @@ class RunDurations:
 
     @property
     def restart_cost_s(self) -> float:
-        """What restarts cost: work done again and time when nobody worked."""
+        """Cost of restarts: repeated work and time without work."""
         return self.wasted_s + self.unavailable_s
 
 
@@ -126,12 +126,12 @@ class AttemptSummary:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """Saves. `total_stall_s` is the time training stood still for them, in seconds, summed; `total_write_s` is writing
-    time."""
+    """Checkpoints. `total_stall_s` is the time for which they stalled training, in seconds, summed; `total_write_s` is
+    the writing time."""
 
     count: int = 0
     last_bytes: int | None = None
-    """Of the newest."""
+    """Size of the newest checkpoint."""
     total_stall_s: float = 0.0
     longest_stall_s: float = 0.0
     total_write_s: float = 0.0
@@ -184,7 +184,7 @@ class RunSummary:
 
     @property
     def num_restarts(self) -> int:
-        """Starts after an attempt that had not reached its end. Going on with more steps after `done` is none."""
+        """Starts after an attempt that had not reached its end. A start with more steps after `done` does not count."""
         return sum(attempt.end_status not in ("done", SCALED_UP) for attempt in self.attempts[:-1])
 
     @property
@@ -207,8 +207,8 @@ class RunSummary:
 
 
 def build_summary(run: Run, history: RunHistory) -> RunSummary:
-    """Sum up a run directory whose events were read. Files that are not there yet leave their part empty; DataError
-    when one of its files is not what it should be."""
+    """Summarize a run directory, of which `history` has the events. Parts stay empty where files are not there yet;
+    raises DataError when one of its files is malformed."""
     recipe, lost = recipe_and_losses(run)
     begun, ended = bool(history.attempts), any(attempt.end_status == "done" for attempt in history.attempts)
     plan, cluster = (drop_malformed(_read(run, path, begun, lost)) for path in (run.plan, run.cluster))
@@ -275,7 +275,7 @@ def _read(run: Run, path: Path, expected: bool, lost: list[str]) -> dict[str, An
 
 
 def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[str]) -> tuple[str, int]:
-    """How the run ended, and its last step: by its result where events that it tells of are lost."""
+    """Return how the run ended, and its last step: from its result where events that it implies are lost."""
     status, steps = result.get("status"), _int_or_none(result.get("steps"))
     saved = max((int(path.name[5:]) for path in run.checkpoints.glob("step-*") if path.name[5:].isdecimal()), default=0)
     known = any(life.end_status == status for life in history.attempts)

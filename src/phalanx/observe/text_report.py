@@ -97,7 +97,7 @@ def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
 
 
 def loss_rows(summary: RunSummary) -> list[tuple[str, str]]:
-    """Training loss first to last, held-out loss and metrics."""
+    """Training loss first to last, validation loss and metrics."""
     loss = summary.loss
     if loss.last is None and summary.last_step:
         return [("training", "unknown: the events of its steps are lost")]
@@ -138,8 +138,7 @@ def describe_noise_scale(samples: float, batch: int | None) -> str:
     if samples > 2 * batch:
         times = float(f"{samples / batch:.2g}")
         return (
-            f"{scale}; batch.global_size is {batch}: room to grow to about {_round_to_two_digits(samples)} ({times:g} "
-            "x)"
+            f"{scale}; batch.global_size is {batch}: it can grow to about {_round_to_two_digits(samples)} ({times:g} x)"
         )
     if samples > batch / 2:
         return f"{scale}; batch.global_size is {batch}: at the limit of efficient scaling"
@@ -152,7 +151,7 @@ def _round_to_two_digits(samples: float) -> int:
 
 
 def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
-    """Rates, MFU with what it is relative to, and the prediction beside what happened."""
+    """Rates, MFU with its reference, and predicted against measured."""
     speed = summary.speed
     if speed.median_per_s is None:
         return []

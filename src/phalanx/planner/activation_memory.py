@@ -21,8 +21,8 @@ BYTES_PER_GIB = 2.0**30
 LossMode = Literal["whole", "fused", "chunked"]
 """Whether logits exist in fp32, in 16 bits alone (one kernel from there to the loss), or never all at once."""
 IN_PLACE_LOSS_STACKS = ("megatron", "megatron-2021", "xla")
-"""Stacks whose loss turns logits into fp32 probabilities and these into gradients in one place. Elsewhere a compiler,
-if any, has the blocks alone, and there are three copies in fp32."""
+"""Stacks with a loss that turns logits into fp32 probabilities, and these into gradients, in place. In the others the
+compiler, if any, compiles only the blocks, and there are three fp32 copies of the logits."""
 PARALLEL_LOSS_COPIES = {"torch": 4 / 3}
 """By what those copies are more where tensor ranks divide the vocabulary: torch's `loss_parallel` has four at a time in
 backward (torch/distributed/tensor/parallel/loss.py)."""
@@ -60,7 +60,8 @@ class StageActivations:
 def estimate_stage_activations(
     scenario: Scenario, stage: StageSegments, rank_parameters: ParameterCounts, loss_mode: LossMode
 ) -> StageActivations:
-    """Of a micro-batch through a stage of a rank that has such parameters in all its stages."""
+    """Estimate the activations of a micro-batch in a stage of a rank; `rank_parameters` counts all stages of that
+    rank."""
     saved = [(segment, count, _saved_bytes(scenario, segment, loss_mode)) for segment, count in stage.segments]
     weight_copies = _weight_copy_bytes(scenario, stage, rank_parameters)
     released, pending_gradients, points = 0.0, 0.0, []

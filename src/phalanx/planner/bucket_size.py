@@ -1,9 +1,9 @@
-"""How many gradients should travel together: few, so that the last of a backward wait for little; or many, so that few
-exchanges have to begin.
+"""Choose the size of gradient buckets: small buckets leave little to send after backward; large ones start fewer
+all-reduces.
 
-Buckets of equal size are full one after the other while backward goes on, and travel one after the other, as
-`train.grad_sync` has it (Li et al. 2020, "PyTorch Distributed", sec. 3.2.3). What is left when backward is over is
-exposed: a whole bucket at most, since there the last is cut smaller where parameters allow it.
+Buckets of equal size fill one after the other during backward and are reduced one after the other, as in
+`train.grad_sync` (Li et al. 2020, "PyTorch Distributed", sec. 3.2.3). What is left when backward ends is exposed:
+one bucket at most, since the last bucket is cut smaller where the parameters allow it.
 """
 
 from phalanx.planner.device_costs import DeviceCosts
@@ -21,14 +21,14 @@ virtual machine (1 kB over loopback, torch 2.13)."""
 
 
 def exposed_seconds(count: int, backward_s: float, bucket_s: float) -> float:
-    """Seconds after a backward of so many until the last of `count` equal buckets has travelled for `bucket_s` seconds:
-    either it alone is left, or all had to wait for one another from the first on."""
+    """Seconds from the end of a backward of `backward_s` until the last of `count` equal buckets, `bucket_s` seconds
+    each, is reduced: either only the last bucket is left, or all buckets queued from the first on."""
     return max(bucket_s, count * bucket_s - backward_s * (count - 1) / count)
 
 
 def best_bucket_mib(scenario: Scenario, rates: DeviceCosts) -> float | None:
-    """MiB of the best bucket, for `grad_sync.bucket_mib`; None where gradients do not travel in buckets of ours: there
-    is one replica, it is divided otherwise than by tensor ranks, or nothing travels beside backward."""
+    """MiB of the best bucket, for `grad_sync.bucket_mib`. None where there are no gradient buckets: one replica, a
+    parallelism other than tensor parallelism, or no overlap with backward."""
     parallelism, costs = scenario.parallelism, SegmentCosts(scenario, rates)
     unsharded = parallelism.shard * parallelism.context * parallelism.expert * parallelism.pipeline == 1
     if (

@@ -37,16 +37,16 @@ class GroupLinks:
     bus_bandwidth: float
     """Bus bandwidth of its slowest link, as collectives reach it."""
     intra_node_bandwidth: float
-    """Of the links within a node."""
+    """Bandwidth of the links within a node."""
     inter_node_bandwidth: float
-    """Between nodes, for one rank."""
+    """Bandwidth between nodes, for one rank."""
     latency_s: float
-    """Of one all-gather, however little is sent."""
+    """Latency of one all-gather, without its bytes."""
 
 
 def group_links(cluster: Cluster, ranks: int, stride: int = 1, latency_factor: float = 1.0) -> GroupLinks:
-    """Of a group of so many ranks, each `stride` devices from the next: what stands further inside a layout has smaller
-    strides. A scale-up domain may be more than a node. `latency_factor` multiplies latencies."""
+    """Links of a group of `ranks` ranks, each `stride` devices from the next. Inner dimensions of the device mesh have
+    smaller strides. A scale-up domain may be larger than a node. `latency_factor` multiplies latencies."""
     node = cluster.node
     scale_up, scale_out = node.scale_up, node.scale_out
     domain = max(scale_up.domain if scale_up is not None else 1, node.count)
@@ -86,8 +86,8 @@ def group_links(cluster: Cluster, ranks: int, stride: int = 1, latency_factor: f
 def collective_seconds(
     kind: CollectiveKind, num_bytes: Any, links: GroupLinks, byte_time_factor: float = 1.0, copies: float = 1.0
 ) -> Any:
-    """Of one collective of `num_bytes` bytes (a number or an array). `byte_time_factor` multiplies the time that bytes
-    take, not the latency. `copies`: of each part of an all-to-all, sent to different ranks."""
+    """Seconds of one collective of `num_bytes` bytes (a number or an array). `byte_time_factor` multiplies the transfer
+    time, not the latency. `copies`: copies of each part of an all-to-all that go to different ranks."""
     num_ranks = links.ranks
     if num_ranks == 1:
         return np.zeros_like(np.asarray(num_bytes, dtype=float))

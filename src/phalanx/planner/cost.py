@@ -14,7 +14,7 @@ class RunCost:
     """What a run takes. Money is in the currency of the prices; None where a price is not known."""
 
     wall_s: float
-    """Of wall time."""
+    """Wall time in seconds."""
     steps: int
     device_hours: float
     rent_cost: float | None

@@ -19,7 +19,7 @@ LOG_ERROR_STD_BY_SOURCE: dict[CostSource, float] = {"sheet": 0.13, "fitted": 0.1
 """Standard deviation of log(measured / predicted) that a prediction from each layer has had; see
 docs/benchmarks/planner.md."""
 TYPICAL_MATMUL_CURVE = MatmulCurve(efficiency=0.74, bandwidth=0.85, overhead_us=5.0, sharpness=1.4)
-"""Where nobody has measured the accelerator: what A100, H100 and A40 have in common (fitted to 80,364 products that
+"""Curve for accelerators without measurements: what A100, H100 and A40 have in common (fitted to 80,364 products that
 Vidur's authors published, microsoft/vidur)."""
 TYPICAL_SHARE_OF_BEST = 0.88
 """Share of the best rate that anyone found for an accelerator, by trying shapes, that large products typically reach:
@@ -38,9 +38,9 @@ class DeviceCosts:
     """One accelerator in one precision. FLOP/s, bytes/s and seconds."""
 
     peak_flops: float
-    """Of products with weights, in the precision that they have."""
+    """Peak FLOP/s of products with weights, in their precision."""
     attention_peak_flops: float
-    """Of products of activations."""
+    """Peak FLOP/s of products of activations."""
     matmul_curve: MatmulCurve
     bandwidth: float
     small_kernel_s: float
@@ -61,8 +61,8 @@ class DeviceCosts:
 
 
 def device_costs(accelerator: AcceleratorSpec, precision: str) -> DeviceCosts:
-    """Of an accelerator by its data sheet and by what is known to be fitted. KeyError naming the precision when the
-    accelerator has no such arithmetic."""
+    """Costs of an accelerator from its data sheet and from fitted curves. Raises KeyError naming the precision when the
+    accelerator does not support it."""
     compute = "bf16" if precision in ("fp8", "fp4") else precision
     if compute == "bf16" and "bf16" not in accelerator.tflops and "fp16" in accelerator.tflops:
         compute = "fp16"
@@ -104,8 +104,8 @@ def gemm_seconds(
     has_weight: bool = True,
     is_grouped: bool = False,
 ) -> Any:
-    """Of `count` products [m, k] x [k, n]: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), the roofline with a soft
-    knee (Williams et al. 2009). One launch for all where they are `is_grouped`."""
+    """Seconds of `count` products [m, k] x [k, n]: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), the roofline with a
+    soft knee (Williams et al. 2009). With `is_grouped` they are one kernel launch."""
     peak, curve = (device.peak_flops if has_weight else device.attention_peak_flops), device.matmul_curve
     flops = 2.0 * m * n * k
     operand_bytes = 1.0 if has_weight and device.quantized else element_bytes
@@ -123,7 +123,7 @@ def gemm_seconds(
 
 
 def attention_seconds(device: DeviceCosts, op: AttentionOp, samples: Any, heads: Any) -> Any:
-    """Of fused attention with so many heads on this device; see `AttentionOp.flops_per_sample`."""
+    """Seconds of fused attention with `heads` heads on this device; see `AttentionOp.flops_per_sample`."""
     if device.attention_efficiency is None:
         return _unfused_attention_seconds(device, op, samples, heads)
     efficiency = device.attention_efficiency[0 if op.phase == "forward" else 1]
@@ -161,5 +161,5 @@ def _unfused_attention_seconds(device: DeviceCosts, op: AttentionOp, samples: An
 
 
 def memory_op_seconds(device: DeviceCosts, moved_bytes: Any, launches: Any) -> Any:
-    """Of operations bound by memory that move so many bytes in so many launches."""
+    """Seconds of memory-bound operations that move `moved_bytes` bytes in `launches` kernel launches."""
     return launches * device.small_kernel_s + moved_bytes / (device.bandwidth * MEMORY_BANDWIDTH_EFFICIENCY)

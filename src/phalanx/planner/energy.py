@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from phalanx.cluster.spec import AcceleratorSpec, Cluster, NodeSpec
 
 TRAINING_LOAD = 0.7
-"""Load of a machine that trains, where nobody knows better: MLPerf Training v5.0 power logs of an 8-GPU H100 machine
-have a median of 8.0 kW between 2.9 idle and 10.2 at most. In Zeus's 180 workloads on older GPUs the draw was 0.48
-(P100) to 0.74 (RTX 6000) of the limit in the median, and 0.13 to 0.97 over all."""
+"""Default load of a machine that trains: MLPerf Training v5.0 power logs of an 8-GPU H100 machine have a median of 8.0
+kW between 2.9 idle and 10.2 at most. In Zeus's 180 workloads on older GPUs the median draw was 0.48 (P100) to 0.74 (RTX
+6000) of the limit, and 0.13 to 0.97 over all."""
 IDLE_POWER_SHARE = 0.2
 """Idle over highest draw where no idle figure is known: H100 0.13, MI250X 0.18, A100 0.22, V100 0.25."""
 NON_ACCELERATOR_POWER_SHARE = 0.4
@@ -35,7 +35,7 @@ class PowerCapModel:
     floor_share: float
     """P0: what is drawn however slow the clocks are."""
     draw_offset: float
-    """By how much a program suffers before its mean draw reaches the cap (> 0), or only after (< 0)."""
+    """Margin below the cap at which a program slows down (> 0), or above it (< 0)."""
     mean_abs_error: float
     """Mean absolute error of the slow-down on workloads that were left out of the fit."""
 
@@ -94,11 +94,11 @@ def device_power(accelerator: AcceleratorSpec, load: float, cap_w: float | None 
 
 
 def node_power(node: NodeSpec, load: float, cap_w: float | None = None) -> float | None:
-    """Watts of one node whose devices and whose rest are at this load. A cap holds for each device and leaves the rest
-    as it is. None when its devices' draw is not known.
+    """Watts of one node at this load of its devices and of the rest. A cap applies to each device, not to the rest.
+    None when the draw of the devices is not known.
 
-    The rest is what the node's own figures leave over; without them REST_SHARE of what the devices draw at most, half
-    of it when idle.
+    The rest is what the node's own figures leave after the devices; without such figures it is REST_SHARE of the
+    devices' maximum, and half of that when idle.
     """
     accelerator_w, accelerator_max_w = device_power(node.accelerator, load, cap_w), node.accelerator.power_w
     if accelerator_w is None or accelerator_max_w is None:
@@ -155,9 +155,9 @@ def _evaluate_cap_model(model: PowerCapModel, cap: float, draw: float) -> float:
 def predict_run_energy(
     cluster: Cluster, seconds: float, nodes: int | None = None, load: float = TRAINING_LOAD
 ) -> RunEnergy | None:
-    """Energy of a run of `seconds` on `nodes` of the cluster's nodes (default all) at a load of 0 to 1, with the cap
-    and the PUE of the cluster's prices. `seconds` are those under the cap: see `predict_cap_slowdown`. None when nobody
-    knows what the devices draw. Shared switches, storage and idle spare nodes are not in it."""
+    """Energy of a run of `seconds` on `nodes` of the cluster's nodes (default all) at a load of 0 to 1, with the power
+    cap and the PUE of the cluster's prices. `seconds` are the seconds under the cap: see `predict_cap_slowdown`. None
+    when the draw of the devices is not known. Shared switches, storage and idle spare nodes are not included."""
     cap = cluster.prices.power_cap_w
     device, node = device_power(cluster.node.accelerator, load, cap), node_power(cluster.node, load, cap)
     if device is None or node is None:

@@ -19,9 +19,9 @@ class AccessTrace:
     storage_sizes: Mapping[int, tuple[float, bool]]
     """Bytes, and whether tensor parallelism divides them."""
     producer: Mapping[int, int]
-    """By which operation."""
+    """The operation that produces each storage."""
     readers: Mapping[int, Collection[int]]
-    """By which operations it is read."""
+    """The operations that read each storage."""
     first_backward: int
     num_ops: int
 
@@ -37,7 +37,8 @@ class LiveRange:
 
 
 def live_ranges(trace: AccessTrace) -> list[LiveRange]:
-    """The life of each storage. What nobody reads here leaves the segment: it counts until the phase ends."""
+    """The live range of each storage. A storage that nothing reads here leaves the segment: it counts until the phase
+    ends."""
     ranges = []
     for key, (size, tp_sharded) in trace.storage_sizes.items():
         readers = trace.readers.get(key, ())

@@ -1,9 +1,9 @@
-"""Costs that were measured on this machine (`phalanx calibrate`), interpolated: the third layer beside data sheets and
-fitted curves. A step's operations are summed as the machine would do them one after the other, as a CPU does.
+"""Costs that were measured on this machine (`phalanx calibrate`), interpolated. They are the third layer after data
+sheets and fitted curves. The operations of a step are summed: a CPU runs them one after the other.
 
-Products: the rate of those that were measured nearest in log m, log n, log k, weighted by distance. What is bound by
-memory: seconds against bytes, on logarithmic scales, of the same operation, else of one that is alike. Every operation
-costs what Python and autograd take besides.
+Products use the rate of the nearest measured products in log m, log n, log k, weighted by distance. Memory-bound
+operations use seconds against bytes, on logarithmic scales, of the same operation or else of a similar one. Each
+operation adds the overhead of Python and autograd.
 """
 
 import math
@@ -63,7 +63,7 @@ class MissingMeasurementError(ValueError):
 
 
 class MeasuredCosts:
-    """What a machine was measured to do, in one precision, with so many processes at once."""
+    """Measured costs of a machine, in one precision, with `processes` processes at the same time."""
 
     def __init__(self, measurements: Measurements, processes: int) -> None:
         self._measurements = measurements
@@ -97,7 +97,7 @@ class MeasuredCosts:
         return ComputeTime()
 
     def optimizer_seconds(self, num_parameters: float) -> float:
-        """Seconds of clipping and an optimizer's step over so many parameters."""
+        """Seconds of gradient clipping and an optimizer step over `num_parameters` parameters."""
         norm = self.memory_op_seconds(GRAD_NORM_OP, "fp32", 4.0 * num_parameters) + self.memory_op_seconds(
             SCALE_OP, "fp32", 8.0 * num_parameters
         )
@@ -122,7 +122,7 @@ class MeasuredCosts:
         return math.exp(_interpolate_log(points, math.log(max(num_bytes, 1.0))))
 
     def memory_op_seconds(self, kind: str, precision: str, num_bytes: float) -> float:
-        """Of an operation bound by memory that moves so many bytes, without Python's part."""
+        """Seconds of a memory-bound operation that moves `num_bytes` bytes, without the overhead of Python."""
         return self._core_sharing_factor * math.exp(
             _interpolate_log(self._find_table(kind, precision), math.log(max(num_bytes, 1.0)))
         )
@@ -132,9 +132,7 @@ class MeasuredCosts:
             for as_ in (precision, "fp32"):
                 if (table := self._tables.get((name, as_))) is not None:
                     return table
-        raise MissingMeasurementError(
-            "the probe's file has no operations bound by memory: run `phalanx calibrate` again"
-        )
+        raise MissingMeasurementError("the calibration has no memory-bound operations: run `phalanx calibrate` again")
 
     def _gemm_seconds(self, op: Gemm, shard: ShardSpec) -> float:
         dims = {name: getattr(op, name).evaluate(float(shard.samples)) for name in ("count", "m", "n", "k")}

@@ -32,16 +32,16 @@ from phalanx.planner.step_time import StageSegments, split_into_stages
 
 MemoryCounter = Literal["allocated", "reserved", "total"]
 GPU_CONTEXT_BYTES = 0.6 * BYTES_PER_GIB
-"""Of a GPU's driver context with torch's kernels, loaded when they are needed."""
+"""Bytes of a GPU's driver context with torch's kernels, which are loaded when needed."""
 NCCL_COMMUNICATOR_BYTES = 0.3 * BYTES_PER_GIB
-"""Of NCCL for each group of ranks that a device talks in."""
+"""Bytes that NCCL takes for each process group of a device."""
 CPU_PROCESS_BYTES = 0.3 * BYTES_PER_GIB
-"""Of a Python process with torch, on a CPU: measured, torch 2.11, resident after the first backward."""
+"""Bytes of a Python process with torch, on a CPU: measured with torch 2.11, resident after the first backward."""
 FRAGMENTATION_SHARE = 0.03
-"""What torch's allocator reserves beyond what is allocated at the peak, as a share, where its segments can grow."""
+"""Memory that torch's allocator reserves beyond the allocated peak, as a fraction of it, with expandable segments."""
 RELATIVE_UNCERTAINTY = (0.02, 0.25, 0.5)
-"""By what share the training state; activations and temporaries; and all the rest may be off. Of the 264 measured runs
-that tests/helpers/memory_rows.py reads nineteen of twenty are within."""
+"""Relative uncertainty of the training state; of activations and temporaries; and of the rest. 95% of the 264 measured
+runs in tests/helpers/memory_rows.py are within."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,16 @@ class MemoryEstimate:
     """Bytes on one device at the fullest moment of a step, by part."""
 
     pipeline_rank: int
-    """Of the pipeline."""
+    """Rank within the pipeline."""
     parameters: float
     gradients: float
     optimizer_state: float
     activations: float
     temporaries: float
-    """What comes and goes: a block that is computed again, gradients of activations, logits, gathered weights."""
+    """Temporary buffers: a recomputed block, gradients of activations, logits, gathered weights."""
     comm_buffers: float
-    """Of communication; on a CPU of the checkpoint that is being written, which replicas share out."""
+    """Buffers of communication; on a CPU those of the checkpoint that is being written, which is divided among
+    replicas."""
     fragmentation: float
     context: float
     """The device's context; on a CPU the process."""
@@ -124,10 +125,10 @@ def estimate_memory(
     loss_mode: LossMode = "whole",
     momentum: float = 0.9,
 ) -> MemoryEstimate:
-    """Of the pipeline rank that needs most. `optimizer_state`, its `momentum`, `state` (fp32, bf16, 8bit: of adamw's
-    moments)
-    and `offload` (of the optimizer, to the host) as in a recipe; `loss_mode`: whether logits exist in fp32 (whole), in
-    16 bits alone (fused) or never all at once (chunked). KeyError: no such optimizer or state."""
+    """Estimate the memory of the pipeline rank that needs most. `optimizer`, its `momentum`, `state_dtype` (fp32, bf16,
+    8bit: adamw's moments) and `offload` (of the optimizer, to the host) are as in a recipe. `loss_mode`: whether logits
+    exist in fp32 (whole), only in 16 bits (fused) or never all at once (chunked). Raises KeyError for an unknown
+    optimizer or state."""
     estimates = estimate_memory_by_rank(
         scenario, optimizer=optimizer, state_dtype=state_dtype, offload=offload, loss_mode=loss_mode, momentum=momentum
     )
@@ -135,8 +136,8 @@ def estimate_memory(
 
 
 def lower_bound_bytes(scenario: Scenario, optimizer_state: OptimizerState = NO_OPTIMIZER_STATE) -> float:
-    """Bytes that the same setup needs at least with any micro-batch, loss and way of recomputing: its footprint without
-    activations and what comes and goes."""
+    """Bytes that the setup needs at least, with any micro-batch, loss and activation checkpointing: its estimate
+    without activations and temporary buffers."""
     stages, num_ranks = split_into_stages(scenario), scenario.parallelism.pipeline
     state_bytes = [
         _persistent_state(scenario, rank, stages[rank::num_ranks], optimizer_state)[1] for rank in range(num_ranks)
@@ -153,7 +154,7 @@ def estimate_memory_by_rank(
     loss_mode: LossMode = "whole",
     momentum: float = 0.9,
 ) -> list[MemoryEstimate]:
-    """Of each pipeline rank, in order; see `estimate_memory`."""
+    """Estimate the memory of each pipeline rank, in order; see `estimate_memory`."""
     if scenario.stack.name == "phalanx" and loss_mode == "whole":
         if scenario.parallelism.tensor > 1:
             loss_mode = "chunked"  # ranks that divide the vocabulary never have all logits
@@ -228,7 +229,7 @@ def _assemble_estimate(
 
 
 def is_cpu(accelerator: AcceleratorSpec) -> bool:
-    """Whether a device is a host's own processor, whose memory is the host's."""
+    """Whether a device is the host's processor, which shares the host's memory."""
     return accelerator.generation == "cpu" or "CPU" in accelerator.name
 
 

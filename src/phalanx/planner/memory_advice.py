@@ -1,5 +1,5 @@
-"""Whether a run fits into a device's memory, and if not, by how much, and which single change of its recipe would make
-it fit: told in words that an error message can end with. Predicted by memory.py; nothing is tried.
+"""Whether a run fits into a device's memory, by how much it does not, and which single change of its recipe would make
+it fit, as text for the end of an error message. Predicted by memory.py; nothing is tried.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ MEMORY_LABELS = {
     "gradients": "gradients",
     "optimizer_state": "the optimizer's state",
     "activations": "activations",
-    "temporaries": "what comes and goes in backward",
+    "temporaries": "temporary buffers in backward",
     "comm_buffers": "buffers of communication and of checkpoints",
     "fragmentation": "fragmentation",
     "context": "the device's context",
@@ -29,7 +29,7 @@ MEMORY_LABELS = {
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How a run is trained, beside its setup; as the keywords of `estimate_memory`."""
+    """Training options that are not part of a `Scenario`, as the keywords of `estimate_memory`."""
 
     optimizer: str = "adamw"
     state_dtype: str = "fp32"
@@ -38,7 +38,7 @@ class TrainingOptions:
     momentum: float = 0.9
 
     def estimate_memory(self, scenario: Scenario) -> MemoryEstimate:
-        """Of a setup trained so."""
+        """Estimate the memory of a scenario with these options."""
         return estimate_memory(scenario, **vars(self))
 
 

@@ -24,7 +24,7 @@ class Affine:
     per_sample: float = 0.0
 
     def evaluate(self, samples: float) -> float:
-        """The quantity for a micro-batch of so many samples."""
+        """The quantity for a micro-batch of `samples` samples."""
         return self.fixed + self.per_sample * samples
 
     def __add__(self, other: "Affine") -> "Affine":
@@ -67,8 +67,8 @@ class AttentionOp:
 
     @property
     def flops_per_sample(self) -> float:
-        """Of the phase: 4 q k d a head forward, 2.5 times that backward (one product is done again), half if causal
-        (Dao 2023, FlashAttention-2, section 4.1)."""
+        """FLOPs in this pass: 4 q k d a head forward, 2.5 times that backward (one product is recomputed), half if
+        causal (Dao 2023, FlashAttention-2, section 4.1)."""
         whole = 4.0 * self.num_heads * self.num_queries * self.num_keys * self.head_dim
         return whole * (0.5 if self.causal else 1.0) * (2.5 if self.phase == "backward" else 1.0)
 
@@ -85,15 +85,15 @@ class MemoryOp:
     launches: bool
     tp_sharded: bool = False
     shape: tuple[int, ...] = ()
-    """Of its largest tensor, for one sample."""
+    """Shape of its largest tensor, for one sample."""
     element_bytes: int = 4
-    """Bytes of an element of that."""
+    """Bytes of an element of that tensor."""
 
 
 @dataclass(frozen=True)
 class TensorAllReduce:
-    """Tensor-parallel ranks add their parts of an activation of so many bytes; where the sequence is divided, too, it
-    is a reduce-scatter here and an all-gather before the next product, which moves as much as an all-reduce."""
+    """All-reduce of an activation over tensor-parallel ranks. With sequence parallelism it is a reduce-scatter here and
+    an all-gather before the next product, which move as many bytes as an all-reduce."""
 
     phase: PassDirection
     num_bytes: Affine
@@ -101,8 +101,8 @@ class TensorAllReduce:
 
 @dataclass(frozen=True)
 class ExpertAllToAll:
-    """Tokens travel to the ranks that hold their experts, and back: bytes of what one rank sends each way, each token
-    in so many `copies_per_token`, one for each of its experts."""
+    """All-to-all that sends tokens to the ranks of their experts, and back: bytes that one rank sends each way. Each
+    token is sent `copies_per_token` times, once for each of its experts."""
 
     phase: PassDirection
     num_bytes: Affine
@@ -169,8 +169,8 @@ class ModelSegment:
     input_bytes: Affine
     """Bytes of what enters it: all that full recomputation keeps."""
     peaks: tuple[SavedActivations, ...] = ()
-    """Bytes alive at its fullest moments, what forward kept among them, operation by operation; weights and their
-    gradients apart. Several, since which of them is fullest depends on how many tensor ranks divide it."""
+    """Bytes alive at the peaks of memory, with what forward saved among them, operation by operation; without weights
+    and their gradients. There are several, since the highest one depends on the number of tensor ranks."""
     peaks_when_fused: tuple[SavedActivations, ...] = ()
     """The same where what is bound by memory is fused."""
     is_block: bool = True
@@ -222,7 +222,7 @@ class ModelProfile:
         return sum(each.repeats for each in self.segments if each.is_block)
 
     def flops(self, phase: PassDirection | None = None) -> float:
-        """Of the products and attention of one sample, without recomputation; attention causal-halved."""
+        """FLOPs of the products and attention of one sample, without recomputation; causal attention counts half."""
         return sum(each.repeats * op_flops(op) for each in self.segments for op in each.ops if _in_pass(op, phase))
 
 
@@ -274,7 +274,7 @@ def _field_from_json(value: Any) -> Any:
 
 
 def op_flops(operation: ProfiledOp, samples: float = 1.0) -> float:
-    """Of a product (2 m n k) or attention; others have none worth counting."""
+    """FLOPs of a product (2 m n k) or of attention; those of other operations are negligible."""
     if isinstance(operation, Gemm):
         sides = operation.m.evaluate(samples) * operation.n.evaluate(samples) * operation.k.evaluate(samples)
         return 2.0 * operation.count.evaluate(samples) * sides

@@ -1,5 +1,6 @@
-"""The operations of a mixture of experts as a machine does them: one grouped product for all experts, in the place of
-one for each, and the journeys of tokens to their experts and back (Shazeer et al. 2017; Lepikhin et al. 2021, GShard).
+"""The operations of a mixture of experts as a device runs them: one grouped product for all experts instead of one for
+each, and the all-to-alls that send tokens to their experts and back (Shazeer et al. 2017; Lepikhin et al. 2021,
+GShard).
 """
 
 from collections.abc import Collection, Sequence
@@ -14,10 +15,9 @@ PASS_DIRECTIONS: tuple[PassDirection, PassDirection] = ("forward", "backward")
 def merge_expert_ops(
     operations: Sequence[ProfiledOp], num_experts: int, expert_dims: Collection[int]
 ) -> list[ProfiledOp]:
-    """The operations of a block with so many experts, whose matrices have dimensions among `expert_dims`: products that
-    are
-    marked as one expert's, and what is done between them, are joined where a loop over experts has left them apart, and
-    tokens travel before the first of them and after the last, in either phase."""
+    """Merge the operations that a loop over `num_experts` experts repeats: products that are marked as one expert's,
+    and the operations between them. Insert an all-to-all before the first and after the last of them, in both passes.
+    `expert_dims`: dimensions of the experts' matrices."""
     equal_ops: dict[Any, list[int]] = {}
     expert_region = _expert_region_indices(operations)
     has_expert_loop = any(isinstance(each, Gemm) and each.is_expert and not each.is_grouped for each in operations)

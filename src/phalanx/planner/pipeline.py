@@ -117,9 +117,7 @@ def simulate_schedule(
                 positions[rank] += 1
                 remaining -= 1
         if remaining == previous:
-            raise ValueError(
-                f"{schedule} with {num_ranks} ranks and {num_micro_batches} micro-batches waits for itself"
-            )
+            raise ValueError(f"{schedule} with {num_ranks} ranks and {num_micro_batches} micro-batches deadlocks")
     return spans
 
 
@@ -148,9 +146,9 @@ def _ready_time(
 def pipeline_seconds(
     schedule: PipelineSchedule, stages: Sequence[StageTime], num_ranks: int, num_micro_batches: int, send_s: float
 ) -> float:
-    """Of a step's forwards and backwards. Once the pipeline is full further micro-batches take as long as those before,
-    which is more than its slowest rank takes where ranks wait for what is sent; so only as many are simulated as fill
-    it."""
+    """Seconds of the forwards and backwards of a step. Once the pipeline is full, each further micro-batch takes as
+    long as the one before, which is longer than the slowest rank needs where ranks wait for messages. So only as many
+    are simulated as fill the pipeline."""
     if num_ranks == 1:
         return num_micro_batches * sum(each.forward_s + each.backward_s for each in stages)
 

@@ -19,7 +19,7 @@ class SoftwareStack:
     compute_factor: float = 1.0
     """Time of computing, as a multiple of what rates say."""
     fp8_gemm_factor: float = 1.0
-    """Time of products in 8 bits or fewer, likewise, beside `compute_factor`."""
+    """Factor on the time of products in 8 bits or fewer, in addition to `compute_factor`."""
     expert_factor: float = 1.0
     """Time of everything in blocks with experts, likewise."""
     comm_factor: float = 1.0
@@ -46,15 +46,15 @@ class SoftwareStack:
     routing_sync_s: float = 0.0
     """Seconds that the host is held up when tokens travel to experts or back, which it waits for to know how many."""
     step_overhead_s: float = 0.005
-    """What a step costs besides: reading data, agreeing on norms, launching."""
+    """Other seconds of a step: reading data, agreeing on norms, launching."""
     gradient_bytes: int = 4
-    """Of one element of a gradient that travels."""
+    """Bytes of one element of a gradient that is sent."""
 
 
 @dataclass(frozen=True)
 class GradientTransport:
-    """What an exchange of gradients sends, as a share of its bytes, and the bytes of memory that it takes for each
-    element beside the gradient: buffers, and what it holds back."""
+    """What a gradient synchronization sends, as a share of the gradients' bytes, and the memory that it takes in
+    addition to the gradient, in bytes an element: buffers and error feedback."""
 
     wire_ratio: float = 1.0
     extra_bytes_per_element: float = 0.0
@@ -72,7 +72,7 @@ TRANSPORT_BY_COMPRESSION = {
         INT8_WIRE_RATIO, 4.0 + 2 * 4.0 * INT8_WIRE_RATIO
     ),  # held back; sent and received with a scale for 256
 }
-"""By compression; others send gradients as they are."""
+"""Transport by compression; other values send gradients uncompressed."""
 
 
 def transport_of(recipe: Recipe, profile: ModelProfile | None = None) -> GradientTransport:
@@ -86,10 +86,10 @@ def transport_of(recipe: Recipe, profile: ModelProfile | None = None) -> Gradien
 
 
 def local_wire(local_sgd: LocalSgdConfig) -> GradientTransport:
-    """What workers send that take steps of their own: nothing but every so many steps, when they wait for it (Stich
-    2019, arXiv 1805.09767; Douillard et al. 2023, arXiv 2311.08105, who call it H) or go on (2025, arXiv 2501.18512).
-    They keep beside gradients the weights with which a round began, how far they moved, and the momentum of outer
-    steps."""
+    """Traffic and memory of local SGD: workers synchronize only every `sync_every` steps. They wait for it (Stich 2019,
+    arXiv 1805.09767; Douillard et al. 2023, arXiv 2311.08105, where it is called H) or overlap it with further steps
+    (2025, arXiv 2501.18512). In addition to gradients they keep the weights of the last synchronization, the difference
+    to them, and the momentum of the outer optimizer."""
     each = TRANSPORT_BY_COMPRESSION.get(local_sgd.sync_dtype, GradientTransport())
     momentum = 4.0 if local_sgd.method == "diloco" and local_sgd.outer_optimizer.momentum else 0.0
     memory = each.extra_bytes_per_element + 4.0 + 4.0 + momentum
@@ -99,9 +99,9 @@ def local_wire(local_sgd: LocalSgdConfig) -> GradientTransport:
 
 
 def powersgd_wire_ratio(profile: ModelProfile, rank: int) -> float:
-    """Of all gradients' bytes, what powersgd sends: a product's weight [n, k] travels as two matrices of so many
-    columns (Vogels et al. 2019) where these are smaller; others, embeddings that are no product's weight among them,
-    are taken to travel whole, and all where some weights are frozen."""
+    """The share of all gradients' bytes that PowerSGD sends. The weight [n, k] of a product travels as two matrices of
+    `rank` columns (Vogels et al. 2019) where these are smaller. Other weights, such as embeddings that are not the
+    weight of a product, are assumed to travel whole, and so are all weights where some are frozen."""
     if any(segment.weights.frozen_count for segment in profile.segments):
         return 1.0
     saved_elements = 0.0
@@ -115,7 +115,7 @@ def powersgd_wire_ratio(profile: ModelProfile, rank: int) -> float:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run that is to be foretold."""
+    """A run to predict."""
 
     profile: ModelProfile
     cluster: Cluster

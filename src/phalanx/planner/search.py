@@ -34,9 +34,9 @@ from phalanx.recipe.checks import list_divisors
 from phalanx.recipe.schema import Parallelism
 
 MAX_SIMULATED = 50
-"""So many of the best estimates that fit are simulated."""
+"""How many of the best estimates that fit are simulated."""
 MAX_MEMORY_CHECKS = 600
-"""So many of the best estimates are asked whether they fit, exactly; more as long as none does."""
+"""How many of the best estimates are checked for memory exactly; more as long as none fits."""
 ROUNDING_TOLERANCE = 1 + 1e-9
 """Bounds and what they bound are added up in another order."""
 PRUNE_FACTOR = 1.25
@@ -166,8 +166,8 @@ def _can_schedule(schedule: int, virtual_stages: int, num_micro_batches: int, pi
 
 @dataclass(frozen=True)
 class StepEstimates:
-    """Of each configuration: seconds of a step, and bytes that it needs on a device at least, whatever its activations
-    take; exact as far as it goes (`footprint.lower_bound_bytes`)."""
+    """For each configuration: seconds of a step, and a lower bound of the bytes on a device, without activations
+    (`memory.lower_bound_bytes`)."""
 
     step_s: np.ndarray
     min_bytes: np.ndarray
@@ -287,7 +287,8 @@ class _CollectiveCosts:
     def collective_seconds_each(
         self, kind: CollectiveKind, ranks: Any, stride: Any, num_bytes: Any, copies: float = 1.0
     ) -> np.ndarray:
-        """Of one collective of `size` bytes for each group of `tp_ranks`, `stride` devices apart."""
+        """Seconds of one collective of `num_bytes` bytes for each group of `ranks` ranks with a stride of `stride`
+        devices."""
         num_bytes = np.broadcast_to(num_bytes, ranks.shape)
         seconds = np.zeros(ranks.shape)
         group_codes = ranks.astype(np.int64) * 2**32 + stride.astype(np.int64)
@@ -311,7 +312,7 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.breakdown.total
 
 

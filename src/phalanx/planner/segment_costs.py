@@ -1,5 +1,6 @@
-"""What one rank has to do for one micro-batch in one segment of a model, once a layout has divided it: seconds of
-computing, and the bytes that travel. Numbers or NumPy arrays of layouts alike, so that a search can ask for thousands.
+"""What one rank computes and sends for one micro-batch in one segment of a model under a given parallelism: seconds of
+compute, and bytes. Functions take numbers or NumPy arrays of configurations, so that a search evaluates thousands at
+once.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """Of computing, by what bounds it."""
+    """Seconds of compute, by what bounds it."""
 
     gemm: ArrayLike = 0.0
     attention: ArrayLike = 0.0
@@ -50,7 +51,7 @@ class ComputeTime:
 
     @property
     def total(self) -> ArrayLike:
-        """Of all."""
+        """Seconds of all parts."""
         return self.gemm + self.attention + self.memory_bound
 
     def __add__(self, other: "ComputeTime") -> "ComputeTime":

@@ -37,7 +37,7 @@ def load_stack_data() -> dict[str, Any]:
 
 
 def generation_of(device: AcceleratorSpec) -> AcceleratorGeneration:
-    """Of an accelerator; what is typical where its own is not known."""
+    """The generation of an accelerator; typical values where its own is not known."""
     kinds = load_stack_data()["generations"]
     values = kinds.get(device.generation) or kinds[UNKNOWN_GENERATION]
     return AcceleratorGeneration(values["products"], tuple(values["flash"]) if values["flash"] else None)

@@ -17,15 +17,15 @@ from phalanx.planner.scenario import Scenario
 from phalanx.planner.segment_costs import ArrayLike
 
 FP32_WEIGHT_STACKS = ("phalanx", "torch", "xla")
-"""Stacks whose weights are held in fp32 and cast when they are used; others hold 16 bits and an fp32 copy."""
+"""Stacks that keep weights in fp32 and cast them at use; others keep 16 bits and an fp32 copy."""
 HALF_OR_LOWER_PRECISIONS = ("bf16", "fp16", "fp8", "fp4")
-"""Precisions whose products read weights in 16 bits or fewer."""
+"""Precisions in which products read weights in 16 bits or fewer."""
 DOUBLE_GRADIENT_STACKS = ("megatron-2021",)
-"""Stacks whose bf16 gradients stay beside the fp32 ones (DeepSpeed's BF16 optimizer as BLOOM was trained with)."""
+"""Stacks that keep bf16 gradients in addition to fp32 ones (DeepSpeed's BF16 optimizer as BLOOM was trained with)."""
 MOMENTS_BY_OPTIMIZER = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "muon": 1}
 """Numbers that an optimizer keeps for each parameter. (muon's vectors have two, but they are few.)"""
 BYTES_PER_MOMENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1.03}
-"""Of each of them. 8 bits come with a scale for each block (Dettmers et al. 2022): 4 bytes for 128."""
+"""Bytes of each moment. int8 has a scale for each block (Dettmers et al. 2022): 4 bytes for 128 values."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class ParameterCounts:
     dense_count: float = 0.0
     expert_count: float = 0.0
     frozen_share: float = 0.0
-    """Of both, those that are not trained, as a share."""
+    """Fraction of both that is not trained."""
     largest_weight: float = 0.0
-    """Of a single weight."""
+    """Elements of the largest weight."""
 
     @property
     def count(self) -> float:
@@ -63,11 +63,11 @@ class OptimizerState:
 
 
 NO_OPTIMIZER_STATE = OptimizerState(0.0, True)
-"""Of all optimizers the one that keeps least."""
+"""The optimizer that keeps the least state."""
 
 
 def optimizer_state_of(optimizer: str, state_dtype: str, offload: bool, momentum: float = 0.9) -> OptimizerState:
-    """By the names of a recipe. KeyError: there is no optimizer or format of that name."""
+    """The optimizer state for the names of a recipe. Raises KeyError for an unknown optimizer or format."""
     bytes_per_moment = BYTES_PER_MOMENT[state_dtype] if optimizer == "adamw" else BYTES_PER_MOMENT["fp32"]
     # lars and muon have their buffer at momentum 0, too
     num_moments = 0 if optimizer == "sgd" and not momentum else MOMENTS_BY_OPTIMIZER[optimizer]

@@ -19,8 +19,8 @@ from phalanx.planner.segment_costs import ArrayLike, OpCost, SegmentWork, ShardS
 from phalanx.planner.state_memory import shard_elements
 
 OVERLAP_SLOWDOWN = 0.15
-"""By how much computing slows down while something is communicated: 19 % on average on A100, H100, MI250 and MI210
-(arXiv 2507.03114), 13 % in Galvatron's measurements."""
+"""Slowdown of compute during communication: 19 % on average on A100, H100, MI250 and MI210 (arXiv 2507.03114), 13 % in
+Galvatron's measurements."""
 UPDATE_BYTES_PER_PARAMETER = {"adamw": 30.0, "lamb": 34.0, "sgd": 20.0, "lars": 24.0, "muon": 20.0}
 """Bytes that an update moves for each parameter: AdamW reads gradient, master weight and two moments, writes three of
 them and the weight in 16 bits; lamb and lars read weights and updates once more for their norms. Muon's products are
@@ -73,11 +73,11 @@ class PassBreakdown:
     ep_all_to_all: ArrayLike
     fsdp_exposed: ArrayLike
     kernel_launch: ArrayLike
-    """By how much the host, which launches kernels, holds the device up."""
+    """Seconds for which the device waits for the host to launch kernels."""
 
     @property
     def total(self) -> ArrayLike:
-        """Of all."""
+        """Seconds of all parts."""
         return sum(vars(self).values())
 
 
@@ -171,7 +171,8 @@ def split_into_stages(scenario: Scenario) -> list[StageSegments]:
 
 
 def balance_stages(num_blocks: int, num_stages: int) -> list[int]:
-    """So many blocks on so many stages; where it does not come out even, the ends have less: they do more besides."""
+    """Divide `num_blocks` blocks over `num_stages` stages. The remainder goes to the middle stages: the ends do more
+    than blocks."""
     blocks_each, remainder = divmod(num_blocks, num_stages)
     larger_stages = sorted(range(num_stages), key=lambda stage: (-min(stage, num_stages - 1 - stage), stage))[
         :remainder
@@ -314,8 +315,7 @@ def stage_pass_time(costs: SegmentCosts, stage: StageSegments, direction: str) -
 
 
 class FsdpUnit(NamedTuple):
-    """A segment whose weights are divided: seconds of computing it, of gathering its weights before, of scattering its
-    gradients after."""
+    """A segment with sharded weights: seconds of its compute, of the all-gather before, of the reduce-scatter after."""
 
     compute_s: float
     gather_s: float
@@ -426,9 +426,9 @@ def predict_step_time(scenario: Scenario, device: DeviceCosts, cost_of: OpCost |
 def _exposed_grad_sync_seconds(
     costs: SegmentCosts, num_weights: float, first_forward_s: float, last_backward_s: float
 ) -> float:
-    """Exposed seconds of adding gradients of so many `weights` over replicas, behind the `last_backward_s` backward,
-    and, where
-    replicas divide the optimizer's state, of gathering the new weights, behind the `first_forward_s` forward."""
+    """Exposed seconds of the all-reduce of `num_weights` gradients over replicas, overlapped with the last
+    `last_backward_s` of backward, and, where replicas divide the optimizer state, of the all-gather of the new weights,
+    overlapped with the first `first_forward_s` of forward."""
     scenario, replica_links = costs.scenario, costs.replica_links
     stack = scenario.stack
     if replica_links.ranks == 1:
@@ -457,5 +457,5 @@ def exposed_seconds(comm_s: ArrayLike, compute_s: ArrayLike, max_overlap: float)
 
 
 def update_seconds(optimizer: str, device: DeviceCosts, num_weights: ArrayLike) -> ArrayLike:
-    """Seconds of the optimizer on so many weights."""
+    """Seconds of an optimizer step on `num_weights` weights."""
     return num_weights * UPDATE_BYTES_PER_PARAMETER[optimizer] / (device.bandwidth * 0.8)

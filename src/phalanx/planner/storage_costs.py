@@ -1,4 +1,4 @@
-"""By how much storage holds a step up: data that come more slowly than they are used, and checkpoints."""
+"""How much storage delays a step: data that arrive more slowly than they are used, and checkpoints."""
 
 from dataclasses import dataclass, replace
 
@@ -11,11 +11,11 @@ ASYNC_STALL_SHARE = 0.01
 """Share of a blocking save by which one that is written in the background holds training up: 0.2 to 0.5 % in
 docs/benchmarks/checkpoint.md."""
 MIN_SAVE_STALL_S = 0.01
-"""Seconds that even the smallest save takes: agreeing on it and copying the state."""
+"""Seconds of the smallest save: agreement between workers, and copying the state."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12.0
-"""Of a checkpoint for each parameter: weight and two moments in fp32."""
+"""Bytes of a checkpoint for each parameter: weight and two moments in fp32."""
 DEFAULT_RESTART_S = 120.0
-"""Seconds from a failure to the next step, where the cluster's file does not tell: finding out, starting, loading."""
+"""Seconds from a failure to the next step, if the cluster file has no value: detection, start, loading."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def add_storage_stalls(
 
 
 def plan_checkpoints(cluster: Cluster, nodes: int, parameters: int, step_seconds: float) -> CheckpointPlan | None:
-    """The best interval between checkpoints; None where nobody knows how often nodes fail or how fast storage is."""
+    """The best interval between checkpoints; None where the failure rate of nodes or the speed of storage is
+    unknown."""
     mtbf_s = job_mtbf_seconds(cluster.reliability, nodes)
     stall_s = checkpoint_stall_seconds(parameters * CHECKPOINT_BYTES_PER_PARAMETER, cluster.storage, nodes)
     if mtbf_s is None or stall_s is None:
@@ -57,14 +58,15 @@ def plan_checkpoints(cluster: Cluster, nodes: int, parameters: int, step_seconds
 
 
 def data_stall_seconds(read_bytes: float, storage: StorageSpec, nodes: int, step_s: float) -> float:
-    """Seconds by which reading `size` bytes a step outlasts the step that hides it. 0 where nobody knows how fast
-    storage is."""
+    """Seconds by which reading `read_bytes` a step outlasts the step that hides it. 0 where the speed of storage is
+    unknown."""
     rate = _storage_bytes_per_s(storage.read_gbps, storage.node_read_gbps, nodes)
     return 0.0 if rate is None else max(0.0, read_bytes / rate - step_s)
 
 
 def checkpoint_stall_seconds(checkpoint_bytes: float, storage: StorageSpec, nodes: int) -> float | None:
-    """Seconds for which a save of `size` bytes holds training up. None where nobody knows how fast storage is."""
+    """Seconds for which a checkpoint of `checkpoint_bytes` stalls training. None where the speed of storage is
+    unknown."""
     rate = _storage_bytes_per_s(storage.write_gbps, storage.node_write_gbps, nodes)
     return None if rate is None else max(ASYNC_STALL_SHARE * checkpoint_bytes / rate, MIN_SAVE_STALL_S)
 

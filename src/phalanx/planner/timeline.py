@@ -23,25 +23,27 @@ from phalanx.planner.step_time import (
 
 COMPUTE_STREAM, COMM_STREAM = "computing", "communicating"
 MAX_SHOWN_MICRO_BATCHES = 64
-"""Micro-batches that are laid out one by one; further ones look alike and are drawn as one."""
+"""Micro-batches that are laid out one by one; the further ones are equal and are drawn as one."""
 BREAKDOWN_LABELS = {
     "gemm": "matrix products",
     "attention": "attention",
-    "memory_bound": "operations bound by memory",
-    "recomputation": "computed again for memory's sake",
-    "tp_all_reduce": "sums over tensor ranks",
-    "cp_all_gather_kv": "keys and values of other context ranks",
-    "ep_all_to_all": "tokens on their way to experts",
-    "fsdp_exposed": "waiting for sharded weights and gradients",
-    "kernel_launch": "waiting for kernels to be launched",
+    "memory_bound": "memory-bound operations",
+    "recomputation": "recomputation",
+    "tp_all_reduce": "all-reduce over tensor ranks",
+    "cp_all_gather_kv": "all-gather of keys and values",
+    "ep_all_to_all": "all-to-all of tokens to experts",
+    "fsdp_exposed": "exposed FSDP communication",
+    "kernel_launch": "kernel launch",
     "pipeline_bubble": "pipeline bubble",
-    "grad_sync": "adding gradients over replicas",
+    "grad_sync": "gradient synchronization",
     "optimizer": "optimizer",
     "data_wait": "waiting for data",
-    "checkpoint_stall": "checkpoints, shared among the steps between",
-    "other": "agreement, launching: once a step",
+    "checkpoint_stall": "checkpoints, divided over the steps",
+    "other": "other, once a step",
 }
-"""The parts of a step in words, in the order in which they are told."""
+"""Labels of the parts of a step, in the order in which they are printed."""
+WAITING_LABELS = frozenset(BREAKDOWN_LABELS[name] for name in ("fsdp_exposed", "kernel_launch", "data_wait"))
+"""Labels of the parts in which a device waits."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,9 @@ def chrome_trace(events: Sequence[TimelineEvent]) -> str:
 def _symbol_of(event: TimelineEvent) -> str:
     if event.stream == COMM_STREAM:
         return "="
-    for start, letter in (("forward", "F"), ("backward", "B"), ("gradients of weights", "W"), ("waiting", "~")):
+    if event.name in WAITING_LABELS:
+        return "~"
+    for start, letter in (("forward", "F"), ("backward", "B"), ("gradients of weights", "W")):
         if event.name.startswith(start):
             return letter
     return "o"

@@ -1,6 +1,6 @@
-"""The first steps of a run, where they are of another kind: in them gradients or weights travel whole.
+"""The warm-up of a run: its first steps, which send gradients or weights uncompressed.
 
-What is sent then is said in `train.grad_sync`; how many steps it is, in `recipe.grad_sync_defaults`.
+`train.grad_sync` defines what they send, `recipe.grad_sync_defaults` how many steps it takes.
 """
 
 from dataclasses import dataclass, replace
@@ -15,19 +15,19 @@ from phalanx.recipe.grad_sync_defaults import num_warmup_steps
 
 @dataclass(frozen=True)
 class WarmupPhase:
-    """So many first steps of a run."""
+    """The first steps of a run, which synchronize gradients differently from the rest."""
 
     num_steps: int
     step_s: float
-    """Of each of them."""
+    """Seconds of each of these steps."""
 
     def mean_step_seconds(self, steady_step_s: float, total_steps: int) -> float:
-        """Seconds of a step on average over a run of so many, where all others take `seconds`."""
+        """Mean seconds of a step in a run of `total_steps`, when a step after the warm-up takes `steady_step_s`."""
         return steady_step_s + (self.step_s - steady_step_s) * self.num_steps / total_steps
 
 
 def predict_warmup_phase(recipe: Recipe, candidate: Candidate, rates: DeviceCosts) -> WarmupPhase | None:
-    """They take as much longer as it takes to exchange all; None where all steps are alike."""
+    """The warm-up, longer by the all-reduce of all gradients; None where all steps are equal."""
     transport, num_steps = warmup_transport_of(recipe), min(num_warmup_steps(recipe), recipe.steps)
     if transport is None or not num_steps or candidate.scenario.parallelism.replicate == 1:
         return None

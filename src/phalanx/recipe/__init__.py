@@ -1,7 +1,7 @@
 """What to train and how: the schema, loading with overrides, and checks.
 
-A recipe is a value; this room turns a file into one, says in words what is wrong with it, and knows nothing of torch,
-runs or machines. Import paths in it are the only thing that executes somebody's code, in `import_object`.
+A recipe is a value. This package loads one from a file, reports what is wrong with it, and knows nothing of torch, runs
+or machines. Only import paths in a recipe execute the user's code, in `import_object`.
 """
 
 from phalanx.recipe.batch_scaling import describe_batch_scaling, describe_kept_batch, scale_batch_with_workers

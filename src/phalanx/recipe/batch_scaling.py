@@ -1,16 +1,16 @@
-"""The batch of a recipe that lets it grow with the workers, and what is told of it. Pure; the learning rate that
-follows is `train/lr_schedule.py`'s business.
+"""The batch of a recipe that scales it with the workers, and the notes about it. Pure functions; the learning rate that
+follows is computed by `train/lr_schedule.py`.
 
-It is settled once, on the first start: a run that goes on with more workers keeps its batch and its learning rate,
-since both are mathematics and the order of the samples depends on the batch.
+The batch is fixed once, at the first start: a run that resumes with more workers keeps its batch and its learning rate,
+since both change the mathematics, and the order of the samples depends on the batch.
 """
 
 from phalanx.recipe.schema import Recipe
 
 
 def scale_batch_with_workers(recipe: Recipe, num_workers: int) -> Recipe:
-    """The recipe for a run that starts on so many workers: `batch.global_size` is a number for the whole run, and
-    `optimizer.lr_scaling`, where there is one, says for how many samples `optimizer.lr` is meant."""
+    """Return the recipe for a run that starts on `num_workers` workers: `batch.global_size` becomes the global batch of
+    the run, and `optimizer.lr_scaling`, if given, gets the batch size that `optimizer.lr` is meant for."""
     batch, optimizer = recipe.batch, recipe.optimizer
     if optimizer.lr_scaling is not None and optimizer.lr_scaling.base_batch_size is None and batch.scale_with_workers:
         lr_scaling = optimizer.lr_scaling.model_copy(update={"base_batch_size": batch.global_size})
@@ -48,7 +48,7 @@ def describe_batch_scaling(original: Recipe, resolved: Recipe, peak_lr: float) -
 
 
 def describe_kept_batch(original: Recipe, resolved: Recipe, num_workers: int) -> list[str]:
-    """What is said where a run whose batch is for each worker goes on with another number of workers."""
+    """Return the notes for a run with `batch.scale_with_workers` that resumes with another number of workers."""
     if not original.batch.scale_with_workers or original.batch.global_size * num_workers == resolved.batch.global_size:
         return []
     initial_workers = resolved.batch.global_size // original.batch.global_size

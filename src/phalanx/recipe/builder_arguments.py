@@ -8,8 +8,9 @@ from phalanx.errors import RecipeError
 
 
 def fill_arguments(builder: Callable[..., Any], args: dict[str, Any], data_args: Mapping[str, Any]) -> dict[str, Any]:
-    """`args`, plus what is `data_args` and not None (vocab_size, seq_len, num_classes) where the builder takes it and
-    it is missing. RecipeError: arguments that the builder does not take, or that it needs and nobody tells."""
+    """Return `args`, plus each of `data_args` that is not None (vocab_size, seq_len, num_classes), takes part in the
+    builder's signature and is missing. Raises RecipeError for arguments that the builder does not take, and for
+    required ones that are missing."""
     parameters = inspect.signature(builder).parameters
     filled = {k: v for k, v in data_args.items() if k in parameters and k not in args and v is not None}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -24,5 +25,5 @@ def fill_arguments(builder: Callable[..., Any], args: dict[str, Any], data_args:
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in args | filled
     ]
     if missing:
-        raise RecipeError(f"model.args.{missing[0]}: the builder needs it and the data do not tell it")
+        raise RecipeError(f"model.args.{missing[0]}: the builder needs it, and it does not follow from the data")
     return {**args, **filled}

@@ -27,7 +27,7 @@ from phalanx.recipe.schema import (
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 
 WORLD_DIMENSIONS = ("replicate", "shard", "tensor", "pipeline", "context")
-"""Dimensions of the parallelism whose product is the world."""
+"""Dimensions of the parallelism; their product is the world size."""
 BUILT_IN_TASKS = {"language-modeling": "tokens", "classification": "images"}
 """What is learned -> the kind of data that it is learned from."""
 """Tasks that ship; any other is an import path."""
@@ -55,14 +55,15 @@ BF16_SINCE = (8, 0)
 FP8_VARIABLE = "PHALANX_FLOAT8"
 """Environment variable; "always" takes fp8 for every layer that fits, on any device, without measuring. For tests."""
 NO_FP8_TEXT = (
-    "fp8 needs tensor cores that know it (NVIDIA Ada, Hopper or later: compute capability 8.9), and {} has none; "
+    "fp8 needs tensor cores that support it (NVIDIA Ada, Hopper or later: compute capability 8.9), and {} has none; "
     "bf16, fp16 or fp32 would be valid here"
 )
 """What to say to that of a device by this name."""
 
 
 def num_workers_for(recipe: Recipe, default: int) -> int:
-    """How many workers a run has when nobody says: as many as its layout takes, and `default` where that is auto."""
+    """Return the default number of workers: as many as the recipe's parallelism takes, or `default` where that is
+    auto."""
     return recipe.parallelism.world if isinstance(recipe.parallelism, Parallelism) else default
 
 
@@ -73,11 +74,11 @@ def check_recipe(
     location_of: Callable[[str], str] = str,
     begins: bool = True,
 ) -> None:
-    """RecipeError when `recipe` cannot run on so many workers; one line for each problem.
+    """Raise RecipeError when `recipe` cannot run on `num_workers` workers; one line for each problem.
 
-    `folder` is the recipe's; without `num_workers` only what holds for any number of them is checked. `location_of`
-    says in errors
-    where a key was written (`LoadedRecipe.location_of`). A run that no longer `begins` needs no `init_from`.
+    `folder` is the recipe's; without `num_workers` only what holds for any number of workers is checked. `location_of`
+    formats where a key was written, for errors (`LoadedRecipe.location_of`). A run that no longer `begins` needs no
+    `init_from`.
     """
     if not begins:
         recipe = recipe.model_copy(update={"init_from": None})
@@ -98,7 +99,7 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
     if kind == "images":
         for name in OF_TEXT:
             if getattr(recipe.data, name) != getattr(DataConfig(), name):
-                raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are pictures: leave it out")
+                raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are images: leave it out")
 
 
 def has_fp8(capability: Sequence[int] | None) -> bool:
@@ -225,7 +226,7 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
     """Workers that take steps of their own."""
     layout, determinism = recipe.parallelism, _promised(recipe)
     if determinism != "off":
-        why = f"workers take steps of their own, which determinism: {determinism} forbids"
+        why = f"workers take local steps, which determinism: {determinism} forbids"
         yield "local_sgd", f"{why}: use local_sgd: null, or determinism: off"
     if isinstance(layout, Parallelism) and layout.replicate != layout.world:
         yield (
@@ -295,7 +296,10 @@ def _check_parallelism(recipe: Recipe, parallelism: Parallelism, num_workers: in
         yield "memory.activation_checkpointing", f"{reason}; use full or none, or parallelism.pipeline_schedule=1f1b"
     yield from _pipeline(recipe, parallelism)
     if parallelism.async_tp and parallelism.tensor == 1:
-        yield "parallelism.async_tp", "is about what tensor ranks send each other; give parallelism.tensor, or false"
+        yield (
+            "parallelism.async_tp",
+            "affects communication between tensor ranks only; give parallelism.tensor, or false",
+        )
     for name in ("tensor", "expert"):
         if recipe.optimizer.state_dtype == "int8" and getattr(parallelism, name) > 1:
             what = "optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16"
@@ -381,7 +385,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if all(source.images is not None or source.idx is not None for _, source in _listed(recipe)):
         for name in OF_TEXT:
             if getattr(recipe.data, name) != getattr(DataConfig(), name):
-                yield f"data.{name}", "is for text, and the source has pictures: leave it out"
+                yield f"data.{name}", "is for text, and the source has images: leave it out"
     if (
         recipe.evaluation.source is not None
         and recipe.evaluation.holdout_fraction != EvaluationConfig().holdout_fraction

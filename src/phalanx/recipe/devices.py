@@ -15,9 +15,9 @@ class DeviceKind:
 
     type: str
     description: str
-    """In a sentence."""
+    """One-sentence description."""
     dist_backend: str | None
-    """Of torch.distributed for tensors on the device; None: there is none."""
+    """Backend of torch.distributed for tensors on the device; None if there is none."""
     precisions: tuple[str, ...]
     """What it may compute in; fp8 only from a compute capability on (`has_fp8`)."""
     auto_compiles: bool
@@ -108,7 +108,7 @@ MPS_DEVICE = DeviceKind(
     has_float64=False,
 )
 DEVICE_KINDS = {"cpu": CPU_DEVICE, "cuda": CUDA_DEVICE, "rocm": ROCM_DEVICE, "xpu": XPU_DEVICE, "mps": MPS_DEVICE}
-"""By the name in the table; a recipe's `device` is the `type`."""
+"""Devices by their name in the table; a recipe's `device` is the `type`."""
 NO_FLOAT64_TEXT = "has no float64, in which workers agree on the sums of a step"
 
 

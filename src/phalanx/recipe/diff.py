@@ -1,4 +1,4 @@
-"""What differs between two recipes, and which differences a run that goes on may have."""
+"""What differs between two recipes, and which differences a resumed run may have."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ KEYS_FREE_ON_RESUME = (
     "parallelism",
     "device",
 )
-"""Keys that may change when a run goes on; every other one changes the mathematics or its rounding.
+"""Keys that may change when a run resumes; every other key changes the mathematics or its rounding.
 
 `evaluation.holdout_fraction` and `evaluation.source` are not free: they say what training never sees. `parallelism` and
 `device` are: they change rounding only, and a note says so.
@@ -30,7 +30,7 @@ KEYS_NOT_COMPARED = ("data.source", "data.tokenizer", "evaluation.source", "batc
 
 @dataclass(frozen=True)
 class RecipeDifference:
-    """One key whose value differs. None stands for null and for a key that is not there."""
+    """One key with a different value. None stands for null and for a missing key."""
 
     key: str
     old_value: Any
@@ -41,12 +41,12 @@ class RecipeDifference:
 
 
 def diff_recipes(old: Recipe, new: Recipe) -> list[RecipeDifference]:
-    """Keys whose values differ, the deepest that both recipes have, in the recipe's order."""
+    """Return the keys with different values, the deepest that both recipes have, in the recipe's order."""
     return list(_diff_values(_to_dict(old), _to_dict(new), ""))
 
 
 def is_free_on_resume(key: str) -> bool:
-    """Whether a run may go on with another value of `key`."""
+    """Whether a run may resume with another value of `key`."""
     return any(key == free or key.startswith(f"{free}.") for free in KEYS_FREE_ON_RESUME)
 
 
@@ -62,7 +62,7 @@ def is_mathematics(key: str, trained: Recipe) -> bool:
 
 
 def incompatible_changes(given_old: Recipe, resolved_old: Recipe, given_new: Recipe) -> list[RecipeDifference]:
-    """What keeps a run from going on under `given_new`: differences that change the mathematics.
+    """Return the differences that prevent a resume under `given_new`: those that change the mathematics.
 
     An `auto` stays what it was resolved to: only an explicit other value differs from it, and a new `auto` differs
     from nothing.

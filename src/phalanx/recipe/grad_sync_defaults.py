@@ -6,10 +6,10 @@ import math
 from phalanx.recipe.schema import GradSyncConfig, Parallelism, Recipe
 
 DEFAULT_BUCKET_MIB = 25.0
-"""MiB of a bucket where nobody planned another size: as DistributedDataParallel has it (Li et al. 2020)."""
+"""Default bucket size in MiB, as in DistributedDataParallel (Li et al. 2020)."""
 MIN_BUCKETS_BETWEEN_NODES = 12
-"""Between nodes a bucket holds at most such a part of the gradients: what travels beside backward costs nothing, and
-the last bucket never does."""
+"""Between nodes a bucket holds at most the gradients divided by this: what overlaps with backward costs nothing, and
+the last bucket never overlaps."""
 MIN_BUCKET_MIB, MIN_POWERSGD_BUCKET_MIB = 1.0, 2.0
 """MiB of which nothing is gained by sending less at a time; `powersgd` sends so little of them that what counts is how
 often."""
@@ -34,9 +34,9 @@ AUTO_COMPRESSIONS = ("all-reduce", "bf16", "int8")
 DEFAULT_WARMUP_STEPS = 100
 """Steps at the beginning of a run in which at least gradients travel whole."""
 LOCAL_SGD_WARMUP_DIVISOR = 3
-"""Of a run's steps workers take such a part together before local SGD: a GPT of 600 steps ends 1.3% above
-synchronous fp32 if they part after 100, 0.3% if after 200 (docs/benchmarks/grad-sync.md). DiLoCo's authors begin with
-the weights of 24,000 steps and go on for 64,000 (Douillard et al. 2023)."""
+"""The warm-up before local SGD is the run's steps divided by this: a GPT of 600 steps ends 1.3% above synchronous fp32
+with a warm-up of 100 steps, 0.3% with 200 (docs/benchmarks/grad-sync.md). DiLoCo's authors begin with the weights of
+24,000 steps and train 64,000 more (Douillard et al. 2023)."""
 
 
 def explain_not_elastic(state: str) -> str:
@@ -48,14 +48,14 @@ def explain_not_elastic(state: str) -> str:
 
 
 def start_key(recipe: Recipe) -> str | None:
-    """The key that says how many first steps are of another kind; None where all are alike."""
+    """Return the key with the number of warm-up steps; None where all steps are equal."""
     if recipe.local_sgd is not None:
         return "local_sgd.warmup_steps"
     return "grad_sync.warmup_steps" if recipe.grad_sync.compression == "powersgd" else None
 
 
 def given_start(recipe: Recipe) -> int | str:
-    """That number as the recipe has it."""
+    """Return that number as the recipe has it."""
     return recipe.grad_sync.warmup_steps if recipe.local_sgd is None else recipe.local_sgd.warmup_steps
 
 
@@ -77,7 +77,7 @@ def bucket_size_bytes(grad_sync: GradSyncConfig) -> float:
 
 
 def overlaps_with_backward(recipe: Recipe, parallelism: Parallelism, device: str) -> bool:
-    """Whether replicas add up gradients beside backward, bucket by bucket, rather than after it or by FSDP."""
+    """Whether replicas reduce gradients during backward, bucket by bucket, rather than after it or by FSDP."""
     sharded = parallelism.shard * parallelism.context * parallelism.expert > 1
     reduced_by_fsdp = sharded and (device != "cpu" or not reduces_hybrid_shards(recipe, parallelism, device))
     return parallelism.replicate > 1 and not (
@@ -86,19 +86,20 @@ def overlaps_with_backward(recipe: Recipe, parallelism: Parallelism, device: str
 
 
 def gradient_bytes_per_rank(num_parameters: int, parallelism: Parallelism) -> float:
-    """Bytes of gradients that each worker exchanges, of a model of so many trained parameters."""
+    """Bytes of gradients that each worker reduces, of a model with `num_parameters` trained parameters."""
     return 4.0 * num_parameters / (parallelism.tensor * parallelism.shard)
 
 
 def inter_node_bucket_mib(gradient_bytes: float, grad_sync: GradSyncConfig) -> float:
-    """MiB of a bucket where nobody planned another size, for so many bytes of gradients."""
+    """Default bucket size in MiB between nodes, for `gradient_bytes` bytes of gradients."""
     min_mib = MIN_POWERSGD_BUCKET_MIB if grad_sync.compression == "powersgd" else MIN_BUCKET_MIB
     return min(DEFAULT_BUCKET_MIB, max(min_mib, round(gradient_bytes / BYTES_PER_MIB / MIN_BUCKETS_BETWEEN_NODES, 1)))
 
 
 def reduces_hybrid_shards(recipe: Recipe, parallelism: Parallelism, device: str) -> bool:
-    """Whether it is a reducer of ours that sums between replicas which FSDP shards, and not FSDP itself. A choice among
-    methods needs one; on a GPU FSDP keeps it, whose sums travel beside backward there, as ours would not."""
+    """Whether our reducer, and not FSDP, sums gradients over the replicas of a model that FSDP shards. A choice among
+    methods needs our reducer. On a GPU FSDP keeps the sum, since there it overlaps with backward, which our reducer
+    would not."""
     if recipe.local_sgd is not None:
         return False
     method = recipe.grad_sync.method
@@ -116,10 +117,10 @@ def is_chosen_while_training(recipe: Recipe) -> bool:
 
 
 def auto_algorithms(recipe: Recipe, device: str) -> tuple[str, ...]:
-    """Methods that may take turns in a run, the most accurate first. One alone where nothing is to be chosen: it is
-    given; `determinism` wants an order of addition that never depends on a clock; weights are sent and not gradients;
-    FSDP sums between replicas itself; or there is nobody to send to. While the parallelism is `auto` it may turn out as
-    any."""
+    """Return the methods that `auto` may choose among while training, the most accurate first. There is only one where
+    the recipe gives it, where `determinism` wants an order of addition that does not depend on time, where weights are
+    sent instead of gradients (local SGD), where FSDP sums over replicas, or where there is one replica. While the
+    parallelism is `auto`, all of these remain possible."""
     method, parallelism = recipe.grad_sync.method, recipe.parallelism
     if method != "auto":
         return (method,)

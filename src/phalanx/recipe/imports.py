@@ -1,5 +1,5 @@
-"""Import paths in recipes, `module:name`: models, tasks and callbacks of the user's own. Runs the user's module.
-Beside them stands `hf:PATH`, which names a directory and runs nothing.
+"""Import paths in recipes, `module:name`: the user's models, tasks and callbacks. Importing runs the user's module.
+`hf:PATH`, the alternative, names a directory and runs nothing.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from phalanx.recipe.validation_errors import suggest_nearest
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"
 MAX_MESSAGE_CHARS = 600
-"""Characters of another's error message that are shown: some go on for pages."""
+"""Characters that are shown of an error message of a library or of the user's code: some have pages."""
 
 
 def huggingface_directory(build: str, recipe_dir: Path | None, key: str = "model.build") -> Path | None:
@@ -36,7 +36,7 @@ def huggingface_directory(build: str, recipe_dir: Path | None, key: str = "model
         )
     if not (path / HF_CONFIG_FILE).is_file():
         raise RecipeError(
-            f"{key}: {path} has no {HF_CONFIG_FILE}, so it is no Hugging Face model; save_pretrained writes one"
+            f"{key}: {path} has no {HF_CONFIG_FILE}, so it is not a Hugging Face model; save_pretrained writes one"
         )
     return path
 
@@ -107,7 +107,7 @@ def _import_from(folder: Path, name: str, key: str) -> None:
 def describe_exception(error: BaseException, recipe_dir: Path | None = None) -> str:
     """`NameError: name 'x' is not defined (my_model.py:3)`: type, message and the user's line, in one line."""
     message = str(error)
-    if type(error).__name__ == "AcceleratorError":  # what follows is torch's advice to who wrote the kernel
+    if type(error).__name__ == "AcceleratorError":  # torch appends advice for kernel authors
         message = message.partition("\n")[0]
     text = " ".join(message.split()) or "no message"
     text = text if len(text) <= MAX_MESSAGE_CHARS else f"{text[: MAX_MESSAGE_CHARS - 4]} ..."

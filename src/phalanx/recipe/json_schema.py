@@ -1,6 +1,6 @@
 """The schema as values: JSON Schema for editors, which keys there are, what each expects in words.
 
-Keys can be asked of any model whose files people write by hand (`model`); without one they are the recipe's.
+Functions with a `model` argument work on any file that users write by hand; the default is the recipe.
 """
 
 from collections.abc import Iterator
@@ -110,7 +110,7 @@ def _auto_keys() -> frozenset[str]:
 
 
 def can_be_auto(name: str) -> bool:
-    """Whether `auto` is a word of the recipe at this key, and not just somebody's text."""
+    """Whether `auto` has a meaning at this key, and is not free text."""
     return name in _auto_keys()
 
 

@@ -20,7 +20,7 @@ from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, location_of_key
 from phalanx.safe_files import read_bytes
 
 _MISSING_KEY_HELP = (
-    "a recipe says what it trains and on what: `model: {build: my:Net}`, `data: {source: {text: '*.txt'}}`"
+    "a recipe must name its model and its data: `model: {build: my:Net}`, `data: {source: {text: '*.txt'}}`"
 )
 
 
@@ -59,7 +59,8 @@ class LoadedRecipe:
 
     @contextlib.contextmanager
     def locate_errors(self) -> Iterator[None]:
-        """Give file and line to errors of the recipe that begin with a key: whoever raised them did not know them."""
+        """Add file and line to errors that begin with a key of the recipe: the code that raises them does not know
+        these."""
         try:
             yield
         except PhalanxError as error:
@@ -112,7 +113,7 @@ def load_resolved_recipe(path: Path) -> ResolvedRecipe:
 
 
 def read_user_text(path: Path) -> str:
-    """The text of a file that somebody wrote. RecipeError: there is none, or it is no text."""
+    """Read the text of a file that the user wrote. Raises RecipeError when it is missing or is not text."""
     try:
         return read_bytes(path, MAX_FILE_BYTES).decode("utf-8-sig")
     except DataError as error:

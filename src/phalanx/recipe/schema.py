@@ -34,28 +34,28 @@ def _number(value: Any) -> Any:
 
 
 NUMBER_NOT_BOOL = BeforeValidator(_number)
-"""Last in the annotation of each number that people write."""
+"""Last in the annotation of each number that users write."""
 MAX_STEPS = 10**10
-"""Steps of a run: at a millisecond each, those of four months."""
+"""Steps of a run: four months at a millisecond a step."""
 MOST_SAMPLES = 10**8
-"""Of a step. `MAX_STEPS` times so many are below 2^63, in which positions are counted."""
+"""Samples of a step. `MAX_STEPS` times this is below 2^63, in which positions are counted."""
 MOST_WORKERS = 10**6
 MOST_THREADS = 1024
 LONGEST_SEQUENCE = 1 << 24
 LARGEST_VOCABULARY = 10**7
 LARGEST_SIDE = 1 << 14
-"""Pixels of a picture's height or width."""
+"""Pixels of an image's height or width."""
 MAX_RANK_OR_MIB = 1 << 16
 """Rank of a matrix, and MiB of a bucket."""
 MAX_RATE = 1e6
-"""Of rates and weights, which are of the order of 1."""
+"""Limit of rates and weights, which are usually near 1."""
 
 Count = Annotated[int, Field(gt=0, le=10**6), NUMBER_NOT_BOOL]
-"""How many there are of something."""
+"""A number of things."""
 Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES), NUMBER_NOT_BOOL]
 Ranks = Annotated[int, Field(gt=0, le=MOST_WORKERS), NUMBER_NOT_BOOL]
 Begin = Annotated[int, Field(ge=0, le=MAX_STEPS), NUMBER_NOT_BOOL]
-"""A number of first steps, or none."""
+"""A number of steps at the start of a run; may be 0."""
 Rate = Annotated[float, Field(gt=0, le=MAX_RATE), NUMBER_NOT_BOOL]
 Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER_NOT_BOOL]
 
@@ -80,7 +80,7 @@ StepCount = Annotated[
 
 
 def _finite(value: Any) -> Any:
-    """Refuse numbers that no JSON has: a builder in another process would get None for them."""
+    """Refuse numbers that JSON does not have: a builder in another process would get None for them."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"found {value}, expected finite numbers")
     below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -102,35 +102,36 @@ PercentText = Annotated[str, StringConstraints(pattern=PERCENT_REGEX), AfterVali
 
 
 class ModelConfig(ConfigModel):
-    """The network: `build` is `module:callable` returning an `nn.Module`, called with `args`; or `hf:PATH`, a Hugging
-    Face directory; its architecture and weights are taken."""
+    """The model: `build` is `module:callable` that returns an `nn.Module`, called with `args`; or `hf:PATH`, a Hugging
+    Face directory with architecture and weights."""
 
     model_config = ConfigDict(title="Model")
 
     build: str = "phalanx.models:transformer"
-    """`module:callable`; modules in the recipe's folder are found, too. Or `hf:PATH` of a Hugging Face directory."""
+    """`module:callable`; the recipe's folder is on the import path. Or `hf:PATH` of a Hugging Face directory."""
     args: Annotated[dict[str, Any], AfterValidator(_finite)] = Field(default_factory=dict)
-    """Arguments of the callable. `vocab_size`, `seq_len`, `num_classes` are filled in from the data where it takes
+    """Arguments of the callable. `vocab_size`, `seq_len` and `num_classes` come from the data if the callable takes
     them. With `hf:PATH`, values that replace those of its config.json."""
     tp_plan: dict[str, str] | None = None
-    """How `parallelism.tensor` divides the model: pattern of module names -> style. null: what is known about the
+    """How `parallelism.tensor` divides the model: pattern of module names -> style. null: the built-in plan for a known
     model."""
 
 
 class LoraConfig(ConfigModel):
-    """LoRA adapters for fine-tuning: the model's own weights stay as they are, and two small matrices for each chosen
-    layer learn what is added: alpha / rank x (B A). An export has them folded in."""
+    """LoRA adapters for fine-tuning: the model's own weights are frozen, and for each chosen layer two small matrices
+    are trained, which add alpha / rank x (B A) to its weight. An export has them merged."""
 
     model_config = ConfigDict(title="LoRA")
 
     rank: Annotated[int, Field(gt=0, le=MAX_RANK_OR_MIB), NUMBER_NOT_BOOL] = 8
     """Rows of A and columns of B, for each layer."""
     alpha: Rate = 16.0
-    """Scale of what is added, divided by `rank`."""
+    """Scale of the adapter; it is divided by `rank`."""
     target_modules: str | list[str] | None = None
-    """Names of linear layers, or their last parts (`q_proj`); `*` stands for one part. null: all in the blocks."""
+    """Names of linear layers, or their last parts (`q_proj`); `*` matches one part. null: all linear layers in the
+    blocks."""
     dropout: Fraction = 0.0
-    """Of the inputs of A, in training."""
+    """Dropout on the inputs of A, in training."""
 
 
 Side = Annotated[int, Field(gt=0, le=LARGEST_SIDE), NUMBER_NOT_BOOL]
@@ -144,7 +145,7 @@ class IdxFiles(ConfigModel):
     images: str
     """File of the images."""
     labels: str
-    """File of the labels, as many as there are images."""
+    """File of the labels, one for each image."""
 
 
 class DataSource(ConfigModel):
@@ -179,7 +180,7 @@ SOURCE_KINDS = ("text", "jsonl", "parquet", "idx", "images", "prepared")
 
 PYTHON_STDLIB_GLOB = "${python.stdlib}/**/*.py"
 INSTALLED_PACKAGES_GLOBS = ["**/site-packages/**", "**/dist-packages/**"]
-"""Installed packages lie below the standard library, but differ from machine to machine."""
+"""Installed packages are below the standard library, but differ between machines."""
 
 
 class BpeTokenizerConfig(ConfigModel):
@@ -206,24 +207,24 @@ class DataConfig(ConfigModel):
     seq_len: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), NUMBER_NOT_BOOL] = 256
     """Tokens of one training sample."""
     document_masking: bool = False
-    """Whether attention and targets stay within a document; false: they continue over its end."""
+    """Whether attention and targets stay within a document; false: they continue past its end."""
 
 
 class EvaluationConfig(ConfigModel):
-    """Scores on a validation set: a `holdout_fraction` of the samples that training never sees, or a `source` of its
-    own."""
+    """Evaluation on a validation set: a `holdout_fraction` of the samples, which are never trained on, or a separate
+    `source`."""
 
     model_config = ConfigDict(title="Evaluation")
 
     every: StepCount | None = 100
     """Steps between two evaluations; null: never."""
     holdout_fraction: Fraction = 0.01
-    """Share of the samples that training never sees."""
+    """Fraction of the samples that is never trained on."""
     max_samples: Annotated[int, Field(gt=0, le=MAX_STEPS), NUMBER_NOT_BOOL] = Field(
         512, description="At most this many samples of the validation set are scored."
     )
     source: DataSource | None = None
-    """Validation data of its own, instead of a share of the training data."""
+    """Separate validation data, instead of a fraction of the training data."""
 
 
 class BatchConfig(ConfigModel):
@@ -233,14 +234,15 @@ class BatchConfig(ConfigModel):
     model_config = ConfigDict(title="Batch")
 
     global_size: Samples = 16
-    """Samples of one optimizer step, over all workers. Changes the mathematics. `phalanx report` shows how far it may
+    """Samples of one optimizer step, over all workers. Changes the mathematics. `phalanx report` shows how far it can
     grow: the gradient noise scale."""
     micro_size: Samples | Literal["auto"] = "auto"
-    """Samples computed at once by one worker. Changes speed, memory and rounding only. `auto`: as many as fit, by
-    prediction and a trial; when memory runs out all the same, the run resumes with fewer."""
+    """Samples that one worker computes at once. Changes speed, memory and rounding only. `auto`: as many as fit, by
+    prediction and a trial; if memory still runs out, the run resumes with fewer."""
     scale_with_workers: bool = False
-    """Whether `global_size` is for each worker: the batch is that times the workers of the run's first start, and stays
-    so when the run resumes on another number; `optimizer.lr_scaling` lets the learning rate follow."""
+    """Whether `global_size` is for each worker: the global batch is then `global_size` times the number of workers at
+    the first start of the run, and does not change when the run resumes on another number. `optimizer.lr_scaling`
+    scales the learning rate with it."""
 
 
 class LrScheduleConfig(ConfigModel):
@@ -251,29 +253,29 @@ class LrScheduleConfig(ConfigModel):
     warmup_steps: Begin = 20
     """Steps over which the rate rises linearly."""
     decay: Literal["cosine", "linear", "poly", "step", "constant"] = "cosine"
-    """Shape of the way down from `lr`. `poly` and `step` are Caffe's: a power of what is left of the run, and drops at
-    given times."""
+    """Shape of the decay from `lr`. `poly` and `step` are Caffe's: a power of the remaining fraction of the run, and
+    drops at given times."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL] = 0.1
-    """Rate at the last step, as a share of `lr`; not of `step`, which ends where its milestones lead."""
+    """Rate at the last step, as a fraction of `lr`. Not used by `step`, which ends where its milestones lead."""
     power: Annotated[float, Field(gt=0, le=100), NUMBER_NOT_BOOL] = 0.5
-    """Of `poly`: lr x (what is left of the run)^power."""
+    """For `poly`: lr x (remaining fraction of the run)^power."""
     milestones: list[Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL]] = Field(
-        [0.5, 0.75], description="Of `step`: when the rate drops, as shares of the run after warm-up."
+        [0.5, 0.75], description="For `step`: when the rate drops, as fractions of the run after warm-up."
     )
     gamma: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] = 0.1
-    """Of `step`: what each drop multiplies the rate with."""
+    """For `step`: the factor of each drop."""
 
 
 class LrScalingConfig(ConfigModel):
-    """How the learning rate follows the batch. `lr` is then that of `base_batch_size` samples; with k times as many it
-    becomes k x or sqrt(k) x lr, after a warm-up that begins at `lr` (Goyal et al. 2017)."""
+    """How the learning rate scales with the batch. `lr` is then the rate for `base_batch_size` samples; with k times as
+    many it becomes k x or sqrt(k) x lr, after a warm-up that begins at `lr` (Goyal et al. 2017)."""
 
     model_config = ConfigDict(title="Learning rate scaling")
 
     rule: Literal["linear", "sqrt"] = "linear"
     """`linear` is usual for sgd, `sqrt` for adamw and lamb."""
     base_batch_size: Samples | None = None
-    """Samples of a step for which `lr` is right. null: batch.global_size, where that is for each worker."""
+    """Samples of a step that `lr` is meant for. null: batch.global_size, if that is for each worker."""
     warmup_steps: Begin = 200
     """Steps over which the rate rises from `lr` to that of the batch, in addition to the schedule's own warm-up."""
 
@@ -284,26 +286,25 @@ class OptimizerConfig(ConfigModel):
     model_config = ConfigDict(title="Optimizer")
 
     name: Literal["adamw", "sgd", "muon", "lars", "lamb"] = "adamw"
-    """Which optimizer. `lars` and `lamb` are for large batches, in place of `sgd` and `adamw`."""
+    """Which optimizer. For large batches, `lars` replaces `sgd` and `lamb` replaces `adamw`."""
     lr: Rate = 1e-3
-    """Peak learning rate. That of `lars` is of the order of 1 to 30."""
+    """Peak learning rate. For `lars` it is usually 1 to 30."""
     weight_decay: Annotated[float, Field(ge=0, le=MAX_RATE), NUMBER_NOT_BOOL] = 0.1
     """Weight decay, independent of the gradient."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of adamw's and lamb's first and second moment."""
-    momentum: Fraction = Field(0.9, description="Of sgd, muon and lars.")
+    momentum: Fraction = Field(0.9, description="Momentum of sgd, muon and lars.")
     max_grad_norm: Annotated[float, Field(gt=0, le=1e12), NUMBER_NOT_BOOL] | None = 1.0
     """Gradient clipping: limit on the norm of the whole gradient; null: no limit."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """How adamw keeps its moments: 8, 4 or about 2 bytes for each parameter. `int8` quantizes blocks. The lower two
-    round stochastically."""
+    """Format of adamw's moments: 8, 4 or about 2 bytes for each parameter. `int8` quantizes in blocks. `bf16` and
+    `int8` round stochastically."""
     offload: bool = False
-    """Whether the state of adamw or sgd is kept in host memory and updated by the CPU. Without a GPU it changes
-    nothing."""
+    """Whether the state of adamw or sgd is in host memory and updated by the CPU. No effect without a GPU."""
     schedule: LrScheduleConfig = LrScheduleConfig()
     """Learning rate over the run."""
     lr_scaling: LrScalingConfig | None = Field(
-        None, description="Whether the learning rate follows the batch. null: it does not."
+        None, description="Scales the learning rate with the batch. null: no scaling."
     )
 
 
@@ -325,10 +326,10 @@ class Parallelism(ConfigModel):
     expert: Ranks = 1
     """Ranks over which experts are split; reuses shard x context."""
     async_tp: bool = False
-    """Tensor ranks compute half of a product while the other half travels. Pays where products are large and links
-    slow; `phalanx tune` finds out."""
+    """Asynchronous tensor parallelism: ranks compute half of a product while the other half is sent. Faster where
+    products are large and links slow; `phalanx tune` measures it."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    """In which order pipeline stages compute micro-batches. For pipelines only."""
+    """Order in which pipeline stages compute micro-batches. For pipelines only."""
     layers_per_stage: list[Count] | None = None
     """Blocks of each pipeline stage, in order. null: as even as parameters allow, in two stages a rank where the
     schedule wants several."""
@@ -346,17 +347,17 @@ class Parallelism(ConfigModel):
 
 
 class MemoryConfig(ConfigModel):
-    """What is traded for memory."""
+    """Trade-offs between memory and time."""
 
     model_config = ConfigDict(title="Memory")
 
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Which activations are recomputed in the backward pass instead of kept. `selective` keeps the results of matrix
-    products, attention and communication; `full` keeps only what enters a block. `auto`: as few as lets a sample
-    fit."""
+    """Which activations backward recomputes instead of keeping them. `selective` keeps the results of matrix products,
+    attention and communication; `full` keeps only the inputs of a block. `auto`: the least recomputation with which a
+    sample fits."""
     chunked_loss: bool | Literal["auto"] = "auto"
-    """Whether the loss of a language model is computed without ever holding all logits; a model whose output layer has
-    a bias cannot. `auto`: where those of a micro-batch would take more than 256 MB in fp32."""
+    """Whether the loss of a language model is computed without holding all logits at once; this needs an output layer
+    without a bias. `auto`: where the logits of a micro-batch would take more than 256 MB in fp32."""
 
 
 GradSyncAlgorithm = Literal[
@@ -380,15 +381,15 @@ class GradSyncConfig(ConfigModel):
 
     algorithm: GradSyncAlgorithm = "auto"
     """How gradients are added. `auto` is all-reduce, or the fixed tree of `determinism: elastic`; under `determinism:
-    off` all-reduce, bf16 and int8 are tried while training and the best is taken."""
+    off` it tries all-reduce, bf16 and int8 while training and takes the best."""
     compression: GradCompression = "none"
-    """What gradients are sent as. `bf16`, `int8` and `powersgd` send fewer bytes, need `determinism: off`, and go with
-    `algorithm: auto` or `all-reduce`."""
+    """Format in which gradients are sent. `bf16`, `int8` and `powersgd` send fewer bytes, need `determinism: off`, and
+    work with `algorithm: auto` or `all-reduce`."""
     bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=MAX_RANK_OR_MIB), NUMBER_NOT_BOOL] = "auto"
-    """MiB of gradients that are sent together between replicas. `auto`: 25; between nodes at most a 12th of the
-    gradients, but 1; `phalanx plan` writes the best for the cluster's network."""
+    """Bucket size: MiB of gradients that replicas send together. `auto`: 25; between nodes at most a 12th of the
+    gradients, but at least 1. `phalanx plan` writes the best size for the cluster's network."""
     powersgd_rank: Annotated[int, Field(gt=0, le=MAX_RANK_OR_MIB), NUMBER_NOT_BOOL] = 4
-    """Columns of the thin matrices in which `powersgd` sends a gradient: more are more exact, and more bytes."""
+    """Columns of the two matrices in which `powersgd` sends a gradient: more are more accurate, and more bytes."""
     warmup_steps: Begin | Literal["auto"] = "auto"
     """`powersgd`: first steps of a run, in which gradients are sent uncompressed. `auto`: 100."""
 
@@ -399,7 +400,7 @@ class GradSyncConfig(ConfigModel):
 
 
 class OuterOptimizerConfig(ConfigModel):
-    """The outer optimizer of `diloco`: SGD with Nesterov momentum on how far workers moved on average."""
+    """The outer optimizer of `diloco`: SGD with Nesterov momentum on the mean change of the workers' weights."""
 
     model_config = ConfigDict(title="Outer optimizer")
 
@@ -410,54 +411,54 @@ class OuterOptimizerConfig(ConfigModel):
 
 
 class LocalSgdConfig(ConfigModel):
-    """Local SGD: each worker takes optimizer steps of its own, and weights are synchronized every `sync_every` of them.
-    Needs `determinism: off`."""
+    """Local SGD: each worker takes local optimizer steps, and weights are synchronized every `sync_every` steps. Needs
+    `determinism: off`."""
 
     model_config = ConfigDict(title="Local SGD")
 
     method: LocalSgdMethod = "diloco"
-    """`average` takes the mean of the workers' weights (local SGD); `diloco` lets an outer optimizer take a step along
-    their mean movement."""
+    """`average` takes the mean of the workers' weights (local SGD); `diloco` uses the mean change of their weights as
+    the gradient of an outer optimizer."""
     sync_every: StepCount = 25
     """Steps that each worker takes before weights are synchronized."""
     warmup_steps: Begin | Literal["auto"] = "auto"
     """First steps of a run, after each of which weights are synchronized (post-local SGD). `auto`: 100, or a third of
     the run's steps if that is more."""
     num_fragments: Count = 1
-    """Parts in which weights are synchronized, in turn, each every `sync_every` steps: the network is asked for less at
-    a time."""
+    """Parts in which weights are synchronized, in turn, each every `sync_every` steps, so that less is sent at a
+    time."""
     sync_delay: Begin = 0
-    """Steps that workers continue before they take the synchronized weights, which are sent meanwhile."""
+    """Steps for which the transfer overlaps with training before workers take the synchronized weights."""
     sync_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What weights are sent as: the distance that a worker moved. `int8` has error feedback."""
+    """Format in which the change of a worker's weights is sent. `int8` has error feedback."""
     outer_optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
 
 
 class CheckpointConfig(ConfigModel):
-    """Save every N steps; keep the newest `keep`, and the best by validation loss as well."""
+    """Save every N steps; keep the newest `keep` checkpoints and the best by validation loss."""
 
     model_config = ConfigDict(title="Checkpoint")
 
     every: StepCount | Literal["auto"] | None = 50
-    """Save every N steps; null saves at the end only. `auto` measures, while training, what a save costs, and
-    saves as often as is best at the rate of failures (Young 1974, Daly 2006)."""
+    """Save every N steps; null saves at the end only. `auto` measures the cost of a save while training, and chooses
+    the best interval for the failure rate (Young 1974, Daly 2006)."""
     keep: Count = 3
-    """Newest checkpoints that stay; the best by validation loss stays as well."""
+    """Number of newest checkpoints to keep; the best by validation loss is kept in addition."""
     in_memory_every: StepCount | PercentText | None = "1%"
-    """Copy the state into the memory of the nodes every N steps, or as often as takes such a share of the time
-    (`1%`); null: never. A worker or node that is lost then costs the steps since the last copy."""
+    """Copy the state into the memory of the nodes every N steps, or as often as takes this fraction of the time (`1%`);
+    null: never. A lost worker or node then costs the steps since the last copy."""
 
 
 class FaultToleranceConfig(ConfigModel):
-    """When a run is restarted, and how often without progress before it is given up."""
+    """Limits on restarts of a run."""
 
     model_config = ConfigDict(title="Fault tolerance")
 
     max_restarts: Count = 3
     """Failed attempts in a row without progress before the run is given up."""
     hang_timeout_s: Annotated[float, Field(gt=0, le=1e7), NUMBER_NOT_BOOL] = 600.0
-    """Seconds without a heartbeat after which workers that seem to hang are restarted. It is reported long before; a
-    worker that is stopped while others are not is restarted sooner."""
+    """Seconds without a heartbeat after which workers that seem to hang are restarted. A hang is reported much earlier;
+    a worker that is stopped while others are not is restarted sooner."""
 
 
 class Recipe(ConfigModel):
@@ -470,7 +471,7 @@ class Recipe(ConfigModel):
     """Weights to start from: a run, a checkpoint, or `hf:PATH` of a directory of safetensors, such as an export."""
     lora: LoraConfig | None = Field(None, description="Train LoRA adapters instead of the model's own weights.")
     task: str = "language-modeling"
-    """What is learned: `language-modeling`, `classification`, or `module:Class` of your own."""
+    """The task: `language-modeling`, `classification`, or your own `module:Class`."""
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     batch: BatchConfig = BatchConfig()
@@ -478,26 +479,26 @@ class Recipe(ConfigModel):
     """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
-    """What trains: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel (docs/reference/devices.md).
-    `auto`: GPUs where torch finds some, else the CPU."""
+    """Device type: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel (docs/reference/devices.md). `auto`:
+    GPUs if torch finds any, else the CPU."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
     """Number format of the computation. `auto` measures whether fp32 or bf16 is faster here. `tf32` is fp32 with
-    products of 10 bits on NVIDIA's tensor cores. `fp8` is bf16 with those linear layers of blocks in fp8 that measure
-    faster so; it needs an NVIDIA GPU of compute capability 8.9 or later."""
+    products of 10 bits on NVIDIA's tensor cores. `fp8` is bf16 with fp8 in the linear layers of blocks that are
+    measured to be faster with it; it needs an NVIDIA GPU of compute capability 8.9 or later."""
     parallelism: Parallelism | Literal["auto"] = "auto"
     """How the workers divide the work."""
     memory: MemoryConfig = MemoryConfig()
     compile: bool | Literal["auto", "cuda-graphs"] = "auto"
-    """Whether the repeated blocks of the model go through torch.compile. `cuda-graphs` records them as CUDA graphs as
-    well, for models so small that launching kernels takes the time; whole replicas on GPUs only."""
+    """Whether the repeated blocks of the model are compiled with torch.compile. `cuda-graphs` also records them as CUDA
+    graphs, for small models in which kernel launches dominate; for whole replicas on GPUs only."""
     determinism: Literal["auto", "fixed-world", "elastic", "off"] = "auto"
-    """Which runs have the same bits. `fixed-world`: those on the same number of workers. `elastic`: those on any number
+    """Which runs are bit-identical. `fixed-world`: those on the same number of workers. `elastic`: those on any number
     of replicas. `off`: lossy compression, local SGD and non-deterministic kernels are allowed. `auto` is `fixed-world`
-    on a CPU. On a GPU a trial measures what deterministic kernels cost: below 2% it is `fixed-world`, else `off`, and
+    on a CPU. On a GPU a trial measures the cost of deterministic kernels: below 2% it is `fixed-world`, else `off`, and
     gradients are still sent in fp32."""
     grad_sync: GradSyncConfig = GradSyncConfig()
     local_sgd: LocalSgdConfig | None = Field(
-        None, description="Synchronize weights every few steps, in place of gradients in each. null: off."
+        None, description="Synchronize weights every few steps instead of gradients in each step. null: off."
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
@@ -506,4 +507,4 @@ class Recipe(ConfigModel):
         "auto", description="CPU threads of each worker."
     )
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1), NUMBER_NOT_BOOL] = 0
-    """Of the initial weights, the order of data and all random numbers."""
+    """Seed of the initial weights, the order of data and all random numbers."""

@@ -1,8 +1,7 @@
-"""Recipes that came with a job: code is read from the copy that travelled, data from where they always were.
+"""Recipes of a job: code is read from the job's snapshot, data from their original place.
 
-A job's copy of the recipe's folder is unpacked somewhere (PHALANX_SNAPSHOT_DIR) and, where it is known, told what it is
-a copy of (PHALANX_SNAPSHOT_SOURCE). Both are set by `jobs` for what it starts; without them nothing here changes
-anything.
+The snapshot of the recipe's folder is unpacked at PHALANX_SNAPSHOT_DIR; PHALANX_SNAPSHOT_SOURCE, where known, names the
+original folder. `jobs` sets both for the processes it starts; without them nothing here changes a path.
 """
 
 import os
@@ -23,7 +22,8 @@ def resolve_data_dir(recipe_dir: Path, environ: Mapping[str, str] = os.environ) 
 
 
 def resolve_code_dir(recipe_dir: Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the modules of a recipe whose folder this is are imported from: the copy, if there is one of it."""
+    """Return the folder from which the modules of a recipe in `recipe_dir` are imported: its snapshot, if there is
+    one."""
     return _rebase(recipe_dir, environ.get(SNAPSHOT_SOURCE_VARIABLE), environ.get(SNAPSHOT_DIR_VARIABLE)) or recipe_dir
 
 

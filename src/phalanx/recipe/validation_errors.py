@@ -1,7 +1,7 @@
-"""What is wrong with a file that people write, in words: from pydantic's errors to one line for each problem.
+"""Describe what is wrong with a file that users write: turn pydantic's errors into one line for each problem.
 
-`FILE:LINE: key: what was found, what was expected`. pydantic reports every branch of a union; here a problem is told
-once.
+`FILE:LINE: key: what was found, what was expected`. pydantic reports every branch of a union; here a problem is
+reported once.
 """
 
 import json
@@ -18,13 +18,13 @@ from phalanx.recipe.schema import Recipe
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key
 
 MAX_SHOWN_PROBLEMS = 5
-"""So many problems are told at once."""
+"""Problems that are reported at once, at most."""
 
 
 def describe_validation_error(
     error: ValidationError, value: Any, locations: SourceLocations, model: ModelClass = Recipe
 ) -> RecipeError:
-    """The RecipeError that tells all problems of `value`, which is no `model`, in the order of the file."""
+    """Return the RecipeError with all problems of `value`, which is not a valid `model`, in the order of the file."""
     key_errors = [(_key_of_error(details, value), details) for details in error.errors(include_url=False)]
     # of a union's branches, the one that got deepest is the one that was meant
     keys = [key for key, _ in key_errors]
@@ -90,11 +90,11 @@ def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str
 
 
 def _suggest_key(key: KeyPath, model: ModelClass) -> str:
-    """The key that was meant: the highest of its name elsewhere, else one of nearly its name here, else all that may
-    stand here."""
+    """Suggest the key that was meant: the highest with its name elsewhere, else one with nearly its name here, else all
+    keys that are allowed here."""
     name, here = str(key[-1]), child_keys(key[:-1], model)
     same_name = [other for other in iterate_keys(model=model) if other[-1] == name]
-    min_depth = min(map(len, same_name), default=0)  # a key deep down is rarely meant by who leaves out where it stands
+    min_depth = min(map(len, same_name), default=0)  # a key without its path is rarely a deeply nested one
     other_keys = [format_key(other) for other in same_name if len(other) == min_depth]
     if other_keys:
         return f"; did you mean {' or '.join(other_keys[:3])}?"

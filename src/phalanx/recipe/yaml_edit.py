@@ -1,8 +1,8 @@
-"""A recipe's text with some keys changed, and the rest, with its comments, as somebody wrote it.
+"""Change some keys in the text of a recipe, and keep the rest, with its comments, as the user wrote it.
 
-What `recipe/dump.py` does with values, this does with a text: new values go where the parser found the old ones.
-ruamel.yaml's own round trip loses comments within braces and what stands below a list that is replaced. Where a text
-cannot be changed so, as with aliases, all of it is written again without its comments.
+What `recipe/dump.py` does with values, this does with text: new values replace the old ones where the parser found
+them. ruamel.yaml's own round trip loses comments within braces and below a list that is replaced. A text that cannot be
+edited in this way, such as one with aliases, is written again without its comments.
 """
 
 import contextlib
@@ -46,7 +46,8 @@ def rewrite_recipe(
 
 
 def _edit_lines(text: str, old: dict[str, Any], new: dict[str, Any], comments: Mapping[str, str]) -> str:
-    """The text, whose values are `old`, with those of `new`; something else where a value has no place of its own."""
+    """Replace the values `old` in the text with `new`; the result has other values where a value has no place of its
+    own."""
     root, _ = compose(text, "")
     if not isinstance(root, MappingNode):  # nothing but comments
         lines = [[f"# {one}" for one in _remarks(comments, (key,), True)] + [_entry(key, new[key])] for key in new]

@@ -27,9 +27,9 @@ _YAML_TAG_PREFIX = "tag:yaml.org,2002:"
 _SCALAR_TAGS = [_YAML_TAG_PREFIX + name for name in ("null", "bool", "int", "float", "str")]
 
 MAX_INT_DIGITS = 3500
-"""Of a whole number; Python writes none that has more than 4,300 (sys.set_int_max_str_digits), as 3,570 of base 16."""
+"""Digits of an integer; Python refuses to print more than 4,300 (sys.set_int_max_str_digits), or 3,570 of base 16."""
 MAX_DEPTH = 64
-"""So deep may values be nested."""
+"""Maximum nesting of values."""
 _TOO_DEEP_TEXT = f"nested too deeply, expected at most {MAX_DEPTH} levels"
 
 _CONTROL_CHARACTERS = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -154,7 +154,7 @@ def parse_yaml(text: str, label: str, with_lines: bool = True) -> tuple[Any, Sou
                     raise RecipeError(f"{at}: found {name!r} as a key, expected a name")
                 if name in mapping:
                     raise RecipeError(
-                        f"{at}: {format_key((*key, name))}: stands here twice, first at {locations[(*key, name)]}"
+                        f"{at}: {format_key((*key, name))}: appears twice, first at {locations[(*key, name)]}"
                     )
                 locations[(*key, name)] = at
                 mapping[name] = value(value_node, (*key, name), above)

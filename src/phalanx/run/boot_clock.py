@@ -49,7 +49,7 @@ class BootClock:
     boot_id: str = field(default_factory=boot_id)
 
     def make_timestamp(self, offset_s: float = 0.0) -> str:
-        """This moment, or one so many seconds later, to be kept in a file."""
+        """Format the moment `offset_s` seconds from now, to be stored in a file."""
         return f"{self.boot_id} {self.now() + offset_s:.6f}"
 
     def seconds_since(self, timestamp: str | None) -> float | None:

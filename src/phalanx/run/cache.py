@@ -1,6 +1,7 @@
 """What Phalanx can make again and keeps to save time: where it lies, and measurements that are remembered for a day."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ import xxhash
 from phalanx.errors import DataError
 from phalanx.run.private_files import check_owner
 from phalanx.safe_files import read_json
+
+logger = logging.getLogger(__name__)
 
 MAX_ENTRY_BYTES = 64 << 20
 MAX_AGE_S = 86400.0
@@ -39,14 +42,16 @@ def load_or_measure(
     folder: Path | None = None,
     now: Callable[[], float] = time.time,
 ) -> dict[str, Any]:
-    """What `measure` returns (JSON values), or returned within the last day under the same `kind` and `key`. A file
-    that is torn or cannot be read is measured anew, one that cannot be written costs only the measuring."""
+    """Return what `measure` returns (JSON values), or returned within the last day under the same `kind` and `key`.
+    Where the file is torn or unreadable, measure again; where it cannot be written, nothing is cached."""
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     path = (cache_root() if folder is None else folder) / kind / f"{digest}.json"
     cached = _read_entry(path, key)
     if cached is not None and now() - path.stat().st_mtime < MAX_AGE_S:
+        logger.debug("%s: read from %s", kind, path)
         return cached
     value = measure()
+    logger.debug("%s: measured for %s", kind, path)
     _write_entry(path, {"key": key, "value": value, "xxh3": _hash_value(value)})
     return value
 

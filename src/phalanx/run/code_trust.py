@@ -1,5 +1,5 @@
-"""Whose code a run's model is: names in a run directory are imported only where this user has trained with the same,
-or says so now.
+"""Decide whether the model code that a run directory names may be imported: only where this user has trained with the
+same code, or confirms it now.
 
 Every run that this user starts leaves a mark in the user's state folder: a hash of what builds its model and its task,
 with their arguments and the folder that their modules come from. A run directory that came from elsewhere has none, and
@@ -30,7 +30,8 @@ def list_user_code(recipe: Recipe) -> list[str]:
 
 
 def record_trust(recipe: Recipe, folder: Path) -> None:
-    """This user trains with that code. Where the state folder cannot be written, who reads the run is asked."""
+    """Record that this user trains with this code. Where the state folder cannot be written, readers of the run ask the
+    user."""
     if list_user_code(recipe):
         with suppress(OSError, UsageError):
             marker = _trust_marker_path(recipe, folder)

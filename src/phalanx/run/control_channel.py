@@ -1,8 +1,8 @@
-"""The agents' control channel: `messages.py` over TCP between members that know the job's token. Not for data.
+"""The agents' control channel: `messages.py` over TCP between agents that know the job's token. Not for bulk data.
 
-Both ends prove that they know the token by HMAC over the other's random number, without telling it; after that every
-frame carries an HMAC over its number and content, so nobody on the way can add, change or repeat one. It is not
-encrypted: nothing secret is sent over it.
+Both ends prove that they know the token with an HMAC over the peer's nonce; the token itself is never sent. After that
+every frame carries an HMAC over its number and content, so that no third party can insert, change or replay one. The
+channel is not encrypted: nothing secret is sent over it.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ MIN_DISTINCT_TOKEN_CHARS = 6
 """Different ones in a token; among 16 random hexadecimal digits there are hardly ever fewer."""
 MAX_TOKEN_FILE_BYTES = 4096
 AGENT_PURPOSE = b"A"
-"""The purpose of an agent's connection to its leader; other rooms have others."""
+"""Purpose of an agent's connection to its leader; other connections have other purposes."""
 MAX_PENDING_HANDSHAKES = 64
 """How many may prove themselves at the same time."""
 ACCEPT_RETRY_INTERVAL_S = 0.1
@@ -77,11 +77,11 @@ class AuthConnection:
             try:
                 self.sock.sendall(_LENGTH_STRUCT.pack(len(payload)) + mac + payload)
             except OSError as error:
-                raise ConnectionError(f"the connection is gone: {error}") from None
+                raise ConnectionError(f"the connection is closed: {error}") from None
 
     def receive(self) -> list[Message] | None:
-        """Messages that have arrived, after waiting for the first bytes; None when the other end is gone, or somebody
-        else has spoken."""
+        """Return the messages that have arrived, after waiting for the first bytes; None when the peer has closed the
+        connection or a frame is not authentic."""
         try:
             chunk = self.sock.recv(1 << 16)
         except OSError:
@@ -137,7 +137,7 @@ def client_handshake(
     sock.sendall(own_nonce + purpose + hmac.digest(token, b"caller" + purpose + peer_nonce + own_nonce, "sha256"))
     proof = receive_exactly(sock, _MAC_BYTES, deadline)
     if not hmac.compare_digest(proof, hmac.digest(token, b"listener" + purpose + peer_nonce + own_nonce, "sha256")):
-        raise AuthenticationError("who listens there does not know the token")
+        raise AuthenticationError("the listener at this address does not know the token")
     return peer_nonce, own_nonce
 
 
@@ -160,29 +160,29 @@ def server_handshake(
 
 
 def connect_to_leader(address: tuple[str, int], token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
-    """Connect to the leader. ConnectionError when nobody is there, `AuthenticationError` when it does not know the
-    token."""
+    """Connect to the leader. Raises ConnectionError when nothing listens there, `AuthenticationError` when the listener
+    does not know the token."""
     sock = socket.create_connection(address, timeout_s)
     try:
         return _make_connection(sock, token, *client_handshake(sock, token, AGENT_PURPOSE, timeout_s), is_leader=False)
     except TimeoutError:
         sock.close()
-        raise AuthenticationError("who listens there does not answer as an agent does") from None
+        raise AuthenticationError("the listener at this address does not answer as an agent") from None
     except BaseException:
         sock.close()
         raise
 
 
 def accept_agent(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
-    """The leader's half of `connect_to_leader`. `AuthenticationError` for whoever does not prove that it knows the
-    token in time."""
+    """Do the leader's half of `connect_to_leader`. Raises `AuthenticationError` when the caller does not prove in time
+    that it knows the token."""
     sock.settimeout(timeout_s)
     try:
         purpose, own_nonce, peer_nonce = server_handshake(sock, token, timeout_s)
     except TimeoutError:
-        raise AuthenticationError("it did not prove itself in time") from None
+        raise AuthenticationError("it did not authenticate in time") from None
     if purpose != AGENT_PURPOSE:
-        raise AuthenticationError("it wants something else")
+        raise AuthenticationError("it has another purpose")
     return _make_connection(sock, token, own_nonce, peer_nonce, is_leader=True)
 
 
@@ -190,13 +190,12 @@ PeerT = TypeVar("PeerT")
 
 
 class HandshakeServer(Generic[PeerT]):
-    """Takes the connections of a listener, which is its own, and has them prove themselves in parallel: `authenticate`
-    gets each, and the moment until which it has time (of the monotonic clock); `on_authenticated` gets what that
-    returns.
+    """Accept connections of a listener, which it owns, and authenticate them in parallel: `authenticate` gets each
+    connection and its deadline (of the monotonic clock); `on_authenticated` gets what that returns.
 
-    A stranger costs one of WAITING places for so many `timeout_s`, and no other caller waits for it. Where all are
-    taken,
-    the oldest of the address that has most of them gives way to who comes: who knows the token is through in a moment.
+    An unauthenticated caller takes one of MAX_PENDING_HANDSHAKES places for at most `timeout_s`, and no other caller
+    waits for it. When all places are taken, the oldest connection of the address with the most connections is dropped:
+    a caller that knows the token is through in a moment.
     """
 
     def __init__(
@@ -308,7 +307,7 @@ class ControlServer:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             messages = connection.receive()
         if not messages or not isinstance(messages[0], Introduction):
-            raise AuthenticationError("it did not say what it is")
+            raise AuthenticationError("it did not state its purpose")
         sock.settimeout(SEND_TIMEOUT_S)
         return connection, messages[0]
 
@@ -371,8 +370,8 @@ def _make_connection(
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
-    """So many bytes. `AuthenticationError` when the other end hangs up before; TimeoutError when they have not come
-    `deadline` then (of the monotonic clock), however slowly they come."""
+    """Receive exactly `num_bytes` bytes. Raises `AuthenticationError` when the peer closes the connection before,
+    TimeoutError when they have not arrived by `deadline` (of the monotonic clock), however slowly they come."""
     found, previous_timeout_s = b"", sock.gettimeout()
     try:
         while len(found) < num_bytes:
@@ -380,7 +379,7 @@ def receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None 
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
             chunk = sock.recv(num_bytes - len(found))
             if not chunk:
-                raise AuthenticationError("the other end hung up")
+                raise AuthenticationError("the peer closed the connection")
             found += chunk
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError("timed out")

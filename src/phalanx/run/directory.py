@@ -33,10 +33,11 @@ class Run:
     def open_existing(cls, path: Path | str) -> "Run":
         """The run at `path`; UsageError when there is none."""
         run = cls(Path(path))
-        if not run.begun():
+        if not run.has_started():
             for above in run.path.absolute().parents[:2]:
-                if cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent) and cls(above).begun():
-                    raise UsageError(f"{path}: is a part of the run {above}; give that")
+                inner = cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent)
+                if inner and cls(above).has_started():
+                    raise UsageError(f"{path}: is inside the run {above}; give that")
             raise UsageError(
                 f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
                 f"--run {word_of(path)}` makes one"
@@ -96,8 +97,8 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         self.events.touch()
 
-    def begun(self) -> bool:
-        """Whether there is what a run leaves behind: its recipe, events or checkpoints. Any of them may be lost."""
+    def has_started(self) -> bool:
+        """Whether there are traces of a run: its recipe, events or checkpoints. Any of them may be lost."""
         events = self.events.is_file() and self.events.stat().st_size > 0 and _is_event_log(self.events)
         return self.resolved.is_file() or events or self.has_checkpoint()
 
@@ -135,7 +136,7 @@ class Run:
             try:
                 self.read_json(path)
             except DataError as error:
-                found.append(f"{error}; the run goes on without it")
+                found.append(f"{error}; the run continues without it")
         return found
 
     def read_json_or_empty(self, path: Path) -> dict[str, Any]:
@@ -167,9 +168,8 @@ def check_run_path(path: Path) -> None:
         raise UsageError(f"{path}: a run cannot be kept here: {nearest_parent} is not writable; choose another --run")
     if (foreign_file := Run(path).find_foreign_file()) is not None:
         raise UsageError(
-            f"{path}: a run cannot be kept here: the folder is no run and holds other files, such as {foreign_file}; "
-            f"choose "
-            f"another --run, for instance {path / 'run'}"
+            f"{path}: a run cannot be kept here: the folder is not a run and holds other files, such as "
+            f"{foreign_file}; choose another --run, for instance {path / 'run'}"
         )
 
 
@@ -186,7 +186,7 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
         head = file.read(_HEADER_BYTES)
     if head and not any(mark.encode() in head for mark in markers):
         raise UsageError(
-            f"{option} {path}: is there already and was not written by this command; remove it or choose another file"
+            f"{option} {path}: exists and was not written by this command; remove it or choose another file"
         )
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from phalanx.run.boot_clock import unix_now
 
 FORMAT_VERSION = 2
-"""Of events.jsonl: a reader refuses a file that names another."""
+"""Format version of events.jsonl: a reader refuses any other."""
 
 RunStatus = Literal["done", "interrupted", "failed"]
 """How a run ended: it reached its last step, it saved and left before (start it again), or it gave up."""

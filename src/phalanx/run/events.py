@@ -26,7 +26,7 @@ from phalanx.run.lines import LineTail
 from phalanx.safe_files import open_for_append, parse_json
 
 EVENT_TYPES: dict[str, type[Event]] = {each.kind: each for each in get_args(Event)}
-"""By kind."""
+"""Event types by kind."""
 
 
 class UnknownFormat(DataError):
@@ -56,8 +56,8 @@ class EventLog:
     unless the machine dies within it; opening after such a death ends the torn line first. UnknownFormat where the file
     is of another format.
 
-    Storage that is full or fails does not stop a run for its events: they wait in memory and are written when it takes
-    them again, into the file opened anew: what was open before may be lost for good, as behind a server that restarted.
+    Full or failing storage does not stop a run: events wait in memory and are written when storage accepts them again.
+    The file is then reopened, since the old descriptor may be lost for good, as behind a server that restarted.
     """
 
     def __init__(self, path: Path):

@@ -67,7 +67,7 @@ def _defaults(value_type: Any) -> dict[str, Any]:
 
 @cache
 def _checks(value_type: Any) -> tuple[tuple[str, Check, bool], ...]:
-    """Of each field: its name, the check of its value, and whether it must be there."""
+    """For each field: its name, the check of its value, and whether it is required."""
     hints = get_type_hints(value_type, include_extras=True)
     return tuple(
         (each.name, _time if each.name == "time" else _check_of(hints[each.name]), each.default is MISSING)

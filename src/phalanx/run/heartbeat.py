@@ -1,7 +1,7 @@
-"""Signs of life: what each worker of a node was last seen to finish, in memory that the agent shares with them.
+"""Heartbeats: the progress of each worker of a node, in memory that the agent shares with the workers.
 
-A worker writes a few numbers whenever a part of a step ends, which takes a microsecond and no message, and goes on
-whether anybody reads them or not. A worker that is stuck writes nothing: that is what tells.
+A worker writes a few numbers at the end of each part of a step. That takes a microsecond, needs no message, and does
+not depend on a reader. A worker that hangs writes nothing: that is how the agent notices.
 """
 
 import mmap
@@ -44,9 +44,9 @@ class Heartbeat:
     """Signs so far: of workers that wait for each other, the one with the fewest is waited for."""
     step: int
     phase: str
-    """What it finished last."""
+    """The phase that it finished last."""
     t: float
-    """Of the machine's monotonic clock, in seconds."""
+    """Seconds of the machine's monotonic clock."""
     busy_s: float = 0.0
     """Seconds of finished steps in which it did not wait for other workers."""
 
@@ -84,7 +84,7 @@ class HeartbeatTable:
 
 
 class HeartbeatWriter:
-    """The worker's side. `step` is what signs tell until it is set anew."""
+    """The worker's side. `step` is the step that heartbeats report."""
 
     def __init__(self, fd: int, rank: int, clock: Callable[[], float] = time.monotonic):
         self.step = 0
@@ -99,12 +99,12 @@ class HeartbeatWriter:
         _SLOT_STRUCT.pack_into(self._memory, self._offset, *fields)
 
     def reset_count(self) -> None:
-        """Count from nothing again, as all workers do that meet anew: counts are compared."""
+        """Restart the count at 0, as all workers do at a rendezvous: counts are compared."""
         self._count, self.busy_s = 0, 0.0
 
 
 class NullHeartbeat:
-    """In the place of a `HeartbeatWriter` where nobody listens."""
+    """Stands in for a `HeartbeatWriter` where no agent reads heartbeats."""
 
     step = 0
     busy_s = 0.0
@@ -117,6 +117,6 @@ class NullHeartbeat:
 
 
 def open_heartbeat(rank: int, environment: Mapping[str, str] = os.environ) -> HeartbeatWriter | NullHeartbeat:
-    """The pulse of a worker of this rank on its node; a silent one without an agent."""
+    """Open the heartbeat of a worker of this local rank; a `NullHeartbeat` without an agent."""
     fd = environment.get(HEARTBEAT_FD_VARIABLE)
     return HeartbeatWriter(int(fd), rank) if fd and rank < MAX_WORKERS else NullHeartbeat()

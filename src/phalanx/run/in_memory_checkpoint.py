@@ -1,12 +1,13 @@
-"""Where a run's hot copies lie on a node, and which of them belong to its history. What they hold is train's business.
+"""Where a run's in-memory checkpoints are on a node, and which of them belong to its history. `train` defines their
+content.
 
-Each node has a private folder of its own for a run: below /dev/shm, which is memory, or below PHALANX_IN_MEMORY_DIR.
-Its name comes from the run directory's path, so that the agent of a node can always say what is to be removed.
+Each node has a private folder for a run: below /dev/shm, which is memory, or below PHALANX_IN_MEMORY_DIR. Its name is
+derived from the run directory's path, so that the agent of a node always knows which folder to remove.
 
-`hot.json` in the run directory lists lines of history, the newest first, each with the last of its steps that counts:
-null for the line that is being trained. Whoever goes back to a step cuts all lines there. A copy carries the token of
-its line, so one that a lost node brings back later, or that a deleted run left, is known for what it is. `saved` is the
-newest checkpoint: where it is gone, somebody has undone what came after the one before, and no copy counts.
+`hot.json` in the run directory lists the epochs of the run's history, newest first, each with its last valid step: null
+for the epoch that is being trained. A run that goes back to a step truncates all epochs there. A copy carries the token
+of its epoch, which identifies stale copies that a lost node brings back or a deleted run left behind. `saved` is the
+newest checkpoint: where it is missing, the user has undone what came after the one before, and no copy is valid.
 """
 
 import hashlib
@@ -23,23 +24,24 @@ from phalanx.run.directory import Run, write_json
 from phalanx.run.private_files import is_writable_by_others
 
 DIR_VARIABLE = "PHALANX_IN_MEMORY_DIR"
-"""Names the folder below which hot copies lie."""
+"""Names the folder below which in-memory checkpoints are stored."""
 SHM_DIR = Path("/dev/shm")
 DIR_PREFIX = "phalanx-hot"
 OWNER_FILE = "run"
 """File in a node's folder that holds the run directory's path."""
 STALE_AFTER_S, ABANDONED_AFTER_S = 7200.0, 86_400.0
-"""Seconds without a change after which a folder belongs to no run: one whose run has no hot copies any more, and any.
-By the wall clock, since that is what files have: both are longer than what it may be set by."""
+"""Seconds without a change after which a folder is removed: one of a run that has no valid in-memory checkpoint, and
+any other. By the wall clock, since file times use it: both are longer than usual clock adjustments."""
 MAX_EPOCHS = 8
-"""Lines that are kept: only copies of the newest are ever there."""
+"""Epochs that are kept: copies exist only of the newest ones."""
 
 Epochs = list[tuple[str, int | None]]
 """Tokens, the newest first, each with the last step that counts, None for all."""
 
 
 def find_base_dir(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder below which hot copies lie on this node; None where there is no memory that looks like a folder."""
+    """Return the folder below which in-memory checkpoints are stored on this node; None where no memory is mounted as a
+    folder."""
     named = environment.get(DIR_VARIABLE)
     if named:
         return Path(named)
@@ -47,12 +49,13 @@ def find_base_dir(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Which node this is, as our agent or torchrun says, so that several on one machine keep apart."""
+    """Name this node by the node rank of the agent or of torchrun, so that several nodes on one machine have separate
+    folders."""
     return environment.get("PHALANX_NODE_RANK") or environment.get("GROUP_RANK") or "0"
 
 
 def find_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """This node's folder for hot copies of a run; it need not exist."""
+    """Return this node's folder for the in-memory checkpoints of a run; it need not exist."""
     base = find_base_dir(environment)
     if base is None:
         return None
@@ -61,17 +64,15 @@ def find_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> Path
 
 
 def create_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> Path:
-    """Make this node's folder, for nobody else to read, and clear away what dead runs left beside it. UsageError when
-    there is no place for it, or another user has taken the name; OSError when the file system refuses."""
+    """Create this node's folder, readable only by this user, and remove sibling folders of dead runs. Raises UsageError
+    when there is no place for it or another user has taken the name; OSError when the file system refuses."""
     folder = find_node_dir(run, environment)
     if folder is None:
         raise UsageError(f"there is no {SHM_DIR} here; name a folder by {DIR_VARIABLE}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     base = folder.parent.stat()
     if not base.st_mode & stat.S_ISVTX and (base.st_uid not in (os.getuid(), 0) or is_writable_by_others(base)):
-        raise UsageError(
-            f"{folder.parent}: other users may put another folder in the place of one of this user's there"
-        )
+        raise UsageError(f"{folder.parent}: other users may replace this user's folders there")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not is_private(folder):
@@ -82,7 +83,7 @@ def create_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> Pa
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a real folder of this user's that nobody else may read."""
+    """Whether it is a real folder of this user that no other user can read."""
     try:
         found = folder.lstat()
     except OSError:
@@ -91,7 +92,8 @@ def is_private(folder: Path) -> bool:
 
 
 def remove_stale_dirs(own_dir: Path, now_s: float | None = None) -> None:
-    """Remove folders beside `own_dir` that are nobody's: their agent was killed, and nobody started the run again."""
+    """Remove sibling folders of `own_dir` that are abandoned: their agent was killed, and the run was not started
+    again."""
     now = time.time() if now_s is None else now_s
     for other in own_dir.parent.glob(f"{DIR_PREFIX}-{os.getuid()}-*"):
         if other == own_dir or not is_private(other):
@@ -103,7 +105,7 @@ def remove_stale_dirs(own_dir: Path, now_s: float | None = None) -> None:
 
 
 def remove_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> None:
-    """Remove this node's hot copies of a run, if there are any."""
+    """Remove this node's in-memory checkpoints of a run, if there are any."""
     folder = find_node_dir(run, environment)
     if folder is not None and is_private(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -115,13 +117,13 @@ def history_path(run: Run) -> Path:
 
 
 def delete_history(run: Run) -> None:
-    """No hot copy of a run counts from here on."""
+    """Invalidate all in-memory checkpoints of a run."""
     history_path(run).unlink(missing_ok=True)
 
 
 def read_epochs(run: Run) -> tuple[Epochs, int]:
-    """The lines of a run's history, and its newest checkpoint's step, 0 for none. No lines when no hot copy was ever
-    begun, or when the file is not what it should be: then no copy can be trusted."""
+    """Return the epochs of a run's history, and the step of its newest checkpoint (0 for none). No epochs when there
+    was never an in-memory checkpoint, or when the file is not valid: then no copy can be trusted."""
     try:
         value = run.read_json(history_path(run)) or {}
     except DataError:
@@ -136,13 +138,13 @@ def read_epochs(run: Run) -> tuple[Epochs, int]:
 
 
 def begin_epoch(run: Run, token: str) -> None:
-    """A new line goes on from where the last was cut. OSError when there is no room to say so."""
+    """Begin an epoch where the last one was truncated. Raises OSError when the file cannot be written."""
     epochs, saved = read_epochs(run)
     _write_history(run, [(token, None), *epochs], saved)
 
 
 def truncate_history(run: Run, step: int) -> None:
-    """The run goes on from this step: what was copied of later steps belongs to no history any more."""
+    """Invalidate copies of steps after `step`, at which the run resumes."""
     epochs, saved = read_epochs(run)
     _write_or_delete(
         run, [(token, step if upto is None else min(upto, step)) for token, upto in epochs], min(saved, step)
@@ -164,7 +166,7 @@ def _write_or_delete(run: Run, epochs: Epochs, saved: int) -> None:
         return
     try:
         _write_history(run, epochs, saved)
-    except OSError:  # no room to say which copies count: then none does
+    except OSError:  # the disk is full: without a record of the valid copies none is valid
         delete_history(run)
 
 

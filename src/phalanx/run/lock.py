@@ -14,8 +14,8 @@ from phalanx.errors import STORAGE_BROKEN_ERRNOS, UsageError
 from phalanx.run.directory import Run
 
 LOCK_RETRY_INTERVAL_S = 0.5
-"""Seconds between two attempts to have something for oneself: no lock tells when it is free but one that is waited for
-without end."""
+"""Seconds between two attempts to take a lock: no lock reports when it is free, except to a caller that waits for it
+without a limit."""
 
 
 WANTED_FILE = "wanted"
@@ -28,9 +28,9 @@ class LocksUnsupportedError(UsageError):
 
 @contextlib.contextmanager
 def lock_run(run: Run, timeout_s: float = 0.0) -> Iterator[str | None]:
-    """Only one process may train a run. The lock is on the directory itself and goes with its holder; one that is about
-    to end has so many seconds, and may see that it is waited for. Where the file system has no locks, only processes of
-    this machine are kept out; then what there is to say of it."""
+    """Lock a run directory, so that only one process trains the run. The lock is on the directory itself and is
+    released with its holder. A holder that is about to end has `timeout_s` seconds to do so. Where the file system has
+    no locks, only processes of this machine are excluded, and the block gets a note that says so."""
     fd, note = os.open(run.path, os.O_RDONLY), None
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
@@ -57,8 +57,8 @@ def is_wanted(run: Run) -> bool:
 
 
 def acquire_lock(fd: int, timeout_s: float, what: str = "", report: Callable[[str], None] = print_status) -> bool:
-    """Whether the lock on an open file or directory came to this process within so many seconds; that it is waited for
-    `what` is said. NoLocksError where there are none."""
+    """Take the lock on an open file or directory within `timeout_s` seconds, and return whether that worked. Reports
+    that it waits for `what`. Raises NoLocksError where the file system has no locks."""
     try:
         return _retry_until_expired(
             Deadline(what, timeout_s, report if what else _ignore_message),
@@ -73,8 +73,8 @@ def acquire_lock(fd: int, timeout_s: float, what: str = "", report: Callable[[st
 
 @contextlib.contextmanager
 def lock_on_this_machine(fd: int, timeout_s: float, what: str = "") -> Iterator[bool]:
-    """Whether this process is the only one of this machine that is in such a block for this file or directory, from
-    within so many seconds on."""
+    """Yield whether this process became, within `timeout_s` seconds, the only one of this machine in such a block for
+    this file or directory."""
     stat = os.fstat(fd)
     name = f"\0phalanx-{os.getuid()}-{stat.st_dev}-{stat.st_ino}"  # the kernel forgets it with its process
 

@@ -1,8 +1,8 @@
-"""Messages between agent, nursery and workers over local packet sockets. The kinds: `messages.py`.
+"""Messages between agent, fork server and workers over local packet sockets. The kinds: `messages.py`.
 
-A packet is whole or not there, from any number of writers, so workers share one socket without locks. It carries a list
-of messages. What is none of this Phalanx, such as an event with a number that no event may have, comes as a warning: it
-does not end the run of the worker that sent it.
+A packet arrives whole or not at all, with any number of writers, so workers share one socket without locks. It carries
+a list of messages. A packet that is not a valid message of this version, such as an event with a number that no event
+may have, arrives as a warning: it does not end the run of the worker that sent it.
 """
 
 import socket
@@ -27,7 +27,7 @@ class SendTimeoutError(ConnectionError):
 
 
 def set_send_timeout(sock: socket.socket, timeout_s: float) -> socket.socket:
-    """The socket, over which nothing is sent for longer than that: who should read it may be held still."""
+    """Set the time after which a send on the socket fails, since its reader may hang, and return the socket."""
     whole_seconds = int(timeout_s)
     sock.setsockopt(
         socket.SOL_SOCKET,

@@ -397,9 +397,9 @@ BetweenAgents = (
     Introduction | Heartbeats | StopRequested | Ping | Leave | Topology | Rejected | NodeFinished | NodeFailed
 )
 Message = ToForkServer | MembershipUpdate | FromForkServer | FromWorker | BetweenAgents | Event
-"""Any of them."""
+"""Any message."""
 MESSAGE_TYPES: dict[str, type[Message]] = {each.kind: each for each in get_args(Message)}
-"""By kind."""
+"""Message types by kind."""
 MAX_SHOWN_CHARS = 200
 """Characters of something that is no message, in an error."""
 
@@ -435,13 +435,13 @@ def to_message(found: Any) -> Message:
     try:
         message: Message = read_fields(found, MESSAGE_TYPES)
     except (ValueError, OverflowError):
-        raise ProtocolError(f"no message of this Phalanx: {_shown(found)}") from None
+        raise ProtocolError(f"not a message of this version: {_shown(found)}") from None
     return message
 
 
 def warning_of(found: Any) -> RunWarning:
     """Return a warning that a worker sent something that is none of its messages."""
-    return RunWarning(text=f"a worker sent a message that is no event of this Phalanx: {_shown(found)}")
+    return RunWarning(text=f"a worker sent a message that is not an event of this version: {_shown(found)}")
 
 
 def _shown(found: Any) -> str:

@@ -1,4 +1,4 @@
-"""Which node of how many this is, as whoever started the nodes says in variables."""
+"""Node rank and number of nodes, from the environment variables of the launcher that started this process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class NodeEnv:
         except ValueError as error:
             raise UsageError(f"PHALANX_NUM_NODES and PHALANX_NODE_RANK must be numbers: {error}") from None
         if not 0 <= node < nodes:
-            raise UsageError(f"PHALANX_NODE_RANK={node} does not lie in PHALANX_NUM_NODES={nodes}")
+            raise UsageError(f"PHALANX_NODE_RANK={node} is not below PHALANX_NUM_NODES={nodes}")
         if nodes == 1:
             return cls()
         host, _, port = environment.get("PHALANX_LEADER_ADDR", "").rpartition(":")

@@ -27,7 +27,7 @@ def check_owner(path: Path, what: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise UsageError(f"{path}: {what} cannot be looked at: {error.strerror}") from None
+        raise UsageError(f"{path}: {what} cannot be inspected: {error.strerror}") from None
     if found.st_uid not in (os.getuid(), 0):
         raise UsageError(f"{path}: {what} belongs to another user ({_user_name(found.st_uid)}); name one of your own")
     if is_writable_by_others(found):
@@ -35,7 +35,7 @@ def check_owner(path: Path, what: str) -> None:
 
 
 def is_writable_by_others(found: os.stat_result) -> bool:
-    """Whether anybody but its owner may. A group that is its owner's alone is nobody else."""
+    """Whether users other than its owner can write it. A group with only the owner in it does not count."""
     if found.st_mode & stat.S_IWOTH:
         return True
     return bool(found.st_mode & stat.S_IWGRP) and not _is_private_group(found)

@@ -1,4 +1,4 @@
-"""The worker: step, tasks, precision, optimizers, exchange of gradients, guards, checkpoints.
+"""Training: trainer, tasks, precision, optimizers, gradient synchronization, checkpoints, recovery.
 
-It reads `resolved.yaml` of a run, trains, and reports events; who starts it and how often is the agent's matter.
+A worker reads `resolved.yaml` of a run, trains, and reports events. The agent starts and restarts workers.
 """

@@ -61,7 +61,7 @@ from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
 from phalanx.train.lm_head import eval_mode, find_lm_head
 from phalanx.train.local_sgd.step import make_local_sgd_accumulator
 from phalanx.train.loss import LMHead, LossFn, LossModule, plan_context_split
-from phalanx.train.model_builder import MicroBatchSeeds, build_model, check_begins_alike, has_batch_norm
+from phalanx.train.model_builder import MicroBatchSeeds, build_model, check_same_initial_values, has_batch_norm
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import all_reduce_copy
 from phalanx.train.ops.lora import has_lora
@@ -356,7 +356,7 @@ def build_context(
     )
     initial_weights = _find_initial_weights(recipe, folder, model) if init_weights else None
     if init_weights and initial_weights is None:
-        check_begins_alike(dist_env, model)
+        check_same_initial_values(dist_env, model)
     if mesh.is_pure_ddp:
         allocate_meta_parameters([model], dist_env.device)
     model.train()

@@ -1,22 +1,21 @@
-"""Callbacks: code of the user's own that sees a run's moments. Name it in the recipe: `callbacks: ["my_module:Mine"]`.
+"""Callbacks: user code that is called during a run. Name it in the recipe: `callbacks: ["my_module:Mine"]`.
 
-A callback is any class that has some of these methods; nothing needs to be inherited:
+A callback is any class with some of these methods; it need not inherit from anything:
 
     class Mine:
-        def start(self, run): ...             # once the model is built and the state loaded, before the first step
+        def start(self, run): ...             # after the model is built and the state loaded, before the first step
         def step(self, run, event): ...       # after every optimizer step
-        def evaluation(self, run, event): ... # after an evaluation on held-out data
-        def checkpoint(self, run, event): ... # a checkpoint is whole on disk
+        def evaluation(self, run, event): ... # after an evaluation on the validation set
+        def checkpoint(self, run, event): ... # a checkpoint is complete on disk
         def nonfinite_step(self, run, event): ...     # a step was skipped, and maybe rolled back
         def checkpoint_failed(self, run, event): ...  # a save failed; training continues
-        def end(self, run, event): ...        # the last moment, also when the run stops early
+        def end(self, run, event): ...        # at the end, also if the run stops early
 
-`event` is the event as it is also written to events.jsonl: `StepDone`, `EvaluationDone`, `CheckpointSaved`,
+`event` is the event that is also written to events.jsonl: `StepDone`, `EvaluationDone`, `CheckpointSaved`,
 `NonFiniteStep`, `CheckpointFailed` or `RunEnded` of `phalanx.run.event_types`. `run` is a `RunContext`. Callbacks run
-on
-every worker, in the order of the recipe, between steps: what one does there counts as `other` in the time of the next
-step. A callback that raises ends the run, so that a mistake in it is not overlooked. Changing the weights in a callback
-is allowed as long as every worker does the same.
+on every worker, in the order of the recipe, between steps; their time counts as `other` in the next step. A callback
+that raises ends the run, so that errors are not overlooked. A callback may change the weights if every worker makes the
+same change.
 """
 
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ CALLBACK_HOOKS = ("start", *MOMENT_BY_EVENT.values())
 
 @dataclass
 class RunContext:
-    """What a callback sees of the run. `step` is the last finished one."""
+    """The run as a callback sees it. `step` is the last finished one."""
 
     path: Path
     rank: int
@@ -72,7 +71,7 @@ class Callbacks:
         }
 
     def on_train_start(self) -> None:
-        """The run begins; not once more where it goes on in another world."""
+        """Call `start` when the run starts; not again after a reconfiguration."""
         if self._started:
             return
         self._started = True
@@ -80,14 +79,14 @@ class Callbacks:
             method(self.run_context)
 
     def run_hook(self, event: Event) -> None:
-        """Call the methods that wait for such an event."""
+        """Call the methods for this kind of event."""
         if (hook := MOMENT_BY_EVENT.get(type(event))) is not None:
             for method in self._methods_by_hook[hook]:
                 method(self.run_context, event)
 
 
 def load_callbacks(names: Sequence[str], folder: Path | None) -> list[Any]:
-    """The recipe's callbacks. RecipeError when one does not exist or has no method that would ever be called."""
+    """Load the recipe's callbacks. Raises RecipeError if one does not exist or has none of the methods."""
     callbacks = []
     for index, name in enumerate(names):
         key = f"callbacks.{index}"

@@ -1,4 +1,4 @@
-"""Scores on held-out data, divided over the workers; the same numbers on any number of them."""
+"""Evaluate on the validation set, divided over the workers; results do not depend on the number of workers."""
 
 import contextlib
 import time
@@ -22,7 +22,7 @@ from phalanx.train.train_step import to_device
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean loss over held-out terms, means of the task's metrics, and how much was scored in which time."""
+    """Mean validation loss, means of the task's metrics, and the number of samples and seconds of the evaluation."""
 
     loss: float
     metrics: dict[str, float]
@@ -31,7 +31,7 @@ class EvaluationResult:
 
 
 class LossEvaluator(Protocol):
-    """What is evaluated: an `Objective`, or a pipeline that has one."""
+    """What is evaluated: a `LossModule`, or a pipeline that has one."""
 
     @property
     def training(self) -> bool: ...
@@ -54,10 +54,10 @@ def evaluate(
     stop_requested: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> EvaluationResult | None:
-    """Score at most `samples` held-out samples; None when a worker was asked to stop meanwhile.
+    """Evaluate at most `samples` samples of the validation set; None if a worker was asked to stop meanwhile.
 
-    Micro-batch i is scored by part i mod data_size of the mesh; sums of all micro-batches stand in slots of their own
-    and are added in their order, so the result does not depend on the world.
+    Micro-batch i is evaluated by data-parallel rank i mod dp_size. The sums of each micro-batch have a slot of their
+    own and are added in order, so the result does not depend on the world size.
     """
     start_time = clock()
     total = min(max_samples, data.num_validation_samples)
@@ -68,7 +68,7 @@ def evaluate(
         for round_start in range(0, len(starts), mesh.dp_size):
             index = round_start + mesh.dp_rank
             mine = index < len(starts)
-            if mine or mesh.fsdp_size > 1:  # who shards parameters runs along, since the others need its part of them
+            if mine or mesh.fsdp_size > 1:  # all ranks that shard parameters must run forward, to take part in gathers
                 start = starts[index if mine else -1]
                 batch = to_device(data.read_validation(start, min(micro_size, total - start)), dist_env.device)
                 sums = loss_module(batch, metrics=True)
@@ -90,7 +90,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def _evaluation_mode(model: LossEvaluator) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]  # some may be frozen on purpose
+    modes = [(module, module.training) for module in model.modules()]  # some may be in evaluation mode on purpose
     model.train(False)
     try:
         yield
@@ -109,7 +109,7 @@ def _any_rank(flag: bool, dist_env: DistEnv) -> bool:
 
 
 def _sum_metric_rows(rows: dict[int, list[float]], count: int, dist_env: DistEnv) -> list[float]:
-    """Add the rows of all workers in their order; every row has the same length."""
+    """Add the rows of all workers, in order; every row has the same length."""
     if dist_env.world_size == 1:
         table = [rows[index] for index in range(count)]
     else:
@@ -124,7 +124,7 @@ def _sum_metric_rows(rows: dict[int, list[float]], count: int, dist_env: DistEnv
 
 
 def _broadcast_metric_names(names: list[str], dist_env: DistEnv, source_rank: int) -> list[str]:
-    """The metrics' names, known to those who speak, on all workers."""
+    """Send the metrics' names from the rank that knows them to all workers."""
     if dist_env.world_size == 1:
         return names
     names_of_source: list[str] = broadcast_json(source_rank, names, device=dist_env.device)

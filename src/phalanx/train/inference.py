@@ -1,4 +1,4 @@
-"""A trained model out of a run: for text, scores, or anything else that only needs the weights."""
+"""Load a trained model from a run, for text generation, evaluation, or anything else that only needs the weights."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ from phalanx.train.hf.inputs import get_logits
 from phalanx.train.model_builder import build_model
 
 MAX_DATA_SIZE = 1 << 31
-"""Beyond every vocabulary, number of classes, length of a sequence and side of a picture."""
+"""Upper limit for vocabulary size, number of classes, sequence length and image side."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model in evaluation mode, with what it was trained by."""
+    """The model in evaluation mode, and the recipe and data description that it was trained with."""
 
     model: nn.Module
     recipe: ResolvedRecipe
@@ -48,16 +48,16 @@ class TrainedModel:
     folder: Path | None
     checkpoint: Path
     notes: tuple[str, ...] = ()
-    """What of the run is lost or damaged, and what was taken instead."""
+    """Messages about files of the run that are lost or damaged, and what was used instead."""
 
 
 def load_trained_model(
     run: Run, step: int | None, best: bool, device: torch.device, trusted: bool = False
 ) -> TrainedModel:
-    """The model of the run's checkpoint of `step`, of its best one, or of its newest good one.
+    """Load the model from the run's checkpoint of `step`, from its best one, or from its newest good one.
 
-    UsageError when there is no such checkpoint, and where the run needs code that this user has not trained with unless
-    it is `trusted`; DataError when it is damaged.
+    Raises UsageError if there is no such checkpoint, or if the run needs code that this user has not trained with and
+    `trusted` is not set; DataError if the checkpoint is damaged.
     """
     if step is not None and best:
         raise UsageError(f"--step {step} and --best: give one of them")
@@ -70,7 +70,7 @@ def load_trained_model(
         )
     recipe = _recipe(run, checkpoint, manifest, notes)
     facts = _parse_facts(run, recipe, notes)
-    # Without code of the user's own no module is looked for in a folder that a stranger may have named.
+    # Unless the run has user code, do not search for modules in its folder, which an untrusted run may have named.
     modules = _folder(run) if list_user_code(recipe) or recipe.model.build.startswith(HUGGING_FACE_PREFIX) else None
     if modules is not None and not trusted:
         check_trusted(run.path, recipe, modules)
@@ -86,8 +86,8 @@ def load_trained_model(
 
 
 def given_device(run: Run) -> str:
-    """The `device` that the run's recipe was given with: what `auto` became is where it was trained, not where it can
-    be used. `auto` where that recipe is lost."""
+    """Return the `device` in the run's original recipe: the resolved value is the device of training, which this
+    machine may not have. `auto` if that recipe is lost."""
     try:
         return load_recipe(run.recipe).recipe.device
     except RecipeError:
@@ -95,8 +95,8 @@ def given_device(run: Run) -> str:
 
 
 def check_data(recipe: ResolvedRecipe) -> None:
-    """DataError where data of a resolved recipe are gone, as from a cache that was emptied. They are not prepared here:
-    a run may come from somebody else, and its sources may be any files."""
+    """Raise DataError if prepared data of a resolved recipe are missing, as from a cache that was emptied. They are not
+    prepared here: the run may come from another user, and its sources may name any files."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
     scored = [] if recipe.evaluation.source is None else [recipe.evaluation.source]
     for source in (*sources, *scored):
@@ -108,8 +108,8 @@ def check_data(recipe: ResolvedRecipe) -> None:
 
 
 def _recipe(run: Run, checkpoint: Path, manifest: CheckpointManifest, notes: list[str]) -> ResolvedRecipe:
-    """What the checkpoint was trained with: resolved.yaml where it says so, too, else what the checkpoint itself holds,
-    under its checksum."""
+    """Return the recipe of the checkpoint: resolved.yaml if it agrees with the checkpoint, else the recipe in the
+    checkpoint's checksummed manifest."""
     if "recipe" not in manifest.meta:  # a checkpoint of before recipes were in them
         return load_resolved_recipe(run.resolved)
     trained = recipe_in(checkpoint, manifest)
@@ -135,35 +135,35 @@ def _sources(recipe: ResolvedRecipe) -> list[DataSource]:
 
 
 def _folder(run: Run) -> Path:
-    """The folder of the recipe that was trained, in which its modules and directories lie."""
+    """Return the folder of the recipe that was trained, which relative modules and directories refer to."""
     try:
         named = (run.read_json(run.environment) or {}).get("folder")
     except DataError as error:
-        raise DataError(f"{error}; it tells in which folder the code of the model lies") from None
+        raise DataError(f"{error}; it names the folder with the model's code") from None
     if not isinstance(named, str) or not Path(named).is_absolute() or "\0" in named:
         why = f"folder is {named!r}, expected an absolute path" if run.environment.is_file() else "is missing"
-        raise DataError(f"{run.environment}: {why}; it tells in which folder the code of the model lies")
+        raise DataError(f"{run.environment}: {why}; it names the folder with the model's code")
     return Path(named)
 
 
 def _parse_facts(run: Run, recipe: ResolvedRecipe, notes: list[str]) -> DataInfo:
-    """What plan.json says of the data, or else what they say themselves. DataError where neither does."""
+    """Return the description of the data in plan.json, or else from the data. Raises DataError if both are lost."""
     plan = run.read_json_or_empty(run.plan)
     if "data_info" in plan:
-        return _checked(run, plan["data_info"])
+        return _validate_facts(run, plan["data_info"])
     lost = f"{run.plan}: is {'damaged' if run.plan.exists() else 'missing'}"
     try:
         facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
     except (PhalanxError, OSError) as error:
-        raise DataError(f"{lost}, and the data do not tell what the model was built for: {error}") from None
+        raise DataError(f"{lost}, and the data do not say what the model was built for: {error}") from None
     notes.append(f"{lost}; what the model was built for is taken from the data")
     return facts
 
 
-def _checked(run: Run, told: Any) -> DataInfo:
-    """Facts as plan.json holds them. DataError where they are not of their kind."""
+def _validate_facts(run: Run, value: Any) -> DataInfo:
+    """Validate the data description in plan.json. Raises DataError if it is malformed."""
     try:
-        facts = TypeAdapter(DataInfo).validate_python(told)
+        facts = TypeAdapter(DataInfo).validate_python(value)
         sizes = (facts.vocab_size, facts.num_classes, facts.seq_len, *(facts.image_shape or ()))
         if not all(size is None or 0 < size < MAX_DATA_SIZE for size in sizes):
             raise ValueError(f"sizes {sizes}")
@@ -174,7 +174,7 @@ def _checked(run: Run, told: Any) -> DataInfo:
 
 
 def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
-    """The checkpoint that is meant, and which newer ones are damaged."""
+    """Return the selected checkpoint, and messages about newer ones that are damaged."""
     if best:
         chosen = run.read_json(best_checkpoint_file(run))
         if chosen is None:
@@ -197,7 +197,7 @@ def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, li
 
 
 MIN_TEMPERATURE = 1e-6
-"""Below this temperature all but the likeliest token have a probability of 0, and logits divided by it overflow."""
+"""Below this temperature every token but the most likely has probability 0, and scaled logits overflow."""
 
 
 def generate_tokens(
@@ -213,7 +213,8 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield `tokens` tokens that continue `prompt` (at least one token). The model sees the last `window`.
 
-    `temperature` 0 always takes the likeliest; `top_k` samples among so many. The same seed gives the same text.
+    `temperature` 0 always takes the most likely token; `top_k` restricts sampling to the `top_k` most likely. The same
+    seed gives the same text.
     """
     generator = torch.Generator().manual_seed(seed)
     context = list(prompt)

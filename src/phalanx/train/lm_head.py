@@ -1,7 +1,7 @@
-"""A model's output layer: found in any module, and bypassed, so that the loss can be taken from what enters it.
+"""Find a model's output layer (LM head), and bypass it, so that the loss can be computed from its input.
 
-A task's `head_loss` needs the hidden states and the output layer's weight instead of logits. The model stays as it is,
-with the parameters and names that it has; nothing here computes a loss.
+A task's `head_loss` takes hidden states and the output layer's weight instead of logits. The model keeps its parameters
+and names. Nothing here computes a loss.
 """
 
 import contextlib
@@ -18,11 +18,12 @@ from phalanx.train.hf.inputs import find_logits
 
 
 def find_lm_head(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Name of the `nn.Linear` whose output is what `model(*args, **kwargs)` gives, or gives as `logits`; None where
-    there is no such layer: logits that are scaled, capped, sliced or converted afterwards are not the layer's output.
+    """Return the name of the `nn.Linear` that produces the output, or the output's `logits`, of `model(*args,
+    **kwargs)`. None if there is none: logits that are scaled, capped, sliced or converted are not the output of the
+    layer.
 
-    The model runs once, without gradients and in evaluation mode, so that neither random numbers nor running statistics
-    change; one on the meta device runs without data, and RecipeError says if it cannot.
+    The model runs once, without gradients and in evaluation mode, so that random numbers and running statistics do not
+    change. A model on the meta device runs without data; raises RecipeError if it cannot.
     """
     outputs_by_name: dict[str, list[Any]] = {}
 
@@ -40,7 +41,7 @@ def find_lm_head(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     finally:
         for hook in hooks:
             hook.remove()
-    # A layer that is called several times is not only the last: bypassing it would change what the model computes.
+    # A layer that is called several times is not only the head: bypassing it would change other results.
     heads = [name for name, outputs in outputs_by_name.items() if len(outputs) == 1 and outputs[0] is logits]
     return heads[0] if heads and logits is not None else None
 
@@ -65,9 +66,9 @@ def _run_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 @contextlib.contextmanager
 def bypass_lm_head(head: nn.Module) -> Iterator[None]:
-    """Within it, calling `head` gives its input back: a model whose output layer it is gives hidden states instead of
-    logits. Hooks on the head run as ever, so that a sharded one is gathered."""
-    # On the instance, not by a hook: a hook would come after the product that it is to spare.
+    """Return a context in which `head` returns its input: its model returns hidden states instead of logits. Hooks on
+    the head still run, so that a sharded one is gathered."""
+    # Replace `forward` on the instance; a hook would run after the matmul that is to be avoided.
     before = vars(head).get("forward")
     vars(head)["forward"] = _identity
     try:
@@ -85,7 +86,7 @@ def _identity(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Within it the model is in evaluation mode; modules that were in training mode are again afterwards."""
+    """Return a context with the model in evaluation mode; afterwards each module is back in its previous mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,7 +1,7 @@
-"""What is computed of a model and a batch: the sum of its losses and the number of terms, and a task's metrics.
+"""Compute the loss of a model on a batch: the sum of losses, the number of terms, and a task's metrics.
 
-`LossModule` holds both model and scoring: it is what runs in a step and in an evaluation, and the root of what FSDP
-shards, so that the loss may use a weight of the model (the output layer's) while it is gathered.
+`LossModule` contains the model and the loss function. It runs in training and evaluation, and is the root of what FSDP
+shards, so that the loss may use a weight of the model (that of the output layer) while it is gathered.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from phalanx.train.precision import autocast_context
 from phalanx.train.tasks import Task, TensorBatch
 
 LossSums = list[tuple[str, Tensor, Tensor | int]]
-"""Name, sum, number of terms; the loss first."""
+"""(name, sum, number of terms) of the loss, then of each metric."""
 
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """How sequences are split over a context group: `method` of attention, and the model's argument for positions."""
+    """How sequences are split over a context-parallel group: the attention method, and the argument for positions."""
 
     group: Group
     method: ContextMethod
@@ -36,17 +36,17 @@ class ContextSplit:
 
 
 def plan_context_split(model: nn.Module, group: Group, length: int) -> ContextSplit:
-    """How the model's sequences of `length` are split. RecipeError when it cannot be told its positions, or attends in
-    a way that cannot be split."""
+    """Plan the split of the model's sequences of `length`. Raises RecipeError if its forward takes no positions, or if
+    its attention does not support context parallelism."""
     argument = check_context_parallel(model, length)
     heads, kv_heads = count_attention_heads(model)
     if any(hook is adapt_inputs for hook in model._forward_pre_hooks.values()):
-        argument = "positions"  # which it turns into its own, together with documents
+        argument = "positions"  # the hook converts them to the model's own, together with documents
     return ContextSplit(group, choose_context_method(heads, kv_heads, group_size(group)), argument)
 
 
 def count_attention_heads(model: nn.Module) -> tuple[int, int]:
-    """Heads of queries and of keys and values; (1, 1) where the model does not tell."""
+    """Return the numbers of query heads and of key-value heads; (1, 1) if the model does not say."""
     config = getattr(model, "config", None)
     for owner, names in ((config, ("num_attention_heads", "num_key_value_heads")), (model, ("heads", "kv_heads"))):
         heads = getattr(owner, names[0], None)
@@ -57,8 +57,8 @@ def count_attention_heads(model: nn.Module) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class LMHead:
-    """The output layer `name`, left out of the forward because the task takes the loss from what enters it
-    (`head_loss`), and the group over which its vocabulary of so many rows is cut."""
+    """The output layer `name`, which is bypassed because the task computes the loss from its input (`head_loss`); its
+    vocabulary size, and the group over which the vocabulary is sharded."""
 
     name: str
     head_loss: Callable[[Tensor, Tensor, TensorBatch], tuple[Tensor, Tensor | int]]
@@ -66,13 +66,13 @@ class LMHead:
     group: Group = None
 
     def with_group(self, group: Group) -> "LMHead":
-        """The same with its vocabulary cut over a group."""
+        """Return the same layer with the vocabulary sharded over a group."""
         return replace(self, group=group)
 
 
 class LossFn:
-    """What is computed of a model and a batch, in `precision`: a function of both, so that each pipeline stage can
-    have it with its own part of the model."""
+    """The loss of a model on a batch, in `precision`. A function of both, so that each pipeline stage can use it with
+    its own part of the model."""
 
     def __init__(self, task: Task, precision: str, device: torch.device):
         self.task = task
@@ -82,7 +82,7 @@ class LossFn:
         self.lm_head: LMHead | None = None
 
     def __call__(self, model: nn.Module, batch: TensorBatch, metrics: bool = False) -> LossSums:
-        """Sums over a micro-batch, or this rank's part of its sequences: the loss, and if asked the task's metrics."""
+        """Return sums over a micro-batch, or this rank's part of its sequences: the loss and, if asked, metrics."""
         with autocast_context(self.precision, self.device), self._split_sequences(batch) as mine:
             args, kwargs = self.task.inputs(mine)
             if self.context_split is not None:
@@ -111,7 +111,7 @@ class LossFn:
             yield mine
             if (
                 not context.attention_seen
-            ):  # a trial looks closer (autoconfig/causality_check.py), where one process can hold the model
+            ):  # if one process can hold the model, a trial checks more (autoconfig/causality_check.py)
                 raise RecipeError(
                     "parallelism.context: the model's forward never calls "
                     "torch.nn.functional.scaled_dot_product_attention, so each part of a sequence would be trained "
@@ -127,14 +127,14 @@ def _compute_head_loss(
     with bypass_lm_head(layer):
         output = model(*args, **kwargs)
     hidden = get_logits(output)
-    weight = layer.weight  # as it is now: gathered while the forward runs, where it is sharded
+    weight = layer.weight  # read now: if sharded, it is gathered only during the forward
     assert isinstance(weight, Tensor)
     with vocab_parallel(head.group, head.vocab_size):
         return head.head_loss(hidden, weight, batch)
 
 
 class LossModule(nn.Module):
-    """A model with its scoring: the root of what is sharded."""
+    """A model with its loss function: the root module for sharding."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn):
         super().__init__()
@@ -142,5 +142,5 @@ class LossModule(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, batch: TensorBatch, metrics: bool = False) -> LossSums:
-        """Sums over a micro-batch: the loss, and if asked the task's metrics."""
+        """Return sums over a micro-batch: the loss and, if asked, the task's metrics."""
         return self.loss_fn(self.model, batch, metrics)

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, and of the batch where the recipe asks for that."""
+"""The learning rate as a pure function of the step and, if the recipe scales it, of the batch size."""
 
 import math
 
@@ -6,7 +6,7 @@ from phalanx.recipe.schema import LrScalingConfig, LrScheduleConfig, Recipe
 
 
 def compute_learning_rate(recipe: Recipe, step: int) -> float:
-    """The highest learning rate among parameters at `step` (1 is the first), of a recipe whose `auto` are resolved."""
+    """Return the highest learning rate of all parameters at `step` (the first is 1). `auto` values must be resolved."""
     optim = recipe.optimizer
     rate = optim.lr * lr_factor(optim.schedule, step, recipe.steps)
     return (
@@ -15,7 +15,7 @@ def compute_learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def peak_learning_rate(recipe: Recipe) -> float:
-    """The highest learning rate that the recipe's scaling allows, however its schedule goes."""
+    """Return the highest learning rate that the recipe's scaling allows, before the schedule."""
     optim = recipe.optimizer
     if optim.lr_scaling is None:
         return optim.lr
@@ -23,7 +23,7 @@ def peak_learning_rate(recipe: Recipe) -> float:
 
 
 def lr_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
-    """What the learning rate is multiplied with at `step` (1 is the first) of `steps`.
+    """Return the factor of the schedule at `step` (the first is 1) of `steps`.
 
     Linear warm-up over `schedule.warmup_steps` steps, reaching 1 at the last of them, then decay that reaches
     `schedule.min_lr_ratio` at the last step. `poly` and `step` are the policies of these names in Caffe.
@@ -42,11 +42,11 @@ def lr_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
 
 
 def lr_batch_factor(scaling: LrScalingConfig, batch: int, step: int) -> float:
-    """What the learning rate of `scaling.base_batch_size` samples is multiplied with for `batch` samples.
+    """Return the factor of the learning rate for `batch` samples relative to `scaling.base_batch_size` samples.
 
     `linear`: k = batch / base_batch_size (Krizhevsky 2014; Goyal et al. 2017); `sqrt`: its root (Hoffer et al. 2017
-    for SGD; Malladi et al. 2022 for Adam). It rises from 1 in a straight line over `scaling.warmup_steps` steps (Goyal,
-    sec. 2.2); a smaller batch has its smaller rate from the first step on. `base_batch_size` must be resolved.
+    for SGD; Malladi et al. 2022 for Adam). It rises linearly from 1 over `scaling.warmup_steps` steps (Goyal, sec.
+    2.2); for a smaller batch, the smaller rate is used from the first step. `base_batch_size` must be resolved.
     """
     assert scaling.base_batch_size is not None
     ratio = batch / scaling.base_batch_size

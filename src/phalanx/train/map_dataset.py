@@ -1,7 +1,6 @@
-"""A map-style dataset as the data of a run: its samples in the run's order, collated, and moved to a device.
+"""A map-style dataset as the data of a run: samples in the run's order, collated, and moved to a device.
 
-What a sample is stays the dataset's business; that it depends on its index only is asked of it, and
-`fingerprint_dataset` notices most that do not.
+The dataset defines its samples. Each must depend on its index only; `fingerprint_dataset` detects most violations.
 """
 
 import copy
@@ -18,13 +17,13 @@ from phalanx.data.order import ShuffleOrder
 from phalanx.errors import UsageError
 
 FINGERPRINT_SAMPLES = 8
-"""Samples whose content a fingerprint depends on."""
+"""Number of samples that a fingerprint includes."""
 
 CollateFn = Callable[[list[Any]], Any]
 
 
 class CollatedMicroBatch:
-    """A collated batch, whatever it is made of."""
+    """A collated batch of any type."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -32,8 +31,8 @@ class CollatedMicroBatch:
 
 
 class StepSamples:
-    """Samples of a step; a slice of it is a `CollatedMicroBatch`. A feed cuts in its own thread, so collating is done
-    there."""
+    """Samples of a step; a slice of it is a `CollatedMicroBatch`. The feed slices in its own thread, so collating
+    happens there."""
 
     def __init__(self, samples: list[Any], collate: CollateFn):
         self._samples, self._collate = samples, collate
@@ -43,26 +42,26 @@ class StepSamples:
 
 
 class MapDatasetSource:
-    """What a feed needs of a map-style dataset (`len` and `[i]`): `read_training` gives samples in the order of a
-    run."""
+    """The interface that a feed needs, for a map-style dataset (`len` and `[i]`): `read_training` returns samples in
+    the order of the run."""
 
     def __init__(self, dataset: Any, fingerprint: str, seed: int, collate: CollateFn = default_collate):
         self._dataset, self._collate = dataset, collate
         self._order = ShuffleOrder(len(dataset), 0, fingerprint, seed)
 
     def read_training(self, consumed: int, count: int) -> dict[str, Any]:
-        """Samples number consumed .. consumed + count - 1 of the run."""
+        """Return samples consumed .. consumed + count - 1 of the run."""
         indices = self._order.training_samples(np.arange(consumed, consumed + count))
         return {"": StepSamples([self._dataset[int(index)] for index in indices], self._collate)}
 
 
 def batch_to_device(batch: Mapping[str, CollatedMicroBatch], device: torch.device) -> Any:
-    """The micro-batch of a feed as its collate function made it, its tensors on the device."""
+    """Return a feed's micro-batch as its collate function made it, with tensors on the device."""
     return _to_device(batch[""].value, device)
 
 
 def check_map_dataset(dataset: Any) -> None:
-    """UsageError when this is not a map-style dataset with at least one sample."""
+    """Raise UsageError unless this is a map-style dataset with at least one sample."""
     if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
         raise UsageError(
             f"session.micro_batches: found a {type(dataset).__name__}, expected a map-style dataset (len(dataset) and "
@@ -73,7 +72,7 @@ def check_map_dataset(dataset: Any) -> None:
 
 
 def fingerprint_dataset(dataset: Any) -> str:
-    """A fingerprint of a dataset: of its class, its length and the content of a few samples from first to last."""
+    """Return a fingerprint of a dataset: of its class, its length and some samples, evenly spaced."""
     size = len(dataset)
     digest = xxhash.xxh3_64(f"{type(dataset).__qualname__}/{size}".encode())
     for index in sorted({i * (size - 1) // (FINGERPRINT_SAMPLES - 1) for i in range(FINGERPRINT_SAMPLES)}):
@@ -82,7 +81,7 @@ def fingerprint_dataset(dataset: Any) -> str:
 
 
 def _update_digest(digest: xxhash.xxh3_64, value: Any) -> None:
-    """Let a digest depend on a sample's structure and content; of what has no content of its own, on its class."""
+    """Add a sample's structure and content to a digest; for other objects, only their class."""
     digest.update(f"/{type(value).__name__}".encode())
     if isinstance(value, Tensor):
         value = value.detach().cpu()
@@ -109,14 +108,14 @@ def _to_device(value: Any, device: torch.device) -> Any:
 
 
 def map_tensors_in(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A tensor, or what holds tensors in mappings, lists and tuples, with each tensor changed; all else stays."""
+    """Apply `change` to each tensor in nested mappings, lists and tuples; other values are kept."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
         changed = {name: map_tensors_in(part, change) for name, part in value.items()}
         if type(value) is dict or not hasattr(value, "__setitem__"):
             return changed
-        # A class of its own, such as the outputs of Hugging Face's models, keeps what else it has.
+        # A custom class, such as the outputs of Hugging Face models, keeps its other attributes.
         copied: Any = copy.copy(value)
         for name, part in changed.items():
             copied[name] = part

@@ -1,4 +1,4 @@
-"""The model of a recipe: built by import path, with what the data know filled in, from the seed's random numbers."""
+"""Build the model of a recipe: by import path, with arguments that the data provide, and seeded initialization."""
 
 import random
 from collections.abc import Iterator
@@ -24,24 +24,24 @@ from phalanx.train.oom import is_out_of_memory
 from phalanx.train.ops.lora import add_lora
 
 BUILT_IN_PREFIX = "phalanx.models:"
-"""Begins what builds the models that ship: they can be built without memory."""
+"""Prefix of built-in models, which can be built without memory for parameters."""
 GIB_BYTES = 2**30
 
 
 def derive_seed(*components: object) -> int:
-    """A 63-bit seed that is a pure function of its parts."""
+    """Return a 63-bit seed that is a pure function of its components."""
     return xxhash.xxh3_64_intdigest("/".join(map(str, components)).encode()) >> 1
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed the generators that modules draw from: the CPU's and this device's."""
+    """Seed the generators that modules use: those of the CPU and of this device."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits every other backend: 100 times slower
     if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).manual_seed(seed)
 
 
 class MicroBatchSeeds:
-    """Random numbers of a run's forwards: a pure function of seed, step and micro-batch, whoever computes it."""
+    """Random seeds of a run's forwards: a pure function of seed, step and micro-batch, independent of the worker."""
 
     def __init__(self, seed: int, device: torch.device):
         self._seed, self._device = seed, device
@@ -49,28 +49,29 @@ class MicroBatchSeeds:
         self._micro_batch_indices = range(1 << 62)
 
     def start_step(self, step: int, micro_batch_indices: range) -> None:
-        """A step begins of which these micro-batches are done here."""
+        """Start a step in which this worker computes these micro-batches."""
         self._step, self._micro_batch_indices = step, micro_batch_indices
 
     def seed_micro_batch(self, micro_batch: int) -> None:
-        """Seed the forward of this worker's micro-batch with that number in the step."""
+        """Seed the forward of this worker's micro-batch with this number within the step."""
         seed_everything(derive_seed(self._seed, self._step, self._micro_batch_indices[micro_batch]), self._device)
 
     def seed_stage(self, micro_batch: int, stage: int) -> None:
-        """The same for one stage of a pipeline, each of which draws its own."""
+        """Same as `seed_micro_batch`, for one stage of a pipeline; each stage has a different seed."""
         seed_everything(
             derive_seed(self._seed, self._step, self._micro_batch_indices[micro_batch], stage), self._device
         )
 
 
 def model_facts(facts: DataInfo) -> dict[str, int | None]:
-    """What the data tell a model's builder."""
+    """Return the arguments that the data provide to a model's builder."""
     return {"vocab_size": facts.vocab_size, "seq_len": facts.seq_len, "num_classes": facts.num_classes}
 
 
 def describe_model(spec: ModelConfig, facts: DataInfo, folder: Path | None) -> dict[str, Any]:
-    """What builds the same model anywhere: its import path, and all its arguments with those that the data filled in;
-    for a Hugging Face directory, what writes one again. It stands in checkpoints, and in the config.json of an export.
+    """Return what is needed to build the same model anywhere: the import path and all arguments, including those that
+    the data provide; for a Hugging Face directory, what an export needs. Saved in checkpoints and in an export's
+    config.json.
     """
     if (directory := huggingface_directory(spec.build, folder)) is not None:
         return {
@@ -93,10 +94,10 @@ def build_model(
     load: bool = True,
     init_weights: bool = True,
 ) -> nn.Module:
-    """The model with its initial weights, which depend on `seed` only, or with those of a Hugging Face directory; with
-    adapters beside its layers if the recipe wants them. Without `load` the parameters of a Hugging Face directory stay
-    on the meta device (adapters and buffers on the CPU). Without `init_weights`, for one that takes over a whole state,
-    random parameters may hold anything. RecipeError for what the user can mend."""
+    """Build the model with its initial weights: random ones, which depend on `seed` only, or those of a Hugging Face
+    directory; with LoRA adapters if the recipe has them. Without `load`, the parameters of a Hugging Face directory
+    stay on the meta device (adapters and buffers are on the CPU). Without `init_weights`, if a whole state is restored
+    later, random parameters may stay uninitialized. Raises RecipeError for errors that the user can fix."""
     if (directory := huggingface_directory(spec.build, folder)) is not None:
         if load:
             model = hf_model.build_with_weights(directory, spec.args, facts, device)
@@ -104,7 +105,7 @@ def build_model(
             model = hf_model.build_on_meta(directory, spec.args, facts)
     else:
         model = _build_from_import_path(spec, facts, folder, seed, init_weights)
-        if device.type != "cpu":  # `to` replaces imagined parameters (autoconfig/trials.py), which cannot be
+        if device.type != "cpu":  # `to` would replace fake parameters (autoconfig/trials.py)
             model = model.to(device)
     ensure_own_memory(model)
     check_model_can_be_saved(model)
@@ -115,8 +116,8 @@ def build_model(
 
 @contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Seed what builders draw from besides torch: Python's and numpy's random numbers, which go on afterwards where
-    they were."""
+    """Seed Python's and numpy's random numbers, which builders may use besides torch's, and restore their states
+    afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         random.seed(seed)
@@ -127,9 +128,9 @@ def _drawing_from(seed: int) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def check_begins_alike(place: DistEnv, model: nn.Module) -> None:
-    """RecipeError on all workers unless parameters and persistent buffers of their models have the same values. Every
-    worker calls it; what has no values yet is left out."""
+def check_same_initial_values(place: DistEnv, model: nn.Module) -> None:
+    """Raise RecipeError on all workers unless parameters and persistent buffers have the same values on each. Every
+    worker calls it. Tensors without values yet are left out."""
     if place.world_size == 1:
         return
     digest = xxhash.xxh3_64()
@@ -144,7 +145,7 @@ def check_begins_alike(place: DistEnv, model: nn.Module) -> None:
 def _build_from_import_path(
     spec: ModelConfig, facts: DataInfo, folder: Path | None, seed: int, init_weights: bool
 ) -> nn.Module:
-    """The model of an import path, on the CPU."""
+    """Build the model of an import path, on the CPU."""
     builder = import_object(spec.build, folder, key="model.build")
     filled = fill_arguments(builder, spec.args, model_facts(facts))
     seed_everything(derive_seed(seed, "init"), torch.device("cpu"))
@@ -168,7 +169,7 @@ def _build_from_import_path(
 
 
 def check_model_fits_memory(spec: ModelConfig, facts: DataInfo, folder: Path | None, memory: int) -> None:
-    """RecipeError where the parameters of a model of ours, built without memory, are more than `memory` bytes hold."""
+    """Raise RecipeError if the parameters of a built-in model, built without memory, need more than `memory` bytes."""
     if not spec.build.startswith(BUILT_IN_PREFIX):
         return
     with torch.device("meta"):
@@ -177,12 +178,11 @@ def check_model_fits_memory(spec: ModelConfig, facts: DataInfo, folder: Path | N
         raise RecipeError(
             f"model.args: {spec.build} has {sum(p.numel() for p in model.parameters()):,} parameters with them, "
             f"{needed / GIB_BYTES:,.0f} GiB, and this machine has {memory / GIB_BYTES:,.0f} GiB; make it smaller, or "
-            f"plan it for a "
-            "cluster with `phalanx plan`"
+            "plan it for a cluster with `phalanx plan`"
         )
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether the model normalises over the batch, which makes results depend on the micro-batch."""
+    """Return whether the model normalizes over the batch, so that results depend on the micro-batch size."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     return any(isinstance(module, kinds) for module in model.modules())

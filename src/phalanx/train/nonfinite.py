@@ -1,17 +1,17 @@
-"""The guard against steps that would poison the weights: what becomes of one whose loss or gradient is not finite."""
+"""Handling of non-finite steps: what to do if the loss or the gradient of a step is NaN or infinite."""
 
 from typing import Literal
 
 MAX_NONFINITE_IN_A_ROW = 3
-"""So many skipped steps in a row lead to a rollback; so many rollbacks to one checkpoint in vain, to giving up."""
+"""Number of consecutive skipped steps that cause a rollback, and of rollbacks to one checkpoint that end the run."""
 
 NonfiniteAction = Literal["skip", "rescale", "rollback"]
 
 
 def choose_nonfinite_action(consecutive_skips: int, is_fp16_overflow: bool) -> tuple[NonfiniteAction, int]:
-    """What to do about a skipped step, and the new number of skipped steps in a row.
+    """Choose the action for a skipped step, and return it with the new number of consecutive skips.
 
-    `is_fp16_overflow`: an fp16 overflow that a lower loss scale mends is part of the method and does not count.
+    `is_fp16_overflow`: an fp16 overflow that a lower loss scale prevents is part of the method and does not count.
     """
     if is_fp16_overflow:
         return "rescale", consecutive_skips

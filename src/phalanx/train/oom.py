@@ -1,4 +1,4 @@
-"""Out of memory: recognised on every device, and told as the micro-batch that would fit."""
+"""Out of memory: detect it on every device, and suggest a micro-batch size that fits."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,24 +11,24 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.devices import device_kind_of
 
 GPU_WORDS = ("out of memory", "_STATUS_ALLOC_FAILED")
-"""What a GPU's driver says when an allocation fails, or a library's there (cuBLAS, cuDNN)."""
+"""Messages of GPU drivers and libraries (cuBLAS, cuDNN) when an allocation fails."""
 OOM_MESSAGES = ("not enough memory", "allocate memory", *GPU_WORDS)
-"""The same, or what torch says when the CPU's allocator fails."""
+"""The same, and messages of torch when the CPU's allocator fails."""
 
 
 class OutOfMemory(RecipeError):
-    """Micro-batches are too large for the memory that there is."""
+    """The micro-batch is too large for the memory of the device."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device."""
+    """Return whether an allocation failed, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OOM_MESSAGES)
 
 
 def _of_gpu(error: BaseException) -> bool:
-    """Whether it was a GPU's memory, which can tell how much it has, that ran out."""
+    """Return whether it was a GPU allocation; a GPU can report its memory."""
     at = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if at is None or not device_kind_of(at.type).has_memory_statistics or isinstance(error, MemoryError):
         return False
@@ -37,7 +37,7 @@ def _of_gpu(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explain_out_of_memory(micro_size: int, plan: dict[str, Any] | None) -> Iterator[None]:
-    """Turn an allocation failure into an OutOfMemory that names a micro-batch that would fit."""
+    """Turn an allocation failure into an OutOfMemory that names a micro-batch size that would fit."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -49,19 +49,19 @@ def explain_out_of_memory(micro_size: int, plan: dict[str, Any] | None) -> Itera
 
 
 def find_fitting_micro_size(plan: dict[str, Any] | None, memory: int) -> int | None:
-    """The largest micro-batch whose activations fit into `memory` bytes beside parameters, gradients and optimizer
-    state (4 fp32 values a parameter); None when the plan does not tell."""
+    """Return the largest micro-batch size with activations that fit in `memory` bytes together with parameters,
+    gradients and optimizer state (4 fp32 values per parameter); None if the plan does not know."""
     if not plan or not plan.get("activation_bytes_per_sample"):
         return None
     return int(max(0, (memory - 16 * plan["trainable_parameters"]) // plan["activation_bytes_per_sample"]))
 
 
 def format_oom_advice(micro_size: int, plan: dict[str, Any] | None, memory: int) -> str:
-    """The message for a run that ran out of memory at micro-batch `micro_size`."""
+    """Return the error message for a run that ran out of memory with micro-batches of `micro_size`."""
     text = f"batch.micro_size: out of memory with micro-batches of {micro_size}"
     fitting = find_fitting_micro_size(plan, memory)
-    # A prediction that says it would have fitted is wrong; half of what failed is then the better guess.
-    # One that says nothing fits is too, when it was made after the model had taken its part.
+    # If it is predicted to fit, the prediction is wrong, and half of the failed size is the better guess. The same if
+    # nothing is predicted to fit, because the prediction was made while the model was in memory.
     bound = min(fitting, micro_size // 2) if fitting else micro_size // 2
     better = max(
         (size for size in range(1, bound + 1) if micro_size % size == 0), default=None

@@ -1,8 +1,8 @@
-"""Numeric precision: in what the model computes, and the loss scale that fp16 needs.
+"""Numeric precision: the dtype of computation, and the loss scale for fp16.
 
-Parameters, gradients, their sums and the optimizer's state are always fp32; `bf16` and `fp16` are what matmuls and
-convolutions compute in (autocast). `fp8` is bf16 but for some linear layers (distributed/float8_select.py); `tf32` is
-fp32 whose products NVIDIA's tensor cores may round to 10 bits, and the same as fp32 elsewhere.
+Parameters, gradients, their sums and the optimizer's state are always fp32. `bf16` and `fp16` are the dtypes of matmuls
+and convolutions (autocast). `fp8` is bf16 except for some linear layers (distributed/float8_select.py). `tf32` is fp32
+with matmuls that NVIDIA's tensor cores may round to 10 bits; elsewhere it is the same as fp32.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.b
 
 
 def autocast_context(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The context in which the model's forward and the loss run."""
+    """Return the context for the model's forward and the loss."""
     if precision not in AUTOCAST_DTYPES:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[precision])
 
 
 def set_matmul_precision(precision: str, device: torch.device) -> None:
-    """What fp32 products and convolutions of this process are computed in: fp32, with `tf32` on a GPU in TF32."""
+    """Set the precision of this process's fp32 matmuls and convolutions: fp32, or TF32 for `tf32` on a GPU."""
     if device_kind_of(device.type).is_gpu:
         fast = precision == "tf32"
         torch.set_float32_matmul_precision("high" if fast else "highest")
-        torch.backends.cudnn.allow_tf32 = fast  # torch's own default is True, whatever matmuls do
+        torch.backends.cudnn.allow_tf32 = fast  # torch's default is True, independent of matmuls
 
 
 @dataclass
@@ -36,9 +36,8 @@ class GradScaler:
     """Keeps fp16 gradients from vanishing: losses are multiplied by `scale` and the sum of gradients divided by it.
 
     An overflow halves the scale and the step is skipped; `growth_interval` good steps in a row double it. All workers
-    see the
-    same summed gradient, so they decide alike without asking each other. Scales are powers of two: dividing by them is
-    exact. (Micikevicius et al. 2018, Mixed Precision Training.)
+    see the same summed gradient, so they make the same decisions without communication. Scales are powers of two, so
+    dividing by them is exact. (Micikevicius et al. 2018, Mixed Precision Training.)
     """
 
     scale: float = 1.0
@@ -48,14 +47,14 @@ class GradScaler:
 
     @classmethod
     def for_precision(cls, precision: str, num_terms: int) -> "GradScaler":
-        """The scale to begin with. The loss is a sum over about `num_terms` terms of the global batch, so it starts
-        lower by that factor than the 65,536 that is usual for a mean."""
+        """Make the initial scaler. The loss is a sum over about `num_terms` terms of the global batch, so the scale
+        starts lower by this factor than 65,536, which is usual for a mean."""
         if precision != "fp16":
             return cls()
         return cls(scale=2.0 ** max(0, 16 - math.ceil(math.log2(max(1, num_terms)))), dynamic=True)
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step."""
+        """Update the scale after a step."""
         if not self.dynamic:
             return
         if overflow:
@@ -69,18 +68,18 @@ class GradScaler:
 
     @property
     def at_min_scale(self) -> bool:
-        """Whether lowering the scale cannot help any more."""
+        """Whether the scale cannot be lowered any more."""
         return not self.dynamic or self.scale <= 2.0**-14
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Its state as tensors, for a checkpoint; empty when the scale is fixed."""
+        """Return the state as tensors, for a checkpoint; empty if the scale is fixed."""
         if not self.dynamic:
             return {}
         values = {"scale": self.scale, "good_steps": self.good_steps}
         return {f"scaler/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over the state of a checkpoint; one of a run without a dynamic scale (empty) changes nothing."""
+        """Restore the state of a checkpoint; an empty one, of a run without a dynamic scale, changes nothing."""
         if self.dynamic and state:
             self.scale = float(state["scaler/scale"])
             self.good_steps = int(state["scaler/good_steps"])

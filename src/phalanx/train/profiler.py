@@ -1,4 +1,4 @@
-"""A profile of a few training steps: time by part of the step, by kind of operation, and a Chrome trace file."""
+"""Profile a few training steps: time by phase, by kind of operation, and a Chrome trace file."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ OP_KINDS = {
     "communication": ("c10d", "gloo", "nccl", "all_reduce", "all_gather", "all_to_all"),
     "copies and casts": ("copy", "to_copy", "clone", "contiguous", "cat", "stack"),
 }
-"""Kinds of operations by parts of their names, in this order; the rest is `element-wise and other`."""
+"""Kinds of operations by substrings of their names, tried in this order; others are `element-wise and other`."""
 OTHER_OP_KIND = "element-wise and other"
 
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Means over the traced steps, in seconds. `kinds_s` and `ops` count an operation's own time only."""
+    """Means over the traced steps, in seconds. `kinds_s` and `ops` count an operation's self time only."""
 
     steps: int
     step_s: float
     breakdown_s: dict[str, float]
     kinds_s: dict[str, float]
-    ops: list[tuple[str, float, int]]  # name, seconds a step, calls a step
+    ops: list[tuple[str, float, int]]  # name, seconds per step, calls per step
 
 
 def classify_op(name: str) -> str:
-    """The kind of operation that a profiler's name belongs to."""
+    """Return the kind of an operation by its name in the profiler."""
     bare = name.removeprefix("aten::").strip("_").lower()
     for kind, words in OP_KINDS.items():
         if any(word in bare for word in words):
@@ -50,8 +50,8 @@ def classify_op(name: str) -> str:
 def profile_steps(
     context: TrainContext, loss_module: LossModule, steps: int, warm_up: int, trace_path: Path | None
 ) -> ProfileResult:
-    """Run `warm_up` steps, then `steps` under the profiler; the Chrome trace goes to `trace_path`. Weights do
-    change."""
+    """Run `warm_up` steps, then `steps` under the profiler; write the Chrome trace to `trace_path`. The steps change
+    the weights."""
     recipe, accumulator, dist_env = context.recipe, context.accumulator, context.dist_env
     micro_size = recipe.batch.micro_size
     timer = make_step_timer(dist_env.device)

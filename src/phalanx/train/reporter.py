@@ -1,8 +1,8 @@
-"""Where a worker's events go: to its agent over an inherited socket, or, without an agent, into the run itself.
+"""Report a worker's events: to its agent over an inherited socket or, without an agent, directly to the run's files.
 
-The leading worker of a run that torchrun or srun started is the one writer of `events.jsonl`; under an agent the agent
-is. Step events are sent in bunches (a wake-up of the agent for each would cost short steps more than they take), but
-never kept back longer than `max_delay_s`; every other event goes out at once and takes those before it along.
+Without an agent (torchrun, srun) rank 0 is the only writer of `events.jsonl`; otherwise the agent is. Step events are
+sent in batches, because waking the agent for each would cost short steps more than they take, but delayed by at most
+`max_delay_s`. Every other event is sent at once, together with delayed ones before it.
 """
 
 import os
@@ -20,37 +20,37 @@ from phalanx.run.messages import FromWorker, Message, RunResult, WorkerError
 from phalanx.std_streams import escape_control_chars
 
 NUM_STEPS_REMEMBERED = 256
-"""Steps that are remembered; the leading worker holds back those of a tenth of a second at most."""
+"""Number of last step events that are kept for `resend_events`; rank 0 delays those of at most 0.1 seconds."""
 MAX_ERROR_CHARS = 8000
-"""Characters of an error that are passed on; one that quotes a whole tensor would not fit a packet."""
+"""Maximum characters of a reported error; one with a whole tensor would not fit a packet."""
 
 
 class Reporter(Protocol):
-    """What the training loop needs of it."""
+    """The interface that the training loop needs."""
 
     def report_event(self, event: Event) -> None:
         """Report an event of events.jsonl."""
 
     def report_error(self, text: str, code: int, out_of_memory: bool = False) -> None:
-        """Report why this worker ends with `code`."""
+        """Report why this worker exits with `code`."""
 
     def report_result(self, value: dict[str, Any]) -> None:
         """Report the run's result."""
 
     def flush(self) -> None:
-        """Send what is kept back."""
+        """Send delayed events."""
 
     def send_control(self, message: FromWorker) -> None:
-        """Send the agent a message that is no event of the run."""
+        """Send the agent a message that is not an event of the run."""
 
     def remember_event(self, event: StepDone | NonFiniteStep) -> None:
-        """Remember an event that the leading worker reports, in case that its word does not arrive."""
+        """Keep an event that rank 0 reports, in case its report does not arrive."""
 
     def resend_events(self, after_step: int) -> None:
-        """Report what was remembered of the steps behind `after_step`: the leading worker is gone."""
+        """Report the kept events of steps after `after_step`, because rank 0 is lost."""
 
     def close(self) -> None:
-        """Send what is kept back, for the last time."""
+        """Send delayed events, for the last time."""
 
 
 class AgentReporter:
@@ -84,7 +84,7 @@ class AgentReporter:
             send(self._socket, *pending)
 
     def send_control(self, message: FromWorker) -> None:
-        """At once, behind what is kept back."""
+        """Send at once, after delayed events."""
         self._pending.append(message)
         self.flush()
 
@@ -101,8 +101,7 @@ class AgentReporter:
 
 
 class RunReporter:
-    """Writes the run's files itself and hands events on to `show`; `is_rank_zero` is False in workers that have no
-    say."""
+    """Writes the run's files itself and passes events to `show`. With `is_rank_zero` False it only prints errors."""
 
     def __init__(self, run: Run, is_rank_zero: bool, show: Callable[[Event], None] | None = None):
         self._run = run
@@ -123,16 +122,16 @@ class RunReporter:
             write_json(self._run.result, {**value, "duration_s": sum_training_seconds(read_events(self._run.events))})
 
     def flush(self) -> None:
-        """Nothing is ever kept back."""
+        """Do nothing: events are not delayed."""
 
     def send_control(self, message: FromWorker) -> None:
-        """There is no agent."""
+        """Do nothing: there is no agent."""
 
     def remember_event(self, event: StepDone | NonFiniteStep) -> None:
-        """Without an agent the run does not outlive its leading worker."""
+        """Do nothing: without an agent the run does not survive its rank 0."""
 
     def resend_events(self, after_step: int) -> None:
-        """Nothing was kept."""
+        """Do nothing: no events were kept."""
 
     def close(self) -> None:
         if self._log is not None:
@@ -142,8 +141,8 @@ class RunReporter:
 def make_reporter(
     run: Run, is_rank_zero: bool, events_fd: str | None, show: Callable[[Event], None] | None = None
 ) -> AgentReporter | RunReporter:
-    """The reporter for this worker; `events_fd` is the value of PHALANX_EVENTS_FD, if our agent has set that, and
-    RANK."""
+    """Make the reporter for this worker. `events_fd` is the value of PHALANX_EVENTS_FD, which our agent sets
+    together with RANK."""
     return (
         AgentReporter(int(events_fd), int(os.environ.get("RANK") or 0))
         if events_fd

@@ -1,6 +1,6 @@
-"""That a model stays what it was when training began: its parameters, which are trained, the shapes of its buffers.
+"""Check that a model does not change during training: its parameters, which of them are trained, its buffers' shapes.
 
-The optimizer, the sums over workers and checkpoints go by what it was then; what comes later would be left out.
+Optimizer, gradient reduction and checkpoints were set up for the initial model; later changes would be missed.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -11,11 +11,11 @@ from phalanx.errors import UsageError
 from phalanx.train.distributed.parallel_model import ParallelModel
 
 COMPARE_EVERY_STEPS = 32
-"""In how many first steps, and in every how many later ones, names and shapes are compared."""
+"""Names and shapes are compared in the first steps up to this number, and then once in this many steps."""
 
 
 class SameModel:
-    """One worker's part of it, as it is now."""
+    """The check on one worker."""
 
     def __init__(self, divided: ParallelModel):
         self._divided = divided
@@ -24,13 +24,13 @@ class SameModel:
         self._checks = 0
 
     def check(self, step: int) -> None:
-        """UsageError where something is another in this step. A parameter that was frozen would still be changed by the
-        optimizer; one that is trained since would have the gradient of this worker only."""
+        """Raise UsageError if something has changed in this step. A parameter that was frozen later would still be
+        updated by the optimizer; one that was unfrozen would have the gradient of this worker only."""
         for name, (parameter, trained) in self._parameters.items():
             if parameter.requires_grad != trained:
                 raise UsageError(
                     f"step {step}: requires_grad of {name} was set to {not trained} after training began; set it where "
-                    "the model is built, and begin another run from the weights (init) to change it"
+                    "the model is built, and start another run from the weights (init_from) to change it"
                 )
         self._checks += 1
         if self._checks <= COMPARE_EVERY_STEPS or self._checks % COMPARE_EVERY_STEPS == 0:
@@ -38,7 +38,7 @@ class SameModel:
             self._check_buffers(step)
 
     def _check_parameters(self, step: int) -> None:
-        if self._divided.mesh.fsdp_mesh is not None:  # it puts others in their places while it gathers them
+        if self._divided.mesh.fsdp_mesh is not None:  # FSDP replaces parameters while they are gathered
             return
         before = {name: parameter for name, (parameter, _) in self._parameters.items()}
         if what := other_parameter(before, self._divided.parameters()):
@@ -52,12 +52,12 @@ class SameModel:
             if name in now and (now[name].shape, now[name].dtype) != before:
                 raise UsageError(
                     f"step {step}: buffer {name} changed its shape or dtype after training began, so a run could not "
-                    "go on from a checkpoint; give it one shape where the model is built, or persistent=False"
+                    "resume from a checkpoint; give it one shape where the model is built, or persistent=False"
                 )
 
 
 def other_parameter(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> str | None:
-    """A sentence about the first parameter that came, went or was replaced."""
+    """Describe the first parameter that was added, removed or replaced."""
     for name in sorted(now.keys() | before.keys()):
         if now.get(name) is not before.get(name):
             how = "came" if name not in before else "was replaced" if name in now else "went"
@@ -69,10 +69,10 @@ def other_parameter(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> 
 
 
 def new_buffer(before: Container[str], now: Iterable[str]) -> str | None:
-    """A sentence about the first buffer that came."""
+    """Describe the first buffer that was added."""
     for name in sorted(name for name in now if name not in before):
         return (
-            f"buffer {name} came after the model was built, so a run that goes on from a checkpoint "
-            "would lose it; register it with a value where the model is built, or with persistent=False"
+            f"buffer {name} came after the model was built, so a run that resumes from a checkpoint would lose it; "
+            "register it with a value where the model is built, or with persistent=False"
         )
     return None

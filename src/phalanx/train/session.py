@@ -1,5 +1,4 @@
-"""A training loop of the user's own under a trainer: model, optimizer and batches come from here, all else stays
-theirs.
+"""Session: a user's own training loop, which provides model, optimizer and batches; Phalanx does everything else.
 
     with phalanx.session("recipe.yaml") as session:
         model, optimizer = session.prepare(build, lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4))
@@ -8,9 +7,9 @@ theirs.
             session.backward(loss_sum, terms)
             session.step()                  # both in one: session.backward_and_step(loss_sum, terms)
 
-The recipe's layout, precision, batch, steps, schedule, checkpoint and recovery hold as under the trainer. Model, data,
-loss and optimizer with its learning rate are the loop's; so is evaluation. `phalanx.session` (joining.py) makes the run
-ready and ends it.
+The recipe's parallelism, precision, batch, steps, schedule, checkpoints and recovery apply as with the trainer. Model,
+data, loss, optimizer with its learning rate, and evaluation are those of the loop. `phalanx.session` (app/session.py)
+prepares the run and ends it.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ from phalanx.train.map_dataset import (
     fingerprint_dataset,
     map_tensors_in,
 )
-from phalanx.train.model_builder import MicroBatchSeeds, check_begins_alike, derive_seed, seed_everything
+from phalanx.train.model_builder import MicroBatchSeeds, check_same_initial_values, derive_seed, seed_everything
 from phalanx.train.oom import explain_out_of_memory
 from phalanx.train.optim.user import UserOptimizer
 from phalanx.train.precision import GradScaler, autocast_context
@@ -66,7 +65,7 @@ OTHER_DATA_HINT = (
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """What `prepare` made. `plan_facts` describe it for the run's plan."""
+    """The result of `prepare`. `plan_facts` describe it for the run's plan."""
 
     model: nn.Module
     parallel_model: ParallelModel
@@ -76,8 +75,7 @@ class PreparedModel:
 
 
 class Session:
-    """What `phalanx.session` gives: this worker's place in the run. `rank`, `world_size` and `device` say where it
-    is."""
+    """The object that `phalanx.session` returns. `rank`, `world_size` and `device` are those of this worker."""
 
     def __init__(
         self,
@@ -107,10 +105,10 @@ class Session:
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         tp_plan: dict[str, str] | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The model that `build()` returns, divided and in the recipe's precision, and the optimizer that
-        `make_optimizer(model)` makes of it afterwards. Initial weights depend on the recipe's seed. `tp_plan` tell how
-        tensor ranks cut it, as model.tp_plan in the recipe does. RecipeError when it does not fit the layout,
-        UsageError when the optimizer does not train just this model."""
+        """Parallelize the model that `build()` returns, in the recipe's precision, then call `make_optimizer(model)`;
+        return both. Initial weights depend on the recipe's seed. `tp_plan` is the tensor-parallel plan, as
+        model.tp_plan in the recipe. Raises RecipeError if the model does not support the parallelism, UsageError unless
+        the optimizer trains exactly this model."""
         recipe, dist_env = self._recipe, self._dist_env
         seed_everything(derive_seed(recipe.seed, "init"), torch.device("cpu"))
         model = build()
@@ -118,7 +116,7 @@ class Session:
             raise UsageError(f"session.prepare: build() returned {type(model).__name__}, expected an nn.Module")
         ensure_own_memory(model)
         check_model_can_be_saved(model)
-        check_begins_alike(dist_env, model)
+        check_same_initial_values(dist_env, model)
         model.to(dist_env.device).train()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._recipe = recipe = resolve_bucket_size(self._run, recipe, dist_env, size)
@@ -152,13 +150,13 @@ class Session:
     def micro_batches(
         self, dataset: Any, fingerprint: str | None = None, tokens: int = 1, collate: CollateFn = default_collate
     ) -> Iterator[Any]:
-        """This worker's micro-batches of a map-style dataset (`len` and `[i]`), collated, on the device, in the run's
-        order, from where the run stands to its last step, over as many epochs as that takes.
+        """Yield this worker's micro-batches of a map-style dataset (`len` and `[i]`), collated, on the device, in the
+        run's order, from the current step of the run to its last, over as many epochs as needed.
 
-        `fingerprint` names the data, so that a run does not go on with other data; by default it follows from the
-        dataset's class, length and a few of its samples. `tokens` is what a sample counts in rates. What a sample is
-        must depend on its index only, or a run that resumes is another run. DataError when the run was trained on
-        other data.
+        `fingerprint` identifies the data, so that a run does not resume with other data; the default is computed from
+        the dataset's class, length and a few samples. `tokens` is the number of tokens per sample, for rates. A sample
+        must depend on its index only, otherwise a resumed run differs. Raises DataError if the run was trained on other
+        data.
         """
         if self._prepared is None:
             raise UsageError("session.micro_batches: call session.prepare(build, make_optimizer) first")
@@ -167,7 +165,7 @@ class Session:
                 raise UsageError(
                     "session.micro_batches: take the batches of a run once, in one loop up to its last step"
                 )
-            return iter(())  # a loop over epochs comes back for more: the first one had them all
+            return iter(())  # a loop over epochs calls this again; the first call returned all batches
         check_map_dataset(dataset)
         fingerprint = fingerprint or fingerprint_dataset(dataset)
         prepared, dist_env = self._prepared, self._dist_env
@@ -189,10 +187,10 @@ class Session:
             if self._stepped:
                 self._reshard()
         self._finished = True
-        self._heartbeat.record("ending")  # what the loop does now may take as long as it likes
+        self._heartbeat.record("ending")  # from here on the loop may take as long as it likes
 
     def _reshard(self) -> None:
-        """Take back what an evaluation in the loop has gathered of a sharded model: no backward did."""
+        """Free parameters that an evaluation in the loop has gathered, since no backward did."""
         assert self._prepared is not None
         reshard_parameters(self._prepared.model.modules())
         self._stepped = False
@@ -204,7 +202,7 @@ class Session:
             prepared.optimizer,
             prepared.scaler,
         )
-        # The schedule's factor is applied to the rate that the loop gave its optimizer, and events tell that.
+        # The schedule scales the learning rate that the loop gave its optimizer, and events report the result.
         optim = self._recipe.optimizer.model_copy(update={"lr": optimizer.base_lr})
         recipe = self._recipe.model_copy(update={"optimizer": optim})
         view = RunContext(self._run.path, dist_env.rank, dist_env.world_size, prepared.model)
@@ -231,12 +229,12 @@ class Session:
         )
 
     def _write_plan(self, prepared: PreparedModel, dataset: Any, tokens: int) -> None:
-        """Complete plan.json by what only the loop knew. UsageError when the run was begun with another optimizer."""
+        """Add to plan.json what only the loop knows. Raises UsageError if the run started with another optimizer."""
         plan = self._run.read_json_or_empty(self._run.plan)
         now = prepared.plan_facts["optimizer"].partition(",")[0]
         if "session" in plan and (before := plan["session"]["optimizer"].partition(",")[0]) != now:
             raise UsageError(
-                f"{self._run.path}: was trained with {before}, and the loop now makes {now}, which cannot go on with "
+                f"{self._run.path}: was trained with {before}, and the loop now makes {now}, which cannot resume with "
                 "that state; make the same, or give another run directory"
             )
         if self._dist_env.is_rank_zero:
@@ -249,8 +247,8 @@ class Session:
             write_json(self._run.plan, plan)
 
     def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
-        """Backward of a micro-batch: the sum (0-d) of its losses over `num_terms` terms, not their mean. UsageError
-        when there is no such sum, or no batch that waits for it."""
+        """Run backward of a micro-batch from the sum (0-d) of its losses over `num_terms` terms, not their mean. Raises
+        UsageError if there is no such sum, or no batch that waits for it."""
         trainer = self._require_trainer()
         if not isinstance(loss_sum, Tensor) or loss_sum.dim() or not loss_sum.requires_grad:
             found = f"shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else type(loss_sum).__name__
@@ -262,23 +260,23 @@ class Session:
         trainer.backward(loss_sum, num_terms)
 
     def backward_and_step(self, loss_sum: Tensor, num_terms: Tensor | int) -> bool:
-        """`backward` and `step` in one."""
+        """Call `backward`, then `step`."""
         self.backward(loss_sum, num_terms)
         return self.step()
 
     def step(self) -> bool:
-        """After each backward; acts when a step's micro-batches are done, and says whether it did."""
+        """Call after each backward. When the micro-batches of a step are done, update and return True, else False."""
         self._stepped = self._require_trainer().step()
         return self._stepped
 
     def send_heartbeat(self) -> None:
-        """A sign of life in long work of the loop's own between two steps, such as after each batch of an evaluation:
-        a worker that gives none for `fault_tolerance.hang_timeout_s` seconds is taken for stuck. Costs a
+        """Send a heartbeat during long work between two steps, such as after each batch of an evaluation: a worker
+        without heartbeat for `fault_tolerance.hang_timeout_s` seconds counts as hanging. It takes about 1
         microsecond."""
         self._heartbeat.record("evaluation")
 
     def explain_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Around the loop: turns an allocation failure into an error that names a micro-batch that would fit."""
+        """Return a context that turns an allocation failure into an error with a micro-batch size that would fit."""
         micro_size = self._recipe.batch.micro_size
         return explain_out_of_memory(micro_size, None)
 
@@ -288,14 +286,14 @@ class Session:
         return self._trainer
 
     def release_process_group(self) -> None:
-        """Let go of everything that holds the process group, which is left next. The model stays the loop's."""
+        """Release everything that uses the process group, before it is left. The model stays usable in the loop."""
         if self._trainer is not None:
             self._trainer.context.accumulator.reducer.close()
         self._trainer = self._prepared = None
         del self._mesh
 
     def finish(self) -> str:
-        """Save the last state and report the result; `done` or `interrupted`."""
+        """Save the final state and report the result; return `done` or `interrupted`."""
         trainer = self._require_trainer()
         self._reshard()
         status = trainer.finish()
@@ -305,9 +303,9 @@ class Session:
 
 
 def resolve_bucket_size(run: Run, recipe: ResolvedRecipe, dist_env: DistEnv, num_trainable: int) -> ResolvedRecipe:
-    """The recipe of a new run with the size of buckets that suits a model of so many trained parameters, where that was
-    left open and workers are on several nodes: nobody knew the model when the recipe was resolved. Bits may depend on
-    it, so resolved.yaml says it from then on. All workers call it."""
+    """Return the recipe of a new run with the bucket size for a model with this number of trained parameters, if it was
+    left open and workers are on several nodes: the model was not known when the recipe was resolved. Bits may depend on
+    it, so it is written to resolved.yaml. All workers call it."""
     parallelism, has_started = recipe.parallelism, "session" in run.read_json_or_empty(run.plan)
     left_open = load_recipe(run.recipe).recipe.grad_sync.bucket_mib == "auto"
     overlaps_backward = overlaps_with_backward(recipe, parallelism, dist_env.device.type)
@@ -322,8 +320,8 @@ def resolve_bucket_size(run: Run, recipe: ResolvedRecipe, dist_env: DistEnv, num
 
 
 def apply_autocast(model: nn.Module, precision: str, device: torch.device) -> None:
-    """Have the model's forward run in autocast if `precision` asks for it, and give its floating-point results in
-    fp32, so that the loss is computed in that."""
+    """Make the model's forward run in autocast if `precision` needs it, and return its floating-point results in fp32,
+    so that the loss is computed in fp32."""
     if precision in ("fp32", "tf32"):
         return
     forward = model.forward

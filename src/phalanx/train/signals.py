@@ -1,10 +1,10 @@
-"""The wish to stop, as a signal brings it. Nothing stops at once: it is read at the boundaries of steps."""
+"""Stop requests by signals. They do not take effect at once, but at step boundaries."""
 
 import signal
 
 
 class StopRequest:
-    """Set by SIGTERM, SIGUSR1 or SIGINT; read at every boundary. Installing it lets held-back signals through."""
+    """Set by SIGTERM, SIGUSR1 or SIGINT; read at step boundaries. Installing it unblocks blocked signals."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: laps of a stopwatch, summed by part."""
+"""Measure the time of a step by phase."""
 
 import time
 from collections.abc import Callable
@@ -12,23 +12,23 @@ from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
 
 STEP_PHASES = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
 OWN_WORK_PHASES = ("data", "forward", "backward", "optimizer")
-"""In which a worker does its own share; in the others it waits for its peers, or does what only one does."""
+"""Phases of a worker's own work; in the others it waits for peers, or does work that only one worker does."""
 
 
 class StepTimer(Protocol):
-    """Laps belong to the part that has just ended."""
+    """Phases are recorded when they end."""
 
     def start(self) -> None:
-        """A step begins."""
+        """Start a step."""
 
     def lap(self, phase: str) -> None:
-        """`phase` ends here."""
+        """End `phase`."""
 
     def skip(self) -> None:
-        """What has just ended does not belong to any step (evaluation)."""
+        """Exclude the time since the last call from the step (evaluation)."""
 
     def stop(self) -> tuple[float, dict[str, float]]:
-        """Seconds of the whole step and of each part; the parts sum to the whole."""
+        """Return the seconds of the whole step and of each phase, which sum to the whole."""
 
 
 class HostStepTimer:
@@ -57,7 +57,7 @@ class HostStepTimer:
 
 
 class HeartbeatTimer:
-    """A stopwatch that also gives a sign of life at the end of every part, and tells how long the worker was busy."""
+    """A timer that also sends a heartbeat at the end of every phase, and sums up the worker's own work."""
 
     def __init__(self, timer: StepTimer, heartbeat: HeartbeatWriter | NullHeartbeat):
         self._timer, self._heartbeat = timer, heartbeat
@@ -75,13 +75,13 @@ class HeartbeatTimer:
 
     def stop(self) -> tuple[float, dict[str, float]]:
         step_s, seconds_by_phase = self._timer.stop()
-        # saves, callbacks and events are the leading worker's: they would make it look slower than its peers
+        # Saves, callbacks and events take time on rank 0 only: they would make it look slower than its peers.
         self._heartbeat.busy_s += sum(seconds_by_phase[phase] for phase in OWN_WORK_PHASES)
         return step_s, seconds_by_phase
 
 
 class GpuEvent(Protocol):
-    """A mark in a GPU's stream of work, as torch.Event is one."""
+    """An event in a GPU stream, as torch.Event."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
@@ -95,11 +95,12 @@ def _make_gpu_event() -> GpuEvent:
 
 
 class GpuStepTimer:
-    """For GPUs, which run behind the host: events in the stream.
+    """For GPUs, which run asynchronously to the host: uses events in the stream.
 
-    `stop` waits for nothing: it would leave the GPU without work. It reads the laps that the GPU has passed (in a
-    training step at least all up to the agreement, where host and GPU meet); the rest, a step's update as a rule, goes
-    to the next step. So a step lasts from agreement to agreement, and over many steps nothing is lost.
+    `stop` does not synchronize, because the GPU would run out of work. It reads the events that the GPU has passed (in
+    a training step at least all up to the metrics all-reduce, where host and GPU synchronize); the rest, usually the
+    optimizer phase, counts to the next step. So a step lasts from all-reduce to all-reduce, and the sum over steps is
+    complete.
     """
 
     def __init__(self, make_event: Callable[[], GpuEvent] = _make_gpu_event):
@@ -135,5 +136,5 @@ class GpuStepTimer:
 
 
 def make_step_timer(device: torch.device) -> StepTimer:
-    """The stopwatch for a device."""
+    """Make the timer for a device."""
     return GpuStepTimer() if device_kind_of(device.type).is_gpu else HostStepTimer()

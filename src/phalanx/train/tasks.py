@@ -1,8 +1,8 @@
-"""Tasks: how a batch enters a model, and what its loss is, as a sum and a number of terms.
+"""Tasks: the inputs of a model for a batch, and its loss as a sum and a number of terms.
 
-A task is a class with `inputs` and `loss`, and `metrics` if it likes; the user's own is named in the recipe by import
-path. The engine divides once, by the number of terms of the whole global batch, so splitting a batch into
-micro-batches, workers or packed sequences never changes the gradient beyond rounding. Do not divide in a task.
+A task is a class with `inputs` and `loss`, and optionally `metrics`; the recipe names a user's own by import path. The
+trainer divides once, by the number of terms of the global batch, so splitting a batch into micro-batches, workers or
+packed sequences never changes the gradient beyond rounding. Do not divide in a task.
 """
 
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ TensorBatch = dict[str, Tensor]
 
 
 class Task(Protocol):
-    """What the engine asks of a task. `metrics` may be left out, and so may
-    `head_loss(hidden, weight, batch) -> (sum of losses, number of terms)`, the loss from what enters the output
-    layer and that layer's weight, for vocabularies so large that not all logits should exist at once."""
+    """The interface of a task. `metrics` is optional, and so is
+    `head_loss(hidden, weight, batch) -> (sum of losses, number of terms)`, the loss from the input and the weight of
+    the output layer, for vocabularies so large that logits should not be materialized at once."""
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the model's `forward`."""
+        """Return positional and keyword arguments of the model's `forward`."""
 
     def loss(self, output: Any, batch: TensorBatch) -> tuple[Tensor, Tensor | int]:
-        """Sum of the losses of a micro-batch (0-d tensor) and the number of terms in it."""
+        """Return the sum of the losses of a micro-batch (0-d tensor) and its number of terms."""
 
 
 class LanguageModeling:
@@ -46,8 +46,8 @@ class LanguageModeling:
         return losses, (targets != -100).sum()
 
     def head_loss(self, hidden: Tensor, weight: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
-        """The same from what enters an output layer without bias, hidden [b, s, w] and its weight [v, w], without ever
-        holding all logits. Within `vocab_parallel`, weight is this rank's rows of the vocabulary."""
+        """Compute the loss from the input of an output layer without bias, hidden [b, s, w], and its weight [v, w],
+        without materializing all logits. Within `vocab_parallel`, weight is this rank's shard of the vocabulary."""
         targets, vocabulary = batch["targets"], get_current_vocab_shard()
         losses = linear_cross_entropy(
             hidden.flatten(0, 1),
@@ -60,7 +60,7 @@ class LanguageModeling:
 
 
 class Classification:
-    """Cross-entropy over classes. Images come as uint8 [b, h, w, c] and go in as floats [b, c, h, w] in -1..1."""
+    """Cross-entropy over classes. Images are uint8 [b, h, w, c] and are passed as floats [b, c, h, w] in -1..1."""
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch["images"].permute(0, 3, 1, 2).to(torch.float32).div_(127.5).sub_(1.0),), {}
@@ -78,7 +78,7 @@ BUILT_IN_TASKS: dict[str, type] = {"language-modeling": LanguageModeling, "class
 
 
 def load_task(name: str, folder: Path | None) -> Task:
-    """The task that a recipe names. RecipeError when it does not exist or lacks a method."""
+    """Load the task that a recipe names. Raises RecipeError if it does not exist or lacks a method."""
     if name in BUILT_IN_TASKS:
         task: Task = BUILT_IN_TASKS[name]()
         return task

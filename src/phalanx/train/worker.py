@@ -6,6 +6,7 @@ calls it, too. Everything a worker trains with stands in the run's `resolved.yam
 
 import contextlib
 import faulthandler
+import logging
 import os
 import runpy
 import signal
@@ -67,6 +68,8 @@ from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_state import SurvivorState, TrainState
 from phalanx.train.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 SAME_DATA_HINT = (
     "all nodes must read the same; give the recipe a source that is the same on each, or share the file system"
 )
@@ -112,6 +115,7 @@ def _start_process(
     stop_request = StopRequest()
     stop_request.install_handlers()
     reporter = make_reporter(run, dist_env.is_rank_zero, os.environ.get("PHALANX_EVENTS_FD"), on_event)
+    logger.info("worker %d of %d trains %s", dist_env.rank, dist_env.world_size, run.path)
     faulthandler.register(signal.SIGUSR2)  # the agent asks where we are; the answer goes to our log
     heartbeat = open_heartbeat(dist_env.local_rank)
     heartbeat.record("starting")

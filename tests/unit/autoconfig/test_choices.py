@@ -314,7 +314,7 @@ def test_a_run_goes_on_with_as_many_of_its_replicas_as_the_workers_make(world: i
 
 def test_workers_that_make_no_whole_number_of_replicas_are_told() -> None:
     with pytest.raises(
-        RecipeError, match=r"^parallelism: a replica of this run takes 4 workers, and 6 are no multiple"
+        RecipeError, match=r"^parallelism: a replica of this run takes 4 workers, and 6 workers are not a multiple"
     ):
         resume_parallelism(laid_out(shard=2, tensor=2), recipe(), 6)
 

@@ -65,7 +65,7 @@ def test_a_step_may_take_more_of_a_gpus_memory() -> None:
     of = recipe(batch={"global_size": 16})
     choices = choose_memory(of, needs(GB), WorkerMemory("cuda", 10 * GB, 1))
     assert choices[2].value == 8
-    assert "fit into 85% of the memory" in choices[2].reason
+    assert "stay within 85% of the memory" in choices[2].reason
 
 
 def test_a_micro_batch_that_fits_divides_the_share() -> None:
@@ -81,7 +81,7 @@ def test_a_model_of_which_not_even_one_sample_fits_is_refused() -> None:
 
 
 def test_a_model_that_does_not_fit_itself_leaves_nothing() -> None:
-    with pytest.raises(RecipeError, match="0 MB are left beside parameters and optimizer state"):
+    with pytest.raises(RecipeError, match="0 MB are left after parameters and optimizer state"):
         chosen(recipe(), MemoryProfile(10**9, 0, {"whole": {"none": GB}}), GB)
 
 

@@ -220,7 +220,7 @@ def test_a_model_that_cannot_be_followed_is_named(folder: Path) -> None:
         "vocab_size)\n\n"
         "    def forward(self, x):\n        return self.map(x) * self.map.weight.sum().item()\n"
     )
-    with pytest.raises(RecipeError, match="odd:Odd cannot be followed without memory"):
+    with pytest.raises(RecipeError, match="odd:Odd cannot be traced on the meta device"):
         planned(folder, "model={build: 'odd:Odd'}")
 
 

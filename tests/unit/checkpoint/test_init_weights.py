@@ -88,7 +88,7 @@ def test_a_new_adapter_keeps_its_values(tmp_path: Path) -> None:
 def test_adapters_are_not_dropped_silently(tmp_path: Path) -> None:
     saved(tmp_path, adapted(tiny_lm()))
     with pytest.raises(
-        DataError, match=r"init_from: .*step-000000006 was trained with adapters \(head.lora_a\), and this"
+        DataError, match=r"init_from: .*step-000000006 was trained with LoRA adapters \(head.lora_a\), which this"
     ):
         open_initial_weights("", tmp_path, tiny_lm())
     open_initial_weights("", tmp_path, tiny_lm(), lora_added_later=True)

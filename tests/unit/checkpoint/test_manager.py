@@ -238,7 +238,7 @@ def test_a_failure_of_the_best_is_not_recorded_as_the_best(run: Run, full_disk: 
 
 def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: CheckpointSaver, *_: Any, **__: Any) -> None:
-        raise UsageError("no room: a checkpoint takes 8 GB")
+        raise UsageError("no space: a checkpoint takes 8 GB")
 
     monkeypatch.setattr(CheckpointSaver, "start", refuse)
     told: Told = []
@@ -247,7 +247,7 @@ def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pyt
     assert saving.local_flags() == (False, True, False, False, False)
     settle(saving)
     saving.close()
-    assert [(event.step, event.reason) for event in told] == [(3, "no room: a checkpoint takes 8 GB")]
+    assert [(event.step, event.reason) for event in told] == [(3, "no space: a checkpoint takes 8 GB")]
 
 
 def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:

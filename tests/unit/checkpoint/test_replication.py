@@ -28,6 +28,6 @@ def test_a_worker_that_does_not_come_is_not_waited_for_without_end(
     host, port, _ = keeper.listen("127.0.0.1")
     with socket.create_connection((host, port)) as stranger:
         stranger.sendall(b"x" * 32)
-        with pytest.raises(TimeoutError, match="did not come"):
+        with pytest.raises(TimeoutError, match="did not connect"):
             keeper.accept(1)
     keeper.close()

@@ -59,14 +59,12 @@ def test_keys_of_text_are_refused_with_prepared_pictures(tmp_path, images, label
     write_texts(tmp_path, {"images": idx(images), "labels": idx(labels)})
     out = prepare(tmp_path, tmp_path / "out", SOURCE)
     data = {"source": {"prepared": str(out)}}
-    with pytest.raises(RecipeError, match=r"data.tokenizer: is for text, and .*out holds pictures: leave it out"):
+    with pytest.raises(RecipeError, match=r"data.tokenizer: is for text, and .*out has images: leave it out"):
         prepare_all_sources(
             DataConfig.model_validate({**data, "tokenizer": {"bpe": 300}}), EvaluationConfig(), tmp_path
         )
     recipe = Recipe.model_validate({"task": "classification", "data": {**data, "document_masking": True}})
-    with pytest.raises(
-        RecipeError, match=r"data.document_masking: is for text, and the data are pictures: leave it out"
-    ):
+    with pytest.raises(RecipeError, match=r"data.document_masking: is for text, and the data are images: leave it out"):
         check_task(recipe, "images")
 
 

@@ -169,12 +169,12 @@ def test_an_error_in_a_worker_keeps_its_kind_and_its_words(tmp_path, small_piece
 
 def test_a_source_without_any_text_is_refused(tmp_path):
     write_texts(tmp_path, {"a.txt": "", "b.txt": ""})
-    with pytest.raises(RecipeError, match=r"2 file\(s\) found hold no text"):
+    with pytest.raises(RecipeError, match=r"2 file\(s\) found contain no text"):
         prepare(tmp_path, tmp_path / "out", {"text": "*.txt"})
 
 
 def test_a_place_that_is_taken_is_refused(texts, tmp_path):
-    with pytest.raises(UsageError, match="is there already and is not a dataset"):
+    with pytest.raises(UsageError, match="exists and is not a dataset"):
         prepare(texts, texts, {"text": "*.txt"})
 
 
@@ -342,7 +342,7 @@ def test_workers_that_say_nothing_are_not_waited_for_without_end_and_what_is_fin
         phalanx.data.prepare, "RESUME_AFTER_CHECKS", 10**9
     )  # as if they hung, which cannot be seen from outside
     others = set(psutil.Process().children())
-    with pytest.raises(PhalanxError, match="have said nothing for 0 s: they hang") as caught:
+    with pytest.raises(PhalanxError, match="have reported nothing for 0 s: they hang") as caught:
         prepare(texts, tmp_path / "out", {"text": "*.txt"}, num_workers=2, report_progress=stop_workers(1))
     assert caught.value.code is ExitCode.UNFINISHED
     assert (tmp_path / "out.partial").is_dir()

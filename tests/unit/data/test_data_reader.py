@@ -61,7 +61,7 @@ def test_held_out_samples_are_none_that_training_sees(folder):
 
 def test_held_out_samples_end(folder):
     data = opened(folder, share=0.1)
-    with pytest.raises(ValueError, match="held-out samples"):
+    with pytest.raises(ValueError, match="validation samples"):
         data.read_validation(data.num_validation_samples, 1)
 
 

@@ -159,7 +159,7 @@ def test_what_storage_cannot_read_is_not_bad_data(folder, name):
 def test_verify_counts_what_storage_cannot_read_as_bad(folder):
     (folder / "shard-00001.idx").unlink()
     (folder / "shard-00001.idx").symlink_to("/proc/self/mem")
-    with pytest.raises(DataError, match=r"Input/output error, in .*shard-00001\.bin or beside it"):
+    with pytest.raises(DataError, match=r"Input/output error, in .*shard-00001\.bin or its \.idx file"):
         verify_dataset(folder)
 
 

@@ -322,7 +322,7 @@ def test_a_parquet_file_without_the_column_says_what_it_has(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 300}])
 def test_parquet_without_rows_holds_no_text(tmp_path, tokenizer):
     write_parquet(tmp_path / "a.parquet", {"text": pyarrow.array([], pyarrow.string())}, 10)
-    with pytest.raises(RecipeError, match="hold no text at all"):
+    with pytest.raises(RecipeError, match="contain no text"):
         prepare(tmp_path, tmp_path / "out", {"parquet": "*.parquet"}, tokenizer)
 
 
@@ -417,7 +417,7 @@ def test_a_process_that_prepares_and_was_killed_is_said_to_be(tmp_path, monkeypa
 
     monkeypatch.setattr(prepare_module, "_start_worker", killed)
     with pytest.raises(
-        PhalanxError, match=r"was killed by signal 9 \(possibly out of memory\).* start again"
+        PhalanxError, match=r"was killed by signal 9 \(possibly out of memory\).* run the same command again"
     ) as refused:
         prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, num_workers=2)
     assert refused.value.code == ExitCode.UNFINISHED

@@ -364,7 +364,7 @@ def test_a_text_at_which_the_tokenizer_fails_is_told_with_its_name(tmp_path, bpe
     pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     (tmp_path / "tok.json").write_text(json.dumps({**described, "pre_tokenizer": pattern}))
     (tmp_path / "a.txt").write_text("a" * 5000 + "!")
-    with pytest.raises(DataError, match=r"data.tokenizer: tokenizer.json fails at a text \(Onig: Regex search error"):
+    with pytest.raises(DataError, match=r"data.tokenizer: tokenizer.json fails on a text \(Onig: Regex search error"):
         prepare(tmp_path, tmp_path / "out", {"text": "a.txt"}, "tok.json")
     assert not (tmp_path / "out").exists()
 

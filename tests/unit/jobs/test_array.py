@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.array import make_array, render_array, select_array_members, submit_array
+from phalanx.jobs.array import make_array, render_array, submit_array
 from phalanx.jobs.backends.base import SubmitRequest
 from phalanx.jobs.backends.local import LocalBackend
-from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 
 
 class Recording:

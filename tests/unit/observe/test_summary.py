@@ -345,7 +345,7 @@ def noisy(path: Path, *estimates: float) -> Path:
 @pytest.mark.parametrize(
     ("scale", "said"),
     [
-        (412.3, "gradient noise scale about 410 samples; batch.global_size is 16: room to grow to about 410 (26 x)"),
+        (412.3, "gradient noise scale about 410 samples; batch.global_size is 16: it can grow to about 410 (26 x)"),
         (20.0, "gradient noise scale about 20 samples; batch.global_size is 16: at the limit of efficient scaling"),
         (
             3.2,

@@ -207,7 +207,7 @@ def test_an_exchange_among_ranks_that_were_not_measured_says_how_to() -> None:
     ("op", "missing", "text"),
     [
         (product(8, 8, 8), "products", "no products in fp32"),
-        (move("mul", 1e6), "operations", "no operations bound by memory"),
+        (move("mul", 1e6), "operations", "no memory-bound operations"),
         (attention("forward", 128), "operations", "no attention was measured"),
     ],
     ids=["product", "move", "attention"],

@@ -122,7 +122,7 @@ def test_a_drawing_has_a_line_for_each_rank_and_stream_of_the_given_width(given:
 def test_a_drawing_shows_what_is_done_when() -> None:
     events = [
         TimelineEvent(0, COMPUTE_STREAM, "forward, micro-batch 0", 0.0, 0.25),
-        TimelineEvent(0, COMPUTE_STREAM, "waiting for sharded weights and gradients", 0.25, 0.5),
+        TimelineEvent(0, COMPUTE_STREAM, "exposed FSDP communication", 0.25, 0.5),
         TimelineEvent(0, COMPUTE_STREAM, "backward, micro-batch 0", 0.5, 0.75),
         TimelineEvent(0, COMPUTE_STREAM, "optimizer", 0.75, 1.0),
         TimelineEvent(0, COMM_STREAM, "weights", 0.0, 0.5),

@@ -60,7 +60,7 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["parallelism.shard=2", "parallelism.async_tp=true"],
             2,
-            "parallelism.async_tp: is about what tensor ranks send each other",
+            "parallelism.async_tp: affects communication between tensor ranks only",
         ),
         (
             ["parallelism.expert=1"],
@@ -170,13 +170,13 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["local_sgd.method=average"],
             2,
-            "local_sgd: workers take steps of their own, which determinism: fixed-world forbids: use local_sgd: null, "
+            "local_sgd: workers take local steps, which determinism: fixed-world forbids: use local_sgd: null, "
             "or determinism: off",
         ),
         (
             ["local_sgd.method=diloco", "determinism=elastic"],
             2,
-            "local_sgd: workers take steps of their own, which determinism: elastic forbids: use local_sgd: null",
+            "local_sgd: workers take local steps, which determinism: elastic forbids: use local_sgd: null",
         ),
         (
             ["local_sgd.method=diloco", "determinism=off", "parallelism.replicate=2", "parallelism.shard=2"],
@@ -197,7 +197,7 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (
             ["local_sgd.sync_every=50"],
             2,
-            "local_sgd: workers take steps of their own, which determinism: fixed-world forbids",
+            "local_sgd: workers take local steps, which determinism: fixed-world forbids",
         ),
         (
             ["grad_sync.compression=int8", "determinism=off", "local_sgd.sync_dtype=bf16"],

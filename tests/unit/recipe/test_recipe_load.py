@@ -217,12 +217,12 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
         ("a: [", "2: not valid YAML: "),
         ("a: 1\n\tb: 2", "2: not valid YAML: "),
         ("a: 1\nb: \x01", "2: not valid YAML: control character"),
-        ("seed: 1\nseed: 2", "2: seed: stands here twice, first at r.yaml:1"),
+        ("seed: 1\nseed: 2", "2: seed: appears twice, first at r.yaml:1"),
         ("x: !!python/object:os.system 3", "1: the tag !!python/object:os.system cannot be used"),
         ("x: &x [*x]", "1: an anchor that contains itself"),
         ("? [a]\n: 1", "1: found a sequence as a key"),
         ("steps: 1\n---\nsteps: 2", "2: not valid YAML: "),
-        ("model: {args: {a: {b: 1, b: 2}}}", "1: model.args.a.b: stands here twice, first at r.yaml:1"),
+        ("model: {args: {a: {b: 1, b: 2}}}", "1: model.args.a.b: appears twice, first at r.yaml:1"),
         ("x: !!timestamp 2024-01-01", "1: the tag !!timestamp cannot be used"),
         ("x: !!set {a}", "1: the tag !!set cannot be used"),
         ("x: !mine {a: 1}", "1: the tag !mine cannot be used"),
@@ -371,7 +371,7 @@ def test_a_recipe_in_a_file_names_its_model_and_its_data(
     loaded = load_recipe(tmp_path / "r.yaml", overrides)
     assert loaded.missing_keys() == missing
     if missing:
-        with pytest.raises(RecipeError, match=rf"r.yaml: names no {' and no '.join(missing)}; a recipe says"):
+        with pytest.raises(RecipeError, match=rf"r.yaml: names no {' and no '.join(missing)}; a recipe must name"):
             loaded.check_required()
     else:
         loaded.check_required()

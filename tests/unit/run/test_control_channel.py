@@ -287,7 +287,7 @@ def test_a_slow_caller_has_one_deadline_for_all_that_it_has_to_say() -> None:
     thread = threading.Thread(target=drip)
     thread.start()
     begun = time.monotonic()
-    with near, pytest.raises(AuthenticationError, match="did not prove itself in time"):
+    with near, pytest.raises(AuthenticationError, match="did not authenticate in time"):
         accept_agent(near, TOKEN, timeout_s=0.3)
     over.set()
     thread.join()

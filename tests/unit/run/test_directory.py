@@ -62,7 +62,7 @@ def test_a_part_of_a_run_that_is_named_as_one_tells_the_run(tmp_path: Path, part
     (checkpoint / "MANIFEST.json").touch()
     with pytest.raises(UsageError) as refusal:
         Run.open_existing(tmp_path / "run" / part)
-    assert str(refusal.value) == f"{tmp_path / 'run' / part}: is a part of the run {tmp_path / 'run'}; give that"
+    assert str(refusal.value) == f"{tmp_path / 'run' / part}: is inside the run {tmp_path / 'run'}; give that"
 
 
 def test_a_directory_with_a_resolved_recipe_is_a_run(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_an_output_replaces_an_earlier_one_only(tmp_path: Path) -> None:
         path.write_text(ours)
         check_output_path("--out", path, ["# made by us"])
     path.write_text("# my own notes\n")
-    with pytest.raises(UsageError, match=r"--out .*out.yaml: is there already and was not written by this command"):
+    with pytest.raises(UsageError, match=r"--out .*out.yaml: exists and was not written by this command"):
         check_output_path("--out", path, ["# made by us"])
 
 

@@ -108,7 +108,7 @@ def test_what_is_no_message_comes_as_a_warning_and_the_others_as_they_are(
     first, *others, last = receive(ends[1]) or []
     assert (first, last) == (Ping(), Ping())
     assert [type(message) for message in others] == [RunWarning] * 3
-    assert getattr(others[0], "text", "").endswith("no event of this Phalanx: {'kind': 'store_died'}")
+    assert getattr(others[0], "text", "").endswith("not an event of this version: {'kind': 'store_died'}")
 
 
 @pytest.mark.parametrize("packet", [b"{", b"{}", b"3", b"[" * 100_000])

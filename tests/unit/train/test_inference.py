@@ -179,7 +179,7 @@ def test_where_the_plan_is_lost_the_data_tell_what_the_model_was_built_for(
     run: Run, content: str | None, tmp_path: Path
 ) -> None:
     run.plan.unlink() if content is None else run.plan.write_text(content)
-    with pytest.raises(DataError, match=r"plan\.json: is .*, and the data do not tell what the model was built for"):
+    with pytest.raises(DataError, match=r"plan\.json: is .*, and the data do not say what the model was built for"):
         load_trained_model(run, None, False, CPU)
     (tmp_path / "a.txt").write_text("some words " * 300)
     source = DataSource(text="*.txt")
@@ -200,7 +200,7 @@ def test_without_code_of_ones_own_the_environment_may_be_lost(run: Run, content:
     assert weight(run) == 4.0
     save(run, 6, OWN)
     run.resolved.unlink()
-    with pytest.raises(DataError, match=r"environment\.json: .*; it tells in which folder the code of the model lies"):
+    with pytest.raises(DataError, match=r"environment\.json: .*; it names the folder with the model"):
         load_trained_model(run, None, False, CPU)
 
 

@@ -64,7 +64,9 @@ def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
 def test_an_argument_that_nobody_tells_is_named() -> None:
     def builder(num_classes: int, *, depth: int) -> None: ...
 
-    with pytest.raises(RecipeError, match=r"model.args.num_classes: the builder needs it and the data do not tell it"):
+    with pytest.raises(
+        RecipeError, match=r"model.args.num_classes: the builder needs it, and it does not follow from the data"
+    ):
         fill_arguments(builder, {"depth": 3}, model_facts(TEXT))
 
 

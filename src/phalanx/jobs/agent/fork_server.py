@@ -12,6 +12,7 @@ heartbeats to shared memory that the agent created (`run/heartbeat.py`).
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import selectors
 import signal
@@ -26,6 +27,7 @@ from typing import Any, NoReturn, TextIO, cast
 from phalanx.compat import become_subreaper, die_with_parent, import_torch
 from phalanx.errors import ExitCode, PhalanxError, is_storage_error
 from phalanx.jobs.process_tree import kill_descendants
+from phalanx.logging_config import configure_logging
 from phalanx.recipe import describe_exception
 from phalanx.recipe.snapshot_paths import resolve_code_dir
 from phalanx.run import heartbeat
@@ -50,6 +52,8 @@ from phalanx.run.messages import (
 )
 from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.std_streams import SafeStream
+
+logger = logging.getLogger("phalanx.jobs.agent.fork_server")  # its __name__ is __main__ under `python -m`
 
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are blocked in the fork server, and in its children until they unblock them."""
@@ -251,6 +255,7 @@ class ForkServer:
         if not pid:
             _run_child(parent, body, environment, log, report)
         self.children[pid] = rank
+        logger.debug("forked process %d%s", pid, f", worker {rank}" if rank >= 0 else "")
         return pid
 
     def reap_children(self) -> None:
@@ -279,6 +284,7 @@ class ForkServer:
                     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
                     send(self.agent_socket, CallRaised(call_id=FIRST_CALL_RANK - rank, message=text, was_killed=killed))
                 continue
+            logger.debug("worker %d (process %d) ended with %s", rank, pid, describe_wait_status(status))
             send(self.agent_socket, WorkerExited(rank=rank, exit_status=os.waitstatus_to_exitcode(status)))
 
     def send_signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
@@ -416,6 +422,7 @@ def _is_gpu_error(error: BaseException) -> bool:
 def main() -> None:
     """Entry point of the fork server: `python -m phalanx.jobs.agent.fork_server AGENT_FD EVENTS_FD HEARTBEAT_FD
     PARENT_PID`."""
+    configure_logging()
     agent_fd, events_fd, heartbeat_fd, parent = (int(argument) for argument in sys.argv[1:5])
     die_with_parent(parent)
     become_subreaper()

@@ -1,6 +1,7 @@
 """The agent's handle on its fork server: the process and two sockets. See `fork_server.py`."""
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -34,6 +35,8 @@ from phalanx.run.messages import (
     StoreStarted,
     ToForkServer,
 )
+
+logger = logging.getLogger(__name__)
 
 HUGE_PAGES_TUNABLE = "glibc.malloc.hugetlb"
 """glibc tunable; with 1, malloc requests huge pages where the kernel grants them on request."""
@@ -133,6 +136,7 @@ class ForkServerClient:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C is for the agent alone
         )
+        logger.debug("started the fork server, process %d", self.process.pid)
         control_far.close()
         events_far.close()
         self._is_ready = False
@@ -212,6 +216,7 @@ class ForkServerClient:
                 deadline=Deadline(f"{PROCESS_DESCRIPTION} to be ready", self._timeouts_s[0], self.report),
             )
             self._is_ready = True
+            logger.debug("the fork server is ready")
 
     def start_store(self, address: str) -> int:
         """Start the rendezvous store of several nodes on this address, and return its port. It serves all attempts."""
@@ -237,6 +242,7 @@ class ForkServerClient:
         """
         self.wait_until_ready()
         self._num_calls += 1
+        logger.debug("trial %d: %s", self._num_calls, function)
         self.send(RunCall(function=function, payload=payload, call_id=self._num_calls))
         description = f"a trial before the run ({function.rpartition(':')[2]}) to end"
         deadline = Deadline(description, self._timeouts_s[1], self.report)

@@ -5,6 +5,7 @@ messages. A run ends with an exit code of `errors.ExitCode`. Workers never outli
 """
 
 import itertools
+import logging
 import math
 import secrets
 import select
@@ -86,6 +87,8 @@ from phalanx.run.messages import (
     WorkersStarted,
     warning_of,
 )
+
+logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 """Seconds between checks of heartbeats, independent of the message traffic."""
@@ -202,6 +205,7 @@ class LeaderAgent:
                 return RunOutcome(ExitCode.UNFIT_NODE, None, unfit_reason)
             attempt = self.run_attempt(attempt_number, world_size, command, environment)
             code, message = decide_outcome(attempt, self.run.logs, attempt_number)
+            logger.info("attempt %d ended: exit statuses %s, %s", attempt_number, attempt.exit_statuses, message)
             if attempt.fork_server_error:
                 code, message = ExitCode.UNFINISHED, attempt.fork_server_error
                 self.emit(self.fork_server_failure(attempt.fork_server_error))
@@ -366,6 +370,9 @@ class LeaderAgent:
         """Start all workers and supervise them until the last one, or the fork server, has ended."""
         attempt = AttemptState(world_size, dict(self.node_group.assign_ranks(world_size)), attempt_number)
         attempt.log_attempt_by_rank = dict.fromkeys(range(world_size), attempt_number)
+        logger.info(
+            "attempt %d: starting %d workers on %d nodes", attempt_number, world_size, len(attempt.ranks_by_node)
+        )
         start_message = StartWorkers(
             attempt=attempt_number,
             world_size=world_size,
@@ -516,6 +523,7 @@ class LeaderAgent:
         """
         if not isinstance(node, RemoteNode):
             raise ForkServerLostError(FORK_SERVER_DIED_MESSAGE)
+        logger.info("node %d (%s) is lost: %s", node.node_rank, node.name, reason)
         self.node_group.remove_node(node)
         ranks = set(attempt.ranks_by_node[node])
         if self.replicas is not None:

@@ -5,6 +5,7 @@ restarted leader finds it ready for the next attempt.
 """
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -46,6 +47,8 @@ from phalanx.run.messages import (
 )
 from phalanx.run.node_env import NodeEnv
 from phalanx.std_streams import escape_control_chars
+
+logger = logging.getLogger(__name__)
 
 LEADER_JOIN_TIMEOUT_S = 600.0
 """Seconds to wait for the leader at the start: it may start later than other nodes."""
@@ -175,9 +178,11 @@ class NodeAgent:
             try:
                 connection = connect_to_leader(self.leader_address, self.token)
                 connection.send(make_hello(self.node_env.node_rank, self.node_env.num_nodes))
+                logger.info("node %d: connected to node 0 at %s:%d", self.node_env.node_rank, host, port)
                 return connection
             except OSError as error:
                 last_error = error
+                logger.debug("node 0 at %s:%d does not answer: %s", host, port, error)
             with selectors.DefaultSelector() as selector:
                 selector.register(self.signals.wake_socket, selectors.EVENT_READ)
                 selector.select(CONNECT_RETRY_INTERVAL_S)

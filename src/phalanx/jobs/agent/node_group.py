@@ -5,6 +5,7 @@ to nodes and detects lost nodes.
 """
 
 import contextlib
+import logging
 import os
 import platform
 import socket
@@ -38,6 +39,8 @@ from phalanx.run.messages import (
     Ping,
     StartWorkers,
 )
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between heartbeats of an agent."""
@@ -289,9 +292,11 @@ class NodeGroup:
                 with contextlib.suppress(ConnectionError):
                     connection.send(Leave(exit_code=int(ExitCode.UNFIT_NODE), message=reason))
                 connection.close()
+                logger.info("node %d is refused: %s", node_rank, reason)
                 self._departures.append(departure(hello, int(ExitCode.UNFIT_NODE), reason))
                 continue
             node = RemoteNode(connection, hello)
+            logger.info("node %d (%s) joined", node_rank, node.name)
             found.append((node, self.remote_nodes.get(node.node_rank)))
             self.remote_nodes[node.node_rank] = node
         return found

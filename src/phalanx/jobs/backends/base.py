@@ -39,7 +39,7 @@ class SubmitRequest:
 
 class Backend(Protocol):
     """Runs jobs. Every method raises UsageError for what the user can fix: a backend that is not installed or does not
-    respond, or a job that does not exist."""
+    respond, or a job that does not exist. `poll`, `list_jobs` and reading logs change nothing."""
 
     name: str
 
@@ -52,8 +52,8 @@ class Backend(Protocol):
     def poll(self, job_id: str) -> JobStatus:
         """Return the status of a job."""
 
-    def list_jobs(self) -> list[JobStatus]:
-        """Return the user's jobs, oldest first."""
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
+        """Return the user's jobs, or the members of an array (its name or id), oldest first."""
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to the job's processes on each node. Raises UsageError when the job does not run."""
@@ -95,6 +95,21 @@ class ReleasingBackend(Protocol):
     def release(self, job_id: str) -> bool:
         """Release a job that is held because of unfit nodes, and exclude these. Returns whether it was held. Raises
         UsageError on failure."""
+
+
+@runtime_checkable
+class DaemonBackend(Protocol):
+    """A backend with a daemon of this user, which may be killed."""
+
+    def restart_dead_daemon(self) -> None:
+        """Start the daemon if jobs wait or run without one."""
+
+
+def restart_dead_daemon(backend: Backend) -> None:
+    """Start the daemon of a backend that has one, if jobs wait or run without it: they would never start or end.
+    Commands that show or follow jobs call this; `poll` and `list_jobs` do not."""
+    if isinstance(backend, DaemonBackend):
+        backend.restart_dead_daemon()
 
 
 def open_log_reader(backend: Backend, job_id: str) -> LogReader:

@@ -1,7 +1,8 @@
 """The local backend: the queue of this machine. Nothing needs to be installed or started: submitting a job starts a
-daemon, which exits when no jobs are left. Looking at the queue restarts a daemon that was killed."""
+daemon, which exits when no jobs are left. `restart_dead_daemon` restarts a daemon that was killed."""
 
 import json
+import logging
 import math
 import os
 import shlex
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from phalanx.cluster import Machine, discover_machine
@@ -16,13 +18,15 @@ from phalanx.cluster.environment import is_secret
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import LogReader, SubmitRequest, no_such_job_error
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
-from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, JobDatabase, JobRecord
+from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, JobDatabase, JobRecord, queue_exists
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
 from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus
 from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE, SNAPSHOT_SOURCE_VARIABLE
 from phalanx.run.private_files import state_root
+
+logger = logging.getLogger(__name__)
 
 MAX_QUEUED_JOBS = 10_000
 """Jobs that may wait."""
@@ -62,7 +66,7 @@ class LocalBackend:
         max_queued: int = MAX_QUEUED_JOBS,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.database = JobDatabase((folder or state_root(environment) / "queue").absolute())
+        self.folder = (folder or state_root(environment) / "queue").absolute()
         self._machine, self._environment, self._ensure_daemon_running, self._max_queued = (
             machine,
             environment,
@@ -70,6 +74,11 @@ class LocalBackend:
             max_queued,
         )
         self._clock, self._last_daemon_start = clock, -math.inf
+
+    @cached_property
+    def database(self) -> JobDatabase:
+        """The queue; created on first use."""
+        return JobDatabase(self.folder)
 
     def render(self, job: Job) -> SubmitRequest:
         """Return the commands that the job will run."""
@@ -107,17 +116,14 @@ class LocalBackend:
 
     def poll(self, job_id: str) -> JobStatus:
         """Return the status of a job."""
-        self._restart_dead_daemon()
         return self._get_record(job_id).status
 
-    def list_jobs(self) -> list[JobStatus]:
-        """Return all jobs, including finished ones."""
-        self._restart_dead_daemon()
-        return [row.status for row in self.database.list_jobs()]
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
+        """Return all jobs, including ended ones."""
+        return self.database.list_statuses(array) if queue_exists(self.folder) else []
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to the job's runner, which forwards it."""
-        self._restart_dead_daemon()
         row = self._get_record(job_id)
         process = find_runner(row, make_process_tag(self.database.job_dir(row.id)))
         if row.state is not JobState.RUNNING or process is None:
@@ -126,7 +132,6 @@ class LocalBackend:
 
     def read_logs(self, job_id: str) -> Iterator[str]:
         """Yield the output so far of all attempts."""
-        self._restart_dead_daemon()
         row = self._get_record(job_id)
         with open(self.database.job_dir(row.id) / OUTPUT_FILE, encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -134,8 +139,8 @@ class LocalBackend:
 
     def follow_logs(self, job_id: str) -> LogReader:
         """Follow the output of all attempts."""
-        self._restart_dead_daemon()
-        return printed_lines(self.database.job_dir(self._get_record(job_id).id) / OUTPUT_FILE)
+        row = self._get_record(job_id)
+        return printed_lines(self.database.job_dir(row.id) / OUTPUT_FILE)
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job. A running job is asked to save, and killed if it has not ended after its warning time."""
@@ -163,27 +168,21 @@ class LocalBackend:
 
     def list_ended_before(self, seconds: float) -> list[str]:
         """Return the ids of jobs that ended more than `seconds` ago."""
-        found = []
-        for row in self.database.list_jobs(*(state for state in JobState if state.is_final)):
-            seconds_ago = self.database.boot_clock.seconds_since(row.over)
-            if seconds_ago is None:  # before this boot
-                seconds_ago = self.database.clock() - (row.ended or 0.0)
-            if seconds_ago > seconds:
-                found.append(str(row.id))
-        return found
+        return [str(id) for id in self.database.list_ended_before(seconds)] if queue_exists(self.folder) else []
 
-    def _restart_dead_daemon(self) -> None:
-        """Restart a daemon that was killed while jobs wait or run, since these need it to continue.
-
-        Checking the lock of a live daemon takes microseconds.
-        """
+    def restart_dead_daemon(self) -> None:
+        """Restart a daemon that was killed while jobs wait or run. Checking the lock of a live daemon takes
+        microseconds."""
         is_due = self._clock() - self._last_daemon_start >= DAEMON_START_INTERVAL_S
-        if is_due and self.database.has_open_jobs() and self._ensure_daemon_running(self.database.folder, False):
+        if not is_due or not queue_exists(self.folder) or not self.database.has_open_jobs():
+            return
+        if self._ensure_daemon_running(self.folder, False):
+            logger.info("jobs wait or run in %s without a daemon: started one", self.folder)
             self._last_daemon_start = self._clock()
 
     def _get_record(self, job_id: str) -> JobRecord:
         known = job_id.isascii() and job_id.isdigit() and len(job_id) < MAX_ID_DIGITS
-        row = self.database.get_job(int(job_id)) if known else None
+        row = self.database.get_job(int(job_id)) if known and queue_exists(self.folder) else None
         if row is None:
             raise no_such_job_error(self.name, job_id)
         return row

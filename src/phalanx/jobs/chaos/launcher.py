@@ -247,7 +247,7 @@ class QueueLauncher:
         """Start a daemon, as the next command on the queue does."""
         if self._daemon is not None and self._daemon.poll() is None:
             return
-        folder = self.backend.database.folder
+        folder = self.backend.folder
         with open(folder / "supervisor.log", "ab") as log:
             self._daemon = subprocess.Popen(
                 [sys.executable, "-P", "-m", "phalanx.jobs.local_queue.daemon", str(folder)],

@@ -7,6 +7,7 @@ by this code whether to restart the job.
 """
 
 import contextlib
+import logging
 import os
 import select
 import selectors
@@ -36,9 +37,12 @@ from phalanx.jobs.frameworks.process_env import (
     select_visible_devices,
 )
 from phalanx.jobs.process_tree import kill_descendants
+from phalanx.logging_config import configure_logging
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader, load_token
 from phalanx.run.messages import LauncherHello, Leave, Message, NodeFailed, NodeFinished, Rejected, Topology
 from phalanx.run.node_env import NodeEnv
+
+logger = logging.getLogger("phalanx.jobs.frameworks.launcher")  # its __name__ is __main__ under `python -m`
 
 JOIN_TIMEOUT_S = 600.0
 """Seconds for all nodes to join."""
@@ -57,9 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run this node's part of the job; returns its exit code."""
     framework, nproc_per_node, _, *command = sys.argv[1:] if arguments is None else arguments
     try:
+        configure_logging()
         node_env = NodeEnv.from_environment(os.environ)
         with contextlib.ExitStack() as stack:
             topology, connections = join_nodes(node_env, int(nproc_per_node), stack)
+            logger.info(
+                "node %d: %d %s processes on each of %s",
+                node_env.node_rank,
+                int(nproc_per_node),
+                framework,
+                topology.hosts,
+            )
             return NodeLauncher(framework, topology, node_env.node_rank, command, connections).run(stack)
     except PhalanxError as error:
         print(f"error: {error}", file=sys.stderr)

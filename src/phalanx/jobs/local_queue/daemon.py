@@ -9,6 +9,7 @@ second daemon starts meanwhile.
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -27,10 +28,13 @@ from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, CANCEL_SENT, Job
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
 from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, select_gpus, select_jobs_to_start
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MAX_TIME_LIMIT_S, MIN_PROGRESS_S, JobState, state_from_exit_code
+from phalanx.logging_config import configure_logging
 from phalanx.run import Run
 from phalanx.run.boot_clock import BootClock, process_identity
 from phalanx.run.directory import describe_unfinished
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
+
+logger = logging.getLogger("phalanx.jobs.local_queue.daemon")  # its __name__ is __main__ under `python -m`
 
 POLL_INTERVAL_S = 0.2
 """Seconds between polls of the queue."""
@@ -139,6 +143,7 @@ class QueueDaemon:
         self.database.update_if(
             row.id, JobState.RUNNING, runner=runner, runner_born=process_identity(runner)
         )  # None: it is over already
+        logger.info("job %d (%s): attempt %d, runner %d, GPUs %s", row.id, row.name, attempt, runner, gpu_ids)
 
     def collect_attempt(self, row: JobRecord) -> None:
         """Record the end of an attempt, also when its runner has died."""
@@ -155,6 +160,14 @@ class QueueDaemon:
         kill_tagged(make_process_tag(self.database.job_dir(row.id)))
         ending = found or AttemptEnd(exit_code=-int(signal.SIGKILL), reason="the process above it was killed")
         state, values = next_state(row, ending, self.clock(), self.database.boot_clock)
+        logger.info(
+            "job %d (%s): attempt %d ended with %d, the job is %s",
+            row.id,
+            row.name,
+            row.attempts,
+            ending.exit_code,
+            state,
+        )
         if state.is_final:
             values["over"] = self.database.boot_clock.make_timestamp()
         self.database.update_if(
@@ -337,19 +350,23 @@ def main() -> None:
     """Run the daemon of the queue in a directory until the queue has been empty for a while."""
     from phalanx.cluster import discover_machine
 
+    configure_logging()
     folder = Path(sys.argv[1])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runners are not reaped: their files record how they ended
     with hold_daemon_lock(folder, int(sys.argv[2]) if len(sys.argv) > 2 else None) as is_owner:
         if not is_owner:
+            logger.debug("another daemon works on %s", folder)
             return
         machine = discover_machine()
         database = JobDatabase(folder)
         daemon = QueueDaemon(database, Resources(machine.num_gpus, machine.physical_cores), spawn_runner)
+        logger.info("started on %s with %s", folder, daemon.capacity)
         last_busy = time.monotonic()
         while time.monotonic() - last_busy < IDLE_EXIT_S:
             if daemon.tick():
                 last_busy = time.monotonic()
             time.sleep(POLL_INTERVAL_S)
+        logger.info("no job waits or runs: ending")
         database.close()
 
 

@@ -7,6 +7,7 @@ records the exit code. When it is killed, so is the command.
 
 import contextlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -20,9 +21,12 @@ from pathlib import Path
 
 from phalanx.compat import become_subreaper, die_with_parent
 from phalanx.jobs.process_tree import kill_descendants
+from phalanx.logging_config import configure_logging
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.run.directory import write_json
 from phalanx.run.fields import ExitStatus, read_as
+
+logger = logging.getLogger("phalanx.jobs.local_queue.job_runner")  # its __name__ is __main__ under `python -m`
 
 EXIT_GRACE_S = 30.0
 """Seconds after a last warning that a job has before it is killed; its `warning` where that is longer."""
@@ -58,6 +62,7 @@ class AttemptEnd:
 
 def main() -> None:
     """Run the attempt that `attempt-N.json` describes."""
+    configure_logging()
     job_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
     spec: AttemptSpec = read_as(AttemptSpec, json.loads((job_dir / f"attempt-{attempt}.json").read_text()))
     become_subreaper()
@@ -95,6 +100,7 @@ def main() -> None:
                 wake_socket.recv(4096)
             while received:
                 number = received.pop(0)
+                logger.info("passing signal %d on to process %d", number, process.pid)
                 process.send_signal(number)
                 if number == signal.SIGTERM:
                     patience = time.monotonic() + max(EXIT_GRACE_S, warning)
@@ -102,9 +108,11 @@ def main() -> None:
             now = time.monotonic()
             if warn_at is not None and now >= warn_at:
                 warn_at, reason = None, "reached its time limit"
+                logger.info("the time limit comes: sending SIGTERM to process %d", process.pid)
                 process.send_signal(signal.SIGTERM)
             if kill_deadline is not None and now >= kill_deadline:
                 kill_deadline = None
+                logger.info("killing process %d", process.pid)
                 process.kill()
     code = process.returncode
     kill_descendants()

@@ -178,11 +178,11 @@ def _render_time_breakdown(history: RunHistory, span: tuple[float, float], attem
 
 def _restart_marks(history: RunHistory) -> list[PlotMark]:
     marks = [
-        PlotMark("redone", first - 0.5, f"steps {first} to {last} were done again", x_end=last + 0.5)
+        PlotMark("redone", first - 0.5, f"steps {first} to {last} were repeated", x_end=last + 0.5)
         for first, last in history.wasted_ranges
     ]
     marks += [
-        PlotMark("restart", attempt.start_step, f"attempt {attempt.number} went on from step {attempt.start_step}")
+        PlotMark("restart", attempt.start_step, f"attempt {attempt.number} resumed at step {attempt.start_step}")
         for attempt in history.attempts[1:]
     ]
     return marks[:_MAX_MARKS]

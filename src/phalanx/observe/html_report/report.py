@@ -1,7 +1,7 @@
-"""The report as one HTML file that opens anywhere, also without network: no outside style, script, font or picture.
+"""The report as one HTML file that opens anywhere, also without a network: no external style, script, font or image.
 
-The page forbids itself every request (Content-Security-Policy), plots are SVG made by `svg.py`, and the few lines of
-script only show values under the pointer. `page.css` and `page.js` beside this file are put into the page whole.
+The page forbids all requests (Content-Security-Policy), plots are SVG made by `svg.py`, and the few lines of script
+only show values under the pointer. `page.css` and `page.js` in this folder are included in the page.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def render_report_html(summary: RunSummary, history: RunHistory, recommendations
 
 
 def render_document(title: str, body: str, footer: str) -> str:
-    """A page around `body` that needs, and may ask, nobody."""
+    """Render a page around `body` that makes no request, and may make none."""
     here = Path(__file__)
     css, script = here.with_name("page.css").read_text(), here.with_name("page.js").read_text()
     script = f"\n{script}"

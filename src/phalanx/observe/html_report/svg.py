@@ -45,7 +45,7 @@ class PlotMark:
 
 
 def nice_ticks(low: float, high: float, target_count: int = 5) -> list[float]:
-    """Round numbers within [low, high], 1, 2 or 5 times a power of ten apart; at least one."""
+    """Round numbers within [low, high] with a spacing of 1, 2 or 5 times a power of ten; at least one."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, target_count)
@@ -65,7 +65,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def format_ticks(ticks: Sequence[float]) -> list[str]:
-    """Labels of an axis, all written alike and with just the digits they need: `0.25`, `1.5k`, `2e-4`."""
+    """Labels of an axis, all in the same format and with just the digits they need: `0.25`, `1.5k`, `2e-4`."""
     largest = max(abs(tick) for tick in ticks)
     if 0 < largest < 0.02:
         return ["0" if tick == 0 else _format_exponent(tick) for tick in ticks]

@@ -47,7 +47,7 @@ def _module_signature(module: nn.Module) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def skip_repeated_blocks(model: nn.Module, recorder: OpRecorder) -> Iterator[None]:
-    """Within it, blocks are followed apart from what surrounds them, and only one of each shape."""
+    """Context in which repeated blocks are traced separately from the rest of the model, one block for each shape."""
     blocks = find_repeated_blocks(model)
     for name, block in blocks:
         vars(block)["forward"] = _make_skipping_forward(name, block, recorder)

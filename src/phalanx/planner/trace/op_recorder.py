@@ -28,11 +28,11 @@ from phalanx.planner.model_profile import (
 from phalanx.planner.trace.pytree import list_tensors, op_name, tensor_read_bytes
 
 NARROW_GEMM_RATIO = 16
-"""A product whose result is so many times narrower than what it reads (a router, a gate) is not worth dividing."""
+"""A product that is narrower than its input by at least this factor (a router, a gate) is not worth dividing."""
 FREE_OPS = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"}
 )
-"""Operations that cost nothing, beside views."""
+"""Operations that cost nothing. Views cost nothing either."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class RecordedSegment:
     selective_results: dict[int, tuple[float, bool]] = field(default_factory=dict)
     input_bytes: float = 0.0
     memory_accesses: list[tuple[int, dict[int, float], dict[int, float]]] = field(default_factory=list)
-    """Of each operation bound by memory: its index, and bytes of storages read and written."""
+    """For each memory-bound operation: its index, and the bytes of storages read and written."""
     readers: dict[int, list[int]] = field(default_factory=dict)
     """Indices of operations that read a storage."""
     producer: dict[int, int] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class OpRecorder:
             self.parameters[name] = parameter
 
     def storage_key(self, tensor: Tensor) -> int:
-        """What tells a storage from others, kept alive so that it stays so."""
+        """A key that identifies a storage. The storage is kept alive, so that no other gets the same key."""
         storage = tensor.untyped_storage()
         self._storages.append(storage)
         return id(storage)

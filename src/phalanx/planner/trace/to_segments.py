@@ -19,7 +19,7 @@ from phalanx.planner.moe import merge_expert_ops
 from phalanx.planner.trace.op_recorder import RecordedSegment
 
 TRACED_MICRO_SIZES = (2, 3)
-"""Micro-batches that are followed: from 2, since a dimension of 1 is often treated apart."""
+"""Micro-batch sizes that are traced: from 2, since code often treats a dimension of 1 as a special case."""
 
 
 def to_segment(small: RecordedSegment, large: RecordedSegment) -> ModelSegment:
@@ -148,8 +148,8 @@ def _fusion_groups(segment: RecordedSegment) -> list[list[int]]:
 
 
 def _fused_bytes(segment: RecordedSegment) -> dict[int, tuple[float, bool]]:
-    """Of each operation bound by memory, by its index: the bytes that are left when neighbours are fused, so that what
-    one hands to the next in its group is never stored; and whether it is the first of its group."""
+    """For each memory-bound operation, by index: its bytes when neighbours are fused, without values that pass between
+    operations of one fusion group; and whether it is the first of its group."""
     accesses = {index: (read, written) for index, read, written in segment.memory_accesses}
     saved, backward = set(_saved_when_fused(segment)), segment.backward_ops
     found: dict[int, tuple[float, bool]] = {}

@@ -1,9 +1,9 @@
 """From an `nn.Module` to its `ModelProfile`, without memory and without time: the model is followed on the meta device,
 where tensors have shapes and nothing else, forward and backward.
 
-Two micro-batches of different size are followed, and what differs between them grows with the samples. A block that is
-repeated is followed once; the others of its shape are stepped over. Attention is caught before torch takes it apart,
-since on the meta device it would choose the mathematical kernel, which stores s x s scores that no GPU stores.
+Two micro-batch sizes are traced, and what differs between them grows with the samples. A repeated block is traced once;
+the others of its shape are skipped. Attention is recorded before torch decomposes it: on the meta device torch would
+choose the math kernel, which stores s x s scores that no GPU stores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.planner.trace.pytree import module_device, op_name
 from phalanx.planner.trace.to_segments import TRACED_MICRO_SIZES, drop_tied_weights, to_segment
 
 LossFromSamples = Callable[[nn.Module, int], Tensor]
-"""A loss of so many samples, as a tensor on the meta device."""
+"""Returns the loss of a number of samples, as a tensor on the meta device."""
 INIT_OPS = frozenset(
     {"normal_", "uniform_", "fill_", "zero_", "trunc_normal_", "copy_", "mul_", "div_", "add_", "clamp_", "erfinv_"}
 )
@@ -65,8 +65,8 @@ def profile_autocast(make: Callable[[], nn.Module], forward: LossFromSamples, to
 def profile_fake_tensors(
     make: Callable[[], nn.Module], forward: LossFromSamples, tokens: int, dtype: torch.dtype
 ) -> ModelProfile:
-    """The profile of a model whose code asks tensors for values, as that of transformers does for masks, unless they
-    only pretend to be on a device."""
+    """Profile a model with fake tensors instead of meta tensors: with the latter some models, such as those of
+    transformers, read tensor values, for example to build masks, and fail."""
     with fake_tensor_mode(symbols=False):
         return profile_model(_convert_dtype(build_on_meta(make, torch.float32, "cpu"), dtype), forward, tokens)
 
@@ -116,7 +116,7 @@ def profile_model(model: nn.Module, forward: LossFromSamples, units_per_sample: 
     with without_compiler(), without_symbols():
         small_trace, large_trace = (_trace_model(model, forward, samples) for samples in TRACED_MICRO_SIZES)
     if [len(each.ops) for each in small_trace] != [len(each.ops) for each in large_trace]:
-        raise ValueError("the number of operations depends on the number of samples, so none can be foretold")
+        raise ValueError("the number of operations depends on the number of samples, so no step time can be predicted")
     segments = tuple(to_segment(a, b) for a, b in zip(small_trace, large_trace, strict=True))
     used = [name for each in small_trace for name in each.parameter_elements]
     sizes = {name: each.parameter_elements[name] for each in small_trace for name in each.parameter_elements}
@@ -156,7 +156,8 @@ def _trace_model(model: nn.Module, forward: LossFromSamples, samples: int) -> li
 
 
 def _rename_block(segment: RecordedSegment, name: str, recorder: OpRecorder) -> RecordedSegment:
-    """A block that was followed, standing for the block `name`: with the names of its parameters."""
+    """The record of a traced block with the name and the parameter names of the block `name`, which has the same
+    shape."""
 
     prefix = f"{segment.name}.".removeprefix(".")  # of blocks of the model itself, when it is a list
 
@@ -174,8 +175,8 @@ def _rename_block(segment: RecordedSegment, name: str, recorder: OpRecorder) -> 
 
 
 def _merge_repeats(segments: list[RecordedSegment]) -> list[RecordedSegment]:
-    """Parts in their order, where a block that comes several times in a row is one that is repeated; one whose weights
-    were met before is another than those that have their own."""
+    """Segments in order; equal blocks in a row are merged into one with a count. A block with weights that occurred
+    before (tied weights) is not merged with blocks that have their own."""
     merged: list[RecordedSegment] = []
     seen_weights: set[str] = set()
     previous_shared = False

@@ -1,7 +1,8 @@
-"""Checkpoints: saved lazily beside training, whole or not there, every byte verified when read, under any layout.
+"""Checkpoints: written asynchronously and atomically, verified on read, loadable under any parallelism.
 
-`CheckpointSaver` writes what one rank holds, `find_newest_good` finds the newest good one, `digest` tells whether two
-runs are the same run. The format is plain safetensors and JSON, described in `format.py`; nothing is ever pickled.
+`CheckpointSaver` writes one rank's shards. `find_newest_good` finds the newest checkpoint that passes verification.
+`compute_digest` hashes the logical state: two runs with the same digest are bit-identical. The format is safetensors
+and JSON, as described in `format.py`; nothing is pickled.
 """
 
 from phalanx.train.checkpoint.commit import clean_checkpoint_dir, discard_directory

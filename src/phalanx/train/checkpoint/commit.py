@@ -1,8 +1,8 @@
-"""From a directory full of written files to a checkpoint, in one step that cannot be seen half done.
+"""Commit a checkpoint: turn a directory of written files into a checkpoint, atomically.
 
-Everything happens under names that no reader looks at, is fsynced, and is then renamed. A process that dies at any
-moment leaves either the whole checkpoint or a temporary directory, which `clean_checkpoint_dir` removes. Nothing here
-knows tensors.
+Files are written under names that readers ignore, fsynced, and then renamed. A process that dies at any moment leaves
+either a complete checkpoint or a temporary directory, which `clean_checkpoint_dir` removes. This module does not handle
+tensors.
 """
 
 import errno
@@ -28,7 +28,7 @@ _TEMPORARY_TAG = ".tmp-"
 _OLD_SUFFIX = ".old"
 _DELETED_TAG = "deleted"
 DELETED_SUFFIX = f"{_TEMPORARY_TAG}{_DELETED_TAG}"
-"""How the name of a directory ends that is being removed."""
+"""Suffix of a directory that is being removed."""
 
 
 def make_temporary_path(final: Path, tag: str) -> Path:
@@ -52,12 +52,11 @@ def sync_directory(path: Path) -> None:
 
 
 def commit_checkpoint(temporary: Path, final: Path, rank_manifest_paths: Sequence[Path], meta: dict[str, Any]) -> int:
-    """Make `temporary`, in which every rank's data lie fsynced, the checkpoint `final`; return its bytes.
+    """Rename `temporary`, which holds the fsynced data of all ranks, to the checkpoint `final`; return its bytes.
 
-    `rank_manifest_paths` are the ranks' own manifests (JSON); they are merged and removed. A checkpoint that has the
-    name already (a
-    step done again after a fall-back) is moved aside first and removed when the new one stands. OSError when the disk
-    refuses, or a rank never wrote its share; what was there before then still stands.
+    `rank_manifest_paths` are the JSON manifests of the ranks; they are merged and removed. If `final` exists already (a
+    step was repeated after a rollback), it is moved aside first and removed once the new checkpoint is in place. Raises
+    OSError if the disk fails or a rank did not finish writing; `final` is then what it was before.
     """
     manifest = merge_rank_manifests([_read_rank_manifest(path) for path in rank_manifest_paths], meta)
     content, sidecar = encode_manifest(manifest)
@@ -72,10 +71,10 @@ def commit_checkpoint(temporary: Path, final: Path, rank_manifest_paths: Sequenc
 
 
 def _read_rank_manifest(path: Path) -> RankManifest:
-    """A rank's manifest, which it writes last, when its data are on the disk."""
+    """Read a rank's manifest. The rank writes it last, after its data are on disk."""
     try:
         return RankManifest.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):  # killed before it began with it, or within
+    except (FileNotFoundError, ValidationError):  # the worker died before or while it wrote the manifest
         raise OSError(errno.ENODATA, "the worker was lost before it had written its part", str(path)) from None
 
 
@@ -98,7 +97,7 @@ def _rename_to_final(temporary: Path, final: Path) -> None:
 
 
 def discard_directory(path: Path) -> None:
-    """Remove a directory so that one who dies meanwhile leaves only what `clean_checkpoint_dir` removes."""
+    """Remove a directory. If the process dies halfway, `clean_checkpoint_dir` removes the rest."""
     if _TEMPORARY_TAG not in path.name:
         doomed = make_temporary_path(path, _DELETED_TAG)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -108,10 +107,10 @@ def discard_directory(path: Path) -> None:
 
 
 def clean_checkpoint_dir(directory: Path, keep_step: int | None = None) -> list[Path]:
-    """Finish or undo what a killed process left in a directory of checkpoints, and return what was removed.
+    """Finish or undo what a killed process left in a directory of checkpoints. Return the paths that were removed.
 
-    One process calls it before any starts to save, or while they save the step to `keep_step` and no other. A
-    checkpoint that had been moved aside comes back if the one that was to replace it never got its place.
+    Call it on one process before any process saves, or while the only save in flight is that of `keep_step`. A
+    checkpoint that was moved aside is moved back if its replacement was never put in place.
     """
     if not directory.is_dir():
         return []
@@ -127,7 +126,7 @@ def clean_checkpoint_dir(directory: Path, keep_step: int | None = None) -> list[
         elif path.name.endswith(_OLD_SUFFIX) or _TEMPORARY_TAG in path.name:
             discard_directory(path)
             removed.append(path)
-        elif path.name.startswith(".") and path.name.endswith(".tmp"):  # a small file that was being written
+        elif path.name.startswith(".") and path.name.endswith(".tmp"):  # a small file, written halfway
             path.unlink()
             removed.append(path)
     sync_directory(directory)

@@ -1,4 +1,4 @@
-"""One number for the whole state of a run: two runs are the same run if their digests are equal.
+"""A digest of the whole state of a run: two runs are bit-identical if their digests are equal.
 
 The digest is XXH3-128, as 32 hexadecimal digits, over these bytes, all integers little-endian:
 
@@ -7,12 +7,12 @@ The digest is XXH3-128, as 32 hexadecimal digits, over these bytes, all integers
         u8   length of the dtype's safetensors name, then the name ("F32", "BF16", ...)
         u32  number of dimensions, then each dimension of the global shape as u64
         the elements in C order, each in its width
-    u32  0, which no name's length is
+    u32  0, which cannot be the length of a name
     u64  samples consumed
 
-The tensors are the logical ones (parameters, buffers, `optimizer/...`, `scaler/...` and what else a checkpoint has), so
-neither the layout, nor the world size, nor how a checkpoint is cut into files plays a part. Constants of the optimizer
-(learning rates, betas) are no tensors and do not count.
+The tensors are the logical ones (parameters, buffers, `optimizer/...`, `scaler/...` and others in a checkpoint), so the
+digest does not depend on parallelism, world size, or the files of a checkpoint. Constants of the optimizer (learning
+rates, betas) are not tensors and are not part of it.
 """
 
 import struct
@@ -30,13 +30,14 @@ from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 
 def compute_digest(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:
-    """The digest of whole tensors by their logical names, in any order and on any device."""
+    """Return the digest of whole tensors by logical name, in any order and on any device."""
     return _digest_sorted(sorted(records, key=lambda record: record[0]), samples)
 
 
 def digest_checkpoint(path: Path, threads: int = 2, max_bytes: int = 128 << 20) -> str:
-    """The digest of the state in a checkpoint, verified while it is read. It never holds more than `max_bytes` bytes of
-    tensors, or the largest one if that is larger. CorruptError names a bad file."""
+    """Return the digest of the state in a checkpoint, which is verified while it is read. At most `max_bytes` bytes of
+    tensors are in memory, or the largest tensor if it is larger. Raises CorruptCheckpointError, which names a bad
+    file."""
     manifest = read_manifest(path)
     samples = manifest.meta.get("samples_consumed")
     if not isinstance(samples, int):
@@ -50,7 +51,7 @@ def digest_checkpoint(path: Path, threads: int = 2, max_bytes: int = 128 << 20) 
 
 
 def _digest_sorted(records: Iterable[tuple[str, torch.Tensor]], samples: int) -> str:
-    """`compute_digest` of records that come sorted by name."""
+    """Same as `compute_digest`, for records that are sorted by name."""
     hasher = xxhash.xxh3_128()
     for name, tensor in records:
         text, dtype = name.encode(), DTYPE_NAMES[tensor.dtype].encode()
@@ -62,7 +63,7 @@ def _digest_sorted(records: Iterable[tuple[str, torch.Tensor]], samples: int) ->
 
 
 def _batch_names(manifest: CheckpointManifest, max_bytes: int) -> Iterator[Sequence[str]]:
-    """All names, sorted, in groups that are worth a read and small enough to hold."""
+    """Yield all names, sorted, in groups that are large enough to be read at once and small enough for memory."""
     batch: list[str] = []
     size = 0
     for name in sorted(manifest.tensors):

@@ -1,4 +1,4 @@
-"""Model weights out of a checkpoint, in the shape that Hugging Face's tools and `safetensors` read."""
+"""Export model weights from a checkpoint to the format of Hugging Face's tools and `safetensors`."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _MAX_FILE_BYTES = 5_000_000_000
 
 
 def is_weight_name(name: str) -> bool:
-    """Whether a logical name is a parameter or buffer of the model."""
+    """Return whether a logical name is that of a parameter or buffer of the model."""
     return not name.startswith(STATE_PREFIXES)
 
 
@@ -37,13 +37,14 @@ def export_huggingface(
     checkpoint: Path, out: Path, file_bytes: int = _MAX_FILE_BYTES, notes: NoteFn | None = None
 ) -> Path:
     """Write the model's weights to the new directory `out`: `model.safetensors`, or several files of at most
-    `file_bytes` with `model.safetensors.index.json`; and `config.json` when the checkpoint's meta has the recipe's
-    `model`. Adapters are folded in; a tied weight that has one is untied. A model that came from a Hugging Face
-    directory gets the tensor names, the number of tensors and the config.json that it had there, so that
-    `from_pretrained` reads it, and the run's tokenizer (`export_tokenizer.py`). `out` appears whole or not at all. One
-    file at most is held in memory at a time. What was copied from where, and what was not, is said to `notes`.
-    UsageError when something is at `out` already; CorruptError names a bad file of the checkpoint; DataError where
-    adapters or tensors cannot be brought into the form that they came in."""
+    `file_bytes` with `model.safetensors.index.json`; and `config.json` if the checkpoint's metadata has the recipe's
+    `model`. LoRA adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging Face
+    directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads it, and
+    the run's tokenizer (`export_tokenizer.py`). `out` appears atomically. At most one file is in memory at a time.
+    `notes` receives messages about files that were copied or skipped.
+
+    Raises UsageError if `out` exists, CorruptCheckpointError, which names a bad file of the checkpoint, and DataError
+    if adapters or tensors cannot be converted back to their original form."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: exists already; export writes a new directory")
     manifest = read_manifest(checkpoint)
@@ -63,20 +64,20 @@ def export_huggingface(
 
 
 def _ignore_note(note: str) -> None:
-    """Takes notes that are not wanted."""
+    """Discard a message."""
 
 
 @dataclass(frozen=True)
 class _ExportPlan:
-    """What is written: `groups` of the checkpoint's tensors that must be in one file, each with the names that tensors
-    of it get there."""
+    """The contents of an export: `groups` of the checkpoint's tensors that must be in one file, each with the names of
+    its tensors in the export."""
 
     groups: list[list[str]]
     source_names: Mapping[str, str]
-    """The checkpoint's name of a tensor that is written twice, because it is tied no more."""
+    """Name in the checkpoint of each tensor that is written twice, because it is not tied any more."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     converted: Mapping[str, list[str]] = field(default_factory=dict)
-    """By the first tensor of a group that others are made of: the names of those."""
+    """Names of the original tensors that each group is converted back to, by the group's first tensor."""
     model: nn.Module | None = None
 
 
@@ -97,7 +98,7 @@ def _write_export(checkpoint: Path, manifest: CheckpointManifest, folder: Path, 
         for group in groups:
             tensors |= _make_group_tensors(checkpoint, manifest, plan, group)
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only its owner read what it writes
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read
         with open(folder / file, "rb") as written:
             fsync_if_supported(written.fileno())
         where |= dict.fromkeys(tensors, file)
@@ -115,14 +116,14 @@ def _write_export(checkpoint: Path, manifest: CheckpointManifest, folder: Path, 
 
 
 def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder: Path) -> _ExportPlan:
-    """Which tensors are written, and how."""
+    """Plan which tensors are written, and under which names."""
     names = sorted(name for name in manifest.tensors if is_weight_name(name) and not is_lora_name(name))
     adapted = {f"{name.rpartition('.')[0]}.weight" for name in manifest.tensors if is_lora_name(name)}
     converted = {tuple(each["tensors"]): each["held"] for each in origin.get("converted", [])}
     for name in (name for group in converted for name in group):
         if name not in manifest.tensors:
             raise DataError(f"the checkpoint says that {name} was made of other tensors, and does not hold it")
-    shared: Mapping[str, str] | None = origin.get("tied")  # checkpoints of before have none
+    shared: Mapping[str, str] | None = origin.get("tied")  # missing in older checkpoints
     model = _build_meta_model(folder) if converted or (adapted and origin and shared is None) else None
     if shared is None:
         shared = find_tied_names(model) if model is not None else {}
@@ -147,15 +148,15 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
 
 
 def _build_meta_model(folder: Path) -> nn.Module:
-    """The architecture of the config.json that was written, without memory."""
+    """Build the model of the exported config.json on the meta device."""
     from phalanx.train.hf import model
 
     return model.build_on_meta(folder, {})
 
 
 def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str], folder: Path) -> dict[str, str]:
-    """Has config.json tie nothing, and says which tensor of the checkpoint a weight is that has one of its own then.
-    DataError when the adapters' weights are none of them."""
+    """Untie the weights in config.json; return the checkpoint's tensor for each weight that is then separate. Raises
+    DataError if the adapters' weights are not among them."""
     config = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
     _write_json(folder / HF_CONFIG_FILE, {**config, "tie_word_embeddings": False})
     model = _build_meta_model(folder)
@@ -172,7 +173,7 @@ def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str],
 def _make_group_tensors(
     checkpoint: Path, manifest: CheckpointManifest, plan: _ExportPlan, group: list[str]
 ) -> dict[str, Tensor]:
-    """The tensors of a group under the names that they get, with their adapters folded in."""
+    """Return the tensors of a group under their exported names, with adapters merged."""
     from phalanx.train.hf.weight_conversion import revert_conversion
 
     paths = [name.rpartition(".")[0] for name in group if name.endswith(".weight")]
@@ -197,7 +198,7 @@ def _make_group_tensors(
 
 
 def _strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:
-    """Names without what wrappers put there: those of torch, and `module.` of data parallelism, where all have it."""
+    """Return names without the prefixes of wrappers: those of torch, and `module.` of DataParallel if all have it."""
     plain = {name: strip_wrapper_parts(name) for name in names}
     if all(name.startswith("module.") for name in plain.values()):
         plain = {name: value.removeprefix("module.") for name, value in plain.items()}
@@ -205,10 +206,10 @@ def _strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:
 
 
 def _config_with_dtype(config: Mapping[str, Any], manifest: CheckpointManifest) -> dict[str, Any]:
-    """config.json with the number format of what is written: readers would round weights to another one."""
+    """Return config.json with the dtype of the exported weights; otherwise readers would convert them."""
     floating = (t.torch_dtype for name, t in manifest.tensors.items() if is_weight_name(name))
     dtype = str(next(dtype for dtype in floating if dtype.is_floating_point)).removeprefix("torch.")
-    key = "dtype" if "dtype" in config else "torch_dtype"  # the name that it had before transformers 5
+    key = "dtype" if "dtype" in config else "torch_dtype"  # the key before transformers 5
     return {**config, key: dtype}
 
 
@@ -217,7 +218,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _split_into_files(plan: _ExportPlan, manifest: CheckpointManifest, file_bytes: int) -> Iterator[list[list[str]]]:
-    """The groups of each file; one that is larger has a file of its own."""
+    """Yield the groups of each file; a group that is larger than `file_bytes` gets its own file."""
     file: list[list[str]] = []
     size = 0
     for group in plan.groups:

@@ -1,8 +1,8 @@
-"""What goes with exported tensors and config.json: a tokenizer, and how to generate.
+"""Write the tokenizer and the generation config next to exported weights and config.json.
 
-The run's own tokenizer.json is in the run directory. Where it is the one of the Hugging Face directory that the recipe
-names, the other files of that directory belong to it, too, and come along; else they are another tokenizer's, and stay.
-Nothing else is read: a checkpoint that came from elsewhere may name any directory.
+The run directory holds the run's own tokenizer.json. If it equals the one in the Hugging Face directory that the recipe
+names, the other files of that directory belong to it and are copied too; otherwise they belong to another tokenizer and
+are not copied. No other directory is read, because a checkpoint of unknown origin may name any directory.
 """
 
 import json
@@ -17,7 +17,7 @@ from phalanx.run import Run
 from phalanx.train.checkpoint.commit import write_synced
 
 NoteFn = Callable[[str], object]
-"""Takes a sentence on what was copied, or was not."""
+"""Receives a message about a file that was copied or skipped."""
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 COMPANION_FILES = (
     "generation_config.json",
@@ -34,13 +34,13 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a Hugging Face directory that go with its weights wherever they go."""
+"""Files of a Hugging Face directory that are copied together with its weights."""
 MAX_COMPANION_BYTES = 2**28
-"""Bytes of one of them at most."""
+"""Maximum bytes of one such file."""
 
 
 def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: NoteFn) -> None:
-    """Write to `folder` the tokenizer of a run whose model came from a Hugging Face directory, and its other files."""
+    """Copy to `folder` the tokenizer and companion files of a run that uses a Hugging Face model."""
     directory = Path(meta["model"]["huggingface"]["directory"])
     own = _read_contained(run.tokenizer, run.path, notes)
     named = _recipe_names_directory(meta, directory)

@@ -1,15 +1,15 @@
-"""What a checkpoint is on disk: its files, its manifest, its checksums. Writing and reading tensors are not here.
+"""The checkpoint format on disk: files, manifest, checksums. This module does not read or write tensors.
 
     step-000000060/
-        rank-00000.safetensors    what rank 0 held; any safetensors reader opens it
+        rank-00000.safetensors    the shards that rank 0 wrote; any safetensors reader opens it
         rank-00001.safetensors    ...
-        MANIFEST.json             every tensor: dtype, global shape, and the pieces that make it up;
+        MANIFEST.json             every tensor: dtype, global shape, and its shards;
                                   every file: its size and the xxh3 of each chunk, header included
-        MANIFEST.xxh3             the manifest's own hash, so that no byte of a checkpoint goes unverified
+        MANIFEST.xxh3             the hash of the manifest itself, so that every byte of a checkpoint is verified
 
-A tensor of the manifest is *logical*: its shape is the global one, and each piece says which block of it lies in which
-bytes of which file. So a checkpoint can be read under another layout or world size than it was written by.
-Logical names: parameters and buffers by their module names ("blocks.0.attn.wq.weight"), optimizer state as
+A tensor in the manifest is *logical*: its shape is the global shape, and each shard says which block of it is in which
+bytes of which file. A checkpoint can therefore be read under another parallelism or world size than it was written
+with. Logical names: parameters and buffers by their module names ("blocks.0.attn.wq.weight"), optimizer state as
 `optimizer/<parameter>/<state>`, then `scaler/<name>`, `exchange/<name>`, `extra/<module>` and `settings/<name>`.
 """
 
@@ -39,16 +39,17 @@ MANIFEST_HASH_NAME = "MANIFEST.xxh3"
 
 
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 62)], ...], Field(max_length=64)]
-"""torch knows no more dimensions."""
+"""torch supports at most 64 dimensions."""
 MAX_MANIFEST_BYTES = 1 << 30
-"""Bytes of a manifest."""
+"""Maximum bytes of a manifest."""
 MAX_CUTS_PER_SHARD = 50
-"""How often each piece of a tensor may be looked at, on average, to see that it meets no other."""
+"""Maximum number of times that each shard of a tensor is visited, on average, to check that no two shards overlap."""
 
 
 class CorruptCheckpointError(DataError):
-    """A file of a checkpoint is missing, torn or changed: the next older checkpoint may still be good. `storage_error`:
-    what storage said that could not read it, where it was that: it may be able to later."""
+    """A file of a checkpoint is missing, truncated or changed; an older checkpoint may still be good.
+
+    `storage_error` is set if the file could not be read because storage failed: it may be readable later."""
 
     def __init__(self, file: Path, reason: str, storage_error: OSError | None = None):
         super().__init__(f"{file}: {reason}")
@@ -58,7 +59,7 @@ class CorruptCheckpointError(DataError):
 
 
 def make_unreadable_error(file: Path, error: OSError, where: str = "") -> CorruptCheckpointError:
-    """What a file is that cannot be opened or read; `where`: how far it could be."""
+    """Make the error for a file that cannot be opened or read. `where` says how far it could be read."""
     reason = "missing" if isinstance(error, FileNotFoundError) else f"{where}{error.strerror}"
     return CorruptCheckpointError(file, reason, error if is_storage_error(error) else None)
 
@@ -68,16 +69,16 @@ class _FrozenRecord(BaseModel):
 
 
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=200)]
-"""Of a file within its checkpoint's folder, and nowhere else."""
+"""Name of a file in the checkpoint's own directory; it cannot be a path."""
 
 
 def rank_file_name(rank: int) -> str:
-    """The name of what a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 class ShardRecord(_FrozenRecord):
-    """One block of a tensor: `extent` elements from `offset` on, in C order in the bytes [start, end) of a file."""
+    """One block of a tensor: `extent` elements from `offset`, in C order, in the bytes [start, end) of a file."""
 
     file: FileName
     bytes: tuple[int, int]
@@ -105,14 +106,14 @@ class FileRecord(_FrozenRecord):
 
 
 class RankManifest(_FrozenRecord):
-    """What one rank wrote; the shares of all ranks make the manifest."""
+    """The shards that one rank wrote. The manifests of all ranks are merged into the checkpoint's manifest."""
 
     files: dict[FileName, FileRecord]
     tensors: dict[str, TensorRecord]
 
 
 class _MetaSection(BaseModel):
-    """A part of what goes along with a checkpoint that is read for more than its own sake; other keys are anything."""
+    """A section of the metadata that Phalanx itself reads; unknown keys are allowed."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -122,7 +123,7 @@ class _ConvertedMeta(_MetaSection):
 
 
 class _OriginMeta(_MetaSection):
-    """Where the model's architecture came from (`huggingface.describe_for_export`)."""
+    """Origin of the model's architecture (`huggingface.describe_for_export`)."""
 
     directory: str
     config: dict[str, Any]
@@ -148,7 +149,7 @@ class _KnownMeta(_MetaSection):
 
 
 class CheckpointManifest(RankManifest):
-    """What a checkpoint holds. Making one checks that every tensor is held whole, each element once."""
+    """The contents of a checkpoint. Validation checks that the shards hold each element of each tensor exactly once."""
 
     format: Literal[1] = 1
     chunk_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = CHUNK_BYTES
@@ -162,7 +163,7 @@ class CheckpointManifest(RankManifest):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all data files."""
+        """Return the total bytes of the data files."""
         return sum(file.bytes for file in self.files.values())
 
     @model_validator(mode="after")
@@ -181,7 +182,7 @@ class CheckpointManifest(RankManifest):
         return self
 
     def _check_bytes(self) -> None:
-        """No two pieces of a file are the same bytes."""
+        """Check that no two shards use the same bytes of a file."""
         spans: dict[str, list[tuple[int, int, str]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
@@ -205,7 +206,7 @@ class CheckpointManifest(RankManifest):
 
 
 def _covers_tensor_once(tensor: TensorRecord) -> bool:
-    """Whether the pieces fill the tensor without overlap: as many elements as it has, and no two blocks meet."""
+    """Return whether the shards fill the tensor without overlap: their elements add up and no two blocks overlap."""
     if sum(math.prod(shard.extent) for shard in tensor.pieces) != math.prod(tensor.shape):
         return False
     if not tensor.shape:
@@ -214,8 +215,8 @@ def _covers_tensor_once(tensor: TensorRecord) -> bool:
 
 
 def _are_disjoint(shards: Sequence[ShardRecord]) -> bool:
-    """Whether no two pieces meet: they are cut, in one dimension after the other, into groups that cannot, down to
-    single pieces. ValueError where that takes too long; tensors that are cut along dimensions take few cuts."""
+    """Return whether no two shards overlap. Shards are split, one dimension after another, into groups that cannot
+    overlap, down to single shards. Raises ValueError if this takes too many splits; usual shardings take few."""
     groups, left = [list(shards)], MAX_CUTS_PER_SHARD * len(shards) + MAX_CUTS_PER_SHARD**2
     while groups:
         group = groups.pop()
@@ -234,7 +235,7 @@ def _are_disjoint(shards: Sequence[ShardRecord]) -> bool:
 
 
 def _split_along(group: Sequence[ShardRecord], dimension: int) -> list[list[ShardRecord]]:
-    """Pieces that may meet, as far as one dimension tells, stay together."""
+    """Group shards that may overlap, judged by one dimension."""
     subgroups: list[list[ShardRecord]] = []
     end = -1
     for shard in sorted(group, key=lambda shard: shard.offset[dimension]):
@@ -251,7 +252,7 @@ def _overlap(a: ShardRecord, b: ShardRecord) -> bool:
 
 
 def merge_rank_manifests(rank_manifests: Iterable[RankManifest], meta: dict[str, Any]) -> CheckpointManifest:
-    """The manifest of a checkpoint whose ranks wrote `rank_manifests`. ValueError if together they do not hold every
+    """Merge the manifests of all ranks into the checkpoint's manifest. Raises ValueError if they do not cover every
     tensor."""
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
@@ -268,20 +269,20 @@ def merge_rank_manifests(rank_manifests: Iterable[RankManifest], meta: dict[str,
 
 
 def encode_manifest(manifest: CheckpointManifest) -> tuple[bytes, bytes]:
-    """The bytes of MANIFEST.json and of MANIFEST.xxh3."""
+    """Return the bytes of MANIFEST.json and of MANIFEST.xxh3."""
     content = json.dumps(manifest.model_dump(mode="json"), indent=1).encode() + b"\n"
     return content, _manifest_hash(content)
 
 
 def _manifest_hash(content: bytes) -> bytes:
-    """The manifest's hash, and the hash of that hash: so it can be told which of the two files was damaged."""
+    """Return the manifest's hash and the hash of that hash; the second shows which of the two files is damaged."""
     digest = xxhash.xxh3_128_hexdigest(content)
     return f"{digest} {xxhash.xxh3_64_hexdigest(digest.encode())}\n".encode()
 
 
 def read_manifest(checkpoint: Path) -> CheckpointManifest:
-    """The verified manifest. CorruptError when it or its sidecar is missing, damaged or malformed; DataError when a
-    newer Phalanx wrote it."""
+    """Read and verify the manifest. Raises CorruptCheckpointError if it or its sidecar is missing, damaged or
+    malformed, and DataError if a newer Phalanx wrote it."""
     file = checkpoint / MANIFEST_NAME
     content, sidecar = _read_manifest_file(file), _read_manifest_file(checkpoint / MANIFEST_HASH_NAME)
     if sidecar != _manifest_hash(content):
@@ -316,8 +317,8 @@ def _read_manifest_file(file: Path) -> bytes:
 
 
 def make_safetensors_header(entries: Sequence[tuple[str, str, Sequence[int], int, int]]) -> bytes:
-    """The head of a safetensors file of `entries` (key, dtype, shape, start, end; positions from the end of the head).
-    It is padded to 64 bytes, so that tensors laid out from the widest element to the narrowest are all aligned."""
+    """Make the header of a safetensors file of `entries` (key, dtype, shape, start, end; offsets from the header's
+    end). It is padded to 64 bytes, so that tensors ordered from the widest element to the narrowest are all aligned."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for key, dtype, shape, start, end in entries:
         table[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
@@ -334,7 +335,7 @@ def format_checkpoint_name(step: int) -> str:
 
 
 def parse_step(checkpoint: Path) -> int:
-    """The step in a checkpoint's name; DataError when it is no checkpoint's name."""
+    """Return the step in a checkpoint's name. Raises DataError if it is not the name of a checkpoint."""
     match = _STEP_PATTERN.fullmatch(checkpoint.name)
     if match is None:
         raise DataError(f"{checkpoint}: not a checkpoint (its name would be like {format_checkpoint_name(60)})")
@@ -342,8 +343,8 @@ def parse_step(checkpoint: Path) -> int:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, newest first. Whether they are good is not looked at; temporary ones are left
-    out, and a directory that does not exist has none. OSError when storage fails: then nobody knows."""
+    """List the checkpoints of a directory, newest first, without verifying them. Temporary ones are left out. A
+    directory that does not exist has none. Raises OSError if storage fails, since the answer is then unknown."""
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,9 +1,8 @@
-"""The weights that a run begins with, read into the parts of the model that a worker holds.
+"""Load the initial weights of a run into the parts of the model that a worker holds.
 
-A model that was built on the meta device is divided first; then `allocate_meta_parameters` gives memory to what is left
-of it here, and
-an origin (the files of a Hugging Face directory or of an export, or a checkpoint) fills that memory block by block. So
-no worker ever holds the whole model. How a model is built and divided stands elsewhere; resuming is `restore.py`.
+A model that was built on the meta device is parallelized first. `allocate_meta_parameters` then allocates this worker's
+parameters, and an `InitialWeights` (safetensors of a Hugging Face directory or of an export, or a checkpoint) fills
+them block by block. No worker ever holds the whole model. To resume a run, see `restore.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +24,15 @@ from phalanx.train.ops.lora import is_lora_name
 
 
 class InitialWeights(Protocol):
-    """Where weights come from; what was wrong with it was said when it was made."""
+    """A source of weights. Its files were checked against the model when it was opened."""
 
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """Read this worker's parts of the model's parameters and persistent buffers, but for new adapters."""
+        """Read this worker's parts of the model's parameters and persistent buffers, except new LoRA adapters."""
 
 
 @dataclass(frozen=True)
 class SafetensorsWeights:
-    """Safetensors files: `names` tells which of their tensors a parameter or buffer is
+    """Safetensors files. `names` maps each parameter or buffer to its tensors in the files
     (`huggingface.match_tensor_names`)."""
 
     source: WeightReader
@@ -41,7 +40,7 @@ class SafetensorsWeights:
 
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """DataError when tensors that the model ties differ in what this worker holds."""
+        """Raises DataError if tensors that the model ties differ in this worker's part."""
         for name, local_tensor in _local_tensors(parallel_model).items():
             if name not in self.names:
                 continue
@@ -56,14 +55,14 @@ class SafetensorsWeights:
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """A checkpoint, written under any layout."""
+    """A checkpoint, written under any parallelism."""
 
     path: Path
     manifest: CheckpointManifest
 
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """CorruptError names a bad file."""
+        """Raises CorruptCheckpointError, which names the bad file."""
         requested: list[tuple[str, Sequence[int], Tensor]] = []
         converted: list[tuple[Tensor, Tensor]] = []
         for name, local_tensor in _local_tensors(parallel_model).items():
@@ -81,9 +80,9 @@ class CheckpointWeights:
 
 
 def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_later: bool = False) -> InitialWeights:
-    """What `init_from` names, for a whole model (its parameters may be on meta): `hf:PATH`, a checkpoint, or a run,
-    whose newest checkpoint is taken. Reads headers only. DataError for tensors that are missing or have another shape,
-    and for adapters that the model has not, unless it is still to get its own."""
+    """Open the weights that `init_from` names (`hf:PATH`, a checkpoint, or a run: its newest checkpoint) for a whole
+    model, the parameters of which may be on the meta device. Only headers are read. Raises DataError for tensors that
+    are missing or differ in shape, and for LoRA adapters that the model lacks, unless `lora_added_later`."""
     if (directory := huggingface_directory(where, folder, "init_from")) is not None:
         return open_hf_weights(directory, model)
     path = find_newest_checkpoint(folder / where)
@@ -92,9 +91,8 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
     lora_names = [name for name in manifest.tensors if is_lora_name(name) and name not in tensors]
     if lora_names and not lora_added_later:
         raise DataError(
-            f"init_from: {path} was trained with adapters ({lora_names[0]}), and this recipe has none there; give the "
-            f"same "
-            "`lora`, or fold them in by `phalanx checkpoint export` and give init_from: hf:OUT"
+            f"init_from: {path} was trained with LoRA adapters ({lora_names[0]}), which this recipe does not have; "
+            "give the same `lora`, or merge them with `phalanx checkpoint export` and give init_from: hf:OUT"
         )
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
@@ -106,20 +104,20 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
 
 
 def open_hf_weights(directory: Path, model: nn.Module) -> SafetensorsWeights:
-    """The weights of a directory for a whole model. Errors as of `match_tensor_names`."""
+    """Open the weights of a Hugging Face directory for a whole model. Raises the errors of `match_tensor_names`."""
     source = open_source(model, directory)
     return SafetensorsWeights(source, match_tensor_names(model, source))
 
 
 def find_newest_checkpoint(where: Path) -> Path:
-    """The newest checkpoint of a run or of a directory of checkpoints, or the one itself."""
+    """Return the newest checkpoint of a run or of a directory of checkpoints; `where` itself if it is a checkpoint."""
     return next(iter(list_checkpoints(where / "checkpoints") or list_checkpoints(where)), where)
 
 
 @torch.no_grad()
 def allocate_meta_parameters(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Give every parameter that is still on the meta device memory on `device`, without values: for one that is
-    sharded, this worker's shard. What was tied stays tied. All other parameters, and buffers, move there."""
+    """Allocate every parameter that is on the meta device on `device`, without values; of a sharded parameter, this
+    worker's shard. Tied parameters stay tied. All other parameters, and all buffers, are moved to `device`."""
     named_params = [
         (module, name, p) for module in modules for name, p in module.named_parameters(remove_duplicate=False)
     ]
@@ -131,7 +129,7 @@ def allocate_meta_parameters(modules: Sequence[nn.Module], device: torch.device)
                 allocated[id(parameter)] = nn.Parameter(
                     _empty_like_local(parameter, device), requires_grad=parameter.requires_grad
                 )
-            # The way to replace a parameter of which FSDP takes notice (`to_empty` would lose the buffers' values).
+            # FSDP notices a parameter that `load_state_dict` replaces; `to_empty` would lose the buffers' values.
             module.get_submodule(path).load_state_dict({last: allocated[id(parameter)]}, strict=False, assign=True)
         elif parameter.device != device:
             parameter.data = parameter.data.to(device)
@@ -150,7 +148,7 @@ def _empty_like_local(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def _local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
-    """This worker's parts of all parameters and persistent buffers."""
+    """Return this worker's parts of all parameters and persistent buffers."""
     tensors = {
         name: parallel_model.local_tensor(name, parameter) for name, parameter in parallel_model.parameters().items()
     }

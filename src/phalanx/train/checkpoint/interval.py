@@ -1,8 +1,9 @@
-"""How often to save, decided while training from what saving costs it.
+"""Choose the checkpoint interval during training, from the measured cost of a save.
 
-Two costs are known at once: how long training stood still, and on a CPU the core's time of the thread that copied. What
-else it costs (memory, disk and network that it takes from the steps) shows in how much longer than usual the steps were
-meanwhile. Workers measure for themselves and decide on the largest of their numbers, so they decide alike.
+Two parts of the cost are measured directly: the stall of training and, on a CPU, the core time of the thread that
+copies. The rest (memory, disk and network bandwidth that the save takes from training) is measured as how much longer
+than usual steps take while a save is in flight. Each worker measures for itself; all decide on the maximum over
+workers, so they make the same decision.
 """
 
 import math
@@ -20,55 +21,55 @@ from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import all_reduce_max, broadcast_json_from_rank_zero
 
 WARMUP_STEPS = 2
-"""First steps of an attempt, which take longer."""
+"""First steps of an attempt, which are slower than usual and not measured."""
 NUM_STEPS_REMEMBERED = 32
-"""Steps without a save from which the usual time follows."""
+"""Number of last steps without a save, the median of which is the usual step time."""
 MIN_RUNS_TO_MEASURE = 4
-"""Times that something must have been done before the steps meanwhile are believed."""
+"""Number of saves (or copies) after which the duration of concurrent steps is used."""
 FIRST_INTERVAL_STEPS = 50
-"""Steps until the first save, whose cost nobody knows yet."""
+"""Steps until the first save, when its cost is not known yet."""
 MIN_INTERVAL_PER_WRITE_TIME = 2.0
-"""The interval is at least so many times what a save takes to be written."""
+"""Minimum interval, as a multiple of the time that writing a checkpoint takes."""
 MIN_INTERVAL_CHANGE = 1.2
-"""By how much an interval must differ to be taken."""
+"""Minimum ratio of new to old interval for the new one to be used."""
 
 
 class Overhead:
-    """What one kind of work in the background adds to the steps meanwhile."""
+    """Time that one kind of background work (saves or in-memory copies) adds to concurrent steps."""
 
     def __init__(self) -> None:
         self.reset()
         self.is_running = self._ends_this_step = False
 
     def begin(self) -> None:
-        """It begins between two steps."""
+        """Record that the work starts, between two steps."""
         self.is_running, self._ends_this_step = True, False
 
     def record_done(self, known_s: float) -> None:
-        """It was done once more, within a step; so many seconds are certain."""
+        """Record that the work finished in the current step. `known_s` is its directly measured cost."""
         self.num_done += 1
         self._known_s += known_s
         self._ends_this_step = True
 
     def record_failed(self) -> None:
-        """It was given up within a step."""
+        """Record that the work was given up during the current step."""
         self._ends_this_step = True
 
     def reset(self) -> None:
-        """Begin anew: the first time takes memory that later ones find."""
+        """Forget all measurements: the first run of the work allocates memory that later runs reuse."""
         self.num_done, self._known_s, self._concurrent_s, self._concurrent_steps = 0, 0.0, 0.0, 0
 
     def record_concurrent_step(self, step_s: float) -> None:
-        """A step took so long while it was done."""
+        """Record the duration of a step during which the work was in progress."""
         self._concurrent_s += step_s
         self._concurrent_steps += 1
 
     def end_step(self) -> None:
-        """The step in which it ended, if it did, is over."""
+        """End a step; if the work finished during it, later steps are not concurrent with it."""
         self.is_running = self.is_running and not self._ends_this_step
 
     def cost_s(self, usual_step_s: float) -> float:
-        """Seconds that it costs each time, when a step usually takes so many. How long a few steps took says little."""
+        """Return the cost of one run in seconds, given the usual step time. A few steps are too noisy to be used."""
         if not self.num_done:
             return 0.0
         extra_s = (
@@ -78,7 +79,7 @@ class Overhead:
 
 
 class StepTimes:
-    """How long steps take, usually and while something is saved or copied."""
+    """Step times, both usual and during a save or an in-memory copy."""
 
     def __init__(self) -> None:
         self.save_overhead, self.copy_overhead = Overhead(), Overhead()
@@ -87,25 +88,25 @@ class StepTimes:
 
     @property
     def usual_step_s(self) -> float:
-        """Median seconds of the last steps during which nothing was saved; 0 before there was one."""
+        """Median seconds of the last steps without a save; 0 before the first."""
         return statistics.median(self._step_times_s) if self._step_times_s else 0.0
 
     def record_step(self, step_s: float) -> None:
-        """A step was done."""
+        """Record the duration of a step."""
         self.num_steps += 1
         both = (self.save_overhead, self.copy_overhead)
         running = [overhead for overhead in both if overhead.is_running]
         if self.num_steps > WARMUP_STEPS and not running:
             self._step_times_s.append(step_s)
-        elif self.num_steps > WARMUP_STEPS and len(running) == 1:  # of both at once nobody knows which it was
+        elif self.num_steps > WARMUP_STEPS and len(running) == 1:  # with both running, the cost cannot be attributed
             running[0].record_concurrent_step(step_s)
         for overhead in both:
             overhead.end_step()
 
 
 class CheckpointInterval:
-    """When a durable checkpoint is due: every so many steps, or for `auto` by Young and Daly. Then every worker makes
-    and asks it at the same steps."""
+    """Decide when a durable checkpoint is due: every `every` steps, or for `auto` at the interval of Young and Daly.
+    With `auto`, every worker must create it and call it at the same steps."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class CheckpointInterval:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.interval_steps: int | None = FIRST_INTERVAL_STEPS if every == "auto" else every
-        """Steps between two checkpoints as things stand; None for none."""
+        """Current steps between two checkpoints; None for no checkpoints."""
         self._auto, self._dist_env, self._step_times, self._clock = every == "auto", dist_env, step_times, clock
         self._report_event = report_event
         self._last_save_step = start_step
@@ -132,26 +133,26 @@ class CheckpointInterval:
             self.interval_steps = last_interval or FIRST_INTERVAL_STEPS
 
     def current_interval(self) -> int | None:
-        """`interval_steps`."""
+        """Return `interval_steps`."""
         return self.interval_steps
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time to save after this step."""
+        """Return whether to save after this step."""
         if self.interval_steps is None:
             return False
         return step - self._last_save_step >= self.interval_steps if self._auto else step % self.interval_steps == 0
 
     def begin_save(self, step: int) -> None:
-        """A checkpoint of this step is begun."""
+        """Record that the save of this step starts."""
         self._last_save_step = step
         self._step_times.save_overhead.begin()
 
     def record_failed(self) -> None:
-        """The checkpoint was given up."""
+        """Record that the save failed."""
         self._step_times.save_overhead.record_failed()
 
     def record_saved(self, step: int, stall_s: float, write_s: float) -> None:
-        """A checkpoint took training so many seconds of standing still, and so many until it was written."""
+        """Record a checkpoint that stalled training for `stall_s` and took `write_s` to write; adapt the interval."""
         self._step_times.save_overhead.record_done(stall_s)
         if not self._auto:
             return
@@ -183,8 +184,10 @@ class CheckpointInterval:
 
 
 def read_failure_history(run: Run, devices: int) -> tuple[float, int, float, int | None]:
-    """Seconds between failures that so many devices usually see, failures and seconds of this run so far, and the
-    interval that it had last."""
+    """Read a run's failure history.
+
+    Returns the expected seconds between failures on `devices` devices, the failures and seconds of this run so far, and
+    the last interval in steps."""
     failures, run_s, every = 0, 0.0, None
     last: float | None = None
     for event in read_events(run.events):

@@ -1,8 +1,8 @@
-"""Reading: tensors, or blocks of them, from a checkpoint under any layout, with every byte verified on its way.
+"""Read tensors, or blocks of them, from a checkpoint under any parallelism, and verify every byte that is read.
 
-Files are read chunk by chunk straight into the tensors' memory, and a chunk is hashed while it is still in the cache:
-verifying costs up to a quarter of reading from memory, and next to nothing of reading from a disk. A chunk that differs
-raises CorruptError, which names the file; who looks for the newest good checkpoint then goes on to the one before.
+Files are read chunk by chunk directly into the memory of the tensors. Each chunk is hashed while it is still in the
+CPU's cache: verification adds up to 25 % to a read from memory, and almost nothing to a read from disk. A chunk with a
+wrong hash raises CorruptCheckpointError, which names the file; `find_newest_good` then tries the next older checkpoint.
 """
 
 import itertools
@@ -40,20 +40,18 @@ BlockRange = tuple[tuple[int, ...], tuple[int, ...]]
 """A block of a global tensor: offset and extent in each dimension."""
 
 OnReject = Callable[[Path, str, str], None]
-"""Told of each checkpoint that is not good: its path, the file's name, the reason."""
+"""Called for each checkpoint that is not good, with its path, the file's name, and the reason."""
 
 ResultT = TypeVar("ResultT")
 
-_CHUNKS_PER_READ = 64  # chunks that one thread reads in one go
-_PIECE_BYTES = 256 << 20  # bytes on their way to another device that are in host memory at once
-_HASH_BLOCK_BYTES = (
-    256 << 10
-)  # bytes that are hashed right after they were read, while a core's own cache still holds them
+_CHUNKS_PER_READ = 64  # chunks that one thread reads as one task
+_PIECE_BYTES = 256 << 20  # maximum bytes in host memory on their way to another device
+_HASH_BLOCK_BYTES = 256 << 10  # bytes that are read and hashed at once, so that they are still in the core's cache
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint that was read and found good."""
+    """A checkpoint that was read and verified."""
 
     path: Path
     manifest: CheckpointManifest
@@ -61,7 +59,7 @@ class LoadedCheckpoint:
 
 
 class _ByteSpan(NamedTuple):
-    """The bytes [start, end) of a file belong into `target`, which is as long."""
+    """The bytes [start, end) of a file and the memory of the same size that they are read into."""
 
     start: int
     end: int
@@ -76,12 +74,13 @@ def load_tensors(
     threads: int = 2,
     manifest: CheckpointManifest | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Tensors of the checkpoint at `path`, verified.
+    """Read and verify tensors of the checkpoint at `path`.
 
-    `names` chooses them (default: those of `into`, else all). `into` gives tensors to be overwritten, on any device;
-    the others are new ones on the CPU. `ranges` asks for a block of a global tensor instead of the whole. `manifest`
-    spares reading it again. When all tensors are loaded whole, every byte of every file has been verified.
-    CorruptError names a bad file; DataError says which tensor is not there or has another dtype or shape.
+    `names` selects them (default: those of `into`, else all). `into` holds tensors to overwrite, on any device; other
+    tensors are allocated on the CPU. `ranges` selects a block of a global tensor instead of the whole. `manifest`, if
+    given, is not read again. If all tensors are loaded whole, every byte of every file has been verified. Raises
+    CorruptCheckpointError, which names the bad file, and DataError for a tensor that is missing or differs in dtype or
+    shape.
     """
     manifest = manifest or read_manifest(path)
     given, blocks = into or {}, ranges or {}
@@ -100,10 +99,10 @@ def load_tensors(
 def load_blocks(
     path: Path, requested: Sequence[tuple[str, Sequence[int], torch.Tensor]], threads: int, manifest: CheckpointManifest
 ) -> None:
-    """Fill each tensor, on any device and in any layout, with the block of the named logical tensor that begins at an
-    offset and has the tensor's shape. Only the files' chunks that are touched are read, and these are verified.
-    CorruptError names a bad file; DataError a tensor that is not there or has another dtype. No element may be wanted
-    twice."""
+    """Fill each tensor (any device, any strides) with a block of the named logical tensor: the block starts at the
+    given offset and has the tensor's shape. Only chunks that overlap a block are read, and these are verified. Raises
+    CorruptCheckpointError, which names the bad file, and DataError for a tensor that is missing or differs in dtype.
+    The blocks must not overlap."""
     bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
     spans: dict[str, list[_ByteSpan]] = {}
 
@@ -133,7 +132,7 @@ def load_blocks(
 def find_needed_files(
     manifest: CheckpointManifest, requested: Sequence[tuple[str, Sequence[int], torch.Tensor]]
 ) -> set[str]:
-    """The files that `load_blocks` reads for these."""
+    """Return the files that `load_blocks` would read for `requested`."""
     found = set()
     for name, offset, tensor in requested:
         for shard in manifest.tensors[name].pieces if name in manifest.tensors else ():
@@ -157,7 +156,7 @@ def _check_target(
     extent: Sequence[int],
     given: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The tensor to fill: `given` if it fits, else a new one."""
+    """Return the tensor to fill: `given` if it fits, else a new one."""
     if any(a + n > full_size for a, n, full_size in zip(offset, extent, record.shape, strict=True)):
         raise DataError(
             f"{path}: tensor {name!r} has shape {list(record.shape)}, {list(extent)} from {list(offset)} asked"
@@ -175,7 +174,7 @@ def _check_target(
 def _make_spans(
     shard: ShardRecord, offset: Sequence[int], extent: Sequence[int], target: Bytes, itemsize: int
 ) -> Iterator[_ByteSpan]:
-    """Which bytes of the piece's file belong where in the wanted block, whose bytes are `target`."""
+    """Map the bytes of the shard's file to `target`, the bytes of the requested block."""
     for source, destination, count in _overlapping_runs(shard.offset, shard.extent, offset, extent):
         start = shard.bytes[0] + source * itemsize
         yield _ByteSpan(
@@ -186,15 +185,15 @@ def _make_spans(
 def _overlapping_runs(
     a_offset: Sequence[int], a_extent: Sequence[int], b_offset: Sequence[int], b_extent: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Where the blocks a and b of one tensor meet, as runs of elements that lie together in both, in C order: (first
-    element in a, first element in b, number of elements)."""
+    """Yield the overlap of blocks a and b of one tensor as runs of elements that are contiguous in both, in C order:
+    (first element in a, first element in b, number of elements)."""
     low = [max(a, b) for a, b in zip(a_offset, b_offset, strict=True)]
     meet = [
         min(a + n, b + m) - first for a, n, b, m, first in zip(a_offset, a_extent, b_offset, b_extent, low, strict=True)
     ]
     if any(count <= 0 for count in meet):
         return
-    # Dimensions from `split` on form one run: all but its first are whole in both blocks.
+    # Dimensions from `split` on form one run: all of them but the first are whole in both blocks.
     split = len(meet)
     while split and meet[split - 1] == a_extent[split - 1] == b_extent[split - 1]:
         split -= 1
@@ -206,7 +205,7 @@ def _overlapping_runs(
 
 
 def _flat_index(position: Sequence[int], offset: Sequence[int], extent: Sequence[int]) -> int:
-    """The number, in C order, of the element at a global position within a block."""
+    """Return the index, in C order, of the element at a global position within a block."""
     number = 0
     for at, first, length in zip(position, offset, extent, strict=True):
         number = number * length + at - first
@@ -214,7 +213,7 @@ def _flat_index(position: Sequence[int], offset: Sequence[int], extent: Sequence
 
 
 def _read_files(path: Path, manifest: CheckpointManifest, spans: Mapping[str, list[_ByteSpan]], threads: int) -> None:
-    """Read the spans of each file, and verify each chunk that they touch and each file's head."""
+    """Read the spans of each file; verify each chunk that they overlap, and each file's header."""
     tasks = []
     heads: dict[str, int] = {}
     for shard in itertools.chain.from_iterable(tensor.pieces for tensor in manifest.tensors.values()):
@@ -234,7 +233,7 @@ def _read_files(path: Path, manifest: CheckpointManifest, spans: Mapping[str, li
 
 
 def _read_chunks(path: Path, file: FileRecord, size: int, chunks: Sequence[int], spans: Sequence[_ByteSpan]) -> None:
-    """Read some chunks of a file, in ascending order, each part into its place, and verify each chunk."""
+    """Read some chunks of a file, in ascending order, into the spans, and verify each chunk."""
     unwanted = np.empty(min(size, file.bytes), dtype=np.uint8)
     try:
         fd = open_regular(path)
@@ -264,7 +263,7 @@ def _read_chunks(path: Path, file: FileRecord, size: int, chunks: Sequence[int],
 
 
 def _split_by_span(start: int, end: int, spans: Sequence[_ByteSpan], unwanted: Bytes) -> Iterator[Bytes]:
-    """Where the bytes [start, end) go, one part after the other; what no span wants goes to `unwanted`."""
+    """Yield the memory for the bytes [start, end), part by part; bytes outside of all spans go to `unwanted`."""
     at = start
     for i in range(bisect_right(spans, start, key=lambda span: span.end), len(spans)):
         span = spans[i]
@@ -293,14 +292,14 @@ def _read_exactly(fd: int, buffer: memoryview, start: int, path: Path) -> None:
 
 
 def verify_checkpoint(path: Path, threads: int = 2) -> CheckpointManifest:
-    """Read every byte of a checkpoint; return its manifest, or raise CorruptError naming the first bad file."""
+    """Read and verify every byte of a checkpoint; return its manifest. Raises CorruptCheckpointError for a bad file."""
     manifest = read_manifest(path)
     verify_files(path, manifest.files, manifest.chunk_bytes, threads)
     return manifest
 
 
 def verify_files(folder: Path, files: Mapping[str, FileRecord], chunk: int, threads: int) -> None:
-    """Read every byte of files whose chunks have so many bytes. CorruptError names the first bad one."""
+    """Verify every byte of `files`, in chunks of `chunk` bytes. Raises CorruptCheckpointError for a bad file."""
     tasks = [
         partial(
             _read_chunks, folder / name, file, chunk, range(first, min(first + _CHUNKS_PER_READ, len(file.chunks))), ()
@@ -312,7 +311,7 @@ def verify_files(folder: Path, files: Mapping[str, FileRecord], chunk: int, thre
 
 
 def _run_in_threads(tasks: Sequence[Callable[[], None]], threads: int) -> None:
-    """Do all the works. The first error, in their order, is raised, and what was not begun by then is left."""
+    """Run all tasks. The first error, in task order, is raised; tasks that have not started by then are skipped."""
     with ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(work) for work in tasks]
         try:
@@ -324,8 +323,8 @@ def _run_in_threads(tasks: Sequence[Callable[[], None]], threads: int) -> None:
 
 
 def find_newest_good(directory: Path, on_reject: OnReject, threads: int = 2) -> Path | None:
-    """The newest checkpoint of a directory in which every byte of every file is good; None when there is none. OSError
-    when there is none because storage could not read one that may be good. A bad one is reported."""
+    """Return the newest checkpoint of a directory in which every byte of every file is good; None if there is none.
+    Raises OSError if none was found and one that may be good could not be read. Bad ones are passed to `on_reject`."""
 
     def check(path: Path) -> Path:
         verify_checkpoint(path, threads)

@@ -1,4 +1,4 @@
-"""Which blocks of which logical tensors a worker reads from a checkpoint, and what takes them over."""
+"""Plan which blocks of logical tensors a worker reads from a checkpoint, and how they are restored."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from phalanx.train.precision import GradScaler
 
 
 def get_state_tensors(model: nn.Module, optimizer: OptimizerContainer, scaler: GradScaler) -> dict[str, Tensor]:
-    """Everything that the next step depends on."""
+    """Return all tensors that the next step depends on."""
     return {
         **get_model_tensors(model),
         **get_extra_state(model),
@@ -34,7 +34,7 @@ def get_state_tensors(model: nn.Module, optimizer: OptimizerContainer, scaler: G
 def get_local_state(
     parallel_model: ParallelModel, optimizer: OptimizerContainer, scaler: GradScaler
 ) -> dict[str, LocalTensor]:
-    """Everything that the next step depends on, as far as this worker holds it and no other pipeline stage saves it."""
+    """Return all tensors that the next step depends on, of those that this worker holds and this stage saves."""
     parameters = parallel_model.parameters()
     local_tensors = {
         name: parallel_model.local_tensor(name, p) for name, p in parameters.items() if parallel_model.is_owner(name)
@@ -48,7 +48,7 @@ def get_local_state(
             shape = state_entry_shape(entry, parameter.shape)
             if value.dim() and not parallel_model.is_sharded(
                 name, parameter
-            ):  # an optimizer of a loop's own has its own shapes
+            ):  # a user's optimizer may have state of other shapes
                 shape = value.shape
             local_tensors[key] = (
                 parallel_model.local_tensor(name, parameter, value, shape)
@@ -77,27 +77,28 @@ def get_local_state(
 
 
 TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
-"""Blocks of logical tensors to be read: name, offset, and the tensor to fill."""
+"""Blocks of logical tensors to read: name, offset, and the tensor to fill."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A worker's part of the state. `live_blocks` are of tensors in use, which must not change before all workers have
-    read theirs; `new_blocks` of new ones. `optimizer_tensors` are those of the optimizer and the scale among these."""
+    """A worker's part of the state. `live_blocks` are read into tensors in use, which must not change before all
+    workers have read theirs; `new_blocks` into new ones. `optimizer_tensors` are those of optimizer and grad scaler
+    among these."""
 
     live_blocks: TensorBlocks
     new_blocks: TensorBlocks
     optimizer_tensors: dict[str, Tensor]
     restore_state: Callable[[], None] = lambda: None
-    """To be called when all is read: the first that may change anything in use."""
+    """Called when everything is read; the first function that may change tensors in use."""
     sequential_blocks: list[TensorBlocks] = field(default_factory=list)
-    """What is read one after the other into the same memory, which is new."""
+    """Blocks that are read one after another into the same new memory."""
     add_sequential: Callable[[], None] = lambda: None
-    """To be called after each of these."""
+    """Called after each of these."""
 
     @property
     def all_blocks(self) -> TensorBlocks:
-        """All that is read."""
+        """Return all blocks that are read."""
         return [*self.live_blocks, *self.new_blocks, *(block for blocks in self.sequential_blocks for block in blocks)]
 
 
@@ -110,15 +111,15 @@ def read_local_state(
     threads: int = 2,
     in_place: bool = False,
 ) -> Callable[[], None]:
-    """Read this worker's part of the state from a checkpoint that was written under any layout, and return what takes
-    it over: nothing in use changes before that is called, unless weights are read `in_place`. CorruptError names a bad
-    file, DataError what does not fit."""
+    """Read this worker's part of the state from a checkpoint, written under any parallelism, and return a function that
+    applies it. Nothing in use changes before that is called, unless weights are read `in_place`. Raises
+    CorruptCheckpointError, which names a bad file, and DataError for what does not fit."""
     wanted = make_load_plan(parallel_model, path, manifest)
     return execute_load_plan(wanted, parallel_model, optimizer, scaler, path, manifest, threads, in_place)
 
 
 def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: CheckpointManifest) -> LoadPlan:
-    """What `read_local_state` reads. DataError when the model does not fit the checkpoint."""
+    """Plan what `read_local_state` reads. Raises DataError if the model does not fit the checkpoint."""
     parameters = parallel_model.parameters()
     live_blocks: TensorBlocks = []
     new_blocks: TensorBlocks = []
@@ -137,7 +138,7 @@ def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: Checkpoi
         add_tensor(name, parallel_model.local_tensor(name, parameter))
     for name, buffer in parallel_model.all_buffers():
         add_tensor(name, parallel_model.replicated_tensor(buffer.detach()))
-    if parallel_model.mesh.parallelism.pipeline == 1:  # else the rest of the model is in other stages
+    if parallel_model.mesh.parallelism.pipeline == 1:  # otherwise the other stages hold the rest of the model
         check_nothing_left(manifest.tensors, {*parameters, *dict(parallel_model.all_buffers())}, str(path))
     states: dict[str, Tensor] = {}
     for key, record in manifest.tensors.items():
@@ -169,7 +170,7 @@ def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: Checkpoi
 
 
 def check_nothing_left(saved: Iterable[str], known: Container[str], where: str) -> None:
-    """DataError naming a saved weight or buffer that the model does not have: it would be lost silently."""
+    """Raise DataError for a saved weight or buffer that the model does not have and would silently lose."""
     left = next((name for name in saved if "/" not in name and name not in known), None)
     if left is not None:
         raise DataError(f"{where}: holds {left!r}, which the model does not have: was its code changed since?")
@@ -185,8 +186,8 @@ def execute_load_plan(
     threads: int = 2,
     in_place: bool = False,
 ) -> Callable[[], None]:
-    """Read it into memory of its own, but for weights that are read `in_place`, and return what takes it over.
-    CorruptError names a bad file."""
+    """Read the blocks into new memory, except weights that are read `in_place`, and return a function that applies
+    them. Raises CorruptCheckpointError, which names a bad file."""
     staged = load_plan.live_blocks
     if not in_place:
         staged = [
@@ -211,7 +212,7 @@ def execute_load_plan(
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy weights into the model. DataError naming what is missing, of another shape, or not the model's."""
+    """Copy weights to the model. Raises DataError for a missing or additional tensor, or another shape."""
     targets = get_model_tensors(model)
     check_nothing_left(tensors, targets, where)
     for name, target in targets.items():
@@ -220,7 +221,7 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], where: s
             raise DataError(f"{where}: has no tensor {name!r}, which the model needs")
         if source.shape != target.shape:
             raise DataError(f"{where}: {name} has shape {list(source.shape)}, the model's has {list(target.shape)}")
-        if source.data_ptr() != target.data_ptr():  # else it was read in place
+        if source.data_ptr() != target.data_ptr():  # otherwise it was read in place
             target.copy_(source)
     load_extra_state(model, tensors, where)
 
@@ -228,7 +229,7 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], where: s
 def load_full_state(
     model: nn.Module, optimizer: OptimizerContainer, scaler: GradScaler, tensors: Mapping[str, Tensor], where: str
 ) -> None:
-    """Take over a whole state, read from `where`. DataError naming the tensor that does not fit."""
+    """Restore the whole state, which was read from `where`. Raises DataError naming the tensor that does not fit."""
     with torch.no_grad():
         load_model_tensors(model, tensors, where)
     _load_optimizer_and_scaler(optimizer, scaler, tensors, where)

@@ -1,14 +1,17 @@
-"""Checkpoints of a run as the training loop sees them: all workers save together, and agree on how it went.
+"""Save and commit the checkpoints of a run, in step on all workers.
 
-Each worker writes its share in the background (`checkpoint.Saver`). Its state travels as flags in the per-step
-agreement (`step.STEP_FLAGS`); `handle_flags` acts on the sums of all workers, so every worker takes the same turn at
-the same step: written by all -> rank 0 commits -> committed; or failed on one -> all drop it and training goes on.
+Each worker writes its shards in the background (`CheckpointSaver`). The state of the save is exchanged as flags in the
+per-step all-reduce (`train_step.STEP_FLAGS`); `handle_flags` acts on the sums over all workers, so every worker makes
+the same transition at the same step. When all have written, rank 0 commits; when one has failed, all drop the save and
+training continues.
 
-When workers are lost meanwhile the others take the save along into their next world and end it there. Nothing waits for
-it: threads go on writing while the workers meet. Whether the lost ones had written their parts is seen where it is
-committed, when nobody who is left writes any more; if not, all drop it then, and no thread is waited for either.
+When workers are lost during a save, the surviving workers keep the save across the reconfiguration and finish it in the
+new world. The reconfiguration does not wait for it: the background threads continue to write. Whether the lost workers
+had written their shards is checked at the commit, when no surviving worker writes any more. If a shard is missing, all
+drop the save; this does not wait for a thread either.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -50,24 +53,29 @@ from phalanx.train.distributed.object_collectives import (
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.train_state import SAVE_FLAG_NAMES, PendingSave, TrainState
 
+logger = logging.getLogger(__name__)
+
 DISK_POLL_INTERVAL_S = 0.02
-"""Seconds after which one who waits for the disk looks whether the others are still there."""
+"""Interval at which a worker that waits for the disk checks that the other workers are alive."""
 
 
 class _Claim(BaseModel):
-    """What one worker holds (dtype and shape of each logical tensor), and what it would save of that."""
+    """What one worker holds (dtype and shape of each logical tensor), and what it would save of it."""
 
     held: dict[str, str]
     share: RankManifest
 
 
 class CheckpointManager:
-    """Saves of one worker. `report_event(event)` reports what became of them: CheckpointSaved and CheckpointFailed on
-    every worker, RunWarning on the leading one. `flush()` sends the events told so far: a run that dies goes on
-    from what was committed, so the events of the steps until then must not die with it. `in_memory` are copies in the
-    nodes'
-    memory besides: they go along with whatever is done here. `check_membership` is called while this waits for the
-    disk, and raises where somebody is gone with whom it would go on."""
+    """Checkpoint saves of one worker.
+
+    Args:
+        report_event: receives CheckpointSaved and CheckpointFailed on every worker, RunWarning on rank 0 only.
+        flush: sends the events reported so far. A run that dies resumes from the last commit, so the events of the
+            steps before the commit must have been sent.
+        in_memory: in-memory checkpoints, which follow every operation on this manager.
+        check_membership: called while this waits for the disk; raises if a worker of the world is gone.
+    """
 
     def __init__(
         self,
@@ -91,45 +99,43 @@ class CheckpointManager:
         self.in_memory = in_memory
         self._check_membership = check_membership
         self._saver = CheckpointSaver(run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt)
-        self._next_saver: CheckpointSaver | None = (
-            None  # this world's, while one of the world before has something in flight
-        )
+        self._next_saver: CheckpointSaver | None = None  # this world's, while a save of the previous world is in flight
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="retention")
-        self._removals: list[Future[list[Path]]] = []  # of old checkpoints, not known to be done
+        self._removals: list[Future[list[Path]]] = []  # removals of old checkpoints that may still run
         self._stall_s = 0.0
         self._waiting_for_copy = self._warned = False
-        self._sizes: dict[str, int] = {}  # of what was saved last
-        self._own_names: set[str] = set()  # what this worker saves of it
-        self.step_in_flight: int | None = None  # the step being saved, alike on all workers
+        self._sizes: dict[str, int] = {}  # bytes of each tensor of the last save
+        self._own_names: set[str] = set()  # tensors of it that this worker saves
+        self.step_in_flight: int | None = None  # the step being saved; equal on all workers
         self._best: float | None = None
         self.last_saved: int | None = None
-        self.failure_reason = ""  # why the last save failed, where this worker knows
+        self.failure_reason = ""  # why the last save failed, if this worker knows
         self.prunes_old = True
-        """Whether a new checkpoint makes old ones superfluous."""
+        """Whether a new checkpoint causes old ones to be removed."""
 
     def set_last_saved(self, step: int) -> None:
-        """Go on from a checkpoint that was read. Others are removed as after a save, since `keep` may be smaller now
-        and a disk too full for a save."""
+        """Continue from a checkpoint that was read. Old checkpoints are removed as after a save, since `keep` may be
+        smaller now and the disk too full for a save."""
         self.last_saved = step
         if self._dist_env.is_rank_zero:
             self._prune(step)
 
     def adopt_pending_save(self, pending_save: PendingSave) -> None:
-        """Go on with a save that was begun in the world before, by all who are here and by others who were lost."""
+        """Continue a save that started in the previous world, on all surviving workers and on some that were lost."""
         self._saver, self._next_saver = pending_save.saver, self._saver
         self.step_in_flight, self.failure_reason = pending_save.step, pending_save.reason
         self._best, self._stall_s = pending_save.best_loss, pending_save.stall_s
 
     def delete_after(self, step: int) -> None:
-        """Make it as if nothing had ever been saved after this step; for workers who all end now."""
+        """Undo all saves after this step. Call it on workers that all end now."""
         if self._dist_env.is_rank_zero:
-            self._pruner.submit(self._remove_new, step).result()  # it may be removing old ones
+            self._pruner.submit(self._remove_new, step).result()  # on the pruner thread, which may be removing old ones
         if self.in_memory is not None:
             self.in_memory.roll_back(step)
-        all_gather_json(self._dist_env, None)  # the first who ends is the end of all
+        all_gather_json(self._dist_env, None)  # the first worker that exits ends all others
 
     def roll_back(self, step: int) -> None:
-        """Go back to the checkpoint of this step: what came after it is undone."""
+        """Go back to the checkpoint of this step and undo later saves."""
         self.set_last_saved(step)
         if self.in_memory is not None:
             self.in_memory.roll_back(step)
@@ -137,18 +143,19 @@ class CheckpointManager:
     def start_save(
         self, train_state: TrainState, state: Mapping[str, LocalTensor], copy_now: list[str], is_best: bool
     ) -> None:
-        """Begin to save. Nothing else may be in flight. Workers that hold the same share it out."""
+        """Start a save. No other save may be in flight. Workers that hold the same tensors divide them."""
         assert self.step_in_flight is None
         step = train_state.step
         self.step_in_flight = step
         self._best = train_state.best_loss if is_best else None
         shards = self._make_shards(state)
+        logger.debug("saving step %d: %d tensors of this rank", step, len(shards))
         meta = {**self._common_meta, **asdict(train_state), "last_saved_step": step}
         start_time = time.perf_counter()
         try:
             self._saver.start(step, shards, meta, copy_now=[name for name in copy_now if name in self._own_names])
             self._waiting_for_copy = True
-        except UsageError as error:  # no room on the disk: training goes on
+        except UsageError as error:  # not enough disk space: training continues
             self.failure_reason = str(error)
         except OSError as error:
             if not is_storage_error(error):
@@ -161,8 +168,9 @@ class CheckpointManager:
             self._report_event(RunWarning(text=f"{text}: raise the limit of locked memory (ulimit -l)"))
 
     def check_whole(self, step: int, state: Mapping[str, LocalTensor]) -> None:
-        """See that the workers together would save each element of each tensor once: an optimizer or a module of the
-        user's may hold something else on each. Every worker calls it, after an update. UsageError where they do not."""
+        """Check that the workers together would save each element of each tensor once: a user's optimizer or module may
+        hold different state on each worker. Every worker calls it, after an update. Raises UsageError if they do
+        not."""
         held = {
             name: f"{format_dtype(each.tensor.dtype)}{list(each.global_blocks.global_shape)}"
             for name, each in state.items()
@@ -180,7 +188,7 @@ class CheckpointManager:
             )
 
     def _not_whole(self, claim: _Claim) -> str:
-        """What is wrong with what all workers hold and would save, on the leading one."""
+        """Return, on rank 0, what is wrong with the state that all workers would save; "" if nothing is."""
         others = (_Claim.model_validate(recv_json(rank, None)) for rank in range(1, self._dist_env.world_size))
         claims = [claim, *others]
         first: dict[str, tuple[int, str]] = {}
@@ -202,16 +210,16 @@ class CheckpointManager:
         return problem
 
     def allocate_buffer(self, state: Mapping[str, LocalTensor]) -> None:
-        """Allocate what the first save needs, in the background."""
+        """Allocate the buffer of the first save, in the background."""
         self._saver.allocate_buffer(self._make_shards(state))
 
     def _make_shards(self, state: Mapping[str, LocalTensor]) -> list[TensorShard]:
-        """What this worker writes."""
+        """Return the shards that this worker writes."""
         sizes = {
             name: local_tensor.tensor.numel() * local_tensor.tensor.element_size()
             for name, local_tensor in state.items()
         }
-        if sizes != self._sizes:  # an optimizer has no state before its first update, which a guard may put off
+        if sizes != self._sizes:  # an optimizer has no state before its first update, which may be delayed by skips
             self._sizes, self._own_names = sizes, self._assign_tensors(state, sizes)
         return [
             TensorShard(
@@ -222,7 +230,7 @@ class CheckpointManager:
         ]
 
     def wait_snapshot_copied(self) -> None:
-        """Call before tensors change."""
+        """Wait until the snapshot is copied. Call it before tensors change."""
         if self._waiting_for_copy:
             self._stall_s += self._saver.wait_snapshot_copied()
             self._waiting_for_copy = False
@@ -230,7 +238,7 @@ class CheckpointManager:
             self.in_memory.wait_snapshot_copied()
 
     def local_flags(self) -> tuple[bool, ...]:
-        """This worker's SAVE_FLAGS now."""
+        """Return this worker's flags, in the order of `SAVE_FLAG_NAMES`."""
         return (*self._disk_flags(), *((False, False) if self.in_memory is None else self.in_memory.local_flags()))
 
     def _disk_flags(self) -> tuple[bool, bool, bool]:
@@ -243,7 +251,7 @@ class CheckpointManager:
         return (state.phase is SavePhase.WRITTEN, failed, state.phase is SavePhase.COMMITTED)
 
     def handle_flags(self, flags: Mapping[str, int]) -> None:
-        """Take the next turn, given the flags of all workers."""
+        """Advance the save, given the sums of the flags over all workers."""
         if self.in_memory is not None:
             self.in_memory.handle_flags(flags)
         step = self.step_in_flight
@@ -261,14 +269,14 @@ class CheckpointManager:
             self._saver.commit_async()
 
     def wait_until_saved(self) -> None:
-        """Block until nothing is in flight."""
+        """Block until no save is in flight."""
         while self.step_in_flight is not None:
             while self._saver.poll_when_idle(DISK_POLL_INTERVAL_S).is_busy:
                 self._check_membership()
             self.handle_flags(self._reduce_flags())
 
     def close(self) -> None:
-        """Finish, and wait until old checkpoints, and all hot copies, are removed."""
+        """Finish the save in flight, then wait until old checkpoints and all in-memory checkpoints are removed."""
         self.wait_until_saved()
         self._saver.retry_cleanup()
         if self.in_memory is not None:
@@ -277,8 +285,9 @@ class CheckpointManager:
         self._report_failed_removals()
 
     def detach(self) -> PendingSave | None:
-        """Leave this world, waiting for no other worker: some are gone. Whole copies stay. The checkpoint that is being
-        written, if any, is returned; its thread goes on, but reads none of the state's tensors any more."""
+        """Leave this world without waiting for other workers, some of which are gone. Complete in-memory checkpoints
+        are kept. Return the save in flight, if any; its thread continues, but reads none of the live tensors any
+        more."""
         self.wait_snapshot_copied()
         if self.in_memory is not None:
             self.in_memory.cancel()
@@ -288,7 +297,7 @@ class CheckpointManager:
         return PendingSave(self._saver, self.step_in_flight, self._best, self._stall_s, self.failure_reason)
 
     def _assign_tensors(self, state: Mapping[str, LocalTensor], sizes: Mapping[str, int]) -> set[str]:
-        """What this worker saves of what it holds."""
+        """Return the tensors that this worker saves of those it holds."""
         own: set[str] = set()
         for replicated_axes in {local_tensor.replicated_axes for local_tensor in state.values()}:
             sizes_with_axes = {
@@ -320,6 +329,7 @@ class CheckpointManager:
                 self._write_best_file(step, self._best)
             self._prune(step)
         self._reset_save()
+        logger.info("saved step %d: %d bytes in %.3f s", step, event.size_bytes, event.duration_s)
         self.last_saved = step
         if self.in_memory is not None:
             self.in_memory.note_checkpoint(step)
@@ -328,12 +338,12 @@ class CheckpointManager:
     def _write_best_file(self, step: int, loss: float) -> None:
         try:
             write_json(best_checkpoint_file(self._run), {"step": step, "loss": loss})
-        except OSError as error:  # the checkpoint may have taken the last room; training goes on
+        except OSError as error:  # the checkpoint may have filled the disk; training continues
             text = f"step {step} is the best so far, but this could not be written: {error}"
             self._report_event(RunWarning(text=text))
 
     def _prune(self, step: int) -> None:
-        """Have old checkpoints removed in the background; `step` is one that is good, and stays."""
+        """Remove old checkpoints in the background; keep that of `step`, which is good."""
         self._report_failed_removals()
         if self.prunes_old:
             self._removals.append(self._pruner.submit(self._remove_old, step))
@@ -349,7 +359,7 @@ class CheckpointManager:
                 discard_directory(path)
 
     def _report_failed_removals(self) -> None:
-        """Tell of an old checkpoint that could not be removed, on the leading worker; training goes on."""
+        """Report, on rank 0, old checkpoints that could not be removed; training continues."""
         done = [removal for removal in self._removals if removal.done()]
         self._removals = [removal for removal in self._removals if removal not in done]
         for removal in done:
@@ -369,5 +379,5 @@ class CheckpointManager:
 
 
 def best_checkpoint_file(run: Run) -> Path:
-    """Where it stands which checkpoint had the lowest held-out loss."""
+    """Return the file that names the checkpoint with the lowest validation loss."""
     return run.checkpoints / "best.json"

@@ -1,8 +1,8 @@
-"""Host memory of exactly the size asked for, page-aligned and in huge pages where the system has them.
+"""Host memory of exactly the requested size, page-aligned, and in huge pages if the system supports them.
 
-For copies from a GPU it is page-locked (cudaHostRegister), which torch's own pinned allocator would do with up to twice
-the size and while training waits. Locking takes a large part of a second for a gigabyte, so a thread does it, block by
-block: CUDA's lock is held for one block at a time.
+For copies from a GPU it is page-locked (cudaHostRegister). torch's pinned allocator would use up to twice the size and
+stall training. Page-locking takes a large part of a second per GB, so a thread does it, in blocks: CUDA's lock is held
+for one block at a time.
 """
 
 import itertools
@@ -20,13 +20,13 @@ from phalanx.recipe.devices import device_kind_of
 Bytes = npt.NDArray[np.uint8]
 
 PIN_BLOCK_BYTES = 64 * 2**20
-"""Bytes that are locked in one call. No copy from a GPU crosses the border of two blocks."""
+"""Bytes that one call page-locks. A copy from a GPU must not cross the border of two blocks."""
 CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
 class PinnedBuffer:
-    """`nbytes` of memory, touched; locked for the GPU `device` where one is given, in the background: `wait` before
-    its bytes are used."""
+    """`nbytes` of touched memory. If a GPU `device` is given, it is page-locked for it in the background: call `wait`
+    before using the bytes."""
 
     def __init__(self, nbytes: int, device: torch.device | None = None):
         memory = mmap.mmap(-1, max(1, math.ceil(nbytes / mmap.PAGESIZE)) * mmap.PAGESIZE)
@@ -34,11 +34,11 @@ class PinnedBuffer:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self.is_pinned = True
-        """Whether all of it is page-locked where that was asked for: else copies from the GPU hold up the host."""
+        """Whether all of it is page-locked, if requested; otherwise copies from the GPU block the host."""
         self._pinning: Future[None] | None = None
         if device is None or not device_kind_of(device.type).can_pin_existing_memory:
             self.is_pinned = device is None
-            self.bytes[:] = 0  # the pages come now, not during the first save
+            self.bytes[:] = 0  # touch the pages now and not during the first save
             return
         registered: list[int] = []
         weakref.finalize(self, _unpin, registered, device, self.bytes).atexit = False
@@ -47,13 +47,13 @@ class PinnedBuffer:
         executor.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Until the memory is there."""
+        """Wait until the memory is ready."""
         if self._pinning is not None:
             self._pinning.result()
             self._pinning = None
 
     def blocks(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The bytes from `start` to `end`, cut at the borders of blocks."""
+        """Split the bytes from `start` to `end` at the borders of blocks."""
         cuts = [start, *range((start // PIN_BLOCK_BYTES + 1) * PIN_BLOCK_BYTES, end, PIN_BLOCK_BYTES), end]
         return list(itertools.pairwise(cuts))
 
@@ -73,7 +73,7 @@ class PinnedBuffer:
 
 
 def _unpin(registered: list[int], device: torch.device, memory: Bytes) -> None:
-    """Unlock the blocks that begin at these addresses, while `memory` still holds them."""
+    """Unlock the blocks at these addresses; `memory` is referenced until then."""
     cudart = torch.cuda.cudart()
     with torch.cuda.device(device):
         for address in registered:

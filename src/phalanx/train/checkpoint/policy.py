@@ -1,7 +1,7 @@
-"""When the state of a run is kept: in checkpoints, and in copies in the nodes' memory.
+"""Decide when the state of a run is saved: to durable checkpoints, and to in-memory checkpoints.
 
-It tells its `Saving` when to begin. Of a checkpoint that was lost together with a worker who wrote it, it remembers
-that one is owed in its place, and that a guard would have to go back before it.
+The policy starts saves on the `CheckpointManager`. If a checkpoint is lost together with a worker that was writing it,
+the policy remembers that a replacement is owed, and that a rollback after non-finite steps must go further back.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from phalanx.train.train_state import SurvivorState
 
 
 class FinalSaveError(PhalanxError):
-    """The state with which a run ended could not be written."""
+    """The final state of a run could not be written."""
 
     code = ExitCode.UNFINISHED
 
 
 class CheckpointPolicy:
-    """One worker's part."""
+    """The checkpoint policy on one worker."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class CheckpointPolicy:
             self.checkpoints.adopt_pending_save(survivor_state.pending_save)
         self._replacement_owed = (
             train_state.lost_checkpoint_step > train_state.last_saved_step
-        )  # a save in place of one that was lost
+        )  # a replacement for a lost checkpoint is owed
         self._buffers = list(context.parallel_model.owned_buffers())
         self._frozen_versions = self._snapshot_frozen(values=True)
-        self._changed_frozen: set[str] | None = None  # of these, what forwards change; to be found
-        self._checked = False  # that the workers together save everything once
-        self._buffer_allocated = dist_env.device.type == "cpu"  # there memory is quickly had
+        self._changed_frozen: set[str] | None = None  # frozen parameters that a forward changes; None: not known yet
+        self._checked = False  # whether `check_whole` has passed
+        self._buffer_allocated = dist_env.device.type == "cpu"  # only pinned memory is slow to allocate
 
     def save_if_due(self, improved: bool) -> None:
-        """Begin a save if it is time, or if the state is the best so far; not while steps are skipped."""
+        """Start a save if one is due, or if this state is the best so far; never while steps are skipped."""
         step = self._train_state.step
         if not self._checked and not self._train_state.consecutive_skips:
             self._checked = True
@@ -85,7 +85,7 @@ class CheckpointPolicy:
         due = self.is_due(self.interval.is_due) or improved
         if (
             self.interval.interval_steps is None or self._train_state.consecutive_skips
-        ):  # weights in doubt are nothing to go back to
+        ):  # do not save weights that may be bad
             return
         if not self._buffer_allocated:
             self._buffer_allocated = True
@@ -101,15 +101,17 @@ class CheckpointPolicy:
         self._start_save(improved, is_scheduled=due)
 
     def is_due(self, due: Callable[[int], bool]) -> bool:
-        """Whether something is due after this step: or was, while each worker trained apart, and now all hold the same
-        weights again."""
+        """Return whether an action is due after this step, or was due during the local SGD steps that end with it, when
+        the replicas held different weights."""
         step, local_sgd = self._train_state.step, self._context.parallel_model.local_sgd
         return any(due(each) for each in (range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)))
 
     def copy_to_memory_if_due(self) -> None:
-        """Begin a copy into the nodes' memory if it is time; not while steps are skipped."""
+        """Start an in-memory checkpoint if one is due; never while steps are skipped."""
         in_memory, train_state = self.checkpoints.in_memory, self._train_state
-        if self.checkpoints.step_in_flight is not None:  # who goes on from a copy must have all checkpoints before it
+        if (
+            self.checkpoints.step_in_flight is not None
+        ):  # a run restored from a copy must find all checkpoints before it
             return
         if in_memory is None or train_state.consecutive_skips:
             return
@@ -117,7 +119,7 @@ class CheckpointPolicy:
             in_memory.start_copy(train_state, self._local_tensors(), self._names_to_copy_now())
 
     def save_final(self, improved: bool) -> None:
-        """Save the state with which the run ends, unless it is saved already."""
+        """Save the final state of the run, unless it is saved already."""
         self.checkpoints.wait_until_saved()
         if self.checkpoints.last_saved != self._train_state.step:
             self._start_save(improved, is_scheduled=True)
@@ -132,7 +134,7 @@ class CheckpointPolicy:
             raise FinalSaveError(f"step {self._train_state.step}: the last checkpoint could not be written{where}")
 
     def _start_save(self, improved: bool, is_scheduled: bool) -> None:
-        """Begin a save; `is_scheduled` ones are those that a run has in which nobody is lost."""
+        """Start a save. `is_scheduled` saves are those that a run without failures would have too."""
         self._replacement_owed = False
         if is_scheduled:
             self._set_lost_checkpoint(0)
@@ -140,14 +142,14 @@ class CheckpointPolicy:
         self.checkpoints.start_save(self._train_state, self._local_tensors(), self._names_to_copy_now(), improved)
 
     def _names_to_copy_now(self) -> list[str]:
-        """What a step changes before its update, while a snapshot may still be copied: buffers, what the exchange
-        holds back, and parameters that are not trained if forwards have changed them."""
+        """Return the tensors that a step changes before its update, while a snapshot may still be copied: buffers,
+        error feedback, and frozen parameters that a forward has changed."""
         error_feedback = self._context.parallel_model.error_feedback
         first = (
             self._changed_frozen is None
-        )  # what is written to `weight.data` shows in values only, which are looked at once
+        )  # a write to `weight.data` does not change its version counter, so values are compared once
         now = self._snapshot_frozen(values=first)
-        comparable = now.keys() & self._frozen_versions.keys()  # FSDP may have some gathered at one time only
+        comparable = now.keys() & self._frozen_versions.keys()  # FSDP may hold some of them unsharded at one time only
         changed = {name for name in comparable if now[name][0] != self._frozen_versions[name][0]}
         self._changed_frozen = (self._changed_frozen or set()) | changed
         if first:
@@ -159,7 +161,7 @@ class CheckpointPolicy:
         ]
 
     def was_restored(self) -> None:
-        """Parameters that are not trained were written to by no forward, but from a checkpoint."""
+        """Take a new snapshot of frozen parameters, because a restore and not a forward has changed them."""
         self._frozen_versions = self._snapshot_frozen(values=self._changed_frozen is None)
 
     def _snapshot_frozen(self, values: bool) -> dict[str, tuple[int, int]]:
@@ -169,7 +171,8 @@ class CheckpointPolicy:
         return found
 
     def _set_lost_checkpoint(self, step: int) -> None:
-        """The checkpoint of this step is missing if a guard has to go back to it: what it was before it stays."""
+        """Record that the checkpoint of this step is missing (0: none is). A rollback then needs an older one, so all
+        are kept."""
         self._train_state.lost_checkpoint_step = step
         self.checkpoints.prunes_old = not step
 
@@ -187,6 +190,6 @@ class CheckpointPolicy:
             self.interval.record_failed()
             if inherited_step is not None:
                 self._replacement_owed = True
-                if not self._train_state.lost_checkpoint_step:  # else it was itself in the place of one
+                if not self._train_state.lost_checkpoint_step:  # else the failed save was itself a replacement
                     self._set_lost_checkpoint(event.step)
         self._report_event(event)

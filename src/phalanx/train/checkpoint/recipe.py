@@ -1,5 +1,5 @@
-"""The recipe that a checkpoint was trained with. It is in the manifest, under its checksum, whatever became of the
-run's other files."""
+"""Read the recipe that a checkpoint was trained with. The checksummed manifest holds it, independently of the other
+files of the run."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints
 
 
 def recipe_in(checkpoint: Path, manifest: CheckpointManifest) -> ResolvedRecipe:
-    """The resolved recipe of a checkpoint with this manifest. DataError where it holds none that this Phalanx knows."""
+    """Return the resolved recipe of a checkpoint. Raises DataError if its manifest holds none that Phalanx can read."""
     try:
         return ResolvedRecipe.model_validate(manifest.meta["recipe"])
     except (KeyError, ValidationError):
@@ -20,8 +20,8 @@ def recipe_in(checkpoint: Path, manifest: CheckpointManifest) -> ResolvedRecipe:
 
 
 def newest_recipe(run: Run) -> ResolvedRecipe | None:
-    """The resolved recipe in the newest checkpoint that says one; None where a run has no checkpoint. DataError where
-    none of those that it has is readable."""
+    """Return the resolved recipe of the newest checkpoint that has a readable one; None if the run has no checkpoint.
+    Raises DataError if it has checkpoints but none has a readable recipe."""
     if not run.checkpoints.is_dir():
         return None
     wrong: list[str] = []
@@ -31,5 +31,5 @@ def newest_recipe(run: Run) -> ResolvedRecipe | None:
         except DataError as error:
             wrong.append(str(error))
     if wrong:
-        raise DataError(f"{run.resolved}: is missing, and no checkpoint tells what it said: {wrong[0]}")
+        raise DataError(f"{run.resolved}: is missing, and no checkpoint holds a readable recipe: {wrong[0]}")
     return None

@@ -30,10 +30,10 @@ from phalanx.train.precision import GradScaler
 OnRejectFn = Callable[[Path, str, str], None]
 ApplyFn = Callable[[], None]
 RejectedFile = tuple[str, str, str]
-"""A checkpoint's path, the file's name, the reason."""
+"""A checkpoint's path, the file's name, and the reason."""
 ResultT = TypeVar("ResultT")
 NO_CHECKPOINT = -1
-"""Instead of a checkpoint's step: none is good."""
+"""Step that stands for: no good checkpoint."""
 
 
 def restore_checkpoint(
@@ -45,13 +45,14 @@ def restore_checkpoint(
     on_reject: OnRejectFn,
     in_place: bool = False,
 ) -> LoadedCheckpoint | None:
-    """Load the newest checkpoint that is good for every worker into the model, optimizer and scale; None when there is
-    none. Nothing changes before every worker has read its part of the same one, so all of them fall back to the one
-    before, or none. A bad one is reported on every worker. OSError on every worker when one's storage failed and there
-    is no other that all can read: a checkpoint that cannot be read now may be good.
+    """Load the newest checkpoint that is good for every worker into the model, optimizer and grad scaler.
 
-    `in_place`: without memory for all of it once more. Weights are read over those that there are, and what the
-    optimizer has is dropped first; so where None is returned or an error raised, the caller must not go on."""
+    Nothing changes before every worker has read its part of the same checkpoint, so all fall back to the same older
+    one. Returns None if no checkpoint is good. A bad one is reported on every worker. Raises OSError on every worker if
+    one worker's storage failed and no other checkpoint is readable for all: the unreadable one may be good.
+
+    `in_place` avoids memory for a second copy: weights are read over the existing ones, and the optimizer state is
+    dropped first. If None is returned or an error raised, the live state is then invalid and must not be used."""
     if in_place:
         optimizer.forget()
 
@@ -93,7 +94,7 @@ def restore_checkpoint(
 
 
 def _fitting(tensors: Mapping[str, Tensor], manifest: CheckpointManifest) -> dict[str, Tensor]:
-    """Those that a checkpoint has just so."""
+    """Return the tensors that the checkpoint holds with the same dtype and shape."""
     records = {name: manifest.tensors[name] for name in tensors.keys() & manifest.tensors.keys()}
     return {
         name: tensors[name]
@@ -105,8 +106,8 @@ def _fitting(tensors: Mapping[str, Tensor], manifest: CheckpointManifest) -> dic
 def _read_newest(
     directory: Path, max_step: int | None, read: Callable[[Path], ResultT], rejected: list[RejectedFile]
 ) -> tuple[tuple[Path, ResultT] | None, bool]:
-    """The newest checkpoint that can be read here and is not newer than that step, and whether storage failed before.
-    `rejected` gets those that cannot be read."""
+    """Return the newest checkpoint up to step `max_step` that this worker can read, and whether storage failed before
+    it. Unreadable ones are appended to `rejected`."""
     storage_error_seen = False
     try:
         for path in list_checkpoints(directory):
@@ -125,6 +126,6 @@ def _read_newest(
 
 
 def report_rejected_files(gathered: Sequence[Mapping[str, Any]], on_reject: OnRejectFn) -> None:
-    """Report on every worker what any of them found `rejected`, once."""
+    """Report each bad file that any worker found, once, on every worker."""
     for path, file, reason in dict.fromkeys(tuple(each) for theirs in gathered for each in theirs["bad"]):
         on_reject(Path(path), file, reason)

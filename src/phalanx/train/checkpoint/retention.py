@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest whole ones and those that are protected. Called after a commit."""
+"""Retention of checkpoints: keep the newest complete ones and those that are protected."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -8,12 +8,12 @@ from phalanx.train.checkpoint.format import CorruptCheckpointError, list_checkpo
 
 
 def apply_retention(directory: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
-    """Remove what is older than the `keep` newest whole checkpoints, except the protected steps (the best one); return
-    what was removed.
+    """Remove all checkpoints except the `keep` newest complete ones and the protected steps (the best one); return what
+    was removed. Call it after a commit.
 
-    Whole means that the manifest is good; reading all data after each save would cost too much. A checkpoint that is
-    not whole does not count as one of those kept. One that is killed meanwhile leaves what `clean` removes. What could
-    not be removed before is tried again; OSError when storage fails.
+    Complete means that the manifest is good; reading all data after each save would be too expensive. An incomplete
+    checkpoint does not count as kept. If the process is killed meanwhile, `clean_checkpoint_dir` removes the rest.
+    Failed removals are tried again at the next call. Raises OSError if storage fails.
     """
     for path in directory.glob(f"step-*{DELETED_SUFFIX}"):
         discard_directory(path)

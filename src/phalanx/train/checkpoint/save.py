@@ -1,13 +1,13 @@
-"""Saving: a rank's part in a checkpoint, done in the background while training goes on.
+"""Save one rank's shards of a checkpoint, in the background while training continues.
 
-    saver.start(step, pieces, meta)     after the optimizer's step; returns at once
+    saver.start(step, shards, meta)     after the optimizer step; returns at once
     ... forward, backward ...           meanwhile a thread copies the snapshot
-    saver.wait_copied()                 before the optimizer changes the tensors: the only wait
+    saver.wait_snapshot_copied()        before the optimizer changes the tensors: the only wait
     ... more steps ...                  meanwhile the thread hashes, writes and fsyncs
     saver.poll()                        when it is `written` on every rank, one of them calls commit_async
 
-How the ranks tell each other is the engine's business. One save is in flight at a time. When ranks are lost the others
-may go on with it: whoever commits finds out whether these had done their part.
+The caller exchanges the state of the save between ranks. One save is in flight at a time. When ranks are lost during a
+save, the other ranks may continue it: the commit checks that the lost ranks had written their shards.
 """
 
 import errno
@@ -47,7 +47,7 @@ from phalanx.train.checkpoint.format import (
 from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import ShardFileSpec, StagingBuffer, TensorShard, plan_shard_file
 
-_WRITE_BLOCK_BYTES = 8 * CHUNK_BYTES  # bytes of one write: long enough to keep a disk busy, short enough to fail early
+_WRITE_BLOCK_BYTES = 8 * CHUNK_BYTES  # bytes of one write: large enough to keep a disk busy, small enough to fail early
 _DIRECT_IO_ALIGNMENT_BYTES = 4096
 _WRITER_NICENESS = 10
 
@@ -63,8 +63,8 @@ class SavePhase(StrEnum):
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """How far a save is. `size_bytes` are this rank's when written, the checkpoint's when committed; `seconds` is the
-    background's time since `start`."""
+    """Progress of a save. `size_bytes` is this rank's when written, the checkpoint's when committed; `seconds` is the
+    time of the background work since `start`."""
 
     phase: SavePhase
     step: int = 0
@@ -79,8 +79,8 @@ class SaveStatus:
 
 
 def assign_to_ranks(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
-    """Which rank writes which of the tensors that every rank holds: for each rank their names, sorted. Balanced by
-    bytes (the largest first, to the least loaded) and the same on every rank."""
+    """Assign tensors that every rank holds to the ranks that write them; return sorted names for each rank. Balanced by
+    bytes (largest first, to the least loaded rank) and equal on every rank."""
     ranks: list[list[str]] = [[] for _ in range(num_ranks)]
     load = [(0, rank) for rank in range(num_ranks)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -91,8 +91,8 @@ def assign_to_ranks(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]
 
 
 class CheckpointSaver:
-    """One rank's saver of checkpoints into `directory`. `attempt`, the same on all ranks, keeps the temporary files of
-    a process that was thought dead apart from ours."""
+    """Save the shards of one rank to `directory`. `attempt`, the same on all ranks, separates our temporary files from
+    those of an earlier process that is not dead yet."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class CheckpointSaver:
         self._file_spec_key: object = None
         self._file_spec = ShardFileSpec(b"", (), {}, 0)
         self._staging: StagingBuffer | None = None
-        self._space_checked = False  # it was looked for
+        self._space_checked = False  # whether free disk space was checked
         self._copied = threading.Event()
         self._copied.set()
         self._cancelled = threading.Event()
@@ -116,26 +116,26 @@ class CheckpointSaver:
         self._status = SaveStatus(SavePhase.IDLE)
         self._meta: dict[str, Any] = {}
         self._start_time = 0.0
-        self._steps_to_clean: set[int] = set()  # steps of which something is left that could not be removed
+        self._steps_to_clean: set[int] = set()  # steps with files that could not be removed yet
 
     def share(self, pieces: Sequence[TensorShard]) -> RankManifest:
-        """What a save of `shards` would write; the hashes of its content are empty."""
+        """Return the manifest that a save of `pieces` would write, without content hashes."""
         layout = self._get_file_spec(pieces)
         return self._written(layout, [""] * math.ceil(layout.nbytes / CHUNK_BYTES))
 
     def allocate_buffer(self, shards: Sequence[TensorShard]) -> None:
-        """Allocate the staging buffer before the first save; for a GPU's tensors in the background."""
+        """Allocate the staging buffer before the first save; for tensors on a GPU, in the background."""
         file_spec = self._get_file_spec(shards)
         device = next(
             (shard.tensor.device for shard in shards if device_kind_of(shard.tensor.device.type).is_gpu), None
         )
         if self._staging is None or not self._staging.fits_bytes(file_spec.nbytes, device):
-            self._staging = None  # let go of the old one first
+            self._staging = None  # free the old one first
             self._staging = StagingBuffer(file_spec.nbytes, device)
 
     def reserve_space(self, shards: Sequence[TensorShard]) -> int:
-        """Allocate the staging buffer and see that the disk has room, before training starts; return the bytes that
-        this rank will write. `start` does it by itself when it was not done. UsageError when there is no room."""
+        """Allocate the staging buffer and check free disk space before training starts; return the bytes that this rank
+        will write. `start` does this automatically if it was not called. Raises UsageError if the disk is too full."""
         nbytes = self._get_file_spec(shards).nbytes
         if not self._space_checked:
             self._check_free_space(nbytes)
@@ -145,17 +145,18 @@ class CheckpointSaver:
 
     @property
     def blocks_training(self) -> bool:
-        """Whether saves hold up the host, because the buffer could not be page-locked; known once one has begun."""
+        """Whether saves block the host because the buffer could not be page-locked; known once a save has started."""
         return self._staging is not None and not self._staging.is_pinned
 
     def start(
         self, step: int, shards: Sequence[TensorShard], meta: dict[str, Any], copy_now: Collection[str] = ()
     ) -> None:
-        """Begin to save `shards` as they are now. The tensors must not change before `wait_snapshot_copied`, except
-        those named
-        in `copy_now` (buffers that forward changes): these are copied before this returns. `meta` is anything JSON can
-        hold, the same on all ranks; `step` and `samples` belong into it. UsageError when there is no room; OSError
-        when that cannot be known, because storage fails."""
+        """Start a save of `shards` as they are now.
+
+        The tensors must not change before `wait_snapshot_copied`, except those named in `copy_now` (buffers that
+        forward changes), which are copied before this returns. `meta` is any JSON value, the same on all ranks; it
+        should hold `step` and `samples`. Raises UsageError if the disk is too full, OSError if storage fails when this
+        is checked."""
         if self.poll().is_busy or self._status.phase is SavePhase.WRITTEN:
             raise RuntimeError(f"step {step}: the save of step {self._status.step} is neither committed nor given up")
         self._cancelled.clear()
@@ -170,7 +171,7 @@ class CheckpointSaver:
         self._job = _run_in_background(partial(self._copy_and_write, self._staging, self._file_spec, shards, copy_now))
 
     def wait_snapshot_copied(self) -> float:
-        """Wait until the snapshot is taken; return the seconds waited. On a GPU only the GPU waits."""
+        """Wait until the snapshot is copied; return the seconds waited. On a GPU only the GPU stream waits."""
         start_time = self._clock()
         self._copied.wait()
         if self._staging is not None:
@@ -178,33 +179,33 @@ class CheckpointSaver:
         return self._clock() - start_time
 
     def poll(self) -> SaveStatus:
-        """How far the save is, at once. An error that is no fault of the disk is raised here."""
+        """Return the progress of the save without waiting. An error that storage did not cause is raised here."""
         if self._job is not None and self._job.done():
             self._status, self._job = self._job.result(), None
         return self._status
 
     def poll_when_idle(self, timeout_s: float | None = None) -> SaveStatus:
-        """`poll` when there is nothing left to wait for: written, committed, failed or idle; or after so long."""
+        """Wait, at most `timeout_s`, until the save is written, committed, failed or idle; then `poll`."""
         if self._job is not None:
             wait([self._job], timeout_s)
         return self.poll()
 
     def commit_async(self) -> None:
-        """One rank, when every rank that is left has written: make the checkpoint in the background; `poll` tells when
-        it stands. It fails where a lost rank's part is missing."""
+        """Create the checkpoint in the background; `poll` returns the result. Call it on one rank, when every surviving
+        rank has written. It fails if the shards of a lost rank are missing."""
         if self.poll().phase is not SavePhase.WRITTEN:
             raise RuntimeError(f"rank {self._rank} cannot commit a save that is {self._status.phase}")
         self._status = replace(self._status, phase=SavePhase.COMMITTING)
         self._job = _run_in_background(partial(self._commit, self._status.step, self._meta))
 
     def commit(self) -> SaveStatus:
-        """`commit_async`, and wait: committed with the checkpoint's path, bytes, seconds, or failed with a reason."""
+        """Call `commit_async` and wait; return the committed status with path, bytes and seconds, or a failed one."""
         self.commit_async()
         return self.poll_when_idle()
 
     def cancel(self) -> None:
-        """Give up the save in flight, if there is one, and remove what this rank wrote of it: what is not written yet
-        never is. When a rank failed, all ranks call this."""
+        """Abandon the save in flight, if any, and remove the files that this rank wrote; nothing more is written. When
+        one rank fails, all ranks call this."""
         self._cancelled.set()
         state = self.poll_when_idle()
         if state.phase in (SavePhase.WRITTEN, SavePhase.FAILED):
@@ -212,7 +213,7 @@ class CheckpointSaver:
         self._reset()
 
     def retry_cleanup(self) -> None:
-        """Try again to remove what failing storage would not let go of. Call when nothing is in flight."""
+        """Retry the removal of files that storage refused to remove. Call it when no save is in flight."""
         for step in sorted(self._steps_to_clean):
             if self._rank == 0:
                 self._remove_all(step)
@@ -232,7 +233,7 @@ class CheckpointSaver:
         return self._directory / format_checkpoint_name(step)
 
     def _write_dir(self, step: int) -> Path:
-        """Where ranks write."""
+        """Return the directory that ranks write to."""
         return make_temporary_path(self._final_path(step), str(self._attempt))
 
     def _rank_manifest_path(self, step: int, rank: int) -> Path:
@@ -245,13 +246,13 @@ class CheckpointSaver:
     def _copy_and_write(
         self, staging: StagingBuffer, file_spec: ShardFileSpec, shards: list[TensorShard], copy_now: Collection[str]
     ) -> SaveStatus:
-        """The background thread's work: snapshot, then file, then this rank's share of the manifest."""
+        """Copy the snapshot, write the file, then write this rank's manifest. Runs on the background thread."""
         try:
             staging.copy_from_cpu(file_spec, shards, copy_now)
         finally:
             self._copied.set()
         staging.wait_gpu_copies()
-        shards.clear()  # a model that was rebuilt meanwhile needs the memory of the one before
+        shards.clear()  # the caller may rebuild the model meanwhile and needs the memory of the old one
         step = self._status.step
         try:
             _lower_thread_priority()
@@ -264,7 +265,7 @@ class CheckpointSaver:
         return self._make_status(SavePhase.WRITTEN, step, size_bytes=file_spec.nbytes)
 
     def _write_durably(self, step: int, image: Bytes, file_spec: ShardFileSpec) -> None:
-        """Put the snapshot where it lasts. OSError when that fails."""
+        """Write the snapshot durably. Raises OSError on failure."""
         rank_manifest_path = self._rank_manifest_path(step, self._rank)
         rank_manifest_path.parent.mkdir(parents=True, exist_ok=True)
         rank_manifest_path.unlink(missing_ok=True)
@@ -279,7 +280,7 @@ class CheckpointSaver:
     def _commit(self, step: int, meta: dict[str, Any]) -> SaveStatus:
         temporary, final = self._write_dir(step), self._final_path(step)
         try:
-            if not _path_exists(temporary) and _has_meta(final, meta):  # the rank that was lost had come so far
+            if not _path_exists(temporary) and _has_meta(final, meta):  # the lost rank had already committed
                 nbytes = sum(path.stat().st_size for path in final.iterdir())
                 return self._make_status(SavePhase.COMMITTED, step, path=final, size_bytes=nbytes)
             nbytes = commit_checkpoint(
@@ -294,8 +295,8 @@ class CheckpointSaver:
         return SaveStatus(phase, step, duration_s=self._clock() - self._start_time, **facts)
 
     def _remove_own(self, step: int) -> None:
-        """Remove this rank's files; the last rank to do so removes the directory. What failing storage will not let go
-        of is tried again before the next save and at the end, and is then left to `clean`."""
+        """Remove this rank's files; the last rank removes the directory. If storage refuses, the removal is retried
+        before the next save and at the end; then it is left to `clean_checkpoint_dir`."""
         rank_manifest_path = self._rank_manifest_path(step, self._rank)
         self._steps_to_clean.discard(step)
         try:
@@ -303,23 +304,23 @@ class CheckpointSaver:
             (rank_manifest_path.parent / self._file).unlink(missing_ok=True)
             rank_manifest_path.parent.rmdir()
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # gone, or another rank is the last
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # removed already, or other ranks still have files
                 self._steps_to_clean.add(step)
 
     def _remove_all(self, step: int) -> None:
-        """The rank that commits: remove what all ranks wrote of a save that is given up; see `_remove_own`."""
+        """Remove what all ranks wrote of an abandoned save, on the rank that commits; see `_remove_own`."""
         self._steps_to_clean.discard(step)
         folder = self._write_dir(step)
         try:
             while _path_exists(folder):
-                with suppress(FileNotFoundError):  # others remove their own meanwhile: there is less each time
+                with suppress(FileNotFoundError):  # other ranks remove their files at the same time
                     shutil.rmtree(folder)
         except OSError:
             self._steps_to_clean.add(step)
 
 
 def _path_exists(path: Path) -> bool:
-    """Whether it is there. OSError where storage fails, of which `Path.exists` says that nothing is there."""
+    """Return whether a path exists. Raises OSError if storage fails, for which `Path.exists` returns False."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -328,22 +329,22 @@ def _path_exists(path: Path) -> bool:
 
 
 def check_free_space(directory: Path, nbytes: int, copies: int) -> None:
-    """UsageError unless the file system of `directory`, which need not exist, has room for `copies` checkpoints."""
+    """Raise UsageError unless there is space for `copies` checkpoints in `directory`, which need not exist."""
     existing_parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing_parent).free
     if free < nbytes * copies:
         note = ", and each is written before the one before it is removed" if copies > 1 else ""
         raise UsageError(
-            f"{directory}: no room: a checkpoint takes {nbytes / 1e6:,.1f} MB{note}; {free / 1e6:,.1f} MB are free, "
+            f"{directory}: no space: a checkpoint takes {nbytes / 1e6:,.1f} MB{note}; {free / 1e6:,.1f} MB are free, "
             f"so {(nbytes * copies - free) / 1e6:,.1f} MB more are needed there"
         )
 
 
 def write_with_checksums(path: Path, image: Bytes, cancelled: threading.Event | None = None) -> list[str]:
-    """Write the bytes to a file, fsync it, and return the xxh3 of each chunk. OSError once it is `cancelled`.
+    """Write the bytes to a file, fsync it, and return the xxh3 of each chunk. Raises OSError once `cancelled` is set.
 
-    Where the file system can, the bytes go to the disk without a copy into the page cache: that spares training a
-    quarter of a core and a second gigabyte for every gigabyte saved.
+    Direct I/O is used where the file system supports it, which bypasses the page cache: it saves training 25 % of a
+    core and 1 GB of memory per GB saved.
     """
     chunks: list[str] = []
     content = image.data
@@ -357,7 +358,7 @@ def write_with_checksums(path: Path, image: Bytes, cancelled: threading.Event | 
             chunks += (xxhash.xxh3_64_hexdigest(block[i : i + CHUNK_BYTES]) for i in range(0, len(block), CHUNK_BYTES))
             while block:
                 if direct and len(block) % _DIRECT_IO_ALIGNMENT_BYTES:
-                    direct = _set_direct_io(fd, False)  # the last block, or the rest of a short write
+                    direct = _set_direct_io(fd, False)  # the last block, or the remainder of a short write
                 try:
                     written = os.write(fd, block)
                 except OSError as error:
@@ -382,12 +383,12 @@ def _set_direct_io(fd: int, wanted: bool) -> bool:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return False  # this file system has no direct I/O
+        return False  # this file system does not support direct I/O
     return wanted
 
 
 def _run_in_background(work: Callable[[], SaveStatus]) -> "Future[SaveStatus]":
-    """Run `work` in a thread of its own, new each time because a thread that gave way cannot take it back."""
+    """Run `work` in a new thread. Threads are not reused: one that has lowered its priority cannot raise it again."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     future = executor.submit(work)
     executor.shutdown(wait=False)
@@ -395,13 +396,13 @@ def _run_in_background(work: Callable[[], SaveStatus]) -> "Future[SaveStatus]":
 
 
 def _lower_thread_priority() -> None:
-    """Let training go first from here on: on Linux a thread has its own niceness."""
+    """Lower this thread's priority below training's; on Linux each thread has its own niceness."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
 
 
 def _has_meta(path: Path, meta: dict[str, Any]) -> bool:
-    """Whether a checkpoint is there, whole as far as its manifest tells, and this is its meta."""
+    """Return whether `path` is a checkpoint with a valid manifest and this `meta`."""
     try:
         return read_manifest(path).meta == meta
     except CorruptCheckpointError:

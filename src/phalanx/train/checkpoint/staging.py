@@ -1,8 +1,8 @@
-"""The snapshot: a rank's tensors copied into one reusable buffer that is, byte for byte, the file to be written.
+"""Copy a rank's tensors into one reusable host buffer: a snapshot that is byte for byte the file to write.
 
-No disk here. Tensors on the CPU are copied by numpy, which lets go of the interpreter lock and stays on one thread
-(torch's own copy would start a second team of OpenMP threads beside the one that trains); tensors on a GPU are copied
-by a stream of their own into page-locked memory.
+This module does not access the disk. CPU tensors are copied by numpy, which releases the GIL and uses one thread;
+torch's copy would start a second OpenMP thread pool that competes with training. GPU tensors are copied on a separate
+stream into page-locked memory.
 """
 
 from collections.abc import Collection, Sequence

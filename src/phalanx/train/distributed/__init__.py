@@ -1,1 +1,1 @@
-"""Layouts: how one model and one batch are divided over many workers, for any `nn.Module`."""
+"""Parallelism: divide one model and one batch over many workers, for any `nn.Module`."""

@@ -1,15 +1,15 @@
-"""Recomputation: activations of a block that are not kept but made again in backward, to spend time and save memory.
+"""Activation checkpointing: recompute the activations of a block in backward, to save memory at the cost of time.
 
-    none       every activation is kept
-    selective  results of the operations in KEPT are kept, all others are made again: cheap, since those are pointwise
-    full       only what enters a block is kept: one more forward of each block, about a third more time
+    none       keep every activation
+    selective  keep the results of the operations in KEPT and recompute all others, which are cheap: mostly pointwise
+    full       keep only the inputs of a block: one more forward of each block, about a third more time
 
-(Chen et al. 2016; Korthikanti et al. 2022 for the selective kind.) The numbers do not change: dropout draws the same
-again, state of the block is what it was (`block_state.py`), and loss and gradients are the same bits as without.
+(Chen et al. 2016; Korthikanti et al. 2022 for selective.) The numbers do not change: dropout uses the same random
+numbers, the state of the block is restored (`block_state.py`), and loss and gradients are bit-identical.
 
-Parameters keep their names: a block's `forward` is wrapped, no module is put around it. In the order of things it comes
-after tensor and expert parallel and before compilation: `block.compile()` then sees the wrapped forward and lets the
-compiler keep what KEPT says.
+Parameters keep their names: a block's `forward` is wrapped, no module is put around it. Apply it after tensor and
+expert parallelism and before compilation: `block.compile()` then sees the wrapped forward, and the compiler keeps what
+KEPT says.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from phalanx.train.distributed.context_parallel import make_checkpoint_contexts
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
 MATMUL_OPS = (
-    # Work grows with the third power of the width, results only with the second: the most work for a byte kept.
+    # FLOPs grow with the third power of the width, results only with the second: the most FLOPs per kept byte.
     "aten.mm",
     "aten.addmm",
     "aten.bmm",
@@ -43,8 +43,8 @@ SAVED_OPS = (
     *MATMUL_OPS,
     # A convolution is a matmul too.
     "aten.convolution",
-    # Attention: work grows with the square of the sequence, its result only with the sequence. Which kernel runs is
-    # for device, dtype and mask to say; where none fits, attention is made of bmm.
+    # Attention: FLOPs grow with the square of the sequence length, its result only linearly. The kernel depends on
+    # device, dtype and mask; if none fits, attention is made of bmm.
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_efficient_attention",
@@ -53,18 +53,17 @@ SAVED_OPS = (
     "aten._flash_attention_forward",
     "aten._efficient_attention_forward",
     "flex_attention",
-    # Collectives: the network is the slowest part, and all wait for it. Only those that return their result can be
-    # kept; `torch.distributed.all_reduce` and its like write into a tensor given to them, and are issued again, by all
-    # ranks alike and in the same order.
+    # Collectives: the network is the slowest part, and all ranks wait for it. Only those that return their result can
+    # be kept; `torch.distributed.all_reduce` and other in-place ones are issued again, by all ranks in the same order.
     "_c10d_functional.all_gather_into_tensor",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_reduce",
     "_c10d_functional.all_to_all_single",
-    # What a router chooses: the choice must be the same again even where equal scores stand in no fixed order.
+    # Routing decisions: they must be the same in the recomputation, even if equal scores have no fixed order.
     "aten.topk",
     "aten.sort",
 )
-"""Operations whose results selective recomputation keeps, all overloads of each, by group with the reason."""
+"""Operations of which selective activation checkpointing keeps the results, in all overloads, grouped by reason."""
 
 _ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -76,15 +75,15 @@ def apply_activation_checkpointing(
     *,
     every_second_matmul: bool = False,
 ) -> None:
-    """Have the named blocks of the model recompute their activations in backward.
+    """Make the named blocks of the model recompute their activations in backward.
 
-    `every_second_matmul` lets selective recomputation keep only every second of a block's matmuls, for nearly the
-    memory of full at half its price. A block that runs without gradients recomputes nothing. Raises ValueError for an
-    unknown way, and for a block that already recomputes. A compiled block whose state forwards may change
-    (`block_state.has_mutable_state`) keeps its activations.
+    With `every_second_matmul`, selective keeps only every second matmul of a block: nearly the memory of full at half
+    its cost. A block that runs without gradients recomputes nothing. A compiled block keeps its activations if its
+    forward may change its state (`block_state.has_mutable_state`). Raises ValueError for an unknown mode, and for a
+    block that recomputes already.
 
-    Selective cannot keep what the model then changes in place (`relu_` on what a Linear gave): torch raises in backward
-    and says so; full can.
+    Selective cannot keep a result that the model then changes in place (`relu_` on the output of a Linear): torch
+    raises in backward and says so. Use full for such a model.
     """
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"recompute {mode!r} must be 'none', 'selective' or 'full'")
@@ -99,13 +98,13 @@ def apply_activation_checkpointing(
 
 
 class _CheckpointedForward:
-    """A block's forward under a checkpoint. An object, not a closure, so that a deep copy of the block has its own."""
+    """A block's checkpointed forward. An object, not a closure, so that a deep copy of the block has its own."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], _ContextPair] | None):
         self.forward = forward
         self.contexts = contexts
         self.block_state = BlockState(block)
-        # A compiler has the graph write to a block's state each time that it runs the forward.
+        # In a compiled graph, every run of the forward would write to the block's state.
         self.supports_compile = not has_mutable_state(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,15 +115,15 @@ class _CheckpointedForward:
             return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if not self.supports_compile:
             return self.forward(*args, **kwargs)
-        # A compiler reads from the contexts what to keep, and runs no Python in backward that would need more of them.
+        # A compiler reads from the contexts what to keep, and runs no Python in backward, so these two are enough.
         if self.contexts is None:
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
 
 
 def _nest_contexts(state: Callable[[], _ContextPair], selective: Callable[[], _ContextPair] | None) -> _ContextPair:
-    """Contexts of forward and recomputation: those of selective recomputation, within those of the block's state and of
-    context parallel."""
+    """Return the contexts of forward and recomputation: those of selective checkpointing, nested in those of the
+    block's state and of context parallelism."""
     found = make_checkpoint_contexts()
     for inner in (state, selective):
         if inner is not None:
@@ -134,7 +133,7 @@ def _nest_contexts(state: Callable[[], _ContextPair], selective: Callable[[], _C
 
 
 class _NestedContext(AbstractContextManager[None]):
-    """One context within another. It can be entered again, as it is when a graph is kept for a second backward."""
+    """One context nested in another. It can be entered twice, as when a graph is retained for a second backward."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]):
         self.outer, self.inner = outer, inner
@@ -158,7 +157,7 @@ def _make_selective_contexts(every_second_matmul: bool) -> _ContextPair:
         if name not in SAVED_OPS:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if every_second_matmul and name in MATMUL_OPS:
-            # Some releases of torch ask again during recomputation: the count then begins anew.
+            # Some releases of torch call the policy again during recomputation, so that has a separate count.
             seen[context.is_recompute] += 1
             if seen[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
@@ -169,5 +168,5 @@ def _make_selective_contexts(every_second_matmul: bool) -> _ContextPair:
 
 
 def get_op_name(operation: Callable[..., Any]) -> str:
-    """An operation's name as in KEPT: namespace and name without the overload."""
+    """Return an operation's name as in KEPT: namespace and name without the overload."""
     return ".".join(str(operation).split(".")[:2])

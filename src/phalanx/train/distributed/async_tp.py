@@ -1,10 +1,12 @@
-"""The product of a layer that leaves a region of tensor parallel, in chunks that travel while the next is computed
-(asynchronous tensor parallel; Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition).
+"""Asynchronous tensor parallelism: the matmul that leaves a region, in chunks, so that the communication of one chunk
+overlaps with the computation of the next (Wang et al. 2023, Overlap Communication with Dependent Computation via
+Decomposition).
 
-    forward    a chunk of the sequence is multiplied; while it is summed over the ranks, the next is multiplied
-    backward   all chunks of the gradient are on their way from the ranks; each is multiplied when it is there
+    forward    multiply a chunk of the sequence; while it is reduce-scattered, multiply the next
+    backward   all-gather all chunks of the gradient at once; multiply each when it has arrived
 
-A chunk holds the same share of every rank's part of the sequence, so each sum has the addends that it had.
+A chunk holds the same fraction of every rank's part of the sequence, so each sum has the same addends as without
+chunks.
 """
 
 from typing import Any
@@ -17,11 +19,11 @@ from torch import Tensor
 from phalanx.compat import all_gather_into, reduce_scatter_into
 
 ASYNC_TP_CHUNKS = 2
-"""Enough to hide half of what travels; more would make products too small to be fast."""
+"""Number of chunks. 2 hide half of the communication; with more, the matmuls would be too small to be fast."""
 
 
 def can_chunk(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether hidden states x [b, s, k] can be cut so. A compiled block orders its communication by itself."""
+    """Return whether hidden states x [b, s, k] divide into chunks. A compiler overlaps communication automatically."""
     return x.dim() == 3 and x.shape[1] % (group.size() * ASYNC_TP_CHUNKS) == 0 and not torch.compiler.is_compiling()
 
 

@@ -1,10 +1,10 @@
-"""What a forward changes in a block, so that a recomputation finds it as the forward did, and changes nothing more.
+"""State that a forward changes in a block: restore it for the recomputation, and discard the recomputation's changes.
 
-Buffers (BatchNorm's statistics, moving averages, the vectors of spectral normalisation) and plain values that are
-attributes of modules, such as counters. A buffer is copied before a forward only if it was written to since the last
-copy, so those that stay as they are cost one copy of each; the first forward tells which are written to without torch
-counting it, as running statistics are. While a block is recomputed, copies stand in the place of
-those that have changed since: in-place operations of the recomputation go to them.
+State means buffers (BatchNorm's statistics, moving averages, vectors of spectral normalization) and plain values that
+are attributes of modules, such as counters. A buffer is copied before a forward only if it was written to since the
+last copy, so unchanged buffers are copied once. The first forward shows which buffers are written to without an
+increment of torch's version counter, as running statistics are. During a recomputation, copies replace the buffers that
+have changed since, and receive its in-place operations.
 """
 
 import copy
@@ -19,12 +19,12 @@ from phalanx.compat import is_real_tensor, tensor_version
 from phalanx.train.distributed.buffer_sync import NORM_LAYER_TYPES, updates_running_stats
 
 PLAIN_ATTRIBUTE_TYPES = (bool, int, float, str, type(None))
-"""Types of attributes that are kept."""
+"""Types of attributes that are restored."""
 
 
 @dataclass
 class _BufferSnapshot:
-    """A buffer as a forward found it: the tensor, how often it had been written to, and what it held."""
+    """A buffer before a forward: the tensor, its version counter, and its values."""
 
     owner: nn.Module
     name: str
@@ -47,9 +47,9 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def has_mutable_state(block: nn.Module) -> bool:
-    """Whether forwards may change state of a block in a way that shows when they run twice: persistent buffers that are
-    no masks, but for those of torch's normalisation, which a compiler updates once, and of what the engine ends each
-    step (`after_step`)."""
+    """Return whether running a block's forward twice may give a different state than running it once: it has persistent
+    buffers that are not masks. Exempt are torch's normalization layers, which a compiler updates only once, and modules
+    with an `after_step`, the state of which is completed at the end of each step."""
     for module in block.modules():
         known = isinstance(module, NORM_LAYER_TYPES) or hasattr(module, "after_step")
         persistent = module.state_dict(keep_vars=True)
@@ -60,15 +60,15 @@ def has_mutable_state(block: nn.Module) -> bool:
 
 
 class BlockState:
-    """Of one block, over its forwards."""
+    """State of one block, over all of its forwards."""
 
     def __init__(self, block: nn.Module):
         self._block = block
         self._last_snapshots: dict[tuple[int, str], _BufferSnapshot] = {}
-        self._untracked: set[tuple[int, str]] | None = None  # written to without being counted
+        self._untracked: set[tuple[int, str]] | None = None  # buffers written to without an increment of the version
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of one forward and its recomputation."""
+        """Return the contexts of one forward and of its recomputation."""
         before = _ForwardContext(self)
         return before, _BackwardContext(before)
 
@@ -76,7 +76,7 @@ class BlockState:
         return BlockState(copy.deepcopy(self._block, memo))
 
     def snapshot(self) -> tuple[list[_BufferSnapshot], list[tuple[nn.Module, dict[str, Any]]]]:
-        """Buffers and plain values as they are now."""
+        """Return the current buffers and plain values."""
         buffers, values = [], []
         for module in self._block.modules():
             for name, tensor in module.named_buffers(recurse=False):
@@ -92,7 +92,7 @@ class BlockState:
         return buffers, values
 
     def detect_untracked(self, buffers: list[_BufferSnapshot]) -> None:
-        """After the first forward: find what it wrote to unnoticed."""
+        """Find, after the first forward, buffers that it wrote to without an increment of the version."""
         if self._untracked is None:
             apparently_unchanged = [
                 buffer for buffer in buffers if buffer.is_unchanged and is_real_tensor(buffer.tensor)
@@ -104,7 +104,7 @@ class BlockState:
 
 
 class _ForwardContext(AbstractContextManager[None]):
-    """Around a forward."""
+    """Context of a forward."""
 
     def __init__(self, state: BlockState):
         self._state = state
@@ -120,7 +120,7 @@ class _ForwardContext(AbstractContextManager[None]):
 
 @dataclass
 class _BackwardContext(AbstractContextManager[None]):
-    """Around a recomputation. It can be entered again, as it is when a graph is kept for a second backward."""
+    """Context of a recomputation. It can be entered twice, as when a graph is retained for a second backward."""
 
     forward_context: _ForwardContext
     _saved_values: list[tuple[list[tuple[_BufferSnapshot, Any]], list[tuple[nn.Module, dict[str, Any]]]]] = field(

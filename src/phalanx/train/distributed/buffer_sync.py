@@ -1,16 +1,16 @@
-"""State that forwards change: BatchNorm's statistics, moving averages, codebooks, counters, extra state of modules.
+"""Synchronize state that forwards change: BatchNorm statistics, moving averages, codebooks, counters, extra state.
 
-The rule is that of DistributedDataParallel: what the first worker of a stage has counts. At the end of each step in
-which a forward changed a persistent buffer the others take it over, so all hold the same whenever something is saved or
-evaluated, and a run that goes on is the run that was stopped. It is not the same on another number of workers, since
-the first then sees other samples: under `determinism: elastic` such a model is refused, by the trial before the run, or
-in the step that shows it. Parameters that are not trained count as buffers do.
+The rule is that of DistributedDataParallel: the first worker of a stage is the source. After each step in which a
+forward changed a persistent buffer, its values are broadcast, so that all workers hold the same state whenever it is
+saved or evaluated, and a resumed run is bit-identical. This does not hold for another number of workers, since the
+first worker then sees other samples: under `determinism: elastic` such a model is refused, by the trial before the run
+or in the first step that changes a buffer. Frozen parameters are treated as buffers.
 
-Whether anything changes is seen by the versions that torch counts. Running statistics are written without being
-counted, so normalisation layers that keep some count as changed, and in its first step a worker compares values, too.
-A model whose forwards change nothing costs nothing but that look, and one without persistent buffers not even that.
-Workers need not find the same: each says in the agreement of the step whether it saw a change in what is not sent yet,
-and if one did all exchange names.
+Changes are detected by torch's version counters. Running statistics are written without incrementing them, so
+normalization layers that track them always count as changed, and in the first step each worker also compares values. If
+forwards change nothing, the cost is this check; without persistent buffers there is none. The workers need not find the
+same changes: each sets a flag in the all-reduce of the step if it found an unsent change, and if any flag is set, all
+exchange names.
 """
 
 import random
@@ -39,12 +39,12 @@ from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.ops.collectives import Group
 
 VersionedBuffer = tuple[Tensor, int]
-"""A buffer, and its version."""
+"""A buffer and its version counter."""
 NORM_LAYER_TYPES: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 MODULE_ATTRIBUTES = ("training", *vars(nn.Module()))
 """Attributes that every module has."""
 MAX_COMPARED_VALUES = 1000
-"""More values than that in an attribute are not compared."""
+"""Maximum number of values in an attribute for it to be compared."""
 NORM_LAYER_TYPES += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 GENERATOR_POSITION: dict[type, Callable[[Any], object]] = {
@@ -53,26 +53,25 @@ GENERATOR_POSITION: dict[type, Callable[[Any], object]] = {
     np.random.Generator: lambda generator: str(generator.bit_generator.state),
     np.random.RandomState: lambda generator: str(generator.get_state()),
 }
-"""Kinds of generators of random numbers, and where one of them stands."""
+"""Types of random generators, and how to read the state of each."""
 INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes."""
+"""Integer dtypes by size in bytes."""
 
 
 def updates_running_stats(module: nn.Module) -> bool:
-    """Whether a forward moves running statistics of this layer."""
+    """Return whether a forward of this layer updates running statistics."""
     return isinstance(module, NORM_LAYER_TYPES) and module.training and module.running_mean is not None
 
 
 def find_changed_buffers(before: dict[str, VersionedBuffer], now: dict[str, Tensor]) -> list[str]:
-    """Names of the buffers that were written to, or replaced, since."""
+    """Return the names of the buffers that were written to or replaced between two snapshots."""
     known = {name: version for name, (buffer, version) in before.items() if now.get(name) is buffer}
     return [name for name, buffer in now.items() if known.get(name) != tensor_version(buffer)]
 
 
 def snapshot_weight_versions(model: nn.Module, values: bool = True, frozen: bool = False) -> dict[str, tuple[int, int]]:
-    """What shows whether a parameter was written to: its version, and the sum of its bits where it has `values`, since
-    what is written to `weight.data` is not counted. Those that are sharded are left out; `frozen`: those that are
-    trained, too."""
+    """Return for each parameter its version counter and, if `values`, the sum of its bits, because a write to
+    `weight.data` does not increment the counter. Sharded parameters are left out; with `frozen`, trained ones too."""
     return {
         name: (tensor_version(parameter), _sum_bits(parameter) if values else 0)
         for name, parameter in model.named_parameters()
@@ -86,8 +85,8 @@ def _sum_bits(tensor: Tensor) -> int:
 
 
 class BufferSync:
-    """That of one worker. `group` are those who hold the same modules; `elastic`: results must not depend on how many
-    these are; `has_all_parameters`: each holds all of the parameters."""
+    """Buffer synchronization of one worker. `group`: the workers that hold the same modules. `elastic`: results must
+    not depend on their number. `has_all_parameters`: each holds all of the parameters."""
 
     def __init__(
         self,
@@ -119,15 +118,15 @@ class BufferSync:
             if isinstance(layer, NORM_LAYER_TYPES)
             for buffer, _ in layer.named_buffers(recurse=False)
         }
-        self._values: dict[str, Tensor] | None = {}  # in the first step
+        self._values: dict[str, Tensor] | None = {}  # only in the first step
 
     def record_versions(self) -> None:
-        """A step begins."""
+        """Record the version counters at the start of a step."""
         self._versions_before = {
             name: (buffer, tensor_version(buffer)) for name, buffer in self._collect_buffers().items()
         }
         if self._values is not None:
-            self._values = {  # not of parameters, which may be many
+            self._values = {  # buffers only: parameters may be large
                 name: buffer.detach().clone()
                 for name, (buffer, _) in self._versions_before.items()
                 if not isinstance(buffer, nn.Parameter)
@@ -136,15 +135,14 @@ class BufferSync:
             self._extra_before = self._collect_extra_state()
 
     def detect_changes(self) -> bool:
-        """Whether forwards of this step changed what is not sent yet."""
+        """Return whether forwards of this step changed a buffer that is not synchronized yet."""
         self._changed_now = set(self._changed_names()) if self._modules else set()
         return bool(self._changed_now - self._synced_names)
 
     @torch.no_grad()
     def sync_buffers(self, any_changed: bool) -> list[str]:
-        """After the step, of which all know whether any worker `found` something: have all hold what the first does.
-        Returns the names that are new. RecipeError on all workers under `determinism: elastic`. Every worker calls
-        it."""
+        """Broadcast the changed buffers after a step; `any_changed`: some worker has found new changes. Return the
+        names that are new. Raises RecipeError on all workers under `determinism: elastic`. Every worker calls it."""
         new: list[str] = []
         self._values = None
         if any_changed:
@@ -158,7 +156,7 @@ class BufferSync:
         return new
 
     def _mutable_tensors(self, module: nn.Module) -> dict[str, Tensor]:
-        """What forwards may change of a module, and a checkpoint holds as a tensor."""
+        """Return what forwards may change in a module and a checkpoint holds as a tensor."""
         frozen = [
             (name, each)
             for name, each in module.named_parameters()
@@ -191,7 +189,7 @@ class BufferSync:
     def _broadcast_buffers(self) -> None:
         buffers = self._collect_buffers()
         chosen = [buffers[name] for name in sorted(self._synced_names & buffers.keys())]
-        chosen.sort(key=lambda buffer: -buffer.element_size())  # so that each begins where its elements may
+        chosen.sort(key=lambda buffer: -buffer.element_size())  # so that each is aligned
         if chosen:
             parts = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in chosen]
             flat = torch.cat(parts)
@@ -218,7 +216,7 @@ class BufferSync:
 
 
 def _same_bits(value: Tensor, now: Tensor | None) -> bool:
-    """Bit by bit, so NaN counts as itself, and each dtype can be compared."""
+    """Compare bits, so that NaN equals itself and every dtype can be compared."""
     if now is None or value.shape != now.shape or value.dtype != now.dtype:
         return False
     return torch.equal(_as_byte_view(value), _as_byte_view(now))
@@ -229,15 +227,15 @@ def _as_byte_view(tensor: Tensor) -> Tensor:
 
 
 def _is_comparable(tensor: Tensor) -> bool:
-    """Whether it is plain memory with values; a sparse, nested or quantised tensor is not."""
+    """Return whether a tensor is plain memory with values; sparse, nested and quantized tensors are not."""
     strided = tensor.layout == torch.strided and not tensor.is_nested
     return strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def find_forward_changes(model: nn.Module, forward: Callable[[], object]) -> tuple[list[str], list[str]]:
-    """Names of what `forward`, called twice, changes: of what a checkpoint holds, and of what none does (buffers that
-    are not persistent, and plain attributes). What the second of two equal forwards leaves as the first did is a cache
-    or a result, not state; so is what each forward computes anew from what a checkpoint holds."""
+    """Return names of the state that `forward`, called twice, changes: state that a checkpoint holds, and state that it
+    does not (non-persistent buffers and plain attributes). State that the second of two equal forwards leaves unchanged
+    is a cache or a result, and is not listed; neither is what each forward computes from state in the checkpoint."""
     state = BufferSync([model], DistEnv(), None, elastic=True)
     state.record_versions()
     forward()
@@ -261,8 +259,8 @@ def _restore(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 def _computed(
     model: nn.Module, forward: Callable[[], object], held: dict[str, Tensor], others: Mapping[str, Tensor]
 ) -> set[str]:
-    """Those of `others` that come out of a forward equal whatever they were before it, where what a checkpoint holds
-    was the same: the weight of the older spectral norm, say. They have the values of another forward to begin with."""
+    """Return those of `others` that a forward overwrites with values that depend only on state in the checkpoint, such
+    as the weight of the older spectral norm. Their initial values here are those of another forward."""
     values = {name: tensor.detach().clone() for name, tensor in held.items()}
     forward()
     once = _copy_unsaved_state(model)
@@ -276,8 +274,8 @@ def _computed(
 
 
 def _copy_unsaved_state(model: nn.Module) -> dict[str, Any]:
-    """Copies of what modules hold beside parameters, persistent buffers, what their `get_extra_state` gives, and what
-    is summed over all workers at the end of a step (`after_step`); and where random numbers other than torch's are."""
+    """Copy the state that is in no checkpoint: everything in modules except parameters, persistent buffers, extra state
+    and what is reduced at the end of a step (`after_step`); and the states of random generators other than torch's."""
     saved, extra = get_persistent_buffers(model), find_extra_state_modules(model)
     found: dict[str, Any] = {"Python's random": random.getstate(), "numpy.random": str(np.random.get_state())}
     for name, module in model.named_modules():
@@ -291,7 +289,7 @@ def _copy_unsaved_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_plain_value(value: object) -> bool:
-    """Whether an attribute is a value that can be compared: a number, a text, a tensor, or a few of them."""
+    """Return whether an attribute is comparable: a number, a string, a tensor, or a few of them."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple | deque):
@@ -320,10 +318,10 @@ def _values_equal(before: Any, now: Any) -> bool:
         return before.keys() == now.keys() and all(_values_equal(each, now[key]) for key, each in before.items())
     if isinstance(before, list):
         return len(before) == len(now) and all(map(_values_equal, before, now))
-    return bool(before == now or (before != before and now != now))  # NaN counts as itself
+    return bool(before == now or (before != before and now != now))  # NaN equals itself here
 
 
 def format_names(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Format the first few names and the number of others."""
     shown = ", ".join(name.removeprefix(EXTRA_STATE_PREFIX) or "the model's extra state" for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,7 +1,7 @@
-"""Compilation of a model's repeated blocks, each for itself: they are alike, so it takes the time of one.
+"""Compile the repeated blocks of a model one by one. Equal blocks share a compilation, so it takes the time of one.
 
-Shapes are static: a recipe's micro-batches all have the same, and kernels for one shape are faster than for any. Not
-about when compiling happens: see `train/compile_warmup.py`.
+Shapes are static: all micro-batches of a recipe have the same shape, and kernels for one shape are faster than dynamic
+ones. For when compilation happens see `train/compile_warmup.py`.
 """
 
 from typing import Any, Literal
@@ -13,15 +13,15 @@ from phalanx.compat import raise_recompile_limit
 
 CompileMode = bool | Literal["cuda-graphs"]
 BLOCKS_COMPILED_ATTR = "blocks_are_compiled"
-"""Attribute of a model that wants to know whether its blocks are compiled while it is not itself: what it hands them
-(rotations, masks) may have a form that compilers like better."""
+"""Attribute that is set on a model that has it, when its blocks are compiled but the model is not. Such a model may
+pass its blocks inputs (rotations, masks) in a form that compiles better."""
 
 
 def compile_blocks(model: nn.Module, blocks: list[nn.Module], graphs: bool = False) -> None:
-    """Compile each repeated block in place; a model without blocks as a whole. Names and parameters stay.
+    """Compile each repeated block in place; a model without blocks as a whole. Names and parameters do not change.
 
-    `graphs` also records each as a CUDA graph, so that one launch stands for all its kernels. The graphs of a forward
-    share memory that the next forward writes over, so results must not be kept across two forwards of the model.
+    `graphs` also records each block as a CUDA graph, which launches all its kernels at once. The graphs of a forward
+    share memory that the next forward overwrites, so results must not be kept across two forwards of the model.
     """
     if hasattr(model, BLOCKS_COMPILED_ATTR):
         setattr(model, BLOCKS_COMPILED_ATTR, True)

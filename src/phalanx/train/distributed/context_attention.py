@@ -1,17 +1,17 @@
-"""Attention over a sequence of which every rank of a group holds a part: what context parallelism is made of.
+"""Attention over a sequence that is split over the ranks of a group: the kernel of context parallelism.
 
-Queries, keys and values come as the rank's own positions, [b, heads, s/n, d], and so does the result; gradients flow
-back to the ranks that hold the values. Two ways:
+Queries, keys, values and the result are for the rank's own positions, [b, heads, s/n, d]; gradients flow back to the
+ranks that hold the values. Two methods:
 
-`gather`    Keys and values of the whole sequence are gathered on every rank, which answers its own queries (the
-            all-gather of Llama 3: Grattafiori et al. 2024, section 3.3.2). The sequence is cut into 2n chunks and rank
-            r holds chunks r and 2n-1-r, in this order, so that causal work is the same for all ("zigzag").
-`alltoall`  An all-to-all turns parts of the sequence with all heads into the whole sequence with h/n heads, ordinary
-            attention follows, and a second all-to-all turns its result back (Ulysses: Jacobs et al. 2023). Rank r
-            holds the r-th of n contiguous parts.
+`gather`    Keys and values of the whole sequence are gathered on every rank, which computes attention of its own
+            queries (the all-gather of Llama 3: Grattafiori et al. 2024, section 3.3.2). The sequence is split into 2n
+            chunks and rank r holds chunks r and 2n-1-r, in this order, so that causal work is balanced ("zigzag").
+`alltoall`  An all-to-all turns parts of the sequence with all heads into the whole sequence with h/n heads; after
+            ordinary attention a second all-to-all reverts this (Ulysses: Jacobs et al. 2023). Rank r holds the r-th of
+            n contiguous parts.
 
-It is not about how a model comes to use this, nor how a batch is cut: see context_parallel.py. Letters: b batch, s the
-whole sequence, n ranks, h heads of queries, g heads of keys and values, d features of a head, c = s / 2n.
+context_parallel.py makes models use this, and splits batches. Letters: b batch, s whole sequence, n ranks, h query
+heads, g key-value heads, d features of a head, c = s / 2n.
 """
 
 import math
@@ -29,18 +29,18 @@ ContextMethod = Literal["gather", "alltoall"]
 
 
 def choose_context_method(heads: int, kv_heads: int, n: int) -> ContextMethod:
-    """The way for n ranks: `alltoall` where the heads divide by n, else `gather`, which needs nothing of them.
+    """Choose the method for n ranks: `alltoall` if the heads divide by n, else `gather`, which has no requirements.
 
-    With e bytes a number, one attention receives on each rank, in the forward pass (and again in the backward)
+    With e bytes per number, one attention receives on each rank, in the forward pass (and again in the backward)
 
         gather     (n-1)/n x b s d e x 2g                              keys and values of all others
         alltoall   (n-1)/n x b s d e x (2h + 2 lcm(g, n)) / n          own queries, keys, values; then results
 
-    where lcm(g, n) = g if the key-value heads divide by n, too. With g = h all-to-all receives n/2 times less. With
-    g = h/4 it receives more up to n = 4, and is chosen all the same: bytes grow with s and attention with s^2, its
-    attention is the ordinary one of whole sequences, with the best kernels, and gathered keys and values need not be
-    kept for the backward. Key-value heads that do not divide it repeats, lcm(g, n) in all: only where that receives
-    less than gathering is it chosen.
+    where lcm(g, n) = g if the key-value heads divide by n, too. With g = h, all-to-all receives n/2 times less. With g
+    = h/4 it receives more up to n = 4, and is still chosen: bytes grow with s and attention with s^2, its
+    attention is the ordinary one on whole sequences, with the best kernels, and gathered keys and values need not be
+    kept for the backward. If the key-value heads do not divide by n, it repeats them, to lcm(g, n); then it is chosen
+    only if it receives less than gathering.
     """
     if heads % n == 0 and (kv_heads % n == 0 or heads + math.lcm(kv_heads, n) <= n * kv_heads):
         return "alltoall"
@@ -48,12 +48,12 @@ def choose_context_method(heads: int, kv_heads: int, n: int) -> ContextMethod:
 
 
 def local_chunks(method: ContextMethod, rank: int, n: int) -> tuple[tuple[int, ...], int]:
-    """The numbers of the chunks that a rank holds, in its order, and into how many the sequence is cut."""
+    """Return the indices of the chunks that a rank holds, in its order, and the total number of chunks."""
     return ((rank, 2 * n - 1 - rank), 2 * n) if method == "gather" else ((rank,), n)
 
 
 def make_document_masks(documents: Tensor, method: ContextMethod, group: Group) -> tuple[Tensor, ...]:
-    """What a query may see, from the number of each position's document [b, s]: earlier keys in its own document.
+    """Make masks from the document number of each position [b, s]: a query attends to earlier keys of its document.
 
     gather: for each of the rank's two chunks [b, 1, c, k], with the k keys up to the chunk's end.
     alltoall: one mask [b, 1, s, s].
@@ -85,8 +85,8 @@ def attention_over_context(
 ) -> Tensor:
     """Attention of this rank's queries [b, h, s/n, d] to the keys and values [b, g, s/n, d] of the whole sequence.
 
-    Causal or full; `masks`, those of `make_document_masks`, take the place of the causal rule. h must be a multiple of
-    g. Returns [b, h, s/n, dv]. RecipeError if `alltoall` cannot divide the heads.
+    Causal or full; `masks`, from `make_document_masks`, replace the causal mask. h must be a multiple of g. Returns
+    [b, h, s/n, dv]. Raises RecipeError if `alltoall` cannot divide the heads.
     """
     query, key, value = (_cast_to_autocast_dtype(x) for x in (query, key, value))
     attention_fn = _attention_all_gather if method == "gather" else _attention_all_to_all
@@ -104,11 +104,9 @@ def _attention_all_gather(
 ) -> Tensor:
     n = group_size(group)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    whole = gather_from_group(
-        torch.cat([key, value], dim=-1), group, dim=2
-    )  # [b, g, s, d + dv], in the order of the ranks
+    whole = gather_from_group(torch.cat([key, value], dim=-1), group, dim=2)  # [b, g, s, d + dv], in rank order
     widths = [key.shape[-1], value.shape[-1]]
-    if not causal and masks is None:  # the order of the keys does not matter
+    if not causal and masks is None:  # the order of keys does not matter
         keys, values = whole.split(widths, dim=-1)
         return scaled_dot_product_attention(query, keys, values, **options)
     keys, values = _to_sequence_order(whole, n).split(widths, dim=-1)
@@ -128,9 +126,9 @@ def _attention_all_gather(
 
 
 def _causal_bias_at_end(queries: int, keys: int, device: torch.device) -> Tensor:
-    """The causal rule for queries at the end of more keys. CUDA has kernels for the bias, which need no mask, but
-    torch.compile cannot make one; on a CPU it would only be turned into this mask, which costs 3 to 13% of the time of
-    attention without one."""
+    """Return the causal bias for queries at the end of more keys. CUDA has kernels for the bias, which need no mask,
+    but torch.compile does not support it. On a CPU it would only be converted to this mask, which takes 3 to 13 % of
+    the time of attention without one."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         return causal_lower_right(queries, keys)
     positions = torch.arange(keys, device=device)
@@ -138,8 +136,8 @@ def _causal_bias_at_end(queries: int, keys: int, device: torch.device) -> Tensor
 
 
 def _to_sequence_order(whole: Tensor, n: int) -> Tensor:
-    """Chunks 0, 2n-1, 1, 2n-2, ... along dimension 2 in the order of the sequence. Slices, not an index: the gradient
-    of an index is a scattered addition, which is slow and on CUDA of no fixed order."""
+    """Reorder chunks 0, 2n-1, 1, 2n-2, ... along dimension 2 to sequence order. It uses slices and not an index,
+    because the gradient of an index is a scatter-add, which is slow and, on CUDA, non-deterministic."""
     pairs = whole.unflatten(2, (n, 2, -1))  # [b, g, n, 2, c, d]
     return torch.cat([pairs[:, :, :, 0], pairs[:, :, :, 1].flip(2)], dim=2).flatten(2, 3)
 
@@ -158,7 +156,7 @@ def _attention_all_to_all(
         raise RecipeError(
             f"parallelism.context: {heads} heads of attention do not divide by {n}, so all-to-all cannot; gather can"
         )
-    # Each rank needs the key-value heads of its queries: as often as lcm(g, n), which divides h, makes it come out.
+    # Each rank needs the key-value heads of its queries. Repeating to lcm(g, n) heads, which divides h, ensures this.
     repeats = math.lcm(kv_heads, n) // kv_heads
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -176,8 +174,8 @@ def _attention_all_to_all(
 
 
 def _shard_heads_not_sequence(parts: list[Tensor], group: Group) -> list[Tensor]:
-    """All heads of a part of the sequence [b, h, s/n, d] -> the whole sequence of a part of the heads [b, h/n, s, d],
-    for several tensors in one exchange."""
+    """Exchange all heads of a part of the sequence [b, h, s/n, d] for a part of the heads of the whole sequence
+    [b, h/n, s, d], for several tensors in one all-to-all."""
     n = group_size(group)
     rows = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in parts]  # [n, b, h/n, s/n, d]
     sent = torch.cat([row.reshape(n, -1) for row in rows], dim=1)
@@ -189,7 +187,7 @@ def _shard_heads_not_sequence(parts: list[Tensor], group: Group) -> list[Tensor]
 
 
 def _shard_sequence_not_heads(x: Tensor, group: Group) -> Tensor:
-    """The way back: [b, h/n, s, d] -> [b, h, s/n, d]."""
+    """The inverse: [b, h/n, s, d] -> [b, h, s/n, d]."""
     n = group_size(group)
     rows = x.unflatten(2, (n, -1)).movedim(2, 0)  # [n, b, h/n, s/n, d]
     arrived = all_to_all_rows(rows.reshape(n, -1), [1] * n, [1] * n, group)
@@ -197,7 +195,7 @@ def _shard_sequence_not_heads(x: Tensor, group: Group) -> Tensor:
 
 
 def _cast_to_autocast_dtype(x: Tensor) -> Tensor:
-    """x as autocast would hand it to the kernel, so that no more bytes are sent than are used."""
+    """Cast x as autocast would for the kernel, so that no unnecessary bytes are sent."""
     kind = x.device.type
     if kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))

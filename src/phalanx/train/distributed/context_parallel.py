@@ -1,17 +1,17 @@
-"""Context parallelism: any model trains with its sequence split over a group of ranks, without knowing it.
+"""Context parallelism: train with sequences split over a group of ranks, without changes to the model.
 
-Each rank runs the whole model on its part of every sequence, which `shard_batch` cuts. All but attention works on one
-position at a time; attention, where it calls `torch.nn.functional.scaled_dot_product_attention`, is replaced by one
-over the whole sequence while a `ContextParallel` is active. Losses and terms of the ranks add up to those of the whole
-batch, and so do their gradients: they must be summed over the group.
+Each rank runs the whole model on its part of every sequence, which `shard_batch` cuts. All layers but attention work on
+one position at a time. Attention, if it calls `torch.nn.functional.scaled_dot_product_attention`, is replaced by
+attention over the whole sequence while a `ContextParallel` is active. Losses, terms and gradients of the ranks add up
+to those of the whole batch: they must be summed over the group.
 
-    mine = slice_batch(batch, group, way)
-    with ContextParallel(group, way, documents=batch.get("documents")):
+    mine = shard_batch(batch, group, method)
+    with ContextParallel(group, method, documents=batch.get("documents")):
         logits = model(mine["tokens"], positions=mine["positions"])
 
-Only self-attention is known, causal or full, of tensors [b, h, s/n, d]. What would come out wrong is refused: attention
-dropout, a mask whose meaning for the whole sequence cannot be known, sliding windows, a model that is not told its
-positions. The attention itself is in context_attention.py.
+Only self-attention is supported, causal or full, of tensors [b, h, s/n, d]. Calls that would give wrong results raise
+RecipeError: attention dropout, a mask that cannot be extended to the whole sequence, sliding windows, a model that
+takes no positions. The attention itself is in context_attention.py.
 """
 
 import contextlib
@@ -38,15 +38,16 @@ SDPA_NAME = "scaled_dot_product_attention"
 
 
 def local_positions(length: int, method: ContextMethod, group: Group, device: torch.device) -> Tensor:
-    """The positions in a sequence of `length` that this rank holds, in its order: int64 [s/n]."""
+    """Return the positions in a sequence of `length` that this rank holds, in its order: int64 [s/n]."""
     chunks, count = local_chunks(method, group_rank(group), group_size(group))
     size = length // count
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in chunks])
 
 
 def shard_batch(batch: dict[str, Tensor], group: Group, method: ContextMethod) -> dict[str, Tensor]:
-    """This rank's part of a token batch: [b, s/n, ...] of every tensor [b, s, ...], where s is the length of `tokens`,
-    and `positions` [b, s/n] int64, where in the whole sequence each token stands. Other tensors stay whole.
+    """Return this rank's part of a token batch: [b, s/n, ...] of every tensor [b, s, ...], where s is the length of
+    `tokens`, and `positions` [b, s/n] int64, the position of each token in the whole sequence. Other tensors stay
+    whole.
 
     A batch with `positions` of its own keeps them (cut). RecipeError if s does not divide by 2n (gather) or n
     (alltoall), or a rank would be left with a single position, which models take for generation.
@@ -71,16 +72,16 @@ def shard_batch(batch: dict[str, Tensor], group: Group, method: ContextMethod) -
 
 
 def find_position_argument(model: nn.Module) -> str | None:
-    """The argument of the model's forward that takes positions: "positions" (ours) or "position_ids" (Hugging Face's);
-    None if there is neither."""
+    """Return the argument of the model's forward that takes positions: "positions" (ours) or "position_ids" (Hugging
+    Face); None if there is neither."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in ("positions", "position_ids") if name in taken), None)
 
 
 def check_context_parallel(model: nn.Module, length: int) -> str:
-    """What can be seen before any work: that the model can train with sequences of `length` tokens split. Returns its
-    `find_position_argument`. RecipeError if it has none, or if its Hugging Face configuration names attention that is
-    not scaled_dot_product_attention over the whole sequence."""
+    """Check, before training, that the model supports sequences of `length` tokens split over ranks. Return its
+    `find_position_argument`. Raises RecipeError if it has none, or if its Hugging Face configuration names attention
+    other than scaled_dot_product_attention over the whole sequence."""
     argument = find_position_argument(model)
     name = type(model).__name__
     if argument is None:
@@ -106,17 +107,17 @@ def check_context_parallel(model: nn.Module, length: int) -> str:
 
 
 class ContextParallel:
-    """While active, scaled_dot_product_attention works over the whole sequence of which each rank holds a part.
+    """While active, scaled_dot_product_attention works over the whole sequence, of which each rank holds a part.
 
     group: over which sequences are split; None, or one rank, changes nothing.
-    way: how, see context_attention.py; `choose` there picks.
-    documents: [b, s] of the whole batch, as before `shard_batch`: then every causal or masked call keeps to documents,
-        whatever mask it came with.
-    replace_masks: for models that make a causal mask of their own where positions jump, as they do under `gather`
-        (Hugging Face's do): without documents, such a mask is replaced by causal attention over the whole sequence
-        instead of being refused. Only for models that `check_context_parallel` accepted. They make it on all ranks but
-        the last,
-        whose chunks are neighbours, and repeat key-value heads where they do; so on the last they are repeated here.
+    method: see context_attention.py; `choose_context_method` selects it.
+    documents: [b, s] of the whole batch, as before `shard_batch`: every causal or masked call is then restricted to
+        documents, whatever its mask.
+    replace_masks: for models that build a causal mask when positions are not contiguous, as under `gather` (Hugging
+        Face models do): without documents, such a mask is replaced by causal attention over the whole sequence instead
+        of being refused. Only for models that `check_context_parallel` accepted. They build it on all ranks but the
+        last, which has contiguous chunks, and repeat key-value heads where they do; so on the last they are repeated
+        here.
 
     It is active for all threads of the process, since a recomputation may run in one of autograd's. It must be active
     there, too: hand `make_checkpoint_contexts` to checkpoint, or keep it active around the backward. Blocks may be
@@ -140,8 +141,8 @@ class ContextParallel:
 
     @property
     def attention_seen(self) -> bool:
-        """Whether attention has passed here, or through code compiled in this process. A model whose forward leaves it
-        False attends by other means, or not at all: its parts would be trained as sequences of their own."""
+        """Whether attention was called here, or in code compiled in this process. If it is False after a forward, the
+        model uses other attention or none: its parts would be trained as separate sequences."""
         return self._attention_seen or _compile_state.has_attention
 
     def __enter__(self) -> "ContextParallel":
@@ -216,8 +217,8 @@ def _check_shapes(query: Tensor, key: Tensor) -> None:
 
 @contextlib.contextmanager
 def without_attention() -> Iterator[None]:
-    """Within it, scaled_dot_product_attention looks at one position at a time, as the rest of a model does that can be
-    split: it gives a function of the query, key and value there."""
+    """Return a context in which scaled_dot_product_attention works on one position at a time, as the other layers of a
+    supported model do: the result is a function of query, key and value at that position."""
 
     def alone(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         _check_shapes(query, key)

@@ -1,6 +1,6 @@
-"""A worker's place among the others: rank, world, device and process group, taken from environment variables.
+"""The distributed environment of a worker: rank, world size, device and process group, from environment variables.
 
-The variables are torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and our PHALANX_ATTEMPT, so the
+The variables are those of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and PHALANX_ATTEMPT, so the
 agent, torchrun, srun and mpirun can all start workers.
 """
 
@@ -33,18 +33,18 @@ from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.train.distributed.signed_store import SignedStore
 
 MIN_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a collective may take before it is an error, or longer: see `set_collective_timeout`. Evaluation and first
-steps on slow machines must fit."""
+"""Minimum timeout of a collective, see `set_collective_timeout`. Evaluation and the first steps on slow machines must
+fit."""
 COLLECTIVE_TIMEOUT_MARGIN_S = 60.0
-"""Seconds that a collective waits longer than the agent, which knows who is stuck and starts workers again."""
+"""Seconds by which collectives time out later than the agent, which finds the hanging rank and restarts workers."""
 
 STORE_CONNECT_TIMEOUT = timedelta(seconds=30)
-"""How long it may take to reach a store that was there before its workers were started."""
+"""Timeout for connecting to a store that was started before its workers."""
 
 
 @dataclass(frozen=True)
 class DistEnv:
-    """Which worker this is. `attempt` counts from 0 over the life of the run."""
+    """Identity of a worker. `attempt` counts from 0 over the life of the run."""
 
     rank: int = 0
     world_size: int = 1
@@ -54,12 +54,12 @@ class DistEnv:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is the worker that speaks for all."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
 def dist_env_from_environment(environment: Mapping[str, str] = os.environ, device: str = "auto") -> DistEnv:
-    """The place that the environment gives; alone on this machine when it says nothing. `device` is a recipe's."""
+    """Read the environment; a world of one if it is not set. `device` is the recipe's."""
     try:
         rank, world_size = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
         local_rank = int(environment.get("LOCAL_RANK") or 0)
@@ -72,7 +72,7 @@ def dist_env_from_environment(environment: Mapping[str, str] = os.environ, devic
 
 
 def find_visible_gpus() -> tuple[str, int]:
-    """The kind of GPU that torch sees and can train on here, and how many; "cpu" and 0 where there is none."""
+    """Return the kind of GPU that torch sees and supports here, and the count; "cpu" and 0 if there is none."""
     if torch.cuda.is_available():
         return "cuda", torch.cuda.device_count()
     if torch.xpu.is_available() and torch.xpu.get_device_properties(0).has_fp64:
@@ -86,11 +86,11 @@ def select_device(
     requested: str = "auto",
     gpus: Callable[[], tuple[str, int]] = find_visible_gpus,
 ) -> torch.device:
-    """The GPU of a worker: its own of those that torch sees, or the only one that a launcher lets it see (`srun
-    --gpus-per-task=1` gives each task a CUDA_VISIBLE_DEVICES of one). The CPU where there is none, or where a recipe's
-    device is `requested` to be that. RecipeError where what is asked for is not here, UsageError when there are fewer
-    GPUs
-    than workers; UnfitNodeError for either on one of several nodes of our agents, whose leading one has what it takes.
+    """Select a worker's GPU: the one with its local rank, or the only visible one (`srun --gpus-per-task=1` gives each
+    task a CUDA_VISIBLE_DEVICES of one). The CPU if there is none, or if the recipe has `requested` it.
+
+    Raises RecipeError if the requested kind of device is not here, and UsageError if there are fewer GPUs than workers.
+    On one of several nodes with our agent, if the leader's node has the devices, both are UnfitNodeError.
     """
     if requested == "cpu":
         return torch.device("cpu")
@@ -100,7 +100,7 @@ def select_device(
         wanted, gpus_found = environment.get("LOCAL_WORLD_SIZE"), f"{found} {'GPU' if found == 1 else 'GPUs'}"
         raise UnfitNodeError(
             f"torch finds {gpus_found} on {socket.gethostname()} for {wanted} workers, each of which takes one; "
-            "`phalanx doctor` there may tell why"
+            "run `phalanx doctor` there to find out why"
         )
     if requested not in ("auto", kind):
         raise RecipeError(
@@ -118,20 +118,20 @@ def select_device(
 
 
 def _pin_to_near_cores(device: torch.device) -> None:
-    """On a machine with several GPUs, run on the cores that are near this worker's own."""
+    """On a machine with several GPUs, pin this process to the cores near its GPU."""
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         found: Any = torch.cuda.get_device_properties(device)
         bind_to_local_cores(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""By which a user configures torch's allocator, by its new and its old name."""
+"""Variables with the user's configuration of torch's allocator: the new name and the old one."""
 
 
 def _use(device: torch.device, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Work on this GPU. On CUDA torch's allocator extends the memory it reserved rather than reserve more, unless the
-    user configured it or the driver cannot, as on virtual GPUs and some of WSL2: less of it lies unused
-    (docs/benchmarks/gpu.md). Without effect where a device was set before."""
+    """Select this GPU. On CUDA, enable expandable segments of torch's allocator, which reduces fragmentation
+    (docs/benchmarks/gpu.md), unless the user has configured the allocator or the driver does not support them (virtual
+    GPUs, some of WSL2). No effect if a device was selected before."""
     module = torch.get_device_module(device)
     if (
         device.type != "cuda"
@@ -157,12 +157,12 @@ def init_process_group(
     connection_scope: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - it holds nothing
     before: Callable[[DistEnv], None] = lambda place: None,
 ) -> None:
-    """Enter the process group of this attempt; nothing to do for a world of one. `connection_scope` is entered while
-    the group opens its own; `before` is called when nothing else can go wrong in this worker.
+    """Create the process group of this attempt; do nothing for a world of one. `connection_scope` is entered while the
+    group opens its connections. `before` is called when nothing else can fail in this worker.
 
-    Each attempt has its own prefix in the store: gloo would otherwise read addresses of the attempt that died. A
-    nursery that serves several runs, whose attempts may have the same number, tells them apart by
-    PHALANX_RENDEZVOUS_ID.
+    Each attempt has its own prefix in the store, because gloo would otherwise read the addresses of the previous
+    attempt. A fork server may serve several runs with equal attempt numbers; PHALANX_RENDEZVOUS_ID then separates their
+    prefixes.
     """
     kind = device_kind_of(dist_env.device.type)
     if kind.is_gpu:
@@ -187,7 +187,7 @@ def init_process_group(
             rank=dist_env.rank,
             world_size=dist_env.world_size,
             timeout=_collective_timeout[0],
-            # NCCL would guess the device at the first collective, connect lazily and could not split communicators.
+            # Otherwise NCCL would guess the device at the first collective, connect lazily, and could not split groups.
             device_id=dist_env.device if kind.is_gpu else None,
         )
 
@@ -196,25 +196,25 @@ _collective_timeout = [MIN_COLLECTIVE_TIMEOUT]
 
 
 def set_collective_timeout(hang_timeout_s: float) -> None:
-    """Have collectives of groups made from now on wait longer than `hang_timeout_s` seconds, after which the agent ends
-    workers that seem stuck: gloo and NCCL's watchdog would end them first, and say that the others were lost."""
+    """Set the timeout of collectives of later groups to more than `hang_timeout_s` seconds, after which the agent ends
+    hanging workers. Otherwise gloo and NCCL's watchdog would time out first and report lost peers."""
     _collective_timeout[:] = [
         max(MIN_COLLECTIVE_TIMEOUT, timedelta(seconds=min(hang_timeout_s, 1e9) + COLLECTIVE_TIMEOUT_MARGIN_S))
     ]
 
 
 def patience() -> timedelta:
-    """How long collectives of a group that is made now wait."""
+    """Return the timeout of collectives of a group that is created now."""
     return _collective_timeout[0]
 
 
 _connection_scopes: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]
-"""What is told of connections that this process opens for a group."""
+"""Contexts that are entered while a group opens its connections."""
 
 
 def clone_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Another group of the workers of `group` (None: of all), for operations whose order is not that of the first's.
-    All of them must call this."""
+    """Create another group with the workers of `group` (None: the world), for operations in an independent order. All
+    of them must call this."""
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     with _connection_scopes[0]:
         new_group: dist.ProcessGroup = dist.new_group(
@@ -224,19 +224,19 @@ def clone_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def is_single_node(environment: Mapping[str, str]) -> bool:
-    """Whether all workers are on this machine, as the launcher says."""
+    """Return whether all workers are on this machine, according to the launcher."""
     return environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
 
 
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """gloo binds to the address of the host's name, which need not be usable, and NCCL to any that others may reach; a
-    local world talks over loopback."""
+    """Return variables that make a single-node world use loopback. gloo would bind to the address of the host name,
+    which may be unusable, and NCCL to an address that is reachable from outside."""
     return {name: "lo" for name in INTERFACE_VARIABLES if is_single_node(environment) and name not in environment}
 
 
 def check_network_interfaces(dist_env: DistEnv, environment: Mapping[str, str]) -> None:
-    """UsageError where the environment names a network interface that this machine has not: gloo would say so as if a
-    worker had been lost."""
+    """Raise UsageError if the environment names a network interface that this machine lacks: gloo would report this as
+    a lost worker."""
     libraries = ("GLOO_", "NCCL_") if dist_env.device.type == "cuda" else ("GLOO_",)
     requested = {name: value for name, value in environment.items() if name.startswith(libraries)}
     for problem in find_missing_interfaces(requested, [name for _, name in socket.if_nameindex()]):
@@ -250,7 +250,7 @@ def _connect_store(address: str, port: int, is_host: bool, local: bool, key: byt
         store.set_timeout(MIN_COLLECTIVE_TIMEOUT)
     else:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:  # torch itself would listen on all addresses
+        try:  # torch itself would listen on all interfaces
             own = address if local or ":" in address else find_listen_address(address)
             listener = socket.create_server((own, port), family=family)
         except OSError as error:
@@ -269,16 +269,17 @@ def _open_file_store(path: str) -> FileStore:
 
 
 def open_root_store(dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> Store:
-    """The store where workers meet, opened once in a process. Workers of our agent on one machine have a file that no
-    other user can open; on several nodes the agent hosts one, and what stands there is signed with the attempt's key.
-    torchrun hosts its own; under any other launcher the leading worker does. What stands there is signed where the
-    launcher gives workers a token."""
+    """Open the rendezvous store, once per process.
+
+    With our agent on one machine it is a file that only this user can open. On several nodes the agent hosts the store,
+    and values are signed with the attempt's key. torchrun hosts its own store; with other launchers rank 0 does. Values
+    are signed if the launcher gives the workers a token."""
     if path := environment.get(STORE_VARIABLE):
         return _open_file_store(path)
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address or not port:
         raise UsageError(f"WORLD_SIZE={dist_env.world_size} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
-    # torchrun leaves it to the leading worker where it is configured so, or meets in another store than torch's.
+    # torchrun may leave hosting the store to rank 0, or use another rendezvous backend than torch's store.
     hosted = "PHALANX_EVENTS_FD" in environment or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = STORE_CONNECT_TIMEOUT if hosted else MIN_COLLECTIVE_TIMEOUT
     is_host = dist_env.is_rank_zero and not hosted
@@ -296,7 +297,7 @@ def _get_store_key(environment: Mapping[str, str]) -> bytes | None:
 
 
 def open_attempt_store(dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> PrefixStore:
-    """The part of it that this attempt has for itself."""
+    """Open the part of the root store that belongs to this attempt."""
     name = f"attempt{dist_env.attempt}/{environment.get('PHALANX_RENDEZVOUS_ID', 0)}"
     return PrefixStore(name, open_root_store(dist_env, environment))
 
@@ -310,12 +311,12 @@ def assert_same_on_all_ranks(
     environment: Mapping[str, str] = os.environ,
     error: type[PhalanxError] = DataError,
 ) -> None:
-    """An `error` on every worker when `value` is not the same on all of them, with the `hint`. Nothing to do on one
-    node, whose workers read the same files, unless it has to hold `also_single_node`."""
+    """Raise `error`, with the `hint`, on every worker unless `value` is the same on all. Skipped on one node, where the
+    workers read the same files, unless `also_single_node`."""
     local = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
     if dist_env.world_size == 1 or (local and not also_single_node):
         return
-    digest = xxhash.xxh3_64_intdigest(value.encode()) >> 1  # an int64 has a sign
+    digest = xxhash.xxh3_64_intdigest(value.encode()) >> 1  # int64 is signed
     mine = torch.tensor([digest])
     all_of_them = [torch.empty_like(mine) for _ in range(dist_env.world_size)]
     dist.all_gather(all_of_them, mine)
@@ -325,11 +326,11 @@ def assert_same_on_all_ranks(
 
 
 GLOO_PEER_LOSS_MESSAGES = ("gloo/transport", "caused pair closure")
-"""gloo has no type for the loss of a peer. The second is what other threads get when one has hung up after it."""
+"""Messages of gloo, which has no exception type for a lost peer. Other threads get the second after a peer closed."""
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether this is what a collective raises whose other end is gone: no mistake of the worker that raises it."""
+    """Return whether a collective raised this because a peer is gone, so that this worker is not at fault."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_PEER_LOSS_MESSAGES)
@@ -348,19 +349,19 @@ GPU_FAILURE_MESSAGES = (
     "system not yet initialized",
     "CUDA error: unknown error",
 )
-"""What CUDA and HIP say, by way of torch, Triton or NCCL, of a GPU that failed or is gone; the last three of a driver
-that does not work, or the service of its links."""
+"""Messages of CUDA and HIP, from torch, Triton or NCCL, about a GPU that failed or is gone; the last three are about a
+driver, or the service of its links, that does not work."""
 
 
 def is_gpu_failure(error: BaseException) -> bool:
-    """Whether a GPU of this machine failed: a process that begins again may have it back, or only another machine. An
-    illegal address or a failed launch is a mistake of a program, most often."""
+    """Return whether a GPU of this machine failed: a new process may be able to use it again, or only another machine.
+    An illegal address or a failed launch is usually a bug in a program and does not count."""
     kinds = (RuntimeError, torch.cuda.DeferredCudaCallError)
     return isinstance(error, kinds) and any(words in str(error) for words in GPU_FAILURE_MESSAGES)
 
 
 def abort_process_group() -> None:
-    """Leave a process group of which others may be gone, to enter another: nothing waits for anybody."""
+    """Leave a process group without waiting for its other workers, some of which may be gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -369,9 +370,9 @@ _collector_threads: list[threading.Thread] = []
 
 
 def collect_in_background(freeze: bool) -> None:
-    """Collect what is left of groups that were parted from, beside what goes on: gloo waits for a round of its loop for
-    every connection that ends, which made 40 to 90 ms for a sharded replica. `freeze`: what exists then stays, and
-    later collections need not look at it."""
+    """Collect the garbage of groups that were left, in a thread: gloo takes one round of its event loop to close each
+    connection, in total 40 to 90 ms for a sharded replica. `freeze` exempts the remaining objects from later
+    collections."""
 
     def collect() -> None:
         gc.collect()
@@ -384,7 +385,7 @@ def collect_in_background(freeze: bool) -> None:
 
 
 def _wait_collectors() -> None:
-    """Wait for the collection that is under way: another one beside it would do nothing."""
+    """Wait for a collection in progress, because a concurrent one would do nothing."""
     while _collector_threads:
         _collector_threads.pop().join()
 
@@ -392,21 +393,21 @@ def _wait_collectors() -> None:
 def shut_down_process_group() -> None:
     """Leave the process group in order, if there is one.
 
-    What is left of it is collected: threads of a group that lives until the interpreter ends may still be letting go of
+    What is left of it is garbage-collected: if a group lives until the interpreter exits, its threads may still release
     a tensor then, which ends the process by SIGABRT ("terminate called without an active exception").
     """
     was_initialized = dist.is_initialized()
     if was_initialized:
         dist.destroy_process_group()
     _wait_collectors()
-    gc.unfreeze()  # or the model of this run would stay for as long as the process
+    gc.unfreeze()  # otherwise the model of this run would stay in memory as long as the process
     if was_initialized:
         gc.collect()
 
 
 def end_at_once(code: int) -> int:
-    """The exit code; or the end of this process, where its group could not be left in order: what threads of that still
-    do would end it with another code."""
+    """Return the exit code. If the process group could not be left, exit this process at once, because the group's
+    threads would make it exit with another code."""
     if dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

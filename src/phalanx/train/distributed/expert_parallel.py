@@ -1,14 +1,15 @@
-"""Expert parallel: each rank of a group holds some of the experts, and rows travel to their experts and back.
+"""Expert parallelism: each rank of a group holds some of the experts, and rows are sent to their experts and back.
 
-Any module may be divided that says `expert_parallel = True`, whose parameters all have the expert as first dimension,
-and whose `forward(x, counts)` takes rows x [m, w] sorted by expert and how many there are for each, counts [E] (int64),
-gives rows [m, ...] in the same order, and takes as many experts as it finds weights for. Our `GroupedExperts` does, and
-so may a user's. (Lepikhin et al. 2020, GShard; but no row is dropped, so their numbers differ from rank to rank.)
+It supports every module with `expert_parallel = True`, the expert as first dimension of all parameters, and a
+`forward(x, counts)` as follows: x [m, w] are rows sorted by expert, counts [E] (int64) the number of rows of each
+expert; it returns rows [m, ...] in the same order, and takes as many experts as its weights have. Our `GroupedExperts`
+is such a module, and a user's may be too. (Lepikhin et al. 2020, GShard; but no rows are dropped, so row counts differ
+by rank.)
 
-The rows of all the group's ranks meet at the one rank that has their expert. So there the gradient of the expert's
-weights is already the sum over the group, and must not be added up over it again.
+The rows of all ranks in the group arrive at the one rank that has their expert. The gradient of an expert's weights is
+therefore already the sum over the group, and must not be reduced over it again.
 
-Who has which tokens, the router, and how parameters are sharded and saved are not this file's business.
+The router, and how parameters are sharded and saved, are not part of this module.
 """
 
 from collections.abc import Callable
@@ -26,18 +27,18 @@ ExpertForward = Callable[[Tensor, Tensor], Tensor]
 
 
 def apply_expert_parallel(model: nn.Module, group: Group) -> dict[str, DimShard]:
-    """Keep this rank's experts [rank E/n, (rank + 1) E/n) of every module of experts in `model`, in place, and wrap its
-    forward so that rows reach them. Each rank of the group must call it, and later each forward and backward, as often
-    as the others, without rows if need be. Returns the cut of every parameter that was divided, by its name.
+    """Keep this rank's experts [rank E/n, (rank + 1) E/n) of every expert module in `model`, in place, and wrap its
+    forward so that rows are sent to them. Return the shard of every parameter that was divided, by name.
 
-    Raises RecipeError when the model has no experts, or not a multiple of the ranks.
+    Every rank of the group must call this, and run each forward and backward as often as the others, with zero rows if
+    need be. Raises RecipeError if the model has no experts, or their number is not a multiple of the ranks.
     """
     if group is None or group.size() == 1:
         return {}
     experts = check_experts(model, group.size())
     found = {name: model.get_submodule(name) for name in experts}
     dim_shards: dict[str, DimShard] = {}
-    new_params: dict[nn.Parameter, nn.Parameter] = {}  # two modules may share one
+    new_params: dict[nn.Parameter, nn.Parameter] = {}  # two modules may share a parameter
     for name, module in found.items():
         dim_shard = shard_evenly(0, experts[name], group.rank(), group.size(), "expert")
         for key, parameter in list(module.named_parameters(remove_duplicate=False)):
@@ -51,13 +52,13 @@ def apply_expert_parallel(model: nn.Module, group: Group) -> dict[str, DimShard]
 
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules of experts, by name."""
+    """Return the expert modules by name."""
     return {name: module for name, module in model.named_modules() if getattr(module, "expert_parallel", False)}
 
 
 def check_experts(model: nn.Module, size: int) -> dict[str, int]:
-    """The number of experts of each module of experts. RecipeError when there is none, or `size` ranks cannot share
-    them evenly."""
+    """Return the number of experts of each expert module. Raises RecipeError if there is none, or if `size` ranks
+    cannot divide them evenly."""
     found = find_expert_modules(model)
     if not found:
         raise RecipeError(
@@ -76,7 +77,7 @@ def check_experts(model: nn.Module, size: int) -> dict[str, int]:
 
 
 def _count_experts(name: str, module: nn.Module) -> int:
-    """The number of experts; RecipeError where the parameters disagree about it."""
+    """Return the number of experts. Raises RecipeError if the parameters disagree."""
     counts = {key: len(p) if p.dim() else 0 for key, p in module.named_parameters()}
     if len(set(counts.values())) != 1:
         raise RecipeError(
@@ -88,25 +89,25 @@ def _count_experts(name: str, module: nn.Module) -> int:
 
 def _slice_experts(parameter: nn.Parameter, dim_shard: DimShard) -> nn.Parameter:
     ((start, end),) = dim_shard.ranges
-    part = parameter.detach()[start:end].clone()  # a view would keep the whole in memory
+    part = parameter.detach()[start:end].clone()  # a view would keep the whole tensor in memory
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def _dispatch_and_combine(compute_local: ExpertForward, group: dist.ProcessGroup) -> ExpertForward:
-    """`compute_local`, which computes the rank's own experts, for rows of all experts.
+    """Wrap `compute_local`, which computes this rank's experts, to take rows of all experts.
 
-    Left out of compiled graphs: how many rows travel is known only when they do.
+    It is excluded from compiled graphs, because row counts are known only at run time.
     """
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
-        """x [m, w], rows sorted by expert, counts [E] -> [m, ...]; the rows are computed where their expert is."""
-        send = counts.unflatten(0, (group.size(), -1)).contiguous()  # [ranks, own experts]: for each of another's
-        received_counts = torch.empty_like(send)  # [ranks, own experts]: from each, for own
+        """x [m, w], rows sorted by expert, counts [E] -> [m, ...]; rows are computed on the rank of their expert."""
+        send = counts.unflatten(0, (group.size(), -1)).contiguous()  # [ranks, experts per rank]: rows to send
+        received_counts = torch.empty_like(send)  # [ranks, own experts]: rows to receive
         dist.all_to_all_single(received_counts, send, group=group)
-        # Messages need lengths on the host: the one wait for the device.
+        # The host needs the message sizes: the only device synchronization.
         to_each, from_each = torch.stack((send.sum(1), received_counts.sum(1))).tolist()
         rows = all_to_all_rows(x, to_each, from_each, group)
-        # They come by rank, and within each by expert; `compute_local` wants them by expert, and within each by rank.
+        # Rows arrive by rank, then by expert; `compute_local` needs them by expert, then by rank.
         ranks, own = received_counts.shape
         blocks = torch.arange(own, device=x.device).repeat(ranks)
         experts = blocks.repeat_interleave(received_counts.flatten(), output_size=sum(from_each))
@@ -120,7 +121,7 @@ def _dispatch_and_combine(compute_local: ExpertForward, group: dist.ProcessGroup
 
 
 class _Permute(torch.autograd.Function):
-    """Rows of x in a new order; `back` is its inverse. Backward gathers, where plain indexing would scatter and add."""
+    """Permute rows of x; `back` is the inverse. Backward gathers, while that of indexing is a slow scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:

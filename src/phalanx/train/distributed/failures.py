@@ -1,5 +1,4 @@
-"""What an exception means for a worker without an agent of ours, which would know it by the worker's exit status: a
-sentence and an exit code where its cause is known."""
+"""Map exceptions to error messages and exit codes, for workers without our agent, which knows causes by exit status."""
 
 import contextlib
 import os
@@ -12,17 +11,17 @@ from phalanx.train.oom import is_out_of_memory
 
 
 class PassingError(PhalanxError):
-    """What may be gone when the run is started again."""
+    """A failure that may not occur again if the run is restarted."""
 
     code = ExitCode.UNFINISHED
 
 
 def cause_of(error: BaseException) -> PhalanxError | None:
-    """None where it is a mistake in somebody's code."""
+    """Return the known cause of an exception; None if it is a bug in code."""
     if isinstance(error, PhalanxError):
         return error
     where = os.uname().nodename
-    if is_gpu_failure(error):  # NCCL tells of it as it does of lost peers
+    if is_gpu_failure(error):  # checked first: NCCL reports it in the same way as lost peers
         return UnfitNodeError(
             f"a GPU of {where} failed: {describe_exception(error)}; train on another machine, or reset the GPU"
         )
@@ -41,7 +40,7 @@ def cause_of(error: BaseException) -> PhalanxError | None:
 
 @contextlib.contextmanager
 def naming_causes() -> Iterator[None]:
-    """Turn an exception whose cause is known into a PhalanxError, unless an agent knows it by the worker's status."""
+    """Turn exceptions with a known cause into a PhalanxError, unless an agent knows the cause by the exit status."""
     try:
         yield
     except Exception as error:

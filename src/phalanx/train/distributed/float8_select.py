@@ -1,10 +1,10 @@
-"""Which linear layers a run computes in fp8: those in blocks whose matrices are so large that it is faster here.
+"""Select the linear layers that a run computes in fp8: those in blocks that are large enough for fp8 to be faster.
 
-Small products lose, since finding the scales and casting costs as much as it saves; where the border lies depends on
-the device. So both ways are timed, forward and backward, for each distinct shape, on the very device and as they will
-run (compiled or not). All workers go by what the leading one measured, and the run keeps it (`fp8.json`): a run that
-goes on chooses alike. What is never computed in fp8: the head, whose logits need the digits, and what a module with
-`keeps_precision = True` contains, such as the router of a mixture of experts.
+For small matmuls, scaling and casting cost more than fp8 gains; the threshold depends on the device. So each distinct
+shape is timed in both precisions, forward and backward, on the actual device and compiled or not as in the run. All
+workers use the measurements of rank 0, which the run stores (`fp8.json`): a resumed run selects the same layers. Never
+computed in fp8 are the head, since logits need the precision, and modules inside one with `keeps_precision = True`,
+such as the router of a mixture of experts.
 """
 
 import os
@@ -35,15 +35,15 @@ from phalanx.train.ops.float8 import (
 )
 
 MIN_SPEEDUP = 1.05
-"""fp8 is chosen where it is at least so many times faster: less would be within the noise of the measurement."""
+"""Minimum speedup for fp8 to be selected; less would be within the noise of the measurement."""
 DEFAULT_ROWS = 8192
-"""Rows of a layer's input that are assumed where nothing tells: in a loop of the user's own."""
-TIMING_DURATION_S = 0.2  # for each way to compute a shape
+"""Rows of a layer's input that are assumed if they are unknown, as in a user's own loop."""
+TIMING_DURATION_S = 0.2  # for each precision and shape
 
 
 @dataclass(frozen=True, order=True)
 class MatmulShape:
-    """Of a layer's product: [rows, inputs] x [inputs, outputs]."""
+    """Shape of a layer's matmul: [rows, inputs] x [inputs, outputs]."""
 
     rows: int
     inputs: int
@@ -52,19 +52,19 @@ class MatmulShape:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of a layer's forward and backward."""
+    """Seconds of a layer's forward and backward in each precision."""
 
     bf16: float
     fp8: float
 
 
 def select_shapes(times: Mapping[MatmulShape, LayerTimes]) -> frozenset[MatmulShape]:
-    """The shapes for which fp8 is faster by at least `MIN_SPEEDUP`."""
+    """Return the shapes for which fp8 is faster by at least `MIN_SPEEDUP`."""
     return frozenset(shape for shape, each in times.items() if each.bf16 >= MIN_SPEEDUP * each.fp8)
 
 
 def find_candidates(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Linear]:
-    """Linear layers in blocks that can be computed in fp8, by name."""
+    """Return linear layers in blocks that fp8 supports, by name."""
     inside = tuple(f"{block}." for block in blocks)
     excluded = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "keeps_precision", False))
     return {
@@ -78,7 +78,7 @@ def find_candidates(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Lin
 
 
 def measure_layer_rows(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
-    """Rows of what enters each linear layer when `run()` calls the model; 0 for a layer that it does not use."""
+    """Return the input rows of each linear layer when `run()` calls the model; 0 for a layer that is not used."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     rows = dict.fromkeys(layers, 0)
 
@@ -100,8 +100,8 @@ def measure_layer_rows(model: nn.Module, run: Callable[[], Any]) -> dict[str, in
 
 @dataclass(frozen=True)
 class Float8Selector:
-    """Chooses for a model that tensor parallel has cut already: `rows` of a micro-batch for each layer by name, ROWS
-    for those that it does not know."""
+    """Selects layers of a model after tensor parallelism. `rows` of a micro-batch by layer name; DEFAULT_ROWS for
+    others."""
 
     run: Run
     dist_env: DistEnv
@@ -110,7 +110,7 @@ class Float8Selector:
     always: bool = False
 
     def __call__(self, model: nn.Module, blocks: Iterable[str]) -> list[str]:
-        """Have the layers that are worth it computed in fp8; their names. RecipeError on a device without fp8. Every
+        """Convert the selected layers to fp8 and return their names. Raises RecipeError on a device without fp8. Every
         worker calls it."""
         layers = find_candidates(model, blocks)
         if self.always:
@@ -130,7 +130,7 @@ class Float8Selector:
         return MatmulShape(self.rows.get(name, DEFAULT_ROWS), inputs, outputs)
 
     def _gather_times(self, shapes: Collection[MatmulShape]) -> dict[MatmulShape, LayerTimes]:
-        """The same times on all workers: of their shapes together, as the leading one measured them."""
+        """Return the times of the shapes of all workers, as rank 0 measured them; the same on all workers."""
         if self.dist_env.world_size > 1:
             gathered = all_gather_json(self.dist_env, [asdict(shape) for shape in shapes])
             shapes = {MatmulShape(**each) for shapes_of_rank in gathered for each in shapes_of_rank}
@@ -154,13 +154,13 @@ class Float8Selector:
 
 
 def make_float8_selector(run: Run, dist_env: DistEnv, rows: Mapping[str, int], compiled: bool) -> Float8Selector:
-    """The chooser of a run, as the environment wants it."""
+    """Make the selector of a run."""
     return Float8Selector(run, dist_env, rows, compiled, always=os.environ.get(FP8_VARIABLE) == "always")
 
 
 def check_float8_device(device: torch.device) -> None:
-    """RecipeError unless the device has tensor cores for fp8."""
-    is_nvidia = device.type == "cuda" and not torch.version.hip  # AMD's capabilities are other numbers
+    """Raise RecipeError unless the device has fp8 tensor cores."""
+    is_nvidia = device.type == "cuda" and not torch.version.hip  # AMD's capabilities are numbered differently
     if not has_fp8(torch.cuda.get_device_capability(device) if is_nvidia else None):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise RecipeError(f"precision: {NO_FP8_TEXT.format(name)}")
@@ -169,7 +169,7 @@ def check_float8_device(device: torch.device) -> None:
 def time_layer(
     shape: MatmulShape, device: torch.device, compiled: bool, duration_s: float = TIMING_DURATION_S
 ) -> LayerTimes:
-    """Time forward and backward of a layer of this shape both ways, with fp32 weights under bf16 autocast."""
+    """Time forward and backward of a layer of this shape in both precisions, with fp32 weights under bf16 autocast."""
     x = torch.randn(shape.rows, shape.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(shape.outputs, shape.inputs, device=device, requires_grad=True)
     grad = torch.randn(shape.rows, shape.outputs, device=device, dtype=torch.bfloat16)
@@ -187,7 +187,7 @@ def time_layer(
         run()  # compiles
         return median_seconds(run, duration_s, time.perf_counter)
 
-    float8_weight = Float8Weight.allocate_for(weight)  # as a run has it, where it is quantised once a step
+    float8_weight = Float8Weight.allocate_for(weight)  # as in a run, where it is quantized once per step
     float8_weight.quantize_from(weight)
     fp8 = seconds_of(lambda x, weight: float8_linear(x, weight, float8_weight=float8_weight))
     return LayerTimes(bf16=seconds_of(lambda x, weight: F.linear(x, weight)), fp8=fp8)

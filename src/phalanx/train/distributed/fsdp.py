@@ -1,8 +1,8 @@
-"""Parameters sharded over ranks by FSDP2: each block gathers its parameters when it runs and lets go of them after.
+"""Shard parameters over ranks with FSDP2: each block all-gathers its parameters when it runs and frees them afterwards.
 
-Gradients come out as sums over all ranks that shard or replicate a parameter; the engine divides once, by the global
-number of terms. Tied parameters are in one group, the root's, or they would be torn apart (pytorch: sharding the two
-places separately passes silently).
+Gradients are sums over all ranks that shard or replicate a parameter; the trainer divides once, by the global number of
+terms. Tied parameters must be in one group, that of the root: FSDP would silently untie parameters that are sharded
+separately.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,9 +20,9 @@ from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
 
 PARAM_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether FSDP can reduce zeros for what a backward did not use, as it can since torch 2.13. Where it cannot, it must
-not sum over replicas either: what only the backwards before the last used would stay behind
-(`set_all_reduce_required`)."""
+"""Whether FSDP can reduce zeros for parameters that a backward did not use (torch 2.13 and later). Otherwise the
+all-reduce over replicas cannot be deferred to the last backward either: gradients of parameters that it does not use
+would not be reduced (`set_all_reduce_required`)."""
 
 
 def apply_fsdp(
@@ -37,11 +37,11 @@ def apply_fsdp(
     stage: bool = False,
     hooked: bool = False,
 ) -> None:
-    """Shard each block, then what is left under `root`. `experts` are modules inside blocks whose parameters other
-    ranks do not hold: they are sharded over `expert_mesh`. `reshard` False keeps parameters gathered
-    between forward and backward, for more memory and less traffic. `stage`: this is one of a pipeline. `hooked`: hooks
-    of the parameters want to see each gradient once in a backward."""
-    # Gathered in the precision in which they are used anyway; gradients are reduced in fp32.
+    """Shard each block, then the rest under `root`. `experts` are modules inside blocks with parameters that other
+    ranks do not hold; they are sharded over `expert_mesh`. `reshard` False keeps parameters gathered between forward
+    and backward: more memory, less communication. `stage`: this is a pipeline stage. `hooked`: parameters have hooks
+    that must run once per gradient and backward."""
+    # Gather in the dtype of the computation; reduce gradients in fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=PARAM_DTYPES.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -53,7 +53,7 @@ def apply_fsdp(
     for module in list(root.modules()) if policy.param_dtype is not None else []:
         if module not in experts and _uses_fp32_buffers(module):
             fully_shard(module, mesh=mesh, mp_policy=fp32_policy, reshard_after_forward=reshard)
-    for module in experts:  # a mesh of one, too: optimizers want all parameters to be of one kind
+    for module in experts:  # also over a mesh of one: optimizers need all parameters to be DTensors
         fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -62,22 +62,22 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if not stage:  # what those use does not depend on the batch (pipeline/dataflow.py)
+            if not stage:  # the parameters that a stage uses do not depend on the batch (pipeline/dataflow.py)
                 _reduce_unused(module, hooked)
     forbid_parameter_writes(root)
 
 
 def _uses_fp32_buffers(module: nn.Module) -> bool:
-    """Whether its weights compute with buffers in fp32, as those of BatchNorm and spectral norm do: these autocast
-    leaves as they are."""
+    """Return whether its weights are combined with fp32 buffers, as in BatchNorm and spectral norm, which autocast does
+    not cast."""
     own = list(module.parameters(recurse=False))
     computes = any(buffer.is_floating_point() for buffer in module.buffers())
     return bool(own) and computes and len(own) == len(list(module.parameters()))
 
 
 def forbid_parameter_writes(root: nn.Module) -> None:
-    """Have the first forward in training raise RecipeError where it writes to parameters that FSDP has gathered for it,
-    since what it writes is lost. Modules that are compiled are not looked at."""
+    """Make the first training forward raise RecipeError if it writes to gathered parameters, since FSDP discards the
+    change. Compiled modules are not checked."""
     for name, module in root.named_modules():
         if not is_compiled(module) and isinstance(module, FSDPModule):
             _check_first_forward(root.get_submodule(name), f"{name}." if name else "")
@@ -102,23 +102,22 @@ def _check_first_forward(module: nn.Module, prefix: str) -> None:
                 "sharded one the change is lost; keep it in a buffer, or use parallelism.replicate"
             )
 
-    # FSDP's own hooks gather before the one and let go after the other
+    # FSDP's own hooks gather before the first of these and free after the second.
     handles = [module.register_forward_pre_hook(pre_hook), module.register_forward_hook(post_hook, prepend=True)]
 
 
 def _reduce_unused(module: FSDPModule, hooked: bool) -> None:
-    """Have each backward reduce all parameters of a sharded module that are trained. FSDP reduces those that have a
-    gradient, in one operation: of workers that use different ones, as where an expert gets no tokens, it would add the
-    gradient of one parameter to that of another. Of a module that is used twice it reduces zeros first, which hooks
-    would see."""
+    """Make each backward reduce all trained parameters of a sharded module. FSDP reduces those with a gradient in one
+    operation; if workers use different ones, as when an expert gets no tokens, it would add gradients of different
+    parameters. For a module that is used twice it reduces zeros first, which hooks would see."""
     if REDUCES_UNUSED and not (hooked and isinstance(module, nn.Module) and not is_compiled(module)):
         module.set_reduce_scatter_unused_params(True, recurse=False)
     elif isinstance(module, nn.Module) and not is_compiled(module):
-        module.register_forward_hook(_use_all, prepend=True)  # before FSDP gives the gathered parameters back
+        module.register_forward_hook(_use_all, prepend=True)  # before FSDP frees the gathered parameters
 
 
 def _use_all(module: nn.Module, args: Any, output: Any) -> Any:
-    """The output as if all of the gathered parameters had been used for it."""
+    """Return the output, connected in autograd to all gathered parameters."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
     others = {parameter for part in parts for parameter in part.parameters()}
     own = [p for p in module.parameters() if p.requires_grad and p not in others and not isinstance(p, DTensor)]
@@ -126,12 +125,12 @@ def _use_all(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 class _Using(torch.autograd.Function):
-    """A tensor as it is; in backward the parameters get zeros."""
+    """The identity on a tensor; in backward the parameters get zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *parameters: Tensor) -> Tensor:
         ctx.like = [(parameter.shape, parameter.new_zeros(())) for parameter in parameters]
-        return tensor.detach()  # unlike a view it may be written to
+        return tensor.detach()  # unlike a view, it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
@@ -139,21 +138,20 @@ class _Using(torch.autograd.Function):
 
 
 def enable_deferred_all_reduce(root: nn.Module) -> list[FSDPModule]:
-    """The sharded modules below `root`, of which `set_all_reduce_required` says when they sum over replicas."""
+    """Return the sharded modules below `root` for use with `set_all_reduce_required`."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def set_all_reduce_required(modules: Iterable[FSDPModule], required: bool) -> None:
-    """Whether the next backward sums gradients over replicas, those of the backwards before it included, or only over
+    """Set whether the next backward reduces gradients over replicas, including those of earlier backwards, or only over
     the ranks that shard."""
     for module in modules:
         module.set_requires_all_reduce(required, recurse=False)
 
 
 def sort_in_reduction_order(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters so that FSDP tells their gradients roughly from the last to the first: those of a sharded module
-    together, when backward is through with all that it contains. What belongs to none of these is the root's, whose
-    module may be around them."""
+    """Sort parameters so that FSDP completes their gradients roughly from last to first: those of a sharded module
+    together, when backward has finished the module. Other parameters belong to the root."""
     order: dict[nn.Parameter, None] = {}
     for module in modules:
         for each in reversed([part for part in module.modules() if isinstance(part, FSDPModule)]):
@@ -164,14 +162,14 @@ def sort_in_reduction_order(modules: Iterable[nn.Module], parameters: Iterable[n
 
 
 def reshard_parameters(modules: Iterable[nn.Module]) -> None:
-    """Keep only this worker's shards again, after a forward that no backward follows."""
+    """Free the gathered parameters after a forward without backward."""
     for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def check_tied_params(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """RecipeError when a block shares a parameter with something outside of it."""
+    """Raise RecipeError if a block shares a parameter with a module outside of it."""
     owners: dict[nn.Parameter, int] = {}
     for i, block in enumerate(blocks):
         for parameter in block.parameters():
@@ -190,7 +188,7 @@ def check_tied_params(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def check_parameter_hooks(model: nn.Module) -> None:
-    """RecipeError for parameters with hooks: others take their place when a model is sharded or cut, without them."""
+    """Raise RecipeError for parameters with hooks: sharding and cutting replace parameters, without their hooks."""
     for name, parameter in model.named_parameters():
         if has_hooks(parameter):
             raise RecipeError(
@@ -201,8 +199,8 @@ def check_parameter_hooks(model: nn.Module) -> None:
 
 
 def check_fsdp_groups(model: nn.Module, blocks: Sequence[nn.Module], rest: bool = True) -> None:
-    """RecipeError for parameters that FSDP cannot shard: those without a dimension or an element, and groups of several
-    dtypes. A group is a block or the `rest` of the model, which is not looked at where pipeline stages share it."""
+    """Raise RecipeError for parameters that FSDP cannot shard: those without dimensions or elements, and groups of
+    mixed dtypes. A group is a block, or the `rest` of the model, which is skipped if pipeline stages share it."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(

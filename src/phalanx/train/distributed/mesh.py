@@ -1,7 +1,7 @@
-"""Which workers work together on what: the process groups of a layout.
+"""The device mesh: process groups for each dimension of the parallelism.
 
-Ranks are numbered with the tensor dimension innermost, since it talks most and should have the fastest links, and
-pipeline stages outermost, since they talk least:
+Ranks are numbered with the tensor dimension innermost, which communicates most and should have the fastest links, and
+the pipeline dimension outermost, which communicates least:
 
     rank = (((pipeline x replicate + r) x shard + s) x context + c) x tensor + t
 """
@@ -27,13 +27,13 @@ from phalanx.train.distributed.fsdp import REDUCES_UNUSED
 from phalanx.train.ops.collectives import Group
 
 MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Of the world, outermost first."""
+"""Dimensions of the world, outermost first."""
 _MESH_IDS = itertools.count(1)
-"""DTensor remembers what it made on a mesh, and would take one of an earlier world for a new one if they were equal."""
+"""Makes meshes unequal: DTensor caches by mesh, and would use entries of an earlier world for an equal mesh."""
 
 
 def rank_coordinates(parallelism: Parallelism, rank: int) -> dict[str, int]:
-    """Where a rank stands in each dimension."""
+    """Return the coordinate of a rank in each dimension."""
     found = {}
     for name in reversed(MESH_DIMENSIONS):
         size = getattr(parallelism, name)
@@ -44,15 +44,14 @@ def rank_coordinates(parallelism: Parallelism, rank: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This worker's place in a layout, and the groups that it belongs to; a group of one is None.
+    """This worker's coordinates in the mesh, and its process groups; a group of one is None.
 
-    `stage_group` are all ranks that hold the same layers. `dp_rank` numbers the parts of the batch, 0 <= data <
-    data_size: ranks
-    that differ in pipeline, context or tensor only work on the same samples. `fsdp_mesh` is the DeviceMesh over which
-    parameters are sharded ("shard"), or sharded and replicated ("replicate", "shard") where sums over replicas are left
-    to FSDP; None where they are whole.
-    `expert_fsdp_mesh` is the same for experts, whose number of owners is smaller by `expert_group`. `is_tree_hsdp`: the
-    ranks that shard a replica take micro-batches in turns, and sums over replicas are not left to FSDP.
+    `stage_group` are all ranks that hold the same layers. `dp_rank` is the index of the worker's part of the batch, 0
+    <= dp_rank < dp_size: ranks that differ only in pipeline, context or tensor work on the same samples. `fsdp_mesh` is
+    the DeviceMesh over which FSDP shards ("shard"), or shards and replicates ("replicate", "shard") if it also reduces
+    over replicas; None if parameters are not sharded. `expert_fsdp_mesh` is the same for experts, which `expert_group`
+    divides first. `is_tree_hsdp`: the ranks that shard a replica process micro-batches in turn, and FSDP does not
+    reduce over replicas.
     """
 
     parallelism: Parallelism
@@ -69,46 +68,46 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """The number of this worker's part of the batch."""
+        """Index of this worker's part of the batch."""
         return self.coordinates["replicate"] * self.parallelism.shard + self.coordinates["shard"]
 
     @property
     def dp_size(self) -> int:
-        """Parts into which the batch is divided."""
+        """Number of parts into which the batch is divided."""
         return self.parallelism.replicate * self.parallelism.shard
 
     @property
     def micro_batch_stride(self) -> int:
-        """Ranks that take micro-batches in turns (`feed.micro_batch_range`)."""
+        """Number of ranks that process micro-batches in turn (`feed.micro_batch_range`)."""
         return self.parallelism.shard if self.is_tree_hsdp else 1
 
     def own_micro_batches(self, micro_batches: int) -> range:
-        """Which of a step's micro-batches are this worker's."""
+        """Return the indices of this worker's micro-batches in a step."""
         return micro_batch_range(micro_batches, self.dp_rank, self.dp_size, self.micro_batch_stride)
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks over which a parameter is sharded."""
+        """Number of ranks over which a parameter is sharded."""
         return self.parallelism.shard * self.parallelism.context
 
     @property
     def fsdp_rank(self) -> int:
-        """This worker's number among those."""
+        """Index of this worker among them."""
         return self.coordinates["shard"] * self.parallelism.context + self.coordinates["context"]
 
     @property
     def owns_loss(self) -> bool:
-        """Whether losses of this worker's micro-batches count: tensor ranks hold the same, only the last stage has
-        any. (Context ranks hold parts.)"""
+        """Whether this worker's losses count: tensor-parallel ranks have equal losses, and only the last pipeline stage
+        has losses at all. (Context-parallel ranks have parts.)"""
         return self.coordinates["tensor"] == 0 and self.coordinates["pipeline"] == self.parallelism.pipeline - 1
 
     @property
     def first_loss_rank(self) -> int:
-        """The rank of the first worker that speaks."""
+        """The first rank with `owns_loss`."""
         return (self.parallelism.pipeline - 1) * (self.parallelism.world // self.parallelism.pipeline)
 
     def index_along(self, axes: Sequence[str]) -> tuple[int, int]:
-        """This worker's number among the ranks that differ from it in `axes` only, and how many they are."""
+        """Return this worker's index among the ranks that differ from it in `axes` only, and their number."""
         index, count = 0, 1
         for axis in axes:
             size = getattr(self.parallelism, axis)
@@ -122,7 +121,7 @@ class Mesh:
 
 
 def make_single_worker_mesh() -> Mesh:
-    """The mesh of a single worker."""
+    """Make the mesh of a single worker."""
     return Mesh(Parallelism(), rank_coordinates(Parallelism(), 0))
 
 
@@ -132,9 +131,9 @@ def build_mesh(
     recipe: Recipe | None = None,
     connection_scope: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
 ) -> Mesh:
-    """The groups of this worker; every worker calls it, after `join`. The layout's product is the world; the
-    `recipe` says who sums between sharded replicas. What `connection_scope` gives for a dimension is entered while its
-    group opens connections."""
+    """Create the groups of this worker, after `init_process_group`; every worker calls it. The product of the
+    dimensions is the world size. The `recipe` determines what reduces between sharded replicas. The `connection_scope`
+    of a dimension is entered while its group opens connections."""
     own_coordinates = rank_coordinates(parallelism, dist_env.rank)
     world_group = dist.group.WORLD if parallelism.world > 1 else None
     if parallelism.replicate == parallelism.world:
@@ -152,7 +151,7 @@ def build_mesh(
         owners = groups["shard"]
         if parallelism.context > 1:
             owners = _make_groups(ranks.flatten(2, 3).movedim(2, -1), dist_env.rank)
-        # rounds go with no other dimension than these two
+        # Tree HSDP is not combined with other dimensions than these two.
         replicas = groups["replicate"] if REDUCES_UNUSED and not is_tree_hsdp else None
         fsdp_mesh = _make_device_mesh(dist_env, owners, replicas)
         if parallelism.expert > 1:
@@ -178,15 +177,15 @@ def build_mesh(
 
 
 def make_stage_group(mesh: Mesh, dist_env: DistEnv, stage_positions: Sequence[int]) -> Group:
-    """The group of the workers at these places in the pipeline that differ in nothing else; every worker calls it."""
+    """Create the group over these pipeline stages at otherwise equal coordinates; every worker calls it."""
     ranks = torch.arange(mesh.parallelism.world).view(mesh.parallelism.pipeline, -1)
-    chosen = ranks[list(stage_positions)].T  # [all else, members]
+    chosen = ranks[list(stage_positions)].T  # [other coordinates, stages]
     return _make_groups(chosen, dist_env.rank, required=mesh.coordinates["pipeline"] in stage_positions)
 
 
 def _make_groups(ranks: torch.Tensor, rank: int, required: bool = True, single: bool = False) -> Group:
-    """Of the groups that are the rows of `ranks` [..., size], the one that holds `rank`. All ranks make all groups, in
-    the same order. None instead of a group of one, unless `single`."""
+    """Create a group for each row of `ranks` [..., size], and return the one that contains `rank`. All ranks create all
+    groups, in the same order. Returns None for a group of one, unless `single`."""
     if ranks.shape[-1] == 1 and not single:
         return None
     own: Group = None
@@ -199,14 +198,14 @@ def _make_groups(ranks: torch.Tensor, rank: int, required: bool = True, single: 
 
 
 def _make_device_mesh(dist_env: DistEnv, owners: Group, replicas: Group) -> DeviceMesh:
-    """What FSDP shards over `owners`, and replicates over `replicas` where there are any: of the groups that there are,
-    since a second communicator for the same ranks costs connections, and memory of a GPU."""
+    """Make the DeviceMesh over which FSDP shards (`owners`) and, if given, replicates (`replicas`). It uses the
+    existing groups: a second communicator for the same ranks would cost connections and GPU memory."""
     assert owners is not None
     name = f"shard of mesh {next(_MESH_IDS)}"
     if replicas is None:
         return DeviceMesh.from_group(owners, dist_env.device.type, mesh_dim_names=(name,))
     across = dist.get_process_group_ranks(replicas)
     along = dist.get_process_group_ranks(owners)
-    # Ranks of a dimension are as far from one another whatever the others are.
+    # The rank offsets within a dimension do not depend on the other coordinates.
     mesh = [[first + other - dist_env.rank for other in along] for first in across]
     return DeviceMesh.from_group([replicas, owners], dist_env.device.type, mesh, mesh_dim_names=("replicate", name))

@@ -1,7 +1,7 @@
-"""What a checkpoint can hold of a model, and what can be trained: looked at when a model is built, so before any work.
+"""Check that a model can be trained and saved, right after it is built, and pack the state that is not tensors.
 
-Beside tensors a model may have what its modules say in `get_extra_state`, and an optimizer what it keeps in its groups.
-Such a value is saved as one uint8 tensor: a safetensors file of the tensors in it, with all else as JSON in its head.
+A module may have extra state (`get_extra_state`), and an optimizer has values in its param groups. Such a value is
+saved as one uint8 tensor: a safetensors file with its tensors, and everything else as JSON in the header.
 """
 
 import json
@@ -19,7 +19,7 @@ from phalanx.recipe import describe_exception
 from phalanx.train.oom import is_out_of_memory
 
 EXTRA_STATE_PREFIX = "extra/"
-"""Begins the logical names of what modules say in `get_extra_state`; the module's own name follows."""
+"""Prefix of the logical names of extra state; the name of the module follows."""
 # Names of the safetensors format.
 TORCH_DTYPES = {
     "C64": torch.complex64,
@@ -43,7 +43,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def check_model_can_be_saved(model: nn.Module) -> None:
-    """RecipeError naming the first parameter, buffer or module that cannot be trained or saved."""
+    """Raise RecipeError, naming the first parameter, buffer or module that cannot be trained or saved."""
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         if frozen := [name for name, tensor in tensors if not is_lazy(tensor) and tensor.is_inference()]:
             raise RecipeError(
@@ -91,7 +91,7 @@ def check_model_can_be_saved(model: nn.Module) -> None:
 
 
 def _is_text(name: str) -> bool:
-    """Whether UTF-8 has it: halves of characters, as of a file's name in another encoding, are read back otherwise."""
+    """Return whether UTF-8 can encode a name: surrogates, as of a file name in another encoding, do not round-trip."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -115,7 +115,7 @@ def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
 
 
 def get_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved, by name. RecipeError where the model's own code fails at saying which."""
+    """Return persistent buffers by name. Raises RecipeError if the model's own `state_dict` fails."""
     try:
         persistent = model.state_dict(keep_vars=True)
         return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -127,8 +127,8 @@ def get_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def ensure_own_memory(model: nn.Module) -> None:
-    """Give each parameter and persistent buffer whose elements share memory (`expand`), or that is a conjugate, memory
-    of its own with the same values: nothing can be written into it otherwise. Tied ones stay tied."""
+    """Copy each parameter and persistent buffer with overlapping elements (`expand`) or a lazy conjugate to memory of
+    its own, since it could not be written to otherwise. Tied tensors stay tied."""
     for parameter in model.parameters():
         if not is_lazy(parameter) and _has_overlapping_memory(parameter):
             parameter.data = _copy_contiguous(parameter)
@@ -147,7 +147,7 @@ def _copy_contiguous(tensor: Tensor) -> Tensor:
 
 
 def _has_overlapping_memory(tensor: Tensor) -> bool:
-    """Whether two elements may lie in one place, or a value is not what its memory says."""
+    """Return whether elements may overlap, or memory does not hold the plain values."""
     if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor) or tensor.is_quantized:
         return False
     reach = 0
@@ -160,7 +160,7 @@ def _has_overlapping_memory(tensor: Tensor) -> bool:
 
 
 def find_extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with a `get_extra_state` of their own, by name."""
+    """Return modules with their own `get_extra_state`, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -169,7 +169,7 @@ def find_extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def get_extra_state(model: nn.Module) -> dict[str, Tensor]:
-    """What modules say in `get_extra_state`, by logical name. RecipeError for what cannot be saved."""
+    """Return the extra state of modules by logical name. Raises RecipeError for values that cannot be saved."""
     return {
         EXTRA_STATE_PREFIX + name: pack_value(
             module.get_extra_state(), f"model.build: get_extra_state of {_display_name(name, module)}"
@@ -179,7 +179,7 @@ def get_extra_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_extra_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Give each such module what it said. DataError for one of which `tensors` have nothing."""
+    """Restore the extra state of modules. Raises DataError if `tensors` lack one."""
     for name, module in find_extra_state_modules(model).items():
         if EXTRA_STATE_PREFIX + name not in tensors:
             raise DataError(f"{where}: has no extra state of {_display_name(name, module)}, which the model needs")
@@ -191,8 +191,8 @@ def _display_name(name: str, module: nn.Module) -> str:
 
 
 def pack_value(value: Any, what: str) -> Tensor:
-    """The value as a uint8 tensor. RecipeError, beginning with `what`, for one that is made of anything but tensors,
-    numbers, texts, lists, tuples and dicts by text."""
+    """Pack a value into a uint8 tensor. Raises RecipeError, starting with `what`, unless it consists of tensors,
+    numbers, strings, lists, tuples and dicts with string keys."""
     tensors: dict[str, Tensor] = {}
 
     def to_json(part: Any) -> Any:
@@ -215,7 +215,7 @@ def pack_value(value: Any, what: str) -> Tensor:
 
 
 def unpack_value(content: Tensor, where: str) -> Any:
-    """What was `pack_value`. DataError for anything else."""
+    """Unpack a value packed by `pack_value`. Raises DataError for anything else."""
     data = content.cpu().numpy().tobytes()
     try:
         tensors = load(data)
@@ -237,6 +237,6 @@ def unpack_value(content: Tensor, where: str) -> Any:
 
 
 def get_model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, tied ones once; the live tensors."""
+    """Return parameters and persistent buffers by name, tied ones once; the live tensors."""
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **get_persistent_buffers(model)}
     return {name: tensor.detach() for name, tensor in tensors.items()}

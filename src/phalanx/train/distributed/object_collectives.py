@@ -1,7 +1,7 @@
-"""Which workers share a node, and what all workers say to one another in words.
+"""Collectives of JSON values, and the map of ranks to nodes.
 
-Words travel as the bytes of JSON over the process group, at starts and when something is decided, never in a step:
-what a peer sends is only ever read as values, and no more of it than LARGEST.
+Values are sent as bytes of JSON over the process group, at starts and for decisions, never in a step. Received data are
+only ever parsed as JSON, and at most MAX_JSON_BYTES of them.
 """
 
 import json
@@ -20,20 +20,20 @@ from phalanx.train.distributed.environment import DistEnv
 
 CPU_DEVICE = torch.device("cpu")
 MAX_JSON_BYTES = 256 << 20
-"""Bytes of what one worker says; records of a large state's pieces are some megabytes."""
+"""Maximum bytes of one worker's value; the records of a large state take some megabytes."""
 MAX_PADDED_BYTES = 4096
-"""Bytes up to which the words of all workers travel together."""
+"""Maximum bytes for which the values of all workers are sent in one padded message."""
 
 
 @dataclass(frozen=True)
 class NodeMap:
-    """The number of each rank's node, counted by the first rank of each."""
+    """The node number of each rank; nodes are numbered in the order of their first ranks."""
 
     node_of_rank: tuple[int, ...]
 
     @classmethod
     def from_names(cls, names: Sequence[str]) -> "NodeMap":
-        """By the name of each rank's node."""
+        """Make the map from the node name of each rank."""
         numbers: dict[str, int] = {}
         return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names))
 
@@ -42,25 +42,25 @@ class NodeMap:
         return len(set(self.node_of_rank))
 
     def ranks_on(self, node: int) -> list[int]:
-        """The workers of a node."""
+        """Return the ranks on a node."""
         return [rank for rank, its in enumerate(self.node_of_rank) if its == node]
 
     def ranks_on_same_node(self, rank: int) -> list[int]:
-        """The workers of this worker's node, itself included."""
+        """Return the ranks on the node of `rank`, itself included."""
         return self.ranks_on(self.node_of_rank[rank])
 
     def is_node_leader(self, rank: int) -> bool:
-        """Whether this worker acts for its node."""
+        """Return whether a rank is the first on its node."""
         return self.ranks_on_same_node(rank)[0] == rank
 
     def replica_rank(self, rank: int) -> int:
-        """The worker on the next node that keeps a second copy of this one's part."""
+        """Return the rank on the next node that keeps the replica of this rank's shard."""
         next_node_ranks = self.ranks_on((self.node_of_rank[rank] + 1) % self.num_nodes)
         return next_node_ranks[self.ranks_on_same_node(rank).index(rank) % len(next_node_ranks)]
 
 
 def count_nodes_from_environment(dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> int:
-    """On how many nodes the workers are, as their launcher says before they have met; 1 where it does not."""
+    """Return the number of nodes from the launcher's variables, without communication; 1 if they are not set."""
     try:
         local_world_size = int(environment.get("LOCAL_WORLD_SIZE") or dist_env.world_size)
     except ValueError as error:
@@ -69,15 +69,15 @@ def count_nodes_from_environment(dist_env: DistEnv, environment: Mapping[str, st
 
 
 def gather_node_map(dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> NodeMap:
-    """The nodes of all workers; every worker calls it. On one machine nobody has to be asked."""
+    """Gather the node of each rank; every worker calls it. On a single node there is no communication."""
     if dist_env.world_size == 1 or environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return NodeMap((0,) * dist_env.world_size)
     return NodeMap.from_names(all_gather_json(dist_env, f"{socket.gethostname()}/{node_name(environment)}"))
 
 
 def all_gather_json(dist_env: DistEnv, value: Any) -> list[Any]:
-    """What each worker says, anything that JSON can hold, by rank; every worker calls it. Memory is that of what is
-    said, all workers together, and SHORT for each: no message is padded to the longest of them."""
+    """Gather a JSON value from each worker, by rank; every worker calls it. It takes memory for the total of the values
+    plus MAX_PADDED_BYTES for each worker, because messages are not padded to the longest."""
     content = _encode_json(value)
     if dist_env.world_size == 1:
         return [_decode_json(content)]
@@ -103,16 +103,15 @@ def all_gather_json(dist_env: DistEnv, value: Any) -> list[Any]:
 
 
 def broadcast_json_from_rank_zero(dist_env: DistEnv, value: Any) -> Any:
-    """What the leading worker says to all, as JSON gives it back; the others' `value` is not looked at. Every worker
-    calls it."""
+    """Broadcast rank 0's value as JSON; the `value` of other workers is ignored. Every worker calls it."""
     return _decode_json(_encode_json(value)) if dist_env.world_size == 1 else broadcast_json(0, value)
 
 
 def broadcast_json(
     source: int, value: Any, group: dist.ProcessGroup | None = None, device: torch.device = CPU_DEVICE
 ) -> Any:
-    """What the worker `source`, by its rank of all, says to all of a group; the others' `value` is not looked at. Every
-    worker of the group calls it."""
+    """Broadcast the value of the global rank `source` to a group; the `value` of others is ignored. Every worker of the
+    group calls it."""
     is_source = dist.get_rank() == source
     content = (_encode_json(value) if is_source else torch.empty(0, dtype=torch.uint8)).to(device)
     size = torch.tensor([content.numel()], device=device)
@@ -124,14 +123,14 @@ def broadcast_json(
 
 
 def send_json(target: int, value: Any, group: dist.ProcessGroup | None, device: torch.device = CPU_DEVICE) -> None:
-    """Say something to the worker `target`, by its rank of all, which calls `recv_json`."""
+    """Send a value to the global rank `target`, which calls `recv_json`."""
     content = _encode_json(value).to(device)
     dist.send(torch.tensor([content.numel()], device=device), target, group)
     dist.send(content, target, group)
 
 
 def recv_json(source: int, group: dist.ProcessGroup | None, device: torch.device = CPU_DEVICE) -> Any:
-    """What the worker `source`, by its rank of all, says to this one by `send_json`."""
+    """Receive a value that the global rank `source` sends with `send_json`."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, source, group)
     content = torch.empty(_check_json_size(int(size)), dtype=torch.uint8, device=device)
@@ -140,15 +139,15 @@ def recv_json(source: int, group: dist.ProcessGroup | None, device: torch.device
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """A dtype in words; `parse_dtype` is the way back."""
+    """Return the name of a dtype; `parse_dtype` is the inverse."""
     return str(dtype).removeprefix("torch.")
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """DistError, as where a worker is lost, for what is none."""
+    """Parse the name of a dtype. Raises DistError, as for a lost worker, if it is none."""
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
-        raise dist.DistError(f"another worker names {name!r} where a dtype is expected: it is none of this run")
+        raise dist.DistError(f"received {name!r} instead of a dtype: the sender is not a worker of this run")
     return found
 
 
@@ -162,19 +161,19 @@ def _decode_json(content: torch.Tensor) -> Any:
     try:
         return json.loads(content.cpu().numpy().tobytes())
     except (ValueError, RecursionError):
-        raise dist.DistError("what another worker said is not JSON: it is no worker of this run") from None
+        raise dist.DistError("received a message that is not JSON: the sender is not a worker of this run") from None
 
 
 def _check_json_size(size: int) -> int:
     if not 0 < size <= MAX_JSON_BYTES:
         raise dist.DistError(
-            f"a worker says {size} bytes where 1 to {MAX_JSON_BYTES} are expected: it is none of this run"
+            f"received a size of {size} bytes, expected 1 to {MAX_JSON_BYTES}: the sender is not a worker of this run"
         )
     return size
 
 
 def all_reduce_max(dist_env: DistEnv, values: Sequence[float]) -> list[float]:
-    """The largest that any worker has of each number; every worker calls it."""
+    """Return the maximum over all workers of each value; every worker calls it."""
     if dist_env.world_size == 1:
         return list(values)
     found = torch.tensor(list(values), dtype=torch.float64, device=dist_env.device)

@@ -1,11 +1,11 @@
-"""Divide a model over the workers of a layout, in the one order that is right:
+"""Parallelize a model, in the only order that works:
 
-    tensor -> expert -> fp8 -> cast once -> recompute -> compile -> shard, and the optimizer is built last.
+    tensor -> expert -> fp8 -> cast once -> activation checkpointing -> compile -> shard, and then the optimizer.
 
-Tensor and expert parallel change what parameters are, and with it which products are large enough for fp8;
-recomputation must wrap what they made, or it would not repeat their communication; a compiled block must contain all
-of them; FSDP shards what is left; and an optimizer that was built before would update tensors that no longer belong to
-the model, silently. (docs/how-to/parallelism.md tells the reasons at length.)
+Tensor and expert parallelism replace parameters, and determine which matmuls are large enough for fp8. Activation
+checkpointing must wrap them, so that it does not recompute without their communication; a compiled block must contain
+all of this; FSDP shards the result. An optimizer that is built before would silently update tensors that are not part
+of the model any more. (docs/how-to/parallelism.md explains the reasons.)
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,12 +35,12 @@ from phalanx.train.precision import AUTOCAST_DTYPES
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the parts of a model are to be computed: what the recipe says besides the layout. `sequence` is the length
-    of the sequences, where there are any; `vocabulary` whether the loss can be computed over parts of the vocabulary.
-    `float8_selector`, given a model and the names of its blocks, has linear layers in them computed in fp8, and returns
-    which.
-    `cache_weight_casts`: linear layers in blocks, and the `lm_head` layer, keep their weights in autocast's dtype for a
-    step.
+    """How the parts of a model are computed: everything in the recipe besides the parallelism.
+
+    `sequence`: the sequence length, if the data have one. `vocabulary`: whether the loss can be computed over shards of
+    the vocabulary. `float8_selector` converts linear layers in the given blocks of a model to fp8 and returns their
+    names. `cache_weight_casts`: linear layers in blocks, and the `lm_head` layer, cache their weights in autocast's
+    dtype for a step.
     """
 
     precision: str = "fp32"
@@ -56,8 +56,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What was found in a whole model before any of it is divided: its `blocks` in order, the tensor-parallel
-    `tp_styles` of its modules, attributes that `divided_attributes` heads, and whether hidden states are cut along the
+    """The analysis of a whole model before it is divided: its `blocks` in order, the tensor-parallel `tp_styles` of its
+    modules, attributes that count heads (`divided_attributes`), and whether hidden states are sharded along the
     `sequence`."""
 
     blocks: tuple[str, ...]
@@ -67,7 +67,7 @@ class ModelPlan:
 
 
 def plan_model(model: nn.Module, parallelism: Parallelism, config: ParallelConfig) -> ModelPlan:
-    """Look at a whole model's names and shapes. RecipeError, naming the rule, when it cannot be divided so."""
+    """Analyze a whole model's names and shapes. Raises RecipeError, naming the rule, if it does not support this."""
     module_order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     blocks = tuple(sorted(find_blocks(model), key=module_order.__getitem__))
     tp_styles: Mapping[str, str] = {}
@@ -99,8 +99,8 @@ def plan_model(model: nn.Module, parallelism: Parallelism, config: ParallelConfi
 
 
 def parallelize(model: nn.Module, root: nn.Module, mesh: Mesh, config: ParallelConfig) -> tuple[ParallelModel, Group]:
-    """Divide `model`, which `root` contains, in place; the group over which its vocabulary is cut comes with it.
-    RecipeError when it does not fit the layout."""
+    """Parallelize `model`, which `root` contains, in place. Return it and the group over which its vocabulary is
+    sharded. Raises RecipeError if the model does not support this."""
     dim_shards, partial_grads, vocab_group = parallelize_part(
         model, root, mesh, config, plan_model(model, mesh.parallelism, config)
     )
@@ -112,8 +112,8 @@ def parallelize(model: nn.Module, root: nn.Module, mesh: Mesh, config: ParallelC
 def parallelize_part(
     model: nn.Module, root: nn.Module, mesh: Mesh, config: ParallelConfig, model_plan: ModelPlan
 ) -> tuple[dict[str, tuple[DimShard, ...]], frozenset[str], Group]:
-    """Divide a model or one pipeline stage of it, in place: cuts of parameters, those whose gradient is partial on each
-    tensor rank, and the group over which its vocabulary is cut."""
+    """Parallelize a model, or one pipeline stage of it, in place. Return the shards of parameters, the parameters with
+    partial gradients on each tensor-parallel rank, and the group over which the vocabulary is sharded."""
     tp_result = apply_tensor_parallel(
         model,
         model_plan.tp_styles,
@@ -129,7 +129,7 @@ def parallelize_part(
     }
     modules = {name: module for name, module in model.named_modules() if not isinstance(module, ModuleStub)}
     blocks = [name for name in model_plan.blocks if name in modules]
-    if mesh.expert_group is not None and find_expert_modules(model):  # a pipeline stage may have none
+    if mesh.expert_group is not None and find_expert_modules(model):  # a pipeline stage may have no experts
         for name, dim_shard in apply_expert_parallel(model, mesh.expert_group).items():
             dim_shards[name] = (*dim_shards.get(name, ()), dim_shard)
     if config.float8_selector is not None:
@@ -155,13 +155,13 @@ def parallelize_part(
             expert_mesh=mesh.expert_fsdp_mesh,
             precision=config.precision,
             stage=mesh.pipeline_group is not None,
-            hooked=mesh.is_tree_hsdp and mesh.fsdp_mesh.device_type == "cpu",  # see GradientExchange
+            hooked=mesh.is_tree_hsdp and mesh.fsdp_mesh.device_type == "cpu",  # see BucketedReducer
         )
     return dim_shards, frozenset(tp_result.partial_grads), tp_result.vocab_group
 
 
 def _get_tp_styles(model: nn.Module, size: int, config: ParallelConfig) -> Mapping[str, str]:
-    """The rules by which tensor ranks cut the model: the recipe's, or those of its family."""
+    """Return the tensor-parallel styles of the recipe, or those of the model's family."""
     family_plan = find_tp_plan(model)
     styles = config.tp_plan or (family_plan.styles if family_plan is not None else None)
     if not styles:

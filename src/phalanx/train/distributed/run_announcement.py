@@ -1,8 +1,9 @@
-"""How workers that an outside launcher started learn whether to train: the leading one tells the others over the store.
+"""Announce the run to workers that an outside launcher started: rank 0 says over the store whether to train.
 
-Only that, and the attempt's number: which run and whose code, each worker knows by its own arguments. Where the store
-is not signed, others might say something else. Before they enter their group they wait for all to be there, and who
-cannot take part says why instead: in the group's own store they would wait for it until that gives up.
+The announcement holds only that and the attempt's number. Each worker takes the run and its code from its own
+arguments, because anyone could write to a store that is not signed. Before workers create their process group, they
+wait for all to arrive, and a worker that cannot take part publishes the reason; the rendezvous would otherwise wait
+until its timeout.
 """
 
 import contextlib
@@ -24,28 +25,28 @@ from phalanx.train.distributed.environment import DistEnv, dist_env_from_environ
 from phalanx.train.distributed.failures import PassingError, cause_of
 
 ANNOUNCEMENT_TIMEOUT_S = 12 * 3600.0
-"""Seconds to wait for it: preparing data on the leading worker may take long."""
+"""Timeout of the announcement: data preparation on rank 0 may take long."""
 WAIT_MESSAGE_INTERVAL_S = 60.0
-"""Seconds after which it is said, again and again, that this one waits."""
+"""Seconds between log messages that this worker waits."""
 MIN_POLL_INTERVAL_S, MAX_POLL_INTERVAL_S = 0.001, 0.2
-"""Seconds between two looks: at first, and at most."""
+"""Polling interval: first and maximum."""
 MAX_ANNOUNCEMENT_BYTES = 1 << 16
-"""Bytes of an announcement."""
+"""Maximum bytes of an announcement."""
 MAX_ERROR_CHARS = 4000
-"""Characters of an error that are told."""
+"""Maximum characters of an error that are published."""
 HEAR_TIMEOUT_S = 30.0
-"""Seconds for which who leads, and may host the store, waits for the others to hear why there is nothing to train."""
+"""Seconds for which rank 0, which may host the store, waits for the others to read why there is nothing to train."""
 _ANNOUNCEMENT_KEY, _ALL_KEY, _COME_KEY, _HEARD_KEY = "run", "all", "come", "heard"
 
 
 class RelayedError(PhalanxError):
-    """What another worker said that ends this one, too."""
+    """An error of another worker that also ends this one."""
 
 
 @dataclass(frozen=True)
 class RunAnnouncement:
-    """What the leading worker says: the `attempt` of its run, or that the run `is_finished`, or with `error` and
-    `exit_code` why there is nothing to train. `rank`: of the worker that says it."""
+    """What rank 0 announces: the `attempt` of its run, or that the run `is_finished`, or with `error` and `exit_code`
+    why there is nothing to train. `rank`: the worker that wrote it."""
 
     run_dir: str = ""
     attempt: int = 0
@@ -55,13 +56,13 @@ class RunAnnouncement:
     rank: int = 0
 
     def text(self) -> str:
-        """As it stands in the store."""
+        """Return its form in the store."""
         return json.dumps(asdict(replace(self, error=self.error[:MAX_ERROR_CHARS])))
 
 
 def announce_run(dist_env: DistEnv, announcement: RunAnnouncement) -> None:
-    """Tell all workers of this attempt what to train. Where that is nothing, wait until they have heard it, or a while:
-    when this process ends, the store may be gone."""
+    """Announce to all workers of this attempt what to train. If that is nothing, wait until they have read it, at most
+    HEAR_TIMEOUT_S: the store may disappear when this process ends."""
     if dist_env.world_size == 1:
         return
     store = open_attempt_store(dist_env)
@@ -74,21 +75,21 @@ def announce_run(dist_env: DistEnv, announcement: RunAnnouncement) -> None:
 
 @contextlib.contextmanager
 def telling_others(place: DistEnv) -> Iterator[None]:
-    """Around what a worker does before it enters the group: where it fails, the others learn why."""
+    """Publish a failure of this worker before it enters the process group, so that the others learn the reason."""
     try:
         yield
     except RelayedError:
         raise
     except Exception as error:
-        with contextlib.suppress(dist.DistError, PhalanxError):  # there is no store at which others could wait
+        with contextlib.suppress(dist.DistError, PhalanxError):  # there is no store on which others could wait
             _say_why(place, error)
         raise
 
 
 def _say_why(place: DistEnv, error: Exception) -> None:
-    """A mistake in somebody's code ends the others as it would end a run of ours before its first step."""
+    """Publish the error. A bug in code ends the others like a run that fails before its first step."""
     if place.world_size == 1 or (_supervised() and not isinstance(error, PhalanxError)):
-        return  # an agent knows the rest by the worker's status
+        return  # the agent sees any other error by the exit status
     known = error if isinstance(error, SubprocessError) else cause_of(error)
     text, code = (describe_exception(error), ExitCode.GAVE_UP) if known is None else (str(known), known.code)
     what = RunAnnouncement(error=text, exit_code=int(code), rank=place.rank)
@@ -97,12 +98,12 @@ def _say_why(place: DistEnv, error: Exception) -> None:
     if place.is_rank_zero:
         announce_run(_launched(place), what)
     else:
-        open_attempt_store(_launched(place)).add(_HEARD_KEY, 1)  # there is nothing that it has to hear
+        open_attempt_store(_launched(place)).add(_HEARD_KEY, 1)  # this worker need not read the announcement
 
 
 def come_together(place: DistEnv) -> None:
-    """Wait until all workers are about to enter the group; the RelayedError of who cannot. Under our agent none needs
-    to: it ends all when one fails."""
+    """Wait until all workers are about to create the process group. Raises RelayedError if one cannot. Not needed with
+    our agent, which ends all workers when one fails."""
     if place.world_size == 1 or _supervised():
         return
     launched = _launched(place)
@@ -121,7 +122,7 @@ def _too_few(place: DistEnv, limit: float) -> str:
 
 
 def _launched(place: DistEnv) -> DistEnv:
-    """With the launcher's own count of attempts, which all workers know before they know the run's."""
+    """Return `place` with the launcher's attempt number, which all workers know before that of the run."""
     return replace(place, attempt=dist_env_from_environment(device="cpu").attempt)
 
 
@@ -130,7 +131,7 @@ def _supervised() -> bool:
 
 
 def _end_if_failed(found: RunAnnouncement, place: DistEnv) -> None:
-    """End this worker where another says so."""
+    """Raise the error that another worker published, if any."""
     if not found.error:
         return
     who = (
@@ -143,15 +144,15 @@ def _end_if_failed(found: RunAnnouncement, place: DistEnv) -> None:
 
 
 def wait_for_announcement(dist_env: DistEnv, run: Path) -> RunAnnouncement:
-    """What the leading worker told. PhalanxError when it failed, and where no agent looks after this worker also when
-    it is gone; UsageError when its run is another than this worker's."""
+    """Wait for rank 0's announcement. Raises PhalanxError if rank 0 failed and, without an agent, if it was lost;
+    UsageError if its run is not that of this worker."""
     try:
         content = _read_announcement_bytes(
             dist_env, _ANNOUNCEMENT_KEY, "the leading worker to make the run ready", ANNOUNCEMENT_TIMEOUT_S, _silent
         )
         found = _parse_announcement(content)
         _end_if_failed(found, dist_env)
-    except (dist.DistNetworkError, dist.DistStoreError) as lost:  # the latter where it does not answer any more
+    except (dist.DistNetworkError, dist.DistStoreError) as lost:  # the second if it does not answer any more
         if _supervised():
             raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -175,7 +176,7 @@ def _silent(_: DistEnv, limit: float) -> str:
 def _read_announcement_bytes(
     dist_env: DistEnv, key: str, what: str, limit: float, over: Callable[[DistEnv, float], str]
 ) -> bytes:
-    """What is said under a key. PassingError, with the words of `over`, when it is not in time."""
+    """Wait for the value of a key. Raises PassingError, with the text of `over`, on a timeout."""
     store, pause = open_attempt_store(dist_env), MIN_POLL_INTERVAL_S
     print_wait = print_status if dist_env.local_rank == 0 else _ignore_message
     wait = Deadline(what, limit, print_wait, report_interval_s=WAIT_MESSAGE_INTERVAL_S)
@@ -189,7 +190,7 @@ def _read_announcement_bytes(
 
 
 def _ignore_message(_: str) -> None:
-    """One worker of a machine says it for all."""
+    """Discard a log message: one worker per node logs it."""
 
 
 def _parse_announcement(content: bytes) -> RunAnnouncement:

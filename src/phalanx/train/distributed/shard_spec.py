@@ -1,9 +1,8 @@
-"""What a worker holds of a logical tensor: pure arithmetic over blocks, no tensors and no processes.
+"""Which part of a logical tensor a worker holds: pure arithmetic on blocks, without tensors or processes.
 
-Tensor and expert parallel cut a parameter along one dimension (`DimShard`); FSDP then cuts the rows of what is left
-into
-equal parts. `compute_global_blocks` turns both into blocks of the logical tensor, which is how checkpoints are written
-under one layout and read under another.
+Tensor and expert parallelism shard a parameter along one dimension (`DimShard`); FSDP then divides the rows of the
+result into equal parts. `compute_global_blocks` converts both to blocks of the logical tensor. With these, a checkpoint
+is written under one parallelism and read under another.
 """
 
 import itertools
@@ -21,8 +20,8 @@ RowRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class DimShard:
-    """Of a logical dimension `dim` with `whole` elements this rank holds the `ranges`, one after the other: one range,
-    or for a fused matrix (queries, keys and values in one) one of each part. `mesh_axis` names the mesh dimension."""
+    """The shard of a rank along the logical dimension `dim` of `full_size` elements: the `ranges`, concatenated. One
+    range, or for a fused matrix (query, key and value in one) one per part. `mesh_axis` names the mesh dimension."""
 
     dim: int
     ranges: tuple[RowRange, ...]
@@ -31,40 +30,40 @@ class DimShard:
 
     @property
     def length(self) -> int:
-        """Elements that the rank holds."""
+        """Number of elements that the rank holds."""
         return sum(end - start for start, end in self.ranges)
 
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """A block that this rank holds: `local_start` in its local tensor, `global_offset` in the logical one, and `extent`
-    in both."""
+    """A block that a rank holds: `local_start` in its local tensor, `global_offset` in the logical one, and `extent` in
+    both."""
 
     local_start: tuple[int, ...]
     global_offset: tuple[int, ...]
     extent: tuple[int, ...]
 
     def slice_local(self, tensor: "Tensor") -> "Tensor":
-        """The block's part of the local tensor, sharing its memory."""
+        """Return the block's part of the local tensor, sharing its memory."""
         return tensor[tuple(slice(first, first + n) for first, n in zip(self.local_start, self.extent, strict=True))]
 
 
 @dataclass(frozen=True)
 class GlobalBlocks:
-    """Blocks of a logical tensor of `global_shape` that a rank holds."""
+    """The blocks of a logical tensor of `global_shape` that a rank holds."""
 
     global_shape: tuple[int, ...]
     blocks: tuple[TensorBlock, ...]
 
     @classmethod
     def full_tensor(cls, shape: Sequence[int]) -> "GlobalBlocks":
-        """All of it."""
+        """Return one block with the whole tensor."""
         zero = (0,) * len(shape)
         return cls(tuple(shape), (TensorBlock(zero, zero, tuple(shape)),))
 
 
 def shard_evenly(dim: int, full_size: int, rank: int, size: int, mesh_axis: str, parts: int = 1) -> DimShard:
-    """Rank's equal share of a dimension made of `parts` equal parts, each of which is cut. It must divide."""
+    """Return a rank's equal shard of a dimension of `parts` equal parts, each of which is divided. It must divide."""
     part = full_size // parts
     assert part * parts == full_size
     assert part % size == 0
@@ -74,7 +73,7 @@ def shard_evenly(dim: int, full_size: int, rank: int, size: int, mesh_axis: str,
 
 
 def fsdp_row_range(rows: int, rank: int, size: int) -> RowRange:
-    """The rows that FSDP gives a rank: all shards as long as the first, as far as rows are left (torch.chunk)."""
+    """Return the rows of a rank's FSDP shard: shards are as long as the first, while rows are left (torch.chunk)."""
     length = math.ceil(rows / size) if rows else 0
     start = min(rank * length, rows)
     return start, min(start + length, rows)
@@ -83,11 +82,10 @@ def fsdp_row_range(rows: int, rank: int, size: int) -> RowRange:
 def compute_global_blocks(
     local_shape: Sequence[int], dim_shards: Sequence[DimShard] = (), rows: RowRange | None = None
 ) -> GlobalBlocks:
-    """What a rank holds of a logical tensor.
+    """Return the blocks of a logical tensor that a rank holds.
 
-    `local_shape` is the shape after `dim_shards`, before FSDP; `rows` the range of its first dimension that FSDP left
-    here
-    (None: all). Cuts lie along different dimensions. Of a tensor without elements each rank holds a block without any.
+    `local_shape` is the shape after `dim_shards` and before FSDP; `rows` is the range of its first dimension in this
+    FSDP shard (None: all). Shards are along different dimensions. Of an empty tensor each rank holds an empty block.
     """
     shape = list(local_shape)
     ranges: list[tuple[RowRange, ...]] = [((0, length),) for length in local_shape]
@@ -102,7 +100,7 @@ def compute_global_blocks(
             found.append((at, start, end - start))
             at += end - start
         runs.append(_intersect_runs(found, rows) if dim == 0 and rows is not None else found)
-    if 0 in shape:  # nothing to hold, but its name must be in a checkpoint
+    if 0 in shape:  # empty, but its name must be in a checkpoint
         zero, offset = (0,) * len(shape), tuple(found[0][1] if found else 0 for found in runs)
         return GlobalBlocks(
             tuple(shape), (TensorBlock(zero, offset, tuple(sum(n for _, _, n in found) for found in runs)),)
@@ -113,7 +111,7 @@ def compute_global_blocks(
 
 
 def _intersect_runs(runs: Sequence[tuple[int, int, int]], rows: RowRange) -> list[tuple[int, int, int]]:
-    """The parts of runs that lie in `rows` of the local tensor, with starts counted from the first of them."""
+    """Return the parts of runs that are within `rows` of the local tensor, with starts relative to the first row."""
     first, last = rows
     clipped = []
     for at, offset, length in runs:

@@ -1,13 +1,13 @@
-"""Modules that stand where a pipeline stage has no part of the model, so that the model's own forward still runs there.
+"""Modules that replace the parts of a model that a pipeline stage does not compute, so that its own forward still runs.
 
-A stage keeps the module tree and its names. What it does not compute is replaced:
+A stage keeps the module tree and its names. These stubs replace modules:
 
-    Ghost      a part whose result the stage does not use: right shapes and dtypes, no values
-    Passage    a block of an earlier stage: hands on what it gets
-    Inlet      the block just before the stage's first: returns the activation that was received
-    Outlet     the blocks after the stage's last: the first one ends the forward, with what it was given
+    ShapeStub     a part with a result that the stage does not use: right shapes and dtypes, no values
+    Passthrough   a block of an earlier stage: returns its input
+    StageInput    the block just before the stage's first: returns the activation that was received
+    StageOutput   the blocks after the stage's last: the first one ends the forward, with its input
 
-Nothing here knows of processes. Values of ghosts are NaN, not zero: if a model uses one after all, the loss says so.
+This module does not communicate. Values of a ShapeStub are NaN and not zero: if a model uses one, the loss shows it.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 class StageEndSignal(BaseException):
-    """Carries the activation out of the model's forward. Not an Exception, so that no model takes it for an error."""
+    """Carries the activation out of the model's forward. A BaseException, so that models do not catch it."""
 
     def __init__(self, hidden: Tensor):
         super().__init__("the forward of this pipeline stage ends here")
@@ -27,11 +27,11 @@ class StageEndSignal(BaseException):
 
 
 class ModuleStub(nn.Module):
-    """Answers for the attributes of the module that it replaces, by a copy of it without memory (on meta)."""
+    """Provides the attributes of the module that it replaces, from a copy of it without memory (on meta)."""
 
     def __init__(self, original: nn.Module):
         super().__init__()
-        # In a tuple, since a module or parameter of a replaced part must not count as the stage's.
+        # In a tuple, so that modules and parameters of the replaced part do not count as the stage's.
         self.meta_copy = (copy_to_meta(original),)
         self.train(original.training)
 
@@ -42,10 +42,10 @@ class ModuleStub(nn.Module):
 
 
 class ShapeStub(ModuleStub):
-    """Returns what the replaced module would, but with the values NaN (0 for integers) and without memory for them.
+    """Returns what the replaced module would, but with NaN (0 for integers) as values and without memory for them.
 
-    Shapes come from running the replaced module on the meta device, once for each shape of its inputs, so they follow
-    the batch. dtypes are those outside autocast. `device` is where the results are said to be.
+    Shapes come from running the replaced module on the meta device, once for each input shape, so they follow the
+    batch. dtypes are those outside autocast. `device` is the device that the results claim to be on.
     """
 
     def __init__(self, original: nn.Module):
@@ -63,7 +63,7 @@ class ShapeStub(ModuleStub):
 
 
 class Passthrough(ModuleStub):
-    """Returns its first argument, in the form in which the replaced block returns its own result."""
+    """Returns its first argument, in the form in which the replaced block returns its result."""
 
     def __init__(self, original: nn.Module, wrap_output: Callable[[Tensor], Any]):
         super().__init__(original)
@@ -74,7 +74,7 @@ class Passthrough(ModuleStub):
 
 
 class StageInput(ModuleStub):
-    """Returns `hidden`, which the stage sets before each forward."""
+    """Returns `hidden`, which is set before each forward."""
 
     def __init__(self, original: nn.Module, wrap_output: Callable[[Tensor], Any]):
         super().__init__(original)
@@ -87,26 +87,25 @@ class StageInput(ModuleStub):
 
 
 class StageOutput(ModuleStub):
-    """Ends the forward: raises `StageEndSignal` with its first argument, which is what the stage's last block
-    returned."""
+    """Ends the forward: raises `StageEndSignal` with its first argument, the output of the stage's last block."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StageEndSignal(get_first_argument(args, kwargs))
 
 
 def get_first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The first argument of a call, given by position or else by name; None where there is none."""
+    """Return the first argument of a call, by position or else by name; None if there is none."""
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def make_placeholder(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the shape and dtype of `like` that takes no memory: one NaN (0 for integers), expanded."""
+    """Return a tensor of the shape and dtype of `like` without memory: one NaN (0 for integers), expanded."""
     value = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
     return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """A copy of the module on the meta device, made without copying its memory first."""
+    """Copy a module to the meta device, without copying its memory first."""
     copies: dict[int, Any] = {}
     for parameter in module.parameters():
         copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
@@ -116,7 +115,7 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested sequences and mappings."""
+    """Yield all tensors in nested sequences and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -128,7 +127,7 @@ def iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same nested sequences and mappings with every tensor changed."""
+    """Return the same nested sequences and mappings with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -144,7 +143,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _input_signature(value: Any) -> Any:
-    """What the shapes of results depend on, as a key of a dictionary."""
+    """Return, as a dictionary key, what the shapes of results depend on."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
-"""Tensor parallel for any module: matrices cut over a group of ranks by rules `pattern -> style`, hidden states cut
-along the sequence between them (Shoeybi et al. 2019; Korthikanti et al. 2022).
+"""Tensor parallelism for any module: shard matrices over a group of ranks by rules `pattern -> style`, and hidden
+states along the sequence in between (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-The styles are described in `tp_plans.py`, where the rules of known models are. A linear layer with the style `columns`
-outside of a region is a region of its own. Everything that has no style stays whole on all ranks. Every pattern must
-match a module, every layer with parameters inside a region must have a style, and a tied weight must be cut alike in
-all its places.
+`tp_plans.py` describes the styles and has the rules of known models. A linear layer with style `columns` outside of a
+region is a region of its own. Modules without a style are replicated. Every pattern must match a module, every layer
+with parameters inside a region must have a style, and a tied weight must be sharded in the same way wherever it is
+used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,13 +38,14 @@ from phalanx.train.ops.lora import LEAVE_REGION_ATTR, LORA_A_NAME, LORA_B_NAME, 
 
 TP_PLAN_KEY = "model.tp_plan"
 VOCAB_STYLES = ("vocabulary", "head")
-SEQUENCE_DIM = 1  # the dimension of the sequence in hidden states [b, s, w]
+SEQUENCE_DIM = 1  # in hidden states [b, s, w]
 
 
 @dataclass
 class TensorParallelResult:
-    """What tensor parallel did: the `dim_shards` of parameters, and the whole ones whose gradient is `partial_grads` on
-    each rank, both by name (tied parameters by their first); `vocabulary` is the group over which the head is cut."""
+    """The result of tensor parallelism: `dim_shards` of parameters, and `partial_grads`, the replicated parameters with
+    partial gradients on each rank, by name (tied parameters by their first); `vocabulary` is the group over which the
+    head is sharded."""
 
     dim_shards: dict[str, DimShard] = field(default_factory=dict)
     partial_grads: set[str] = field(default_factory=set)
@@ -52,8 +53,8 @@ class TensorParallelResult:
 
 
 def resolve_styles(model: nn.Module, styles_by_pattern: Mapping[str, str]) -> dict[str, str]:
-    """The style of each module that a rule matches. RecipeError for unknown styles, patterns that match nothing, and
-    modules that two rules treat differently."""
+    """Return the style of each module that a rule matches. Raises RecipeError for unknown styles, patterns that match
+    nothing, and modules that two rules treat differently."""
     modules = dict(model.named_modules())
     found: dict[str, str] = {}
     for pattern, style in styles_by_pattern.items():
@@ -71,7 +72,7 @@ def resolve_styles(model: nn.Module, styles_by_pattern: Mapping[str, str]) -> di
 
 
 def check_tp_plan(model: nn.Module, styles_by_pattern: Mapping[str, str], size: int) -> dict[str, str]:
-    """`resolve_styles`, and whether the model can be cut so over `size` ranks. RecipeError naming rule and module."""
+    """`resolve_styles`, and check that `size` ranks can shard the model. Raises RecipeError naming rule and module."""
     styles = resolve_styles(model, styles_by_pattern)
     modules = dict(model.named_modules())
     for name, style in styles.items():
@@ -106,19 +107,19 @@ def apply_tensor_parallel(
     vocab_parallel_loss: bool = False,
     async_tp: bool = False,
 ) -> TensorParallelResult:
-    """Cut the model's parameters in place and make its layers talk over `group`. Done before optimizer and FSDP.
+    """Shard the model's parameters in place and make its layers communicate over `group`. Call it before FSDP and
+    before the optimizer is built.
 
-    `styles` are those that `check_tp_plan` found for the whole model; a pipeline stage has only some of its modules.
-    `sequence_parallel`: hidden states between the first and last of `blocks` are cut along the sequence, whose length
-    must
-    divide. `async_tp`: so cut, what leaves a region travels in chunks, while others are computed. `vocabulary`: whether
-    the loss can be computed over parts of the vocabulary; otherwise embedding and head stay whole.
-    `divided_attributes`: attributes of modules (by pattern) that count heads or features, which are divided, too.
+    `styles` is the result of `check_tp_plan` for the whole model; a pipeline stage has only some of its modules.
+    `sequence_parallel`: hidden states between the first and last of `blocks` are sharded along the sequence; its length
+    must divide. `async_tp`: with that, the matmul that leaves a region overlaps with its communication. `vocabulary`:
+    whether the loss can be computed over shards of the vocabulary; otherwise embedding and head are replicated.
+    `divided_attributes`: attributes of modules (by pattern) that count heads or features, and are divided too.
     """
     result = TensorParallelResult()
     if group_size(group) == 1:
         return result
-    sequence_parallel = sequence_parallel and len(blocks) > 0  # else there is nothing between which it could be cut
+    sequence_parallel = sequence_parallel and len(blocks) > 0  # without blocks there is nothing to shard in between
     modules = {name: m for name, m in model.named_modules() if not isinstance(m, ModuleStub)}
     names = {p: name for name, p in model.named_parameters()}
     styles = {
@@ -148,7 +149,7 @@ def apply_tensor_parallel(
     result.partial_grads = {
         name for name in whole for parent in _name_and_parents(name) if styles.get(parent) == "shared"
     }
-    # What an adapter makes of the inputs goes only into this rank's outputs.
+    # What an adapter computes from the inputs only enters this rank's outputs.
     columns = {name for name, style in styles.items() if style.startswith("columns")}
     result.partial_grads |= {
         name for name in whole if name.endswith(f".{LORA_A_NAME}") and name.rpartition(".")[0] in columns
@@ -160,7 +161,7 @@ def apply_tensor_parallel(
 
 
 def _shard_sequence_between(modules: Mapping[str, nn.Module], blocks: Sequence[str], group: Group) -> None:
-    """Cut the hidden state along the sequence where it enters the first block, and join it after the last."""
+    """Shard the hidden state along the sequence where it enters the first block, and gather it after the last."""
     if blocks[0] in modules:
         modules[blocks[0]].register_forward_pre_hook(
             _transform_first_argument(lambda x: scatter_to_group(x, group, SEQUENCE_DIM)), with_kwargs=True
@@ -172,14 +173,14 @@ def _shard_sequence_between(modules: Mapping[str, nn.Module], blocks: Sequence[s
 
 
 def _has_parameters(module: nn.Module, style: str) -> bool:
-    """Whether a pipeline stage has this module's parameters."""
+    """Return whether a pipeline stage has this module's parameters."""
     return style in ("region", "shared") or isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 @dataclass(frozen=True)
 class _TPComm:
-    """How a layer talks: over which group, whether the hidden state is cut along the sequence, whether what enters the
-    layer has entered a region already, and whether it talks while it computes."""
+    """Communication of a layer: the group, whether hidden states are sharded along the sequence, whether the input has
+    entered a region already, and whether communication overlaps with the matmul."""
 
     group: Group
     sequence_parallel: bool
@@ -187,13 +188,13 @@ class _TPComm:
     async_tp: bool
 
     def enter_region(self, x: Tensor) -> Tensor:
-        """From the hidden state into a region."""
+        """Turn a hidden state into the input of a region."""
         return (
             gather_from_group(x, self.group, SEQUENCE_DIM) if self.sequence_parallel else copy_to_group(x, self.group)
         )
 
     def leave_region(self, x: Tensor) -> Tensor:
-        """From a region's partial results back to the hidden state."""
+        """Turn partial results of a region into the hidden state."""
         return (
             reduce_scatter_to_group(x, self.group, SEQUENCE_DIM)
             if self.sequence_parallel
@@ -202,7 +203,7 @@ class _TPComm:
 
 
 def _sharded_dims(module: nn.Module, style: str, name: str) -> list[tuple[nn.Parameter, int, int]]:
-    """Which parameters a style cuts along which dimension, and of how many fused parts that is made."""
+    """Return the parameters that a style shards, the dimension of each, and the number of fused parts in it."""
     kind, _, fused = style.partition(":")
     parts = int(fused or 1)
     if kind in ("region", "shared"):
@@ -219,20 +220,20 @@ def _sharded_dims(module: nn.Module, style: str, name: str) -> list[tuple[nn.Par
     rows = kind in ("rows", "rows-conv1d")
     if isinstance(bias, nn.Parameter) and not rows:
         sharded.append((bias, 0, parts))
-    if has_lora(module):  # of the two, the one that lies at the side that is cut is cut with it
+    if has_lora(module):  # of the two LoRA matrices, the one on the sharded side is sharded too
         sharded.append((module.get_parameter(LORA_A_NAME if rows else LORA_B_NAME), dim, parts))
     return sharded
 
 
 def _make_dim_shard(parameter: nn.Parameter, dim: int, parts: int, style: str, group: Group) -> DimShard:
     rank, size, full_size = group_rank(group), group_size(group), parameter.shape[dim]
-    if style in VOCAB_STYLES:  # any size of vocabulary will do
+    if style in VOCAB_STYLES:  # any vocabulary size is allowed
         return DimShard(dim, (fsdp_row_range(full_size, rank, size),), full_size, "tensor")
     return shard_evenly(dim, full_size, rank, size, "tensor", parts)
 
 
 def _check_tied_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
-    """RecipeError when a parameter that several modules share would be cut in one and not in another."""
+    """Raise RecipeError if a parameter that several modules share would be sharded differently in them."""
     seen: dict[nn.Parameter, tuple[str, object]] = {}
     for name, module in model.named_modules():
         sharded = {p: (dim, parts) for p, dim, parts in _sharded_dims(module, styles.get(name, "shared"), name)}
@@ -240,9 +241,8 @@ def _check_tied_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
             first_name, sharding = seen.setdefault(parameter, (name, sharded.get(parameter)))
             if sharding != sharded.get(parameter):
                 raise RecipeError(
-                    f"{TP_PLAN_KEY}: {first_name} and {name} share a weight (tied), but only one of them would be "
-                    f"cut, or each "
-                    "differently; give both a style that cuts alike, such as vocabulary and head"
+                    f"{TP_PLAN_KEY}: {first_name} and {name} share a weight (tied), but only one of them would be cut, "
+                    "or each differently; give both a style that cuts the same dimension, such as vocabulary and head"
                 )
 
 
@@ -263,7 +263,7 @@ def _apply_rowwise(module: nn.Module, comm: _TPComm) -> None:
             out = linear_reduce_scatter(x, self.weight, comm.group)
         else:
             out = comm.leave_region(F.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias  # once, not once a rank
+        return out if self.bias is None else out + self.bias  # once, not on every rank
 
     vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
 
@@ -279,7 +279,7 @@ def _apply_rowwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
 def _apply_colwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
     _apply_colwise(module, comm)
 
-    def forward(self: Any, x: Tensor) -> Tensor:  # its own forward goes by the features of the whole
+    def forward(self: Any, x: Tensor) -> Tensor:  # the original forward uses the unsharded number of features
         out: Tensor = x @ self.weight + self.bias
         return out
 
@@ -300,7 +300,7 @@ def _apply_vocab_embedding(module: nn.Module, comm: _TPComm) -> None:
 
 
 def _apply_nothing(module: nn.Module, comm: _TPComm) -> None:
-    """`shared` computes as before; `head` is left out of the forward, and the loss takes its weight."""
+    """Do nothing: `shared` computes as before; `head` is not called, because the loss uses its weight."""
 
 
 _APPLY_STYLE: dict[str, Callable[[nn.Module, _TPComm], None]] = {
@@ -316,7 +316,7 @@ _APPLY_STYLE: dict[str, Callable[[nn.Module, _TPComm], None]] = {
 
 
 def _transform_first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """A forward pre-hook that changes the first floating-point tensor among the arguments."""
+    """Return a forward pre-hook that changes the first floating-point tensor among the arguments."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for i, value in enumerate(args):
@@ -333,7 +333,7 @@ def _transform_first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..
 
 
 def _transform_first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """A forward hook that changes the output, or the first of several."""
+    """Return a forward hook that changes the output, or the first of several."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         return change(output) if isinstance(output, Tensor) else (change(output[0]), *output[1:])
@@ -342,7 +342,7 @@ def _transform_first_output(change: Callable[[Tensor], Tensor]) -> Callable[...,
 
 
 def _name_and_parents(name: str) -> list[str]:
-    """Dotted names above and including `name`."""
+    """Return the dotted names above and including `name`."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 

@@ -1,13 +1,13 @@
-"""How the matrices of known models are cut over tensor-parallel ranks, as data: patterns of module names to styles.
+"""Tensor-parallel plans of known models, as data: patterns of module names to styles.
 
-Shipped are our transformer and Hugging Face's Llama, Qwen2, Qwen3 and GPT-2. What a style does to a module is told in
-`tensor_parallel.py`, not here; this file imports no model code and changes nothing. (Shoeybi et al. 2019, Megatron-LM.)
+Included are our transformer and Hugging Face's Llama, Qwen2, Qwen3 and GPT-2. `tensor_parallel.py` implements the
+styles; this module imports no model code and changes nothing. (Shoeybi et al. 2019, Megatron-LM.)
 
-A pattern is a module's dotted name in which `*` stands for one whole part: `blocks.*.ffn.up`.
+A pattern is a dotted module name in which `*` stands for one component: `blocks.*.ffn.up`.
 
     style              module                    what a rank holds
-    region             attention, feed-forward   works on whole sequences with its share of the features: what is in it
-                                                 shares one communication when entering
+    region             attention, feed-forward   works on whole sequences with its share of the features: its modules
+                                                 share one communication when entering
     columns            nn.Linear                 rows of the weight [out, in], the bias with them: part of the outputs
     rows               nn.Linear                 columns of the weight: part of the inputs; partial outputs are summed,
                                                  and the bias, whole on each rank, is added once, after the sum
@@ -16,8 +16,8 @@ A pattern is a module's dotted name in which `*` stands for one whole part: `blo
                                                  value): a part of each of the three
     rows-conv1d        Conv1D                    rows of the weight [in, out]
     vocabulary         nn.Embedding              rows: part of the vocabulary
-    head               nn.Linear                 as columns; the outputs are logits of part of the vocabulary. Where it
-                                                 is tied to the embedding, both are cut alike
+    head               nn.Linear                 as columns; the outputs are logits of part of the vocabulary. If it
+                                                 is tied to the embedding, both are sharded in the same way
     shared             any with parameters       everything, but used for local heads only: gradients are partial, and
                                                  summed over the ranks
 """
@@ -45,21 +45,20 @@ TP_STYLES = (
 
 @dataclass(frozen=True)
 class TPPlan:
-    """Models that are cut alike."""
+    """The plan of a model family."""
 
     styles: Mapping[str, str]
-    """Pattern -> style. Patterns are of the whole model; for one without its head (`base_prefix`), see
+    """Pattern -> style. Patterns are those of the model with its head; for a model without one (`base_prefix`), see
     `find_tp_plan`."""
     divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Pattern of modules -> attributes that count heads or features, and are divided by the number of ranks with them.
-    """
+    """Pattern of modules -> attributes that count heads or features, and are divided by the number of ranks too."""
     divisible_sizes: Mapping[str, str] = field(default_factory=dict)
-    """What the number of ranks must divide: its name in words -> attribute of `model.config`; for our own transformer
-    they are read off its modules (`find_divisible_sizes`)."""
+    """Sizes that the number of ranks must divide: description -> attribute of `model.config`. For our own transformer
+    they are read from its modules (`find_divisible_sizes`)."""
     base_prefix: str = ""
-    """Prefix that a model without a head lacks in all its names: `model.` of LlamaModel's."""
+    """Prefix that a model without a head lacks in all names: `model.` for LlamaModel."""
     optional_patterns: frozenset[str] = frozenset()
-    """Patterns that some members of the family have no module for."""
+    """Patterns for which some members of the family have no module."""
 
 
 TRANSFORMER_TP_PLAN = TPPlan(
@@ -102,7 +101,7 @@ _LLAMA_SIZES = {
     "tokens of the vocabulary": "vocab_size",
 }
 
-# Attention of these counts its local heads by itself: it views projections as [b, s, -1, d].
+# These attention modules need no divided attributes: they view projections as [b, s, -1, d].
 LLAMA_TP_PLAN = TPPlan(
     styles=_LLAMA_STYLES, divisible_sizes=_LLAMA_SIZES, base_prefix="model.", optional_patterns=frozenset({"lm_head"})
 )
@@ -120,7 +119,7 @@ QWEN3_TP_PLAN = TPPlan(
 
 GPT2_TP_PLAN = TPPlan(
     styles={
-        "transformer.wte": "vocabulary",  # positions (wpe) are whole on each rank
+        "transformer.wte": "vocabulary",  # position embeddings (wpe) are replicated
         "transformer.h.*.attn": "region",
         "transformer.h.*.mlp": "region",
         "transformer.h.*.attn.c_attn": "columns-conv1d:3",
@@ -149,9 +148,9 @@ HF_TP_PLANS: Mapping[str, TPPlan] = {
 
 
 def find_tp_plan(model: nn.Module) -> TPPlan | None:
-    """What is known about a model: by class for our transformer, by `config.model_type` for Hugging Face's. None for
-    any other. Patterns are as they fit this very model: without what it lacks, and without the base's prefix where it
-    is the bare base."""
+    """Return the plan of a model: by class for our transformer, by `config.model_type` for Hugging Face models; None
+    for others. Patterns are fitted to this model: without modules that it lacks, and without the prefix if it has no
+    head."""
     plan = _plan_for_transformer(model) if isinstance(model, Transformer) else _plan_for_hugging_face(model)
     if plan is None:
         return None
@@ -171,8 +170,8 @@ def find_tp_plan(model: nn.Module) -> TPPlan | None:
 
 
 def _plan_for_transformer(model: Transformer) -> TPPlan:
-    """Our transformer's. A mixture of experts is no region: each tensor rank computes it for its own part of the
-    sequence, so only feed-forwards that stand alone in their block are cut."""
+    """Return the plan of our transformer. A mixture of experts is not a region: each tensor-parallel rank computes it
+    for its own part of the sequence, so only feed-forwards of blocks without experts are sharded."""
     dense = [name for name, module in model.named_modules() if isinstance(module, FeedForward)]
     dense = [name for name in dense if matches_pattern("blocks.*.ffn", name)]
     if len(dense) == len(model.blocks):
@@ -186,8 +185,8 @@ def _plan_for_transformer(model: Transformer) -> TPPlan:
 
 
 def find_divisible_sizes(model: nn.Module) -> dict[str, int]:
-    """What the number of tensor-parallel ranks must divide: its name in words -> its size. Empty for a model whose
-    family is not known."""
+    """Return the sizes that the number of tensor-parallel ranks must divide, by description. Empty for a model of an
+    unknown family."""
     if isinstance(model, Transformer):
         attention = next(module for module in model.modules() if isinstance(module, CausalSelfAttention))
         sizes = {"attention heads": attention.num_heads, "key-value heads": attention.num_kv_heads}

@@ -1,8 +1,8 @@
-"""What the agent says to a worker while it trains: who trains together from now on.
+"""Membership updates: the agent's messages to a worker during training that say which workers form the world.
 
-The agent speaks when a worker was lost whose work the others can do, and when another in its place is ready. The first
-cannot wait: who is still in a collective with the lost one is torn out of it by closing its connections, since gloo
-would let it wait for ten minutes. The second is only noted, and obeyed at the end of a step.
+The agent sends an update when a worker is lost and the others can continue without it, and when a replacement is ready.
+A loss takes effect at once: the connections of the process group are shut down, because a collective with a lost peer
+would otherwise block in gloo for 10 minutes. A replacement takes effect at the end of a step.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from phalanx.run.message_socket import receive
 from phalanx.run.messages import MembershipUpdate
 
 CONTROL_FD_VARIABLE = "PHALANX_CONTROL_FD"
-"""Names the descriptor over which a worker gets its orders."""
+"""Environment variable with the file descriptor on which a worker receives updates."""
 
 
 class MembershipUpdates:
-    """A worker's end, read by a thread of its own. `cut` closes the connections of its process group."""
+    """The worker's end of the connection, read by a thread. `shut_down_sockets` closes those of the process group."""
 
     def __init__(self, sock: socket.socket, shut_down_sockets: Callable[[], None]):
         self._sock, self._shut_down_sockets = sock, shut_down_sockets
@@ -29,22 +29,22 @@ class MembershipUpdates:
 
     @property
     def has_update(self) -> bool:
-        """Whether there is an order that nobody has obeyed yet."""
+        """Whether there is an update that was not taken yet."""
         return self._latest_update is not None
 
     @property
     def worker_lost(self) -> bool:
-        """Whether that order says that somebody is gone, so that the step of now cannot end."""
+        """Whether that update says that a worker was lost, so that the current step cannot finish."""
         latest = self._latest_update
         return latest is not None and latest.worker_lost
 
     def wait_for_update(self, timeout_s: float) -> None:
-        """Wait for an order, but no longer than that."""
+        """Wait for an update, at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._latest_update is not None, timeout_s)
 
     def take_update(self) -> MembershipUpdate:
-        """The newest order, waiting for it."""
+        """Wait for an update; return the newest."""
         with self._changed:
             self._changed.wait_for(lambda: self._latest_update is not None)
             update, self._latest_update = self._latest_update, None
@@ -55,7 +55,7 @@ class MembershipUpdates:
         while (messages := receive(self._sock)) is not None:
             for update in messages:
                 assert isinstance(update, MembershipUpdate)
-                if update.worker_lost:  # before it can be obeyed, or it might be the connections of the next group
+                if update.worker_lost:  # now, before the update can be taken: later sockets may be the next group's
                     self._shut_down_sockets()
                 with self._changed:
                     self._latest_update = update
@@ -65,15 +65,15 @@ class MembershipUpdates:
 def open_membership_updates(
     shut_down_sockets: Callable[[], None], environment: Mapping[str, str] = os.environ
 ) -> MembershipUpdates | None:
-    """A worker's orders; None where it has no agent that would give any."""
+    """Open this worker's membership updates; None if it has no agent that sends any."""
     fd = environment.get(CONTROL_FD_VARIABLE)
     return MembershipUpdates(socket.socket(fileno=int(fd)), shut_down_sockets) if fd else None
 
 
 class SocketRegistry:
-    """The TCP connections that process groups opened while this was entered, so that they can be closed under them.
-    Only where the kernel lists a process's descriptors (Linux); elsewhere there are none, and who waits for a lost
-    worker is killed."""
+    """The TCP connections that process groups open while this context is entered, so that they can be shut down later.
+    It needs a kernel that lists a process's descriptors (Linux). Elsewhere it finds none, and the agent kills a worker
+    that waits for a lost peer."""
 
     def __init__(self) -> None:
         self._inodes_before: frozenset[int] = frozenset()
@@ -81,21 +81,21 @@ class SocketRegistry:
         self._shutdown_lock = threading.Lock()
 
     def __enter__(self) -> "SocketRegistry":
-        """Before a group is made."""
+        """Remember the sockets that exist before a group is created."""
         self._inodes_before = frozenset(_list_own_sockets())
         return self
 
     def __exit__(self, *_: object) -> None:
-        """After it was made."""
+        """Register the sockets that the group has opened."""
         self._own_inodes |= frozenset(_list_own_sockets()) - self._inodes_before
 
     def shut_down(self) -> None:
-        """End them in both directions, and forget them; harmless when they are closed already."""
-        with self._shutdown_lock:  # who comes second must find them cut, not about to be
+        """Shut the connections down in both directions and forget them; harmless if they are closed already."""
+        with self._shutdown_lock:  # a concurrent second call must return only after the shutdown
             found = _list_own_sockets()
             for inode in self._own_inodes & found.keys():
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found[inode])) as sock:
-                    # A listener that is shut down ends the process in gloo's thread that accepts.
+                    # Shutting down a listener would end the process, in gloo's accept thread.
                     tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
                     if tcp and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         sock.shutdown(socket.SHUT_RDWR)
@@ -103,11 +103,11 @@ class SocketRegistry:
 
 
 def _list_own_sockets() -> dict[int, int]:
-    """Descriptors of this process's sockets by inode: a descriptor alone may be another socket's by now."""
+    """Return descriptors of this process's sockets by inode. A descriptor alone may since belong to another socket."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # it was closed since
                 target = os.readlink(f"/proc/self/fd/{name}")
                 if target.startswith("socket:["):
                     found[int(target[8:-1])] = int(name)

@@ -1,10 +1,10 @@
-"""Going on from memory: workers that hold the same state meet in another number, and go on where they are.
+"""Reconfiguration: the surviving replicas form a new world and continue from the state in their memory.
 
-When one of several replicas is lost, the others need nothing that it had. A worker knows that a step is done only when
-all have sent their part of it, so survivors are at the same step or one apart; who is behind, and who has just come,
-gets the state from one that is not. Under `determinism: elastic` nothing else depends on how many they are. Here are
-the meeting and replicas that are whole; those that are sharded are `sharded_recovery.py`'s. A checkpoint that is being
-written goes along (`train/checkpoint/manager.py`).
+When one of several replicas is lost, the others need no state from it. A worker completes a step only after all have
+contributed to it, so the steps of the survivors differ by at most one. Workers that are behind, and workers that have
+just joined, get the state from one that is not behind. Under `determinism: elastic` nothing else depends on the number
+of replicas. This module has the rendezvous and the recovery of whole replicas; `sharded_recovery.py` recovers sharded
+ones. A checkpoint save in flight is carried along (`train/checkpoint/manager.py`).
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
 
 EvaluatorFactory = Callable[[DistEnv, Mesh], Callable[[], EvaluationResult | None]]
-"""Makes what evaluates in a world of another size."""
+"""Makes the evaluation function for a new world."""
 MIN_POLL_INTERVAL_S, POLL_BACKOFF_FACTOR, MAX_POLL_INTERVAL_S = 0.001, 1.2, 0.05
-"""Seconds between two looks whether all have come: at first, by how much longer each time, and at most, since many may
-wait long for a few."""
+"""Polling for the arrival of all workers: first interval, growth, and maximum; many workers may wait long for a few."""
 NO_STEP = -1
-"""Instead of a step: a worker that has no state yet."""
+"""Step that stands for: this worker has no state yet."""
 
 
 @dataclass(frozen=True)
 class PeerStates:
-    """What those who met have: the step that each rank has `reached`, and which of them have `grads_reduced` the
-    gradients of
-    the one after, and are `saving` the state after which; the `survivor_state` of the first that is farthest,
-    `source_rank`, and its loss `scaler_state`. `own`: this worker's standing before."""
+    """The states of the workers in the new world, by rank.
+
+    `step_of_rank` is the last completed step (NO_STEP for a new worker). `grads_reduced` marks the workers that
+    have the reduced gradients of the next step. `saving_step_of_rank` is the step of the save in flight. `source_rank`
+    is the first rank that is furthest ahead; `survivor_state` and `scaler_state` are its state. `own_state` is this
+    worker's state before the reconfiguration."""
 
     step_of_rank: list[int]
     grads_reduced: list[bool]
@@ -71,33 +72,32 @@ class PeerStates:
 
     @property
     def all_at_same_step(self) -> bool:
-        """Whether all are at the same step."""
+        """Whether all workers are at the same step."""
         return min(self.step_of_rank) == max(self.step_of_rank)
 
     @property
     def saves_diverged(self) -> bool:
-        """Whether a save ended or began for some of them only: they were torn out of the step that it happened in."""
+        """Whether a save started or ended on some workers only, because they left during that step."""
         saving = zip(self.step_of_rank, self.saving_step_of_rank, strict=True)
         return len({step for reached, step in saving if reached != NO_STEP}) > 1
 
 
 class RecoveryMode(Protocol):
-    """How a worker comes by what it needs in another world."""
+    """How a worker gets its state in a new world."""
 
     def rebuild(self, before: TrainContext | None, dist_env: DistEnv) -> TrainContext:
-        """What it trains there, from what it trained before; None for one that has just come."""
+        """Return the context for the new world; `before` is the old one, or None for a worker that just joined."""
 
     def sync_state(self, before: TrainContext | None, now: TrainContext, peers: PeerStates) -> None:
-        """Bring all to the state of those who are farthest."""
+        """Bring all workers to the state of those furthest ahead."""
 
     def warm_up(self, now: TrainContext, train_state: TrainState) -> None:
-        """What is left to do before the next step."""
+        """Do what is left before the next step."""
 
 
 class Reconfiguration:
-    """One worker's part in it, for as long as it lives. `worker_id` is the worker's own, whatever its rank;
-    `inter_replica_sockets` and
-    `intra_replica_sockets` are its connections to other replicas and to the workers of its own."""
+    """Reconfigurations of one worker, over its whole life. `worker_id` identifies the worker, whatever its rank.
+    `inter_replica_sockets` and `intra_replica_sockets` are its connections to other replicas and within its own."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class Reconfiguration:
         self._hooks: list[RemovableHandle] = []
 
     def install_membership_hooks(self, modules: Iterable[nn.Module], compiled: bool) -> None:
-        """Look for orders whenever a forward comes to parameters of these, unless they are compiled, and whenever
-        backward has made a gradient: who has a long step would else learn only in the exchange that it is in vain."""
+        """Check for a lost worker before the forward of each module with parameters (unless compiled) and after each
+        gradient in backward. Otherwise a worker in a long step would notice only in the gradient synchronization."""
         for hook in self._hooks:
             hook.remove()
         parameters_by_module = {
@@ -143,7 +143,7 @@ class Reconfiguration:
             ]
 
     def check_membership(self) -> None:
-        """Summoned where somebody is gone, so that what is going on now cannot end."""
+        """Raise MembershipChanged if a worker was lost, so that the current step cannot finish."""
         if self.membership_updates.worker_lost:
             raise MembershipChanged
 
@@ -155,19 +155,19 @@ class Reconfiguration:
             self.check_membership()
 
     def detach(self, trainer: Trainer) -> SurvivorState:
-        """Leave a group of which somebody may be gone, and undo what was begun."""
+        """Leave a process group in which workers may be lost, and undo the unfinished step."""
         self._reporter.send_control(LeftGroup(rank=self._worker_id))
         survivor_state = trainer.detach()
         for sockets in (self._inter_replica_sockets, self._intra_replica_sockets):
-            sockets.shut_down()  # or those who have not noticed yet would wait for us
+            sockets.shut_down()  # otherwise workers that have not noticed the loss would wait for this one
         abort_process_group()
         return survivor_state
 
     def rejoin(
         self, before: TrainContext | None, survivor_state: SurvivorState | None, samples: int
     ) -> tuple[TrainContext, SurvivorState]:
-        """Wait for the agent's word, meet, and share the state; None as standing for one that has none yet. Returns how
-        all stand now. DataError when this worker has other data than the others."""
+        """Join the new world and synchronize the state; `survivor_state` is None for a worker that has none yet. Return
+        the new context and the synchronized state. Raises DataError if this worker's data differ from the others'."""
         was_rank_zero = self._dist_env.is_rank_zero and survivor_state is not None
         update = self._wait_for_rendezvous()
         dist_env, rank, world_size = self._dist_env, self._dist_env.rank, self._dist_env.world_size
@@ -190,17 +190,17 @@ class Reconfiguration:
             for event in last.events:
                 self._reporter.remember_event(event)
         if dist_env.is_rank_zero:
-            # Also what the lost ones left of a save that was given up; but others still write what goes along.
+            # Also removes what lost workers left of an abandoned save; the pending save is still being written.
             clean_checkpoint_dir(built.run.checkpoints, keep_step=None if pending_save is None else pending_save.step)
             report_start(built, samples, peers.survivor_state.train_state, scaled_up=not update.worker_lost)
             self._reporter.resend_events(own_step if was_rank_zero else update.last_reported_step)
-        all_gather_json(dist_env, None)  # before that nobody may begin a save, which may be the first that is due
+        all_gather_json(dist_env, None)  # no worker may start a save before the cleanup; one may be due right now
         self._recovery_mode.warm_up(built, peers.survivor_state.train_state)
         return built, replace(peers.survivor_state, pending_save=pending_save)
 
     def _wait_for_rendezvous(self) -> MembershipUpdate:
-        """Wait for the agent's word, and until all have come whom it names: a process group that begins to meet waits
-        for ever for one who does not. If one is lost before, the agent says who meets instead."""
+        """Wait for an update and until all workers that it names have arrived. Creating a process group would wait
+        forever for one that does not arrive; if one is lost before, the agent sends another update."""
         while True:
             update = self.membership_updates.take_update()
             rank, world_size = update.active_ranks.index(self._worker_id), len(update.active_ranks)
@@ -210,7 +210,7 @@ class Reconfiguration:
                 return update
 
     def _all_arrived(self, update: MembershipUpdate) -> bool:
-        """False when another order comes first."""
+        """Wait until all workers have arrived; return False if another update comes first."""
         store, poll_interval_s = open_attempt_store(self._dist_env), MIN_POLL_INTERVAL_S
         if store.add("come", 1) == len(update.active_ranks):
             store.set("all", "1")
@@ -222,11 +222,11 @@ class Reconfiguration:
         return True
 
     def _cancel_pending_save(self, pending_save: PendingSave | None, peers: PeerStates) -> None:
-        """Drop the save that only some have in flight. If it was to come, it is missing; one that had ended at those
-        who are farthest is a checkpoint, or had failed."""
+        """Drop a save that is in flight on some workers only. If it is in flight on the workers furthest ahead, its
+        checkpoint is now missing; if it has ended there, it is a checkpoint or has failed."""
         if pending_save is not None:
             pending_save.saver.cancel()
-        all_gather_json(self._dist_env, None)  # nobody writes any more
+        all_gather_json(self._dist_env, None)  # after this no worker writes any more
         train_state, step = peers.survivor_state.train_state, peers.saving_step_of_rank[peers.source_rank]
         if step != NO_STEP:
             train_state.lost_checkpoint_step = train_state.lost_checkpoint_step or step
@@ -235,7 +235,7 @@ class Reconfiguration:
                 self._reporter.report_event(CheckpointFailed(step=step, reason=reason))
 
     def _gather_peer_states(self, before: TrainContext | None, survivor_state: SurvivorState | None) -> PeerStates:
-        """Learn what the others have."""
+        """Exchange step, pending save, and state with the other workers."""
         dist_env = self._dist_env
         step, grads_reduced = (
             (NO_STEP, False)
@@ -269,20 +269,21 @@ class Reconfiguration:
         scaler_state = {name: torch.tensor(value, dtype=torch.float64) for name, value in scaler_values.items()}
         if fingerprint != self._fingerprint:
             raise DataError(
-                f"the data of worker {self._worker_id} are not those of the others: all nodes must read the same"
+                f"worker {self._worker_id} has other data than the other workers: all nodes must read the same data"
             )
         of_sums, of_saves = [bool(each[1]) for each in all_of_them], [int(each[2]) for each in all_of_them]
         return PeerStates(step_of_rank, of_sums, of_saves, source, farthest, scaler_state, survivor_state)
 
 
 class ReplicatedRecovery:
-    """Workers each of which holds the whole state: the model stays, and who is behind gets all of it."""
+    """Recovery of replicas in which each worker holds the whole state: the model stays, and a worker that is behind
+    receives all of the state."""
 
     def __init__(self, evaluator_factory: EvaluatorFactory):
         self._evaluator_factory = evaluator_factory
 
     def rebuild(self, before: TrainContext | None, dist_env: DistEnv) -> TrainContext:
-        """The same model and optimizer in another world."""
+        """Return the same model and optimizer in the new world."""
         assert before is not None
         before.accumulator.reducer.close()
         mesh = build_mesh(Parallelism(replicate=dist_env.world_size), dist_env)
@@ -310,23 +311,23 @@ class ReplicatedRecovery:
             )
 
     def warm_up(self, now: TrainContext, train_state: TrainState) -> None:
-        """Nothing: the model is the one that was there."""
+        """Do nothing: the model was not rebuilt."""
 
 
 def broadcast_tensors(
     own: dict[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of the worker `source_rank` of this group, which gives its `own`, on all of it."""
+    """Broadcast the `own` tensors of `source_rank` to all workers of the group, and return them."""
     specs = [[name, list(tensor.shape), format_dtype(tensor.dtype)] for name, tensor in (own or {}).items()]
     found = {}
     for name, shape, dtype in broadcast_json(source, specs, group):
         tensor = torch.empty(shape, dtype=parse_dtype(dtype)) if own is None else own[name].contiguous()
-        if tensor.numel():  # a shard may have no row of it
+        if tensor.numel():  # a shard may be empty
             dist.broadcast(tensor, src=source, group=group)
         found[name] = tensor
     return found
 
 
 def requires_reconfiguration(error: BaseException) -> bool:
-    """Whether this ends a group, and not the run."""
+    """Return whether an error ends the process group but not the run."""
     return isinstance(error, MembershipChanged) or is_peer_failure(error)

@@ -24,28 +24,27 @@ from phalanx.train.train_context import TrainContext
 from phalanx.train.train_state import LastStep, TrainState
 
 BuildFn = Callable[[DistEnv, Callbacks | None], TrainContext]
-"""Builds and divides the model for a place, without weights; with callbacks that there are already."""
+"""Builds and parallelizes the model for a rank, without weights; takes over existing callbacks."""
 MODEL_PREFIX = "model/"
 
 
 class ShardedRecovery:
-    """One worker's way from world to world, in a replica of `replica_size` workers; `initial` is what it trains at
-    first."""
+    """Recovery of a worker in a replica of `replica_size` workers. `initial` is the context that it trains first."""
 
     def __init__(self, replica_size: int, build: BuildFn, initial: TrainContext | None):
         self._replica_size, self._build_fn = replica_size, build
-        # While FSDP gathers parameters, others stand in the places of those that it keeps.
+        # While FSDP holds parameters unsharded, the model has other tensors than the sharded ones kept here.
         self._parameters = {} if initial is None else initial.parallel_model.parameters()
 
     def rebuild(self, before: TrainContext | None, dist_env: DistEnv) -> TrainContext:
-        """The model and everything around it, built in another world."""
+        """Build the model, without weights, and its context for the new world."""
         clear_dtensor_mesh_cache()
         built = self._build_fn(dist_env, None if before is None else before.callbacks)
         built.callbacks.run_context.model = built.model
         return built
 
     def sync_state(self, before: TrainContext | None, now: TrainContext, peers: PeerStates) -> None:
-        """Fill it. RuntimeError on all workers when those behind have not what it takes."""
+        """Fill the new model. Raises RuntimeError on all workers if those behind cannot catch up."""
         steps, rank, context = max(peers.step_of_rank), now.dist_env.rank, now
         behind = [rank for rank, step in enumerate(peers.step_of_rank) if NO_STEP < step < steps]
         if any(peers.step_of_rank[rank] < steps - 1 or not peers.grads_reduced[rank] for rank in behind):
@@ -64,13 +63,13 @@ class ShardedRecovery:
         self._parameters = context.parallel_model.parameters()
 
     def warm_up(self, now: TrainContext, train_state: TrainState) -> None:
-        """Compile what was built anew."""
+        """Compile the rebuilt model."""
         if now.recipe.compile:
             warm_up_compile(now, train_state)
 
     @torch.no_grad()
     def _copy_local_state(self, old_context: TrainContext, new_context: TrainContext) -> None:
-        """What this worker holds, in the new model."""
+        """Copy this worker's state to the new model."""
         for name, parameter in new_context.parallel_model.parameters().items():
             to_local(parameter).copy_(to_local(self._parameters[name]))
         old = old_context.parallel_model.owned_buffers()
@@ -81,7 +80,7 @@ class ShardedRecovery:
     def _redo_last_step(
         self, old_context: TrainContext, new_context: TrainContext, last_step: LastStep, step: int
     ) -> None:
-        """Do the step of which this worker has the summed gradients."""
+        """Repeat the update of the step for which this worker has the reduced gradients."""
         if last_step.applied_update is not None:
             factor, lr = last_step.applied_update
             scale_in_place(old_context.accumulator.reducer.grad_tensors(), factor)
@@ -96,7 +95,7 @@ class ShardedRecovery:
 
     @torch.no_grad()
     def _send_to_new(self, context: TrainContext, peers: PeerStates) -> None:
-        """To those who have just come: from the same position in the replica of the first who is farthest."""
+        """Send the state to new workers, from the same position of the replica of the source rank."""
         group, position = context.parallel_model.mesh.replicate_group, context.dist_env.rank % self._replica_size
         assert group is not None
         source = peers.source_rank - peers.source_rank % self._replica_size + position
@@ -113,7 +112,7 @@ class ShardedRecovery:
 
 @torch.no_grad()
 def _broadcast_buffers(context: TrainContext, peers: PeerStates) -> None:
-    """What forwards and callbacks left in buffers, which all hold alike."""
+    """Broadcast the buffers that forward and callbacks have changed, which are equal on all workers."""
     buffers: dict[str, Tensor] = context.parallel_model.owned_buffers()
     is_source = context.dist_env.rank == peers.source_rank
     received = broadcast_tensors(

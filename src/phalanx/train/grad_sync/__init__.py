@@ -2,12 +2,12 @@
 
 reducer            reduces gradients after backward
 bucketed_reducer   counts gradients as backward produces them, and sends buckets in order
-buckets            gradients that travel together
-comm_queue         runs the stages of an algorithm on buckets during backward
-algorithms/        one algorithm a file; `base` has the interface
+buckets            gradients that are reduced together
+comm_queue         runs the phases of an algorithm on buckets during backward
+algorithms/        one algorithm per file; `base` has the interface
 compression/       bf16, int8 and PowerSGD
 registry           the algorithms by the names that recipes use
-selection          which algorithm is used, when the recipe says `auto`
+selection          selects the algorithm if the recipe says `auto`
 """
 
 from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer

@@ -1,9 +1,10 @@
-"""Watches how much of a step the exchange of gradients leaves exposed, and has `grad_sync.algorithm: auto` act on it.
+"""Measure the exposed communication of gradient synchronization, and apply `grad_sync.algorithm: auto`.
 
-It takes the seconds that every step tells anyway. Workers agree on them once when a strategy has had its first steps,
-and then every so many; what follows from them (`grad_sync/selection.py`) is alike on all. What counts as exposed is
-what the worker waits that comes last: others wait for that worker besides, which no exchange can help. Where there is
-nothing to choose, it tells once what is exposed and what `determinism: off` might gain.
+The measurements are the phase times of every step. The workers reduce them to common values after the first steps with
+an algorithm, and then every REMEASURE_EVERY_STEPS steps; the decision (`selection.py`) is a function of these values
+and therefore equal on all workers. Exposed time is the wait of the worker that arrives last; the other workers also
+wait for it, which no algorithm can shorten. If there is only one candidate, its exposed communication is reported once,
+with what `determinism: off` might gain.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ if TYPE_CHECKING:
     from phalanx.train.train_state import TrainState
 
 WARMUP_STEPS = 2
-"""First steps with a strategy, which make connections and take memory."""
+"""First steps with an algorithm, which open connections and allocate memory and are not measured."""
 MIN_MEASURED_STEPS = 8
-"""Steps that tell what a strategy takes."""
+"""Number of steps that measure an algorithm."""
 REMEASURE_EVERY_STEPS = 50
-"""Steps from one look to the next when the choice is made."""
+"""Steps between two checks after an algorithm was selected."""
 
 
 class GradSyncSelector:
-    """One worker's. Every worker makes it and calls it at the same steps. `num_backwards` are this worker's
-    micro-batches of a step: gradients travel beside the last only."""
+    """Selects the algorithm on one worker. Every worker creates it and calls it at the same steps. `num_backwards` is
+    the number of this worker's micro-batches in a step; only the last backward overlaps with communication."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class GradSyncSelector:
             )
 
     def record_step(self, step_s: float, seconds_by_phase: Mapping[str, float]) -> None:
-        """A step was done in so many seconds."""
+        """Record a step of `step_s` seconds and the seconds of its phases."""
         if self._reducer is None or self._reducer.world_size == 1:
             return
         if self._steps_to_skip:
@@ -83,14 +84,14 @@ class GradSyncSelector:
         )
 
     def select_if_due(self) -> None:
-        """Between two steps: decide if it is time. All workers then sum by the same strategy from the next step on."""
+        """Decide, between two steps, if it is time. All workers use the same algorithm from the next step on."""
         reducer = self._reducer
         if reducer is None or len(self._timings) < MIN_MEASURED_STEPS:
             return
         is_final = self._train_state.grad_sync_selection.is_final
         if is_final and len(self._timings) < REMEASURE_EVERY_STEPS:
             return
-        if len(self._candidates) == 1 and is_final:  # it was told
+        if len(self._candidates) == 1 and is_final:  # it was reported already
             self._timings.clear()
             return
         timing = self._agree_on_timing()
@@ -105,7 +106,7 @@ class GradSyncSelector:
             self._report_selection(old_state.algorithm, reason, timing, timings, new_state.predicted_efficiency)
 
     def _agree_on_timing(self) -> StepTiming:
-        """What the steps since the last look took, alike on all workers."""
+        """Return the timing of the steps since the last check, equal on all workers."""
         median = [
             statistics.median(values)
             for values in zip(*((each.step_s, -each.exposed_s, each.backward_s) for each in self._timings), strict=True)
@@ -115,7 +116,7 @@ class GradSyncSelector:
         return StepTiming(seconds, -exposed, backward)
 
     def _apply_selection(self, selection: SelectionState) -> None:
-        """Go on with this choice."""
+        """Use this selection from now on."""
         assert self._reducer is not None
         if selection.algorithm != self._train_state.grad_sync_selection.algorithm:
             self._steps_to_skip, self._timings = WARMUP_STEPS, []
@@ -140,7 +141,7 @@ class GradSyncSelector:
         )
 
     def _report_fixed_algorithm(self, reducer: BucketedReducer, timing: StepTiming) -> None:
-        """Nothing is chosen: say once in a run what that costs."""
+        """Report the exposed communication of the only candidate, once in a run."""
         determinism, algorithm = self._recipe.determinism, self._candidates[0]
         name = "fixed tree" if determinism == "elastic" else algorithm
         self._train_state.grad_sync_selection = SelectionState(name, reducer.world_size, {name: timing}, is_final=True)

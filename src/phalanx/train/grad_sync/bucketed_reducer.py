@@ -1,14 +1,15 @@
-"""Gradients as backward makes them, summed over micro-batches and workers in buckets that are fixed before step 0.
+"""Bucketed gradient reducer: sum gradients over micro-batches and workers, overlapped with backward.
 
-Hooks count gradients, also those that FSDP has reduced; those of a bucket are copied into it together as soon as it has
-all of them (a copy each from Python would cost small models a percent), and it is sent, always in bucket order, and
-travels beside the rest of backward. (torch's DDP re-arranges its buckets after the first step, which changes the order
-of addition, and with it bits, when a run is resumed.)
+Buckets are fixed before step 0. Hooks count the gradients as backward makes them, including those that FSDP has
+reduced. When a bucket has all of its gradients, they are copied in with one foreach call (one Python copy per gradient
+would cost small models 1 %), and the bucket is sent while backward continues. Buckets are always sent in order.
+(torch's DDP rebuilds its buckets after the first step, which changes the order of addition, and therefore bits, when a
+run resumes.)
 
-`fixed-world`: micro-batches add up locally, then a strategy sums each bucket: the same bits for the same number of
-workers.
-`elastic`: micro-batch gradients are added in the fixed tree of `summation_tree.py`, begun here and ended by
-`algorithms/deterministic_tree.py`.
+`fixed-world`: micro-batches are accumulated locally, then an algorithm sums each bucket: the same bits for the same
+number of workers.
+`elastic`: micro-batch gradients are added in the fixed tree of `summation_tree.py`, first on the worker and then over
+workers by `algorithms/deterministic_tree.py`.
 """
 
 from collections.abc import Sequence
@@ -35,19 +36,18 @@ from phalanx.train.optim.dtensor_utils import to_local
 
 
 class BucketedReducer:
-    """Sums gradients over micro-batches and workers.
+    """Sum gradients over micro-batches and workers.
 
     For every micro-batch: `begin_backward`, backward, `end_backward`; then once `reduce_gradients`, after which every
-    parameter's `.grad` is a view
-    of the sum. When the first micro-batch begins, no parameter may have a `.grad`. A parameter that got no gradient at
-    all counts as zero. Under `fixed-world`, what is written into `slots` (fp32, of the number asked for) before the
-    last backward is summed with the gradients; it is None where they could not travel in one operation.
+    parameter's `.grad` is a view of the sum. Before the first micro-batch no parameter may have a `.grad`. A parameter
+    without a gradient counts as zero. Under `fixed-world`, values written to `metric_slots` (fp32) before the last
+    backward are summed with the gradients; it is None if the algorithm cannot carry them.
 
-    Each worker owns its `feed.micro_batch_range` of the micro-batches; `group` is theirs (None: everybody). Of a
-    parameter that
-    FSDP shards, what is exchanged is the part that is here, with those that hold the same part. `powersgd_rank` is that
-    of what `powersgd` sends after the first `warmup_steps` steps, of which `start_step` tells. RecipeError when one
-    backward makes a gradient twice, as re-entrant checkpointing of activations can.
+    Each worker has its `feed.micro_batch_range` of the micro-batches; `group` is the data-parallel group (None: the
+    world). Of a parameter that FSDP shards, the local shard is reduced, over the workers with the same shard.
+    `powersgd` sends uncompressed gradients in the first `warmup_steps` steps, then with rank `powersgd_rank`;
+    `start_step` sets the step. Raises RecipeError if one backward makes a gradient twice, as reentrant activation
+    checkpointing can.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class BucketedReducer:
                 first += len(bucket.parameters)
         self._comm_queue: CommQueue | None = None
         self._started = world_size == 1
-        self._second_group: Group = None  # kept when strategies take turns: groups cost connections
+        self._second_group: Group = None  # kept when algorithms change: groups cost connections
         self._group, self._factory = group, factory
         if factory.uses_error_feedback and not is_elastic:
             self.enable_error_feedback()
@@ -112,12 +112,12 @@ class BucketedReducer:
             parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, bucket, index))
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.parameters)
-            # On a GPU FSDP may still be writing then, on a stream of its own; `end_backward` comes after it.
+            # On a GPU FSDP may still write the gradient on its own stream; `end_backward` collects these later.
             if not (isinstance(parameter, DTensor) and device_kind_of(parameter.device.type).is_gpu)
         ]
 
     def close(self) -> None:
-        """Take the hooks off the model, and let go of the group."""
+        """Remove the hooks from the model and release the groups."""
         for hook in self._hooks:
             hook.remove()
         if self._comm_queue is not None:
@@ -125,8 +125,8 @@ class BucketedReducer:
         self._comm_queue = self._group = self._second_group = None
 
     def switch_algorithm(self, algorithm: str) -> None:
-        """Between two steps: sum by another strategy from now on; every worker does so. Buckets stay as they are. What
-        the one before held back is sent with the next step, or goes on being held back."""
+        """Change the algorithm, between two steps and on every worker. Buckets stay as they are. The error feedback of
+        the old algorithm is sent with the next step, or kept if the new one also uses error feedback."""
         factory = GRAD_SYNC_ALGORITHMS[algorithm]
         if factory is self._factory:
             return
@@ -134,24 +134,24 @@ class BucketedReducer:
             self._comm_queue.close()
         self._comm_queue, self._started, self._factory = None, self.world_size == 1, factory
         if self._metric_slots_memory is not None:
-            self._metric_slots_memory.zero_()  # or the last sums would be summed again, and be rounded with gradients
+            self._metric_slots_memory.zero_()  # stale sums would be summed again, and rounded with the gradients
         self.metric_slots = self._metric_slots_memory if factory.carries_metrics else None
         if factory.uses_error_feedback:
             self.enable_error_feedback()
 
     def enable_error_feedback(self) -> None:
-        """Have room for what a strategy cannot send yet, or what one before did not."""
+        """Allocate the residuals of the buckets, which hold what was not sent yet."""
         for bucket in self.buckets:
             bucket.enable_error_feedback()
 
     def _start_algorithm(self) -> None:
-        """Before the first step: meet the others in the groups of the strategy."""
+        """Create the groups and the queue of the algorithm, before the first step."""
         self._started = True
         device, two_phase = self.buckets[0].buffer.flat.device, self.is_elastic or self._factory.is_two_phase
         if two_phase and self._second_group is None:
             self._second_group = clone_group(self._group)
         second_group = self._second_group if two_phase else self._group
-        # One that projects begins sums of the library's in a thread, so others must not be begun in the same group.
+        # A low-rank algorithm starts all-reduces in a thread; a group must not have operations from two threads.
         group = clone_group(self._group) if self._factory.is_low_rank and not self.is_elastic else self._group
         comm = CommContext(self.rank, self.world_size, group, second_group, device, self._node_of_rank)
         if self.is_elastic:
@@ -163,17 +163,16 @@ class BucketedReducer:
         self._comm_queue = CommQueue(algorithm, use_threads=comm.on_cpu)
 
     def start_step(self, step: int) -> None:
-        """The step of a run that has this number comes next."""
+        """Set the number of the next step."""
         for bucket in self.buckets:
             bucket.send_uncompressed = step <= self._warmup_steps
 
     def begin_backward(self, micro_batch_index: int) -> None:
-        """The backward of micro-batch number `micro_batch_index` of the global batch comes next."""
+        """Announce the backward of micro-batch `micro_batch_index` of the global batch."""
         if not self._started:
             self._start_algorithm()
         self._micro_batch_index = micro_batch_index
-        # Under `fixed-world`, earlier micro-batches add up in `.grad` by themselves; only the last one fills the
-        # buckets.
+        # Under `fixed-world`, autograd accumulates earlier micro-batches in `.grad`; only the last one fills buckets.
         self._collects = self.is_elastic or micro_batch_index == self._last_micro_batch
         if self._collects:
             self._next_bucket = 0
@@ -184,11 +183,11 @@ class BucketedReducer:
                     bucket.tree_nodes = []
 
     def end_backward(self) -> None:
-        """That backward is done."""
+        """Finish the micro-batch: complete the buckets that miss gradients."""
         if not self._collects:
             return
         for bucket in self.buckets:
-            if bucket.missing_grads:  # of those, an earlier micro-batch may have left gradients
+            if bucket.missing_grads:  # earlier micro-batches may have left gradients for these
                 bucket.missing_grads = set()
                 bucket.take_grads()
         self._send_complete_buckets()
@@ -199,7 +198,7 @@ class BucketedReducer:
         if self._comm_queue is not None:
             self._comm_queue.wait_all()
         for bucket in self.buckets:
-            if self.is_elastic and self.world_size == 1:  # the root of the tree is here
+            if self.is_elastic and self.world_size == 1:  # this worker has the root of the tree
                 (root,) = bucket.tree_nodes
                 bucket.free_buffers.append(bucket.buffer)
                 bucket.tree_nodes, bucket.buffer = [], root
@@ -210,41 +209,41 @@ class BucketedReducer:
                 parameter.grad = gradient
 
     def grad_norm(self) -> Tensor:
-        """Euclidean norm of the whole sum (0-d). Under `is_elastic` parameter by parameter, which takes longer: in what
-        order squares are added must not depend on the size of buckets, for a run may have others elsewhere."""
+        """Return the Euclidean norm of the whole sum (0-d). With `is_elastic` it is computed per parameter, which is
+        slower: the order of addition must not depend on bucket sizes, since another run may use other sizes."""
         return total_norm(self._local_grads() if self.is_elastic else self.grad_tensors())
 
     def grad_tensors(self) -> list[Tensor]:
-        """The sum as a few large tensors."""
+        """Return the sum as a few large tensors."""
         return [bucket.flat_grads() for bucket in self.buckets]
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
-        """What this worker has not sent yet of each parameter's gradients, live; empty where nothing is held back."""
+        """Return the unsent part of each parameter's gradients, live; empty without error feedback."""
         found: dict[nn.Parameter, Tensor] = {}
         for bucket in self.buckets:
             found |= dict(zip(bucket.parameters, bucket.residual_views, strict=False))
         return found
 
     def projection_bases(self) -> dict[nn.Parameter, Tensor]:
-        """On what gradients are projected, live [columns, rank], alike on all workers; empty where none is."""
+        """Return the PowerSGD bases, live [columns, rank], equal on all workers; empty if there are none."""
         pairs = (
             pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.projection_bases, strict=False)
         )
         return {parameter: basis for parameter, basis in pairs if basis is not None}
 
     def local_squared_norm(self) -> Tensor | None:
-        """Between two backwards: the squared norm (0-d) of this worker's gradient so far; None under `is_elastic`,
-        whose micro-batches stay apart."""
+        """Return, between two backwards, the squared norm (0-d) of this worker's gradient so far; None with
+        `is_elastic`, which keeps micro-batch gradients separate."""
         gradients = self._local_grads()
         return total_norm(gradients).square() if gradients else None
 
     def _local_grads(self) -> list[Tensor]:
-        """What is here of each parameter's gradient."""
+        """Return the local gradient of each parameter that has one."""
         return [to_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     @property
     def num_norm_samples(self) -> int:
-        """Workers whose squares are of different samples."""
+        """Number of workers that contribute squared norms of different samples."""
         return self.world_size
 
     def _on_grad_ready(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
@@ -262,7 +261,7 @@ class BucketedReducer:
             self._send_complete_buckets()
 
     def _send_complete_buckets(self) -> None:
-        """Close complete buckets, strictly in bucket order, so that all workers issue the same operations alike."""
+        """Send complete buckets, strictly in order, so that all workers issue the same operations in the same order."""
         while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].missing_grads:
             bucket_index, bucket = self._next_bucket, self.buckets[self._next_bucket]
             self._next_bucket += 1
@@ -272,7 +271,7 @@ class BucketedReducer:
                 self._fill_bucket(bucket)
 
     def _fill_bucket(self, bucket: Bucket) -> None:
-        """Have in a bucket what is to be sent of the gradients that it has collected."""
+        """Copy the collected gradients into the bucket, in the form in which they are sent."""
         bucket.copy_grads_in()
         if self.is_elastic:
             self._add_to_tree(bucket)

@@ -1,4 +1,4 @@
-"""Buckets: the gradients that travel together, fixed before step 0, in memory of their own."""
+"""Gradient buckets: flat buffers of gradients that are reduced together, fixed before step 0."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ from phalanx.compat import call_foreach
 from phalanx.train.optim.dtensor_utils import distribute_like, to_local
 
 GRAD_ALIGNMENT_ELEMENTS = 16
-"""Elements (64 bytes of fp32) to which every gradient in a bucket is aligned, as fast kernels like it."""
+"""Elements (64 bytes of fp32) to which every gradient in a bucket is aligned, for fast kernels."""
 QUANT_BLOCK_ELEMENTS = 256
-"""Elements that share a scale where numbers are rounded to 8 bits. Each worker's part of a bucket is a multiple of it,
-so that nobody has to pad it, unless that would add more than a small part to the bucket: one in ROOMY."""
+"""Elements that share a scale in int8 quantization. A bucket is padded so that each worker's part is a multiple of it,
+unless the bucket has fewer than MIN_BLOCKS_TO_PAD such blocks per worker, for which padding would add too much."""
 MIN_BLOCKS_TO_PAD = 16
 LAST_BUCKET_FRACTION = 16
-"""What comes last in backward has nothing to travel beside, so it is kept to one part in so many of a bucket."""
+"""The last bucket has no backward left to overlap with, so it is limited to 1/16 of the bucket size."""
 
 
 @dataclass
 class FlatBuffer:
-    """One buffer for the gradients of a bucket: `flat` [length], a view of it for each parameter, and what these views
-    are as gradients: sharded as the parameter is."""
+    """A flat buffer for the gradients of a bucket: `flat` [length], a view of it for each parameter, and these views as
+    gradients, sharded as the parameters are."""
 
     flat: Tensor
     views: list[Tensor]
@@ -32,30 +32,28 @@ class FlatBuffer:
 
 @dataclass
 class Bucket:
-    """Some parameters whose gradients travel together.
+    """Parameters with gradients that are reduced together.
 
-    `num_used` elements hold gradients; the rest up to `num_elements`, slots and what makes the bucket a multiple of
-    `world_size` equal parts, belongs to no norm: `num_used` does not depend on the world.
+    `num_used` elements hold gradients. The rest up to `num_elements` (metric slots, and padding to `world_size` equal
+    parts) is not part of a norm: `num_used` does not depend on the world size.
     """
 
     parameters: list[nn.Parameter]
     offsets: list[int]
     num_used: int
     num_elements: int
-    buffer: FlatBuffer  # where gradients are copied now, unless there is a residual; after `finish`, the sum
+    buffer: FlatBuffer  # target of gradient copies, unless there is a residual; after `finish`, the sum
     free_buffers: list[FlatBuffer] = field(default_factory=list)
-    tree_nodes: list[FlatBuffer] = field(default_factory=list)  # nodes of the tree that wait for their sibling
-    residual: Tensor | None = None  # [length], fp32, what this worker has not sent yet of its gradients
+    tree_nodes: list[FlatBuffer] = field(default_factory=list)  # nodes of the summation tree without their sibling
+    residual: Tensor | None = None  # [length], fp32, error feedback: what this worker has not sent yet
     residual_views: list[Tensor] = field(default_factory=list)  # a view of the residual for each parameter
-    projection_bases: list[Tensor | None] = field(
-        default_factory=list
-    )  # of each parameter, on what its gradient is projected
-    send_uncompressed: bool = False  # nothing is projected in this step
-    pending_grads: list[Tensor | None] = field(default_factory=list)  # gradients that are not in the slab yet
-    missing_grads: set[int] = field(default_factory=set)  # parameters whose gradients backward has not made yet
+    projection_bases: list[Tensor | None] = field(default_factory=list)  # PowerSGD basis of each parameter
+    send_uncompressed: bool = False  # no low-rank projection in this step
+    pending_grads: list[Tensor | None] = field(default_factory=list)  # gradients that are not in the buffer yet
+    missing_grads: set[int] = field(default_factory=set)  # parameters without a gradient from this backward yet
 
     def take_buffer(self) -> FlatBuffer:
-        """A spare buffer, or a new one; its padding is zero."""
+        """Return an unused buffer, or a new one; its padding is zero."""
         return (
             self.free_buffers.pop()
             if self.free_buffers
@@ -63,26 +61,26 @@ class Bucket:
         )
 
     def enable_error_feedback(self) -> None:
-        """Have a residual."""
+        """Allocate the residual."""
         if self.residual is None:
             self.residual = torch.zeros_like(self.buffer.flat, dtype=torch.float32)
             self.residual_views = make_parameter_views(self.residual, self.parameters, self.offsets)
 
     def flush_error_feedback(self) -> None:
-        """Have in the slab what the residual has, and keep nothing."""
+        """Move the residual to the buffer and free it."""
         if self.residual is not None:
             self.flat_grads().copy_(self.residual[: self.num_used])
             self.residual, self.residual_views = None, []
 
     def take_grads(self) -> None:
-        """Take the parameters' gradients away from them; `copy_grads_in` has them then."""
+        """Take the gradients from the parameters; `copy_grads_in` copies them to the buffer."""
         self.pending_grads = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
     def copy_grads_in(self) -> None:
-        """Move what was collected into the slab; a gradient that is not there counts as zero. Where something is held
-        back they are added to it instead, and the slab is left as it is: one pass through memory does both."""
+        """Copy the taken gradients to the buffer; a missing gradient counts as zero. With error feedback they are added
+        to the residual instead, in one pass over memory, and the buffer is left as it is."""
         pending, self.pending_grads = self.pending_grads, []
         views, gradients = [], []
         for gradient, view in zip(pending, self.residual_views or self.buffer.views, strict=True):
@@ -95,23 +93,23 @@ class Bucket:
             call_foreach("add_" if self.residual_views else "copy_", views, gradients)
 
     def flat_grads(self) -> Tensor:
-        """The gradients without the padding."""
+        """Return the gradients without the padding."""
         return self.buffer.flat[: self.num_used]
 
 
 def make_flat_buffer(
     parameters: Sequence[nn.Parameter], offsets: Sequence[int], length: int, dtype: torch.dtype | None = None
 ) -> FlatBuffer:
-    """A zeroed buffer (of the parameters' dtype, or another) with a view for each parameter, of the parameter's own
-    memory layout: fused optimizers go over both as they lie in memory (channels_last, for one, is not in the order of
-    the indices)."""
+    """Make a zeroed buffer (with the parameters' dtype, unless given) and a view for each parameter. The views have the
+    strides of their parameters, since fused optimizers iterate over both in memory order (channels_last, for example,
+    is not in index order)."""
     flat = torch.zeros(length, dtype=dtype or parameters[0].dtype, device=parameters[0].device)
     views = make_parameter_views(flat, parameters, offsets)
     return FlatBuffer(flat, views, [distribute_like(p, view) for p, view in zip(parameters, views, strict=True)])
 
 
 def make_parameter_views(flat: Tensor, parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> list[Tensor]:
-    """The parts of a bucket's memory that belong to its parameters, as each of these lies in memory."""
+    """Return views of a flat buffer with the shapes and strides of the parameters."""
     local_params = [to_local(p) for p in parameters]
     parts = zip(local_params, [torch.empty_like(p).stride() for p in local_params], offsets, strict=True)
     return [flat.as_strided(p.shape, stride, start) for p, stride, start in parts]
@@ -125,11 +123,10 @@ def make_buckets(
     dtype: torch.dtype | None = None,
     overlaps_backward: bool = False,
 ) -> list[Bucket]:
-    """Cut parameters, last first (roughly the order in which backward makes gradients), into buckets of at most
-    `bucket_bytes` bytes (a larger parameter has one of its own). A bucket has one dtype and one device. The last has
-    room for so many `num_metric_slots` after its gradients. `dtype`: of what travels, where it is not the parameters'.
-    `overlaps_backward`: they
-    travel beside backward, so the last of several is cut once more, to leave little that comes after it."""
+    """Divide parameters into buckets of at most `bucket_bytes` bytes, last parameter first (roughly the order in which
+    backward makes gradients). A larger parameter gets its own bucket. A bucket has one dtype and one device. The last
+    one has `num_metric_slots` slots after its gradients. `dtype`: dtype of the buffers, if not the parameters'. With
+    `overlaps_backward`, the last of several buckets is split, because the communication of its tail is exposed."""
     groups: list[list[nn.Parameter]] = []
     size = 0.0
     for parameter in reversed(parameters):
@@ -146,7 +143,7 @@ def make_buckets(
 
 
 def _split_off_tail(group: list[nn.Parameter], tail: float) -> list[list[nn.Parameter]]:
-    """The parameters, the last of them apart: at most `tail` bytes or one parameter. Whole if that is most of it."""
+    """Split off the last parameters: at most `tail` bytes, or one parameter. Do not split if that is most of it."""
     sizes = [_parameter_bytes(parameter) for parameter in group]
     first = len(group) - 1
     while first > 0 and sum(sizes[first - 1 :]) <= tail:
@@ -170,7 +167,7 @@ def _make_bucket(
         if num_used >= MIN_BLOCKS_TO_PAD * world_size * QUANT_BLOCK_ELEMENTS
         else GRAD_ALIGNMENT_ELEMENTS
     )
-    length = _round_up(max(num_used + num_metric_slots, 1), world_size * unit)  # a rank may hold no row of any of them
+    length = _round_up(max(num_used + num_metric_slots, 1), world_size * unit)  # a rank's shards may all be empty
     return Bucket(parameters, offsets, num_used, length, make_flat_buffer(parameters, offsets, length, dtype))
 
 

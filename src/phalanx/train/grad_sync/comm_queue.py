@@ -1,9 +1,9 @@
-"""Who carries buckets through the stages of a strategy while backward goes on.
+"""Run the phases of an algorithm on the buckets while backward continues.
 
-On a CPU a thread sends buckets, another answers them and a third takes them: backward does not wait while numbers are
-rounded and given to sockets, and when they have arrived does not depend on when it makes the next gradient. Each lane
-of a strategy has an answering and a taking thread of its own. On a GPU waiting costs the host nothing, and everything
-after the first stage follows after backward.
+On a CPU separate threads send a bucket, run its second phase, and finish it. So backward does not wait for quantization
+or sockets, and the progress of a bucket does not depend on when backward makes the next gradient. Each channel of an
+algorithm has its own second-phase and finish threads. On a GPU the host does not wait for communication, and everything
+after the first phase is enqueued after backward.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from phalanx.train.grad_sync.buckets import Bucket
 
 @dataclass
 class BucketTask:
-    """A bucket on its way. `done` is set when its sum is in it, or cannot be."""
+    """A bucket in flight. `done` is set when its sum is in it, or after an error."""
 
     bucket_index: int
     bucket: Bucket
@@ -31,12 +31,12 @@ class BucketTask:
 
 
 TaskQueue = SimpleQueue[BucketTask | list[BucketTask]]
-"""Parcels, and at the end a list of those that are still under way."""
+"""Tasks, and at the end a list of those still in flight."""
 
 
 @dataclass(frozen=True)
 class _SubmittedStart:
-    """What another thread sends."""
+    """An operation that another thread starts."""
 
     future: Future[PendingWork | None]
 
@@ -47,19 +47,18 @@ class _SubmittedStart:
 
 
 class CommQueue:
-    """`submit` for every bucket of a step in turn, then `wait_all`. What goes wrong anywhere is raised by
-    `wait_all`."""
+    """Call `submit` for every bucket of a step in order, then `wait_all`, which raises the errors of all threads."""
 
     def __init__(self, algorithm: GradSyncAlgorithm, use_threads: bool):
         self._algorithm = algorithm
         self._tasks: list[BucketTask] = []
-        self._queues: list[TaskQueue] = []  # of each lane
+        self._queues: list[TaskQueue] = []  # one per channel
         self._sender: ThreadPoolExecutor | None = None
         if use_threads and algorithm.is_two_phase:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="send", initializer=_limit_thread_cores)
             for _ in range(algorithm.num_channels):
                 queue, second_phase_done = TaskQueue(), TaskQueue()
-                # Daemons: a worker whose peers are gone must be able to end while these still wait for them.
+                # Daemon threads: a worker must be able to exit while they still wait for a lost peer.
                 for phase, source, target in (
                     (_run_second_phase, queue, second_phase_done),
                     (_run_finish, second_phase_done, None),
@@ -69,7 +68,7 @@ class CommQueue:
                 self._queues.append(queue)
 
     def submit(self, bucket_index: int, bucket: Bucket, fill_bucket: Callable[[Bucket], None] = lambda _: None) -> None:
-        """All of a bucket is there, and in it after `fill_bucket`. Until `wait_all` it is the courier's."""
+        """Send a bucket, filled by `fill_bucket`. Until `wait_all` the bucket belongs to the queue."""
 
         def start() -> PendingWork | None:
             fill_bucket(bucket)
@@ -82,7 +81,7 @@ class CommQueue:
             self._queues[bucket_index % len(self._queues)].put(task)
 
     def wait_all(self) -> None:
-        """Leave all sums in their buckets."""
+        """Wait until every bucket holds its sum."""
         if not self._queues:
             for task in self._tasks:
                 _run_second_phase(self._algorithm, task)
@@ -97,8 +96,8 @@ class CommQueue:
                 _run_finish(self._algorithm, task)
 
     def close(self) -> None:
-        """Let the threads end; they are not waited for, since what they wait for may never come. They take in what is
-        still under way: for a message that nobody wants any more gloo's own thread would look without a pause."""
+        """Stop the threads without joining them, since a lost peer may block them. They wait for the tasks in flight:
+        gloo's own thread would otherwise poll without pause for a message that is not received."""
         unfinished, self._tasks = self._tasks, []
         for channel, queue in enumerate(self._queues):
             queue.put([task for task in unfinished if task.bucket_index % len(self._queues) == channel])
@@ -107,8 +106,8 @@ class CommQueue:
 
 
 def _limit_thread_cores() -> None:
-    """Have a new thread compute with as many threads as torch was told. Most operations see to that by themselves, but
-    a product of matrices, if it comes first, takes all cores of the machine."""
+    """Limit a new thread to torch's configured number of threads. Most operations do so automatically, but a matrix
+    product as the first operation of a thread would use all cores of the machine."""
     torch.set_num_threads(torch.get_num_threads())
 
 
@@ -119,7 +118,7 @@ def _run_second_phase(algorithm: GradSyncAlgorithm, task: BucketTask) -> None:
 
 
 def _run_finish(algorithm: GradSyncAlgorithm, task: BucketTask) -> None:
-    pending, task.pending = task.pending, None  # what has arrived may be waited for only once
+    pending, task.pending = task.pending, None  # a completed operation may be waited for only once
     if pending is not None:
         pending.wait()
     algorithm.finish(task.bucket_index, task.bucket)
@@ -131,8 +130,8 @@ def _run_worker_thread(
     source: TaskQueue,
     target: TaskQueue | None,
 ) -> None:
-    """A thread that does a step with each parcel and hands it on. After an error nothing is sent any more: others would
-    wait for another bucket."""
+    """Run `phase` on each task and pass the task on. After an error nothing more is sent, because the peers expect
+    another bucket."""
     _limit_thread_cores()
     failed: BaseException | None = None
     while isinstance(task := source.get(), BucketTask):
@@ -140,18 +139,18 @@ def _run_worker_thread(
         try:
             if failed is None:
                 phase(algorithm, task)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, `wait_all` raises it
+        except BaseException as error:  # noqa: BLE001 - `wait_all` raises it
             failed = error
         task.error = failed
         if target is None:
             task.done.set()
         else:
             target.put(task)
-        del task  # or the last one, with the model's gradients, would live as long as the thread
+        del task  # otherwise the thread would keep the last bucket, and the model's gradients, alive
     if target is not None:
         target.put(task)
         return
     for last in task:
-        with contextlib.suppress(RuntimeError):  # of a peer that is gone, which nobody waits for any more
+        with contextlib.suppress(RuntimeError):  # an error of a lost peer, for a result that is not needed any more
             if last.pending is not None and last.error is None:
                 last.pending.wait()

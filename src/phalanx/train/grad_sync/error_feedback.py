@@ -1,10 +1,10 @@
-"""What workers have not sent yet of their gradients, as part of the state of a run.
+"""Error feedback of gradient compression, as part of a run's checkpoints.
 
-A strategy with error feedback keeps on each worker the difference between what it should have sent and what it did.
-Without it a run that goes on would not be the run that was stopped. In a checkpoint `exchange/residual/<parameter>` has
-a row for each replica (and tensor rank, where each has a part of the gradient); with another number of these row i goes
-to number i modulo that, so that the sum is what it was. `exchange/basis/<parameter>` is what powersgd projects a
-gradient on, alike on all.
+An algorithm with error feedback keeps on each worker the residual: the difference between the gradients it should have
+sent and what it sent. A resumed run is bit-identical only if the residual is restored. In a checkpoint
+`exchange/residual/<parameter>` has one row per replica (and per tensor-parallel rank, if each has a partial gradient).
+With another number of replicas, row i is added to that of replica i modulo the number, so the sum is preserved.
+`exchange/basis/<parameter>` is the basis that PowerSGD projects a gradient on, equal on all workers.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ if TYPE_CHECKING:
 RESIDUAL_PREFIX = "exchange/residual/"
 BASIS_PREFIX = "exchange/basis/"
 TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
-"""As in `train/train_state.py`."""
+"""Same as in `train/train_state.py`."""
 
 
 class ErrorFeedbackSource(Protocol):
-    """Gradients that may hold something back, and may stop doing so."""
+    """Gradients that may have error feedback, at some times only."""
 
     def residuals(self) -> Mapping[nn.Parameter, Tensor]:
-        """What is held back now, live."""
+        """Return the current residuals, live."""
 
     def enable_error_feedback(self) -> None:
-        """Have room for what a checkpoint holds."""
+        """Allocate residuals, to restore a checkpoint into."""
 
 
 @dataclass
 class ErrorFeedbackState:
-    """Those of one worker: live tensors, of the local shape of the parameter. `enable` is asked for when a checkpoint
-    has
-    some. `projection_bases`: by parameter name. `accepts_manifest`: whether what a checkpoint has is of this kind."""
+    """Error feedback of one worker: live tensors with the local shape of their parameters.
+
+    `enable` is called if a checkpoint has residuals. `projection_bases` are by parameter name. `accepts_manifest`
+    returns whether the residuals in a checkpoint are of this kind."""
 
     parallel_model: ParallelModel
     get_residuals: Callable[[], Mapping[nn.Parameter, Tensor]]
@@ -58,24 +59,24 @@ class ErrorFeedbackState:
         residuals: Mapping[nn.Parameter, Tensor],
         bases: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> ErrorFeedbackState:
-        """From what an exchange tells."""
+        """Make the state of a reducer with these residuals and bases."""
         names = {parameter: name for name, parameter in parallel_model.parameters().items()}
         named = {names[parameter]: basis for parameter, basis in bases.items()}
         return cls(parallel_model, lambda: residuals, projection_bases=named)
 
     @classmethod
     def from_source(cls, parallel_model: ParallelModel, source: ErrorFeedbackSource) -> ErrorFeedbackState:
-        """Of gradients that hold something back at times only."""
+        """Make the state of a source that has residuals at some times only."""
         return cls(parallel_model, source.residuals, source.enable_error_feedback)
 
     @property
     def residuals_by_name(self) -> dict[str, Tensor]:
-        """By parameter name."""
+        """Residuals by parameter name."""
         names = {parameter: name for name, parameter in self.parallel_model.parameters().items()}
         return {names[parameter]: tensor for parameter, tensor in self.get_residuals().items()}
 
     def local_tensors(self) -> dict[str, LocalTensor]:
-        """As blocks of logical tensors."""
+        """Return the state as blocks of logical tensors."""
         return self._residual_rows() | {
             BASIS_PREFIX + name: self.parallel_model.replicated_tensor(basis)
             for name, basis in self.projection_bases.items()
@@ -100,12 +101,12 @@ class ErrorFeedbackState:
         )
 
     def _varying_axes(self, name: str) -> tuple[str, ...]:
-        """Axes along which workers hold back something else: also tensor ranks where the gradient of each is a part."""
+        """Mesh axes along which residuals differ; includes the tensor axis if each rank has a partial gradient."""
         return ("replicate", "tensor") if name in self.parallel_model.partial_grads else ("replicate",)
 
     def make_load_plan(self, manifest: CheckpointManifest) -> tuple[TensorBlocks, Callable[[], None]]:
-        """What to read of a checkpoint, into new tensors, and what then takes it over; nothing of what it has not, or
-        of another shape."""
+        """Return the blocks to read from a checkpoint into new tensors, and a function that applies them. Tensors that
+        the checkpoint lacks, or that have another shape there, are left out."""
         found: TensorBlocks = []
         fits = self.accepts_manifest(manifest)
         has_residuals = fits and any(key.startswith(RESIDUAL_PREFIX) for key in manifest.tensors)

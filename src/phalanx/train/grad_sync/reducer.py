@@ -1,10 +1,9 @@
-"""Gradients of a step, summed over all micro-batches and workers, however the model is divided.
+"""Sum the gradients of a step over all micro-batches and workers, under any parallelism.
 
-Four ways with one face: `LocalReducer` of one worker alone; `exchange.GradientExchange` between replicas of the
-whole model; `HSDPTreeReducer` of replicas that are sharded each, under `determinism: elastic`; `ParallelReducer` of
-any other model of which each worker holds a part. `begin_backward` and `end_backward` stand around each
-backward, `reduce_gradients` after the last; then `grad_norm`, and `grad_tensors`: what to scale in place before the
-optimizer runs.
+Four classes with one interface: `LocalReducer` for one worker; `BucketedReducer` between replicas of the whole model;
+`HSDPTreeReducer` for sharded replicas under `determinism: elastic`; `ParallelReducer` for any other parallelized model.
+Call `begin_backward` and `end_backward` around each backward and `reduce_gradients` after the last. Then `grad_norm` is
+the norm, and `grad_tensors` are the tensors to scale in place before the optimizer runs.
 """
 
 from collections.abc import Sequence
@@ -22,51 +21,51 @@ from phalanx.train.ops.collectives import Group, all_reduce_copy
 from phalanx.train.ops.grad_norm import total_norm
 
 MAX_FUSED_ELEMENTS = 1 << 23
-"""Elements that are summed in one operation."""
+"""Maximum elements that one all-reduce fuses."""
 
 
 class GradReducer(Protocol):
-    """What a step asks for. What is written into `metric_slots` before the last backward of a step is summed over all
-    workers together with the gradients, where there are such slots."""
+    """The interface that a step uses. If `metric_slots` is not None, values written to it before the last backward of a
+    step are summed over all workers together with the gradients."""
 
     @property
     def metric_slots(self) -> Tensor | None:
-        """fp32 [as many as were asked for]; None where nothing can go along."""
+        """fp32 [number of slots]; None if the reducer cannot carry metrics."""
 
     def begin_backward(self, micro_batch_index: int) -> None:
-        """The backward of micro-batch number `micro_batch_index` of the global batch comes next."""
+        """Announce the backward of micro-batch `micro_batch_index` of the global batch."""
 
     def end_backward(self) -> None:
-        """That backward is done."""
+        """Finish that micro-batch."""
 
     def reduce_gradients(self) -> None:
         """Make the parameters' gradients the sums over all workers."""
 
     def grad_norm(self) -> Tensor:
-        """Euclidean norm of the whole sum (0-d)."""
+        """Return the Euclidean norm of the whole sum (0-d)."""
 
     def grad_tensors(self) -> list[Tensor]:
-        """The sum, or this worker's part of it, as live tensors."""
+        """Return the sum, or this worker's part of it, as live tensors."""
 
     def close(self) -> None:
-        """Leave the model as it was: no step comes any more."""
+        """Remove all hooks from the model; no step follows."""
 
     def local_squared_norm(self) -> Tensor | None:
-        """Between two backwards: this worker's part (0-d) of the squared norm of the gradient so far. The parts of all
-        workers add up to `num_norm_samples` squared norms. None where it cannot be told."""
+        """Return, between two backwards, this worker's part (0-d) of the squared norm of the gradient so far. The parts
+        of all workers add up to `num_norm_samples` squared norms. None if it is not known."""
 
     @property
     def num_norm_samples(self) -> int:
-        """Gradients of different samples whose squares all workers' `local_squared_norm` add up to."""
+        """Number of gradients of different samples that all workers' `local_squared_norm` add up to."""
 
 
 class LocalReducer:
-    """The gradients that autograd adds up in `.grad`; a parameter that was not used has zeros, as in an exchange."""
+    """Gradients that autograd accumulates in `.grad`; an unused parameter gets zeros, as in the other reducers."""
 
     metric_slots = None
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[CachedCastLinear] = ()):
-        """`layers` add up their weights' gradients themselves, where they have a total."""
+        """`layers` accumulate their weights' gradients themselves, if they have an accumulator."""
         self._parameters = parameters
         self._layers = layers
         self._residuals: dict[nn.Parameter, Tensor] = {}
@@ -87,11 +86,11 @@ class LocalReducer:
         self._residuals = {}
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
-        """What a world that was larger held back, until the next step."""
+        """Return residuals restored from a larger world, until the next step uses them."""
         return self._residuals
 
     def enable_error_feedback(self) -> None:
-        """Have room for it."""
+        """Allocate residuals."""
         self._residuals = {p: torch.zeros_like(to_local(p), dtype=torch.float32) for p in self._parameters}
 
     def grad_norm(self) -> Tensor:
@@ -110,11 +109,12 @@ class LocalReducer:
 
 
 class ParallelReducer:
-    """Gradients of a model that is divided over workers. FSDP has summed what it shards, over replicas once, in the
-    backward of the `last_micro_batch` micro-batch here (those of a pipeline sum once anyway); `replica_reducer`, an
-    exchange, sums whole
-    parts between replicas; what is left is summed here: parameters whose gradient is partial on each tensor rank, those
-    that two pipeline stages hold, and all over replicas where neither of the two others does."""
+    """Gradients of a parallelized model.
+
+    FSDP reduces the parameters that it shards, over replicas only once: in the backward of `last_micro_batch` (a
+    pipeline reduces once anyway). `replica_reducer`, a `BucketedReducer`, reduces other parameters between replicas.
+    The rest is reduced here: parameters with partial gradients on tensor-parallel ranks, parameters that two pipeline
+    stages share, and those that neither FSDP nor `replica_reducer` reduces."""
 
     metric_slots = None
 
@@ -176,7 +176,7 @@ class ParallelReducer:
             self._replica_reducer.close()
 
     def local_squared_norm(self) -> Tensor | None:
-        # What is partial on tensor ranks, held by two stages or summed over replicas once is there at the end only.
+        # Gradients that are partial on tensor ranks, shared by stages or reduced once are complete only at the end.
         mesh = self._parallel_model.mesh
         sums_later = bool(self._partial_grad_params) or mesh.pipeline_group is not None
         if sums_later or (self._replica_reducer is None and mesh.replicate_group is not None):
@@ -191,15 +191,17 @@ class ParallelReducer:
 
     @property
     def replica_reducer(self) -> GradReducer | None:
-        """What sums between replicas."""
+        """The reducer between replicas."""
         return self._replica_reducer
 
 
 class HSDPTreeReducer:
-    """Gradients of replicas each of which FSDP shards over the ranks of `group`, under `determinism: elastic`. In a
-    round each of these has a micro-batch, and FSDP leaves each its part of the sum; rounds are the leaves of the tree
-    in which `replica_reducer` adds them, with those who hold the same part in other replicas. All replicas then have
-    the same bits, so the norm is summed within one: its order of addition does not depend on how many there are."""
+    """Gradients of replicas that FSDP shards over `group`, under `determinism: elastic`.
+
+    Each rank of a replica processes one micro-batch at a time, and FSDP reduce-scatters their sum. These sums are the
+    leaves of the tree in which `replica_reducer` adds them, over the ranks that hold the same shard in other replicas.
+    All replicas then have the same bits, so the norm is computed within one replica: its order of addition does not
+    depend on the number of replicas."""
 
     metric_slots = None
 
@@ -225,7 +227,7 @@ class HSDPTreeReducer:
         self._replica_reducer.close()
 
     def local_squared_norm(self) -> Tensor | None:
-        return None  # rounds stay apart
+        return None  # the sums of single micro-batches are not added up before the end
 
     @property
     def num_norm_samples(self) -> int:
@@ -233,12 +235,12 @@ class HSDPTreeReducer:
 
     @property
     def replica_reducer(self) -> GradReducer:
-        """What sums between replicas."""
+        """The reducer between replicas."""
         return self._replica_reducer
 
 
 def find_bucketed_reducer(reducer: GradReducer) -> BucketedReducer | None:
-    """The exchange between replicas that is ours, where there is one."""
+    """Return the `BucketedReducer` between replicas, if there is one."""
     inner = reducer.replica_reducer if isinstance(reducer, ParallelReducer | HSDPTreeReducer) else reducer
     return inner if isinstance(inner, BucketedReducer) else None
 
@@ -249,7 +251,7 @@ def _local_grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _all_reduce_fused(tensors: Sequence[Tensor], group: Group) -> None:
-    """Replace each tensor by its sum over the group, many small ones in one operation."""
+    """All-reduce each tensor over the group in place; small ones are fused."""
     if group is None:
         return
     batch: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The methods by the names that recipes give them."""
+"""The algorithms of gradient synchronization by their names in recipes."""
 
 from phalanx.train.grad_sync.algorithms.allreduce import AllReduceAlgorithm
 from phalanx.train.grad_sync.algorithms.base import AlgorithmFactory

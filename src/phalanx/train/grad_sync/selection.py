@@ -1,10 +1,10 @@
-"""Which strategy `grad_sync: {algorithm: auto}` takes next, from what steps took: functions over values.
+"""Select the algorithm for `grad_sync: {algorithm: auto}` from step timings. Pure functions over values.
 
-The most accurate strategy that leaves at most LIMIT of a step exposed: time in which gradients travel and nothing is
-computed. Strategies are tried one after the other, the most accurate first, as long as that is missed and fewer bytes
-promise a faster step; if none reaches it, the fastest is taken. Where a more accurate one is hardly slower, it is
-that. Then the share is watched, and when it has changed for long enough strategies are tried again. The clock and the
-workers' agreement are `autoselect.py`'s.
+The most accurate algorithm with an exposed communication of at most MAX_EXPOSED_FRACTION is selected. Algorithms are
+tried from the most accurate to the one with the fewest bytes, as long as none is below the limit and the next is
+predicted to be faster. If none reaches the limit, the fastest is selected, or a more accurate one that is hardly
+slower. After that the exposed fraction is checked regularly; a lasting change starts new trials. `autoselect.py` has
+the clock and the all-reduce over workers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,25 +14,25 @@ from typing import Any
 from phalanx.train.grad_sync.compression.int8 import INT8_BYTES_FRACTION
 
 MAX_EXPOSED_FRACTION = 0.05
-"""Share of a step that may be exposed."""
+"""Target: maximum exposed fraction of a step."""
 MAX_SLOWDOWN_FOR_ACCURACY = 0.03
-"""A more accurate strategy may be so much slower than the one that would be taken."""
+"""Maximum slowdown accepted for a more accurate algorithm, as a fraction."""
 MIN_PREDICTED_GAIN = 0.02
-"""By so much of a step a strategy must promise to be faster to be tried."""
+"""Minimum predicted gain for an algorithm to be tried, as a fraction of the step."""
 MIN_FRACTION_CHANGE = 0.05
-"""A share that is so far from what it was is another one."""
+"""Difference in the exposed fraction that counts as a change."""
 MIN_CHANGED_CHECKS = 2
-"""Looks in a row that must find another share before strategies are tried again; doubled each time, so that a network
-that goes up and down does not keep a run trying."""
+"""Consecutive checks that must find a change before new trials start. It doubles with each restart, so that a network
+with fluctuating speed does not keep a run in trials."""
 MAX_CHANGED_CHECKS = 64
 BYTES_FRACTION_BY_ALGORITHM = {"all-reduce": 1.0, "bf16": 0.5, "int8": INT8_BYTES_FRACTION}
-"""What a strategy sends, as a share of fp32."""
+"""Bytes that an algorithm sends, as a fraction of fp32."""
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """What a step takes with a strategy, in seconds: all of it, the part of it that is exposed, and the backward beside
-    which gradients travel."""
+    """Step timing with an algorithm, in seconds: the whole step, its exposed communication, and the backward that
+    overlaps with communication."""
 
     step_s: float
     exposed_s: float
@@ -40,17 +40,17 @@ class StepTiming:
 
     @property
     def exposed_fraction(self) -> float:
-        """Of the step, exposed."""
+        """Exposed communication as a fraction of the step."""
         return self.exposed_s / self.step_s if self.step_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class SelectionState:
-    """How far the choice is; part of every checkpoint. `algorithm` sums gradients among `num_replicas` replicas (0:
-    nothing
-    was decided yet); `seen` are strategies that were tried, `is_final` says that one of them was taken. `foretold` is
-    the efficiency that it was tried for. `num_changed_checks` counts looks that found another share, `num_restarts` how
-    often strategies were tried anew."""
+    """State of the selection, saved in every checkpoint.
+
+    `algorithm` is in use among `num_replicas` replicas (0: nothing was decided yet). `timings` are those of the
+    algorithms tried. `is_final`: the trials are over. `predicted_efficiency` is the prediction for which `algorithm` is
+    on trial. `num_changed_checks` counts consecutive checks that found a change, `num_restarts` restarted trials."""
 
     algorithm: str = ""
     num_replicas: int = 0
@@ -62,14 +62,14 @@ class SelectionState:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> "SelectionState":
-        """As a checkpoint's meta has it (`asdict`)."""
+        """Read the state from a checkpoint's metadata (`asdict`)."""
         return cls(
             **{**meta, "timings": {name: StepTiming(**timing) for name, timing in meta.get("timings", {}).items()}}
         )
 
 
 def resume_selection(selection: SelectionState, candidates: Sequence[str], num_replicas: int) -> SelectionState:
-    """The choice of a run that goes on among so many replicas: what another number of them saw counts no more."""
+    """Resume the selection; start over if the number of replicas has changed, since timings depend on it."""
     if selection.num_replicas == num_replicas and selection.algorithm in candidates:
         return selection
     return SelectionState(candidates[0], num_replicas)
@@ -78,7 +78,7 @@ def resume_selection(selection: SelectionState, candidates: Sequence[str], num_r
 def update_selection(
     selection: SelectionState, candidates: Sequence[str], timing: StepTiming
 ) -> tuple[SelectionState, str]:
-    """The choice after a look at the present strategy, and why: empty where nothing was decided."""
+    """Return the selection after a timing of the current algorithm, and the reason ("" if nothing was decided)."""
     if not selection.is_final:
         return _select_after_trial(
             replace(selection, timings={**selection.timings, selection.algorithm: timing}), candidates
@@ -106,11 +106,11 @@ def update_selection(
     if timing.exposed_fraction > before.exposed_fraction and selection.algorithm != candidates[-1]:
         now, retry_reason = _select_after_trial(replace(restarted, timings={selection.algorithm: timing}), candidates)
         return now, f"{reason}; {retry_reason}"
-    return replace(restarted, algorithm=candidates[0]), f"{reason}: trying anew"
+    return replace(restarted, algorithm=candidates[0]), f"{reason}: restarting the trials"
 
 
 def _select_after_trial(selection: SelectionState, candidates: Sequence[str]) -> tuple[SelectionState, str]:
-    """What comes after a strategy was tried."""
+    """Decide what follows after an algorithm was tried."""
     current, timings, note = selection.algorithm, selection.timings, ""
     untried = candidates[1 + max(candidates.index(name) for name in timings) :]
     if untried and min(each.exposed_fraction for each in timings.values()) > MAX_EXPOSED_FRACTION:
@@ -135,7 +135,7 @@ def _select_after_trial(selection: SelectionState, candidates: Sequence[str]) ->
 
 
 def _format_efficiencies(selection: SelectionState) -> str:
-    """What was measured, for people."""
+    """Format the measured efficiencies for the event's reason."""
     listed = [f"{name} {value:.2f}" for name, value in compute_efficiencies(selection.timings).items()]
     if selection.predicted_efficiency is not None:
         listed[-1] += f" ({selection.predicted_efficiency:.2f} was predicted)"
@@ -143,8 +143,8 @@ def _format_efficiencies(selection: SelectionState) -> str:
 
 
 def select_best(candidates: Sequence[str], timings: Mapping[str, StepTiming]) -> str:
-    """Of those that were tried the most accurate within the limit, else the fastest; or a more accurate one that is
-    about as fast: what a strategy saves in waiting it may spend on arithmetic."""
+    """Return, of the algorithms tried, the most accurate within the limit, else the fastest; or a more accurate one of
+    about the same speed, since an algorithm may spend on arithmetic what it saves in communication."""
     ranked = [name for name in candidates if name in timings]
     within = [name for name in ranked if timings[name].exposed_fraction <= MAX_EXPOSED_FRACTION]
     preferred = within[0] if within else min(ranked, key=lambda name: timings[name].step_s)
@@ -154,20 +154,20 @@ def select_best(candidates: Sequence[str], timings: Mapping[str, StepTiming]) ->
 
 
 def compute_time_s(timings: Mapping[str, StepTiming]) -> float:
-    """Seconds of a step without its exchange, as far as they are known."""
+    """Return the seconds of a step without exposed communication, as far as they are known."""
     return min(each.step_s - each.exposed_s for each in timings.values())
 
 
 def compute_efficiencies(timings: Mapping[str, StepTiming]) -> dict[str, float]:
-    """The step without exchange over the step, of each strategy that was tried."""
+    """Return, for each algorithm tried, the step time without exposed communication over the step time."""
     compute_s = compute_time_s(timings)
     return {name: compute_s / each.step_s if each.step_s > 0 else 1.0 for name, each in timings.items()}
 
 
 def predict_step_s(name: str, timings: Mapping[str, StepTiming]) -> float:
-    """Seconds of a step with strategy `name`. From two others by the line through them: what latency and arithmetic
-    cost is in it. From one as if gradients travelled from the beginning of backward on, without pause: the most that
-    fewer bytes can bring."""
+    """Predict the seconds of a step with an algorithm. From two measured ones by linear extrapolation in bytes, which
+    includes latency and arithmetic. From one on the assumption that communication starts with backward and never
+    pauses: an upper bound of what fewer bytes gain."""
     (bytes_fraction, last), *others = sorted(
         ((BYTES_FRACTION_BY_ALGORITHM[each], timings[each]) for each in timings), key=lambda pair: pair[0]
     )
@@ -180,8 +180,8 @@ def predict_step_s(name: str, timings: Mapping[str, StepTiming]) -> float:
 
 
 def predict_lossy_gain(timing: StepTiming) -> tuple[str, float]:
-    """What `determinism: off` would offer to a run that sends fp32: the most accurate strategy that may stay within the
-    limit, else the one with the fewest bytes; and the efficiency that it could have at best."""
+    """Predict what `determinism: off` would gain over fp32: the most accurate algorithm that may stay within the limit,
+    else the one with the fewest bytes; and its efficiency at best."""
     compute_s = timing.step_s - timing.exposed_s
     algorithm, efficiency = "all-reduce", 1.0 - timing.exposed_fraction
     for name in ("bf16", "int8"):

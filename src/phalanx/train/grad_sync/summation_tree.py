@@ -1,7 +1,8 @@
 """The fixed binary tree in which `determinism: elastic` adds micro-batch gradients. Pure arithmetic over indices.
 
 A node over leaves [first, last) splits off the largest power of two below its size as its left child. The tree depends
-only on the number of micro-batches, never on who computed which, so the sum has the same bits on any number of workers.
+only on the number of micro-batches, and not on which worker computes which, so the sum has the same bits on any number
+of workers.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +15,13 @@ NodeValue = TypeVar("NodeValue")
 
 
 def split_point(node: TreeNode) -> int:
-    """Where an inner node parts into its two children."""
+    """Return the leaf at which an inner node splits into its two children."""
     first, last = node
     return first + (1 << ((last - first - 1).bit_length() - 1))
 
 
 def cover_range(num_micro_batches: int, first: int, last: int) -> list[TreeNode]:
-    """The fewest nodes of the tree over `num_micro_batches` that together hold exactly leaves [first, last), in
-    order."""
+    """Return the smallest set of tree nodes that together cover exactly the leaves [first, last), in order."""
 
     def visit(node: TreeNode) -> list[TreeNode]:
         if node[1] <= first or last <= node[0]:
@@ -35,8 +35,8 @@ def cover_range(num_micro_batches: int, first: int, last: int) -> list[TreeNode]
 
 
 def count_merges_after(num_micro_batches: int, first: int, micro_batch_index: int) -> int:
-    """How many pairs are complete once `micro_batch_index` is there, for a worker that owns leaves from `first` on: the
-    number of additions to do on a stack of finished nodes, each of its two uppermost."""
+    """Return the number of merges of the two topmost nodes on a stack of finished nodes, once `micro_batch_index` is
+    pushed, on a worker that owns the leaves from `first`."""
 
     def path(node: TreeNode, above: list[TreeNode]) -> list[TreeNode]:
         if node[1] - node[0] == 1:

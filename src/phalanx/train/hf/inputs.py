@@ -1,6 +1,6 @@
-"""How a Hugging Face model is called with what our tasks give, and what is taken from its output.
+"""Call a Hugging Face model with the inputs of our tasks, and take logits from its output.
 
-Tasks speak of tokens, documents and positions; `adapt_inputs` turns that into `input_ids`, `attention_mask` and
+Tasks provide tokens, documents and positions; `adapt_inputs` converts them to `input_ids`, `attention_mask` and
 `position_ids`, as far as the model's `forward` takes them. Pure functions of values, and one hook that applies them.
 """
 
@@ -15,25 +15,25 @@ from phalanx.errors import RecipeError
 from phalanx.models.attention import make_document_mask
 
 PHALANX_ARGUMENTS = ("documents", "positions")
-"""Keyword arguments that are ours and no Hugging Face model's."""
+"""Keyword arguments of ours that no Hugging Face model has."""
 FULL_ATTENTION, SLIDING_ATTENTION, CHUNKED_ATTENTION = "full_attention", "sliding_attention", "chunked_attention"
-"""Kinds of layers, by what a token may see: all before it, a window, what is in its chunk."""
+"""Kinds of layers by which tokens they attend to: all before, a window, or their chunk."""
 
 
 def forward_argument_names(model: nn.Module) -> frozenset[str]:
-    """Names of the arguments of the model's `forward`."""
+    """Return the names of the arguments of the model's `forward`."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
 def adapt_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `model.forward` for (tokens [b, s], documents [b, s] or None, positions [b, s] or [s] or None).
+    """Return `model.forward` arguments for (tokens [b, s], documents [b, s] or None, positions [b, s], [s] or None).
 
-    Documents become a mask [b, 1, s, s] by which a token sees those before it in its document and within the window of
-    the layer, a mask for each kind of layer where there are several, and positions that begin at 0 in each document,
-    unless positions are given. Keyword arguments that are the model's own stay. No cache is asked for. RecipeError when
-    the model has no argument for a mask that is needed, or layers that none helps.
+    Documents become a mask [b, 1, s, s], in which a token attends to earlier tokens in its document and in the window
+    of the layer (one mask for each kind of layer if there are several), and positions that start at 0 in each document,
+    unless positions are given. Other keyword arguments are passed on. The cache is off. Raises RecipeError if the model
+    takes no mask but one is needed, or has layers that no mask can restrict.
     """
     names = forward_argument_names(model)
     model_kwargs = {name: value for name, value in kwargs.items() if name not in PHALANX_ARGUMENTS}
@@ -59,7 +59,7 @@ def adapt_inputs(
 
 
 def compute_positions(documents: Tensor) -> Tensor:
-    """documents [b, s], a number for the document of each token -> [b, s]: how many tokens of it came before."""
+    """documents [b, s], the document number of each token -> [b, s]: the number of earlier tokens in it."""
     index = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -67,9 +67,9 @@ def compute_positions(documents: Tensor) -> Tensor:
 
 
 def _make_attention_masks(model: nn.Module, documents: Tensor) -> Tensor | dict[str, Tensor]:
-    """What each token may see: those before it in its document, as far as the model's own windows and chunks reach. One
-    mask for all layers, or, where these are of several kinds, one for each, as transformers' models take them.
-    RecipeError when some layers are of a kind that no mask can keep within a document."""
+    """Make the mask of each token's document, restricted to the model's own windows and chunks. One mask for all layers
+    or, if there are several kinds, one for each, as transformers' models take them. Raises RecipeError if no mask can
+    restrict some layers to a document."""
     config = model.config
     if callable(text := getattr(config, "get_text_config", None)):
         config = text()
@@ -101,17 +101,17 @@ def _make_attention_masks(model: nn.Module, documents: Tensor) -> Tensor | dict[
 
 
 def _to_additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """What attention that is not torch's own adds to scores: 0, or a very low number."""
+    """Convert to the form that attention kernels other than torch's add to scores: 0, or a very low number."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def install_input_adapter(model: nn.Module) -> None:
-    """Have the model take what our tasks give, whoever calls it."""
+    """Make the model accept the inputs of our tasks in every call."""
     model.register_forward_pre_hook(adapt_inputs, with_kwargs=True)
 
 
 def find_logits(output: Any) -> Tensor | None:
-    """The tensor that a loss starts from: a model's output itself, or its `logits`, as an attribute or a key."""
+    """Return the tensor from which a loss is computed: the output itself, or its `logits`, as an attribute or a key."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif not isinstance(output, Tensor):
@@ -120,7 +120,7 @@ def find_logits(output: Any) -> Tensor | None:
 
 
 def get_logits(output: Any) -> Tensor:
-    """`find_logits`; RecipeError where there are none."""
+    """Same as `find_logits`, but raises RecipeError if there are none."""
     logits = find_logits(output)
     if logits is None:
         kind = type(output).__name__

@@ -1,11 +1,10 @@
-"""Hugging Face directories: the architecture that config.json names, built without memory for its weights, and which
-tensor of the files is which parameter.
+"""Hugging Face directories: build the architecture of config.json without memory for its weights, and map its
+parameters to the tensors of the files.
 
-`build_on_meta` makes the model with parameters on the meta device; `match_tensor_names` maps its parameters to the
-files' tensors,
-which `safetensors_reader.py` reads by name and range, and `train/checkpoint/init_weights.py` into the parts that a
-worker holds; `materialize` and `load_weights` do it for one process that holds the whole model. How such a model is
-called stands in `inputs.py`. Nothing here writes files.
+`build_on_meta` makes the model with parameters on the meta device. `match_tensor_names` maps its parameters to the
+files' tensors. `safetensors_reader.py` reads these by name and range, and `train/checkpoint/init_weights.py` fills the
+parts of the model that a worker holds; `materialize` and `load_weights` do this for one process with the whole model.
+`inputs.py` adapts calls of such a model. Nothing here writes files.
 """
 
 import json
@@ -38,23 +37,24 @@ from phalanx.train.hf.weight_conversion import ConvertedWeightSource, open_conve
 from phalanx.train.ops.lora import is_lora_name
 
 MAX_LISTED_TENSORS = 5
-"""So many tensors are named in an error."""
+"""Maximum number of tensors that an error lists."""
 OBSOLETE_TENSOR_PATTERNS = (
     r"(^|\.)rotary_emb\.inv_freq$",
     r"(^|\.)attn\.(masked_)?bias$",
     r"(^|\.)(position|token_type)_ids$",
 )
-"""Tensors of older files that today's models compute by themselves."""
+"""Tensors of older files that current models compute themselves."""
 TENSORFLOW_SUFFIXES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""Endings under which files that came from TensorFlow hold a parameter."""
+"""Suffixes of parameters in files that were converted from TensorFlow."""
 
 
 def build_on_meta(directory: Path, args: Mapping[str, Any], facts: DataInfo | None = None) -> nn.Module:
-    """The model of a directory, `args` replacing values of its config.json, with parameters on the meta device (fp32)
-    and real buffers on the CPU, taking what our tasks give. With `facts` it is checked that the data fit it.
+    """Build the model of a directory, with `args` overriding values of its config.json. Parameters are on the meta
+    device (fp32), buffers are real and on the CPU, and the model accepts the inputs of our tasks. With `facts`, check
+    that the data fit it.
 
-    RecipeError: transformers is not installed, config.json is not of a known architecture, `args` do not fit it, or
-    the data have more tokens or longer samples than it.
+    Raises RecipeError if transformers is not installed, config.json has an unknown architecture, `args` do not fit it,
+    or the data have more tokens or longer samples than it supports.
     """
     kind, config = _load_architecture(directory, args)
     if facts is not None:
@@ -73,7 +73,7 @@ def build_on_meta(directory: Path, args: Mapping[str, Any], facts: DataInfo | No
 def build_with_weights(
     directory: Path, args: Mapping[str, Any], facts: DataInfo | None, device: torch.device
 ) -> nn.Module:
-    """The whole model of a directory, with its weights, on a device. Errors as of `build_on_meta` and
+    """Build the whole model of a directory, with its weights, on a device. Raises the errors of `build_on_meta` and
     `match_tensor_names`."""
     model = build_on_meta(directory, args, facts)
     source = open_source(model, directory)
@@ -84,17 +84,18 @@ def build_with_weights(
 
 
 def open_source(model: nn.Module, directory: Path) -> WeightReader:
-    """The tensors of a directory as the model has them. Errors as of `open_weight_reader` and `converted`."""
+    """Open the tensors of a directory under the model's names. Raises the errors of `open_weight_reader` and
+    `open_converted_source`."""
     return open_converted_source(model, open_weight_reader(directory))
 
 
 def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list[str]]:
-    """Which tensors of the files a parameter or persistent buffer is: one, or, where the model ties what the files hold
-    twice, several that must be equal. Models of a base and a head find their tensors with and without the base's
-    prefix (`model.`, `transformer.`). Adapters are left out. Reads headers only; nothing about the model's memory is
-    asked.
+    """Map each parameter and persistent buffer to tensors of the files: one, or several that must be equal, if the
+    model ties what the files hold twice. Models of a base and a head find their tensors with and without the base's
+    prefix (`model.`, `transformer.`). LoRA adapters are left out. Only headers are read, and the model's memory is not
+    used.
 
-    DataError naming tensors that the files lack, hold beyond the model's, or hold in another shape.
+    Raises DataError naming tensors that the files lack, have in addition, or have in another shape.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     found: dict[str, list[str]] = {}
@@ -110,7 +111,7 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
         ]
         found[name] = list(dict.fromkeys(present))
     optional = _read_patterns(model, "_keys_to_ignore_on_load_missing")
-    # What may be missing is what a model computes, which only buffers have done when they are built.
+    # Only tensors that the model computes may be missing: buffers, which have values once the model is built.
     missing = [
         name
         for name, file_name in found.items()
@@ -145,8 +146,8 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter on the meta device memory on `device`, without values; what was tied stays tied. Buffers,
-    which have values already, move there."""
+    """Allocate every meta parameter on `device`, without values; tied parameters stay tied. Buffers, which have values
+    already, are moved there."""
     allocated: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if parameter.is_meta and id(parameter) not in allocated:
@@ -158,8 +159,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def load_weights(model: nn.Module, source: WeightReader, names: Mapping[str, list[str]]) -> None:
-    """Read all weights into the model, converted to its dtype, one tensor at a time. DataError when tensors that the
-    model ties differ."""
+    """Read all weights into the model, converted to its dtype, one tensor at a time. Raises DataError if tensors that
+    the model ties differ."""
     tensors = get_model_tensors(model)
     for name, (first, *others) in names.items():
         copy_tensor_into(tensors[name], source, first)
@@ -169,7 +170,7 @@ def load_weights(model: nn.Module, source: WeightReader, names: Mapping[str, lis
 
 
 def make_tie_mismatch_error(source: WeightReader, first: str, other: str) -> DataError:
-    """Two tensors of the files differ that the model ties."""
+    """Make the error for two tensors of the files that differ but that the model ties."""
     return DataError(
         f"{source.path}: {first} and {other} differ, but {HF_CONFIG_FILE} ties them; "
         "model.args.tie_word_embeddings=false keeps both"
@@ -177,8 +178,8 @@ def make_tie_mismatch_error(source: WeightReader, first: str, other: str) -> Dat
 
 
 def describe_for_export(directory: Path, args: Mapping[str, Any]) -> dict[str, Any]:
-    """What an export needs to write such a directory again: its path, config.json with `args` in it, the names in its
-    files of those tensors that the model calls otherwise, which are made of which, and which parameters are one."""
+    """Return what an export needs to write such a directory: its path, config.json with `args` applied, the file names
+    of tensors that the model names differently, conversion groups, and tied parameters."""
     model = build_on_meta(directory, args)
     source = open_source(model, directory)
     names = {name: file_names[0] for name, file_names in match_tensor_names(model, source).items()}
@@ -200,21 +201,21 @@ def describe_for_export(directory: Path, args: Mapping[str, Any]) -> dict[str, A
 
 
 def check_directory(directory: Path, args: Mapping[str, Any]) -> None:
-    """Whether a model can be built and its weights are all there, by the files' headers. Errors as of `build_on_meta`
-    and `match_tensor_names`."""
+    """Check by the files' headers that a model can be built and that no weights are missing. Raises the errors of
+    `build_on_meta` and `match_tensor_names`."""
     model = build_on_meta(directory, args)
     match_tensor_names(model, open_source(model, directory))
 
 
 def preload_architecture(directory: str) -> None:
-    """Import what a model of this directory needs: in a process from which workers are forked, so that not each has to.
-    What is wrong with the directory is not told here: whoever uses it will."""
+    """Import the modules that a model of this directory needs, in a process that forks workers, so that they need not.
+    Errors in the directory are ignored here, because building the model reports them."""
     with suppress(PhalanxError):
         _load_architecture(Path(directory), {})
 
 
 def import_transformers() -> Any:
-    """The transformers package. RecipeError when it is not installed."""
+    """Import the transformers package. Raises RecipeError if it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -225,7 +226,7 @@ def import_transformers() -> Any:
 
 
 def _load_architecture(directory: Path, args: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
-    """The model's class and config."""
+    """Return the model's class and config."""
     transformers = import_transformers()
     where = directory / HF_CONFIG_FILE
     _read_config(directory)
@@ -272,7 +273,7 @@ def _load_architecture(directory: Path, args: Mapping[str, Any]) -> tuple[type[n
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    """config.json as it stands there."""
+    """Read config.json."""
     where = directory / HF_CONFIG_FILE
     try:
         value = json.loads(read_text(where))
@@ -284,7 +285,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _check_data_fits(config: Any, facts: DataInfo) -> None:
-    """RecipeError when the data have tokens or positions that the model has not."""
+    """Raise RecipeError if the data have tokens or positions that the model does not support."""
     vocab, longest = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
     if facts.vocab_size is not None and vocab is not None and facts.vocab_size > vocab:
         raise RecipeError(
@@ -297,9 +298,9 @@ def _check_data_fits(config: Any, facts: DataInfo) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory as soon as a module registers them, before anything is drawn for them; buffers are
-    computed as ever. (On the meta device as a whole, buffers that no file holds, such as rotary frequencies, would be
-    lost.)"""
+    """Return a context in which parameters lose their memory as soon as a module registers them, before they are
+    initialized; buffers are computed as usual. (With the meta device for the whole model, buffers that no file holds,
+    such as rotary frequencies, would be lost.)"""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -315,7 +316,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _group_alias_names(model: nn.Module) -> dict[str, list[str]]:
-    """Each tensor that has to be loaded, by its first name: all names that it has."""
+    """Return all names of each tensor to load, by its first name."""
     tensors = get_model_tensors(model)
     everything: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
     everything += model.named_buffers(remove_duplicate=False)
@@ -329,7 +330,7 @@ def _group_alias_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _candidate_names(name: str, prefix: str) -> list[str]:
-    """Names that a tensor may have in a file."""
+    """Return names that a tensor may have in a file."""
     plain = strip_wrapper_parts(name)
     names = list(dict.fromkeys([name, plain, plain.removeprefix("module.")]))
     if len(prefix) > 1:
@@ -344,7 +345,7 @@ def _candidate_names(name: str, prefix: str) -> list[str]:
 
 
 def _read_patterns(model: nn.Module, attribute: str) -> list[str]:
-    """Regular expressions of names that a model of transformers declares."""
+    """Return regular expressions of names that a transformers model declares."""
     return list(getattr(model, attribute, None) or [])
 
 
@@ -360,7 +361,7 @@ def _format_tensor_names(names: list[str]) -> str:
 
 
 def _suggest_fix(missing: list[str], extra: list[str]) -> str:
-    """What would be right."""
+    """Suggest a fix for missing or extra tensors."""
     if missing and extra:
         return (
             f"; they hold {_format_tensor_names(extra)} instead: model.args.architectures must name what was saved here"
@@ -371,6 +372,6 @@ def _suggest_fix(missing: list[str], extra: list[str]) -> str:
 
 
 def _assign_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` the parameter or buffer of that name."""
+    """Replace the parameter or buffer of that name by `tensor`."""
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, tensor)

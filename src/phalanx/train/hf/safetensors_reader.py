@@ -1,7 +1,7 @@
-"""Weights in safetensors files, read by name and range, so that no process ever has to hold a whole model.
+"""Read weights in safetensors files by name and range, so that no process has to hold a whole model.
 
-It knows files and tensors by the names that they have there; what they mean to a model is told in `model.py`.
-Checkpoints of our own are read by `checkpoint/load.py`, which verifies them.
+Tensors have their names in the files; `model.py` maps them to a model. `checkpoint/load.py` reads and verifies our own
+checkpoints.
 """
 
 import math
@@ -20,33 +20,33 @@ from phalanx.safe_files import read_json
 
 SINGLE_FILE_NAME, INDEX_FILE_NAME = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 1 << 28
-"""Bytes of an index; those of the largest models have some ten million."""
+"""Maximum bytes of an index; those of the largest models take about 10 million."""
 WRAPPER_NAME_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Parts of names that torch's wrappers put there: of a compiled, a recomputed and a sharded module."""
+"""Name components that torch's wrappers add for compiled, checkpointed and sharded modules."""
 
 
 @dataclass(frozen=True)
 class WeightReader:
-    """The tensors of a directory. `files` tells which file holds a tensor, by the tensor's name."""
+    """The tensors of a directory. `files` maps a tensor's name to its file."""
 
     path: Path
     files: Mapping[str, Path]
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
         return frozenset(self.files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor. DataError when there is none of this name, or its file cannot be read."""
+        """Return the shape of a whole tensor. Raises DataError if it does not exist, or its file cannot be read."""
         with _open_safetensors(self._file_of(name)) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def read(self, name: str, offset: Sequence[int] | None = None, extent: Sequence[int] | None = None) -> Tensor:
-        """The block of `extent` elements from `offset` on, in each dimension, as a new CPU tensor in the file's dtype;
+        """Read the block of `extent` elements from `offset` in each dimension, as a new CPU tensor in the file's dtype;
         by default the whole tensor. Only the bytes of the block are read.
 
-        DataError when there is no such tensor, the block is not within it, or the file cannot be read.
+        Raises DataError if there is no such tensor, the block is not within it, or the file cannot be read.
         """
         with _open_safetensors(self._file_of(name)) as file:
             if offset is None or extent is None:
@@ -60,7 +60,7 @@ class WeightReader:
             ):
                 raise DataError(f"{self.path}: {name} has shape {shape}; {list(extent)} from {list(offset)} was asked")
             if not shape or not math.prod(extent):
-                # safetensors cuts neither scalars nor nothing
+                # safetensors cannot slice scalars and empty blocks
                 full_size = file.get_tensor(name)
                 return full_size[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))].clone()
             block: Tensor = part[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))]
@@ -73,10 +73,10 @@ class WeightReader:
 
 
 def open_weight_reader(path: Path) -> WeightReader:
-    """The weights of a directory: of `model.safetensors`, of the files that `model.safetensors.index.json` lists, or
-    of its only *.safetensors file. Reads headers only.
+    """Open the weights of a directory: `model.safetensors`, the files in `model.safetensors.index.json`, or its only
+    *.safetensors file. Only headers are read.
 
-    DataError when there are no such files, one is missing or damaged, or lacks a tensor that the index promises.
+    Raises DataError if there are no such files, one is missing or damaged, or lacks a tensor that the index lists.
     """
     if (path / INDEX_FILE_NAME).is_file():
         return WeightReader(path, _read_index(path))
@@ -91,7 +91,7 @@ def open_weight_reader(path: Path) -> WeightReader:
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    """Tensor -> file, as the index says, and found to be so."""
+    """Return the file of each tensor according to the index, after checking that the files have these tensors."""
     listed = read_json(path / INDEX_FILE_NAME, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(listed, dict):
         raise DataError(f"{path / INDEX_FILE_NAME}: expected JSON with a mapping `weight_map` of tensors to files")
@@ -113,7 +113,7 @@ def _read_tensor_names(file: Path) -> frozenset[str]:
 
 
 def _open_safetensors(file: Path) -> Any:
-    """The file, mapped into memory; close it (`with`) after use."""
+    """Open a file, mapped into memory; close it (`with`) after use."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except FileNotFoundError:
@@ -124,12 +124,12 @@ def _open_safetensors(file: Path) -> Any:
 
 
 def strip_wrapper_parts(name: str) -> str:
-    """A tensor's name without the parts that torch's wrappers put there."""
+    """Return a tensor's name without the components that torch's wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_NAME_PARTS)
 
 
 def find_tied_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters that are tied, each name but the first, and the first."""
+    """Return, for tied parameters, each name but the first, mapped to the first."""
     first: dict[int, str] = {}
     everything = model.named_parameters(remove_duplicate=False)
     owners = {name: first.setdefault(id(parameter), name) for name, parameter in everything}
@@ -137,7 +137,7 @@ def find_tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def copy_tensor_into(target: Tensor, source: WeightReader, name: str) -> None:
-    """Overwrite `target` by a whole tensor, converted to its dtype. DataError when the shapes differ."""
+    """Overwrite `target` with a whole tensor, converted to its dtype. Raises DataError if the shapes differ."""
     shape = source.shape(name)
     if shape != tuple(target.shape):
         raise DataError(f"{source.files[name]}: {name} has shape {list(shape)}, the model's has {list(target.shape)}")

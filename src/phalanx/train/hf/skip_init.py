@@ -1,9 +1,10 @@
-"""Building a model whose random weights nobody needs, because a whole state is taken over: drawing them takes longer
-than reading a checkpoint.
+"""Build a model without initializing its random weights, because they are restored anyway: random initialization takes
+longer than reading a checkpoint.
 
-Only the model's parameters may hold anything then. A builder that reads what it would have drawn, for a mask or a
-buffer that no checkpoint holds, has to be run again with everything drawn. So has one that draws anything else, since
-it would draw other numbers, and one that keeps a module in a plain list, whose parameters are none of the model's.
+This is only valid if random numbers go to the model's parameters and nowhere else. A builder must be run again with
+initialization if it reads values that were skipped, for a mask or a buffer that no checkpoint holds; if it draws other
+random numbers, since they would differ; or if it keeps a module in a plain list, since its parameters are not the
+model's.
 """
 
 import weakref
@@ -28,7 +29,7 @@ INIT_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         init.kaiming_uniform_,
     )
 )
-"""What only fills a tensor with random numbers, and returns it."""
+"""Functions that only fill a tensor with random numbers and return it."""
 RANDOM_FUNCTIONS = INIT_FUNCTIONS | {
     torch.randn,
     torch.rand,
@@ -38,7 +39,7 @@ RANDOM_FUNCTIONS = INIT_FUNCTIONS | {
     torch.randn_like,
     torch.rand_like,
 }
-"""The usual ones of all that draws; what else does shows in the generator in the end."""
+"""Other common functions that draw random numbers; the generator's state shows at the end whether there were more."""
 METADATA_ATTRIBUTES = frozenset(
     [
         "shape",
@@ -56,31 +57,31 @@ METADATA_ATTRIBUTES = frozenset(
         "__hash__",
     ],
 )
-"""Methods and attributes that tell nothing of a tensor's values."""
+"""Methods and attributes that do not depend on a tensor's values."""
 
 
 class InitValueNeeded(BaseException):
-    """A builder reads what was not drawn, or draws what may be needed. Not an Exception: it must come through."""
+    """A builder reads skipped values, or draws numbers that may be needed. A BaseException, to not be caught."""
 
 
 class SkipInit(TorchFunctionMode):
-    """While it is entered no random numbers are drawn into parameters, which stay as their memory is. NeededError as
-    soon as it is known that this will not do."""
+    """While this mode is active, no random numbers are drawn into parameters, which keep uninitialized memory. Raises
+    InitValueNeeded as soon as this is known to be invalid."""
 
     def __init__(self) -> None:
         super().__init__()
         self._rng_state_before = torch.default_generator.get_state()
-        self._uninitialized: dict[int, nn.Parameter] = {}  # by address; held, so that nothing else can be there
+        self._uninitialized: dict[int, nn.Parameter] = {}  # by address; referenced, so that addresses stay unique
         self._value_needed = False
 
     @property
     def only_parameters_differ(self) -> bool:
-        """Whether all but parameters is as it would be if these had been drawn."""
+        """Whether everything but parameters is as with initialization."""
         return not self._value_needed and torch.default_generator.get_state().equal(self._rng_state_before)
 
     def only_of(self, model: nn.Module) -> bool:
-        """Whether all that was not drawn and is still there are parameters of the model. No state holds the others,
-        such as those of a frozen model in a list."""
+        """Return whether all uninitialized tensors that still exist are parameters of the model. No checkpoint holds
+        others, such as those of a frozen model in a list."""
         undrawn = [weakref.ref(parameter) for parameter in self._uninitialized.values()]
         self._uninitialized.clear()
         held = {_storage_address(parameter) for parameter in model.parameters()}
@@ -110,13 +111,13 @@ class SkipInit(TorchFunctionMode):
 
 
 def _attribute_name(function: Any) -> str:
-    """Of a method; or of the attribute whose getter or setter it is."""
+    """Return the name of a method, or of the attribute that a getter or setter belongs to."""
     name: str = getattr(function, "__name__", "")
     return getattr(function.__self__, "__name__", "") if name in ("__get__", "__set__") else name
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Where its memory begins; of what has none on this host, where nothing does."""
+    """Return the address of a tensor's memory; -1 if it is not plain memory on this host."""
     return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu else -1
 
 

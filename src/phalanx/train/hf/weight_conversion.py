@@ -1,10 +1,9 @@
-"""The tensors of Hugging Face files as an architecture of transformers has them, and back.
+"""Convert the tensors of Hugging Face files to those of a transformers model, and back.
 
-From version 5 on, transformers renames, merges and splits tensors when it reads a directory and undoes that when it
+Since version 5, transformers renames, merges and splits tensors when it reads a directory and reverts that when it
 writes one (its conversion mapping): a mixture's experts are single tensors in files and one in the model.
-`open_converted_source`
-shows files under the model's names and in its shapes, one tensor at a time, so that what reads by name and range need
-not know; `revert_conversion` makes the files' tensors again. Both call transformers' own operations.
+`open_converted_source` presents files under the model's names and shapes, one tensor at a time, so that readers by name
+and range need not know; `revert_conversion` restores the files' tensors. Both call transformers' own operations.
 """
 
 import sys
@@ -25,8 +24,8 @@ ReadTensorFn = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class WeightConversion:
-    """Tensors of files that become one or more of the model: each with the pattern of transformers' converter that fits
-    its name, in order."""
+    """Tensors of files that become one or more of the model: each with the matching pattern of transformers' converter,
+    in order."""
 
     converter: Any
     first: str
@@ -35,7 +34,7 @@ class WeightConversion:
     model: nn.Module
 
     def convert(self, read: ReadTensorFn, selected: Iterable[tuple[str, str]] | None = None) -> dict[str, Tensor]:
-        """The model's tensors, from what `read` says a tensor of the files is; of some of them only, if `selected`."""
+        """Convert the files' tensors that `read` returns (those `selected`, if given) to the model's."""
         converter = deepcopy(self.converter)
         for pattern, name in self.sources if selected is None else selected:
             converter.add_tensor(self.first, name, pattern, read(name))
@@ -44,13 +43,13 @@ class WeightConversion:
 
     @cached_property
     def stacks_first_dim(self) -> bool:
-        """Whether it lays tensors one upon the other, and then at most side by side: a range of the first dimension
-        needs only a range of the tensors."""
+        """Whether it only stacks tensors along the first dimension, and concatenates along others: a range of the first
+        dimension then needs only a range of the tensors."""
         first, *others = [(type(each).__name__, getattr(each, "dim", None)) for each in self.converter.operations]
         return first == ("MergeModulelist", 0) and all(name == "Concatenate" and dim != 0 for name, dim in others)
 
     def select_sources(self, begin: int, count: int) -> list[tuple[str, str]]:
-        """The tensors for `count` of the first dimension, from `begin` on."""
+        """Return the tensors needed for `count` elements of the first dimension from `begin`."""
         by_pattern: dict[str, list[tuple[str, str]]] = {}
         for each in self.sources:
             by_pattern.setdefault(each[0], []).append(each)
@@ -59,26 +58,26 @@ class WeightConversion:
 
 @dataclass(frozen=True)
 class ConvertedWeightSource(WeightReader):
-    """A directory's tensors as a model has them. `renamed_from` says how those are called in the files that are only
-    renamed."""
+    """A directory's tensors under the model's names. `renamed_from` maps names to those in the files, for tensors that
+    are only renamed."""
 
     raw: WeightReader
     renamed_from: Mapping[str, str]
     conversions: Mapping[str, WeightConversion]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of what is converted."""
+    """Shapes of converted tensors."""
 
     def original_name(self, name: str) -> str:
-        """What the files call a tensor that is only renamed."""
+        """Return the name in the files of a tensor that is only renamed."""
         return self.renamed_from.get(name, name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As of WeightSource."""
+        """Same as in WeightReader."""
         return self.shapes[name] if name in self.shapes else self.raw.shape(self.original_name(name))
 
     def read(self, name: str, offset: Sequence[int] | None = None, extent: Sequence[int] | None = None) -> Tensor:
-        """As of WeightSource; of a tensor that is made of others, these are read, but for those that a block of it does
-        not need where it is a stack of them."""
+        """Same as in WeightReader. For a converted tensor its source tensors are read; if it is a stack, only those
+        that the block needs."""
         conversion = self.conversions.get(name)
         if conversion is None:
             return self.raw.read(self.original_name(name), offset, extent)
@@ -91,8 +90,8 @@ class ConvertedWeightSource(WeightReader):
         return whole[tuple(slice(a, a + n) for a, n in zip(begin, extent, strict=True))].contiguous()
 
     def conversion_groups(self) -> list[dict[str, list[str]]]:
-        """What `revert_conversion` needs to know: the model's tensors that are made together, and those of the
-        files."""
+        """Return the information for `revert_conversion`: the model's tensors that are made together, and the files'
+        tensors they are made from."""
         names_by_conversion: dict[int, list[str]] = {}
         for name, conversion in self.conversions.items():
             names_by_conversion.setdefault(id(conversion), []).append(name)
@@ -104,9 +103,9 @@ class ConvertedWeightSource(WeightReader):
 
 
 def open_converted_source(model: nn.Module, source: WeightReader) -> WeightReader:
-    """The tensors of a directory as a model (its parameters may be on meta) has them: as they are, where the model is
-    not one of transformers, or its version converts nothing. Reads headers only. DataError when tensors cannot be
-    converted."""
+    """Open the tensors of a directory under the names of a model (its parameters may be on meta). They are unchanged if
+    the model is not one of transformers, or its version converts nothing. Only headers are read. Raises DataError if
+    tensors cannot be converted."""
     library, mapping = _conversion_mapping(model)
     if library is None:
         return source
@@ -119,7 +118,7 @@ def open_converted_source(model: nn.Module, source: WeightReader) -> WeightReade
     for name in sorted(source.files, key=library.dot_natural_key):
         model_name, pattern = library.rename_source_key(name, renamings, converters, prefix, names)
         if model_name not in names or (pattern is None and model_name == name):
-            files[name] = source.files[name]  # a stranger, or under its own name
+            files[name] = source.files[name]  # unknown to the model, or not renamed
         elif pattern is None:
             files[model_name], renamed_from[model_name] = source.files[name], name
         else:
@@ -129,7 +128,7 @@ def open_converted_source(model: nn.Module, source: WeightReader) -> WeightReade
         conversion = WeightConversion(by_pattern[tensors[0][0]], first, tuple(tensors), model)
         try:
             made = conversion.convert(lambda name: torch.empty(source.shape(name), device="meta"))
-        except Exception as error:  # noqa: BLE001 - whatever transformers' operations make of tensors that do not fit
+        except Exception as error:  # noqa: BLE001 - transformers' operations may raise anything for wrong tensors
             listed = ", ".join(name for _, name in tensors[:3])
             raise DataError(
                 f"{source.path}: {listed} and others cannot be made {first} of {type(model).__name__}: "
@@ -142,8 +141,8 @@ def open_converted_source(model: nn.Module, source: WeightReader) -> WeightReade
 
 
 def revert_conversion(model: nn.Module, tensors: Mapping[str, Tensor], file_names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of files that are called `held` from those of a model that were made of them. DataError when this
-    version of transformers cannot, or gives them other names."""
+    """Return the tensors of files named `file_names` from the model's tensors that were made from them. Raises
+    DataError if this version of transformers cannot do this, or gives them other names."""
     library, _ = _conversion_mapping(model)
     kind, named = type(model).__name__, f"{', '.join(list(tensors)[:3])}"
     if library is None:
@@ -151,7 +150,7 @@ def revert_conversion(model: nn.Module, tensors: Mapping[str, Tensor], file_name
     found = library.revert_weight_conversion(model, dict(tensors))
     unmatched, result = set(file_names), {}
     for name, tensor in found.items():
-        # transformers does not know whether the files had the prefix of the base model
+        # transformers does not know whether the files had the prefix of the base model.
         fits = [each for each in unmatched if each == name or each.endswith(f".{name}") or name.endswith(f".{each}")]
         if len(fits) != 1:
             raise DataError(f"{kind}: {named} became {name}, which is none of the tensors that were read")
@@ -163,8 +162,7 @@ def revert_conversion(model: nn.Module, tensors: Mapping[str, Tensor], file_name
 
 
 def _conversion_mapping(model: nn.Module) -> tuple[Any, list[Any]]:
-    """transformers' module of conversions, and those of a model, for the names that files have; (None, []) where it
-    has none."""
+    """Return transformers' conversion module and a model's conversions; (None, []) if it has none."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None, []

@@ -1,10 +1,10 @@
-"""Fewer exchanges: workers take steps of their own, and now and then agree on weights.
+"""Local SGD and DiLoCo: workers take inner steps without communication, and synchronize every `sync_every` steps.
 
-A round begins with the same weights everywhere. After so many steps, and after the last of a run, workers tell each
-other how far they have moved, and an outer step follows the mean of that: all the way under `average` (McMahan et al.
-2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767), by SGD with Nesterov momentum under `diloco` (Douillard et al.
-2023, arXiv 2311.08105). Sums are fp32 and travel in buckets, by the strategies for gradients. `sync_schedule.py` has
-more ways than all weights at once.
+A round starts with the same weights on all workers. After `sync_every` inner steps, and after the last step of the run,
+the workers all-reduce their pseudo-gradients (round start minus current weights), and the outer optimizer applies the
+mean: as plain averaging under `average` (McMahan et al. 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767), or by
+SGD with Nesterov momentum under `diloco` (Douillard et al. 2023, arXiv 2311.08105). The sums are fp32 and are sent in
+buckets, by the gradient synchronization algorithms. `sync_schedule.py` also has schedules that send fragments.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,16 +25,16 @@ from phalanx.train.ops.collectives import Group
 from phalanx.train.optim.dtensor_utils import to_local
 
 AVERAGING_OUTER_OPTIMIZER = OuterOptimizerConfig(lr=1.0, momentum=0.0)
-"""The outer step that takes the mean of all workers' weights."""
+"""Outer step that sets the weights to the mean over all workers."""
 ALGORITHM_BY_SYNC_DTYPE = {"fp32": "all-reduce", "bf16": "bf16", "int8": "int8"}
-"""The strategy that carries what travels as this."""
+"""Gradient synchronization algorithm that sends pseudo-gradients in each dtype."""
 FRAGMENT_UPDATE_ALPHA = 0.5
-"""How much a worker keeps of its own weights when a mean lands of what it told some steps ago, during which it went on
-(Douillard et al. 2025, section 2.3)."""
+"""Weight of a worker's own parameters when a delayed sum arrives, after which it has taken more inner steps (Douillard
+et al. 2025, section 2.3)."""
 
 
 class LocalSGD:
-    """A worker's part in what a `schedule` says. When it is made, and at `start_round`, all workers hold the same
+    """Local SGD on one worker, by a `schedule`. At construction and at `start_round` all workers must hold the same
     weights. `in_sync`: whether they do now."""
 
     def __init__(
@@ -64,14 +64,14 @@ class LocalSGD:
             [torch.zeros_like(start) for start in self._global_params] if outer_optimizer.momentum else []
         )
         self._comm_queue: CommQueue | None = None
-        self._in_flight: list[int] = []  # buckets that have left and not landed
-        self._in_flight_received = True  # their sums are in them
+        self._in_flight: list[int] = []  # buckets that were sent and not applied yet
+        self._in_flight_received = True  # whether their sums have arrived
         self.in_sync = True
         self.start_round()
 
     def after_step(self, step: int, updated: bool) -> bool:
-        """After this step: send the others what is due, and take what has come; whether there was anything. Every
-        worker calls it after every step; `updated`: the step changed its weights."""
+        """Send and apply what is due after this step; return whether there was anything. Every worker calls it after
+        every step. `updated`: the step changed this worker's weights."""
         self.in_sync = self.in_sync and not updated
         last, in_flight = step == self.schedule.last_step, self.schedule.fragments_in_flight(step)
         completed = [
@@ -95,15 +95,15 @@ class LocalSGD:
 
     @torch.no_grad()
     def start_round(self) -> None:
-        """A round begins with the weights of now, which all workers hold."""
+        """Start a round with the current weights, which must be equal on all workers."""
         for bucket, start in zip(self.buckets, self._global_params, strict=True):
             call_foreach("copy_", _bucket_views(bucket, start), [to_local(p) for p in bucket.parameters])
         self.in_sync = True
 
     @torch.no_grad()
     def step_outer_from_mean(self) -> None:
-        """The outer step where the weights of this worker are the mean of all: nothing has to travel. Sums that have
-        not landed are of no use: what they told of is still in the weights."""
+        """Take the outer step when this worker's weights are the mean over all already, without communication. Sums in
+        flight are discarded: their pseudo-gradients are still part of the weights."""
         self.discard_in_flight()
         for bucket_index in range(len(self.buckets)):
             self._compute_pseudogradient(bucket_index)
@@ -111,7 +111,7 @@ class LocalSGD:
         self.in_sync = True
 
     def use_global_params(self) -> AbstractContextManager[None]:
-        """Within it parameters are what all workers agreed on last."""
+        """Return a context in which the parameters are the last synchronized weights."""
         return nullcontext() if self.in_sync else self._swap_in_global_params()
 
     @contextmanager
@@ -129,19 +129,19 @@ class LocalSGD:
             call_foreach("copy_", [to_local(p) for p in bucket.parameters], each)
 
     def in_flight_pseudogradients(self) -> dict[nn.Parameter, Tensor]:
-        """Sums that have not landed, fp32, live, of how far workers had moved; it waits until they have come."""
+        """Return the sums in flight, fp32, live, by parameter. Waits until they have arrived."""
         self._wait_in_flight()
         found = self._views_by_param([bucket.buffer.flat for bucket in self.buckets])
         return {p: found[p] for bucket_index in self._in_flight for p in self.buckets[bucket_index].parameters}
 
     def restore_in_flight(self, step: int) -> dict[nn.Parameter, Tensor]:
-        """As `flying`, of a run that goes on after this step: the sums are to be written there."""
+        """Return buffers, as `in_flight_pseudogradients`, to fill for a run that resumes after this step."""
         self.discard_in_flight()
         self._in_flight = self._in_flight_buckets(step)
         return self.in_flight_pseudogradients()
 
     def in_flight_params(self, step: int) -> list[nn.Parameter]:
-        """Whose sums are flying after this step."""
+        """Return the parameters of which sums are in flight after this step."""
         return [p for bucket_index in self._in_flight_buckets(step) for p in self.buckets[bucket_index].parameters]
 
     def _in_flight_buckets(self, step: int) -> list[int]:
@@ -151,20 +151,20 @@ class LocalSGD:
         ]
 
     def global_params(self) -> dict[nn.Parameter, Tensor]:
-        """The weights with which the round began, fp32, live."""
+        """Return the weights at the start of the round, fp32, live."""
         return self._views_by_param(self._global_params)
 
     def outer_momenta(self) -> dict[nn.Parameter, Tensor]:
-        """The outer optimizer's state, fp32, live; empty where it has none."""
+        """Return the momenta of the outer optimizer, fp32, live; empty if it has none."""
         return self._views_by_param(self._outer_momenta) if self._outer_momenta else {}
 
     def discard_in_flight(self) -> None:
-        """Nothing is flying any more."""
+        """Forget the sums in flight."""
         self._wait_in_flight()
         self._in_flight = []
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
-        """What this worker has not told yet of how far it moved, live; empty where nothing is held back."""
+        """Return this worker's error feedback of pseudo-gradients, live; empty if the algorithm has none."""
         return (
             self._views_by_param([b.residual for b in self.buckets if b.residual is not None])
             if self._factory.uses_error_feedback
@@ -172,18 +172,18 @@ class LocalSGD:
         )
 
     def close(self) -> None:
-        """Let go of the group."""
+        """Release the process groups."""
         if self._comm_queue is not None:
             self._comm_queue.close()
         self._comm_queue = self._group = None
 
     def _fragment_of(self, bucket: int) -> int:
-        """To which one a bucket belongs: by turns, so that each has some of all depths of a model."""
+        """Return the fragment of a bucket. Assigned in turn, so that each fragment has layers of all depths."""
         return bucket % self.schedule.num_fragments
 
     @torch.no_grad()
     def _start_sync(self, bucket_indices: list[int]) -> None:
-        """Tell the others how far this worker has moved."""
+        """Send this worker's pseudo-gradients of some buckets."""
         comm_queue = self._get_comm_queue()
         for bucket_index in bucket_indices:
             bucket = self.buckets[bucket_index]
@@ -198,14 +198,14 @@ class LocalSGD:
         self._in_flight, self._in_flight_received = bucket_indices, comm_queue is None
 
     def _wait_in_flight(self) -> None:
-        """Wait until the sums are there."""
+        """Wait until the sums in flight have arrived."""
         if not self._in_flight_received and self._comm_queue is not None:
             self._comm_queue.wait_all()
         self._in_flight_received = True
 
     @torch.no_grad()
     def _complete_sync(self, own_weight: float = 0.0, outer: OuterOptimizerConfig | None = None) -> None:
-        """The outer step of what is flying, or another; this worker keeps so much of its own weights."""
+        """Apply the outer step to the buckets in flight; `own_weight` of this worker's own parameters is kept."""
         self._wait_in_flight()
         for bucket_index in self._in_flight:
             self.buckets[bucket_index].buffer.flat.div_(self._world_size)
@@ -213,8 +213,8 @@ class LocalSGD:
         self._in_flight = []
 
     def _get_comm_queue(self) -> CommQueue | None:
-        """When something leaves for the first time: meet the others in the groups of the strategy. What takes its time
-        has one of its own, for steps have messages of theirs meanwhile."""
+        """Create the queue at the first synchronization. With `sync_delay` it gets its own group, because steps
+        communicate at the same time."""
         if self._world_size > 1 and self._comm_queue is None:
             device = self.buckets[0].buffer.flat.device
             group = clone_group(self._group) if self.schedule.sync_delay else self._group
@@ -224,14 +224,14 @@ class LocalSGD:
         return self._comm_queue
 
     def _compute_pseudogradient(self, bucket_index: int) -> None:
-        """Leave in the bucket how far its parameters have moved against their direction: the outer gradient."""
+        """Write the pseudo-gradient to the bucket: the round's start minus the current parameters."""
         bucket, flat = self.buckets[bucket_index], self.buckets[bucket_index].buffer.flat
         call_foreach("copy_", bucket.buffer.views, [to_local(p) for p in bucket.parameters])
         torch.sub(self._global_params[bucket_index], flat, out=flat)
 
     def _outer_step(self, bucket_index: int, own_weight: float, outer: OuterOptimizerConfig) -> None:
-        """Follow the outer gradient from where the round began, as torch.optim.SGD does; the next begins there, and
-        parameters with it, but for what is kept of their `own_weight`."""
+        """Apply the outer gradient to the round's start, as torch.optim.SGD does. The result is the next start and,
+        except for the part kept by `own_weight`, the parameters."""
         bucket, start, direction = (
             self.buckets[bucket_index],
             self._global_params[bucket_index],
@@ -244,7 +244,7 @@ class LocalSGD:
         local_params, views = [to_local(p) for p in bucket.parameters], _bucket_views(bucket, start)
         before = [p.detach().clone() for p in local_params] if own_weight else []
         call_foreach("copy_", local_params, views)
-        call_foreach("copy_", views, local_params)  # rounded, as parameters are
+        call_foreach("copy_", views, local_params)  # as rounded to the parameters' dtype
         if own_weight:
             call_foreach("lerp_", local_params, before, own_weight)
 

@@ -1,10 +1,10 @@
-"""The state of workers that train apart for a while, as part of the state of a run.
+"""The state of local SGD as part of a run's checkpoints.
 
-In a checkpoint `exchange/worker/optimizer/<parameter>/<state>` has a row for each worker. Between two outer steps
-`exchange/worker/<parameter>` has one, too, and the parameters by their own names are those with which the round began.
-`exchange/momentum/<parameter>` is the outer optimizer's, `exchange/flying/<parameter>` the sum of how far workers had
-moved that was under way. The same number of workers goes on where it was. With another, each starts from the mean of
-the rows, and where that is in the middle of a round, with its outer step; what was under way is in the rows.
+`exchange/worker/optimizer/<parameter>/<state>` has one row per worker. Between outer steps,
+`exchange/worker/<parameter>` also has one row per worker, and the parameters under their own names are the weights at
+the start of the round. `exchange/momentum/<parameter>` is the outer optimizer's momentum, `exchange/flying/<parameter>`
+the sum of pseudo-gradients in flight. The same number of workers resumes exactly. Another number starts from the mean
+of the rows and, within a round, takes the outer step from it; sums in flight are part of the rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,23 +27,23 @@ PER_WORKER_PREFIX, OUTER_MOMENTUM_PREFIX, IN_FLIGHT_PREFIX = (
     "exchange/flying/",
 )
 NON_REPLICATE_AXES = ("shard", "context", "tensor")
-"""Axes along which ranks would hold the same; here they have one."""
+"""Mesh axes that local SGD does not use; their size is 1."""
 
 
 @dataclass
 class LocalSGDState:
-    """That of one worker."""
+    """Local SGD state of one worker."""
 
     parallel_model: ParallelModel
     local_sgd: LocalSGD
 
     def due_steps(self, step: int) -> range:
-        """The steps whose evaluations and saves are done after this one: when workers hold the same weights again, if
-        they ever do before the end."""
+        """Return the steps with evaluations and saves that are due after `step`: those since the workers last held
+        the same weights, and none while the weights differ. Streamed fragments never agree, so it is `step` alone."""
         return self.local_sgd.schedule.steps_in_sync(step)
 
     def add_per_worker_rows(self, state: Mapping[str, LocalTensor]) -> dict[str, LocalTensor]:
-        """The state, with this worker's own of it as a row."""
+        """Return the state with this worker's own tensors as rows."""
         found = {PER_WORKER_PREFIX + key if key.startswith(OPTIMIZER) else key: held for key, held in state.items()}
         names = {parameter: name for name, parameter in self.parallel_model.parameters().items()}
         if not self.local_sgd.in_sync:
@@ -75,10 +75,10 @@ class LocalSGDState:
         return self.parallel_model.mesh.coordinates["replicate"], self.parallel_model.mesh.parallelism.replicate
 
     def extend_load_plan(self, wanted: LoadPlan, manifest: CheckpointManifest) -> LoadPlan:
-        """What to read besides."""
+        """Add the local SGD state to a load plan."""
         parameters, (rank, num_workers) = self.parallel_model.parameters(), self._worker_index()
         names = {parameter: name for name, parameter in parameters.items()}
-        rows: dict[str, Tensor] = {}  # by the name that it would have without the others
+        rows: dict[str, Tensor] = {}  # by name without the prefix for rows
         for key, record in manifest.tensors.items():
             name = key.removeprefix(PER_WORKER_PREFIX)
             owner = name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else name
@@ -94,7 +94,7 @@ class LocalSGDState:
         if count == num_workers:
             in_flight_params = self.local_sgd.in_flight_params(manifest.meta["step"])
             in_flight = self._allocate_for(IN_FLIGHT_PREFIX, manifest, in_flight_params)
-            if len(in_flight) < len(in_flight_params):  # of a run with another schedule
+            if len(in_flight) < len(in_flight_params):  # saved under another schedule
                 in_flight = {}
             new_blocks += [*_worker_rows(rows, rank), *_full_blocks(IN_FLIGHT_PREFIX, in_flight)]
         else:
@@ -137,15 +137,15 @@ class LocalSGDState:
     def _allocate_for(
         self, prefix: str, manifest: CheckpointManifest, live: Iterable[nn.Parameter]
     ) -> dict[str, Tensor]:
-        """New fp32 tensors, by parameter name, for what the manifest has of these."""
+        """Allocate fp32 tensors, by parameter name, for those of `live` that the manifest has."""
         names = {parameter: name for name, parameter in self.parallel_model.parameters().items()}
         shapes = {names[parameter]: to_local(parameter).shape for parameter in live}
         return {name: torch.empty(shape) for name, shape in shapes.items() if prefix + name in manifest.tensors}
 
 
 def saved_during_local_sgd(manifest: CheckpointManifest) -> bool:
-    """Whether workers trained apart when it was saved. Before that what they had not sent was of gradients, not of
-    weights."""
+    """Return whether a checkpoint was saved during local SGD. In one saved before, error feedback is of gradients and
+    not of pseudo-gradients."""
     strategy = manifest.meta.get("grad_sync_selection", {}).get("algorithm", "")
     return strategy not in GRAD_SYNC_ALGORITHMS or any(key.startswith(PER_WORKER_PREFIX) for key in manifest.tensors)
 

@@ -1,9 +1,8 @@
-"""A step of a worker that trains by itself for a while (`local_sgd/local_sgd.py`): as any other, but that the gradients
-are those of its own samples, which it divides by its own number of terms and clips by its own norm.
+"""An inner step of local SGD (`local_sgd/local_sgd.py`): gradients are of this worker's own samples only.
 
-What workers agree on is agreed in every step all the same, in one small message: the loss of the whole batch, the wish
-to stop, how far a save is, and whether anybody's gradient is not finite. Such a step is skipped by all, so that their
-optimizers and fp16's loss scale count alike.
+They are divided by this worker's number of terms and clipped by their own norm. Every step still all-reduces one small
+message: the loss of the global batch, the stop flag, the save flags, and whether any worker's gradient is non-finite.
+All workers skip such a step, so that optimizer step counts and fp16 loss scales stay equal.
 """
 
 import math
@@ -31,7 +30,7 @@ from phalanx.train.train_step import GradientAccumulator, StepTotals
 
 
 class LocalSGDReducer(LocalReducer):
-    """Those of a worker's own samples. The rounds are closed with them, since they hold the group."""
+    """Gradients of a worker's own samples. Closing it also closes local SGD, which holds the process groups."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], local_sgd: LocalSGD):
         super().__init__(parameters)
@@ -42,8 +41,8 @@ class LocalSGDReducer(LocalReducer):
 
 
 class LocalSGDAccumulator(GradientAccumulator):
-    """Gradients stay each worker's own; losses, flags and norms are agreed on. The gradient noise scale is not
-    measured: it takes the gradient of the whole batch."""
+    """Keeps gradients local; all-reduces losses, flags and norms. The gradient noise scale is not measured, since it
+    needs the gradient of the global batch."""
 
     def zero_grad(self, step: int) -> None:
         super().zero_grad(step)
@@ -53,7 +52,7 @@ class LocalSGDAccumulator(GradientAccumulator):
         """Leave this worker's gradients in the parameters, and sum everything else over all workers."""
         self.reducer.reduce_gradients()
         norm = self.reducer.grad_norm().double()
-        num_terms = self.metrics.num_terms.sum()  # others' are not there yet
+        num_terms = self.metrics.num_terms.sum()  # this worker's only: not all-reduced yet
         self._own_metrics = torch.stack([norm, num_terms])
         self.metrics.values[-1] = (norm / num_terms.clamp(min=1.0) / self.scaler.scale).square()
         if self.dist_env.world_size > 1:
@@ -61,7 +60,7 @@ class LocalSGDAccumulator(GradientAccumulator):
         timer.lap("exchange")
 
     def read_totals(self, values: Sequence[float] | None = None) -> StepTotals:
-        """Totals whose terms and norm are this worker's, and the root mean square of all workers' norms."""
+        """Return totals with this worker's terms and norm, and the root mean square of all workers' norms."""
         *summed, norm, num_terms = torch.cat([self.metrics.values, self._own_metrics]).tolist()
         totals = self.metrics.totals(summed, norm)
         grad_norm_rms = math.sqrt(totals.first_squared_norm / self.dist_env.world_size)
@@ -76,7 +75,7 @@ def make_local_sgd_accumulator(
     scaler: GradScaler,
     seeds: MicroBatchSeeds,
 ) -> LocalSGDAccumulator:
-    """The accumulator for a model that is whole on every worker, whose state is from now on each worker's own."""
+    """Make the accumulator for a fully replicated model. From now on each worker has its own state."""
     micro_size, local_sgd_config = recipe.batch.micro_size, recipe.local_sgd
     assert local_sgd_config is not None
     parameters = list(parallel_model.trainable_parameters().values())

@@ -1,7 +1,7 @@
-"""When workers that train apart tell each other how far they have moved.
+"""The schedule of local SGD: when workers synchronize which weights.
 
-All weights at once, or in fragments by turns, so that the network is asked for little at a time; and what was told may
-arrive some steps later, while workers go on (Streaming DiLoCo: Douillard et al. 2025, arXiv 2501.18512).
+Either all weights at once, or fragments in turn, which lowers the peak bandwidth. Sums may be applied some steps after
+they were sent, while workers continue with inner steps (Streaming DiLoCo: Douillard et al. 2025, arXiv 2501.18512).
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """Each of `num_fragments` leaves every so many steps, one after the other at equal distances, and lands
-    `sync_delay` steps
-    later, before the next leaves. After the `last_step` step of a run all land, so that it ends with the same weights
-    everywhere. Before that, in the first `warmup_steps` steps, all leave and land after each: weights change fast then,
-    and what workers learn apart does not add up (post-local SGD: Lin et al. 2020, arXiv 1808.07217)."""
+    """Each of `num_fragments` is sent every `sync_every` steps, at evenly spaced offsets, and applied `sync_delay`
+    steps later, before the next fragment is sent. After `last_step`, the last of the run, all are applied, so that the
+    run ends with the same weights everywhere. In the first `warmup_steps` steps all are sent and applied after each
+    step: weights change fast then, and the updates of separate workers do not add up (post-local SGD: Lin et al. 2020,
+    arXiv 1808.07217)."""
 
     sync_every: int
     last_step: int
@@ -27,7 +27,7 @@ class SyncSchedule:
         return self.num_fragments > 1 or self.sync_delay > 0
 
     def fragments_starting(self, step: int) -> list[int]:
-        """Fragments of which workers tell each other after this step."""
+        """Return the fragments that are sent after this step."""
         if step == self.last_step or 0 < step <= self.warmup_steps:
             return list(range(self.num_fragments))
         return [
@@ -37,7 +37,7 @@ class SyncSchedule:
         ]
 
     def fragments_in_flight(self, step: int) -> list[int]:
-        """Fragments that have left by the end of this step and have not landed."""
+        """Return the fragments that were sent by the end of this step and are not applied yet."""
         if step == self.last_step:
             return []
         start_steps = range(max(self.warmup_steps, step - self.sync_delay) + 1, step + 1)
@@ -46,13 +46,13 @@ class SyncSchedule:
         )
 
     def steps_in_sync(self, step: int) -> range:
-        """The steps of which evaluations and saves are done after this one: where workers meet with all weights at
-        once, those of the round that ends."""
+        """Return the steps with evaluations and saves that are due after this step. If all weights are synchronized at
+        once, these are the steps of the round that ends here."""
         if self.is_streaming or step <= self.warmup_steps:
             return range(step, step + 1)
         first_step = max(self.warmup_steps, (step - 1) // self.sync_every * self.sync_every) + 1
         return range(first_step, step + 1) if self.fragments_starting(step) else range(0)
 
     def _start_offset(self, fragment: int) -> int:
-        """At which step of `sync_every` a fragment leaves."""
+        """Return the offset within `sync_every` steps at which a fragment is sent."""
         return fragment * self.sync_every // self.num_fragments

@@ -1,16 +1,15 @@
-"""Linear layers under autocast whose weights are cast once a step, and whose weights' gradients are added up by the
-product itself.
+"""Linear layers under autocast that cast their weight once per step, and accumulate its gradient in the matmul.
 
-Autocast casts a weight in each micro-batch, and autograd adds up its gradients in passes of their own: a product
-rounded to 16 bits, a cast to fp32, a sum. On an H100 these take 6 to 8% of a step of 4 micro-batches
-(docs/benchmarks/gpu.md). Here a copy of the weight in autocast's dtype is made before the first forward of a step, and
-where nothing but one process's `.grad` takes the gradients, the product of the tensor cores, whose sums are in fp32
-anyway, adds to what is there:
+Autocast casts a weight in each micro-batch, and autograd accumulates its gradient in separate passes: a matmul rounded
+to 16 bits, a cast to fp32, an addition. On an H100 these take 6 to 8 % of a step of 4 micro-batches
+(docs/benchmarks/gpu.md). Here the weight is copied to autocast's dtype before the first forward of a step. If only this
+process's `.grad` receives the gradient, the tensor-core matmul, which sums in fp32 anyway, adds to the accumulator
+directly:
 
     forward    y [n, o] = x [n, i] w [o, i]^T
     backward   dx = dy w,  total += dy^T x
 
-Letters: n rows (tokens), i inputs, o outputs. Without such a total, gradients are those of autocast, bit for bit.
+Letters: n rows (tokens), i inputs, o outputs. Without an accumulator, gradients are bit-identical to autocast's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,17 +26,17 @@ from phalanx.train.ops.wgrad_accumulation import accumulate_wgrad
 
 
 class CachedCastLinear(nn.Linear):
-    """A linear layer that keeps its weight in autocast's dtype, which is no part of its state. Parameters, their names
-    and dtypes are nn.Linear's, and outside autocast so is what it computes."""
+    """A linear layer that caches its weight in autocast's dtype; the cache is not part of its state. Parameters, names
+    and dtypes are those of nn.Linear, and so are its results outside autocast."""
 
     cast_weight: Tensor | None = None
-    """The weight [o, i] in autocast's dtype, as it was when the step began."""
+    """The weight [o, i] in autocast's dtype, as of the start of the step."""
     weight_grad_sum: Tensor | None = None
-    """The weight's gradient [o, i] in its own dtype, over the micro-batches of a step; None: autograd adds it up."""
+    """The weight's gradient [o, i] in the weight's dtype, summed over micro-batches; None: autograd accumulates."""
     grad_sum_started: Tensor | None = None
-    """0-d, on the host: whether `weight_grad_sum` holds anything of this step."""
+    """0-d, on the host: whether `weight_grad_sum` holds a gradient of this step."""
     cast_is_stale = True
-    """Whether the weight has to be cast again."""
+    """Whether the weight must be cast again."""
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -55,18 +54,18 @@ class CachedCastLinear(nn.Linear):
         return out
 
     def before_step(self) -> None:
-        """Have the weight cast once in the step that begins, and its gradient begin with the first product."""
+        """Start a step: the weight is cast at the next forward, and the gradient starts with the first matmul."""
         self.cast_is_stale = True
         if self.grad_sum_started is not None:
             self.grad_sum_started.zero_()
 
     def set_accumulate_in_matmul(self, enabled: bool) -> None:
-        """Whether products are to add up the weight's gradient from now on."""
+        """Set whether matmuls accumulate the weight's gradient from now on."""
         self.weight_grad_sum = torch.empty_like(self.weight) if enabled else None
         self.grad_sum_started = torch.zeros((), dtype=torch.int64) if enabled else None
 
     def move_grad_sum_to_grad(self) -> None:
-        """Have in `.grad` what products and autograd have found so far: a weight may be used by others, too."""
+        """Move the gradient to `.grad`, added to that of autograd: other modules may use the weight, too."""
         weight_grad_sum, grad = self.weight_grad_sum, self.weight.grad
         if (
             weight_grad_sum is None
@@ -81,7 +80,7 @@ class CachedCastLinear(nn.Linear):
 
 
 class _CachedCastMatmul(torch.autograd.Function):
-    """x [..., i], weight [o, i] -> x cast^T [..., o]; `weight` is there for its gradient."""
+    """x [..., i], weight [o, i] -> x cast^T [..., o]; `weight` is an argument only for its gradient."""
 
     @staticmethod
     def forward(
@@ -115,15 +114,15 @@ class _CachedCastMatmul(torch.autograd.Function):
 
 
 def linear_names_in_blocks(model: nn.Module, blocks: Iterable[str]) -> list[str]:
-    """Names of the plain linear layers in blocks."""
+    """Return the names of the plain linear layers in blocks."""
     inside = tuple(f"{block}." for block in blocks)
     return [name for name, part in model.named_modules() if name.startswith(inside) and type(part) is nn.Linear]
 
 
 def use_cached_casts(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> list[CachedCastLinear]:
-    """Have the layers of these names that fit keep their weights in `dtype`, in place: they stay the same objects with
-    the same parameters and names. Those fit that are plain, trained, whole on this worker, whose weights belong to no
-    other linear layer and have no hook, which would see no gradient."""
+    """Make the named layers, if eligible, cache their weights in `dtype`, in place: they stay the same objects with the
+    same parameters and names. Eligible layers are plain, trained and not sharded, and their weights are not shared with
+    another linear layer and have no hooks, which would see no gradient."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     shared = [id(layer.weight) for layer in linear]
     chosen = []
@@ -136,12 +135,12 @@ def use_cached_casts(model: nn.Module, names: Iterable[str], dtype: torch.dtype)
             chosen.append(layer)
     if chosen:
         model.register_forward_pre_hook(lambda *_: _refresh_casts(chosen, dtype))
-    return chosen  # type: ignore[return-value] # by their new class
+    return chosen  # type: ignore[return-value] # their class was changed
 
 
 @torch.no_grad()
 def _refresh_casts(layers: Sequence[Any], dtype: torch.dtype) -> None:
-    """Cast the weights for the next forward: the first of a step, and each of an evaluation."""
+    """Cast the weights for the next forward: for the first of a step, and for each of an evaluation."""
     stale = [layer for layer in layers if layer.cast_is_stale or not layer.training]
     for layer in stale:
         if layer.cast_weight is None:

@@ -1,16 +1,16 @@
-"""Collectives with a backward: what tensor, context and expert parallel are made of.
+"""Collectives with a backward, for tensor, context and expert parallelism.
 
-Each comes with its adjoint, so that autograd sends gradients back the way the values came. A group of None is a group
-of one: nothing is sent. (Korthikanti et al. 2022 names the pairs f, f-bar, g, g-bar.)
+The backward of each is its adjoint, so autograd sends gradients back the way the values came. A group of None is a
+group of one: nothing is sent. (Korthikanti et al. 2022 names the pairs f, f-bar, g, g-bar.)
 
-    function        forward                            backward
-    copy_to         nothing                            sum
-    sum_from        sum                                nothing
-    gather          all-gather along a dimension       reduce-scatter
-    gather_alike    all-gather                         own part: for what every rank goes on with alike
-    scatter_sum     reduce-scatter                     all-gather
-    split           own part                           all-gather
-    exchange_rows   all-to-all of rows                 all-to-all back
+    function                  forward                            backward
+    copy_to_group             nothing                            sum
+    reduce_from_group         sum                                nothing
+    gather_from_group         all-gather along a dimension       reduce-scatter
+    gather_replicated         all-gather                         own part: if all ranks do the same with the result
+    reduce_scatter_to_group   reduce-scatter                     all-gather
+    scatter_to_group          own part                           all-gather
+    all_to_all_rows           all-to-all of rows                 all-to-all back
 """
 
 from collections.abc import Sequence
@@ -26,52 +26,53 @@ Group = dist.ProcessGroup | None
 
 
 def group_size(group: Group) -> int:
-    """Ranks in the group."""
+    """Return the number of ranks in the group."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: Group) -> int:
-    """This process's number in the group."""
+    """Return this process's rank in the group."""
     return 0 if group is None else group.rank()
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """x, alike on all ranks, going into work that differs by rank: gradients of all ranks are summed."""
+    """Return x, which is equal on all ranks, for work that differs by rank: gradients of all ranks are summed."""
     return x if group_size(group) == 1 else _CopyToGroup.apply(x, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' partial x, on each of them; each gradient goes back as it is."""
+    """Return the sum of all ranks' partial x, on each of them; gradients pass unchanged."""
     return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group)
 
 
 def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' parts one after the other along `dim`, for work that differs by rank."""
+    """Concatenate all ranks' parts along `dim`, for work that differs by rank."""
     return x if group_size(group) == 1 else _GatherFromGroup.apply(x, group, dim)
 
 
 def gather_replicated(x: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' parts one after the other along `dim`, for work that every rank does alike."""
+    """Concatenate all ranks' parts along `dim`, for work that is the same on every rank."""
     return x if group_size(group) == 1 else _GatherReplicated.apply(x, group, dim)
 
 
 def reduce_scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of all ranks' x. The dimension must divide evenly."""
+    """Return this rank's part along `dim` of the sum of all ranks' x. The dimension must divide evenly."""
     return x if group_size(group) == 1 else _ReduceScatterToGroup.apply(x, group, dim)
 
 
 def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part along `dim` of an x that is alike on all ranks. The dimension must divide evenly."""
+    """Return this rank's part along `dim` of x, which is equal on all ranks. The dimension must divide evenly."""
     return x if group_size(group) == 1 else _ScatterToGroup.apply(x, group, dim)
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Rows of x [sum(send), ...] to the ranks in order, `send[r]` of them to rank r; rows [sum(receive), ...] come."""
+    """Send rows of x [sum(send), ...] to the ranks in order, `send[r]` of them to rank r; return the rows received
+    [sum(receive), ...]."""
     return x if group_size(group) == 1 else _AllToAllRows.apply(x, list(send), list(receive), group)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All ranks' x along `dim`, without a backward."""
+    """Concatenate all ranks' x along `dim`, without a backward."""
     moved = x.movedim(dim, 0).contiguous()
     whole = moved.new_empty((moved.shape[0] * group.size(), *moved.shape[1:]))
     all_gather_into(whole, moved, group)
@@ -79,7 +80,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's part of the sum of all ranks' x along `dim`, without a backward."""
+    """Return this rank's part of the sum of all ranks' x along `dim`, without a backward."""
     moved = x.movedim(dim, 0).contiguous()
     part = moved.new_empty((moved.shape[0] // group.size(), *moved.shape[1:]))
     reduce_scatter_into(part, moved, group)
@@ -87,13 +88,13 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def local_chunk(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's slice of x along `dim`."""
+    """Return this rank's slice of x along `dim`."""
     length = x.shape[dim] // group.size()
     return x.narrow(dim, group.rank() * length, length).contiguous()
 
 
 def all_reduce_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of all ranks' x as a new tensor, without a backward."""
+    """Return the sum of all ranks' x as a new tensor, without a backward."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,no-any-return"
-"""Cross-entropy of logits that lie in a GPU's memory, in Triton: logits are read once forward, and read and written
-once backward.
+"""Cross-entropy of materialized logits in Triton: forward reads the logits once, backward reads and writes them once.
 
-Kernels that torch.compile makes of it reached 1.45 of the 4.2 TB/s of an H200 in the forward, and eager ones pass over
-the logits 22 times. Imported on GPUs only: CPU builds of torch come without Triton.
+Kernels that torch.compile generates for it reached 1.45 of the 4.2 TB/s of an H200 in the forward, and eager ones pass
+over the logits 22 times. Imported on GPUs only, since CPU builds of torch lack Triton.
 
 Letters: n rows (tokens), v vocabulary.
 """
@@ -16,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_LOGITS = 8192
-"""Logits that a program holds at a time."""
+"""Logits that one program holds at a time."""
 
 
 @triton.jit
 def _forward_kernel(logits, targets, losses, sums, V: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a row: its loss (0 where the target is IGNORE) and its log-sum-exp."""
+    """Compute the loss of a row (0 if the target is IGNORE) and its log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     highest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     for first in range(0, V, BLOCK):
@@ -33,7 +32,7 @@ def _forward_kernel(logits, targets, losses, sums, V: tl.constexpr, IGNORE: tl.c
     sum_ = tl.log(total) + highest
     target = tl.load(targets + row)
     counts = target != IGNORE
-    known = (target >= 0) & (target < V)  # one that is no token gives NaN, which the check of the step finds
+    known = (target >= 0) & (target < V)  # an invalid target gives NaN, which the non-finite check of the step finds
     picked = tl.load(logits + row * V + target, mask=known, other=float("nan")).to(tl.float32)
     tl.store(sums + row, sum_)
     tl.store(losses + row, tl.where(counts, sum_ - picked, 0.0))
@@ -41,7 +40,7 @@ def _forward_kernel(logits, targets, losses, sums, V: tl.constexpr, IGNORE: tl.c
 
 @triton.jit
 def _backward_kernel(logits, targets, sums, factor, out, V: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a row: the gradient of its loss, times the number at `factor`. `out` may be `logits`."""
+    """Compute the gradient of a row's loss, times the number at `factor`. `out` may be `logits`."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     scale = tl.where(target != IGNORE, tl.load(factor).to(tl.float32), 0.0)
@@ -65,7 +64,7 @@ def forward_losses_and_lse(logits: Tensor, targets: Tensor, ignore: int) -> tupl
 
 @torch.library.triton_op("phalanx::cross_entropy_backward", mutates_args={})
 def backward_logits_grad(logits: Tensor, targets: Tensor, sums: Tensor, factor: Tensor, ignore: int) -> Tensor:
-    """The gradient [n, v] by the logits of factor (0-d) times the sum of losses, in the dtype of the logits."""
+    """Return the gradient [n, v] of factor (0-d) times the sum of losses with respect to the logits, in their dtype."""
     out = torch.empty_like(logits)
     torch.library.wrap_triton(_backward_kernel)[(logits.shape[0],)](
         logits, targets, sums, factor, out, V=logits.shape[1], IGNORE=ignore, BLOCK=BLOCK_LOGITS, num_warps=8
@@ -89,7 +88,7 @@ class _TritonCrossEntropy(torch.autograd.Function):
 
 
 def triton_cross_entropy(logits: Tensor, targets: Tensor, ignore: int = -100) -> Tensor:
-    """Sum (0-d, fp32) of the cross-entropies of logits [n, v], in any float dtype, with targets [n] (int64); rows whose
-    target is `ignore` count nothing."""
+    """Return the sum (0-d, fp32) of the cross-entropies of logits [n, v], in any float dtype, with targets [n] (int64).
+    Rows with the target `ignore` do not count."""
     loss: Tensor = _TritonCrossEntropy.apply(logits.contiguous(), targets.contiguous(), ignore)
     return loss

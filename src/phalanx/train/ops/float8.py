@@ -1,15 +1,14 @@
-"""Linear layers whose three matrix products are computed in 8-bit floating point, on hardware that has it.
+"""Linear layers that compute their three matmuls in fp8, on hardware that supports it.
 
-Each tensor that enters a product is scaled as a whole, by its own largest value at that moment, so that this becomes
-the largest number that the format has (Micikevicius et al. 2022, FP8 Formats for Deep Learning): e4m3, with more
-digits, for what goes forward, e5m2, with more range, for gradients. Products are added up in fp32. Weights, their
-gradients and the optimizer's state keep their dtype, and nothing in fp8 ever travels between ranks.
+Each tensor in a matmul has one scale, computed dynamically so that its largest magnitude becomes the largest number of
+the format (Micikevicius et al. 2022, FP8 Formats for Deep Learning): e4m3, with more precision, for the forward, e5m2,
+with more range, for gradients. Matmuls accumulate in fp32. Weights, their gradients and the optimizer's state keep
+their dtype, and nothing in fp8 is sent between ranks.
 
     forward    y [n, o] = x [n, i] w [o, i]^T
     backward   dx = dy w,  dw = dy^T x
 
-Letters: n rows (tokens), i inputs, o outputs. Which layers are worth it is for `train/distributed/float8_select.py` to
-say.
+Letters: n rows (tokens), i inputs, o outputs. `train/distributed/float8_select.py` selects the layers.
 """
 
 import functools
@@ -27,24 +26,24 @@ from phalanx.compat import scaled_mm
 FORWARD_DTYPE = torch.float8_e4m3fn
 BACKWARD_DTYPE = torch.float8_e5m2
 SIZE_MULTIPLE = 16
-"""Of which the sizes of a product's matrices must be multiples: the tensor cores' tiles."""
+"""Sizes of the matrices must be multiples of this: the tile size of tensor cores."""
 MIN_ABS_MAX = 2.0**-100
-"""A tensor with nothing larger counts as zero, so that its scale is a normal number."""
+"""A tensor with only smaller magnitudes counts as zero, so that its scale is a normal number."""
 
 
 def quantize_to_float8(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x as (values of dtype `kind`, fp32 scale 0-d), x = values * scale but for rounding. A tensor that holds infinity
-    or NaN gives NaN somewhere: what went wrong before stays to be seen."""
+    """Return x as (values of dtype `kind`, fp32 scale 0-d), with x = values * scale up to rounding. A tensor with
+    infinity or NaN gives some NaN, so non-finite values stay visible."""
     largest = torch.finfo(kind).max
     scale = x.abs().amax().float().clamp(min=MIN_ABS_MAX) / largest
-    # Rounding of the quotient may lead just above the largest, which e4m3 has no infinity to show for.
+    # Rounding may lift the quotient just above the largest number, and e4m3 has no infinity.
     return (x.float() / scale).clamp(-largest, largest).to(kind), scale
 
 
 @dataclass(frozen=True)
 class Float8Weight:
-    """A weight [o, i] in fp8 as both products want it: by rows for the forward, its transpose [i, o] for the gradient
-    of the input, and their scale (fp32, 0-d)."""
+    """A weight [o, i] in fp8 in both layouts: by rows for the forward, its transpose [i, o] for the gradient of the
+    input, and their scale (fp32, 0-d)."""
 
     rows: Tensor
     transposed: Tensor
@@ -52,7 +51,7 @@ class Float8Weight:
 
     @classmethod
     def allocate_for(cls, weight: Tensor) -> "Float8Weight":
-        """Memory for it; `quantize_from` gives it values."""
+        """Allocate memory; `quantize_from` fills it."""
         outputs, inputs = weight.shape
         rows = torch.empty(outputs, inputs, dtype=FORWARD_DTYPE, device=weight.device)
         transposed = torch.empty(inputs, outputs, dtype=FORWARD_DTYPE, device=weight.device)
@@ -60,7 +59,7 @@ class Float8Weight:
 
     @torch.no_grad()
     def quantize_from(self, weight: Tensor) -> None:
-        """Quantise the weight as it is now."""
+        """Quantize the current weight."""
         values, scale = _quantize_weight_fn(weight.device.type)(weight)
         self.rows.copy_(values)
         self.transposed.copy_(values.t())
@@ -69,7 +68,7 @@ class Float8Weight:
 
 @functools.cache
 def _quantize_weight_fn(kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`quantize_to_float8` of a weight; on a GPU compiled, or each of its operations would be a pass over the
+    """Return `quantize_to_float8` for a weight; compiled on a GPU, where each eager operation would be a pass over the
     weight."""
 
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,17 +80,18 @@ def _quantize_weight_fn(kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 def float8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, float8_weight: Float8Weight | None = None
 ) -> Tensor:
-    """What F.linear gives, up to fp8's rounding: x [..., i], weight [o, i] -> [..., o], in autocast's dtype where it is
-    active, else in that of x. i and o must be multiples of 16. `float8_weight`: the weight in fp8, if known."""
+    """Compute F.linear up to fp8's rounding: x [..., i], weight [o, i] -> [..., o], in autocast's dtype if it is
+    active, else in that of x. i and o must be multiples of 16. `float8_weight`: the weight in fp8, if already
+    quantized."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
-    if count == 0:  # a scale of nothing there is not
+    if count == 0:  # an empty tensor has no scale
         return F.linear(x, weight, bias)
-    if count % SIZE_MULTIPLE:  # the gradient of the weight is a product over rows; rows of zeros add nothing to it
+    if count % SIZE_MULTIPLE:  # the weight's gradient is a matmul over rows, to which rows of zeros add nothing
         rows = F.pad(rows, (0, 0, 0, -count % SIZE_MULTIPLE))
-    with torch.autocast(kind, enabled=False):  # the CPU's product is emulated by one that autocast would change
+    with torch.autocast(kind, enabled=False):  # on a CPU the matmul is emulated by one that autocast would change
         float8_weight_or_none = float8_weight
         given = (
             (None, None, None)
@@ -118,8 +118,8 @@ class _Float8Matmul(torch.autograd.Function):
     ) -> Tensor:
         x8, x_scale = quantize_to_float8(x, FORWARD_DTYPE)
         ctx.known = transposed is not None
-        # Of x one byte a value is kept. A weight that is not known in fp8 is kept as it came: FSDP lets go of it and
-        # gathers it again, where a copy would stay.
+        # x is saved with one byte per value. A weight without an fp8 version is saved as it is: FSDP frees and
+        # re-gathers it, while a copy would stay in memory.
         if rows is None or scale is None:
             rows, scale = quantize_to_float8(weight, FORWARD_DTYPE)
             ctx.save_for_backward(x8, x_scale, weight)
@@ -148,17 +148,17 @@ class _Float8Matmul(torch.autograd.Function):
 
 
 def _to_column_major(x: Tensor) -> Tensor:
-    """x with its columns one after the other in memory, as the second factor of a product must have them."""
+    """Return x in column-major memory order, as the second operand of a matmul requires."""
     return x.t().contiguous().t()
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer computed in fp8. Parameters, their names and their dtypes are nn.Linear's. `float8_weight` is
-    the weight in fp8 until it changes: no part of the layer's state."""
+    """A linear layer computed in fp8. Parameters, names and dtypes are those of nn.Linear. `float8_weight` is the
+    weight in fp8 until it changes; it is not part of the layer's state."""
 
     float8_weight: Float8Weight | None = None
     weight_is_stale = True
-    """Whether the weight has to be quantised again."""
+    """Whether the weight must be quantized again."""
 
     def matmul(self, x: Tensor) -> Tensor:
         """x [..., i] -> [..., o], without the bias."""
@@ -168,13 +168,13 @@ class Float8Linear(nn.Linear):
         return float8_linear(x, self.weight, self.bias, self.float8_weight)
 
     def before_step(self) -> None:
-        """Have the weight quantised once in the step that begins. Versions of tensors do not tell that it has changed:
-        fused optimizers leave them as they were."""
+        """Start a step: the weight is quantized at the next forward. Version counters do not show that the weight has
+        changed, since fused optimizers do not increment them."""
         self.weight_is_stale = True
 
     def refresh_weight(self) -> None:
-        """Quantise the weight for the next forward: the first of a step, and each of an evaluation. One that is sharded
-        is left to the forward, which has it whole."""
+        """Quantize the weight for the next forward: for the first of a step, and for each of an evaluation. A sharded
+        weight is quantized in the forward, which has it unsharded."""
         if isinstance(self.weight, DTensor):
             self.float8_weight = None
         elif self.weight_is_stale or not self.training:
@@ -185,8 +185,8 @@ class Float8Linear(nn.Linear):
 
 
 def quantize_weights_once(model: nn.Module) -> None:
-    """Have the weights of a model's fp8 layers quantised before the first forward of a step, not in each micro-batch:
-    `before_step` of each layer says that one begins."""
+    """Quantize the weights of a model's fp8 layers once per step, before its first forward, and not in each
+    micro-batch: `before_step` of each layer marks the start of a step."""
     layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
 
     def refresh(*_: object) -> None:
@@ -198,14 +198,13 @@ def quantize_weights_once(model: nn.Module) -> None:
 
 
 def can_use_float8(layer: nn.Module) -> bool:
-    """Whether a layer can be computed in fp8: a plain nn.Linear with sizes that are multiples of 16. One that tensor
-    parallel has cut counts by the size that is left."""
+    """Return whether a layer can be computed in fp8: a plain nn.Linear with sizes that are multiples of 16. After
+    tensor parallelism the local sizes count."""
     if type(layer) is not nn.Linear or layer.weight.dim() != 2:
         return False
     return layer.weight.shape[0] % SIZE_MULTIPLE == 0 and layer.weight.shape[1] % SIZE_MULTIPLE == 0
 
 
 def convert_to_float8(layer: nn.Linear) -> None:
-    """Have a layer that fits computed in fp8 from now on, in place: it stays the same object with the same parameters,
-    hooks and names."""
+    """Convert an eligible layer to fp8 in place: it stays the same object with the same parameters, hooks and names."""
     layer.__class__ = Float8Linear

@@ -1,16 +1,16 @@
-"""Cross-entropy over large vocabularies, without ever holding all logits, and over a vocabulary cut between ranks.
+"""Cross-entropy over large vocabularies: without materializing all logits, and over a vocabulary sharded between ranks.
 
-Here n rows (tokens), w width of the model, v rows of the vocabulary that this rank holds. All losses are sums; the
-engine divides once. It is not a task: `train/tasks.py` says what the targets are.
+Letters: n rows (tokens), w width of the model, v rows of the vocabulary on this rank. All losses are sums; the trainer
+divides once. `train/tasks.py` defines the targets.
 
-The output layer and the loss are one step, over a few rows at a time: logits, losses and at once the gradients of their
-sum, so that a chunk's logits can go before the next come (as in Liger: Hsu et al. 2024; Apple's cut cross-entropy:
-Wijmans et al. 2024). Backward only scales what forward has found. With a group, ranks exchange two numbers a row, its
-log-sum-exp and the logit of its target (Shoeybi et al. 2019, section 3).
+The output layer and the loss are fused, over a chunk of rows at a time: logits, losses and immediately the gradients of
+their sum, so that a chunk's logits are freed before the next chunk (as in Liger: Hsu et al. 2024; Apple's cut
+cross-entropy: Wijmans et al. 2024). Backward only scales the gradients. With a group, ranks exchange two numbers per
+row, its log-sum-exp and the logit of its target (Shoeybi et al. 2019, section 3).
 
-torch's own `F.linear_cross_entropy` is not used: torch 2.11 and 2.12 lack it, and it knows no cut vocabulary. On a CPU
-(n = 4096, v = 50304, w = 256, fp32, one thread, CPU time) whole logits took 5.2 s and 2.4 GB, this 0.83 of the time and
-0.15 GB, torch's with its own choice of chunks 1.7, with chunks of as many rows as here 0.79.
+torch's `F.linear_cross_entropy` is not used: torch 2.11 and 2.12 lack it, and it does not support a sharded vocabulary.
+On a CPU (n = 4096, v = 50304, w = 256, fp32, one thread, CPU time) whole logits took 5.2 s and 2.4 GB. This took 0.83
+of the time and 0.15 GB, torch's 1.7 of the time with its default chunks and 0.79 with chunks of as many rows as here.
 """
 
 import contextlib
@@ -36,22 +36,21 @@ from phalanx.train.ops.collectives import (
 )
 
 CHUNK_BYTES = 32 * 2**20
-"""What the fp32 logits of a chunk take. On a CPU (v = 50304, w = 256) chunks of 8 MB cost a quarter more time, since
-every chunk goes over the weight and its gradient; those of 128 MB cost 4% less and twice the memory."""
+"""Memory of a chunk's fp32 logits. On a CPU (v = 50304, w = 256) chunks of 8 MB take 25 % more time, since every chunk
+reads the weight and its gradient; chunks of 128 MB take 4 % less time and twice the memory."""
 
 ACCELERATOR_ROWS = 4096
-"""The fewest rows of a chunk on an accelerator. Each chunk reads and writes the whole gradient of the weight, 8 v w
-bytes for its 6 rows v w FLOPs: with 4,096 rows an H100 spends a tenth of the time of its arithmetic on that. (By
-arithmetic, not measured.)"""
+"""Minimum rows of a chunk on an accelerator. Each chunk reads and writes the whole gradient of the weight, 8 v w bytes
+for its 6 rows v w FLOPs: with 4,096 rows an H100 spends 10 % of its compute time on that (calculated, not measured)."""
 
 FP16_FACTOR = 1024.0
-"""Softmax over a large vocabulary lies below fp16's normal numbers: gradients are held this much larger until summed,
-which a loss scale, applied in backward only, would not do."""
+"""Softmax over a large vocabulary is below fp16's normal numbers: gradients are multiplied by this factor until they
+are summed. The loss scale, which is applied in backward, would come too late."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """How the vocabulary is cut: over which group, and its size where ranks do not hold equally many rows."""
+    """The sharding of the vocabulary: the group, and the vocabulary size if ranks do not hold equally many rows."""
 
     group: Group = None
     size: int | None = None
@@ -62,7 +61,7 @@ _current_vocab_shard: ContextVar[VocabShard] = ContextVar("vocabulary", default=
 
 @contextlib.contextmanager
 def vocab_parallel(group: Group, size: int | None = None) -> Iterator[None]:
-    """Within it, tasks take the output layer's weight to be this rank's rows of a vocabulary cut over `group`."""
+    """Return a context in which the output layer's weight is this rank's shard of a vocabulary over `group`."""
     token = _current_vocab_shard.set(VocabShard(group, size))
     try:
         yield
@@ -71,7 +70,7 @@ def vocab_parallel(group: Group, size: int | None = None) -> Iterator[None]:
 
 
 def get_current_vocab_shard() -> VocabShard:
-    """What the engine has said by `vocab_parallel`; by default the vocabulary is whole."""
+    """Return the shard set by `vocab_parallel`; by default the vocabulary is not sharded."""
     return _current_vocab_shard.get()
 
 
@@ -86,21 +85,21 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Sum (0-d, fp32 or wider) of the cross-entropies of `hidden [n, w] @ weight[v, w].T + bias [v]` with `targets` [n]
-    (int64). Rows whose target is `ignore_index` count nothing.
+    """Return the sum (0-d, fp32 or wider) of the cross-entropies of `hidden [n, w] @ weight[v, w].T + bias [v]` with
+    `targets` [n] (int64). Rows with the target `ignore_index` do not count.
 
-    Products are in autocast's dtype where it is on, the softmax in fp32; the weight's gradient is added up in fp32.
+    Matmuls use autocast's dtype if it is on, the softmax fp32; the weight's gradient is accumulated in fp32.
 
-    With a group, `weight` and `bias` are this rank's rows of a vocabulary cut in order of rank: equally many on all
-    ranks or, when the whole size is given as `vocab_size`, ceil(vocab / ranks) on each and what remains on the last.
-    `hidden` and `targets` are alike on all ranks, and so are the loss and the gradient of `hidden`, which is complete:
-    it needs no further sum. All ranks must call it alike.
+    With a group, `weight` and `bias` are this rank's rows of a vocabulary sharded in rank order: equally many on all
+    ranks or, if the whole size is given as `vocab_size`, ceil(vocab / ranks) on each and the remainder on the last.
+    `hidden` and `targets` must be equal on all ranks, and so are the loss and the gradient of `hidden`, which needs no
+    further reduction. All ranks must make the same call.
 
-    A backward may come in parts, the gradient of `hidden` first and those of weight and bias later, as zero-bubble
-    pipelines have it.
+    Backward may run in parts, the gradient of `hidden` first and those of weight and bias later, as in zero-bubble
+    pipelines.
 
-    `chunk_rows` is the number of rows at a time, alike on all ranks, by default what CHUNK_BYTES and ACCELERATOR_ROWS
-    say. There is no second derivative. Raises ValueError where shapes do not fit.
+    `chunk_rows` is the number of rows per chunk, equal on all ranks; the default follows from CHUNK_BYTES and
+    ACCELERATOR_ROWS. There is no second derivative. Raises ValueError if shapes do not match.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [n, w] and [v, w]")
@@ -125,8 +124,8 @@ def linear_cross_entropy(
 def cross_entropy(
     logits: Tensor, targets: Tensor, group: Group = None, *, ignore_index: int = -100, vocab_size: int | None = None
 ) -> Tensor:
-    """Sum (0-d) of the cross-entropies of logits [n, v] that exist already, this rank's columns of a vocabulary that is
-    cut as in `linear_cross_entropy`, with `targets` [n] (int64), alike on all ranks."""
+    """Return the sum (0-d) of the cross-entropies of materialized logits [n, v] with `targets` [n] (int64), equal on
+    all ranks. The logits are this rank's columns of a vocabulary sharded as in `linear_cross_entropy`."""
     if group_size(group) == 1 and _has_triton_kernel(logits):
         from phalanx.train.ops.cross_entropy_kernel import triton_cross_entropy as in_one_kernel
 
@@ -146,9 +145,9 @@ def cross_entropy(
 class _ChunkPlan:
     ignore_index: int
     group: Group
-    first_row: int  # the first row of the vocabulary that this rank holds
+    first_row: int  # first row of the vocabulary on this rank
     chunk_rows: int
-    matmul_dtype: torch.dtype  # of the products
+    matmul_dtype: torch.dtype
     needs_grad: bool
 
 
@@ -171,12 +170,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_hidden, *others = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden.clone()  # what was returned may still be on its way to another stage
+            grad_hidden = grad_hidden.clone()  # a tensor that was returned before may still be sent to another stage
             if group_size(ctx.group) > 1:
                 dist.all_reduce(grad_hidden, group=ctx.group)
             grad_hidden.mul_(grad.to(grad_hidden.dtype))
-        # In place, by another version counter, since the weight's gradient is as large as the weight: by what is not
-        # in it yet, where an earlier part of the backward has scaled it.
+        # Scale in place, because the weight's gradient is as large as the weight. An earlier part of the backward may
+        # have scaled it already; then only the missing factor is applied.
         factor = (
             grad if ctx.scaled is None else torch.where(grad == ctx.scaled, torch.ones_like(grad), grad / ctx.scaled)
         )
@@ -191,7 +190,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunked_losses_and_grads(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _ChunkPlan, needed: list[bool]
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """The sum of losses and its gradients by hidden, weight and bias, where needed; by hidden only this rank's part."""
+    """Return the sum of losses and its gradients for hidden (this rank's part), weight and bias, as far as needed."""
     wide = torch.promote_types(plan.matmul_dtype, torch.float32)
     factor = FP16_FACTOR if plan.matmul_dtype == torch.float16 else 1.0
     grad_hidden = torch.empty_like(hidden) if needed[0] else None
@@ -220,14 +219,14 @@ def _chunked_losses_and_grads(
         logits = logits.to(wide)
         picked = logits.gather(1, index).squeeze(1).masked_fill(elsewhere, 0.0)  # [c]
         highest = logits.amax(dim=1)
-        grad_logits = logits.sub_(highest[:, None]).exp_()  # in place: what takes time here is memory, not arithmetic
+        grad_logits = logits.sub_(highest[:, None]).exp_()  # in place: memory bandwidth is the bottleneck
         total = grad_logits.sum(dim=1).log_().add_(highest)  # log-sum-exp
         if group_size(plan.group) > 1:
             total, picked = _reduce_over_ranks(total, picked, plan.group)
         losses[rows] = (total - picked).masked_fill(~valid, 0.0)
         if not any(needed):
             continue
-        # The gradient by the logits: softmax less one at the target, and nothing in ignored rows.
+        # The gradient of the logits: softmax minus one at the target, and zero in ignored rows.
         grad_logits.mul_(((highest - total).exp_() * factor).masked_fill_(~valid, 0.0)[:, None])
         grad_logits.scatter_add_(1, index, ((valid & ~elsewhere).to(wide) * -factor)[:, None])
         if grad_bias is not None:
@@ -245,26 +244,26 @@ def _chunked_losses_and_grads(
 
 
 def _has_triton_kernel(logits: Tensor) -> bool:
-    """Whether ops/cross_entropy_kernel.py takes these logits."""
+    """Return whether ops/cross_entropy_kernel.py supports these logits."""
     return logits.is_cuda and HAS_TRITON and logits.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _accumulate_matmul(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in total's precision though a and b may have less."""
+    """Compute accumulator += a @ b in the accumulator's precision, although a and b may have less."""
     if accumulator.dtype == a.dtype:
         accumulator.addmm_(a, b)
     elif accumulator.is_cuda:
         torch.addmm(accumulator, a, b, out_dtype=accumulator.dtype, out=accumulator)
-    elif a.dtype == torch.float16:  # its sums could overflow, which no loss scale would mend
+    elif a.dtype == torch.float16:  # its sums could overflow, and a loss scale would not prevent it
         accumulator.addmm_(a.float(), b.float())
     else:
         accumulator += a @ b
 
 
 def _local_target_index(targets: Tensor, valid: Tensor, start: int, rows: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Column [c, 1] of each target among this rank's, and where [c] another rank has it (or no one: ignored).
+    """Return the column [c, 1] of each target on this rank, and a mask [c] of targets on another rank or ignored.
 
-    A target that is no token at all is left as it is on the first or last rank, where indexing fails by it.
+    An invalid target is left as it is on the first or last rank, so that indexing fails.
     """
     index = targets - start
     elsewhere = ~valid
@@ -276,14 +275,14 @@ def _local_target_index(targets: Tensor, valid: Tensor, start: int, rows: int, g
 
 
 def _reduce_over_ranks(total: Tensor, picked: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Log-sum-exps over the whole vocabulary and the logits of the targets, from each rank's own, in one all-gather."""
+    """Return log-sum-exps over the whole vocabulary and target logits from each rank's own, in one all-gather."""
     assert group is not None
     both = all_gather(torch.stack((total, picked)), group, 0).view(group_size(group), 2, -1)
     return torch.logsumexp(both[:, 0], dim=0), both[:, 1].sum(0)
 
 
 def _rows_per_rank_of(rows: int, vocab_size: int | None, group: Group) -> int:
-    """Rows of every rank but the last, alike on all ranks, so that they cut chunks alike."""
+    """Return the rows of every rank but the last; equal on all ranks, so that they use the same chunks."""
     if vocab_size is None:
         return rows
     ranks, rank = group_size(group), group_rank(group)

@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA): linear layers keep their weights as they are and learn a small addition to them.
+"""LoRA adapters: linear layers keep their weights frozen and learn a low-rank addition to them.
 
-A layer y = W x becomes y = W x + alpha / rank x B A x, with A [rank, in] and B [out, rank]; B begins at zero, so
-nothing changes at first (Hu et al. 2021). A and B are parameters of the layer itself, `lora_a` and `lora_b`, applied by
-a hook: all other names in the model stay what they were. `Conv1D` of transformers, whose weight is [in, out], has both
-matrices transposed.
+A layer y = W x becomes y = W x + alpha / rank x B A x, with A [rank, in] and B [out, rank]. B starts at zero, so the
+model is unchanged at first (Hu et al. 2021). A and B are parameters of the layer itself, `lora_a` and `lora_b`, applied
+by a hook, so no other name in the model changes. For transformers' `Conv1D`, which has a weight [in, out], both
+matrices are transposed.
 """
 
 import math
@@ -21,17 +21,18 @@ from phalanx.recipe.schema import LoraConfig
 
 LORA_A_NAME, LORA_B_NAME = "lora_a", "lora_b"
 LEAVE_REGION_ATTR = "leave_region"
-"""Attribute of a layer that holds part of its inputs: the function that sums what tensor ranks made of theirs."""
+"""Attribute of a layer with sharded inputs: the function that reduces the partial results of tensor-parallel ranks."""
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether an adapter can go beside a module: nn.Linear and transformers' Conv1D."""
+    """Return whether a module supports an adapter: nn.Linear and transformers' Conv1D do."""
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def select_lora_layers(model: nn.Module, spec: LoraConfig) -> dict[str, nn.Module]:
-    """The layers that get an adapter, by name. Without `spec.modules`: every linear layer within a list of blocks,
-    which leaves out the head. RecipeError naming a pattern that fits no linear layer, and the layers there are."""
+    """Return the layers that get an adapter, by name. Without `spec.target_modules` these are all linear layers in
+    blocks, which excludes the head. Raises RecipeError naming a pattern that matches no linear layer, and the layers
+    that exist."""
     linear = {name: module for name, module in model.named_modules() if is_linear(module)}
     lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     if spec.target_modules is None:
@@ -53,8 +54,8 @@ def select_lora_layers(model: nn.Module, spec: LoraConfig) -> dict[str, nn.Modul
 
 
 def add_lora(model: nn.Module, spec: LoraConfig, generator: torch.Generator | None = None) -> None:
-    """Freeze the model and put adapters beside the chosen layers. Changes the model in place; A is drawn on the CPU, so
-    that it does not depend on the device. RecipeError when no layer fits or `spec.rank` is too large for one."""
+    """Freeze the model and add adapters to the selected layers, in place. A is initialized on the CPU, so that it does
+    not depend on the device. Raises RecipeError if no layer matches or `spec.rank` is too large for one."""
     layers = select_lora_layers(model, spec)
     _check_tied_weights(model, layers)
     for name, module in layers.items():
@@ -66,11 +67,11 @@ def add_lora(model: nn.Module, spec: LoraConfig, generator: torch.Generator | No
         weight = _weight(module)
         transposed = not isinstance(module, nn.Linear)
         outputs, inputs = reversed(weight.shape) if transposed else weight.shape
-        bound = 1 / math.sqrt(inputs)  # as nn.Linear draws its weights
+        bound = 1 / math.sqrt(inputs)  # as nn.Linear initializes its weight
         lora_a = torch.empty(spec.rank, inputs).uniform_(-bound, bound, generator=generator)
         zeros = torch.zeros(outputs, spec.rank)
         for name, value in ((LORA_A_NAME, lora_a), (LORA_B_NAME, zeros)):
-            # Beside weights without memory, which are read later, adapters have their values already.
+            # If the weight is on the meta device and loaded later, the adapter already has values on the CPU.
             device = value.device if weight.is_meta else weight.device
             lora_b_or_a = (value.T if transposed else value).contiguous().to(device, weight.dtype)
             module.register_parameter(name, nn.Parameter(lora_b_or_a))
@@ -80,8 +81,8 @@ def add_lora(model: nn.Module, spec: LoraConfig, generator: torch.Generator | No
 
 
 def _check_tied_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """RecipeError when a chosen layer shares its weight with another module: what its adapter learns is not what the
-    other should get, so it could never be folded in. Models of transformers can be untied (`checkpoint/export.py`)."""
+    """Raise RecipeError if a selected layer shares its weight with another module: the adapter must not change the
+    other module, so it could never be merged. Models of transformers can be untied (`checkpoint/export.py`)."""
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return
     users: dict[int, list[str]] = {}
@@ -98,43 +99,43 @@ def _check_tied_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> No
 
 
 def lora_scale(spec: LoraConfig) -> float:
-    """alpha / rank."""
+    """Return alpha / rank."""
     return spec.alpha / spec.rank
 
 
 def merge_lora_tensors(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Tensors by name, each weight that has an adapter among them replaced by weight + scale x B A in its own dtype
-    (computed in fp32), and without the adapters."""
+    """Merge adapters: return tensors by name in which each weight with an adapter is replaced by weight + scale x B A,
+    computed in fp32 and rounded to its dtype, without the adapters."""
     merged = {name: tensor for name, tensor in tensors.items() if not is_lora_name(name)}
     for name, a in tensors.items():
         path, _, last = name.rpartition(".")
         if last == LORA_A_NAME:
             b, weight = tensors[f"{path}.{LORA_B_NAME}"], merged[f"{path}.weight"]
-            # the rank is the smaller side of each: add_adapters sees to that
+            # `add_lora` ensures that the rank is the smaller dimension of each.
             product = b.float() @ a.float() if a.shape[0] < a.shape[1] else a.float() @ b.float()
             merged[f"{path}.weight"] = (weight.float() + scale * product).to(weight.dtype)
     return merged
 
 
 def is_lora_name(name: str) -> bool:
-    """Whether a parameter of this name is part of an adapter."""
+    """Return whether a parameter of this name is part of an adapter."""
     return name.rpartition(".")[2] in (LORA_A_NAME, LORA_B_NAME)
 
 
 def has_lora(module: nn.Module) -> bool:
-    """Whether there is an adapter beside a layer."""
+    """Return whether a layer has an adapter."""
     return isinstance(getattr(module, LORA_A_NAME, None), Tensor)
 
 
 def _add_lora_output(
     module: nn.Module, args: tuple[Any, ...], output: Tensor, *, scale: float, dropout: float, transposed: bool
 ) -> Tensor:
-    """Forward hook: the layer's output and the adapter's."""
+    """Forward hook: add the adapter's output to the layer's."""
     x = F.dropout(args[0], dropout, module.training)
-    a: Tensor = getattr(module, LORA_A_NAME)  # which need not be parameters while `functional_call` lends others
+    a: Tensor = getattr(module, LORA_A_NAME)  # not a parameter while `functional_call` replaces it
     b: Tensor = getattr(module, LORA_B_NAME)
     inner = x @ a if transposed else F.linear(x, a)
-    # Where tensor ranks hold part of the inputs, they add up what they made of them
+    # If tensor-parallel ranks hold parts of the inputs, their partial results must be reduced
     # (`train/distributed/tensor_parallel.py`).
     leave = vars(module).get(LEAVE_REGION_ATTR)
     inner = inner if leave is None else leave(inner)
@@ -146,11 +147,11 @@ def _weight(module: nn.Module) -> nn.Parameter:
 
 
 def _matches_layer(pattern: str, name: str) -> bool:
-    """Whether a pattern fits the whole name or its last parts."""
+    """Return whether a pattern matches the whole name or its last components."""
     parts, length = name.split("."), pattern.count(".") + 1
     return matches_pattern(pattern, ".".join(parts[-length:]))
 
 
 def _layer_kinds(linear: Mapping[str, nn.Module]) -> str:
-    """The layers there are, each kind once."""
+    """Return the last components of the layers' names, each once."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"

@@ -1,6 +1,6 @@
-"""Optimizers from the recipe: which parameter goes to which, and their state under logical names.
+"""Optimizers of the recipe: which parameter is updated by which, and their state under logical names.
 
-`factory.py` builds them, `container.py` makes them act as one; the others are optimizers and ways to keep their state.
+`factory.py` builds them, `container.py` combines them; the other modules are optimizers and storage of their state.
 """
 
 from phalanx.train.optim.container import (

@@ -1,13 +1,13 @@
-"""AdamW with moments in 8 bits: block-wise dynamic quantisation (Dettmers et al. 2022), in plain tensors.
+"""AdamW with 8-bit moments: block-wise dynamic quantization (Dettmers et al. 2022), in plain tensors.
 
-A block of 256 elements shares a scale, its largest magnitude; each element is a code of 8 bits into a table of 256
-numbers up to 1 that lie denser towards 0. What differs from the paper, and why:
+A block of 256 elements shares a scale, its largest magnitude; each element is an 8-bit code, an index into a table of
+256 numbers up to 1 that are denser towards 0. Differences from the paper, and the reasons:
 
-- Blocks lie within rows (dimension 0), so that FSDP, which cuts between rows, changes no block and no bit. It also
-  gives every token of an embedding a scale of its own, for which the paper needs a special embedding layer.
-- Rounding is stochastic, as in adamw_bf16.py: to the nearest, small changes of a moment would be lost.
-- The first moment's scale carries the sign of the largest magnitude, so that this one is exact with either sign.
-- A second moment above zero never becomes zero: a step is divided by its root.
+- Blocks are within rows (dimension 0), so that FSDP, which shards by rows, changes no block and no bit. It also gives
+  every token of an embedding its own scale, for which the paper needs a special embedding layer.
+- Rounding is stochastic, as in adamw_bf16.py: rounding to nearest would lose small changes of a moment.
+- The first moment's scale has the sign of the largest magnitude, so that this element is exact with either sign.
+- A positive second moment never becomes zero, because a step is divided by its root.
 
 Vectors, and matrices with rows too short to share a scale, stay in fp32.
 """
@@ -22,18 +22,18 @@ from phalanx.train.optim.adamw_bf16 import MOMENT_NAMES, LowPrecisionAdamW, Stat
 
 QUANT_BLOCK_SIZE = 256
 MIN_ROW_LENGTH = 64
-"""Elements of the shortest row that is kept in 8 bits; below it, scales would eat up the gain."""
+"""Minimum row length for 8 bits; for shorter rows, the scales would outweigh the savings."""
 SCALE_SUFFIX = "_scale"
 
 
 class AdamW8bit(LowPrecisionAdamW):
-    """AdamW with both moments in 8 bits: about 2 bytes of state for a parameter. State: `step`; `exp_avg` and
-    `exp_avg_sq`, the codes (uint8, shape of the parameter); their `_scale` (fp32, [rows, blocks in a row])."""
+    """AdamW with both moments in 8 bits: about 2 bytes of state per parameter. State: `step`; `exp_avg` and
+    `exp_avg_sq`, the codes (uint8, shape of the parameter); their `_scale` (fp32, [rows, blocks per row])."""
 
     def init_state(self, part: Tensor) -> dict[str, Tensor]:
         if not should_quantize(part):
             return {name: torch.zeros_like(part, dtype=torch.float32) for name in MOMENT_NAMES}
-        # With a scale of zero any code means zero.
+        # If the scale is zero, every code represents zero.
         codes = {name: torch.zeros_like(part, dtype=torch.uint8) for name in MOMENT_NAMES}
         return codes | {
             name + SCALE_SUFFIX: torch.zeros(scale_shape(part.shape), device=part.device) for name in MOMENT_NAMES
@@ -64,18 +64,18 @@ class AdamW8bit(LowPrecisionAdamW):
 
 
 def should_quantize(part: Tensor) -> bool:
-    """Whether a parameter with such a local part is kept in 8 bits."""
+    """Return whether the moments of a parameter with such a local part are kept in 8 bits."""
     return part.dim() >= 2 and part.shape[1:].numel() >= MIN_ROW_LENGTH
 
 
 def scale_shape(shape: torch.Size) -> torch.Size:
-    """Shape of the scales for a parameter, or a part of one, of this shape: [rows, blocks in a row]."""
+    """Return the shape of the scales for a parameter, or part of one, of this shape: [rows, blocks per row]."""
     return torch.Size([shape[0], -(-shape[1:].numel() // QUANT_BLOCK_SIZE)])
 
 
 def quantize_blockwise(x: Tensor, table: Tensor, threshold: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Codes [rows, columns] (uint8) and scales [rows, blocks] of x (fp32, [rows, columns]). `threshold` in [0, 1): an
-    element at this share of the way between two numbers of the table, or below, goes to the lower one."""
+    """Return codes [rows, columns] (uint8) and scales [rows, blocks] of x (fp32, [rows, columns]). An element is
+    rounded down if its fraction of the distance between two numbers of the table is at most `threshold`, in [0, 1)."""
     columns = x.shape[1]
     blocks = pad(x, (0, -columns % QUANT_BLOCK_SIZE)).view(len(x), -1, QUANT_BLOCK_SIZE)
     low, high = blocks.aminmax(dim=2)
@@ -90,13 +90,13 @@ def quantize_blockwise(x: Tensor, table: Tensor, threshold: Tensor | float) -> t
 
 
 def dequantize_blockwise(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-    """The values [rows, columns] in fp32."""
+    """Return the values [rows, columns] in fp32."""
     return _look_up(table, codes.int()).mul_(scale.repeat_interleave(QUANT_BLOCK_SIZE, dim=1)[:, : codes.shape[1]])
 
 
 def encode_state(part: Tensor, entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """AdamW's state, of whatever precision, of a parameter with this local part, as `AdamW8bit` keeps it. Codes stay as
-    they are."""
+    """Convert AdamW's state, of any precision, of a parameter with this local part to the form of `AdamW8bit`. Codes
+    are not changed."""
     if not should_quantize(part):
         return {name: value.float() for name, value in decode_state(entries).items()}
     result = dict(entries)
@@ -109,7 +109,7 @@ def encode_state(part: Tensor, entries: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decode_state(entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """AdamW's state, of whatever precision, with moments in floating point."""
+    """Convert AdamW's state, of any precision, to floating-point moments."""
     result = {name: value for name, value in entries.items() if not name.endswith(SCALE_SUFFIX)}
     for index, name in enumerate(MOMENT_NAMES):
         codes, scale = entries.get(name), entries.get(name + SCALE_SUFFIX)
@@ -120,21 +120,21 @@ def decode_state(entries: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @cache
 def signed_table(device: torch.device) -> Tensor:
-    """The dynamic table for numbers of either sign [256], ascending, from -0.993 to 1. Each decade from 1 down has half
-    as many numbers as the one above it."""
+    """Return the dynamic table for signed numbers [256], ascending, from -0.993 to 1. Each decade below 1 has half as
+    many numbers as the decade above it."""
     positive = [number for decade in range(7) for number in _decade_midpoints(decade, 2**decade)]
     return torch.tensor([*(-number for number in reversed(positive)), 0.0, *positive, 1.0], device=device)
 
 
 @cache
 def unsigned_table(device: torch.device) -> Tensor:
-    """The dynamic table for numbers of at least 0 [256], ascending, from 0 to 1: twice as dense."""
+    """Return the dynamic table for non-negative numbers [256], ascending, from 0 to 1: twice as dense."""
     positive = [number for decade in range(7) for number in _decade_midpoints(decade, 2 ** (decade + 1))]
     return torch.tensor([0.0, *positive, 1.0], device=device)
 
 
 def _decade_midpoints(decade: int, count: int) -> list[float]:
-    """Middles of `count` equal parts of [0.1, 1], times 10 to the power of decade - 6."""
+    """Return the midpoints of `count` equal parts of [0.1, 1], times 10 to the power of decade - 6."""
     return [10.0 ** (decade - 6) * (0.1 + 0.9 * (index + 0.5) / count) for index in range(count)]
 
 

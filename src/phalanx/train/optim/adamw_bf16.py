@@ -1,12 +1,11 @@
-"""AdamW that keeps its moments in fewer bits than fp32: how a step goes, and the moments in bf16. 8 bits:
-adamw_8bit.py.
+"""AdamW with low-precision moments: the base class, and the optimizer with bf16 moments. For 8 bits see adamw_8bit.py.
 
 Each step reads the moments into fp32, updates them and the parameter there, and rounds the moments back
-*stochastically*: up or down with the probability that makes the expectation exact (Gupta et al. 2015). To the nearest,
-the slow second moment would stand still: bf16 has 8 bits, and a step of 1 - beta2 = 0.001 is less than one of them.
+*stochastically*: up or down with the probability that makes the expectation exact (Gupta et al. 2015). With rounding to
+nearest the slow second moment would not change: bf16 has 8 bits of precision, and 1 - beta2 = 0.001 is less than one.
 
-The random bits are a hash of (seed, step, name of the parameter, place of the element in the whole tensor): a resumed
-run draws them again, and it does not matter how FSDP cuts the tensor.
+The random bits are a hash of (seed, step, name of the parameter, index of the element in the whole tensor): a resumed
+run uses the same bits, however FSDP shards the tensor.
 """
 
 from abc import abstractmethod
@@ -23,21 +22,21 @@ from phalanx.train.optim.dtensor_utils import distribute_like, to_local
 StateDict = dict[str, Any]
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 1 << 20, 1 << 24
-"""Elements that are in fp32 at once: few enough for the CPU's caches, or to keep a GPU busy without much memory."""
+"""Elements converted to fp32 at once: few enough for the CPU's caches; enough to keep a GPU busy in little memory."""
 
 
 @dataclass(frozen=True)
 class ParamOrigin:
-    """Where a parameter comes from: its name, and which row of the whole tensor is its first here."""
+    """Origin of a local parameter: its name, and the index of its first local row in the whole tensor."""
 
     name: str
     row: int = 0
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
-    """Base of AdamW (Loshchilov & Hutter 2019) whose moments are stored in fewer bits.
+    """Base of AdamW (Loshchilov & Hutter 2019) with moments stored in low precision.
 
-    `origins` has every parameter. State: `step` (0-d, on the CPU), and what `init_state` gives.
+    `origins` has every parameter. State: `step` (0-d, on the CPU), and the result of `init_state`.
     """
 
     def __init__(
@@ -56,18 +55,18 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     @abstractmethod
     def init_state(self, part: Tensor) -> dict[str, Tensor]:
-        """Stored moments of zero for a local part of a parameter."""
+        """Return stored moments of zero for a local part of a parameter."""
 
     @abstractmethod
     def read_moments(self, state: StateDict, rows: slice) -> list[Tensor]:
-        """Both moments of some rows in fp32 [rows, columns], as new tensors."""
+        """Return both moments of some rows in fp32 [rows, columns], as new tensors."""
 
     @abstractmethod
     def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor | None) -> None:
-        """Store both moments [rows, columns], rounded by `make_random_bits`, or to the nearest when there are none."""
+        """Store both moments [rows, columns], rounded stochastically by `bits`, or to nearest if they are None."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody evaluates the loss again
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -79,7 +78,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         gradient = to_local(parameter.grad)
         if not state:
-            state["step"] = torch.zeros((), device="cpu")  # there it is read without waiting for the device
+            state["step"] = torch.zeros((), device="cpu")  # on the host, to be read without a device synchronization
             state.update({name: distribute_like(parameter, value) for name, value in self.init_state(weight).items()})
         state["step"] += 1
         step, origin = int(state["step"]), self._origins[parameter]
@@ -102,7 +101,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
 
 class AdamWBf16(LowPrecisionAdamW):
-    """AdamW with both moments in bf16: 4 bytes of state for a parameter. State: `step`, `exp_avg`, `exp_avg_sq`."""
+    """AdamW with both moments in bf16: 4 bytes of state per parameter. State: `step`, `exp_avg`, `exp_avg_sq`."""
 
     def init_state(self, part: Tensor) -> dict[str, Tensor]:
         return {name: torch.zeros_like(part, dtype=torch.bfloat16) for name in MOMENT_NAMES}
@@ -121,8 +120,8 @@ class AdamWBf16(LowPrecisionAdamW):
 def adam_direction(
     moments: list[Tensor], gradient: Tensor, step: int, betas: tuple[float, float], eps: float
 ) -> Tensor:
-    """Adam's direction (Kingma & Ba 2015): what to subtract, times the rate. Moves the moments, in place.
-    `step` counts from 1."""
+    """Return Adam's update direction (Kingma & Ba 2015), to be multiplied by the learning rate and subtracted. Updates
+    the moments in place. `step` counts from 1."""
     mean, square = moments
     mean.lerp_(gradient, 1 - betas[0])
     square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
@@ -131,10 +130,10 @@ def adam_direction(
 
 
 def make_random_bits(shape: tuple[int, int], first: int, key: int, device: torch.device) -> Tensor:
-    """32 random bits (int32) for each element of a matrix [rows, columns], whose first one has the number `first`.
-    A pure function of `key` (64 bits) and the element's number, the same on every device."""
-    # lowbias32 (Wellons 2018), with half of the key going in first and half on the way, so that keys do not merely
-    # shift the sequence. int32 wraps around; its right shift copies the sign, which the masks take away.
+    """Return 32 random bits (int32) for each element of a matrix [rows, columns] with the first element index `first`.
+    A pure function of `key` (64 bits) and the element's index, the same on every device."""
+    # lowbias32 (Wellons 2018). Half of the key enters first and half later, so that another key does not merely shift
+    # the sequence. int32 wraps around; its right shift copies the sign, which the masks remove.
     x = torch.arange(shape[0] * shape[1], dtype=torch.int32, device=device)
     x.add_(_to_int32(first)).bitwise_xor_(_to_int32(key))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
@@ -145,23 +144,23 @@ def make_random_bits(shape: tuple[int, int], first: int, key: int, device: torch
 
 
 def take_half(bits: Tensor, half: int) -> Tensor:
-    """The lower (0) or upper (1) 16 of 32 random bits, as a number from 0 to 65535."""
+    """Return the lower (0) or upper (1) 16 of 32 random bits, as a number from 0 to 65535."""
     return (bits >> 16 * half).bitwise_and_(0xFFFF)
 
 
 def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to bf16, up or down so that the expectation over `bits` (0 to 65535, as int32) is x. NaN stays NaN."""
+    """Round fp32 to bf16, up or down so that the expectation over `bits` (0 to 65535, int32) is x. NaN stays NaN."""
     # The upper half of an fp32 pattern is a bf16 pattern. A random number added to the lower half carries into it with
-    # the probability wanted, for either sign, since the pattern orders magnitudes.
+    # the desired probability, for either sign, since the pattern orders magnitudes.
     pattern = (x.view(torch.int32) + bits).bitwise_and_(-0x10000)
     return torch.where(x.isnan(), x, pattern.view(torch.float32)).to(torch.bfloat16)
 
 
 def view_at_least_1d(x: Tensor) -> Tensor:
-    """A view of x that has rows."""
+    """Return a view of x with at least one dimension."""
     return x if x.dim() else x.view(1)
 
 
 def _to_int32(value: int) -> int:
-    """The lower 32 bits as a signed number."""
+    """Return the lower 32 bits as a signed number."""
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -1,4 +1,4 @@
-"""The optimizers of a run as one: a step, and their state as tensors by logical names. How each works is its own."""
+"""The optimizers of a run combined: one step, and their state as tensors by logical names."""
 
 from collections.abc import Mapping
 
@@ -25,19 +25,19 @@ STATE_ENTRIES: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     AdamWBf16: frozenset({"step", "exp_avg", "exp_avg_sq"}),
     AdamW8bit: frozenset({"step", "exp_avg", "exp_avg_sq", f"exp_avg{SCALE_SUFFIX}", f"exp_avg_sq{SCALE_SUFFIX}"}),
 }
-"""Tensors that each kind of optimizer keeps for a parameter."""
+"""State tensors that each kind of optimizer keeps for a parameter."""
 
 SETTINGS_PREFIX = "settings/"
-"""Begins the logical names of what an optimizer keeps for no parameter."""
+"""Prefix of the logical names of state that belongs to no parameter."""
 StateEntries = dict[str, Tensor]
 
 
 class OptimizerContainer:
-    """One or two torch optimizers that act as one. `parameter_names` are its parameters, in the model's order.
+    """One or two torch optimizers that act as one. `parameter_names` are their parameters, in the model's order.
 
-    `seed` is the run's, for stochastic rounding. `offload` keeps the state of parameters on a GPU in host memory.
-    `norm_fn` gives norms of whole parameters where tensor parallel cuts them. `is_pipeline_stage`: the model is one
-    stage of a pipeline, which may have nothing to train. RecipeError when any other model has nothing to train.
+    `seed` is the run's, for stochastic rounding. `offload` keeps the state of GPU parameters in host memory. `norm_fn`
+    computes norms of whole parameters that tensor parallelism shards. `is_pipeline_stage`: the model is one stage of a
+    pipeline, which may have nothing to train; any other model without trainable parameters raises RecipeError.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class OptimizerContainer:
 
     @property
     def supports_scaled_step(self) -> bool:
-        """Whether `step_scaled` works."""
+        """Whether `step_scaled` is supported."""
         kinds = (torch.optim.AdamW, torch.optim.SGD)
         return all(type(optimizer) in kinds and optimizer.param_groups[0].get("fused") for optimizer in self.optimizers)
 
     def step_scaled(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
-        """The same with gradients that are divided by `divisor` first, and nothing where `skip` is 1 (fp32 0-d, on the
-        parameters' device): the host need not know either. By what torch's fused optimizers have for loss scales."""
+        """Step with gradients divided by `divisor`, or do nothing if `skip` is 1 (fp32 0-d, on the parameters' device).
+        The host reads neither value. It uses the loss scaling arguments of torch's fused optimizers."""
         for optimizer in self.optimizers:
             optimizer.grad_scale, optimizer.found_inf = divisor, skip  # type: ignore[attr-defined]
         try:
@@ -83,8 +83,9 @@ class OptimizerContainer:
                 del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors of the state as `optimizer/<parameter>/<state>`: the live tensors, not copies. Those of a DTensor
-        parameter are DTensors like it, or plain tensors of its local part when they are in host memory."""
+        """Return all state tensors as `optimizer/<parameter>/<state>`: live tensors, not copies. For a DTensor
+        parameter they are DTensors with its placements, or plain tensors of its local part if they are in host
+        memory."""
         return {
             f"{OPTIMIZER_PREFIX}{name}/{key}": value
             for optimizer in self.optimizers
@@ -94,11 +95,11 @@ class OptimizerContainer:
         }
 
     def group_settings(self) -> dict[str, Tensor]:
-        """What it keeps for no parameter, by logical name, as new tensors."""
+        """Return state that belongs to no parameter, by logical name, as new tensors."""
         return {}
 
     def load_group_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Take over what `group_settings` gave."""
+        """Restore the result of `group_settings`."""
 
     def forget(self) -> None:
         """Drop the whole state."""
@@ -107,12 +108,12 @@ class OptimizerContainer:
                 entries.clear()
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Take over a state that `state` gave; the tensors may become the optimizer's own. For a DTensor parameter they
-        are DTensors like it, or plain tensors of its local part.
+        """Restore the result of `state`; the optimizer may keep the tensors. For a DTensor parameter they are DTensors
+        with its placements, or plain tensors of its local part.
 
-        AdamW's state of another precision is converted. State of another kind of optimizer (a run forced to go on with
-        a new one) is left out: this one starts afresh.
-        DataError naming the tensor and `where` when it belongs to no parameter of this model or has another shape.
+        AdamW's state of another precision is converted. State of another kind of optimizer (a run forced to resume with
+        a new one) is ignored, and this optimizer starts without state. Raises DataError naming the tensor and `where`
+        if it belongs to no parameter of this model or has another shape.
         """
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         owners = {
@@ -141,7 +142,7 @@ class OptimizerContainer:
 
 
 def state_entry_shape(entry: str, shape: torch.Size) -> torch.Size:
-    """Shape of an entry of the state, unless 0-d, for a parameter or part of one that has this shape."""
+    """Return the shape of a state entry, unless 0-d, for a parameter or part of one with this shape."""
     return scale_shape(shape) if entry.endswith(SCALE_SUFFIX) else shape
 
 
@@ -150,7 +151,7 @@ def _optimizer_type(owner: torch.optim.Optimizer) -> type[torch.optim.Optimizer]
 
 
 def _convert_entries(kind: type[torch.optim.Optimizer], part: Tensor, entries: StateEntries) -> StateEntries:
-    """AdamW's entries for this local part of a parameter in the precision that this kind of it keeps."""
+    """Convert AdamW's entries for this local part of a parameter to the precision of this kind of optimizer."""
     if kind is AdamW8bit:
         return encode_state(part, entries)
     if kind not in (torch.optim.AdamW, AdamWBf16):
@@ -160,16 +161,16 @@ def _convert_entries(kind: type[torch.optim.Optimizer], part: Tensor, entries: S
 
 
 def _move_entry_to_owner(owner: torch.optim.Optimizer, parameter: nn.Parameter, entry: str, value: Tensor) -> Tensor:
-    """The value where this owner of a parameter wants it, distributed as its state is."""
+    """Move a value to the device and placements that this owner of a parameter uses for its state."""
     if isinstance(owner, OffloadedOptimizer):
         return match_memory_format(owner.host_copy_of(parameter), value)
-    if entry == "step":  # ours read it on the host, fused ones on the device
+    if entry == "step":  # our optimizers read it on the host, fused ones on the device
         return value.cpu() if isinstance(owner, LAMB | LowPrecisionAdamW) else value.to(parameter.device)
     return distribute_like(parameter, match_memory_format(to_local(parameter), value))
 
 
 def match_memory_format(parameter: Tensor, value: Tensor) -> Tensor:
-    """The value on the parameter's device and in its memory layout, which fused optimizers take for granted."""
+    """Return the value on the parameter's device and with its strides, which fused optimizers assume."""
     value = value.to(parameter.device)
     if value.shape != parameter.shape or value.stride() == torch.empty_like(parameter, device="meta").stride():
         return value

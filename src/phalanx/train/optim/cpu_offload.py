@@ -1,8 +1,9 @@
-"""Optimizer state in host memory: the update runs on the CPU, and the GPU holds no state at all.
+"""CPU offload of the optimizer: the update runs on the CPU, and the GPU holds no optimizer state.
 
-Per parameter, one after the other, three things overlap: its gradient and value travel to the host, the CPU updates the
-one before, and the one before that travels back (Ren et al. 2021, ZeRO-Offload). The value travels down, too, so that
-what else changes weights (a checkpoint, a callback) counts. Only for optimizers that go element by element.
+Parameters are processed one after another, and three stages overlap: gradient and value are copied to the host, the CPU
+updates the previous parameter, and the one before is copied back (Ren et al. 2021, ZeRO-Offload). The value is copied
+to the host too, so that other changes of weights (a restore, a callback) are not lost. Only for element-wise
+optimizers.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ ParamGroup = dict[str, Any]
 
 @dataclass(frozen=True)
 class _HostCopy:
-    """A parameter, its copy on the host, and the optimizer of that copy alone."""
+    """A parameter, its copy on the host, and the optimizer of that copy."""
 
     parameter: Tensor
     host: nn.Parameter
@@ -28,10 +29,10 @@ class _HostCopy:
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """An optimizer over `groups` whose state stays on the CPU.
+    """An optimizer over `groups` with its state on the CPU.
 
-    `make(groups, of)` builds the optimizer of some host copies, `of` telling whose copies they are. The state of a
-    DTensor parameter is that of its local part, as plain tensors. What travels is pinned; the state never does.
+    `make(groups, of)` builds the optimizer of some host copies; `of` maps these to their parameters. The state of a
+    DTensor parameter is that of its local part, as plain tensors. Transfer buffers are pinned; the state never is.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 host.grad = _copy_to_pinned_host(to_local(parameter))
                 optimizer = make([{**group, "params": [host]}], {host: parameter})
                 host_copies.append(_HostCopy(parameter, host, optimizer))
-                self.state[parameter] = optimizer.state[host]  # one and the same dict
+                self.state[parameter] = optimizer.state[host]  # the same dict object
             self._host_copies.append((group, host_copies))
         self.optimizer_type = type(self._host_copies[0][1][0].optimizer)
         self._host_by_parameter = {
@@ -56,13 +57,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         }
 
     def host_copy_of(self, parameter: Tensor) -> Tensor:
-        """The copy of a parameter with which its state goes."""
+        """Return the host copy of a parameter, which its state belongs to."""
         return self._host_by_parameter[parameter]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody evaluates the loss again
-        """Update every parameter that has a gradient. Returns when the last of them is on its way back; the device
-        goes on when it has arrived."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
+        """Update every parameter that has a gradient. Returns when the last copy to the device was started; the device
+        waits for it."""
         work = [
             (group, host_copy)
             for group, host_copies in self._host_copies
@@ -84,7 +85,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 class _CopyStreams:
-    """Copies between device and host: on streams of their own on a GPU, at once elsewhere."""
+    """Copies between device and host: on separate streams on a GPU, immediately elsewhere."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -96,7 +97,7 @@ class _CopyStreams:
             self._to_device_stream.wait_stream(current)
 
     def copy_to_host(self, host_copy: _HostCopy) -> torch.Event | None:
-        """Send gradient and value to the host; the event of their arrival."""
+        """Copy gradient and value to the host; return the event of their arrival."""
         assert host_copy.parameter.grad is not None
         assert host_copy.host.grad is not None
         if self._gpu is None:
@@ -111,7 +112,7 @@ class _CopyStreams:
         return event
 
     def copy_to_device(self, host_copy: _HostCopy) -> None:
-        """Send the value back."""
+        """Copy the value back."""
         if self._gpu is None:
             to_local(host_copy.parameter).copy_(host_copy.host)
             return
@@ -119,11 +120,11 @@ class _CopyStreams:
             to_local(host_copy.parameter).copy_(host_copy.host, non_blocking=True)
 
     def finish(self) -> None:
-        """Let the device's own work wait for the values."""
+        """Make the device's current stream wait for the values."""
         if self._gpu is not None:
             self._gpu.current_stream(self._device).wait_stream(self._to_device_stream)
 
 
 def _copy_to_pinned_host(part: Tensor) -> Tensor:
-    """The values on the host, in the same memory layout, pinned where they come from a GPU."""
+    """Copy values to the host with the same strides, pinned if they come from a GPU."""
     return torch.empty_like(part, device="cpu", pin_memory=device_kind_of(part.device.type).is_gpu).copy_(part)

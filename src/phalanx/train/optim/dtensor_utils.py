@@ -1,7 +1,7 @@
-"""The part of a tensor that this process holds, and norms over all parts. Nothing about any one optimizer.
+"""The local part of a tensor, and norms over all parts.
 
-Under FSDP a parameter, its gradient and its state are DTensors. Updates go element by element, so they work on the
-local parts; only norms need the others.
+Under FSDP a parameter, its gradient and its state are DTensors. Updates are element-wise, so they work on the local
+parts; only norms need the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,19 +13,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from phalanx.train.ops.grad_norm import total_norm
 
 NormFn = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
-"""`norm_of(parameters, tensors)`: Euclidean norms (0-d) of whole tensors. `tensors[i]` is laid out like the local part
-of `parameters[i]`, and is cut where that is cut. A parameter may occur more than once."""
+"""`norm_fn(parameters, tensors)`: Euclidean norms (0-d) of whole tensors. `tensors[i]` is sharded like `parameters[i]`
+and is given as its local part. A parameter may occur more than once."""
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this process holds of the tensor, sharing its memory, without autograd."""
+    """Return the local part of the tensor, sharing its memory, without autograd."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def distribute_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """The local part as a tensor that is distributed as the parameter is, along dimension 0. Its other dimensions are
-    its own."""
+    """Return a DTensor with this local part and the parameter's sharding along dimension 0. Its other dimensions may
+    differ from the parameter's."""
     if not isinstance(parameter, DTensor):
         return part
     shape = torch.Size([parameter.shape[0], *part.shape[1:]]) if part.dim() > 1 else parameter.shape
@@ -36,7 +36,7 @@ def distribute_like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def first_row(parameter: Tensor) -> int:
-    """Index in the whole tensor of the first row (along dimension 0) that this process holds."""
+    """Return the index in the whole tensor of the first local row (along dimension 0)."""
     if not isinstance(parameter, DTensor):
         return 0
     first, rows = 0, parameter.shape[0] if parameter.dim() else 1
@@ -49,8 +49,8 @@ def first_row(parameter: Tensor) -> int:
 
 
 def compute_squared_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Squared Euclidean norms [n] in fp32 of tensors that are laid out like the local parts of `parameters`. One
-    all-reduce for each way in which parameters are sharded, none where they are not."""
+    """Return squared Euclidean norms [n] in fp32 of tensors that are sharded like `parameters`, given as local parts.
+    One all-reduce for each distinct sharding, none if parameters are not sharded."""
     squares = list(torch.stack([total_norm([tensor]).float() for tensor in tensors]).square_().unbind())
     indices_by_placement: dict[object, list[int]] = {}
     for index, parameter in enumerate(parameters):
@@ -69,5 +69,5 @@ def compute_squared_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor
 
 
 def compute_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The `NormFn` for parameters that are whole or sharded by FSDP."""
+    """The `NormFn` for parameters that are replicated or sharded by FSDP."""
     return list(compute_squared_norms(parameters, tensors).sqrt_().unbind())

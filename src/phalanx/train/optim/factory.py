@@ -1,7 +1,7 @@
-"""Which parameter goes to which optimizer. What they do with it is theirs.
+"""Build the optimizers of a recipe, and assign each parameter to one.
 
-Matrices get weight decay, vectors (norms, biases) do not. `muon` orthogonalises the momentum of hidden matrices and
-leaves embeddings, the output layer and everything that is not a matrix to AdamW (Jordan et al. 2024).
+Matrices get weight decay, vectors (norms, biases) do not. `muon` orthogonalizes the momentum of hidden matrices;
+embeddings, the output layer and everything that is not a matrix use AdamW (Jordan et al. 2024).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +26,7 @@ LOW_PRECISION_ADAMW: dict[str, type[LowPrecisionAdamW]] = {"bf16": AdamWBf16, "i
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that take part in training, by name; tied ones once. RecipeError when there are none."""
+    """Return the trained parameters by name; tied ones once. Raises RecipeError if there are none."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise RecipeError("model.build: the model has no parameter that requires a gradient: nothing to train")
@@ -34,8 +34,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def find_hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Weights that Muon is meant for: those of linear layers, except the output layer (the last linear layer of the
-    model) and weights that an embedding shares."""
+    """Return the weights that Muon is meant for: those of linear layers, except the output layer (the last linear layer
+    of the model) and weights that an embedding shares."""
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linear = [p for m in model.modules() if isinstance(m, nn.Linear) for p in [m.weight] if isinstance(p, nn.Parameter)]
     return {weight for weight in linear[:-1] if id(weight) not in embedded}
@@ -50,8 +50,8 @@ def build_optimizers(
     offload: bool,
     norm_fn: NormFn,
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of a recipe for the parameters in `names`. RecipeError where the recipe asks for what does not go
-    together or does not fit the model."""
+    """Build the optimizers of a recipe for the parameters in `names`. Raises RecipeError if the recipe's options are
+    incompatible or do not fit the model."""
     parameters = list(names)
     if spec.state_dtype != "fp32" and spec.name != "adamw":
         raise RecipeError(
@@ -83,16 +83,16 @@ def build_optimizers(
 
 
 def _needs_offload(parameters: Iterable[Tensor]) -> bool:
-    """Whether state would not be in host memory anyway."""
+    """Return whether the state would otherwise be on a GPU."""
     return any(parameter.device.type != "cpu" for parameter in parameters)
 
 
 def _make_optimizer_factory(spec: OptimizerConfig, seed: int) -> OptimizerFactory:
-    """What builds the optimizer, adamw or sgd, over given groups."""
+    """Return the function that builds the optimizer, adamw or sgd, over given groups."""
 
     def make(groups: list[ParamGroup], origins: Mapping[Tensor, ParamOrigin]) -> torch.optim.Optimizer:
         if spec.name == "sgd":
-            # torch 2.13 has no fused SGD for sharded parameters.
+            # torch 2.13 has no fused SGD for DTensors.
             fused = not any(isinstance(p, DTensor) for group in groups for p in group["params"])
             return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.momentum > 0, fused=fused)
         if spec.state_dtype == "fp32":
@@ -109,7 +109,7 @@ def _build_muon_and_adamw(
     hidden = [p for p in parameters if p in matrices]
     if not hidden:
         raise RecipeError("optimizer.name: muon is for hidden matrices, and this model has none to train; use adamw")
-    # match_rms_adamw scales updates like AdamW's, so that one learning rate fits both.
+    # match_rms_adamw scales updates like AdamW's, so that both use the same learning rate.
     muon = torch.optim.Muon(
         hidden,
         lr=spec.lr,

@@ -1,7 +1,7 @@
-"""LARS and LAMB: optimizers for large batches, whose step for a matrix is in proportion to the matrix's own norm.
+"""LARS and LAMB: optimizers for large batches that scale the step of a matrix with the norm of the matrix.
 
-Vectors (norms, biases) get neither that proportion nor weight decay, as in the implementations of both papers. One
-call of `norm_fn` serves all matrices, so a step costs one reduction. Nothing here reads a number from the device.
+Vectors (norms, biases) get neither this scaling nor weight decay, as in the implementations of both papers. One call of
+`norm_fn` serves all matrices, so a step costs one reduction. Nothing here synchronizes with the device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ ParamGroup = dict[str, Any]
 
 
 class _LayerwiseOptimizer(torch.optim.Optimizer):
-    """What both share: which parameters to update, and the norms of the matrices among them."""
+    """Common base: selects the parameters to update, and computes the norms of matrices."""
 
     def __init__(self, params: Iterable[Tensor] | Iterable[ParamGroup], defaults: ParamGroup, norm_fn: NormFn):
         super().__init__(params, defaults)
@@ -27,7 +27,7 @@ class _LayerwiseOptimizer(torch.optim.Optimizer):
         return [parameter for parameter in group["params"] if parameter.grad is not None]
 
     def _state_entry(self, parameter: Tensor, name: str) -> Tensor:
-        """The local part of an entry of the state, which begins as zeros."""
+        """Return the local part of a state entry, which is initialized to zeros."""
         state = self.state[parameter]
         if name not in state:
             state[name] = distribute_like(parameter, torch.zeros_like(to_local(parameter)))
@@ -36,7 +36,7 @@ class _LayerwiseOptimizer(torch.optim.Optimizer):
     def _norm_pairs(
         self, parameters: Sequence[Tensor], directions: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor] | None]:
-        """For each matrix the norms of itself and of its direction, for each vector None."""
+        """Return for each matrix the norms of itself and of its direction, for each vector None."""
         matrices = [i for i, parameter in enumerate(parameters) if parameter.dim() >= 2]
         pairs: list[tuple[Tensor, Tensor] | None] = [None] * len(parameters)
         if matrices:
@@ -53,7 +53,7 @@ class LARS(_LayerwiseOptimizer):
         v = momentum * v + lr * trust * |w| / (|g| + decay * |w|) * (g + decay * w);  w = w - v
 
     for matrices; for vectors v = momentum * v + lr * g. `trust` is the paper's eta, so `lr` is its gamma: of the order
-    of 1 to 30. A matrix of zeros, or one whose gradient is zero, is scaled by 1. State: `momentum_buffer`.
+    of 1 to 30. A matrix of zeros, or one with a gradient of zero, is scaled by 1. State: `momentum_buffer`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LARS(_LayerwiseOptimizer):
         self._trust = trust
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody evaluates the loss again
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
         """Update every parameter that has a gradient."""
         groups = [(group, self._parameters_with_grad(group)) for group in self.param_groups]
         every = [parameter for _, parameters in groups for parameter in parameters]
@@ -119,7 +119,7 @@ class LAMB(_LayerwiseOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, norm_fn)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody evaluates the loss again
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
         """Update every parameter that has a gradient."""
         groups = [(group, self._parameters_with_grad(group)) for group in self.param_groups]
         directions = [self._adam_directions(group, parameters) for group, parameters in groups]
@@ -136,7 +136,7 @@ class LAMB(_LayerwiseOptimizer):
             call_foreach("add_", [to_local(p) for p in parameters], updates, alpha=-group["lr"])
 
     def _adam_directions(self, group: ParamGroup, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """New tensors: Adam's direction, plus weight decay for matrices."""
+        """Return, as new tensors, Adam's direction, plus weight decay for matrices."""
         if not parameters:
             return []
         beta1, beta2 = group["betas"]
@@ -159,15 +159,15 @@ class LAMB(_LayerwiseOptimizer):
         return directions
 
     def _increment_step(self, parameter: Tensor) -> int:
-        """Count this step of the parameter; which it is, from 1."""
+        """Increment the step count of the parameter and return it; the first is 1."""
         state = self.state[parameter]
         if "step" not in state:
-            state["step"] = torch.zeros((), device="cpu")  # there it is read without waiting for the device
+            state["step"] = torch.zeros((), device="cpu")  # on the host, to be read without a device synchronization
         state["step"] += 1
         return int(state["step"])
 
 
 def _trust_ratio(numerator: Tensor, denominator: Tensor, norms_in_it: tuple[Tensor, Tensor]) -> Tensor:
-    """The quotient, or 1 where one of the norms is zero and would stop the matrix for good or divide by zero."""
+    """Return the quotient, or 1 if one of the norms is zero, which would freeze the matrix or divide by zero."""
     weight, direction = norms_in_it
     return torch.where((weight > 0) & (direction > 0), numerator / denominator, 1.0)

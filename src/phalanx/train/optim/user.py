@@ -1,4 +1,4 @@
-"""An optimizer that the user's own training loop made, under the face that the engine gives all optimizers."""
+"""An optimizer of a user's own training loop, with the interface of `OptimizerContainer`."""
 
 import inspect
 import math
@@ -19,7 +19,7 @@ from phalanx.train.optim.factory import trainable_parameters
 
 GROUP_SETTINGS_KEY = SETTINGS_PREFIX + "groups"
 EXCLUDED_GROUP_KEYS = ("params", "lr", "initial_lr")
-"""Keys of a group that are no state: the schedule sets the rate, and a scheduler of the loop's own is refused."""
+"""Keys of a param group that are not state: the schedule sets the learning rate, and user schedulers are refused."""
 SCHEDULER_REFUSED_HINT = (
     "the recipe's optimizer.schedule sets it before each step, and a checkpoint does not hold a scheduler's state: "
     "leave the scheduler out, and give its warmup and decay as optimizer.schedule in the recipe"
@@ -27,12 +27,12 @@ SCHEDULER_REFUSED_HINT = (
 
 
 class UserOptimizer(OptimizerContainer):
-    """`base_lr` is the highest learning rate of its groups as the loop set it: what the schedule's factor is applied
-    to; the other groups follow in proportion.
+    """`base_lr` is the highest initial learning rate of the groups. The schedule's factor is applied to it; the other
+    groups keep their ratio to it.
 
-    UsageError when the optimizer does not train just the model's parameters: one that was built before the model was
-    divided would train nothing. `is_sharded` says that workers hold parts of parameters: then the state must be cut
-    like them.
+    Raises UsageError unless the optimizer trains exactly the model's parameters: an optimizer that was built before the
+    model was parallelized would train nothing. `is_sharded` says that workers hold parts of parameters: then the state
+    must have the same shards.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, is_sharded: bool = False):
@@ -41,8 +41,7 @@ class UserOptimizer(OptimizerContainer):
         if strange := owned - set(model.parameters()):
             raise UsageError(
                 f"session.prepare: the optimizer has {len(strange)} parameters that are not the model's; make it of "
-                f"the "
-                "model that make_optimizer is given"
+                "the model that make_optimizer is given"
             )
         if missing := [name for parameter, name in self.parameter_names.items() if parameter not in owned]:
             raise UsageError(
@@ -58,22 +57,21 @@ class UserOptimizer(OptimizerContainer):
             )
         if _needs_closure(optimizer):
             raise UsageError(
-                f"session.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, "
-                f"which a "
-                "run has not; use an optimizer that steps from gradients"
+                f"session.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, which "
+                "a run has not; use an optimizer that steps from gradients"
             )
         self._is_sharded = is_sharded
-        self._state_checked = 0  # entries of its state that were looked at
+        self._state_checked = 0  # number of state entries that were checked
         self._own = _numbers(optimizer)
         self._initial_settings = [deepcopy(self._saved_settings(group)) for group in optimizer.param_groups]
         self._sizes = _sizes(optimizer)
-        self._expected_lrs = list(self._initial_lrs)  # the rates that the groups had when this was done with them
+        self._expected_lrs = list(self._initial_lrs)  # learning rates of the groups after the last step
 
     supports_scaled_step = False
 
     def step(self, lr: float) -> None:
-        """Update with `lr` in the group whose rate is the highest, in the others with as much less as the loop set.
-        UsageError when the optimizer keeps state that a checkpoint could not hold, or when the loop changed a rate."""
+        """Step with `lr` in the group with the highest learning rate, and proportionally less in the others. Raises
+        UsageError if the optimizer has state that a checkpoint cannot hold, or if the loop changed a learning rate."""
         (optimizer,) = self.optimizers
         self._check_groups()
         for group, expected_lr in zip(optimizer.param_groups, self._expected_lrs, strict=True):
@@ -82,13 +80,13 @@ class UserOptimizer(OptimizerContainer):
                     f"session.step: the loop changed a learning rate to {float(group['lr']):g}; "
                     f"{SCHEDULER_REFUSED_HINT}"
                 )
-            if "initial_lr" in group:  # as torch's schedulers leave it
+            if "initial_lr" in group:  # set by torch's schedulers
                 raise UsageError(
                     f"session.step: the loop has a scheduler for the learning rate; {SCHEDULER_REFUSED_HINT}"
                 )
         for group, initial in zip(optimizer.param_groups, self._initial_lrs, strict=True):
             scaled_lr = initial * (lr / self.base_lr)
-            if isinstance(group["lr"], Tensor):  # one that a captured or compiled step reads
+            if isinstance(group["lr"], Tensor):  # read by a captured or compiled step
                 group["lr"].fill_(scaled_lr)
             else:
                 group["lr"] = scaled_lr
@@ -104,7 +102,7 @@ class UserOptimizer(OptimizerContainer):
         self.optimizers[0].state.clear()
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Take over a state that `state` gave. DataError for one that does not fit the model."""
+        """Restore the result of `state`. Raises DataError if it does not fit the model."""
         (optimizer,) = self.optimizers
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -117,12 +115,12 @@ class UserOptimizer(OptimizerContainer):
             if value.dim():
                 value = distribute_like(parameter, match_memory_format(to_local(parameter), to_local(value)))
             elif entry != "step" or groups[parameter].get("fused") or groups[parameter].get("capturable"):
-                # As torch's own load_state_dict has it: a count of steps is on the host but for these two.
+                # As in torch's load_state_dict: the step count is on the host except with these two options.
                 value = value.to(parameter.device)
             optimizer.state[parameter][entry] = value
 
     def group_settings(self) -> dict[str, Tensor]:
-        """What it changed in its groups, besides learning rates. RecipeError for what a checkpoint cannot hold."""
+        """Return changed group options, except learning rates. Raises RecipeError if they cannot be saved."""
         (optimizer,) = self.optimizers
         self._check_groups()
         changed = [
@@ -137,7 +135,7 @@ class UserOptimizer(OptimizerContainer):
         return {GROUP_SETTINGS_KEY: pack_value(changed, what)} if any(changed) else {}
 
     def load_group_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Groups as they were when `group_settings` was asked."""
+        """Restore the result of `group_settings`."""
         (optimizer,) = self.optimizers
         self._check_groups()
         changed: list[dict[str, Any]] = [{} for _ in self._initial_settings]
@@ -157,7 +155,7 @@ class UserOptimizer(OptimizerContainer):
         return {key: value for key, value in group.items() if key not in EXCLUDED_GROUP_KEYS}
 
     def _check_groups(self) -> None:
-        """UsageError when the loop added groups or parameters, or took some away, since it was adopted."""
+        """Raise UsageError if the loop added or removed groups or parameters after `prepare`."""
         if (now := _sizes(self.optimizers[0])) != self._sizes:
             raise UsageError(
                 f"session.prepare: the optimizer had groups of {self._sizes} parameters, and the loop made them {now}; "
@@ -172,14 +170,12 @@ class UserOptimizer(OptimizerContainer):
         if moved := [name for name in now if _differs(now[name], self._own.get(name, []))]:
             raise UsageError(
                 f"session.prepare: {kind} keeps what a step changes in its attribute {moved[0]!r}, and only its state "
-                f"and "
-                "its parameter groups are saved: a run could not go on exactly; keep it in a group"
+                "and its parameter groups are saved: a run could not resume exactly; keep it in a group"
             )
         if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise UsageError(
                 f"session.prepare: {kind} keeps state under {strange[0]!r}, which is no parameter, and only what "
-                f"belongs "
-                "to one is saved: a run could not go on exactly"
+                "belongs to one is saved: a run could not resume exactly"
             )
         for parameter, name in self.parameter_names.items():
             for entry, value in optimizer.state.get(parameter, {}).items():
@@ -188,14 +184,13 @@ class UserOptimizer(OptimizerContainer):
                 if not isinstance(value, Tensor):
                     raise UsageError(
                         f"session.prepare: {kind} keeps {entry!r} of {name} as {type(value).__name__}, and only "
-                        f"tensors "
-                        "are saved: a run could not go on exactly; use an optimizer whose state is tensors"
+                        "tensors are saved: a run could not resume exactly; use an optimizer that keeps its state in "
+                        "tensors"
                     )
                 if self._is_sharded and value.dim() and to_local(value).shape != to_local(parameter).shape:
                     raise UsageError(
                         f"session.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, "
-                        f"which "
-                        "cannot be divided with it; use parallelism.replicate"
+                        "which cannot be divided with it; use parallelism.replicate"
                     )
 
 
@@ -204,8 +199,9 @@ def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Numbers, tensors and generators among its own attributes, in lists and dicts, too: what it has besides state and
-    groups. Not truths, such as whether it has begun, and not the parameters."""
+    """Return copies of numbers, tensors and generators in the optimizer's own attributes, also in lists and dicts:
+    possible state outside of state and groups. Booleans, such as whether a step was done, and parameters are left
+    out."""
     theirs = vars(torch.optim.SGD([torch.zeros(1)])).keys()
     groups = optimizer.param_groups
     seen = {id(each) for each in (optimizer.state, groups, *groups, *(p for group in groups for p in group["params"]))}
@@ -214,7 +210,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
 
 
 def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Copies of what can change in a value; nothing of what was seen."""
+    """Yield copies of the leaves of a value (numbers, tensors, generator states), skipping objects in `seen`."""
     if id(value) in seen or isinstance(value, bool):
         return
     if isinstance(value, Tensor):

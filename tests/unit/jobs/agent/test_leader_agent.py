@@ -693,7 +693,7 @@ def test_a_message_that_is_no_event_is_warned_of_and_not_written(
     assert ended.num_steps == 0
     assert ended.result == {"steps": 8}
     assert kinds(shown) == ["warning"] * 3
-    assert "no event of this Phalanx: {'kind': 'step'" in shown[0].text
+    assert "not an event of this version: {'kind': 'step'" in shown[0].text
 
 
 @pytest.mark.parametrize("told", [False, True])

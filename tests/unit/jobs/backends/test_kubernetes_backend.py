@@ -15,7 +15,7 @@ from fake_kubernetes import SCHEMAS, FakeApiServer, job_of, kubeconfig
 from phalanx.app.session import DeferredDisplay
 from phalanx.app.submit import follow_job
 from phalanx.errors import UsageError
-from phalanx.jobs.array import make_array, render_array, select_array_members, submit_array
+from phalanx.jobs.array import make_array, render_array, submit_array
 from phalanx.jobs.backends.kubernetes.backend import KubernetesBackend
 from phalanx.jobs.snapshot import Snapshot
 from phalanx.jobs.spec import Job, JobState
@@ -84,7 +84,7 @@ def test_an_array_is_several_workloads_and_none_when_one_is_refused(
     jobs = make_array("sweep", [job(run_dir=Path(f"/runs/{name}")) for name in "ab"])
     idents = submit_array(engine, render_array(engine, jobs))
     assert idents == ["team-a/jobset/sweep-0", "team-a/jobset/sweep-1"]
-    found = select_array_members(engine.list_jobs(), "sweep")
+    found = engine.list_jobs("sweep")
     assert [(status.name, status.run_dir) for status in found] == [("sweep.0", "/runs/a"), ("sweep.1", "/runs/b")]
     engine.cancel(idents[0])
     with pytest.raises(UsageError, match=r"member 1 could not be submitted.*the one before it was cancelled"):

@@ -25,7 +25,7 @@ from phalanx.jobs.backends.ray.driver_spec import (
 )
 from phalanx.jobs.backends.ray.node_actor import NodeActor
 from phalanx.jobs.snapshot import Snapshot, snapshot_folder
-from phalanx.jobs.spec import Job
+from phalanx.jobs.spec import Job, JobState
 
 
 def task(**fields: Any) -> DriverSpec:
@@ -167,6 +167,35 @@ def test_a_ray_that_does_not_answer_is_an_error_in_words() -> None:
     pytest.importorskip("ray")
     with pytest.raises(UsageError, match="Ray does not answer"):
         RayBackend("http://127.0.0.1:9", environ={}).list_jobs()
+
+
+def test_a_list_asks_once_for_all_jobs_and_for_the_logs_of_those_that_it_shows() -> None:
+    asked: list[str] = []
+
+    def list_jobs() -> list[SimpleNamespace]:
+        asked.append("jobs")
+        record = {"status": "RUNNING", "driver_exit_code": None, "message": None, "start_time": 5000, "end_time": None}
+        names = {"a": "sweep.0", "b": "sweep.1", "c": "other", "d": None}
+        return [
+            SimpleNamespace(submission_id=id, metadata={"phalanx-job": name} if name else None, **record)
+            for id, name in names.items()
+        ]
+
+    def get_job_logs(id: str) -> str:
+        asked.append(f"log of {id}")
+        return "Running entrypoint for job x: y\nphalanx driver: attempt 1 on 10.0.0.1\n"
+
+    engine = RayBackend("http://head:8265", environ={})
+    engine._clients["http://head:8265"] = SimpleNamespace(list_jobs=list_jobs, get_job_logs=get_job_logs)
+    found = [(status.id, status.name, status.state, status.nodes) for status in engine.list_jobs("sweep")]
+    assert found == [
+        ("a", "sweep.0", JobState.RUNNING, ("10.0.0.1",)),
+        ("b", "sweep.1", JobState.RUNNING, ("10.0.0.1",)),
+    ]
+    assert asked == ["jobs", "log of a", "log of b"]
+    asked.clear()
+    assert len(engine.list_jobs()) == 3
+    assert asked == ["jobs", "log of a", "log of b", "log of c"]
 
 
 def test_an_address_that_is_not_the_dashboards_is_refused() -> None:

@@ -6,8 +6,16 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.slurm.backend import SlurmBackend, run_program
-from phalanx.jobs.backends.slurm.status import parse_fields, parse_live_status, parse_past_status, parse_result
+from phalanx.jobs.backends.slurm.backend import QUEUE_MAX_AGE_S, SlurmBackend, run_program
+from phalanx.jobs.backends.slurm.status import (
+    QUEUE_COLUMNS,
+    expand_hostlist,
+    parse_fields,
+    parse_live_status,
+    parse_past_status,
+    parse_queue,
+    parse_result,
+)
 from phalanx.jobs.spec import Job, JobState
 
 SHOWN = """JobId=6 JobName=gpt
@@ -42,6 +50,24 @@ def shown(
     return SHOWN.format(state=state, reason=reason, restarts=restarts, code=code, nodes=nodes, command=command)
 
 
+def queued(
+    state: str, command: str, id: str = "6", reason: str = "None", nodes: str = "n[1-2]", code: str = "0"
+) -> str:
+    """A line of squeue."""
+    fields = {
+        "JobId": id,
+        "JobState": state,
+        "Restarts": "0",
+        "ExitCode": code,
+        "StartTime": "2026-11-22T07:06:39",
+        "EndTime": "NONE",
+        "Reason": reason,
+        "NodeList": nodes,
+        "Command": command,
+    }
+    return "".join(fields[name].ljust(width)[:width] for name, (_, width) in QUEUE_COLUMNS.items()) + "\n"
+
+
 def test_fields_are_read_and_what_slurm_leaves_open_is_left_out() -> None:
     found = parse_fields(shown(command="/a folder/b=c/batch.sh"))
     assert (found["JobState"], found["ExcNodeList"], found["NodeList"]) == ("RUNNING", "n4", "n[1-2]")
@@ -72,7 +98,7 @@ def test_slurms_states_have_a_meaning(
     state: str, code: str, result: int | None, expected: JobState, reason: str | None
 ) -> None:
     left = None if result is None else parse_result(RESULT.format(code=result, attempt=0))
-    status = parse_live_status("6", "gpt", parse_fields(shown(state, code=code)), ("n1", "n2"), 5.0, left)
+    status = parse_live_status("6", "gpt", parse_fields(shown(state, code=code)), 5.0, left)
     assert (status.state, status.reason) == (expected, reason)
 
 
@@ -87,7 +113,7 @@ def test_slurms_states_have_a_meaning(
     ],
 )
 def test_a_job_that_waits_says_why_in_words(reason: str, says: str) -> None:
-    status = parse_live_status("6", "gpt", parse_fields(shown("PENDING", reason, nodes="")), (), 5.0, None)
+    status = parse_live_status("6", "gpt", parse_fields(shown("PENDING", reason, nodes="")), 5.0, None)
     assert status.state is JobState.QUEUED
     assert status.reason is not None
     assert says in status.reason
@@ -96,15 +122,13 @@ def test_a_job_that_waits_says_why_in_words(reason: str, says: str) -> None:
 
 def test_a_job_that_is_queued_again_has_its_last_attempts_code() -> None:
     left = parse_result(RESULT.format(code=75, attempt=0))
-    status = parse_live_status(
-        "6", "gpt", parse_fields(shown("PENDING", "BeginTime", restarts=1, nodes="")), (), 5.0, left
-    )
+    status = parse_live_status("6", "gpt", parse_fields(shown("PENDING", "BeginTime", restarts=1, nodes="")), 5.0, left)
     assert (status.state, status.exit_code, status.num_attempts, status.nodes) == (JobState.QUEUED, 75, 1, ("n1", "n2"))
 
 
 def test_a_result_of_an_earlier_attempt_does_not_count() -> None:
     left = parse_result(RESULT.format(code=75, attempt=0))
-    status = parse_live_status("6", "gpt", parse_fields(shown("FAILED", restarts=1, code="0:9")), ("n1",), 5.0, left)
+    status = parse_live_status("6", "gpt", parse_fields(shown("FAILED", restarts=1, code="0:9")), 5.0, left)
     assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 137, 2)
 
 
@@ -210,8 +234,13 @@ def submitted(tmp_path: Path, answers: dict[str, tuple[int, str, str]]) -> tuple
     return slurm, recorded, tmp_path / "state" / "a-1"
 
 
-def mine(tmp_path: Path, state: str, **more: str) -> tuple[int, str, str]:
-    return 0, shown(state, command=str(tmp_path / "state" / "a-1" / "batch.sh"), **more), ""  # type: ignore[arg-type]
+def mine(tmp_path: Path, state: str, **more: str) -> dict[str, tuple[int, str, str]]:
+    """What both programs say of the job of `submitted`."""
+    command = str(tmp_path / "state" / "a-1" / "batch.sh")
+    return {
+        "squeue": (0, queued(state, command, **more), ""),
+        "scontrol show job 6": (0, shown(state, command=command, **more), ""),  # type: ignore[arg-type]
+    }
 
 
 def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
@@ -223,7 +252,7 @@ def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_unfit_node_is_added_to_those_that_are_avoided_and_the_job_goes_on(tmp_path: Path) -> None:
-    answers = {"scontrol show job 6": mine(tmp_path, "PENDING", reason="job_requeued_in_held_state", nodes="")}
+    answers = mine(tmp_path, "PENDING", reason="job requeued in held state", nodes="")
     slurm, recorded, folder = submitted(tmp_path, answers)
     (folder / "unfit").write_text("n2\nn3\n")
     assert slurm.release("6")
@@ -233,13 +262,13 @@ def test_an_unfit_node_is_added_to_those_that_are_avoided_and_the_job_goes_on(tm
 
 @pytest.mark.parametrize("look", ["poll", "jobs", "logs"])
 def test_who_looks_at_a_held_job_changes_nothing_and_learns_how_it_goes_on(tmp_path: Path, look: str) -> None:
-    answers = {"scontrol show job 6": mine(tmp_path, "PENDING", reason="job_requeued_in_held_state", nodes="")}
-    slurm, recorded, folder = submitted(tmp_path, {**answers, "squeue": (0, "6\n", "")})
+    answers = mine(tmp_path, "PENDING", reason="job requeued in held state", nodes="")
+    slurm, recorded, folder = submitted(tmp_path, answers)
     (folder / "unfit").write_text("n2\nn3\n")
     found = {"poll": lambda: [slurm.poll("6")], "jobs": slurm.list_jobs, "logs": lambda: list(slurm.read_logs("6"))}[
         look
     ]()
-    assert not [line for line in recorded.asked if line.split()[1] not in ("show", "--me")]
+    assert [line for line in recorded.asked if not line.startswith("squeue --me")] == []
     assert (folder / "unfit").exists()
     for each in found:
         assert each.reason == (
@@ -248,7 +277,7 @@ def test_who_looks_at_a_held_job_changes_nothing_and_learns_how_it_goes_on(tmp_p
 
 
 def test_releasing_waits_until_the_script_is_gone(tmp_path: Path) -> None:
-    slurm, recorded, folder = submitted(tmp_path, {"scontrol show job 6": mine(tmp_path, "RUNNING")})
+    slurm, recorded, folder = submitted(tmp_path, mine(tmp_path, "RUNNING"))
     (folder / "unfit").write_text("n2\n")
     assert not slurm.release("6")
     assert not [line for line in recorded.asked if "update" in line]
@@ -257,7 +286,7 @@ def test_releasing_waits_until_the_script_is_gone(tmp_path: Path) -> None:
 
 def test_releasing_that_fails_is_told_and_can_be_tried_again(tmp_path: Path) -> None:
     answers = {
-        "scontrol show job 6": mine(tmp_path, "PENDING", nodes=""),
+        **mine(tmp_path, "PENDING", nodes=""),
         "scontrol update": (1, "", "slurm_update error: Access/permission denied\n"),
     }
     slurm, _, folder = submitted(tmp_path, answers)
@@ -268,19 +297,19 @@ def test_releasing_that_fails_is_told_and_can_be_tried_again(tmp_path: Path) -> 
 
 
 def test_a_number_that_another_job_has_now_is_not_taken_for_ours(tmp_path: Path) -> None:
-    slurm, _, folder = submitted(tmp_path, {"scontrol show job 6": (0, shown("RUNNING"), "")})
+    slurm, _, folder = submitted(tmp_path, {"squeue": (0, queued("RUNNING", "/x/batch.sh"), "")})
     (folder / "result").write_text(RESULT.format(code=0, attempt=0))
     assert slurm.poll("6").state is JobState.DONE
 
 
 def test_cancelling_marks_the_job_first_and_leaves_one_that_is_over(tmp_path: Path) -> None:
-    slurm, recorded, folder = submitted(tmp_path, {"scontrol show job 6": mine(tmp_path, "RUNNING")})
+    slurm, recorded, folder = submitted(tmp_path, mine(tmp_path, "RUNNING"))
     slurm.cancel("6")
     assert recorded.asked[-1] == "scancel 6"
     assert (folder / "cancelled").exists()
     other = tmp_path / "other"
     other.mkdir()
-    slurm, recorded, folder = submitted(other, {"scontrol show job 6": (1, "", "Invalid job id specified")})
+    slurm, recorded, folder = submitted(other, {"squeue": (0, "", "")})
     slurm.cancel("6")
     assert "scancel 6" not in recorded.asked
 
@@ -295,3 +324,127 @@ def test_a_job_that_is_not_there_is_told_so(tmp_path: Path) -> None:
 
 def test_jobs_lie_in_the_users_state_folder() -> None:
     assert SlurmBackend(Recorded({}), environ={"PHALANX_STATE_DIR": "/s"}).jobs_dir == Path("/s/slurm")
+
+
+def test_a_line_of_squeue_says_what_scontrol_does() -> None:
+    fields = parse_queue(
+        queued("FAILED", "/a folder/é/batch.sh", "6_1", reason="job requeued in held state", code="768")
+        + queued("RUNNING", "/x/batch.sh", "7", code="9")
+    )
+    assert fields["6_1"] == {
+        "JobId": "6_1",
+        "JobState": "FAILED",
+        "Restarts": "0",
+        "ExitCode": "3:0",
+        "StartTime": "2026-11-22T07:06:39",
+        "Reason": "job_requeued_in_held_state",
+        "NodeList": "n[1-2]",
+        "Command": "/a folder/é/batch.sh",
+    }
+    assert fields["7"]["ExitCode"] == "0:9"
+    assert "Reason" not in fields["7"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", ()),
+        ("n1", ("n1",)),
+        ("n[1-2]", ("n1", "n2")),
+        ("n[08-10,21],login-1", ("n08", "n09", "n10", "n21", "login-1")),
+        ("r[1-2]n[0-1]", ("r1n0", "r1n1", "r2n0", "r2n1")),
+        ("gpu[1-2]-ib,x", ("gpu1-ib", "gpu2-ib", "x")),
+        ("n1,m[1-2,4-", ("n1",)),  # cut by squeue
+    ],
+)
+def test_abbreviated_names_of_nodes_are_written_out(text: str, names: tuple[str, ...]) -> None:
+    assert expand_hostlist(text) == names
+
+
+class Timed(Recorded):
+    """Slurm's programs, with a clock that a test sets."""
+
+    now = 100.0
+
+    def asked_queue(self) -> int:
+        """How often squeue was asked since the last call."""
+        count = sum(line.startswith("squeue") for line in self.asked)
+        assert count == len(self.asked)
+        self.asked.clear()
+        return count
+
+
+def many_submitted(tmp_path: Path, count: int) -> tuple[SlurmBackend, Timed, list[str]]:
+    """An engine with jobs that Slurm knows as running, and their ids."""
+    recorded = Timed({})
+    slurm = SlurmBackend(recorded, tmp_path / "state", {}, clock=lambda: recorded.now)
+    lines = ""
+    for number in range(count):
+        recorded.answers |= {"sbatch --parsable": (0, f"{number}\n", ""), "squeue": (0, lines, "")}
+        slurm.submit(slurm.render(Job(f"job{number}", ("true",), tmp_path)))
+        lines += queued("RUNNING", f"{tmp_path}/state/job{number}-1/batch.sh", str(number))
+    recorded.answers["squeue"] = (0, lines, "")
+    recorded.asked.clear()
+    return slurm, recorded, [str(number) for number in range(count)]
+
+
+def test_slurm_is_asked_once_for_all_jobs_and_again_after_five_seconds(tmp_path: Path) -> None:
+    slurm, recorded, ids = many_submitted(tmp_path, 20)
+    for _ in range(60):  # a minute of a follower that looks once a second
+        for id in ids:
+            assert slurm.poll(id).state is JobState.RUNNING
+            assert not slurm.release(id)
+        assert len(slurm.list_jobs()) == len(ids)
+        recorded.now += 1.0
+    assert recorded.asked_queue() == 60 / QUEUE_MAX_AGE_S
+
+
+def test_a_list_asks_slurm_once_and_a_list_of_an_array_shows_only_its_members(tmp_path: Path) -> None:
+    slurm, recorded, ids = many_submitted(tmp_path, 20)
+    assert [status.id for status in slurm.list_jobs()] == sorted(ids, key=int)
+    assert recorded.asked_queue() == 1
+    assert slurm.list_jobs("job") == []
+    assert recorded.asked_queue() == 0
+
+
+def test_a_job_that_was_submitted_since_slurm_was_asked_is_asked_for(tmp_path: Path) -> None:
+    slurm, recorded, _ = many_submitted(tmp_path, 1)
+    slurm.poll("0")
+    assert recorded.asked_queue() == 1
+    other = SlurmBackend(recorded, tmp_path / "state", {})
+    recorded.answers["sbatch --parsable"] = (0, "77\n", "")
+    other.submit(other.render(Job("other", ("true",), tmp_path)))
+    recorded.asked.clear()
+    recorded.answers["squeue"] = (0, queued("RUNNING", f"{tmp_path}/state/other-1/batch.sh", "77"), "")
+    assert slurm.poll("77").state is JobState.RUNNING
+    assert slurm.poll("0").state is JobState.INTERRUPTED  # Slurm no longer knows it
+    assert recorded.asked_queue() == 1
+
+
+def test_what_changes_a_job_asks_at_once_and_so_does_the_next_poll(tmp_path: Path) -> None:
+    slurm, recorded, _ = many_submitted(tmp_path, 1)
+    slurm.poll("0")
+    recorded.answers["scancel"] = (0, "", "")
+    slurm.cancel("0")
+    assert [line.split()[0] for line in recorded.asked] == ["squeue", "squeue", "scancel"]
+    recorded.asked.clear()
+    recorded.answers["squeue"] = (0, "", "")
+    assert slurm.poll("0").state is JobState.CANCELLED
+    assert recorded.asked_queue() == 1
+
+
+def test_a_user_of_whose_jobs_slurm_knows_none_still_sees_what_became_of_them(tmp_path: Path) -> None:
+    slurm, recorded, _ = many_submitted(tmp_path, 1)
+    recorded.answers["squeue"] = (1, "", "slurm_load_jobs error: Invalid job id specified\n")
+    (tmp_path / "state" / "job0-1" / "result").write_text(RESULT.format(code=0, attempt=0))
+    assert [status.state for status in slurm.list_jobs()] == [JobState.DONE]
+
+
+def test_a_controller_that_does_not_answer_is_asked_no_more_often(tmp_path: Path) -> None:
+    slurm, recorded, _ = many_submitted(tmp_path, 1)
+    recorded.answers["squeue"] = (1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")
+    for _ in range(10):
+        with pytest.raises(UsageError, match=r"slurm does not answer: .*Unable to contact slurm controller"):
+            slurm.poll("0")
+        recorded.now += 1.0
+    assert recorded.asked_queue() == 10 / QUEUE_MAX_AGE_S

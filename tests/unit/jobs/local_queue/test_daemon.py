@@ -6,7 +6,7 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -404,3 +404,59 @@ def test_how_long_a_job_is_over_does_not_depend_on_the_wall_clock(
     assert engine.list_ended_before(1200.0) == []
     clocks.ticks += 601.0
     assert engine.list_ended_before(1200.0) == [str(row.id)]
+
+
+@pytest.mark.parametrize(
+    ("ask", "index"),
+    [
+        (lambda store: store.list_jobs(JobState.QUEUED), "by_state (state=?)"),
+        (lambda store: store.list_jobs(JobState.QUEUED, JobState.RUNNING), "by_state (state=?)"),
+        (lambda store: store.has_open_jobs(), "COVERING INDEX by_state (state=?)"),
+        (lambda store: store.list_ended_before(60.0), "COVERING INDEX by_state (state=?)"),
+        (lambda store: store.list_statuses("sweep"), "by_name (name>? AND name<?)"),
+        (lambda store: store.get_job(3), "INTEGER PRIMARY KEY (rowid=?)"),
+        (lambda store: store.update_if(3, JobState.DONE, code=1), "INTEGER PRIMARY KEY (rowid=?)"),
+        (lambda store: store.delete_job(3), "INTEGER PRIMARY KEY (rowid=?)"),
+        (lambda store: add(store, "another"), "COVERING INDEX by_state (state=?)"),
+        (lambda store: add(store, "another"), "one_name (name=?)"),
+    ],
+)
+def test_a_call_that_needs_few_jobs_finds_them_by_an_index(
+    store: JobDatabase, ask: Callable[[JobDatabase], object], index: str
+) -> None:
+    for number in range(50):
+        store.update_if(add(store, f"old{number}").id, JobState.QUEUED, state=JobState.DONE)
+    asked: list[str] = []
+    store._db.set_trace_callback(asked.append)  # with values in the place of question marks
+    ask(store)
+    store._db.set_trace_callback(None)
+    steps = [
+        str(row["detail"])
+        for query in asked
+        if query.startswith(("SELECT", "UPDATE", "DELETE"))
+        for row in store._db.execute(f"EXPLAIN QUERY PLAN {query}")
+    ]
+    assert [step for step in steps if index in step]
+    assert [step for step in steps if step == "SCAN jobs"] == []
+
+
+def test_a_list_decodes_no_command(store: JobDatabase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    waiting = add(store, "waits", run_dir=tmp_path)
+    started = running(store, reason="a reason")
+    expected = [row.status for row in store.list_jobs()]
+    monkeypatch.setattr(JobDatabase, "_to_record", None)
+    assert store.list_statuses() == expected
+    assert [each.id for each in expected] == [str(waiting.id), str(started.id)]
+    assert expected[0].run_dir == str(tmp_path)
+
+
+def test_a_list_names_the_job_of_a_row_that_is_damaged(store: JobDatabase) -> None:
+    row = add(store, "job")
+    for change in ("spec = '{'", "attempts = 'many'", "state = 'resting'"):
+        store._db.execute("SAVEPOINT whole")
+        store._db.execute(f"UPDATE jobs SET {change} WHERE id = ?", (row.id,))
+        with pytest.raises(UsageError, match=f"job {row.id} is not as Phalanx wrote it"):
+            store.list_statuses()
+        store._db.execute("ROLLBACK TO whole")
+        store._db.execute("RELEASE whole")
+    assert [each.id for each in store.list_statuses()] == [str(row.id)]

@@ -246,7 +246,7 @@ def test_who_does_not_know_the_token_announces_nothing(port: int, monkeypatch: p
     open_root_store(DistEnv(rank=0, world_size=2))
     stranger = TCPStore("127.0.0.1", port, None, False)
     stranger.set("attempt0/0/run", b"x" * 32 + json.dumps({"run_dir": str(RUN.absolute())}).encode())
-    with pytest.raises(DistError, match="was not said by a worker of this run"):
+    with pytest.raises(DistError, match="was not written by a worker of this run"):
         wait_for_announcement(DistEnv(rank=1, world_size=2), RUN)
 
 

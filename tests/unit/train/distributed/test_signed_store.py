@@ -16,7 +16,7 @@ def test_what_one_says_another_with_the_key_reads() -> None:
 def test_what_was_written_without_the_key_is_an_error(said: bytes) -> None:
     beneath = HashStore()
     beneath.set("a", said)
-    with pytest.raises(DistError, match="was not said by a worker of this run"):
+    with pytest.raises(DistError, match="was not written by a worker of this run"):
         SignedStore(beneath, b"key").get("a")
 
 

@@ -8,6 +8,7 @@ that ends with 77 (unfit node) is restarted, but Kubernetes chooses the machine:
 import heapq
 import io
 import json
+import logging
 import os
 import secrets
 import signal
@@ -26,8 +27,10 @@ from phalanx.jobs.backends.kubernetes.errors import ObjectNotFoundError, transla
 from phalanx.jobs.backends.kubernetes.log_streams import PodLogStreams
 from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
 from phalanx.jobs.backends.kubernetes.status import parse_status, pod_index, select_latest_pods
-from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
+
+logger = logging.getLogger(__name__)
 
 API_GROUPS = {
     "jobset": {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"},
@@ -103,6 +106,7 @@ class KubernetesBackend:
             ):
                 custom.delete_namespaced_custom_object(**location, name=name, _request_timeout=REQUEST_TIMEOUTS_S)
             raise
+        logger.info("created %s %s and its Secret in namespace %s", kind, name, namespace)
         return f"{namespace}/{kind}/{name}"
 
     def poll(self, job_id: str) -> JobStatus:
@@ -121,7 +125,7 @@ class KubernetesBackend:
         self._last_statuses[job_id] = found
         return found
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Return the jobs of all users that Phalanx submitted to the namespace of the context.
 
         The number of requests does not depend on the number of jobs.
@@ -153,6 +157,8 @@ class KubernetesBackend:
             name = workload["metadata"]["name"]
             children = jobs.get(name, []), select_latest_pods(pods.get(name, []))
             found.append(parse_status(f"{namespace}/{kind}/{name}", workload, *children))
+        if array is not None:
+            found = select_array_members(found, array)
         return sorted(found, key=lambda status: (status.submitted or 0.0, status.id))
 
     def send_signal(self, job_id: str, number: int) -> None:
@@ -271,6 +277,7 @@ class KubernetesBackend:
         """The client, and the namespace that the configuration names."""
         if self._connection is None:
             self._connection = connect(self._config, self._context, self._environ)
+            logger.debug("connected to Kubernetes, namespace %s", self._connection[1])
         return self._connection
 
 

@@ -4,10 +4,11 @@ objects."""
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import Any, TypeVar
 
 from phalanx.errors import UsageError
+from phalanx.jobs.backends.options import backend_option
 from phalanx.jobs.spec import Job
 
 OptionT = TypeVar("OptionT")
@@ -28,20 +29,24 @@ POD_SUFFIX_CHARS = len("-abcde")
 class KubernetesOptions:
     """A job's options, checked."""
 
-    image: str
-    kind: str = "jobset"
-    namespace: str | None = None
-    runtime: str = "torch-distributed"
-    queue: str | None = None
-    priority_class: str | None = None
-    topology_required: str | None = None
-    topology_preferred: str | None = None
-    service_account: str | None = None
-    pvc: tuple[tuple[str, str], ...] = ()
+    image: str = backend_option("Container image with Phalanx and what the recipe needs.", "IMAGE", MISSING)
+    kind: str = backend_option("What runs the job.", "|".join(WORKLOAD_KINDS), "jobset")
+    namespace: str | None = backend_option("Namespace.", "NAME", shown_default="that of the kubeconfig's context")
+    runtime: str = backend_option("Training runtime, with kind=trainjob.", "NAME", "torch-distributed")
+    queue: str | None = backend_option("Queue of Kueue.", "NAME")
+    priority_class: str | None = backend_option("Class of priority, in place of --priority.", "NAME")
+    topology_required: str | None = backend_option("Node label within which Kueue must place all pods.", "LABEL")
+    topology_preferred: str | None = backend_option("Node label within which Kueue places all pods if it can.", "LABEL")
+    service_account: str | None = backend_option("Service account of the pods.", "NAME")
+    pvc: tuple[tuple[str, str], ...] = backend_option("Volume claims to mount.", "CLAIM:/PATH,...", ())
     """Claims, and where each is mounted."""
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, Any], ...] = ()
-    max_restarts: int = 10
+    node_selector: Mapping[str, str] = backend_option(
+        "Labels of the nodes.", "KEY=VALUE,...", MISSING, default_factory=dict
+    )
+    tolerations: tuple[Mapping[str, Any], ...] = backend_option(
+        "Taints of nodes that are tolerated.", "KEY[=VALUE][:EFFECT],...", ()
+    )
+    max_restarts: int = backend_option("Maximum number of restarts, with kind=jobset.", "NUMBER", 10)
 
     @property
     def worker_group_name(self) -> str:

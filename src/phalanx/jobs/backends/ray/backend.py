@@ -7,6 +7,7 @@ read and which the driver removes. They are refused if the directory is not shar
 """
 
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -29,11 +30,12 @@ from phalanx.jobs.backends.ray.driver_spec import (
     secrets_path,
     strip_ray_preamble,
 )
-from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus, state_from_exit_code
+from phalanx.jobs.backends.ray.options import parse_options
+from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus, is_array_member, state_from_exit_code
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-PLACEMENT_STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
-OPTION_NAMES = ("address", "strategy", "patience", "max-restarts", "python")
 DRIVER_MODULE = "phalanx.jobs.backends.ray.driver"
 JOB_NAME_KEY, NUM_NODES_KEY, WORKING_DIR_KEY, RUN_DIR_KEY = (
     "phalanx-job",
@@ -65,13 +67,11 @@ class RayBackend:
 
     def render(self, job: Job) -> SubmitRequest:
         """Return the request to the API."""
-        for option in job.backend_options:
-            if option not in OPTION_NAMES:
-                raise UsageError(f"job {job.name}: ray has no option {option!r}; known are {', '.join(OPTION_NAMES)}")
+        options = parse_options(job)
         _check_job(job)
         task = make_driver_spec(job)
-        words = (job.backend_options.get("python", "python"), "-P", "-m", DRIVER_MODULE, "run", task.to_json())
-        # by default Ray kills a job after 3 s; the driver needs the warning time to end the nodes
+        words = (options.python, "-P", "-m", DRIVER_MODULE, "run", task.to_json())
+        # By default Ray kills a job after 3 s; the driver needs the warning time to end the nodes.
         environment: dict[str, Any] = {
             "env_vars": {
                 "RAY_JOB_STOP_WAIT_TIME_S": str(int(job.warning_s) + 15),
@@ -124,10 +124,14 @@ class RayBackend:
         except BaseException:
             file.unlink(missing_ok=True)
             raise
+        logger.info("submitted job %s with driver %s", submission, sent["entrypoint"].partition(" run ")[0])
         return submission if address is None else f"{submission}@{address}"
 
     def poll(self, job_id: str) -> JobStatus:
-        info = self._info(job_id)
+        return self._read_status(job_id, self._info(job_id))
+
+    def _read_status(self, job_id: str, info: Any) -> JobStatus:
+        """Return the status of a job from its record in Ray and its log."""
         log = ""
         if str(info.status) != "PENDING":
             submission, client = self._find(job_id)
@@ -135,12 +139,14 @@ class RayBackend:
                 log = client.get_job_logs(submission)
         return parse_status(job_id, info, log)
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Return the jobs of all users that Phalanx submitted to the backend's address."""
         with _translate_ray_errors("listing jobs"):
             found = [info for info in self._client(None).list_jobs() if JOB_NAME_KEY in (info.metadata or {})]
+        if array is not None:
+            found = [info for info in found if is_array_member(info.submission_id, info.metadata[JOB_NAME_KEY], array)]
         found.sort(key=lambda info: (info.start_time or 0, info.submission_id))
-        return [self.poll(info.submission_id) for info in found]
+        return [self._read_status(info.submission_id, info) for info in found]
 
     def send_signal(self, job_id: str, number: int) -> None:
         """A second, small job on the cluster reaches the nodes of the first."""
@@ -215,6 +221,7 @@ class RayBackend:
                 f"RAY_ADDRESS)"
             )
         if url not in self._clients:
+            logger.debug("connecting to Ray at %s", url)
             try:
                 from ray.job_submission import JobSubmissionClient
             except ImportError:
@@ -226,6 +233,7 @@ class RayBackend:
 
 def make_driver_spec(job: Job) -> DriverSpec:
     """A job in the words of its driver."""
+    options = parse_options(job)
     return DriverSpec(
         command=job.command,
         working_dir=str(job.working_dir) if job.snapshot is None else job.snapshot.start_dir,
@@ -238,9 +246,9 @@ def make_driver_spec(job: Job) -> DriverSpec:
         environment=dict(job.environment)
         | ({} if job.snapshot is None else {SNAPSHOT_DIGEST_VARIABLE: job.snapshot.digest}),
         secrets=job.secrets,
-        strategy=job.backend_options.get("strategy", "STRICT_SPREAD" if job.num_nodes > 1 else "PACK"),
-        placement_timeout_s=float(job.backend_options.get("patience", "600")),
-        max_restarts=int(job.backend_options.get("max-restarts", "10")),
+        strategy=options.strategy or ("STRICT_SPREAD" if job.num_nodes > 1 else "PACK"),
+        placement_timeout_s=float(options.patience),
+        max_restarts=options.max_restarts,
     )
 
 
@@ -279,8 +287,8 @@ def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
 
 
 def _check_job(job: Job) -> None:
-    """Raise UsageError for what Ray cannot do, and for invalid options."""
-    job_text, options = f"job {job.name}", job.backend_options
+    """Raise UsageError for what Ray cannot do."""
+    job_text = f"job {job.name}"
     if job.max_parallel is not None:
         raise UsageError(
             f"{job_text}: Ray cannot limit the members of an array that run at once: it starts all that fit"
@@ -292,13 +300,6 @@ def _check_job(job: Job) -> None:
         )
     if job.priority:
         raise UsageError(f"{job_text}: Ray has no priorities; omit the priority")
-    if options.get("strategy", PLACEMENT_STRATEGIES[0]) not in PLACEMENT_STRATEGIES:
-        raise UsageError(
-            f"{job_text}: option strategy={options['strategy']}: expected one of {', '.join(PLACEMENT_STRATEGIES)}"
-        )
-    for name in ("patience", "max-restarts"):
-        if not options.get(name, "0").isascii() or not options.get(name, "0").isdigit():
-            raise UsageError(f"{job_text}: option {name}={options[name]}: expected a whole number, 0 or more")
     if len(json.dumps(job.command)) + len(json.dumps(dict(job.environment))) > 100_000:
         raise UsageError(
             f"{job_text}: its command and environment are over 100,000 characters long; put them into a file"

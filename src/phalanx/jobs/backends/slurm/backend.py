@@ -6,13 +6,16 @@ Each job has a directory there with its scripts, its log and its results (`batch
 unfinished job. They cannot exclude unfit nodes; the process that polls the job does.
 """
 
+import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import UsageError
@@ -32,17 +35,22 @@ from phalanx.jobs.backends.slurm.batch_script import (
 )
 from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.backends.slurm.status import (
+    QUEUE_FORMAT,
     SlurmResult,
+    is_command,
     parse_fields,
     parse_live_status,
     parse_past_status,
+    parse_queue,
     parse_result,
 )
 from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.snapshot import unpack_snapshot
-from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.jobs.spec import Job, JobState, JobStatus, is_array_member
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock, lock_on_this_machine
 from phalanx.run.private_files import state_root
+
+logger = logging.getLogger(__name__)
 
 RunProgram = Callable[[Sequence[str]], tuple[int, str, str]]
 """Runs a program; its exit code (127: there is none), what it printed, and its errors."""
@@ -50,14 +58,19 @@ RunProgram = Callable[[Sequence[str]], tuple[int, str, str]]
 ID_FILE = "id"
 LOCK_TIMEOUT_S = 300.0
 """Seconds to wait for another process that submits."""
+QUEUE_MAX_AGE_S = 5.0
+"""Seconds for which an answer of squeue is reused while jobs are polled: one controller serves all users."""
 COMMAND_TIMEOUT_S = 600.0
 """Time limit of one of Slurm's programs, which retry for a while to reach a controller."""
+NO_JOBS_TEXT = "Invalid job id"
+"""The answer of scontrol for an unknown job, and of squeue for a user without jobs."""
 NODES_UNAVAILABLE_TEXT = "Requested node configuration is not available"
 """Slurm's answer when more nodes are requested than exist or are in service."""
 
 
 def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
     """Run a program on this machine."""
+    begun = time.perf_counter()
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
@@ -66,11 +79,24 @@ def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
         return 127, "", f"{argv[0]}: not found"
     except subprocess.TimeoutExpired:
         return 1, "", f"{argv[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s"
+    logger.debug("%s: exit code %d in %.2f s", shlex.join(argv), done.returncode, time.perf_counter() - begun)
     return done.returncode, done.stdout, done.stderr
 
 
+@dataclass(frozen=True)
+class _Queue:
+    """An answer of squeue for all jobs. `folders`: directories of the jobs that were submitted before the query. Slurm
+    has forgotten those that are not in `jobs`."""
+
+    asked_at: float
+    folders: Mapping[str, Path]
+    jobs: Mapping[str, Mapping[str, str]]
+    error: UsageError | None = None
+
+
 class SlurmBackend:
-    """The Slurm backend. `run_program` runs Slurm's programs; `jobs_dir` contains the directories of jobs."""
+    """The Slurm backend. `run_program` runs Slurm's programs; `jobs_dir` contains the directories of jobs. One squeue
+    answers for all jobs, and is reused for QUEUE_MAX_AGE_S while jobs are polled."""
 
     name = "slurm"
 
@@ -79,10 +105,12 @@ class SlurmBackend:
         run_program: RunProgram = run_program,
         folder: Path | None = None,
         environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._run_program, self._environ = run_program, environ
+        self._run_program, self._environ, self._clock = run_program, environ, clock
         self.jobs_dir = (folder or state_root(environ) / "slurm").absolute()
         self._version: Version | None = None
+        self._queue: _Queue | None = None
 
     def render(self, job: Job) -> SubmitRequest:
         """Both scripts, and how they are sent. Values of secrets are not in them."""
@@ -108,18 +136,19 @@ class SlurmBackend:
 
     def poll(self, job_id: str) -> JobStatus:
         """Return the status from Slurm, or from the job's files when Slurm has forgotten it."""
-        return self._get_status(job_id, self._find_job_dir(job_id))
+        folder = self._find_job_dir(job_id)
+        return self._get_status(job_id, folder, self._query_queue([job_id]))
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Return the jobs that have a directory here."""
         folders = self._list_job_dirs()
+        if array is not None:
+            folders = {id: each for id, each in folders.items() if is_array_member(id, self._job_name(each), array)}
         if not folders:
             return []
-        known_ids = set(
-            self._run_checked(["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i"]).split()
-        )
+        queue = self._query_queue(folders)
         ordered = sorted(folders, key=lambda id: [int(number) for number in id.split("_")])
-        return [self._get_status(id, folders[id], id in known_ids) for id in ordered]
+        return [self._get_status(id, folders[id], queue) for id in ordered]
 
     def release(self, job_id: str) -> bool:
         """Release a job that is held because of unfit nodes, and exclude these nodes. Returns False for any other
@@ -134,12 +163,15 @@ class SlurmBackend:
         unfit = [*found.get("ExcNodeList", "").split(), *marker.read_text().split()]
         self._run_checked(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(unfit)}"], f"job {job_id}")
         self._run_checked(["scontrol", "release", job_id], f"job {job_id}")
+        self._queue = None
         marker.unlink(missing_ok=True)
+        logger.info("released job %s without nodes %s", job_id, ", ".join(unfit))
         return True
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to every process of the step; the batch script does not get it."""
-        status = self.poll(job_id)
+        folder = self._find_job_dir(job_id)
+        status = self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0))
         if status.state is not JobState.RUNNING:
             raise UsageError(f"{job_id} ({status.name}) does not run, it is {status.state}")
         self._run_checked(
@@ -161,10 +193,11 @@ class SlurmBackend:
     def cancel(self, job_id: str) -> None:
         """Cancel a job in any state."""
         folder = self._find_job_dir(job_id)
-        if self._get_status(job_id, folder).state.is_final:
+        if self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0)).state.is_final:
             return
         (folder / CANCELLED_FILE).touch()  # first: its script must not queue it again
         self._run_checked(["scancel", job_id], f"job {job_id}")
+        self._queue = None
         (folder / SECRETS_FILE).unlink(missing_ok=True)
 
     def get_version(self) -> Version:
@@ -225,21 +258,34 @@ class SlurmBackend:
                 raise
         return list(ids.values())
 
-    def _get_status(self, id: str, folder: Path, known: bool = True) -> JobStatus:
-        name = self._array_dir(folder).name.rpartition("-")[0]
-        name = name if folder.parent == self.jobs_dir else f"{name}.{folder.name}"
-        found = self._query_job(id, folder) if known else None
+    def _query_queue(self, ids: Iterable[str], max_age_s: float = QUEUE_MAX_AGE_S) -> _Queue:
+        """What squeue says of these jobs and all others: as it said before, unless that is older or does not cover
+        them. So is an error, or a controller that is down would be asked the more often."""
+        last = self._queue
+        if last is None or self._clock() - last.asked_at >= max_age_s or not last.folders.keys() >= set(ids):
+            folders = self._list_job_dirs()  # first: what is submitted meanwhile counts as not asked for
+            code, out, err = self._run_program(
+                ["squeue", "--me", "--array", "--noheader", "--states=all", f"--Format={QUEUE_FORMAT}"]
+            )
+            if code and NO_JOBS_TEXT in err:
+                code, out = 0, ""
+            error = UsageError(f"slurm does not answer: {_clean_error(err)}") if code else None
+            last = self._queue = _Queue(self._clock(), folders, {} if code else parse_queue(out), error)
+        if last.error is not None:
+            raise last.error
+        return last
+
+    def _get_status(self, id: str, folder: Path, queue: _Queue) -> JobStatus:
+        name = self._job_name(folder)
+        found = queue.jobs.get(id)
         result = _read_result_file(folder)
         submitted = (folder / ID_FILE).stat().st_mtime
         run = (folder / RUN_FILE).read_text().removesuffix("\n") if (folder / RUN_FILE).exists() else None
-        if found is None:
+        if found is None or not is_command(found, self._script_suffix(folder)):
             return replace(
                 parse_past_status(id, name, (folder / CANCELLED_FILE).exists(), submitted, result), run_dir=run
             )
-        nodes = found.get("NodeList", "")
-        if set("[,") & set(nodes):
-            nodes = self._run_checked(["scontrol", "show", "hostnames", nodes])
-        status = parse_live_status(id, name, found, tuple(nodes.split()), submitted, result)
+        status = parse_live_status(id, name, found, submitted, result)
         if status.state is JobState.QUEUED and (folder / UNFIT_FILE).exists():
             unfit = ", ".join((folder / UNFIT_FILE).read_text().split())
             hold_reason = (
@@ -252,12 +298,12 @@ class SlurmBackend:
     def _query_job(self, id: str, folder: Path) -> dict[str, str] | None:
         """Return Slurm's fields of a job; None when Slurm has forgotten it, or has reused its id."""
         code, out, err = self._run_program(["scontrol", "show", "job", id])
-        if code and "Invalid job id" in err:
+        if code and NO_JOBS_TEXT in err:
             return None
         if code:
             raise UsageError(f"slurm does not answer: {_clean_error(err)}")
         found = parse_fields(out)
-        return found if found.get("Command", "").endswith(f"/{self._array_dir(folder).name}/{BATCH_FILE}") else None
+        return found if is_command(found, self._script_suffix(folder)) else None
 
     def _check_accepted(self, job: Job, test: Sequence[str]) -> None:
         """Whether Slurm could ever run a job. That nodes are out of service for now is no reason to refuse it."""
@@ -295,11 +341,19 @@ class SlurmBackend:
         return {name: self._environ[name] for name in job.secrets}
 
     def _check_name(self, name: str) -> None:
-        for id, folder in self._list_job_dirs().items():
-            if self._array_dir(folder).name.rpartition("-")[0] == name:
-                status = self._get_status(id, folder)
-                if not status.state.is_final:
-                    raise UsageError(f"job {name}: there is one of this name already, {id}, and it is {status.state}")
+        folders = self._list_job_dirs()
+        same_name = [id for id in folders if self._array_dir(folders[id]).name.rpartition("-")[0] == name]
+        if not same_name:
+            return
+        queue = self._query_queue(same_name, max_age_s=0.0)
+        for id in same_name:
+            status = self._get_status(id, folders[id], queue)
+            if not status.state.is_final:
+                raise UsageError(f"job {name}: there is one of this name already, {id}, and it is {status.state}")
+
+    def _job_name(self, folder: Path) -> str:
+        name = self._array_dir(folder).name.rpartition("-")[0]
+        return name if folder.parent == self.jobs_dir else f"{name}.{folder.name}"
 
     def _new_job_dir(self, name: str) -> Path:
         """The first that no job of this name has had."""
@@ -311,8 +365,13 @@ class SlurmBackend:
         """The folder of the array that a job's folder belongs to; else that itself."""
         return folder if folder.parent == self.jobs_dir else folder.parent
 
+    def _script_suffix(self, folder: Path) -> str:
+        """How the path of a job's batch script ends."""
+        return f"/{self._array_dir(folder).name}/{BATCH_FILE}"
+
     def _find_job_dir(self, job_id: str) -> Path:
-        found = self._list_job_dirs().get(job_id)
+        known = {} if self._queue is None else self._queue.folders
+        found = known.get(job_id) or self._list_job_dirs().get(job_id)
         if found is None:
             raise no_such_job_error(self.name, job_id)
         return found

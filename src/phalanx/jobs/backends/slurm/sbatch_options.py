@@ -3,31 +3,45 @@ needs. Validated here; `batch_script.py` renders them."""
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from phalanx.errors import UsageError
+from phalanx.jobs.backends.options import backend_option, option_names
 from phalanx.jobs.spec import Job
 
 Version = tuple[int, ...]
 
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Options of a job on Slurm. `since`: of one that sbatch takes by the same name, the first version that does; the
+    others become something else."""
+
+    partition: str | None = backend_option("Partition.", "NAME", since=(0,))
+    account: str | None = backend_option("Account that is charged.", "NAME", since=(0,))
+    qos: str | None = backend_option("Quality of service.", "NAME", since=(0,))
+    reservation: str | None = backend_option("Reservation.", "NAME", since=(0,))
+    constraint: str | None = backend_option("Features of the nodes.", "FEATURES", since=(0,))
+    exclude: str | None = backend_option("Nodes to avoid.", "NODES", since=(0,))
+    nodelist: str | None = backend_option("Nodes to include.", "NODES", since=(0,))
+    gres: str | None = backend_option("Generic resources of a node.", "LIST", since=(0,))
+    switches: str | None = backend_option(
+        "Maximum number of leaf switches, and how long to wait for them.", "COUNT[@TIME]", since=(0,)
+    )
+    segment: str | None = backend_option("Nodes of a block segment, from Slurm 24.05 on.", "NUMBER", since=(24, 5))
+    comment: str | None = backend_option("Comment.", "TEXT", since=(0,))
+    dependency: str | None = backend_option("Jobs to wait for, such as afterok:12.", "LIST", since=(0,))
+    exclusive: str = backend_option("Whole nodes; user: shared with jobs of the same user.", "yes|no|user", "no")
+    container_image: str | None = backend_option("Container image, by pyxis.", "IMAGE")
+    container_mounts: str | None = backend_option("Mounts of that container.", "SRC:DST,...")
+    apptainer_image: str | None = backend_option("Container image, by Apptainer.", "IMAGE")
+    max_requeues: int = backend_option("Maximum number of requeues.", "NUMBER", 100)
+
+
 PASSTHROUGH_OPTIONS: dict[str, Version] = {
-    "partition": (0,),
-    "account": (0,),
-    "qos": (0,),
-    "reservation": (0,),
-    "constraint": (0,),
-    "exclude": (0,),
-    "nodelist": (0,),
-    "gres": (0,),
-    "switches": (0,),
-    "segment": (24, 5),
-    "comment": (0,),
-    "dependency": (0,),
+    each.name: each.metadata["since"] for each in fields(SlurmOptions) if "since" in each.metadata
 }
-"""Options that sbatch takes by the same name, and the first version that does."""
-TRANSLATED_OPTIONS = ("exclusive", "container-image", "container-mounts", "apptainer-image", "max-requeues")
-"""Options that become something else than one option of sbatch."""
 MAX_WARNING_S = 65535
 """Seconds, of --signal."""
 LIMIT_CHECK_INTERVAL_S, MAX_SCRIPT_START_S = 30, 15
@@ -44,7 +58,7 @@ class SbatchOptions:
     srun_options: tuple[str, ...] = ()
     """Options of srun."""
     apptainer_image: str | None = None
-    max_requeues: int = 100
+    max_requeues: int = SlurmOptions.max_requeues
 
 
 def parse_options(job: Job, version: Version) -> SbatchOptions:
@@ -72,7 +86,7 @@ def parse_options(job: Job, version: Version) -> SbatchOptions:
         f"--export={','.join(EXPORTED_VARIABLES)}",
         *(f"--{name}={given[name]}" for name in PASSTHROUGH_OPTIONS if name in given),
     ]
-    requeues = given.get("max-requeues", "100")
+    requeues = given.get("max-requeues", str(SlurmOptions.max_requeues))
     if not re.fullmatch(r"[0-9]{1,6}", requeues):
         raise UsageError(f"job {job.name}: option max-requeues={requeues}: expected a whole number, 0 or more")
     step = [f"--cpus-per-task={job.cpus_per_node}"] if job.cpus_per_node else []
@@ -82,7 +96,7 @@ def parse_options(job: Job, version: Version) -> SbatchOptions:
 
 
 def _check_option(job: Job, name: str, text: str, version: Version) -> None:
-    known = (*PASSTHROUGH_OPTIONS, *TRANSLATED_OPTIONS)
+    known = option_names(SlurmOptions)
     if name not in known:
         near = get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
@@ -104,7 +118,7 @@ def format_version(version: Version) -> str:
 
 
 def _exclusive_option(job: Job) -> str | None:
-    wanted = job.backend_options.get("exclusive", "no")
+    wanted = job.backend_options.get("exclusive", SlurmOptions.exclusive)
     meaning = {"": "--exclusive", "yes": "--exclusive", "true": "--exclusive", "user": "--exclusive=user"}
     if wanted in ("no", "false"):
         return None

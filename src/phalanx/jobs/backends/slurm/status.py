@@ -1,6 +1,8 @@
-"""Parse the status of a job from `scontrol show job` and from the result file of the job's script, since there may be
-no accounting database. Pure: text in, `JobStatus` out."""
+"""Parse the status of a job from `squeue`, from `scontrol show job` and from the result file of the job's script, since
+there may be no accounting database. Pure: text in, `JobStatus` out."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -8,6 +10,21 @@ from phalanx.jobs.spec import JobState, JobStatus, state_from_exit_code
 
 WHOLE_LINE_FIELDS = ("Command", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut")
 """Fields with a value that extends to the end of the line."""
+QUEUE_COLUMNS = {
+    "JobId": ("jobarrayid", 64),
+    "JobState": ("state", 32),
+    "Restarts": ("restartcnt", 16),
+    "ExitCode": ("exit_code", 16),
+    "StartTime": ("starttime", 32),
+    "EndTime": ("endtime", 32),
+    "Reason": ("reason", 256),
+    "NodeList": ("nodelist", 1024),
+    "Command": ("command", 1024),
+}
+"""Fields of `scontrol show job`, and the columns of `squeue --Format` with the same values: name and width, at which
+squeue truncates. The command comes last: its path may hold any character, and squeue counts bytes."""
+QUEUE_FORMAT = ",".join(f"{name}:{width}" for name, width in QUEUE_COLUMNS.values())
+UNSET_VALUES = ("", "(null)", "N/A", "Unknown", "None", "NONE")
 QUEUED_STATES = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "PREEMPTED"}
 )
@@ -74,13 +91,56 @@ def parse_fields(text: str) -> dict[str, str]:
             name, equals, value = word.partition("=")
             if equals:
                 found.setdefault(name, value)
-    return {name: value for name, value in found.items() if value not in ("", "(null)", "N/A", "Unknown", "None")}
+    return {name: value for name, value in found.items() if value not in UNSET_VALUES}
+
+
+def parse_queue(text: str) -> dict[str, dict[str, str]]:
+    """What `squeue --noheader --Format=QUEUE_FORMAT` prints, by id: fields as of `parse_fields`."""
+    jobs = {}
+    for line in text.removesuffix("\n").split("\n"):
+        found, start = {}, 0
+        for name, (_, width) in QUEUE_COLUMNS.items():
+            found[name] = line[start : start + width].strip()
+            start += width
+        found["Reason"] = found["Reason"].replace(" ", "_")  # as scontrol writes it
+        if found["ExitCode"].isdecimal():  # a status as of wait(2)
+            status = int(found["ExitCode"])
+            found["ExitCode"] = f"{status >> 8}:{status & 0x7F}"
+        jobs[found["JobId"]] = {name: value for name, value in found.items() if value not in UNSET_VALUES}
+    return jobs
+
+
+def is_command(found: Mapping[str, str], script: str) -> bool:
+    """Whether a job that Slurm shows runs a script, given by the end of its path: after a restart of Slurm's numbers
+    another job may have the same one."""
+    command = found.get("Command", "")
+    was_cut = len(command.encode()) >= QUEUE_COLUMNS["Command"][1]
+    return command.endswith(script) or was_cut
+
+
+def expand_hostlist(text: str) -> tuple[str, ...]:
+    """Names of nodes as Slurm abbreviates them: `n[1-2,05],gpu7` is n1, n2, n05 and gpu7."""
+    names: list[str] = []
+    whole = re.sub(r"[^,]*\[[^]]*$", "", text)  # without what squeue has cut
+    for part in re.findall(r"(?:[^,\[]|\[[^]]*\])+", whole):
+        expanded = [""]
+        for literal, ranges in re.findall(r"([^\[]+)|\[([^]]*)\]", part):
+            numbers = [number for each in ranges.split(",") for number in _expand_range(each)] if ranges else [literal]
+            expanded = [name + number for name in expanded for number in numbers]
+        names += expanded
+    return tuple(names)
+
+
+def _expand_range(text: str) -> list[str]:
+    first, _, last = text.partition("-")
+    return [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
 
 
 def parse_live_status(
-    id: str, name: str, found: dict[str, str], nodes: tuple[str, ...], submitted: float, result: SlurmResult | None
+    id: str, name: str, found: Mapping[str, str], submitted: float, result: SlurmResult | None
 ) -> JobStatus:
-    """The status of a job that Slurm knows, from its fields. `nodes`: its node list, written out."""
+    """The status of a job that Slurm knows, from its fields."""
+    nodes = expand_hostlist(found.get("NodeList", ""))
     slurm_state = found.get("JobState", "PENDING").partition(" ")[0]
     restarts = int(found.get("Restarts", "0"))
     is_queued = slurm_state in QUEUED_STATES
@@ -130,7 +190,7 @@ def describe_exit(code: int) -> str:
 
 
 def _translate_state(
-    slurm_state: str, found: dict[str, str], result: SlurmResult | None
+    slurm_state: str, found: Mapping[str, str], result: SlurmResult | None
 ) -> tuple[JobState, str | None]:
     if slurm_state in QUEUED_STATES:
         reason = found.get("Reason", "")
@@ -152,7 +212,7 @@ def _translate_state(
     return JobState.FAILED, f"Slurm calls it {slurm_state}"
 
 
-def _parse_exit_code(found: dict[str, str], result: SlurmResult | None, over: bool, word: str) -> int | None:
+def _parse_exit_code(found: Mapping[str, str], result: SlurmResult | None, over: bool, word: str) -> int | None:
     if result is not None:
         return result.exit_code
     code, _, number = found.get("ExitCode", "").partition(":")

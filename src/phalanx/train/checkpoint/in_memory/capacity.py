@@ -1,4 +1,4 @@
-"""Whether hot copies have room where they go: on a disk, or in memory, which they share with all else."""
+"""Check that in-memory checkpoints fit where they are stored: on a disk, or in memory shared with everything else."""
 
 import contextlib
 import shutil
@@ -12,19 +12,19 @@ from phalanx.cluster.disks import MEMORY_FILE_SYSTEMS, find_mount
 from phalanx.train.distributed.object_collectives import NodeMap
 
 COPIES_PER_NODE = 2
-"""That a node keeps."""
+"""Copies that a node keeps."""
 MAX_FREE_MEMORY_FRACTION = 0.5
-"""Of the memory that is free, at most so much is taken."""
+"""Maximum fraction of the free memory that copies may take."""
 
 
 def is_memory_backed(folder: Path) -> bool:
-    """Whether what lies there takes memory."""
+    """Return whether files in `folder` take memory (tmpfs and similar)."""
     mount = find_mount(folder)
     return mount is not None and mount.file_system in MEMORY_FILE_SYSTEMS
 
 
 def find_available_bytes(folder: Path) -> int:
-    """Bytes that copies may take there, those that are there counted in."""
+    """Return the bytes that copies may take in `folder`, including those of the copies that are there already."""
     available_bytes = shutil.disk_usage(folder).free
     if is_memory_backed(folder):
         limit = read_cgroup_memory(Path("/"))
@@ -40,7 +40,7 @@ def find_available_bytes(folder: Path) -> int:
 
 
 def explain_missing_space(gathered: list[dict[str, Any]], node_map: NodeMap) -> str:
-    """Why copies have no room on one of the nodes, as their workers tell; nothing when they have."""
+    """Return why copies do not fit on one of the nodes, from the facts gathered from all workers; "" if they fit."""
     for node in range(node_map.num_nodes):
         ranks = node_map.ranks_on(node)
         own = sum(gathered[rank]["bytes"] for rank in ranks)
@@ -49,7 +49,7 @@ def explain_missing_space(gathered: list[dict[str, Any]], node_map: NodeMap) -> 
             for rank, each in enumerate(gathered)
             if each["exposed"] and node_map.replica_rank(rank) in ranks
         )
-        available_bytes = min(gathered[rank]["room"] for rank in ranks)
+        available_bytes = min(gathered[rank]["available_bytes"] for rank in ranks)
         buffers = own if gathered[ranks[0]]["in_memory"] else 0
         needed = COPIES_PER_NODE * (own + replica_bytes) + buffers
         if needed > available_bytes:

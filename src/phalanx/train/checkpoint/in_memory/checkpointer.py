@@ -1,10 +1,10 @@
-"""Hot copies: the state in the memory of the nodes every few steps, so that a loss costs steps and not a checkpoint's
-interval.
+"""In-memory checkpoints: keep the state in the memory of the nodes every few steps, so that a failure loses few steps.
 
-Each worker copies, in the background, its share of what its node's workers hold into the node's folder
-(`run/in_memory_checkpoint.py`); what only one node holds goes to the next node besides (`replication.py`). Any node may
-then vanish. The newest two copies stay, and one of them while the next is written. How far a copy is travels as flags
-in the per-step agreement, as with checkpoints (`train/checkpoint/manager.py`). Bringing copies back is `restore.py`.
+Each worker copies, in the background, its share of the state that its node holds to the node's folder
+(`run/in_memory_checkpoint.py`). State that only one node holds is also replicated to the next node (`replication.py`),
+so any one node may be lost. The newest two copies are kept; one of them while the next is written. The progress of a
+copy is exchanged as flags in the per-step all-reduce, as for durable checkpoints (`train/checkpoint/manager.py`).
+`restore.py` restores from copies.
 """
 
 import math
@@ -48,20 +48,22 @@ from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.train_state import TrainState
 
 MIN_INTERVAL_S = 1.0
-"""Seconds of work that are not worth a copy: starting again takes as long."""
+"""Minimum seconds between copies: a restart takes about as long, so more frequent copies save nothing."""
 WARMUP_STEPS = 4
-"""Steps of an attempt before anything is decided."""
+"""Steps of an attempt before the interval is chosen."""
 MIN_RETRY_STEPS = 500
-"""Steps after which copies that seemed too dear are tried again, or more: a trial must not take more than its share."""
+"""Minimum steps before copies that were too expensive are tried again: the trial must stay within the time budget."""
 PIN_BYTES_PER_S = 1e9
-"""Bytes a second of the buffer for copies from a GPU that are made ready in the background, or more."""
+"""Lower bound on the speed at which the buffer for copies from a GPU is page-locked in the background."""
 TRIAL_COPIES = 3
-"""Copies of a trial, and one for good measure."""
+"""Copies during a trial, plus one as a margin."""
 
 
 class InMemoryCheckpointer:
-    """Hot copies of one worker. `interval`: every so many steps, or at most such a share of the time ("1%"), or None.
-    Every worker calls the same at the same step. `report_event` reports what became of them on every worker alike."""
+    """In-memory checkpoints of one worker.
+
+    `interval` is a number of steps, a maximum share of the training time ("1%"), or None. Every worker makes the same
+    calls at the same step. `report_event` receives the same events on every worker."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class InMemoryCheckpointer:
         self._report_event, self._flush = report_event, flush
         self._overhead_fraction = parse_percent(interval) if isinstance(interval, str) else None
         self.interval_steps: int | None = interval if isinstance(interval, int) else None
-        """Steps between two copies as things stand; None for none."""
+        """Current steps between two copies; None for no copies."""
         self._disabled = interval is None
         self._epoch_start = self._last_copied_step = self._last_decision_step = start_step
         self._must_decide = self._overhead_fraction is not None
@@ -94,26 +96,25 @@ class InMemoryCheckpointer:
         self._replica_server: ReplicaServer | None = None
         self._replica_client: ReplicaClient | None = None
         self._epoch_token = ""
-        self._newest_complete_copy: str | None = None  # the newest copy of this attempt that is whole
+        self._newest_complete_copy: str | None = None  # the newest complete copy of this attempt
         self._sizes: dict[str, int] = {}
         self._owned_names: list[str] = []
-        self._num_tensors = 0  # of all workers together
+        self._num_tensors = 0  # over all workers
         self._waiting_for_copy = False
         self._stall_s = 0.0
         self._total_bytes = self._max_rank_bytes = 0
-        self._usual_step_s = 1.0  # seconds of a step, as all workers know it
-        self.step_in_flight: int | None = None  # the step being copied, alike on all workers
+        self._usual_step_s = 1.0  # step time, equal on all workers
+        self.step_in_flight: int | None = None  # the step being copied, equal on all workers
         self.failure_reason = ""
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether to copy the state after this step of so many."""
+        """Return whether to copy the state after this step. `last_step` is the last one of the run."""
         if self._disabled or self.step_in_flight is not None:
             return False
         if self._overhead_fraction is None:
             return self.interval_steps is not None and step % self.interval_steps == 0
-        if (
-            self.interval_steps is None and step - self._last_decision_step >= self._retry_steps
-        ):  # what it cost may have been an accident
+        if self.interval_steps is None and step - self._last_decision_step >= self._retry_steps:
+            # The copies may have been measured at a bad moment: try again.
             self._step_times.copy_overhead.reset()
             self._must_decide = True
         if self._must_decide and self._step_times.num_steps >= WARMUP_STEPS:
@@ -122,7 +123,7 @@ class InMemoryCheckpointer:
         return self.interval_steps is not None and step - self._last_copied_step >= self.interval_steps
 
     def start_copy(self, train_state: TrainState, state: Mapping[str, LocalTensor], copy_now: list[str]) -> None:
-        """Begin to copy. Nothing may be in flight. The tensors must not change before `wait_snapshot_copied`, except
+        """Start a copy. No copy may be in flight. The tensors must not change before `wait_snapshot_copied`, except
         those named in `copy_now`."""
         step = self._last_copied_step = train_state.step
         sizes = {
@@ -153,7 +154,7 @@ class InMemoryCheckpointer:
             and self.interval_steps
             and self._dist_env.device.type != "cpu"
         ):
-            self._saver.allocate_buffer(shards)  # the first copy comes when its memory is there
+            self._saver.allocate_buffer(shards)  # the first copy starts when its buffer is ready
             self._last_copied_step = max(
                 step,
                 step - self.interval_steps + math.ceil(self._max_rank_bytes / PIN_BYTES_PER_S / self._usual_step_s),
@@ -161,7 +162,7 @@ class InMemoryCheckpointer:
             return
         self.step_in_flight = step
         self._step_times.copy_overhead.begin()
-        self._flush()  # a run that goes on from this copy must find the steps before it in its events
+        self._flush()  # a run that resumes from this copy must find the events of the steps before it
         try:
             owned_names = set(self._owned_names)
             self._saver.start(
@@ -171,19 +172,19 @@ class InMemoryCheckpointer:
                 [n for n in copy_now if n in owned_names],
             )
             self._waiting_for_copy = True
-        except UsageError as error:  # a tensor that no checkpoint can hold: training goes on
+        except UsageError as error:  # a tensor with a dtype that a checkpoint cannot hold: training continues
             self.failure_reason = str(error)
         self._stall_s = time.perf_counter() - start_time
 
     def wait_snapshot_copied(self) -> None:
-        """Call before tensors change."""
+        """Wait until the snapshot is copied. Call it before tensors change."""
         if self._waiting_for_copy:
             assert self._saver is not None
             self._stall_s += self._saver.wait_snapshot_copied()
             self._waiting_for_copy = False
 
     def local_flags(self) -> tuple[bool, bool]:
-        """This worker's HOT_FLAGS now."""
+        """Return this worker's flags, in the order of `IN_MEMORY_FLAGS`."""
         if self.step_in_flight is None or self._saver is None:
             return (False, False)
         state = self._saver.poll()
@@ -192,7 +193,7 @@ class InMemoryCheckpointer:
         return (state.phase is SavePhase.WRITTEN, bool(self.failure_reason))
 
     def handle_flags(self, flags: Mapping[str, int]) -> None:
-        """Take the next turn, given the flags of all workers."""
+        """Advance the copy, given the sums of the flags over all workers."""
         if self.step_in_flight is None:
             return
         if flags["copy_failed"]:
@@ -201,12 +202,12 @@ class InMemoryCheckpointer:
             self._complete_copy(self.step_in_flight)
 
     def note_checkpoint(self, step: int) -> None:
-        """There is a checkpoint of this step."""
+        """Record that a durable checkpoint of this step exists."""
         if self._is_set_up and not self._disabled and self._dist_env.is_rank_zero:
             record_checkpoint(self._run, step)
 
     def roll_back(self, step: int) -> None:
-        """The run goes back to a checkpoint of this step: copies of later ones belong to no history."""
+        """Roll back to a checkpoint of this step: copies of later steps become invalid."""
         if self._dist_env.is_rank_zero:
             truncate_history(self._run, step)
         if not self._is_set_up or self._disabled:
@@ -221,22 +222,22 @@ class InMemoryCheckpointer:
             prune_copies(self._copy_dir, ())
 
     def close(self) -> None:
-        """The run ends with a checkpoint: nothing of the copies stays."""
+        """Remove all copies at the end of the run, which a durable checkpoint replaces."""
         if self._is_set_up and not self._disabled:
             self.cancel()
-            all_gather_json(self._dist_env, None)  # nobody writes any more
+            all_gather_json(self._dist_env, None)  # after this no worker writes any more
         if self._dist_env.local_rank == 0 or (self._is_set_up and self._nodes.is_node_leader(self._dist_env.rank)):
             remove_node_dir(self._run, self._environment)
         if self._dist_env.is_rank_zero:
             try:
                 delete_history(self._run)
-            except OSError as error:  # the copies are gone, so what is written of them does no harm
+            except OSError as error:  # the copies are removed, so a stale history does no harm
                 if not is_storage_error(error):
                     raise
         self._disabled = True
 
     def cancel(self) -> None:
-        """Leave what is in flight, waiting for nobody else: also when another worker is gone. Whole copies stay."""
+        """Abandon the copy in flight without waiting for other workers, which may be gone. Keep complete copies."""
         for peer in (self._replica_client, self._replica_server):
             if peer is not None:
                 peer.close()
@@ -257,7 +258,7 @@ class InMemoryCheckpointer:
         self._saver.keep_shard()
         self._newest_complete_copy = format_copy_name(step, self._epoch_token)
         stall_s = self._stall_s
-        if self._dist_env.device.type == "cpu":  # the thread that copies takes a core from those that train
+        if self._dist_env.device.type == "cpu":  # the copying thread takes a core from training
             stall_s += self._saver.cpu_s + (self._replica_server.cpu_s if self._replica_server is not None else 0.0)
         self._step_times.copy_overhead.record_done(stall_s)
         if not self._first_copy_done:
@@ -273,7 +274,7 @@ class InMemoryCheckpointer:
         self._report_event(event)
 
     def _choose_interval(self, step: int, last_step: int) -> None:
-        """How often to copy, from numbers of all workers."""
+        """Choose the interval from measurements of all workers."""
         assert self._overhead_fraction is not None
         usual_step_s = self._step_times.usual_step_s
         copy_cost_s, usual_step_s = all_reduce_max(
@@ -286,7 +287,7 @@ class InMemoryCheckpointer:
         affordable_interval = copy_cost_s / (self._overhead_fraction * usual_step_s)
         self.interval_steps = math.ceil(max(affordable_interval, MIN_INTERVAL_S / usual_step_s, 1.0))
         self._retry_steps = max(MIN_RETRY_STEPS, TRIAL_COPIES * math.ceil(affordable_interval))
-        # A copy must come well before the next checkpoint, and before the end, to be worth anything.
+        # A copy is useful only if it is well before the next durable checkpoint and before the end of the run.
         if (
             checkpoint_interval is not None and 2 * self.interval_steps > checkpoint_interval
         ) or step + self.interval_steps >= last_step:
@@ -297,7 +298,7 @@ class InMemoryCheckpointer:
             )
 
     def _set_up(self, state: Mapping[str, LocalTensor], sizes: dict[str, int]) -> bool:
-        """Find out with all workers who copies what, where to, and whether there is room; whether there is."""
+        """Agree with all workers on what each copies and where to. Return whether the copies fit everywhere."""
         dist_env = self._dist_env
         self._nodes = nodes = gather_node_map(dist_env, self._environment)
         self._owned_names, single_node = assign_owned_tensors(state, sizes, self._mesh, nodes, dist_env.rank)
@@ -310,7 +311,10 @@ class InMemoryCheckpointer:
         }
         try:
             self._copy_dir = create_node_dir(self._run, self._environment)
-            own_facts |= {"room": find_available_bytes(self._copy_dir), "in_memory": is_memory_backed(self._copy_dir)}
+            own_facts |= {
+                "available_bytes": find_available_bytes(self._copy_dir),
+                "in_memory": is_memory_backed(self._copy_dir),
+            }
         except (OSError, UsageError) as error:
             own_facts["wrong"] = str(error)
         gathered = all_gather_json(dist_env, own_facts)
@@ -346,7 +350,7 @@ class InMemoryCheckpointer:
         self._num_tensors = len(set().union(*all_gather_json(self._dist_env, sorted(own))))
 
     def _begin_epoch(self) -> bool:
-        """A token that stands in the run's history before any copy bears it; whether there is room to say so."""
+        """Write a new epoch token to the run's history before any copy uses it. Return whether it could be written."""
         token_and_error = [secrets.token_hex(8), ""]
         if self._dist_env.is_rank_zero:
             try:
@@ -360,7 +364,7 @@ class InMemoryCheckpointer:
         return not problem
 
     def _connect_replicas(self, senders: list[int]) -> None:
-        """Meet the workers of other nodes with whom parts are exchanged. Where that fails copies stay on their node."""
+        """Connect to the workers that this one exchanges replicas with. If that fails, copies stay on their node."""
         dist_env, nodes = self._dist_env, self._nodes
         replicated_ranks = [rank for rank in senders if nodes.replica_rank(rank) == dist_env.rank]
         assert self._copy_dir is not None
@@ -383,11 +387,11 @@ class InMemoryCheckpointer:
         found = next((each for each in all_gather_json(dist_env, problem) if each), "")
         if found:
             self.cancel()
-            text = f"hot copies stay on their own node, whose loss costs a checkpoint's interval: {found}"
+            text = f"in-memory checkpoints are not replicated, so a lost node costs a checkpoint interval: {found}"
             self._report_event(RunWarning(text=text))
 
     def _prune_before_write(self, step: int) -> None:
-        """In the background, before a part is written: make room for it."""
+        """Remove old copies to free space. Called in the background before a shard is written."""
         if self._newest_complete_copy is not None and self._nodes.is_node_leader(self._dist_env.rank):
             prune_copies(self._copy_dir, (self._newest_complete_copy, format_copy_name(step, self._epoch_token)))
 
@@ -403,16 +407,17 @@ class InMemoryCheckpointer:
         self._disabled = True
         if self._dist_env.is_rank_zero:
             delete_history(self._run)
-        self._report_event(RunWarning(text=f"no hot copies: {reason}; training goes on, and a loss costs more of it"))
+        text = f"in-memory checkpoints are off: {reason}; training continues, and a failure loses more steps"
+        self._report_event(RunWarning(text=text))
 
 
 def parse_percent(text: str) -> float:
-    """0.01 of "1%"."""
+    """Parse a percentage: "1%" is 0.01."""
     return float(text.strip().removesuffix("%")) / 100.0
 
 
 def find_holders(parallelism: Parallelism, rank: int, replicated_axes: tuple[str, ...]) -> list[int]:
-    """The ranks that differ from this one along these axes only: they hold the same."""
+    """Return the ranks that differ from `rank` along `replicated_axes` only, and therefore hold the same tensors."""
     own = rank_coordinates(parallelism, rank)
     fixed = [axis for axis in own if axis not in replicated_axes]
     all_coordinates = ((other, rank_coordinates(parallelism, other)) for other in range(parallelism.world))
@@ -426,8 +431,8 @@ def find_holders(parallelism: Parallelism, rank: int, replicated_axes: tuple[str
 def assign_owned_tensors(
     state: Mapping[str, LocalTensor], sizes: Mapping[str, int], mesh: Mesh, nodes: NodeMap, rank: int
 ) -> tuple[list[str], bool]:
-    """What this worker copies so that its node keeps all that its workers hold, sorted; and whether the node is the
-    only one to hold some of it."""
+    """Return the sorted names of the tensors that this worker copies, so that its node keeps all that its workers hold;
+    and whether the node is the only one to hold some of them."""
     own: list[str] = []
     single_node = False
     for replicated_axes in {local_tensor.replicated_axes for local_tensor in state.values()}:
@@ -442,9 +447,9 @@ def assign_owned_tensors(
 
 
 def prune_copies(folder: Path | None, keep: tuple[str, ...]) -> None:
-    """Remove a node's copies but those of these names."""
+    """Remove all copies of a node except those named in `keep`."""
     for step, token in list_copies(folder) if folder is not None else ():
         name = format_copy_name(step, token)
         if name not in keep:
             assert folder is not None
-            shutil.rmtree(folder / name, ignore_errors=True)  # a worker may be removing its part
+            shutil.rmtree(folder / name, ignore_errors=True)  # a worker may be removing its shard at the same time

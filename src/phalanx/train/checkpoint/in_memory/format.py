@@ -1,12 +1,12 @@
-"""Parts of a hot copy: a rank's share of the state as one safetensors file, with a record that makes it whole.
+"""Shards of an in-memory checkpoint: one safetensors file per rank, and a record that marks it as complete.
 
     phalanx-hot-.../step-000000060-<token>/
-        rank-00000.safetensors      as in a checkpoint
-        rank-00000.json             its hash, then what the file holds, its checksums, and the run's progress
+        rank-00000.safetensors      as in a durable checkpoint
+        rank-00000.json             its own hash, then the contents and checksums of the file, and the run's progress
 
-A node holds parts of its own workers and of others. The record is put there last, under its name at once, so a part
-is whole or it is not there; a copy is whole when the parts that are left, on whichever nodes, hold every tensor.
-Several parts may hold the same block, since each node keeps all that its workers hold: `merge_shards` takes each once.
+A node holds shards of its own workers and of others. The record is written last and atomically, so a shard is either
+complete or absent. A copy is complete if the remaining shards, over all nodes, hold every tensor. Several shards may
+hold the same block, since each node keeps all that its workers hold; `merge_shards` uses each block once.
 """
 
 import json
@@ -40,7 +40,7 @@ from phalanx.train.checkpoint.staging import ShardFileSpec
 
 
 class InMemoryShard(RankManifest):
-    """What one rank holds of a copy. `token` names the line of history, `meta` is what a checkpoint's manifest has."""
+    """The shard of one rank. `token` names the epoch in the run's history; `meta` is as in a checkpoint's manifest."""
 
     format: Literal[1] = 1
     step: Annotated[int, Field(ge=0)]
@@ -56,25 +56,24 @@ class InMemoryShard(RankManifest):
 
     @property
     def file_name(self) -> str:
-        """The name of its one file."""
+        """Return the name of its one file."""
         (name,) = self.files
         return name
 
 
 NUM_TENSORS_KEY = "tensors"
-"""Key of `meta`: how many tensors the whole state has. A worker that is gone takes some along of which no other part
-tells."""
+"""Key of `meta`: the number of tensors in the whole state. It shows when tensors were lost together with a worker."""
 SendToReplica = Callable[[InMemoryShard, Bytes], None]
-"""Brings a part to the node that keeps a second copy of it. OSError when that fails."""
+"""Sends a shard to the node that keeps its replica. Raises OSError on failure."""
 
 
 def format_copy_name(step: int, token: str) -> str:
-    """The folder of a copy."""
+    """Return the name of a copy's folder."""
     return f"{format_checkpoint_name(step)}-{token}"
 
 
 def list_copies(folder: Path) -> list[tuple[int, str]]:
-    """Step and token of the copies of which a node's folder has anything, the newest first."""
+    """List step and token of each copy of which a node's folder holds anything, newest first."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         words = path.name.split("-")
@@ -84,23 +83,23 @@ def list_copies(folder: Path) -> list[tuple[int, str]]:
 
 
 def list_shard_records(copy: Path) -> list[Path]:
-    """The records of a copy's parts here, by rank."""
+    """List the records of a copy's shards on this node, by rank."""
     return sorted(copy.glob("rank-[0-9]*.json"))
 
 
 def parse_rank(record: Path) -> int:
-    """Whose part a record is."""
+    """Return the rank of the shard that a record describes."""
     return int(record.stem.removeprefix("rank-"))
 
 
 def encode_shard(shard: InMemoryShard) -> bytes:
-    """The bytes of its record."""
+    """Return the bytes of the shard's record."""
     text = json.dumps(shard.model_dump(mode="json")).encode()
     return xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text
 
 
 def decode_shard(content: bytes, path: Path) -> InMemoryShard:
-    """The part whose record this is, read from `path`. CorruptError when it is damaged."""
+    """Parse a record that was read from `path`. Raises CorruptCheckpointError if it is damaged."""
     digest, _, text = content.partition(b"\n")
     if xxhash.xxh3_128_hexdigest(text).encode() != digest:
         raise CorruptCheckpointError(path, "damaged (its own checksum differs)")
@@ -111,7 +110,7 @@ def decode_shard(content: bytes, path: Path) -> InMemoryShard:
 
 
 def read_shard(path: Path) -> InMemoryShard:
-    """The part of a record, with every byte of its file verified. CorruptError when either is damaged."""
+    """Read a record and verify every byte of its file. Raises CorruptCheckpointError if either is damaged."""
     try:
         content = read_bytes(path, MAX_MANIFEST_BYTES)
     except DataError as error:
@@ -124,7 +123,7 @@ def read_shard(path: Path) -> InMemoryShard:
 
 
 def write_shard_record(copy: Path, shard: InMemoryShard) -> None:
-    """Write the record of a part whose file is there."""
+    """Write the record of a shard after its file is complete."""
     path = (copy / shard.file_name).with_suffix(".json")
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(encode_shard(shard))
@@ -132,9 +131,9 @@ def write_shard_record(copy: Path, shard: InMemoryShard) -> None:
 
 
 def merge_shards(shards: Sequence[InMemoryShard], preferred_ranks: Collection[int] = ()) -> CheckpointManifest:
-    """The manifest of a copy from its parts: a block that several hold is taken from ranks in `preferred_ranks`, else
-    from the
-    first. ValueError when they do not hold every tensor whole, of so many as their `meta` says under TENSORS."""
+    """Merge shards into the manifest of a copy. A block that several shards hold is read from a rank in
+    `preferred_ranks`, else from the lowest. Raises ValueError unless every tensor is held whole, and as many tensors as
+    `meta` says under NUM_TENSORS_KEY."""
     ordered = sorted(shards, key=lambda shard: (shard.rank not in preferred_ranks, shard.rank))
     tensors: dict[str, TensorRecord] = {}
     taken: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], ShardRecord]] = {}
@@ -163,9 +162,10 @@ def merge_shards(shards: Sequence[InMemoryShard], preferred_ranks: Collection[in
 
 
 class InMemorySaver(CheckpointSaver):
-    """Saves one rank's parts, into the folder of its node and by `send_to_replica` to another. `token` is the line of
-    history;
-    `before_write` is called in the background before anything is written. `written` are never removed by `abandon`."""
+    """Save one rank's shards to its node's folder, and with `send_to_replica` to another node.
+
+    `token` names the epoch in the run's history. `before_write` is called in the background before anything is written.
+    Written shards are not removed by `cancel`."""
 
     def __init__(
         self,
@@ -179,14 +179,14 @@ class InMemorySaver(CheckpointSaver):
         super().__init__(folder, rank, 1, clock=clock)
         self._epoch_token, self._before_write, self._send_to_replica = token, before_write, send_to_replica
         self.cpu_s = 0.0
-        """Seconds of a core that the background took for the last part."""
+        """Core seconds that the background work took for the last shard."""
 
     def set_epoch_token(self, token: str) -> None:
-        """Parts belong to another line of history from now on."""
+        """Set the token of later shards."""
         self._epoch_token = token
 
     def keep_shard(self) -> None:
-        """The part that was written is part of a whole copy: it stays."""
+        """Keep the written shard: it is part of a complete copy."""
         self.poll_when_idle()
         self._reset()
 
@@ -194,7 +194,7 @@ class InMemorySaver(CheckpointSaver):
         return self._directory / format_copy_name(step, self._epoch_token)
 
     def _check_free_space(self, nbytes: int) -> None:
-        """The node's workers look for room together, before the first."""
+        """Do nothing: the workers of a node check free space together, before the first copy."""
 
     def _write_durably(self, step: int, image: Bytes, file_spec: ShardFileSpec) -> None:
         self._before_write(step)
@@ -212,4 +212,4 @@ class InMemorySaver(CheckpointSaver):
         write_shard_record(folder, shard)
         if self._send_to_replica is not None:
             self._send_to_replica(shard, image)
-        self.cpu_s = time.thread_time()  # each save has a thread of its own
+        self.cpu_s = time.thread_time()  # each save runs in a new thread

@@ -1,8 +1,8 @@
-"""Connections of one worker that keep a second copy of its part of the state on another node.
+"""Replicate a worker's shard of the state to another node over plain TCP.
 
-They are plain TCP and not a process group's: a collective could not be left while the other end is dead or held still,
-and a group over all pairs of nodes takes all ranks to make. Addresses and secrets are told over the process group. Each
-part goes as its record and its file's bytes, is compared with its checksums where it arrives, and is answered.
+A process group is not used because a collective cannot be aborted while the peer is dead or hangs, and because creating
+a group for each pair of nodes involves all ranks. Addresses and secrets are exchanged over the process group. Each
+shard is sent as its record and the bytes of its file; the receiver verifies the checksums and replies.
 """
 
 import contextlib
@@ -32,28 +32,28 @@ from phalanx.train.checkpoint.in_memory.format import (
 from phalanx.train.checkpoint.pinned_buffer import Bytes
 
 CONNECT_TIMEOUT_S = 20.0
-"""Seconds within which a connection must be there and its secret told."""
+"""Seconds within which a peer must connect and send its secret."""
 _LENGTH_PREFIX = struct.Struct("!I")
-_MAX_RECORD_BYTES = 1 << 30  # bytes beyond which a record is none
+_MAX_RECORD_BYTES = 1 << 30  # longer messages are not a record
 ListenerAddress = tuple[str, int, str]
 """Host, port and secret (hexadecimal) of a listener."""
 
 
 def find_local_address(environment: Mapping[str, str] = os.environ) -> str:
-    """This machine's address on the network over which workers talk: gloo's interface where one is named, else the one
-    that leads to where they meet."""
+    """Return this machine's address on the network that workers use: that of gloo's interface if one is named, else the
+    one with the route to the master address."""
     named = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     for each in psutil.net_if_addrs().get(named, ()):
         if each.family == socket.AF_INET:
             return each.address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "9"))))
-        address: str = sock.getsockname()[0]  # nothing was sent
+        address: str = sock.getsockname()[0]  # connecting a UDP socket sends nothing
         return address
 
 
 class ReplicaServer:
-    """Keeps parts of workers on other nodes in `folder`. `listen`, then `accept` each of them."""
+    """Stores the shards of workers on other nodes in `folder`. Call `listen`, then `accept` for all of them."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -65,17 +65,17 @@ class ReplicaServer:
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of a core that keeping the last parts took."""
+        """Core seconds that storing the last shards took."""
         return sum(self._cpu_s.values())
 
     def listen(self, address: str) -> ListenerAddress:
-        """Be ready for connections; where, and the secret."""
+        """Listen for connections; return the address and the secret."""
         self._listener = socket.create_server((address, 0))
         host, port = self._listener.getsockname()[:2]
         return host, port, self._secret
 
     def accept(self, count: int) -> None:
-        """Take so many connections, and serve each from now on. OSError when they do not come in time."""
+        """Accept `count` connections and serve each in a thread. Raises OSError if they do not arrive in time."""
         assert self._listener is not None
         until = time.monotonic() + CONNECT_TIMEOUT_S
         arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -84,7 +84,9 @@ class ReplicaServer:
                 try:
                     connection = arrived.get(timeout=max(0.0, until - time.monotonic()))
                 except queue.Empty:
-                    raise TimeoutError("the worker whose part this one keeps did not come") from None
+                    raise TimeoutError(
+                        f"the worker that replicates to this one did not connect within {CONNECT_TIMEOUT_S:g} s"
+                    ) from None
                 self._connections.append(connection)
                 number = len(self._threads)
                 thread = threading.Thread(target=self._serve, args=(connection, number), name="keeper", daemon=True)
@@ -98,7 +100,7 @@ class ReplicaServer:
         return connection
 
     def close(self) -> None:
-        """Stop keeping, at once: whoever sends notices."""
+        """Stop at once; the senders see their connection close."""
         for connection in self._connections:
             with _shutting_down(connection):
                 pass
@@ -111,7 +113,7 @@ class ReplicaServer:
 
     def _serve(self, connection: socket.socket, number: int) -> None:
         block = bytearray(CHUNK_BYTES)
-        # The other end closed, or died, or sent what is no record: it finds the connection closed, and tells.
+        # On a closed connection or an invalid record, close this end too: the sender reports the failure.
         with contextlib.suppress(ConnectionError, CorruptCheckpointError), _shutting_down(connection):
             while True:
                 (size,) = _LENGTH_PREFIX.unpack(_recv_exactly(connection, _LENGTH_PREFIX.size))
@@ -124,7 +126,7 @@ class ReplicaServer:
                 connection.sendall(_LENGTH_PREFIX.pack(len(reply)) + reply)
 
     def _store_shard(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes:
-        """Take a part's file and keep it; what was wrong, or nothing. All of it is read either way."""
+        """Receive and store the file of a shard; return the problem, or b"". The file is always read to its end."""
         shard = decode_shard(content, Path("record"))
         file, record = shard.file_name, shard.files[shard.file_name]
         copy = self._folder / format_copy_name(shard.step, shard.token)
@@ -158,7 +160,7 @@ class ReplicaServer:
 
 
 class ReplicaClient:
-    """Brings this worker's parts to its keeper."""
+    """Sends this worker's shards to the server that keeps their replica."""
 
     def __init__(self, address: ListenerAddress):
         host, port, secret = address
@@ -168,7 +170,7 @@ class ReplicaClient:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send_shard(self, shard: InMemoryShard, image: Bytes) -> None:
-        """Send a part and its file's bytes; returns when they are kept. OSError when that fails."""
+        """Send a shard's record and file; return when they are stored. Raises OSError on failure."""
         record = encode_shard(shard)
         self._socket.sendall(_LENGTH_PREFIX.pack(len(record)) + record)
         self._socket.sendall(image.data)
@@ -177,12 +179,12 @@ class ReplicaClient:
             raise OSError(f"the second copy could not be kept: {problem}")
 
     def close(self) -> None:
-        """Break off, at once, also what another thread delivers."""
+        """Shut the connection down at once, even while another thread sends."""
         with _shutting_down(self._socket):
             pass
 
     def close_socket(self) -> None:
-        """After `close`, when no thread delivers any more."""
+        """Close the socket after `close`, when no thread sends any more."""
         self._socket.close()
 
 
@@ -191,7 +193,7 @@ def _shutting_down(connection: socket.socket) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # it is shut already
+        with contextlib.suppress(OSError):  # it is shut down already
             connection.shutdown(socket.SHUT_RDWR)
 
 

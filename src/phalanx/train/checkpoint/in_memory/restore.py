@@ -1,9 +1,9 @@
-"""Bringing hot copies back: workers that start agree on the newest copy that is whole among their nodes, and read it.
+"""Restore from in-memory checkpoints: workers agree on the newest copy that is complete over all nodes, and read it.
 
-Every worker verifies some of the parts that its node has, byte by byte, and tells the others what is good. A part that
-a node needs and lacks comes from one that has it, over the process group, and is then kept there as well. Copies of
-another history (`run/in_memory_checkpoint.py`) are left alone by name; a copy is read as a checkpoint is, under any
-layout.
+Each worker verifies some of the shards on its node byte by byte, and the workers exchange what is good. A shard that a
+node needs and lacks is fetched from a node that has it, over the process group, and then kept on both. Copies of
+another history (`run/in_memory_checkpoint.py`) are ignored by name. A copy is read as a checkpoint is, under any
+parallelism.
 """
 
 import contextlib
@@ -55,15 +55,15 @@ from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 
 MESSAGE_BYTES = 16 << 20
-"""Bytes that are sent at once."""
+"""Bytes of one message."""
 CopyId = tuple[int, str]
 """Step and token."""
 
 
 @dataclass(frozen=True)
 class VerifiedCopies:
-    """What all workers found good: for each copy the ranks whose parts there are, and the workers that have read each.
-    `own_shards` are those that this one has read."""
+    """Shards that passed verification: for each copy, the owner ranks and the workers that read each shard.
+    `own_shards` are those that this worker read."""
 
     node_map: NodeMap
     readers_by_copy: Mapping[CopyId, Mapping[int, Sequence[int]]]
@@ -72,7 +72,7 @@ class VerifiedCopies:
 
 @dataclass(frozen=True)
 class RestoredCopy:
-    """A copy that was read. `fetched_bytes` bytes came from other nodes, over all workers."""
+    """A copy that was read. `fetched_bytes` came from other nodes, over all workers."""
 
     checkpoint: LoadedCheckpoint
     fetched_bytes: int
@@ -81,8 +81,8 @@ class RestoredCopy:
 def find_verified_copies(
     run: Run, dist_env: DistEnv, on_reject: OnRejectFn, environment: Mapping[str, str] = os.environ
 ) -> VerifiedCopies | None:
-    """The parts that may be gone on from, verified; None when no hot copy was ever begun. Every worker calls it. A bad
-    one is removed and told to `on_reject`, on every worker alike."""
+    """Verify the shards of this run's copies; None if the run never had an in-memory checkpoint. Every worker calls it.
+    A bad shard is removed and passed to `on_reject` on every worker."""
     history = None
     if dist_env.is_rank_zero:
         newest = max((parse_step(path) for path in list_checkpoints(run.checkpoints)), default=0)
@@ -105,7 +105,7 @@ def find_verified_copies(
         for path, (step, token) in copies
         if step > history["newest"] and is_valid_copy(history["lines"], token, step)
         for record in list_shard_records(path)
-        # By name and not by number in the list: another worker may be removing a bad one.
+        # By rank and not by position in the list, because another worker may remove a bad one meanwhile.
         if parse_rank(record) % len(ranks_on_node) == ranks_on_node.index(dist_env.rank)
     ]
     for step, token, path in records:
@@ -137,15 +137,15 @@ def restore_in_memory(
     on_reject: OnRejectFn,
     environment: Mapping[str, str] = os.environ,
 ) -> RestoredCopy | None:
-    """Load the newest of the copies that is whole into the model, optimizer and scale; None when there is none. Every
-    worker calls it. Nothing changes before every worker has read its part."""
+    """Load the newest complete copy into the model, optimizer and grad scaler; None if there is none. Every worker
+    calls it. Nothing changes before every worker has read its part."""
     if not verified.readers_by_copy:
         return None
     folder, bad = Path(), list[RejectedFile]()
     try:
         folder = create_node_dir(run, environment)
     except (OSError, UsageError) as error:
-        bad = [(str(find_base_dir(environment)), "", f"no place on a node for what it lacks: {error}")]
+        bad = [(str(find_base_dir(environment)), "", f"no folder for shards from other nodes: {error}")]
     if _report_bad_copies(dist_env, bad, on_reject):
         return None
     for copy in sorted(verified.readers_by_copy, reverse=True):
@@ -156,7 +156,7 @@ def restore_in_memory(
         }
         try:
             manifest = merge_shards(list(shards.values()), ranks_present)
-        except ValueError:  # some of it was on nodes that are gone; all workers have the same parts before them
+        except ValueError:  # shards were on nodes that are gone; this is so on all workers, which see the same shards
             continue
         path = folder / format_copy_name(*copy)
         load_plan = make_load_plan(parallel_model, path, manifest)
@@ -179,8 +179,8 @@ def restore_in_memory(
 def prune_stale(
     run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """The run goes on from this step, by a hot copy where one is `kept_copy`: later ones belong to no history any more,
-    and all others here are removed. Every worker calls it."""
+    """Remove copies when the run resumes from `step`: copies of later steps become invalid, and all copies on this node
+    except `kept_copy` (the one it resumes from, if any) are deleted. Every worker calls it."""
     if dist_env.is_rank_zero:
         truncate_history(run, step)
     folder = find_node_dir(run, environment)
@@ -189,19 +189,19 @@ def prune_stale(
 
 
 def _report_bad_copies(dist_env: DistEnv, bad: list[RejectedFile], on_reject: OnRejectFn) -> bool:
-    """Whether any worker found something bad, which is reported on all of them."""
+    """Report bad shards that any worker found, on all of them. Return whether there were any."""
     gathered = [{"bad": each} for each in all_gather_json(dist_env, bad)]
     report_rejected_files(gathered, on_reject)
     return any(each["bad"] for each in gathered)
 
 
 def _is_own_private_dir(folder: Path | None) -> TypeGuard[Path]:
-    """Whether there is a folder for hot copies that nobody else can have written to."""
+    """Return whether `folder` exists and only this user can have written to it."""
     return folder is not None and is_private(folder)
 
 
 def _gather_shard_records(verified: VerifiedCopies, dist_env: DistEnv, copy: CopyId) -> dict[int, InMemoryShard]:
-    """All parts of a copy by rank; each is told by the first worker that has read it."""
+    """Gather all shards of a copy by rank; each is sent by the first worker that read it."""
     own_shards = verified.own_shards.get(copy, {})
     first = [owner for owner, readers in verified.readers_by_copy[copy].items() if readers[0] == dist_env.rank]
     gathered = all_gather_json(dist_env, [own_shards[owner].model_dump(mode="json") for owner in first])
@@ -217,8 +217,8 @@ def _fetch_missing_shards(
     shards: Mapping[int, InMemoryShard],
     lacking: Sequence[int],
 ) -> int:
-    """Bring to each node the parts that its workers need and lack; their bytes, on all nodes together. All workers go
-    through the transfers in one order, so none waits for one that waits for it."""
+    """Fetch to each node the shards that its workers need and lack; return their bytes, over all nodes. All workers do
+    the transfers in the same order, so they cannot deadlock."""
     missing_by_rank = all_gather_json(dist_env, list(lacking))
     fetched = 0
     for node in range(verified.node_map.num_nodes):
@@ -232,13 +232,13 @@ def _fetch_missing_shards(
             elif dist_env.rank == ranks[0]:
                 _receive_shard_file(path, shard, source)
     if fetched:
-        all_gather_json(dist_env, None)  # what the first worker of a node received is there for the others
+        all_gather_json(dist_env, None)  # after this, what one worker of a node received is visible to the others
     return fetched
 
 
 def _send_shard_file(file: Path, shard: InMemoryShard, target: int) -> None:
-    """Who waits for it gets as many bytes in any case: what can no longer be read here is zeros, which the receiver
-    finds damaged."""
+    """Send a shard's file. The receiver waits for a fixed number of bytes, so what cannot be read is sent as zeros; the
+    receiver then finds the shard damaged."""
     with contextlib.ExitStack() as stack:
         content = None
         with contextlib.suppress(OSError):
@@ -254,7 +254,7 @@ def _send_shard_file(file: Path, shard: InMemoryShard, target: int) -> None:
 
 
 def _receive_shard_file(copy: Path, shard: InMemoryShard, source: int) -> None:
-    """What the disk has no room for is found missing when it is read."""
+    """Receive a shard's file. If the disk is full, verification finds it incomplete."""
     with contextlib.ExitStack() as stack:
         content = None
         with contextlib.suppress(OSError):
@@ -273,7 +273,7 @@ def _receive_shard_file(copy: Path, shard: InMemoryShard, source: int) -> None:
 
 
 def _message_sizes(shard: InMemoryShard) -> Iterator[int]:
-    """The sizes of the messages by which its file travels."""
+    """Yield the sizes of the messages that transfer the shard's file."""
     left = shard.files[shard.file_name].bytes
     while left:
         yield min(left, MESSAGE_BYTES)

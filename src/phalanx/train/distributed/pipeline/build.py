@@ -1,4 +1,4 @@
-"""A model as pipeline stages on the workers of a layout: cut up, each stage divided further, and run by a schedule."""
+"""Build the pipeline of a worker: cut the model into stages, parallelize each stage, and set up the schedule."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ if TYPE_CHECKING:
 def partition_model(
     model: nn.Module, loss_fn: LossFn, batch: TensorBatch, parallelism: Parallelism, model_plan: ModelPlan
 ) -> StagePartition:
-    """Where the model is cut into stages. RecipeError when it cannot be cut so."""
+    """Partition the model into stages. Raises RecipeError if it cannot be cut like this."""
     count = stages_of(parallelism)
     assign_stage_owners(parallelism.pipeline_schedule, count, parallelism.pipeline)
     if len(model_plan.blocks) < count:
         raise RecipeError(
             f"parallelism.pipeline: {count} stages ({parallelism.pipeline_schedule} on {parallelism.pipeline} ranks) "
-            f"need as "
-            f"many blocks, and the model has {len(model_plan.blocks)}"
+            f"need as many blocks, and the model has {len(model_plan.blocks)}"
         )
     dataflow = trace_dataflow(model, model_plan.blocks, _flatten_loss(loss_fn), batch)
     inside = {
@@ -50,7 +49,7 @@ def partition_model(
         for i, name in enumerate(model_plan.blocks)
     }
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    # Work goes with parameters: those of a block, and after the last those that only the loss needs (the head).
+    # The cost of a block is its number of parameters; the last also has those that only the loss uses (the head).
     weights = [float(sum(sizes[name] for name in names)) for names in inside.values()]
     after = float(sum(sizes[name] for name in dataflow.required_params[-1].difference(*inside.values())))
     bounds = balance_stage_bounds(
@@ -60,7 +59,7 @@ def partition_model(
 
 
 class PipelineRunner:
-    """This worker's pipeline under the face of an objective: a list of micro-batches for a step, one for a score."""
+    """This worker's pipeline with the interface of a step: takes the micro-batches of a step, or one to evaluate."""
 
     def __init__(self, pipeline: Pipeline, loss_fn: LossFn):
         self.pipeline = pipeline
@@ -71,16 +70,16 @@ class PipelineRunner:
         return next(iter(self.pipeline.stages.values())).training
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation mode of all stages."""
+        """Set training or evaluation mode of all stages."""
         for stage in self.pipeline.stages.values():
             stage.train(mode)
 
     def modules(self) -> Iterator[nn.Module]:
-        """Of all stages that are here."""
+        """Yield the modules of all stages on this worker."""
         return (module for stage in self.pipeline.stages.values() for module in stage.modules())
 
     def step(self, batches: Sequence[TensorBatch]) -> list[tuple[Tensor, Tensor | int]] | None:
-        """Forward and backward: loss and terms of each micro-batch on ranks that have the last stage."""
+        """Run forward and backward; return loss and terms of each micro-batch on ranks with the last stage."""
         results = self.pipeline.step(batches)
         return None if results is None else [(result[0], result[1]) for result in results]
 
@@ -110,9 +109,9 @@ def build_pipeline(
     seed: Callable[[int, int], None],
     get_loss_scale: Callable[[], float] | None,
 ) -> tuple[ParallelModel, PipelineRunner]:
-    """This worker's stages of `model`, divided as the layout says, and the pipeline that runs them. The model's
-    parameters go over to the stages; nothing else should hold it afterwards. `micro_batches` are those of a step in one
-    part of the batch. RecipeError when model, layout and schedule do not fit."""
+    """Build this worker's stages of `model`, parallelized, and the pipeline that runs them. The stages take over the
+    model's parameters; nothing else should hold the model afterwards. `micro_batches` is their number in a step in one
+    part of the batch. Raises RecipeError if model, parallelism and schedule do not fit."""
     parallelism = mesh.parallelism
     assert mesh.pipeline_group is not None
     model_plan = plan_model(model, parallelism, config)
@@ -158,7 +157,7 @@ def build_pipeline(
 
 
 def _flatten_loss(loss_fn: LossFn) -> Callable[[nn.Module, Any], tuple[Any, ...]]:
-    """The scoring of a step as a pipeline wants it: (sum of losses, number of terms)."""
+    """Wrap a loss function to return what a pipeline needs: (sum of losses, number of terms)."""
 
     def flat_loss_fn(model: nn.Module, batch: TensorBatch) -> tuple[Tensor, Tensor | int]:
         ((_, total, num_terms),) = loss_fn(model, batch)
@@ -170,7 +169,7 @@ def _flatten_loss(loss_fn: LossFn) -> Callable[[nn.Module, Any], tuple[Any, ...]
 def _make_tie_groups(
     partition: StagePartition, stage_owners: Sequence[int], mesh: Mesh, dist_env: DistEnv
 ) -> dict[str, TiedParam]:
-    """Parameters that stages on several ranks hold. Every rank makes all groups."""
+    """Create groups for the parameters that stages on several ranks hold. Every rank creates all groups."""
     found: dict[str, TiedParam] = {}
     for ranks in sorted(
         {tuple(sorted({stage_owners[stage] for stage in tied_stages.stages})) for tied_stages in partition.tied_params}
@@ -192,7 +191,7 @@ def _make_tie_groups(
 
 
 def _unify_tied_params(model: nn.Module, others: Sequence[nn.Module]) -> None:
-    """Have a stage use the very parameters that an earlier stage of this rank shares with it."""
+    """Make a stage use the same parameter objects as an earlier stage of this rank that shares them."""
     known = {name: parameter for other in others for name, parameter in other.named_parameters()}
     for name, parameter in list(model.named_parameters()):
         if name in known and known[name] is not parameter:
@@ -205,7 +204,7 @@ def _unify_tied_params(model: nn.Module, others: Sequence[nn.Module]) -> None:
 def _find_buffers_owned_elsewhere(
     buffer_owners: Mapping[str, int], own_stages: Sequence[int], models: Sequence[nn.Module]
 ) -> frozenset[str]:
-    """Buffers and extra state that stages on other ranks save."""
+    """Return buffers and extra state that stages on other ranks save."""
     names = {name for model in models for name, _ in model.named_buffers()}
     names |= {EXTRA_STATE_PREFIX + name for model in models for name in find_extra_state_modules(model)}
     return frozenset(name for name in names if buffer_owners[name] not in own_stages)
@@ -214,8 +213,8 @@ def _find_buffers_owned_elsewhere(
 def check_single_buffer_owner(
     partition: StagePartition, own_stages: Sequence[int], models: Sequence[nn.Module]
 ) -> None:
-    """RecipeError for a buffer that forwards change and that several stages of this rank have: each would have another
-    under one name."""
+    """Raise RecipeError for a buffer that forwards change and that several stages of this rank have: each would have
+    its own values under one name."""
     for name in sorted(partition.dataflow.changed_buffers):
         stages_with_buffer = [
             stage for stage, model in zip(own_stages, models, strict=True) if name in dict(model.named_buffers())

@@ -1,9 +1,9 @@
-"""How values flow in a model: what a pipeline must know of it before it can be cut, found by one run on no data.
+"""The dataflow of a model, which determines how a pipeline can cut it; found by one run without data.
 
-The model runs once, on tensors without data, and for each block (and for the loss, which comes after the last) the
-autograd graph is followed back to the parameters and to the outputs of earlier blocks. So nobody has to declare what is
-an embedding, a head or a tied weight, and skip connections are seen. What autograd does not see (a value that depends
-on another through integers or under `no_grad`) is not found. Cutting is `partition.py`.
+The model runs once, on fake tensors. For each block, and for the loss after the last, the autograd graph is followed
+back to the parameters and to the outputs of earlier blocks. So embeddings, heads and tied weights need not be declared,
+and skip connections are found. Dependencies that autograd does not record (through integers or under `no_grad`) are not
+found. `partition.py` cuts the model.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from phalanx.errors import RecipeError
 from phalanx.train.distributed.buffer_sync import updates_running_stats
 from phalanx.train.distributed.stubs import get_first_argument, iterate_tensors, map_tensors
 
-# What a step does with a model and a batch (of tensors): (sum of losses, number of terms, ...).
+# The loss of a model on a batch of tensors: (sum of losses, number of terms, ...).
 ModelLossFn = Callable[[nn.Module, Any], tuple[Any, ...]]
 
 
 class BlockOutput(NamedTuple):
-    """What a block returns: its activation alone, or first in a tuple or list."""
+    """The form of a block's output: the activation alone, or as the first element of a tuple or list."""
 
     container_type: type | None  # None: the activation alone
-    other_values: tuple[Any, ...]  # what comes after it, with None for tensors: they do not travel
+    other_values: tuple[Any, ...]  # the elements after it, with None for tensors, which are not sent
     keeps_shape: bool  # the activation has the shape of the block's first argument
     problem: str | None  # why there is no activation
 
@@ -38,7 +38,7 @@ class BlockOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataflow:
-    """How values flow in a model, of n blocks. Names are those of `model.named_parameters()`: tied weights have one."""
+    """The dataflow of a model of n blocks. Names are those of `model.named_parameters()`: tied weights have one."""
 
     blocks: tuple[str, ...]
     required_params: tuple[
@@ -46,30 +46,29 @@ class Dataflow:
     ]  # [n + 1] parameters that each block's output depends on; the last: the loss
     input_blocks: tuple[
         frozenset[int], ...
-    ]  # [n + 1] blocks whose output each block, and the loss, depends on directly
+    ]  # [n + 1] blocks with outputs that each block, and the loss, depends on directly
     extra_input_blocks: tuple[
         frozenset[int], ...
-    ]  # [n + 1] the same for what these blocks return besides their activation
+    ]  # [n + 1] the same for outputs of these blocks other than the activation
     takes_previous_output: tuple[
         bool, ...
-    ]  # [n - 1] whether a block gets as its first argument the very output of the one before
+    ]  # [n - 1] whether the first argument of a block is, as an object, the output of the block before
     outputs: tuple[BlockOutput, ...]  # [n]
     unused_params: frozenset[str]  # parameters that nothing depends on
     changed_buffers: Mapping[str, frozenset[int]]
-    """Buffers outside the blocks that a forward in training changes, by the first name of each, and where: in which
-    block, or behind which and before the next. What comes before the first block counts as in it."""
+    """Buffers outside the blocks that a training forward changes, by first name, and the blocks during or directly
+    after which they change. A change before the first block counts as in it."""
 
 
 def trace_dataflow(
     model: nn.Module, blocks: Sequence[str], loss_fn: ModelLossFn, batch: Any, *, use_real_data: bool = False
 ) -> Dataflow:
-    """Run the objective once and see what depends on what. Model and batch are left as they are.
+    """Run the loss once and record dependencies. Model and batch are left unchanged.
 
-    `blocks` are names of modules in the order in which they run. Tensors are fake, with shapes and dtypes but no data,
-    so this takes no memory and model or batch may be on the meta device. `use_real_data` runs it with the data, where
-    model and
-    batch are, for a model whose forward looks at values. RecipeError when the model cannot be run so, or its blocks do
-    not run one after the other.
+    `blocks` are names of modules in execution order. Tensors are fake, with shapes and dtypes but no data, so this
+    takes no memory, and model and batch may be on the meta device. `use_real_data` runs with real data, on the device
+    of model and batch, for a forward that depends on values. Raises RecipeError if the model cannot run like this, or
+    if its blocks do not run one after another.
     """
     if not blocks:
         raise RecipeError(
@@ -114,7 +113,7 @@ def trace_dataflow(
 
 
 class _LossWrapper(nn.Module):
-    """Model and objective as one module, so that `functional_call` can lend it other tensors."""
+    """Model and loss function as one module, so that `functional_call` can replace its tensors."""
 
     def __init__(self, model: nn.Module, loss_fn: ModelLossFn):
         super().__init__()
@@ -126,7 +125,7 @@ class _LossWrapper(nn.Module):
 
 
 class _DataflowTracer:
-    """Hooks that follow one forward."""
+    """Hooks that record one forward."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
@@ -136,10 +135,10 @@ class _DataflowTracer:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._block_params = [frozenset(names[id(p)] for p in module.parameters()) for module in modules]
         self._outside_params = frozenset(names.values()).difference(*self._block_params)
-        # Edges are kept, since nodes are known again only while something holds them.
+        # Edges must be kept, since autograd nodes are identifiable only while they are referenced.
         self._edges = [get_gradient_edge(p) for p in parameters.values() if p.requires_grad]
         trained = [name for name, p in parameters.items() if p.requires_grad]
-        # Parameters of integers have no gradients to follow: every stage gets them.
+        # Parameters without gradients cannot be traced: every stage gets them.
         self._untracked_params = self._outside_params.difference(trained)
         self._graph_sources: dict[Node, str | int] = {e.node: n for e, n in zip(self._edges, trained, strict=True)}
         self._required_params: list[frozenset[str]] = []
@@ -173,7 +172,7 @@ class _DataflowTracer:
             handle.remove()
 
     def build_dataflow(self, loss: Any) -> Dataflow:
-        """What was seen, given the loss."""
+        """Build the dataflow from the records and the loss."""
         count = len(self._outputs)
         if count < len(self._blocks):
             raise RecipeError(
@@ -184,8 +183,8 @@ class _DataflowTracer:
         idle = self._outside_params.difference(*self._required_params)
         if hidden := sorted(idle & self._no_grad_params):
             raise RecipeError(
-                f"parallelism.pipeline: parameter {hidden[0]} is used without autograd, so it cannot be told which "
-                "stages need it; compute it inside a block, or use parallelism.pipeline=1"
+                f"parallelism.pipeline: parameter {hidden[0]} is used without autograd, so the stages that need it "
+                "cannot be found; compute it inside a block, or use parallelism.pipeline=1"
             )
         return Dataflow(
             self._blocks,
@@ -202,11 +201,11 @@ class _DataflowTracer:
         return {name: (buffer, tensor_version(buffer)) for name, buffer in buffers.items() if name in self._buffers}
 
     def _current_block(self) -> int:
-        """Where the forward is now."""
+        """Return the block that the forward has reached."""
         return max(0, len(self._outputs) - 1)
 
     def _record_changed_buffers(self, block_index: int | None = None) -> None:
-        """Note which buffers were written to, or replaced, since the last look."""
+        """Record which buffers were written to, or replaced, since the last call."""
         now = self._buffer_versions_of(dict(self._model.named_buffers()))
         for name, (buffer, version) in now.items():
             before, count = self._buffer_versions.get(name, (None, 0))
@@ -217,7 +216,7 @@ class _DataflowTracer:
         self._buffer_versions = now
 
     def _make_statistics_hook(self, own: set[str]) -> Callable[..., None]:
-        """Running statistics are written to without being counted."""
+        """Running statistics are written to without incrementing the version counter."""
 
         def hook(*_: Any) -> None:
             for name in own:
@@ -246,7 +245,7 @@ class _DataflowTracer:
             self._outputs.append(returned)
             if returned.problem is not None:
                 return None
-            # Leaves in place of the outputs: what follows is seen to depend on them, and not on what lies behind.
+            # New leaves replace the outputs, so that later blocks depend on them and not on what is before.
             self._last_output = self._make_graph_source(output if returned.container_type is None else output[0], index)
             if returned.container_type is None:
                 return self._last_output
@@ -271,7 +270,7 @@ class _DataflowTracer:
         return hook
 
     def _trace_graph(self, outputs: Any) -> frozenset[str]:
-        """Note which blocks' outputs stand at the ends of the graph behind some tensors; the parameters that do."""
+        """Record the blocks with outputs at the ends of the graph of some tensors; return the parameters there."""
         queue = [get_gradient_edge(x).node for x in iterate_tensors(outputs) if x.requires_grad]
         seen = set(queue)
         while queue:

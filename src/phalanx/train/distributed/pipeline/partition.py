@@ -1,11 +1,10 @@
-"""Cutting any model into pipeline stages: where it may be cut, which parameters each stage needs, the stages.
+"""Partition any model into pipeline stages: where it may be cut, which parameters each stage needs, and the stages.
 
-Every stage runs the model's own forward on the same batch; only the hidden state travels. Stage k computes blocks
-[a, b). Blocks before a are passed through, the one just before a returns the activation that was received, and block b
-ends the forward (`train/distributed/stubs.py`). Names of parameters stay the model's own. Which parameters a stage
-needs is known from how values flow (`dataflow.py`): embeddings land on the first stage, the head on the last, a tied
-weight on both, a table that every block reads on all of them, whatever the model calls these. Running the stages is
-`schedule.py`.
+Every stage runs the model's own forward on the same batch; only the hidden state is sent. Stage k computes blocks [a,
+b). Blocks before a return their input, the one just before a returns the activation that was received, and block b ends
+the forward (`train/distributed/stubs.py`). Parameters keep the model's names. The dataflow (`dataflow.py`) says which
+parameters a stage needs: embeddings on the first stage, the head on the last, a tied weight on both, and a table that
+every block reads on all of them, whatever their names. `schedule.py` runs the stages.
 """
 
 import bisect
@@ -32,12 +31,12 @@ from phalanx.train.distributed.stubs import (
 )
 
 EMBEDDING_AND_HEAD_COST_BLOCKS = (
-    0.25  # what embedding and head count for, in blocks, where no weights are given: only enough to break ties
+    0.25  # cost of embedding and head, in blocks, if no weights are given: only enough to break ties
 )
 
 
 class TiedStages(NamedTuple):
-    """A parameter of which several stages have a copy: their gradients are to be added, and it counts once."""
+    """A parameter of which several stages have a copy: their gradients must be added, and it counts once."""
 
     name: str
     stages: tuple[int, ...]
@@ -52,13 +51,13 @@ def balance_stage_bounds(
     head_cost: float = 0.0,
     blocks_per_stage: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Bounds [stages + 1] of the stages' blocks: stage k has blocks [bounds[k], bounds[k + 1]), at least one.
+    """Return bounds [stages + 1] of the stages' blocks: stage k has blocks [bounds[k], bounds[k + 1]), at least one.
 
-    Without weights the numbers of blocks are as even as can be, and the ends, which also have embedding and head, get
-    the smaller ones. `weights` [blocks] say what each block costs (parameters, FLOPs, seconds), `embedding_cost` and
-    `head_cost`
-    what embedding and head do, in the same unit: the dearest stage becomes as cheap as possible. `blocks_per_stage`
-    [stages] gives the numbers of blocks outright. RecipeError when they do not fit.
+    Without weights the numbers of blocks are as even as possible, and the first and last stage, which also have
+    embedding and head, get the smaller ones. `weights` [blocks] is the cost of each block (parameters, FLOPs, seconds),
+    `embedding_cost` and `head_cost` those of embedding and head in the same unit; the cost of the most expensive stage
+    is minimized. `blocks_per_stage` [stages] sets the numbers of blocks directly. Raises RecipeError if they do not
+    fit.
     """
     if stages > blocks:
         raise RecipeError(
@@ -86,7 +85,7 @@ def balance_stage_bounds(
     def cost(first: int, end: int) -> float:
         return total[end] - total[first] + (embedding_cost if first == 0 else 0) + (head_cost if end == blocks else 0)
 
-    # best[end]: (dearest stage, sum of squares, bounds) of the stages so far, which hold blocks [0, end)
+    # best[end]: (cost of the most expensive stage, sum of squares, bounds) of the stages that hold blocks [0, end)
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(1, stages + 1):
         ends = [blocks] if stage == stages else range(stage, blocks - (stages - stage) + 1)
@@ -103,7 +102,7 @@ def balance_stage_bounds(
 
 @dataclass(frozen=True)
 class StagePartition:
-    """A model's stages: stage k computes blocks [bounds[k], bounds[k + 1]). Made by `partition_stages`."""
+    """The stages of a model: stage k computes blocks [bounds[k], bounds[k + 1]). Made by `partition_stages`."""
 
     dataflow: Dataflow
     bounds: tuple[int, ...]
@@ -113,22 +112,22 @@ class StagePartition:
         return len(self.bounds) - 1
 
     def block_names(self, stage: int) -> tuple[str, ...]:
-        """Names of a stage's own blocks."""
+        """Return the names of a stage's own blocks."""
         return self.dataflow.blocks[self.bounds[stage] : self.bounds[stage + 1]]
 
     def stage_of_block(self, block: int) -> int:
-        """The stage that computes a block."""
+        """Return the stage that computes a block."""
         return bisect.bisect_right(self.bounds, block) - 1
 
     def parameter_names(self, stage: int) -> frozenset[str]:
-        """Names of the parameters that a stage holds. Those that nothing uses are on the last."""
+        """Return the names of a stage's parameters. Unused parameters are on the last stage."""
         last = stage == self.num_stages - 1
         needs = self.dataflow.required_params[self.bounds[stage] : self.bounds[stage + 1] + last]
         return frozenset().union(*needs, self.dataflow.unused_params if last else ())
 
     @property
     def tied_params(self) -> tuple[TiedStages, ...]:
-        """Parameters that several stages hold, in order of name."""
+        """Return the parameters that several stages hold, in order of name."""
         stages_by_name: dict[str, list[int]] = {}
         for stage in range(self.num_stages):
             for name in self.parameter_names(stage):
@@ -139,7 +138,7 @@ class StagePartition:
 
 
 def partition_stages(dataflow: Dataflow, bounds: Sequence[int]) -> StagePartition:
-    """Stages with these bounds. RecipeError where the model cannot be cut."""
+    """Make stages with these bounds. Raises RecipeError if the model cannot be cut there."""
     names = dataflow.blocks
     for stage in range(1, len(bounds) - 1):
         boundary = bounds[stage]
@@ -159,10 +158,10 @@ def partition_stages(dataflow: Dataflow, bounds: Sequence[int]) -> StagePartitio
 
 
 def assign_buffer_owners(model: nn.Module, partition: StagePartition) -> dict[str, int]:
-    """The stage that keeps what a module of the whole model has besides parameters: buffers by their names, extra state
-    by its logical name. In a block it is the block's; a buffer that forwards change outside belongs to the stage that
-    has values there; others to the last that has the module, which alone comes to the end of the forward. RecipeError
-    for a buffer that several stages would change."""
+    """Return the stage that saves each buffer (by name) and each extra state (by logical name) of the whole model. In a
+    block it is the block's stage. A buffer outside that forwards change belongs to the stage that computes the change;
+    others to the last stage with the module, the only one to finish the forward. Raises RecipeError for a buffer that
+    several stages would change."""
     named = dict(model.named_modules(remove_duplicate=False))
     blocks = {id(named[name]) for name in partition.dataflow.blocks}
     stages_by_module: dict[str, list[int]] = {name: [] for name in named}
@@ -209,7 +208,7 @@ class PartialModel(NamedTuple):
     ]  # single parameters left out: module, attribute, meta tensor
 
     def set_device(self, device: torch.device) -> None:
-        """Have what stands for the parts left out say that it is on this device."""
+        """Set the device that the stubs' results claim to be on."""
         for stub in self.stubs:
             stub.device = device
         for module, name, like in self.placeholders:
@@ -217,9 +216,9 @@ class PartialModel(NamedTuple):
 
 
 def extract_stages(model: nn.Module, partition: StagePartition, stages: Sequence[int]) -> dict[int, PartialModel]:
-    """The models of these stages. Parameters and buffers are the given model's, not copies, so drop that afterwards;
-    where two of the stages have the same parameter (a tie), the later one gets a copy. RecipeError when the model's
-    Python objects cannot be copied."""
+    """Make the models of these stages. They take over the parameters and buffers of the given model, so drop it
+    afterwards; if two of the stages have the same parameter (tied), the later one gets a copy. Raises RecipeError if
+    the model's Python objects cannot be copied."""
     used_names: set[str] = set()
     models = {}
     for stage in stages:
@@ -233,7 +232,7 @@ def _extract_stage(model: nn.Module, partition: StagePartition, stage: int, used
     blocks = [model.get_submodule(name) for name in partition.dataflow.blocks]
     returned = partition.dataflow.outputs
     first, end = partition.bounds[stage], partition.bounds[stage + 1]
-    # What a deep copy finds here it takes as it is, in place of a copy: the model itself is not changed.
+    # A deep copy takes objects in this memo as they are: the model itself is not changed.
     copies: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if name not in needed_names:
@@ -275,7 +274,7 @@ def _extract_stage(model: nn.Module, partition: StagePartition, stage: int, used
 
 
 def _unneeded_modules(model: nn.Module, blocks: set[int], names: Sequence[str], needed: set[int]) -> list[nn.Module]:
-    """The outermost modules outside the blocks that have parameters, but none that the stage needs."""
+    """Return the outermost modules outside the blocks with parameters, but none that the stage needs."""
     around = {id(model)}
     for name in names:
         levels = name.split(".")
@@ -295,17 +294,16 @@ def _unneeded_modules(model: nn.Module, blocks: set[int], names: Sequence[str], 
 
 
 class StageModule(nn.Module):
-    """A stage as a module: the activation received [...] (None on the first stage) -> the activation to send, or, on
-    the last stage, the sum of losses (0-d, fp32). Parameters are called `model.` and then as in the model.
+    """A stage as a module: the received activation [...] (None on the first stage) -> the activation to send or, on the
+    last stage, the sum of losses (0-d, fp32). Parameters are named as in the model, with the prefix `model.`.
 
-    `set_batches` gives it the batches of a step, and `micro_batch_index` says whose turn it is: micro-batch
-    `micro_batch_index` is computed by the
-    next forward. What the objective returned for each, detached, is in `results` on the last stage.
+    `set_batches` sets the batches of a step, and `micro_batch_index` is the micro-batch that the next forward computes.
+    On the last stage `results` holds the loss function's result for each, detached.
 
-    In training mode `seed(micro_batch, stage)` sets the random numbers before each forward; it must mix in the stage,
-    or the stages' dropout masks would be alike. Stages draw where one process would draw on, so with dropout the
-    numbers are others than in one process, but the same in every run with the same stages. `context` is made anew
-    around each forward: autocast.
+    In training mode `seed(micro_batch, stage)` seeds the random numbers before each forward; it must mix in the stage,
+    otherwise the stages' dropout masks would be equal. Because each stage is seeded, dropout differs from that of a
+    single process, but is the same in every run with the same stages. `context` makes a new context for each forward:
+    autocast.
     """
 
     def __init__(
@@ -334,7 +332,7 @@ class StageModule(nn.Module):
         self._context = context
 
     def set_batches(self, batches: Sequence[Any], loss_fn: ModelLossFn | None = None) -> None:
-        """Take the batches of the next forwards, and another objective for them if one is given."""
+        """Set the batches of the next forwards and, if given, another loss function for them."""
         self._batches = batches
         self._current_loss_fn = loss_fn or self.loss_fn
         self.results = [None] * len(batches)
@@ -366,6 +364,6 @@ class StageModule(nn.Module):
 
     def _prepare_output(self, hidden: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            # All of it is frozen. The next stage sends a gradient all the same: schedules know no other way.
+            # Everything is frozen. The next stage still sends a gradient, because schedules require one.
             hidden = hidden.detach().requires_grad_()
         return hidden.contiguous()

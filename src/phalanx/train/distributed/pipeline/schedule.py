@@ -1,15 +1,14 @@
-"""Running the stages of a pipeline: forward and backward by the schedules of torch.distributed.pipelining, forward
-alone by a loop of our own.
+"""Run the stages of a pipeline: train with the schedules of torch.distributed.pipelining, evaluate in a forward loop.
 
-    gpipe        all forwards, then all backwards                        (Huang et al. 2019)
-    1f1b         one forward, one backward, in turn: less memory         (Narayanan et al. 2021)
-    interleaved  1f1b with several stages a rank: smaller bubbles        (Narayanan et al. 2021)
-    zero-bubble  the backward in two halves, for inputs and for weights, which fills the bubbles (Qi et al. 2023 and,
-                 with two stages a rank, as a V: the first and the last stage on one rank, Qi et al. 2024)
+    gpipe        all forwards, then all backwards                         (Huang et al. 2019)
+    1f1b         alternate one forward and one backward: less memory      (Narayanan et al. 2021)
+    interleaved  1f1b with several stages per rank: smaller bubbles       (Narayanan et al. 2021)
+    zero-bubble  split the backward into input and weight gradients, which fills the bubbles (Qi et al. 2023 and, with
+                 two stages per rank, as a V: first and last stage on one rank, Qi et al. 2024)
 
-Every rank of the pipeline calls `step` or `evaluate` with the same batches. Gradients are left in the parameters as
-sums over micro-batches, and added to what is there. Adding them over tied parameters, replicas or shards, dividing
-and updating is the caller's. Cutting the model is `partition.py`.
+Every rank of the pipeline calls `step` or `evaluate` with the same batches. Gradients are accumulated in the parameters
+as sums over micro-batches. The caller reduces them over tied parameters, replicas and shards, divides and updates.
+`partition.py` cuts the model.
 """
 
 import itertools
@@ -39,14 +38,14 @@ from phalanx.train.distributed.pipeline.partition import StageModule
 from phalanx.train.distributed.stubs import iterate_tensors
 
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# Schedules that compute the backward in two halves. They need the graph of every operation, so blocks must not be
-# compiled, and they add to `.grad` without running hooks that wait for gradients to accumulate.
+# Schedules that split the backward. They need the graph of every operation, so blocks must not be compiled, and they
+# add to `.grad` without running post-accumulate hooks.
 SPLIT_BACKWARD_SCHEDULES = ("zero-bubble",)
 
 
 def assign_stage_owners(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
-    """The rank of each stage: in turn (0, 1, 0, 1), or as a V (0, 1, 1, 0) for zero-bubble with two stages a rank.
-    RecipeError when the schedule cannot have so many stages on so many ranks."""
+    """Return the rank of each stage: round-robin (0, 1, 0, 1), or as a V (0, 1, 1, 0) for zero-bubble with two stages
+    per rank. Raises RecipeError if the schedule does not support this number of stages and ranks."""
     if schedule not in PIPELINE_SCHEDULES:
         raise RecipeError(f"parallelism.pipeline: no schedule {schedule!r}; expected {', '.join(PIPELINE_SCHEDULES)}")
     if problem := stages_problem(schedule, stages, ranks):
@@ -57,8 +56,9 @@ def assign_stage_owners(schedule: str, stages: int, ranks: int) -> tuple[int, ..
 
 
 def check_micro_batches(schedule: str, micro_batches: int, stages: int, ranks: int, samples: int | None = None) -> None:
-    """RecipeError when the schedule cannot run with so many micro-batches a step. With `samples`, how many the
-    pipeline gets a step, it names the values of batch.micro_size that fit, else the numbers of micro-batches."""
+    """Raise RecipeError if the schedule cannot run with this number of micro-batches per step. `samples` is the number
+    of samples that the pipeline gets per step; the error then lists valid values of batch.micro_size, otherwise numbers
+    of micro-batches."""
     if fitting(schedule, micro_batches, stages, ranks):
         return
     if samples is None:
@@ -78,7 +78,7 @@ def check_micro_batches(schedule: str, micro_batches: int, stages: int, ranks: i
 
 
 class ActivationSpec(NamedTuple):
-    """What travels from one stage to the next."""
+    """Shape and dtype of the activation between two stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -88,19 +88,18 @@ class ActivationSpec(NamedTuple):
 
 
 class StageIO(NamedTuple):
-    """What a stage receives and sends: None at the ends."""
+    """What a stage receives and sends: None at the ends of the pipeline."""
 
     received: ActivationSpec | None
     sent: ActivationSpec | None
 
 
 class Pipeline:
-    """This rank's stages of a pipeline over `group`, by number. They may have been wrapped, sharded or compiled.
+    """This rank's stages of a pipeline over `group`, by stage number. They may be wrapped, sharded or compiled.
 
-    `get_loss_scale` is asked in each backward for the factor of the loss (fp16). The shapes of activations are found at
-    the
-    first step, by a forward of each stage in turn on zeros, and again when a batch has another shape; all micro-batches
-    of a step must have the same.
+    `get_loss_scale` is called in each backward for the loss scale (fp16). Activation shapes are found in the first
+    step, by a forward of each stage in turn on zeros, and again if the batch has another shape. All micro-batches of a
+    step must have the same shape.
     """
 
     def __init__(
@@ -125,8 +124,8 @@ class Pipeline:
             raise ValueError(f"rank {self._rank} has stages {own} under {schedule}, not {list(self.stages)}")
         if schedule in SPLIT_BACKWARD_SCHEDULES:
             for module in itertools.chain(*(stage.modules() for stage in stages.values())):
-                # Before the backward they look for the parameters in the graph, where only unsharded ones stand:
-                # those that were given back after the forward would silently get no gradient.
+                # These schedules look up parameters in the graph before the backward. It has only unsharded ones;
+                # parameters that were freed after the forward would silently get no gradient.
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False, recurse=False)
         self._get_loss_scale = get_loss_scale
@@ -134,28 +133,28 @@ class Pipeline:
         self._torch_schedule: tuple[Any, Any] = (None, None)
 
     def step(self, batches: Sequence[Any]) -> list[Any] | None:
-        """Forward and backward of all micro-batches: what the objective returned for each, detached, on the rank that
-        has the last stage, None elsewhere. The first of each is the sum of losses. RecipeError when the schedule does
-        not fit their number."""
+        """Run forward and backward of all micro-batches. Return, on the rank with the last stage, the loss function's
+        result for each, detached (the first element is the sum of losses); None on other ranks. Raises RecipeError if
+        the schedule does not support their number."""
         check_micro_batches(self.schedule, len(batches), self.num_stages, self.group.size())
         torch_schedule = self._get_torch_schedule(batches)
         for stage in self.stages.values():
             stage.set_batches(batches)
-        # Losses are given out by the stage. Schedules want targets, to know the micro-batches of the last stage.
+        # The stage computes the losses. Schedules need targets, from which they know the micro-batch in the last stage.
         target = torch.arange(len(batches)) if self._has_last else None
         try:
             torch_schedule.step(target=target, return_outputs=False)
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
-            # Schedules make a RuntimeError of everything; the caller tells out of memory from a bad recipe.
+                # Schedules wrap every error in a RuntimeError; the caller must see the cause, such as out of memory.
             error.__cause__.add_note(str(error).strip())
             raise error.__cause__ from None
         return self._take_results()
 
     def evaluate(self, batches: Sequence[Any], loss_fn: ModelLossFn | None = None) -> list[Any] | None:
-        """Forward of any number of batches of one shape, without gradients: what the objective (that of the stages
-        unless another is given) returned for each, on the rank that has the last stage, None elsewhere."""
+        """Run forward of any number of batches of one shape, without gradients. Return, on the rank with the last
+        stage, the result of the loss function (`loss_fn`, or that of the stages) for each; None on other ranks."""
         if not batches:
             return [] if self._has_last else None
         with torch.no_grad():
@@ -173,11 +172,11 @@ class Pipeline:
         last = self.stages.get(self.num_stages - 1)
         for stage in self.stages.values():
             results = stage.results
-            stage.set_batches(())  # batches are not kept until the next step
+            stage.set_batches(())  # do not keep the batches in memory until the next step
         return results if last is not None else None
 
     def _get_torch_schedule(self, batches: Sequence[Any]) -> Any:
-        """The schedule for batches of this shape and number."""
+        """Return the schedule for batches of this shape and number."""
         key = (_tensor_shapes(batches[0]), len(batches))
         if self._torch_schedule[0] != key:
             stage_ios = self._get_stage_ios(batches)
@@ -205,7 +204,7 @@ class Pipeline:
         return loss if scale == 1.0 else loss * scale
 
     def _get_stage_ios(self, batches: Sequence[Any]) -> dict[int, StageIO]:
-        """What own stages receive and send for such batches: known, or found by a forward of each stage in turn."""
+        """Return what this rank's stages receive and send for such batches: cached, or found by a forward on zeros."""
         key = _tensor_shapes(batches[0])
         if any(_tensor_shapes(batch) != key for batch in batches):
             raise ValueError("micro-batches of one step must have the same shapes")
@@ -215,7 +214,7 @@ class Pipeline:
 
     def _infer_stage_ios(self, batch: Any) -> dict[int, StageIO]:
         stage_ios: dict[int, StageIO] = {}
-        local_output: ActivationSpec | None = None  # by the stage before, where that is on this rank
+        local_output: ActivationSpec | None = None  # of the previous stage, if it is on this rank
         for index, stage in self.stages.items():
             received = None
             if index > 0:
@@ -244,7 +243,7 @@ class Pipeline:
         hidden = stage(None if received is None else received.make_example(self.device))
         stage.set_batches(())
         with torch.no_grad():
-            for buffer, before in buffers:  # running statistics have seen nothing
+            for buffer, before in buffers:  # undo the update of running statistics
                 buffer.copy_(before)
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -255,7 +254,7 @@ class Pipeline:
         return dist.get_global_rank(self.group, self.stage_owners[stage])
 
     def _run_forward(self, count: int, stage_ios: Mapping[int, StageIO]) -> None:
-        """Forward of micro-batches 0..count-1 through own stages, in groups of as many micro-batches as ranks."""
+        """Run forward of micro-batches 0..count-1 through this rank's stages, in groups of the number of ranks."""
         ranks = self.group.size()
         groups = [range(first, min(first + ranks, count)) for first in range(0, count, ranks)]
         task_groups = [
@@ -263,7 +262,7 @@ class Pipeline:
             for group in groups
         ]
         p2p = _ActivationP2P(itertools.chain(*task_groups), self.stage_owners, stage_ios, self.group, self.device)
-        local_outputs: dict[int, Tensor] = {}  # by micro-batch: from one stage of this rank to the next
+        local_outputs: dict[int, Tensor] = {}  # by micro-batch, from one stage of this rank to the next
         for tasks in task_groups:
             p2p.start_group()
             for index, micro_batch_index in tasks:
@@ -289,13 +288,12 @@ class Pipeline:
         p2p.close()
 
 
-ActivationHop = tuple[int, int]  # the output of a stage for a micro-batch, on its way to the next stage
+ActivationHop = tuple[int, int]  # the output of a stage for a micro-batch, to be sent to the next stage
 
 
 class _ActivationP2P:
-    """Activations between ranks. Between any two ranks they are started in one order on both sides, the order of
-    `tasks` (stage, micro-batch), as NCCL needs it: an activation that is to be received is asked for before a later
-    one is sent."""
+    """Activations between ranks. Both sides of a pair of ranks start the messages between them in the same order, that
+    of `tasks` (stage, micro-batch), as NCCL requires: a receive is posted before a later send is."""
 
     def __init__(
         self,
@@ -316,7 +314,7 @@ class _ActivationP2P:
         self._pending_sends: deque[list[tuple[Tensor, Any]]] = deque()
 
     def receive(self, hop: ActivationHop) -> Tensor:
-        """What the previous stage sends."""
+        """Receive the output of the previous stage."""
         while hop not in self._pending_recvs:
             self._post_recv(self._owners[hop[0]])
         buffer, work = self._pending_recvs.pop(hop)
@@ -324,7 +322,7 @@ class _ActivationP2P:
         return buffer
 
     def send(self, hop: ActivationHop, hidden: Tensor) -> None:
-        """To the next stage, without waiting for it."""
+        """Send to the next stage, without waiting."""
         peer = self._owners[hop[0] + 1]
         while self._hops[peer][0] != hop:
             self._post_recv(peer)
@@ -333,13 +331,13 @@ class _ActivationP2P:
         self._pending_sends[-1].append((hidden, work))
 
     def start_group(self) -> None:
-        """Let go of what was sent two groups ago: it has surely been asked for, so waiting cannot block for ever."""
+        """Release the sends of two groups ago. Their receives are certainly posted, so waiting cannot deadlock."""
         self._pending_sends.append([])
         while len(self._pending_sends) > 2:
             self._wait_sends(self._pending_sends.popleft())
 
     def close(self) -> None:
-        """Wait for all that was sent."""
+        """Wait for all sends."""
         for sent in self._pending_sends:
             self._wait_sends(sent)
 
@@ -356,8 +354,8 @@ class _ActivationP2P:
 
 
 class _IndexedStage(PipelineStage):
-    """Tells its module which micro-batch is computed, as a number: an index given as a tensor would have to be read
-    back from the device."""
+    """Sets the index of the micro-batch on its module as a Python number: an index given as a tensor would have to be
+    read back from the device."""
 
     def __init__(self, stage: StageModule, *args: Any, **kwargs: Any):
         super().__init__(stage, *args, **kwargs)
@@ -369,7 +367,7 @@ class _IndexedStage(PipelineStage):
 
 
 def _make_torch_schedule(schedule: str, stages: list[Any], micro_batches: int, loss: Callable[..., Tensor]) -> Any:
-    """A schedule of torch's. Losses are sums: gradients are not to be divided by the number of micro-batches."""
+    """Make a schedule of torch. Losses are sums: gradients must not be divided by the number of micro-batches."""
     if schedule == "gpipe":
         return ScheduleGPipe(stages[0], micro_batches, loss, scale_grads=False)
     if schedule == "1f1b":

@@ -1,1 +1,1 @@
-"""Algorithms of gradient synchronization, one a module."""
+"""Algorithms of gradient synchronization, one per module."""

@@ -1,4 +1,4 @@
-"""The library's own all-reduce, one a bucket: what NCCL or gloo holds best for the size."""
+"""One all-reduce of the library (NCCL, gloo) per bucket."""
 
 import torch.distributed as dist
 
@@ -7,7 +7,7 @@ from phalanx.train.grad_sync.buckets import Bucket
 
 
 class AllReduceAlgorithm(LosslessAlgorithm):
-    """One stage, which the library overlaps with backward by itself."""
+    """One phase, which the library overlaps with backward automatically."""
 
     is_two_phase = False
 

@@ -1,11 +1,10 @@
-"""What an exchange asks of a strategy: how one bucket after the other is summed over the workers.
+"""The interface of a gradient synchronization algorithm: sum one bucket after another over the workers.
 
-A sum has up to two stages on the network, with arithmetic before, between and after them. `start` begins the first as
-soon as backward has filled the bucket; `start_second_phase` runs when that has arrived, beside backward, and begins the
-second;
-`finish` runs at the end of the step. All workers send buckets in the same order, and answer them in the same order. The
-two stages go over groups of their own: which of several buckets is at which stage depends on time, and operations of
-one group must come in one order everywhere.
+A sum has up to two communication phases, with arithmetic before, between and after them. `start` starts the first as
+soon as backward has filled the bucket. `start_second_phase` runs when the first has arrived, while backward continues,
+and starts the second. `finish` runs at the end of the step. All workers run each phase over the buckets in the same
+order. The two phases use separate groups: how the phases of different buckets interleave depends on timing, but the
+operations of one group must have the same order on all workers.
 """
 
 from collections.abc import Sequence
@@ -19,15 +18,15 @@ from phalanx.train.ops.collectives import Group
 
 
 class PendingWork(Protocol):
-    """An operation under way, as torch.distributed returns it."""
+    """An asynchronous operation, as torch.distributed returns it."""
 
     def wait(self) -> object:
-        """Until it is done; raises what ended it."""
+        """Wait until it is complete; raises its error."""
 
 
 @dataclass(frozen=True)
 class PendingWorks:
-    """Several operations, begun one after the other."""
+    """Several operations, started one after another."""
 
     pending: Sequence[PendingWork | None]
 
@@ -39,8 +38,8 @@ class PendingWorks:
 
 @dataclass(frozen=True)
 class CommContext:
-    """Where a strategy works: as `rank` of `world_size`, over `group` and `second_group`, two groups of the same
-    workers. `node_of_rank` tells of each rank on which machine it is, by number."""
+    """The communication context of an algorithm: `rank` of `world_size`, in `group` and `second_group`, two groups of
+    the same workers. `node_of_rank` is the node number of each rank."""
 
     rank: int
     world_size: int
@@ -51,17 +50,17 @@ class CommContext:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether threads carry buckets, and messages take the place of operations of the library that need more of the
-        processor."""
+        """Whether to use threads, and point-to-point messages instead of collectives that need more CPU time."""
         return self.device.type == "cpu"
 
 
 class GradSyncAlgorithm(Protocol):
-    """Sums buckets. `carries_metrics`: fp32 is summed as it is, so that other numbers can go along in a bucket's slots.
-    `is_two_phase`: it has a second stage, or does everything there. `uses_error_feedback`: buckets need a `residual`
-    for what could
-    not be sent yet; `is_low_rank`: and `bases`, on which gradients are projected. `num_channels`: so many buckets may
-    be at the same stage side by side, for whoever can tell apart what arrives."""
+    """Sums buckets.
+
+    `carries_metrics`: sums are plain fp32, so metric slots can be part of a bucket. `is_two_phase`: it has a second
+    phase, or does everything there. `uses_error_feedback`: buckets need a `residual` for what could not be sent yet.
+    `is_low_rank`: buckets also need `projection_bases`. `num_channels`: the number of buckets that may be in the same
+    phase at once; above 1 only if the algorithm can tell their messages from each other."""
 
     carries_metrics: bool
     is_two_phase: bool
@@ -70,17 +69,17 @@ class GradSyncAlgorithm(Protocol):
     num_channels: int
 
     def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
-        """Bucket `bucket_index` is full: send what others need of it."""
+        """Send what others need of bucket `bucket_index`, which is full."""
 
     def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
-        """What was sent has arrived."""
+        """Process what the first phase received, and start the second."""
 
     def finish(self, bucket_index: int, bucket: Bucket) -> None:
-        """What was answered has arrived: leave the sum in the bucket's slab."""
+        """Process what the second phase received, and leave the sum in the bucket's buffer."""
 
 
 class AlgorithmFactory(Protocol):
-    """Makes a strategy for the buckets of an exchange."""
+    """Makes an algorithm for the buckets of a reducer."""
 
     carries_metrics: bool
     is_two_phase: bool
@@ -91,7 +90,7 @@ class AlgorithmFactory(Protocol):
 
 
 class LosslessAlgorithm:
-    """A strategy that holds nothing back."""
+    """An algorithm without error feedback."""
 
     carries_metrics = True
     is_two_phase = True

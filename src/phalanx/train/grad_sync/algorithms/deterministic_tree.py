@@ -1,11 +1,12 @@
-"""Micro-batches added in the fixed tree of `train/grad_sync/summation_tree.py`: the same bits for any number of workers
+"""Add micro-batch gradients in the fixed tree of `summation_tree.py`: the same bits for any number of workers
 (`determinism: elastic`).
 
-Each worker gets the nodes of its part of the bucket; it adds them, and all get the sums (`p2p_scatter_gather.py`).
-Where every worker has one node, as with powers of two, these are the bytes of a ring: 2 (n - 1)/n of the gradients.
+Each worker receives the tree nodes of its part of the bucket and adds them; then the sums are all-gathered
+(`p2p_scatter_gather.py`). If every worker has one node, as with powers of two, the bytes are those of a ring: 2 (n -
+1)/n of the gradients.
 
-A bucket that is larger than others, because one parameter is, travels in pieces: one is added up while the next
-arrives. The bits are those of the whole, for a sum is made number by number.
+A bucket that is oversized, because one parameter is, is sent in chunks: one is added while the next arrives. The bits
+do not change, since each element is summed separately.
 """
 
 import math
@@ -22,9 +23,9 @@ from phalanx.train.grad_sync.summation_tree import TreeNode, sum_tree
 
 
 class DeterministicTree(LosslessAlgorithm):
-    """`tree_nodes_by_rank`: of each worker the nodes of the tree over `num_micro_batches` that it has in
-    `bucket.finished`. `max_bytes`: bytes
-    that travel together. Buffers are kept from step to step: memory that is used for the first time is slow."""
+    """`tree_nodes_by_rank`: for each worker, the nodes of the tree over `num_micro_batches` that it has in
+    `bucket.tree_nodes`. `max_bytes`: maximum bytes of a chunk. Buffers are reused between steps, because the first use
+    of memory is slow."""
 
     carries_metrics = False
     num_channels = P2P_CHANNELS
@@ -55,7 +56,7 @@ class DeterministicTree(LosslessAlgorithm):
             ]
         for chunk in self._chunks[bucket_index]:
             chunk.start(bucket, self._scatter_gather)
-        return None  # each piece is waited for when it is added
+        return None  # each chunk is waited for when it is added
 
     def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
         return PendingWorks(
@@ -67,7 +68,7 @@ class DeterministicTree(LosslessAlgorithm):
 
 
 class _BucketChunk:
-    """Part `span` of a bucket, which every worker has a part of again."""
+    """Chunk `span` of a bucket, of which every worker again adds a part."""
 
     def __init__(self, span: slice, world_size: int, tree_nodes_by_rank: Sequence[Sequence[TreeNode]], bucket: Bucket):
         part, num_own_nodes = (span.stop - span.start) // world_size, len(bucket.tree_nodes)
@@ -82,7 +83,7 @@ class _BucketChunk:
         self._pending: PendingWork | None = None
 
     def start(self, bucket: Bucket, scatter_gather: P2PScatterGather) -> None:
-        """Give each worker its part of every node that is here."""
+        """Send each worker its part of every node on this worker."""
         parts = [node.flat[self._span] for node in bucket.tree_nodes]
         sent = parts[0]
         if self._sent is not None:
@@ -92,7 +93,7 @@ class _BucketChunk:
     def start_second_phase(
         self, bucket_index: int, bucket: Bucket, num_micro_batches: int, scatter_gather: P2PScatterGather
     ) -> PendingWork | None:
-        """Add the nodes of the own part, and gather the sums."""
+        """Add the nodes of this worker's part, and start to gather the sums."""
         if self._pending is not None:
             self._pending.wait()
         values = list(self._received.view(len(self._nodes), -1))
@@ -101,8 +102,8 @@ class _BucketChunk:
 
 
 def split_evenly(length: int, unit: int, max_elements: float) -> list[slice]:
-    """[0, length) in as few nearly equal parts as have at most `max_elements` elements each, whole units; a part has at
-    least one unit."""
+    """Split [0, length) into the fewest nearly equal slices of at most `max_elements` elements each, in multiples of
+    `unit`; a slice has at least one unit."""
     units = length // unit
     count = min(math.ceil(length / max_elements), units)
     ends = [units * k // count * unit for k in range(count + 1)]

@@ -1,9 +1,10 @@
-"""Inside the node first (Goyal et al. 2017, sec. 4): little crosses the network between nodes, where links are slow.
+"""Hierarchical all-reduce: first within the node, then between nodes, where links are slow (Goyal et al. 2017, sec. 4).
 
-Workers of a node leave parts of its sum with some of them; these sum their part over all nodes, in a ring of one worker
-a node; then the parts are handed out inside. As many workers of each node serve as the smallest node has. A node's
-ports carry 2 (m - 1)/m of the gradients among m nodes, however many workers. With every
-worker on a node of its own it is the ring, with all on one node the sharded server.
+The workers of a node reduce-scatter to the servers of the node. Each server all-reduces its part with its counterparts
+on the other nodes, in a ring with one worker per node; then the servers broadcast the parts within the node. Each node
+has as many servers as the smallest node has workers. A node's links carry 2 (m - 1)/m of the gradients for m nodes,
+whatever the number of workers. With one worker per node it is the ring algorithm; with one node, the sharded parameter
+server.
 """
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from phalanx.train.grad_sync.buckets import Bucket
 
 
 class HierarchicalAllReduce(P2PAlgorithm):
-    """Two levels: the node, and all nodes."""
+    """Two levels: within the node and between nodes."""
 
     def __init__(self, comm: CommContext, buckets: object):
         super().__init__(comm, buckets)
@@ -42,6 +43,6 @@ class HierarchicalAllReduce(P2PAlgorithm):
         broadcast_from_servers(channel, flat, self._servers, self._ranks_on_node, rank)
 
     def _own_part_and_ring(self, flat: Tensor) -> tuple[Tensor, list[int]]:
-        """The part of the gradients that this worker serves, and who serves it in other nodes."""
+        """Return the part of the gradients that this worker serves, and the ring of servers of that part."""
         own = self._servers.index(self._comm.rank)
         return flat.tensor_split(len(self._servers))[own], self._inter_node_rings[own]

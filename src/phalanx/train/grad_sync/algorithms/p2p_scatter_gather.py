@@ -1,8 +1,8 @@
-"""Parts of a bucket between all workers: both halves of a sum, for strategies that add up by themselves.
+"""All-to-all and all-gather of parts of a bucket, for algorithms that do the summation themselves.
 
-On a GPU these are the library's all-to-all and all-gather. On a CPU they are messages, for gloo's operations take more
-of the processor, and memory that is new each time. Parts that differ for each worker go to all of them at once; those
-that all get are handed on from worker to worker, so that on a slow network nobody hears from several at once.
+On a GPU these are the library's collectives. On a CPU they are point-to-point messages, because gloo's collectives use
+more CPU time and allocate memory on each call. In the all-to-all, all messages are sent at once. In the all-gather,
+parts are forwarded around a ring, so that on a slow network no worker receives from several at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,11 @@ from phalanx.train.grad_sync.algorithms.ring import ring_all_gather
 from phalanx.train.ops.collectives import Group
 
 ALL_TO_ALL_TAG = 2026
-"""Of what is spread, so that other messages over the same group are not taken for it."""
+"""Tag of the all-to-all, so that its messages are not confused with others on the same group."""
 
 
 class P2PScatterGather:
-    """What goes between the workers of a site: it is spread over the first of its groups, and gathered over the second.
-    Tensors are flat and contiguous."""
+    """All-to-all over the first group of `comm`, all-gather over the second. Tensors are flat and contiguous."""
 
     def __init__(self, comm: CommContext):
         self._comm, self._channel = comm, P2PChannel(comm.second_group, (comm.group, comm.second_group))
@@ -32,8 +31,8 @@ class P2PScatterGather:
     def all_to_all(
         self, sent: Tensor, received: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> PendingWork | None:
-        """Begin to give each worker its part of what is here, so many numbers `send_counts` to each rank and
-        `recv_counts` from each."""
+        """Start to send each rank its part of `sent`: `send_counts[rank]` elements to, and `recv_counts[rank]` elements
+        from each rank."""
         if self._comm.on_cpu:
             return _P2PAllToAll(
                 sent.split(list(send_counts)), received.split(list(recv_counts)), self._comm, self._comm.group
@@ -44,8 +43,8 @@ class P2PScatterGather:
         return work
 
     def all_gather(self, bucket_index: int, own: Tensor, whole: Tensor) -> PendingWork | None:
-        """Bring the parts of all workers, which are equally long, to each of them. They are of bucket `bucket_index`:
-        several may be gathered side by side. On a CPU it is done by whoever waits for it."""
+        """Gather the equally long parts of all workers to each worker. Several buckets may be gathered concurrently. On
+        a CPU the work is done by the thread that waits for it."""
         if not self._comm.on_cpu:
             return all_gather_into(whole, own, self._comm.second_group, wait=False)
         rank, world_size = self._comm.rank, self._comm.world_size
@@ -57,15 +56,15 @@ class P2PScatterGather:
 
 @dataclass(frozen=True)
 class _DeferredTask:
-    """What is done when it is waited for."""
+    """Work that is done when it is waited for."""
 
     wait: Callable[[], None]
 
 
 class _P2PAllToAll:
-    """Messages to each rank, and from each; the nearest in the ring first, so that not all begin with the same one. Who
-    fails closes all connections of the site: the others may be waiting for what was to follow from here, and would not
-    learn of the one that is gone before that has come."""
+    """Messages to and from each rank, in ring order, so that not all ranks start with the same peer. On a failure all
+    connections of the groups are closed: the peers may wait for later messages of this worker, and would not notice
+    otherwise."""
 
     def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], comm: CommContext, group: Group):
         self._work: list[PendingWork | None] = []

@@ -1,9 +1,8 @@
-"""Parameter servers among the workers: they take everybody's gradients in, add them in the order of ranks, and send the
-sum to all.
+"""Parameter servers among the workers: they receive all gradients, add them in rank order, and send the sum to all.
 
-`ParameterServer`: rank 0 serves, the baseline that FireCaffe beat: (n - 1) |W| through one port in, then out;
-it needs room for everybody's bucket, on CPUs for three of each. `ShardedParameterServer`: every
-worker serves an equal part (Li et al. 2014, OSDI), with all ports busy both ways: the bytes of a ring.
+`ParameterServer`: rank 0 serves, the baseline of FireCaffe: (n - 1) |W| into one port, then out. It needs memory for
+the bucket of every worker, on CPUs for three buckets of each. `ShardedParameterServer`: every worker serves an equal
+part (Li et al. 2014, OSDI); all ports are busy in both directions, with the bytes of a ring.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from phalanx.train.grad_sync.buckets import Bucket
 
 
 class ParameterServer(P2PAlgorithm):
-    """Rank 0 serves all."""
+    """Rank 0 serves all parts."""
 
     def __init__(self, comm: CommContext, buckets: object):
         super().__init__(comm, buckets)
@@ -37,7 +36,7 @@ class ParameterServer(P2PAlgorithm):
 
 
 class ShardedParameterServer(ParameterServer):
-    """Every rank serves a part."""
+    """Every rank serves an equal part."""
 
     def _choose_servers(self, world_size: int) -> Sequence[int]:
         return range(world_size)
@@ -46,7 +45,7 @@ class ShardedParameterServer(ParameterServer):
 def reduce_to_servers(
     channel: P2PChannel, flat: Tensor, servers: Sequence[int], clients: Sequence[int], rank: int
 ) -> None:
-    """Leave with each of `servers` the sum over `clients`, of which they are some, of its equal part of `flat`."""
+    """Leave on each of `servers` the sum over `clients` (which include the servers) of its equal part of `flat`."""
     parts = dict(zip(servers, flat.tensor_split(len(servers)), strict=True))
     own = parts.pop(rank, None)
     if own is None:
@@ -64,7 +63,7 @@ def reduce_to_servers(
 def broadcast_from_servers(
     channel: P2PChannel, flat: Tensor, servers: Sequence[int], clients: Sequence[int], rank: int
 ) -> None:
-    """Give all `clients` the parts of `flat` that `servers` have."""
+    """Send the parts of `flat` from `servers` to all `clients`."""
     parts = dict(zip(servers, flat.tensor_split(len(servers)), strict=True))
     own = parts.pop(rank, None)
     sent = [] if own is None else [(client, own) for client in clients if client != rank]

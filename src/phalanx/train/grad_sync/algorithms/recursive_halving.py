@@ -1,8 +1,9 @@
-"""Recursive halving, then doubling (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005, IJHPCA 19).
+"""Recursive halving and doubling (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005, IJHPCA 19).
 
-Workers swap halves of what they have with others at half the distance, until each has the sum of one part; then the
-same way back. The bytes of a ring in 2 log2(n) messages. In a world that is no power
-of two the surplus first adds its gradients to others', and gets the sum in the end: |W| each way on top.
+Workers exchange halves of their data with workers at half the distance, until each has the sum of one part; the same
+steps in reverse gather the parts. The bytes of a ring in 2 log2(n) messages. If the world size is not a power of two,
+the surplus ranks first add their gradients to those of others and receive the sum at the end: |W| more in each
+direction.
 """
 
 import torch
@@ -49,8 +50,8 @@ class RecursiveHalving(P2PAlgorithm):
             channel.send_recv([(self._surplus_peer, flat)])
 
     def _halving_steps(self, part: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """With whom this worker, a rank of the power of two, swaps halves, first to last: which one it adds up, and
-        which the other does."""
+        """Return the halving steps of this worker, a rank within the power of two: for each the peer, the half that
+        this worker sums, and the half that the peer sums."""
         rank, distance, halves = self._comm.rank, self._largest_power_of_two // 2, []
         while distance:
             own, other = part.tensor_split(2)

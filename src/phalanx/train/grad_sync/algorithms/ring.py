@@ -1,7 +1,7 @@
-"""Ring: reduce-scatter, then all-gather, by messages to the right (Patarasuk and Yuan 2009, JPDC 69).
+"""Ring all-reduce: reduce-scatter, then all-gather, with messages to the next rank (Patarasuk and Yuan 2009, JPDC 69).
 
-Each worker sends 2 (n - 1)/n of the gradients, which is the least that there can be, in 2 (n - 1) messages.
-A part is added up on its way around, always from the same worker on.
+Each worker sends 2 (n - 1)/n of the gradients, which is the minimum, in 2 (n - 1) messages. A part is summed on its way
+around the ring, always starting from the same worker.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from phalanx.train.grad_sync.buckets import Bucket
 
 
 class RingAllReduce(P2PAlgorithm):
-    """All workers in one ring."""
+    """One ring of all workers."""
 
     def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
         ring_reduce_scatter(
@@ -30,12 +30,12 @@ class RingAllReduce(P2PAlgorithm):
 
 
 def ring_reduce_scatter(channel: P2PChannel, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
-    """Leave with each of `ranks`, of which `rank` is this one, the sum of its part of `flat` [at least as many elements
-    as ranks]."""
+    """Leave on each of `ranks` the sum of its part of `flat` [at least as many elements as ranks]; `rank` is this
+    worker."""
     count, position = len(ranks), ranks.index(rank)
     left, right = ranks[position - 1], ranks[(position + 1) % count]
     parts = flat.tensor_split(count)
-    receive_buffer = torch.empty_like(parts[0])  # the first is never shorter than others
+    receive_buffer = torch.empty_like(parts[0])  # no part is longer than the first
     for step in range(count - 1):
         added = parts[(position - step - 2) % count]
         received = receive_buffer[: len(added)]
@@ -44,7 +44,7 @@ def ring_reduce_scatter(channel: P2PChannel, flat: Tensor, ranks: Sequence[int],
 
 
 def ring_all_gather(channel: P2PChannel, flat: Tensor, ranks: Sequence[int], rank: int) -> None:
-    """Leave in `flat` the parts of all `ranks`, each of which has its own there, as `ring_reduce_scatter` leaves it."""
+    """Gather to `flat` the parts of all `ranks`, of which each has its own, as `ring_reduce_scatter` leaves it."""
     count, position = len(ranks), ranks.index(rank)
     left, right = ranks[position - 1], ranks[(position + 1) % count]
     parts = flat.tensor_split(count)

@@ -1,7 +1,7 @@
-"""16 bits on the wire, sums in fp32: half the bytes of an all-reduce.
+"""bf16 compression: gradients are sent in bf16 and summed in fp32, with half the bytes of an all-reduce in fp32.
 
-Each worker gets its part of everybody's gradients in bf16, adds them in fp32, and sends the sum to all in bf16: a
-number is rounded twice, however many workers there are. (An all-reduce in bf16 rounds at every hop.)
+Each worker receives its part of all gradients in bf16, adds them in fp32, and sends the sum to all in bf16: a number is
+rounded twice, whatever the number of workers. (An all-reduce in bf16 rounds at every hop.)
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from phalanx.train.grad_sync.buckets import Bucket
 
 
 class Bf16Compression(LosslessAlgorithm):
-    """bf16 on the wire. Its rounding is unbiased enough to need no memory of what it lost. Buffers are kept from step
-    to step: memory that is used for the first time is slow."""
+    """bf16 compression. Its rounding is unbiased enough to need no error feedback. Buffers are reused between steps,
+    because the first use of memory is slow."""
 
     carries_metrics = False
 
@@ -34,7 +34,7 @@ class Bf16Compression(LosslessAlgorithm):
         buffers = self._bf16_buffers[bucket_index]
         first, *others = buffers.received.view(self._comm.world_size, -1)
         total = self._sum[: len(first)].copy_(first)
-        for part in others:  # in turn, which is twice as fast as a reduction over the first dimension
+        for part in others:  # sequentially, which is twice as fast as a reduction over the first dimension
             total.add_(part)
         buffers.own_sum.copy_(total)
         return self._scatter_gather.all_gather(bucket_index, buffers.own_sum, buffers.received)
@@ -44,8 +44,8 @@ class Bf16Compression(LosslessAlgorithm):
 
 
 class _Bf16Buffers:
-    """A bucket's way in bf16: what is `sent`, what is `received` of all workers' parts and then of their sums, both
-    [length]; and the sum of the part that is this worker's, `own_sum` [length / world]."""
+    """The bf16 buffers of a bucket: `sent`; `received`, first all workers' parts and then their sums (both [length]);
+    and `own_sum` [length / world size], the sum of this worker's part."""
 
     def __init__(self, length: int, comm: CommContext):
         self.sent, self.received = (torch.zeros(length, dtype=torch.bfloat16, device=comm.device) for _ in range(2))

@@ -1,12 +1,11 @@
-"""8 bits on the wire with error feedback (Seide et al. 2014; Karimireddy et al. 2019): a quarter of the bytes.
+"""int8 compression with error feedback (Seide et al. 2014; Karimireddy et al. 2019): a quarter of the bytes.
 
-Blocks of 256 numbers share an fp32 scale, so a gradient takes 1.016 bytes. Each worker adds what it has not sent yet to
-its gradients, quantises, and keeps the difference for the next step. It gets its part of everybody's, sums these in
-fp32, quantises the sum, keeps that difference as well, and sends it to all: two steps
-(`train/grad_sync/algorithms/p2p_scatter_gather.py`), so that the bytes do not grow with the number of workers as those
-of an all-gather of everything would.
+Blocks of 256 elements share an fp32 scale, so an element takes 1.016 bytes. Each worker adds its residual to its
+gradients, quantizes, and keeps the difference as the next residual. It receives its part of all gradients, sums them in
+fp32, quantizes the sum, keeps that difference as well, and sends the sum to all. With these two phases
+(`algorithms/p2p_scatter_gather.py`) the bytes do not grow with the number of workers, as those of one all-gather would.
 
-A step whose gradients are not finite is skipped by all; nothing of it is kept.
+All workers skip a step with non-finite gradients; nothing of it stays in the residuals.
 """
 
 import math
@@ -22,17 +21,17 @@ from phalanx.train.grad_sync.buckets import QUANT_BLOCK_ELEMENTS, Bucket
 
 MAX_INT8_LEVEL = 127
 MIN_RESIDUAL_SCALE = 1e-30
-"""Scales below it are of rows that get no gradients any more, of which every step leaves less: they are let go before
-they are subnormal, with which processors reckon many times slower. (Adam adds 1e-8 to what it divides by.)"""
+"""Blocks with a smaller scale lose their residual: they get no gradients any more, and their residual shrinks with each
+step until it is subnormal, which CPUs process many times slower. (Adam adds 1e-8 to its divisor.)"""
 CPU_ENCODE_BLOCKS = 384
-"""Blocks that are encoded at a time on a CPU: with the scratch 0.8 MB, which a core's cache holds."""
+"""Blocks that are encoded at a time on a CPU: 0.8 MB with scratch memory, which fits a core's cache."""
 INT8_BYTES_FRACTION = (1 + 4 / QUANT_BLOCK_ELEMENTS) / 4
-"""Bytes of a gradient on the wire, as a share of fp32."""
+"""Bytes sent per gradient, as a fraction of fp32."""
 
 
 class Int8Compression:
-    """Buffers are kept from step to step, since memory that is used for the first time is slow, and so is every view of
-    them: to make one takes as long as what is then done with it."""
+    """int8 compression. Buffers and views are reused between steps: the first use of memory is slow, and making a view
+    takes as long as the operation on it."""
 
     carries_metrics = False
     is_two_phase = True
@@ -44,7 +43,7 @@ class Int8Compression:
         self._scatter_gather = P2PScatterGather(comm)
         self._world_size = comm.world_size
         length = max(_padded_bytes(bucket.num_elements // comm.world_size) for bucket in buckets) * comm.world_size
-        # Buckets are sent while others are answered, by another thread.
+        # Separate buffers: another thread runs the second phase of one bucket while the next is sent.
         sending, answering = (torch.zeros(length, device=comm.device) for _ in range(2))
         self._int8_buffers = [_Int8Buffers(bucket, comm, sending, answering) for bucket in buckets]
 
@@ -71,14 +70,14 @@ class Int8Compression:
 
 
 def _padded_bytes(length: int) -> int:
-    """Of so many quantised numbers in whole blocks, without their scales."""
+    """Return the bytes of `length` quantized elements, padded to whole blocks, without their scales."""
     return -(-length // QUANT_BLOCK_ELEMENTS) * QUANT_BLOCK_ELEMENTS
 
 
 class _Int8Buffers:
-    """A bucket's way in bytes: for each worker's part first the quantised numbers, filled up to whole blocks, then the
-    scales. `sent` and `received` [world, bytes]: what all have of one part, and later the sums of all parts; `answer`
-    [1, bytes]. What encoding has `sum_residual` of the sum of this worker's part belongs to `residual`."""
+    """The byte buffers of a bucket: for each worker's part the quantized elements, padded to whole blocks, then the
+    scales. `sent` and `received` [world size, bytes]: first one part of all workers, later the sums of all parts;
+    `answer` [1, bytes]. `sum_residual`, the error of this worker's part of the sum, is part of `residual`."""
 
     def __init__(self, bucket: Bucket, comm: CommContext, sending: Tensor, answering: Tensor):
         assert bucket.residual is not None
@@ -98,7 +97,7 @@ class _Int8Buffers:
 
 
 def split_numbers_and_scales(data: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers [n, blocks, BLOCK] and their scales [n, blocks, 1] that lie in [n, bytes]."""
+    """Split [n, bytes] into quantized elements [n, blocks, BLOCK] and their scales [n, blocks, 1]."""
     size = data.shape[1] // (QUANT_BLOCK_ELEMENTS + 4) * QUANT_BLOCK_ELEMENTS
     return data[:, :size].view(torch.int8).unflatten(1, (-1, QUANT_BLOCK_ELEMENTS)), data[:, size:].view(
         torch.float32
@@ -106,8 +105,8 @@ def split_numbers_and_scales(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_dequantized(parts: Sequence[tuple[Tensor, Tensor]], total: Tensor, scratch: Tensor) -> None:
-    """Leave in `total` [blocks, BLOCK] the sum of `parts`, numbers [blocks, BLOCK] times scales [blocks, 1], in turn:
-    what is read twice is small enough for a core's cache."""
+    """Write to `total` [blocks, BLOCK] the sum of `parts`, elements [blocks, BLOCK] times scales [blocks, 1], one after
+    another, in chunks small enough that data that are read twice stay in a core's cache."""
     (numbers, scales), *others = parts
     part = scratch[: total.numel()].view_as(total)
     torch.mul(part.copy_(numbers), scales, out=total)
@@ -116,8 +115,8 @@ def sum_dequantized(parts: Sequence[tuple[Tensor, Tensor]], total: Tensor, scrat
 
 
 class Int8Encoder:
-    """Quantises `parts` [n, length], and leaves in them what was lost; nothing of what is not finite. In few passes,
-    over what a core's cache holds: this goes on beside backward, on the same cores."""
+    """Quantizes `parts` [n, length] and leaves the error in them, or zeros if they are non-finite. It takes few passes,
+    over chunks that fit a core's cache, because it runs on the same cores as backward."""
 
     def __init__(self, parts: Tensor, quantized: Tensor, scales: Tensor, scratch: Tensor):
         count, blocks, _ = quantized.shape
@@ -132,7 +131,7 @@ class Int8Encoder:
             self._chunks.append((some, rounded, quantized[chunk], scales[chunk], torch.empty_like(scales[chunk])))
 
     def encode(self) -> None:
-        """Do so with what the parts hold now."""
+        """Encode the current contents of `parts`."""
         length = self._parts.shape[1]
         if self._padded is not None:
             self._padded[:, :length] = self._parts
@@ -141,28 +140,28 @@ class Int8Encoder:
             torch.clamp(scales, min=torch.finfo(torch.float32).tiny, out=inverse).reciprocal_()
             quantized.copy_(torch.mul(some, inverse, out=rounded).round_())
             some.addcmul_(rounded, scales, value=-1)
-        if not self._numbers.is_cpu or _needs_reset(self._scales):  # to look at them, a host would wait for its GPU
+        if not self._numbers.is_cpu or _needs_reset(self._scales):  # on a GPU the check would synchronize the host
             reset_bad_residuals(self._numbers, self._scales)
         if self._padded is not None:
             self._parts.copy_(self._padded[:, :length])
 
 
 def _needs_reset(scales: Tensor) -> bool:
-    """Whether `reset_bad_residuals` may have to do something."""
+    """Return whether `reset_bad_residuals` may have an effect."""
     least, largest = torch.stack(torch.aminmax(scales)).tolist()
-    return least < MIN_RESIDUAL_SCALE or not math.isfinite(largest)  # which it is not if any of them is not a number
+    return least < MIN_RESIDUAL_SCALE or not math.isfinite(largest)  # NaN if any of them is NaN
 
 
 def reset_bad_residuals(numbers: Tensor, scales: Tensor) -> None:
-    """Leave nothing of what was lost [n, blocks, BLOCK] where any of its scales [n, blocks, 1] is not finite, nor of
-    blocks whose scale is too small to divide by."""
+    """Zero the residual [n, blocks, BLOCK] if any of its scales [n, blocks, 1] is non-finite, and in blocks with a
+    scale too small to divide by."""
     faint = (scales < MIN_RESIDUAL_SCALE) & (scales > 0)
     numbers.masked_fill_(faint | ~scales.isfinite().all(), 0.0)
 
 
 def split_into_chunks(count: int, blocks: int, cache_sized: bool) -> list[tuple[slice, slice]]:
-    """Of `count` parts of so many blocks those that are encoded together: all, or as many as a cache holds if they are
-    to be `cache_sized`."""
+    """Return slices of `count` parts of `blocks` blocks that are encoded together: everything at once, or as much as a
+    core's cache holds if `cache_sized`."""
     if not cache_sized:
         return [(slice(None), slice(None))]
     rows, columns = max(1, CPU_ENCODE_BLOCKS // blocks), min(blocks, CPU_ENCODE_BLOCKS)

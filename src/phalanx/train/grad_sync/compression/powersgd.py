@@ -1,13 +1,13 @@
-"""Gradients of low rank with error feedback (PowerSGD; Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727).
+"""PowerSGD: low-rank gradient compression with error feedback (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727).
 
-A gradient M [rows, columns] travels as two thin matrices, one step of subspace iteration from where the last step
-ended: all workers add up P = M Q, make its columns orthonormal, and add up Q = M^T P; the sum is taken to be P Q^T.
-What of its own gradient a worker could not send, M - P P^T M, is kept and added to its next one, so that nothing is
-lost but late. (The paper keeps M less the mean of what all sent. The sum over workers is the same; this one does not
-grow with how much they differ.) Vectors, and matrices that are no larger than their two thin ones, travel as they are;
-and so does everything in the first steps of a run, in which gradients change too fast to be told late.
+A gradient M [rows, columns] is sent as two thin matrices, by one step of subspace iteration that starts from the result
+of the last step: all workers all-reduce P = M Q, orthonormalize its columns, and all-reduce Q = M^T P; the sum is then
+approximated as P Q^T. The part of its own gradient that a worker could not send, M - P P^T M, is kept and added to its
+next gradient. (The paper keeps M minus the mean of what all sent. The sum over workers is the same, but this residual
+does not grow with the differences between workers.) Vectors, and matrices not larger than their two thin ones, are sent
+uncompressed. So is everything in the first steps of a run, in which gradients change too fast to be delayed.
 
-A step whose gradients are not finite is skipped by all; nothing of it is kept.
+All workers skip a step with non-finite gradients; nothing of it stays in the residuals.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from phalanx.train.ops.collectives import Group
 from phalanx.train.optim.dtensor_utils import to_local
 
 BASIS_SEED = 71
-"""Of the bases that a run starts with: alike on all workers."""
+"""Seed of the initial bases, which are equal on all workers."""
 
 
 class PowerSGDCompression:
-    """Its two stages are all-reduces: of P with what travels whole, and of Q."""
+    """Its two phases are all-reduces: of P together with the uncompressed gradients, and of Q."""
 
     carries_metrics = False
     is_two_phase = True
@@ -71,19 +71,19 @@ class PowerSGDCompression:
             rows, columns = part.matrix.shape
             into = flat[part.start : part.start + rows * columns].view(rows, columns)
             into.copy_(part.left @ part.right.T)
-            good = part.right.isfinite().all() & part.right.any()  # zeros would lead nowhere
+            good = part.right.isfinite().all() & part.right.any()  # a zero basis would stay zero
             part.basis.copy_(torch.where(good, part.right, part.basis))
 
 
 def _all_reduce_async(tensor: Tensor, group: Group) -> PendingWork | None:
-    """Begins to add up what all workers have in `tensor`."""
+    """Start to sum `tensor` over all workers."""
     work: PendingWork | None = dist.all_reduce(tensor, group=group, async_op=True)
     return work
 
 
 @dataclass
 class _UncompressedGrad:
-    """A parameter whose gradient, `here` in the residual, is `sent` as it is."""
+    """A parameter with a gradient (`here` in the residual) that is `sent` uncompressed."""
 
     start: int
     residual: Tensor
@@ -92,8 +92,8 @@ class _UncompressedGrad:
 
 @dataclass
 class _LowRankGrad:
-    """A parameter whose gradient, `matrix` in the residual [rows, columns], travels as `left` [rows, rank] and `right`
-    [columns, rank]."""
+    """A parameter with a gradient (`matrix` [rows, columns] in the residual) that is sent as `left` [rows, rank] and
+    `right` [columns, rank]."""
 
     start: int
     matrix: Tensor
@@ -102,8 +102,8 @@ class _LowRankGrad:
     right: Tensor
 
     def project(self) -> None:
-        """From the sum of all P in `left` to this worker's part of Q; the residual keeps what that has not. Where P is
-        not finite, Q is not a number; what is not finite leaves nothing in the residual. No host waits to see it."""
+        """Turn the sum of all P in `left` into this worker's part of Q, and subtract what they represent from the
+        residual. If P is non-finite, Q is NaN and the residual zero; the host does not synchronize to check."""
         fine = self.left.isfinite().all()
         self.left.copy_(torch.linalg.qr(self.left.masked_fill(~fine, 0.0)).Q)
         torch.mm(self.matrix.T, self.left, out=self.right)
@@ -113,7 +113,7 @@ class _LowRankGrad:
 
 
 class _PowerSGDBuffers:
-    """What of a bucket travels first and second, and of whom each part is."""
+    """The buffers of a bucket for the first and the second all-reduce, and the parameter of each part."""
 
     def __init__(self, bucket: Bucket):
         assert bucket.residual is not None
@@ -143,8 +143,8 @@ class _PowerSGDBuffers:
 
 
 def make_projection_bases(bucket: Bucket, rank: int, first: int) -> list[Tensor | None]:
-    """For each parameter of a bucket the columns [columns, rank] from which its first step starts, or None where two
-    thin matrices would be no smaller than the gradient. `first_phase`: how many parameters came before."""
+    """Return for each parameter of a bucket its initial basis [columns, rank], or None if two thin matrices would not
+    be smaller than the gradient. `first`: number of parameters in earlier buckets."""
     found: list[Tensor | None] = []
     for number, parameter in enumerate(bucket.parameters, first):
         rows, columns = matrix_shape(parameter)
@@ -158,8 +158,8 @@ def make_projection_bases(bucket: Bucket, rank: int, first: int) -> list[Tensor 
 
 
 def matrix_shape(parameter: nn.Parameter) -> tuple[int, int]:
-    """Rows and columns of a parameter as it lies in memory: rows are its outermost dimension there, such as the outputs
-    of a layer, also where the channels of its kernels come last. (0, 0) for one that is empty."""
+    """Return the rows and columns of a parameter in memory order: rows are its outermost dimension there, such as the
+    outputs of a layer, also with channels_last. (0, 0) if it is empty."""
     local_param = to_local(parameter)
     if not local_param.numel() or not local_param.dim():
         return local_param.numel(), local_param.numel()

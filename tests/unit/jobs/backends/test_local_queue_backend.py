@@ -1,0 +1,74 @@
+"""The local queue as an engine, without its daemon."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.jobs.backends.base import restart_dead_daemon
+from phalanx.jobs.backends.local import LocalBackend
+from phalanx.jobs.local_queue.database import JobDatabase
+from phalanx.jobs.spec import Job, JobState
+
+ASKED: dict[str, Callable[[LocalBackend], object]] = {
+    "poll": lambda engine: engine.poll("1"),
+    "list_jobs": lambda engine: engine.list_jobs(),
+    "an array": lambda engine: engine.list_jobs("sweep"),
+    "read_logs": lambda engine: list(engine.read_logs("1")),
+    "follow_logs": lambda engine: engine.follow_logs("1")(True),
+    "list_ended_before": lambda engine: engine.list_ended_before(0.0),
+}
+
+
+def content(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Each file below a folder, with the time of its last change."""
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_to_ask_changes_no_byte_of_a_queue_without_daemon(tmp_path: Path, ask: str) -> None:
+    queue = tmp_path / "queue"
+    before = LocalBackend(queue, ensure_daemon=lambda *_: None)
+    for name in ("waits", "runs", "ended"):
+        before.submit(before.render(Job(name, ("true",), tmp_path)))
+    before.database.update_if(2, JobState.QUEUED, state=JobState.RUNNING, attempts=1, runner=2**22 + 1)
+    before.cancel("3")
+    before.database.close()
+    stood = content(queue)
+    assert str(queue / "queue.db") in stood
+
+    def start(folder: Path, may_be_idle: bool) -> bool:
+        raise AssertionError("a daemon was started")
+
+    engine = LocalBackend(queue, ensure_daemon=start)
+    ASKED[ask](engine)
+    engine.database.close()
+    assert content(queue) == stood
+
+
+def test_to_ask_makes_no_queue_where_there_is_none(tmp_path: Path) -> None:
+    engine = LocalBackend(tmp_path / "state" / "queue", ensure_daemon=lambda *_: None)
+    assert engine.list_jobs() == engine.list_jobs("sweep") == engine.list_ended_before(0.0) == []
+    for call in (
+        engine.poll,
+        engine.cancel,
+        engine.follow_logs,
+        engine.delete_job,
+        lambda id: engine.send_signal(id, 1),
+    ):
+        with pytest.raises(UsageError, match="1: local knows no such job"):
+            call("1")
+    restart_dead_daemon(engine)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_queue_is_read_while_another_process_writes(tmp_path: Path) -> None:
+    engine = LocalBackend(tmp_path / "queue", ensure_daemon=lambda *_: None)
+    ident = engine.submit(engine.render(Job("job", ("true",), tmp_path)))
+    with engine.database._transaction():  # held while a snapshot is unpacked
+        other = JobDatabase(tmp_path / "queue")
+        other._db.execute("PRAGMA busy_timeout=0")
+        assert [status.id for status in other.list_statuses()] == [ident]
+        other.close()
+    engine.database.close()

@@ -1,0 +1,120 @@
+"""Which log records are shown, and that processes that Phalanx starts show the same."""
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import main
+from phalanx.errors import UsageError
+from phalanx.jobs.agent.fork_server_client import ForkServerClient
+from phalanx.logging_config import DEFAULT_LOG_LEVEL, LOG_LEVEL_VARIABLE, LOG_LEVELS, configure_logging
+
+
+@pytest.fixture(autouse=True)
+def own_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves the logger and the variable as they were."""
+    logger = logging.getLogger("phalanx")
+    before = logger.handlers, logger.level, logger.propagate
+    monkeypatch.setenv(LOG_LEVEL_VARIABLE, "")
+    yield
+    logger.handlers, logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+def log_at_each_level() -> None:
+    logger = logging.getLogger("phalanx.some.module")
+    for level in LOG_LEVELS:
+        logger.log(logging.getLevelNamesMapping()[level.upper()], "it is %s", level)
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "lowest"),
+    [
+        (None, "", DEFAULT_LOG_LEVEL),
+        (None, "info", "info"),
+        (None, "ERROR", "error"),
+        ("debug", "", "debug"),
+        ("Warning", "debug", "warning"),  # the option counts
+    ],
+)
+def test_records_from_a_level_on_are_shown(
+    option: str | None, variable: str, lowest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {LOG_LEVEL_VARIABLE: variable}
+    configure_logging(option, variables)
+    log_at_each_level()
+    shown = [line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert shown == list(LOG_LEVELS[LOG_LEVELS.index(lowest) :])
+    assert variables[LOG_LEVEL_VARIABLE] == (option or variable)  # for the processes that this one starts
+
+
+def test_a_record_tells_when_how_important_and_of_what(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", {})
+    configure_logging("info", {})  # once more changes nothing
+    logging.getLogger("phalanx.some.module").info("two\x1b[2J lines\nof %d", 3)
+    pattern = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO phalanx\.some\.module\[\d+\]: two\\x1b\[2J lines\nof 3\n"
+    assert re.fullmatch(pattern, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "source"),
+    [("loud", "", "--log-level loud"), (None, "2", f"{LOG_LEVEL_VARIABLE}=2")],
+)
+def test_a_level_that_is_none_is_refused(option: str | None, variable: str, source: str) -> None:
+    with pytest.raises(UsageError, match=f"{source}: expected one of debug, info, warning, error"):
+        configure_logging(option, {LOG_LEVEL_VARIABLE: variable})
+
+
+def test_the_command_line_refuses_such_a_level_and_still_prints_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["--log-level", "loud", "recipe", "schema"]) == 64
+    assert capsys.readouterr().err == "error: --log-level loud: expected one of debug, info, warning, error\n"
+    monkeypatch.setenv(LOG_LEVEL_VARIABLE, "loud")
+    assert main.main(["recipe", "schema"]) == 64
+    assert capsys.readouterr().err == "error: PHALANX_LOG=loud: expected one of debug, info, warning, error\n"
+    assert main.main(["--help"]) == 0
+    assert "--log-level LEVEL" in capsys.readouterr().out
+
+
+def test_the_level_reaches_the_queues_daemon_and_the_process_above_a_job(tmp_path: Path) -> None:
+    for key, words in (("PHALANX_STATE_DIR", []), ("PHALANX_STATE_DIR", ["--log-level", "info"])):
+        state = tmp_path / f"state{len(words)}"
+        submit = [
+            sys.executable,
+            "-P",
+            "-m",
+            "phalanx",
+            *words,
+            "jobs",
+            "submit",
+            "--framework",
+            "plain",
+            "--cpus",
+            "1",
+        ]
+        subprocess.run(
+            [*submit, "--", "true"], env={"PATH": "/usr/bin:/bin", key: str(state)}, check=True, cwd=tmp_path
+        )
+        follow = [sys.executable, "-P", "-m", "phalanx", "jobs", "logs", "1", "--follow"]
+        found = subprocess.run(
+            follow, env={"PATH": "/usr/bin:/bin", key: str(state)}, check=True, cwd=tmp_path, capture_output=True
+        )
+        is_shown = bool(words)
+        daemon_log = (state / "queue" / "supervisor.log").read_text()
+        assert ("INFO phalanx.jobs.local_queue.daemon[" in daemon_log) is is_shown
+        assert ("job 1 (plain): attempt 1 ended with 0, the job is done" in daemon_log) is is_shown
+        assert (b"INFO phalanx.jobs.frameworks.launcher[" in found.stdout) is is_shown
+
+
+def test_the_level_reaches_the_fork_server(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"))
+    monkeypatch.setenv(LOG_LEVEL_VARIABLE, "debug")
+    with ForkServerClient() as fork_server:
+        assert fork_server.call("fork_server_calls:double", 4) == 8
+    assert "DEBUG phalanx.jobs.agent.fork_server[" in capfd.readouterr().err
