@@ -92,13 +92,14 @@ fuzz: venv ## Run tests/fuzz for HOURS (2), each time with the next SEED (1), un
 structure: venv ## Print the figures of the code's structure beside their goals; ARGS=--list names what misses them.
 	$(BIN)/python tools/structure.py $(ARGS)
 
-lint: venv ## Check format, lint, types and layers.
+lint: venv ## Check format, lint, types, layers and words.
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/words.py
 
-format: venv ## Format the code and mend what ruff can mend.
+format: venv ## Format the code and fix what ruff can fix.
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 

@@ -120,7 +120,7 @@ def planned(case: gpu.Case, folder: Path) -> float | None:
     command = [sys.executable, "-m", "phalanx", "plan", str(path), "--cluster", "h100:1", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    return 1e3 * json.loads(done.stdout)["choices"][0]["step_seconds"] if done.returncode == 0 else None
+    return 1e3 * json.loads(done.stdout)["candidates"][0]["step_s"] if done.returncode == 0 else None
 
 
 def measured(key: str, case: gpu.Case, sessions: list[Path]) -> float | None:

@@ -427,9 +427,9 @@ def planner(session: Session) -> dict[str, Any]:
 def planned(text: str) -> dict[str, Any]:
     """What is compared with the measurement: seconds of a step with their range, and bytes."""
     plan = json.loads(text)
-    names = ("step_seconds", "memory_bytes", "micro", "recompute", "parts")
-    return {name: plan["choices"][0][name] for name in names} | {
-        name: plan[name] for name in ("low_seconds", "high_seconds", "mfu", "memory", "costs_from")
+    names = ("step_s", "peak_bytes", "micro_size", "activation_checkpointing", "breakdown_s")
+    return {name: plan["candidates"][0][name] for name in names} | {
+        name: plan[name] for name in ("low_s", "high_s", "mfu", "memory_bytes", "cost_source")
     }
 
 

@@ -24,8 +24,16 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 MADE_BY = "This page is made from the code by `make docs`."
 
 PYTHON_API = (
-    ("Use cases", ("phalanx.app.train:train", "phalanx.autoconfig.plan:plan", "phalanx.app.session:session")),
-    ("Values", ("phalanx.recipe:Recipe", "phalanx.run:Run")),
+    (
+        "Use cases",
+        (
+            "phalanx.app.train:train",
+            "phalanx.app.plan:plan",
+            "phalanx.app.job_handle:submit",
+            "phalanx.app.session:session",
+        ),
+    ),
+    ("Values", ("phalanx.recipe:Recipe", "phalanx.run:Run", "phalanx.app.job_handle:JobHandle")),
     ("A training loop of your own", ("phalanx.train.session:Session",)),
     (
         "Tasks and callbacks",
@@ -36,13 +44,16 @@ PYTHON_API = (
 """Sections of python.md: `module:name`, or a module whose docstring is the text."""
 SHOWN_AS = {
     "phalanx.app.train:train": "phalanx.train",
-    "phalanx.autoconfig.plan:plan": "phalanx.plan",
+    "phalanx.app.plan:plan": "phalanx.plan",
     "phalanx.app.session:session": "phalanx.session",
+    "phalanx.app.job_handle:submit": "phalanx.submit",
+    "phalanx.app.job_handle:JobHandle": "phalanx.JobHandle",
     "phalanx.recipe:Recipe": "phalanx.Recipe",
     "phalanx.run:Run": "phalanx.Run",
 }
 """Names under which people import what lives elsewhere."""
 METHODS = {
+    "phalanx.app.job_handle:JobHandle": ("status", "wait", "logs", "cancel", "result"),
     "phalanx.run:Run": ("read_json", "describe_damage"),
     "phalanx.train.session:Session": (
         "prepare",
@@ -123,8 +134,8 @@ def _code(text: str) -> str:
 def python_page() -> str:
     """Return python.md: signatures and docstrings of the public API."""
     parts = [
-        f"# Python API\n\n{MADE_BY} `import phalanx` is fast: `phalanx.train`, `phalanx.plan`, `phalanx.session`, "
-        "`phalanx.Recipe` and `phalanx.Run` are imported when they are first used.\n"
+        f"# Python API\n\n{MADE_BY} `import phalanx` is fast: `phalanx.train`, `phalanx.plan`, `phalanx.submit`, "
+        "`phalanx.session`, `phalanx.Recipe` and `phalanx.Run` are imported when they are first used.\n"
     ]
     for title, names in PYTHON_API:
         parts.append(f"## {title}\n")
@@ -136,23 +147,38 @@ def python_page() -> str:
 def _described(name: str) -> Iterator[str]:
     module, _, attribute = name.partition(":")
     if not attribute:
-        yield f"### {module}\n\n{inspect.getdoc(import_module(module))}\n"
+        yield f"### {module}\n\n{_docstring(import_module(module))}\n"
         return
     thing = getattr(import_module(module), attribute)
     shown = SHOWN_AS.get(name, f"{module}.{attribute}")
     yield f"### {shown}\n"
     if not inspect.isclass(thing):
         yield _signature(shown.rpartition(".")[2], thing)
-        yield f"{inspect.getdoc(thing)}\n"
+        yield f"{_docstring(thing)}\n"
         return
-    yield f"{inspect.getdoc(thing)}\n"
+    yield f"{_docstring(thing)}\n"
     if dataclasses.is_dataclass(thing):
         yield "\n".join(_fields(thing)) + "\n"
     for key in METHODS.get(name, ()):
         member = getattr(thing, key)
         yield f"#### {attribute}.{key}\n"
         yield _signature(key, member)
-        yield f"{inspect.getdoc(member)}\n"
+        yield f"{_docstring(member)}\n"
+
+
+def _docstring(thing: Any) -> str:
+    """Return a docstring with its Args, Returns and Raises as lists."""
+    lines, section = list[str](), False
+    for line in (inspect.getdoc(thing) or "").splitlines():
+        if line in ("Args:", "Returns:", "Raises:"):
+            section = True
+            lines += [line, ""]
+        elif section and (match := re.match(r"    (\w+): (.*)", line)):
+            lines.append(f"- `{match[1]}`: {match[2]}")
+        else:
+            section = section and (line.startswith(" ") or not line)
+            lines.append(line.removeprefix("      ") if section else line)
+    return "\n".join(lines)
 
 
 def _signature(name: str, function: Callable[..., Any]) -> str:

@@ -1,7 +1,7 @@
 """Phalanx trains deep-learning models on one machine or many: fast, predicted, fault tolerant, explained.
 
-From Python: `phalanx.Recipe`, `phalanx.plan(recipe, cluster)`, `phalanx.train(recipe)`, `phalanx.session(recipe)`,
-`phalanx.Run(path)`. Each is imported when it is first used.
+From Python: `phalanx.Recipe`, `phalanx.plan(recipe, cluster)`, `phalanx.train(recipe)`,
+`phalanx.submit(recipe, on="slurm")`, `phalanx.session(recipe)`, `phalanx.Run(path)`. Each is imported on first use.
 """
 
 import sys
@@ -12,23 +12,26 @@ from typing import TYPE_CHECKING, Any
 from phalanx.std_streams import open_standard_streams
 
 if TYPE_CHECKING:
+    from phalanx.app.job_handle import JobHandle, submit
+    from phalanx.app.plan import plan
     from phalanx.app.session import session
     from phalanx.app.train import train
-    from phalanx.autoconfig.plan import plan
     from phalanx.recipe import Recipe
     from phalanx.run import Run
 
 open_standard_streams()  # before anything of ours opens a file
 
-__all__ = ["Recipe", "Run", "__version__", "plan", "session", "train"]
+__all__ = ["JobHandle", "Recipe", "Run", "__version__", "plan", "session", "submit", "train"]
 
 __version__: str
 
 _EXPORT_MODULES = {
+    "JobHandle": "phalanx.app.job_handle",
     "Recipe": "phalanx.recipe",
     "Run": "phalanx.run",
-    "plan": "phalanx.autoconfig.plan",
+    "plan": "phalanx.app.plan",
     "session": "phalanx.app.session",
+    "submit": "phalanx.app.job_handle",
     "train": "phalanx.app.train",
 }
 _CALLABLE_PACKAGES = ("train",)

@@ -80,7 +80,7 @@ def test_ten_random_kills_in_one_run_end_in_the_same_digest(
     assert told["reasons"] == []
     assert (code, told["passed"], told["digest"]) == (ExitCode.DONE, True, calm.digest)
     assert {fault["trigger"]["phase"] for fault in told["faults"]} == {"step", "save", "restart"}
-    assert [fault["struck"]["attempt"] for fault in told["faults"]] == list(range(10))
+    assert [fault["injected"]["attempt"] for fault in told["faults"]] == list(range(10))
     disturbed = lab.from_command_line(Run(tmp_path / "run" / "faulted"), code)
     assert [event.what for event in disturbed.events_of_kind(WorkerFailure)] == ["SIGKILL"] * 10
     assert disturbed.result["restarts"] == 10
@@ -186,7 +186,7 @@ def test_a_run_of_other_workers_is_nothing_to_compare_with(
         lab, recipe, tmp_path / "run", "--nproc-per-node", "1", "--baseline", calm.run.path, "--kinds", "kill"
     )
     assert done.returncode == ExitCode.USAGE
-    assert done.stderr == f"error: --baseline {calm.run.path}: its workers were not 1, and the digest goes by that\n"
+    assert done.stderr == f"error: --baseline {calm.run.path}: its world size is not 1, on which the digest depends\n"
 
 
 @pytest.mark.slow
@@ -195,5 +195,5 @@ def test_a_run_that_fails_by_itself_ends_it_with_its_own_code_and_words(
 ) -> None:
     done = refused(lab, recipe, tmp_path / "run", "callbacks=[mischief:Nobody]", "--nproc-per-node", "2")
     assert done.returncode == ExitCode.RECIPE
-    assert done.stderr.startswith("error: without any fault the run does not end: ")
+    assert done.stderr.startswith("error: the run fails without faults: ")
     assert "Nobody" in done.stderr

@@ -48,7 +48,7 @@ def test_a_step_that_runs_out_of_memory_is_done_with_smaller_micro_batches(
     ended = lab.train(AUTO, nproc, folder=folder)
     assert ended.digest == lab.train_reference(plain(micro), nproc).digest
     assert len(shrunk(ended)) == warnings
-    assert "in step 1: going on with micro-batches of" in shrunk(ended)[0]
+    assert "in step 1: restarting with micro-batches of" in shrunk(ended)[0]
     assert shrunk(ended)[0].endswith("the digest will differ by rounding")
     assert chosen(ended)["value"] == micro
     assert "ran out of memory in step 1" in chosen(ended)["reason"]
@@ -60,7 +60,7 @@ def test_in_the_middle_of_a_run_it_goes_on_from_its_checkpoint(lab: TrainHarness
     assert ended.code == ExitCode.DONE
     first, second = (event.start_step for event in ended.events_of_kind(AttemptStarted))
     assert (first, second) in ((0, 4), (0, 5))  # after step 5 there was a new best
-    assert "in step 7: going on with micro-batches of 6 from the last good checkpoint" in shrunk(ended)[0]
+    assert "in step 7: restarting with micro-batches of 6 from the last good checkpoint" in shrunk(ended)[0]
     assert ended.losses == pytest.approx(lab.train_reference(plain(12)).losses, rel=1e-4)
 
 

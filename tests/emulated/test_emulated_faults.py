@@ -61,7 +61,7 @@ def test_a_run_that_chose_its_micro_batch_goes_on_with_a_smaller_one(gpus: Train
     changes: Values = {**SHORT, **LONG, "batch": {"micro_size": "auto"}}
     ended = gpus.train(changes, faults=[plan_fault(0, "gpu", error=OUT_OF_MEMORY, when="start")])
     assert ended.digest
-    assert any("going on with micro-batches of" in event.text for event in ended.events_of_kind(RunWarning))
+    assert any("restarting with micro-batches of" in event.text for event in ended.events_of_kind(RunWarning))
 
 
 def test_a_gpu_that_fails_before_a_run_begins_is_told_in_a_sentence(gpus: TrainHarness) -> None:

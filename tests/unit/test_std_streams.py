@@ -82,7 +82,7 @@ def test_a_working_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     words = (*PYTHON, "-m", "phalanx", "recipe", "check", "x.yaml")
     done = shell('mkdir gone && cd gone && rmdir ../gone && "$@"', *words, cwd=tmp_path)
     assert done.returncode == 64
-    assert done.stderr == "error: the working folder is gone; change to one that is there and try again\n"
+    assert done.stderr == "error: the working directory does not exist any more; change to another and try again\n"
 
 
 @pytest.mark.parametrize(

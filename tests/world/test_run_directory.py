@@ -307,7 +307,7 @@ def test_a_run_that_lost_its_recipes_goes_on_with_what_its_checkpoint_says(
     assert ended.digest == lab.train_reference(changes, 1).digest
     assert run.resolved.read_text() == resolved
     assert any(
-        f"{names[0]}.yaml is missing; the run goes on with" in event.text for event in ended.events_of_kind(RunWarning)
+        f"{names[0]}.yaml is missing; the run resumes with" in event.text for event in ended.events_of_kind(RunWarning)
     )
 
 

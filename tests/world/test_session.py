@@ -320,7 +320,7 @@ def test_an_example_alone_is_interrupted_and_finished(
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert process.returncode == code, said
-    assert ("not finished; start it again in the same way to go on" in said) == (code == ExitCode.UNFINISHED)
+    assert ("not finished; run the same command again to resume" in said) == (code == ExitCode.UNFINISHED)
     write_faults(run, [])
     with alone(lab, folder, name) as process:
         _, said = process.communicate(timeout=100)

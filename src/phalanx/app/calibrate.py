@@ -1,5 +1,5 @@
-"""`phalanx calibrate`, as a function: `cluster/probe` measures, the nursery gives it processes, and training its
-checkpoint format. Nothing is printed here, and nothing written but the scratch folder, which is gone afterwards.
+"""Measure this machine: `cluster/calibration` measures, in processes of a fork server. Only a temporary directory is
+written, and removed at the end.
 """
 
 import importlib
@@ -30,9 +30,9 @@ from phalanx.run.message_socket import drain, receive
 from phalanx.run.messages import Command, Message, RankResult, SendSignal, StartWorkers, WorkerError, WorkerExited
 
 EXTRA_TIMEOUT_S = 120.0
-"""Seconds that a world may take beyond what it was asked to."""
+"""Seconds that a world may take beyond the time that it is asked to measure for."""
 MAX_REASON_CHARS = 200
-"""Characters of why something failed; some libraries' messages are long."""
+"""Maximum length of the reason of a failure; some libraries have long messages."""
 SCRATCH_PREFIX = ".phalanx-probe-"
 
 
@@ -44,8 +44,10 @@ def calibrate(
     folder: Path = Path(),
     progress: Callable[[str, float], None] = lambda family, share: None,
 ) -> Cluster:
-    """Measure this machine with `num_processes` processes (default: one a GPU, else two) and the disk of `folder`.
-    Ctrl-C leaves neither processes nor files. UsageError when `folder` cannot be written to or has no room."""
+    """Measure this machine with `num_processes` processes (default: one per GPU, else two), and the disk of `folder`.
+
+    Ctrl-C leaves neither processes nor files. Raises UsageError when `folder` is not writable or full.
+    """
     with create_scratch_dir(folder) as scratch, ForkServerClient() as fork_server:
         executor = Executor(
             run_in_process=partial(call_in_subprocess, fork_server),
@@ -60,7 +62,7 @@ def calibrate(
 
 @contextmanager
 def create_scratch_dir(folder: Path) -> Iterator[Path]:
-    """A new folder in `folder`, removed afterwards whatever happens."""
+    """Create a directory in `folder`, and remove it at the end."""
     try:
         scratch_dir = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder, ignore_cleanup_errors=True)
     except OSError as error:
@@ -70,7 +72,7 @@ def create_scratch_dir(folder: Path) -> Iterator[Path]:
 
 
 def call_in_subprocess(fork_server: ForkServerClient, function: str, payload: Any) -> Any:
-    """`module:function(payload)` in a process of its own. NotMeasured when it fails."""
+    """Run `module:function(payload)` in a separate process. Raises MeasurementFailed."""
     try:
         return fork_server.call(function, payload)
     except SubprocessError as error:
@@ -85,10 +87,12 @@ def call_on_ranks(
     world_size: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> Any:
-    """`module:function(payload)` on each rank of a new world; what rank 0 returned. NotMeasured when a rank fails, or
-    takes much longer than the payload's `seconds`."""
+    """Run `module:function(payload)` on each rank of a new world, and return the result of rank 0.
+
+    Raises MeasurementFailed when a rank fails, or takes much longer than the payload's `seconds`.
+    """
     fork_server.wait_until_ready()
-    for _ in drain(fork_server.events):  # of worlds that were there before
+    for _ in drain(fork_server.events):  # events of earlier worlds
         pass
     command = Command(function="phalanx.app.calibrate:run_rank", payload={"function": function, "payload": payload})
     fork_server.send(
@@ -117,7 +121,7 @@ def call_on_ranks(
                     raise ForkServerLostError(EXITS_NOT_REPORTED_MESSAGE)
                 fork_server.send(SendSignal(signal=9))
                 attempt.killed, deadline = True, clock() + EXIT_REPORT_TIMEOUT_S
-                attempt.error = attempt.error or WorkerError(rank=0, message="it took far too long", exit_code=75)
+                attempt.error = attempt.error or WorkerError(rank=0, message="timed out", exit_code=75)
             for key, _ in ready:
                 assert isinstance(key.fileobj, socket.socket)
                 for message in receive(key.fileobj) or _raise_lost():
@@ -136,7 +140,7 @@ def _handle_message(
     if isinstance(message, WorkerExited):
         attempt.exit_statuses[message.rank] = message.exit_status
         if message.exit_status != 0 and len(attempt.exit_statuses) < attempt.world_size:
-            fork_server.send(SendSignal(signal=9))  # the others wait for it in vain
+            fork_server.send(SendSignal(signal=9))  # the others would wait for it until their timeout
     elif isinstance(message, RankResult):
         results[message.rank] = message.value
 
@@ -146,7 +150,7 @@ def _raise_lost() -> list[Message]:
 
 
 def run_rank(payload: dict[str, Any]) -> None:
-    """One rank of `call_on_ranks`: joins the others, calls, and rank 0 sends what came of it."""
+    """Run one rank of `call_on_ranks`: join the process group, call the function; rank 0 sends the result."""
     from phalanx.train.distributed.environment import (
         dist_env_from_environment,
         init_process_group,
@@ -168,7 +172,7 @@ def run_rank(payload: dict[str, Any]) -> None:
 
 
 def time_checkpoint(fork_server: ForkServerClient, folder: Path, num_bytes: int) -> float:
-    """Seconds that a checkpoint of so many bytes takes. NotMeasured when it fails."""
+    """Return the seconds that a checkpoint of `num_bytes` takes. Raises MeasurementFailed."""
     found: float = call_in_subprocess(
         fork_server, "phalanx.app.calibrate:save_test_checkpoint", {"folder": str(folder), "bytes": num_bytes}
     )
@@ -176,8 +180,7 @@ def time_checkpoint(fork_server: ForkServerClient, folder: Path, num_bytes: int)
 
 
 def save_test_checkpoint(payload: dict[str, Any]) -> float:
-    """Save tensors in Phalanx's own format below a folder, and remove them; the seconds from the snapshot's begin until
-    it is published."""
+    """Save a checkpoint of random tensors and remove it; return the seconds from its start until it is committed."""
     import shutil
 
     import torch

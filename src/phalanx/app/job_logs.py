@@ -1,4 +1,4 @@
-"""`phalanx jobs logs`: what a job prints, line by line, until it is over if that is wanted."""
+"""Read the logs of a job line by line, until it ends if they are followed."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between two looks."""
+"""Seconds between two polls."""
 
 
 def iter_log_lines(
@@ -23,8 +23,11 @@ def iter_log_lines(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.time,
 ) -> Iterator[str]:
-    """The lines of a job. Of one that trains a run: what its workers print and what happens, from its directory; until
-    that has begun, where it cannot be seen from here, for any other job and with `raw`: what the engine has."""
+    """Yield the lines of a job's log.
+
+    Of a training run: the output of its workers and its events, from the run directory. The backend's log is read with
+    `raw`, for other jobs, and until the run directory has output that this machine can read.
+    """
     restart_dead_daemon(backend)
     status = backend.poll(job_id)
     stream = None
@@ -50,14 +53,14 @@ def iter_log_lines(
 
 
 def make_event_formatter(run: Run) -> Callable[[Event], list[str]]:
-    """Events as `phalanx train` prints them into a log."""
+    """Return a function that formats events as `phalanx train` does in a log."""
     from phalanx.observe.progress import EventFormatter, RunFacts, read_run_facts
 
     formatter = EventFormatter(0, RunFacts(run.path.name))
 
     def format_event(event: Event) -> list[str]:
         nonlocal formatter
-        if isinstance(event, AttemptStarted) and run.resolved.is_file():  # the facts are not there before
+        if isinstance(event, AttemptStarted) and run.resolved.is_file():  # not written earlier
             formatter = EventFormatter(0, read_run_facts(run))
         return [part for text in formatter.format_event(event) for part in text.splitlines()]
 

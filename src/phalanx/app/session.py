@@ -1,14 +1,13 @@
-"""`phalanx.session`: a training loop of the user's own as a run. Makes the run ready, gives the loop its session, ends
-it.
+"""`phalanx.session`: run a training loop of your own with checkpoints, restarts and events.
 
-A script with a loop is started in any of three ways, and need not know which:
+The same script works in three ways:
 
-    python train.py                               alone, in this process
-    phalanx train train.py --nproc-per-node 4 --run DIR    under our agent, which starts it again after any failure
-    torchrun --nproc-per-node 4 train.py          as workers of an outside launcher
+    python train.py                                      one process
+    phalanx train train.py --nproc-per-node 4 --run DIR  under an agent, which restarts it after a failure
+    torchrun --nproc-per-node 4 train.py                 as workers of another launcher
 
-Nothing is tried out before such a run: its model is not known until the loop builds it. So every `auto` of its recipe
-follows a rule (`plan.choices_untried`).
+There are no trials before such a run, since its model is not known until the loop builds it. Every `auto` of its recipe
+follows a rule (`autoconfig.choices.choose_without_trials`).
 """
 
 import contextlib
@@ -75,7 +74,7 @@ from phalanx.std_streams import escape_control_chars, word_of
 RUN_DIR_VARIABLE = "PHALANX_RUN_DIR"
 """Set by `phalanx train SCRIPT`: the run's directory."""
 RENDEZVOUS_ID_VARIABLE = "PHALANX_RENDEZVOUS_ID"
-"""Tells worlds apart that meet in one store."""
+"""Distinguishes successive worlds that use the same store for their rendezvous."""
 FORCE_VARIABLE = "PHALANX_FORCE"
 """Set by `phalanx train SCRIPT --force`."""
 IGNORED_KEYS = (
@@ -90,11 +89,11 @@ IGNORED_KEYS = (
     ),
     *("memory.chunked_loss", "optimizer.offload"),
 )
-"""Keys that say what a loop of the user's own says itself."""
+"""Keys that have no effect in a session, because the loop itself decides them."""
 TRAINER_ONLY_DIMENSIONS = ("pipeline", "context")
-"""Layouts that must know the loss, or cut sequences: the trainer can, a loop of the user's own cannot."""
+"""Dimensions of parallelism that a session does not have: they need the loss, or split sequences."""
 _finished_runs: list[Path] = []
-"""The runs that this process has joined and ended."""
+"""Runs that this process has finished."""
 
 
 @contextlib.contextmanager
@@ -105,12 +104,17 @@ def session(
     run: "str | os.PathLike[str] | None" = None,
     force: bool = False,
 ) -> Iterator[Any]:
-    """This process as a worker of a run: `with phalanx.session("recipe.yaml") as session:`; see `train.joined.Session`.
+    """Make this process a worker of a run: `with phalanx.session("recipe.yaml") as session:`. See `Session`.
 
-    The run is kept in `run`, or in runs/<name of the recipe>; under `phalanx train SCRIPT` in what that says. It goes
-    on from its last good checkpoint. When the block ends, the last state is saved; if the run was asked to stop, the
-    process then exits with 75. An error that the user can mend is told in a line, and exits with its code. In a
-    notebook, or at a prompt, nothing exits: such an error is a PhalanxError, an interrupt KeyboardInterrupt.
+    The run resumes from its last good checkpoint. When the block ends, the last state is saved; if the run was asked to
+    stop, the process then exits with 75. A PhalanxError is printed in one line, and the process exits with its code. A
+    notebook or prompt never exits: it raises PhalanxError, or KeyboardInterrupt if the run was asked to stop.
+
+    Args:
+        recipe: a file's path or a value.
+        overrides: `key=value` of a recipe in a file.
+        run: run directory; default: `runs/<name>`. `phalanx train SCRIPT --run DIR` takes precedence.
+        force: resume although the recipe changed.
     """
     from phalanx.train.distributed.environment import shut_down_process_group
     from phalanx.train.distributed.failures import naming_causes
@@ -167,7 +171,7 @@ def session(
 
 
 def is_interactive() -> bool:
-    """Whether this process is a notebook or a prompt, which must not end because a run does."""
+    """Return whether this process is a notebook or a prompt, which must not exit when a run ends."""
     return hasattr(sys, "ps1")
 
 
@@ -179,8 +183,8 @@ def _start_session(
     force: bool,
     stop: Any,
 ) -> tuple[Any, Any, Run]:
-    """Meet the other workers in a run that the leading one has made ready: the session, the reporter and the run. A
-    PhalanxError is told before it is raised."""
+    """Join the run that rank 0 has prepared; return the session, the reporter and the run. A PhalanxError is reported
+    before it is raised."""
     from phalanx.train.distributed.environment import assert_same_on_all_ranks, dist_env_from_environment, select_device
     from phalanx.train.distributed.environment import init_process_group as meet
     from phalanx.train.distributed.failures import naming_causes
@@ -205,8 +209,8 @@ def _start_session(
                 "for each, such as `phalanx train SCRIPT 0 --run runs/fold-0`, or by `python SCRIPT` with "
                 "phalanx.session(..., run=...) for each"
             )
-        if _finished_runs:  # what is in the launcher's store belongs to the runs before
-            gc.collect()  # their models: a GPU may have room for one
+        if _finished_runs:  # the launcher's store holds keys of the earlier runs
+            gc.collect()  # frees their models: a GPU may have memory for one only
             os.environ[RENDEZVOUS_ID_VARIABLE] = f"{len(_finished_runs)} runs later"
         with telling_others(dist_env), naming_causes():
             if dist_env.is_rank_zero:
@@ -224,7 +228,7 @@ def _start_session(
                 loaded = _load_given_recipe(recipe, overrides)
                 select_device(
                     dist_env.local_rank, os.environ, loaded.recipe.device
-                )  # what is wrong with it is said at once
+                )  # an error here is reported before the rendezvous
                 run_dir = _find_run(loaded, run)
                 attempt = wait_for_announcement(dist_env, run_dir.path).attempt
     except PhalanxError as error:
@@ -245,7 +249,7 @@ def _start_session(
             configure_torch(resolved, dist_env)
             meet(dist_env, before=come_together)
         with naming_causes():
-            # others would take the leading worker's for what they were told
+            # rank 0 wrote resolved.yaml from its own recipe; a worker with another recipe would not notice
             sync = loaded.recipe.model_dump_json(include={"determinism", "grad_sync", "local_sgd"})
             assert_same_on_all_ranks(
                 dist_env,
@@ -265,7 +269,7 @@ def _start_session(
 
 
 def _load_given_recipe(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> LoadedRecipe:
-    """The recipe that a loop was given."""
+    """Load the recipe that was passed to `session`."""
     if isinstance(recipe, Recipe):
         given_keys = recipe.model_dump(exclude_defaults=True)
         return LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), given_keys)
@@ -277,7 +281,7 @@ def _find_run(loaded: LoadedRecipe, run: "str | os.PathLike[str] | None") -> Run
 
 
 def _open_heartbeat(local_rank: int) -> HeartbeatWriter | NullHeartbeat:
-    """What gives this worker's signs of life. Its agent, where there is one, may ask where it is from now on."""
+    """Open this worker's heartbeat. From now on its agent, if it has one, may request its stack."""
     heartbeat = open_heartbeat(local_rank)
     if isinstance(heartbeat, HeartbeatWriter):
         faulthandler.register(signal.SIGUSR2)  # the answer goes to the worker's log
@@ -286,7 +290,7 @@ def _open_heartbeat(local_rank: int) -> HeartbeatWriter | NullHeartbeat:
 
 
 def _report_error(reporter: Any, error: PhalanxError, is_supervised: bool) -> None:
-    """Say why a worker ends: to its agent and into its log, or on the terminal."""
+    """Report why a worker ends: to its agent and its log, or on the terminal."""
     from phalanx.train.oom import OutOfMemory
 
     if reporter is not None:
@@ -299,13 +303,13 @@ def _report_error(reporter: Any, error: PhalanxError, is_supervised: bool) -> No
 
 def _format_conclusion(run: Run, status: str) -> str:
     if status == "interrupted":
-        return "not finished; start it again in the same way to go on"
+        return "not finished; run the same command again to resume"
     return f"digest   {(run.read_json(run.result) or {}).get('digest')}\nreport   phalanx report {word_of(run.path)}"
 
 
 @contextlib.contextmanager
 def _restore_signals() -> Iterator[None]:
-    """A script goes on after its run with the signals as they were."""
+    """Restore the signal handlers at the end: the script may continue after its run."""
     previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         yield
@@ -315,7 +319,7 @@ def _restore_signals() -> Iterator[None]:
 
 
 class DeferredDisplay:
-    """A run's display, made when training begins or something went wrong: what it must know is not written before."""
+    """A run's progress display, created when training starts or fails: the facts it shows are not known earlier."""
 
     def __init__(self, run: Run, stream: TextIO):
         self._run, self._stream = run, stream
@@ -323,7 +327,7 @@ class DeferredDisplay:
         self._display: ProgressDisplay | None = None
 
     def show_event(self, event: Event) -> None:
-        """Take one event, in the order of events.jsonl."""
+        """Show one event; events come in the order of events.jsonl."""
         if self._display is None:
             self._early_events.append(event)
             if not isinstance(event, AttemptStarted | WorkerFailure | RunEnded):
@@ -351,7 +355,7 @@ def _prepare_session(
     is_supervised: bool,
     force: bool,
 ) -> Iterator[PreparedRun]:
-    """A run whose files are written, locked unless its agent has it. PhalanxError before anything is written."""
+    """Write the files of a run, and lock it unless its agent holds the lock. Checks the recipe first."""
     _check_recipe_keys(loaded)
     run_dir = _find_run(loaded, run)
     if not is_supervised:
@@ -389,7 +393,7 @@ def _prepare_session(
         plan = {"auto_choices": [vars(choice) for choice in choices]}
         if loop := run_dir.read_json_or_empty(run_dir.plan).get(
             "session"
-        ):  # forced: it went on with this optimizer's state
+        ):  # with --force the state of this optimizer is kept
             plan["session"] = loop
     check_recipe(resolved, loaded.recipe_dir, world_size, loaded.location_of)
     check_machine(loaded, machine)

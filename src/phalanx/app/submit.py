@@ -1,10 +1,10 @@
-"""Makes jobs of what people type, and follows one that trains a recipe as if it ran here."""
+"""Build jobs from command-line options, submit them, and follow a training run on a backend."""
 
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -12,7 +12,7 @@ from phalanx.app.session import DeferredDisplay
 from phalanx.cluster import discover_machine
 from phalanx.errors import ExitCode, RecipeError, UsageError
 from phalanx.jobs.array import submit_array
-from phalanx.jobs.backends.base import Backend, ReleasingBackend, SubmitRequest, open_backend
+from phalanx.jobs.backends.base import Backend, ReleasingBackend, SubmitRequest, open_backend, restart_dead_daemon
 from phalanx.jobs.frameworks.process_env import check_framework as check_framework
 from phalanx.jobs.snapshot import Snapshot, snapshot_commit, snapshot_folder, unpack_snapshot
 from phalanx.jobs.spec import Job, JobState, JobStatus
@@ -23,9 +23,9 @@ from phalanx.run.directory import check_run_path, describe_unfinished
 from phalanx.std_streams import word_of
 
 POLL_INTERVAL_S = 1.0
-"""Seconds between two looks at a job that is followed."""
+"""Seconds between two polls of a job that is followed."""
 BACKEND_TIMEOUT_S = 600.0
-"""Seconds for which an engine may not answer while a job is followed."""
+"""Seconds for which a backend may fail to answer while a job is followed."""
 SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -41,9 +41,13 @@ def make_recipe_job(
     default_gpus: int | None = None,
     **job_fields: object,
 ) -> Job:
-    """The job that trains a recipe, or runs a script with a loop of its own. The recipe is checked here, before
-    anything is sent. `code`: what travels, see `take_snapshot`; with it the recipe is that of the copy. `default_gpus`:
-    GPUs that it takes on a node where nobody says, unless it trains on the CPU."""
+    """Make the job that trains a recipe, or runs a script with a session. The recipe is checked before the job is sent.
+
+    Args:
+        snapshot: see `take_snapshot`; the job then reads the recipe from the copy.
+        default_gpus: GPUs on each node, unless `gpus_per_node` is given or the recipe trains on the CPU.
+        job_fields: fields of `Job`.
+    """
     script = path.suffix == ".py"
     if script:
         if not path.is_file():
@@ -61,7 +65,7 @@ def make_recipe_job(
         default_gpus = None if loaded.recipe.device == "cpu" else default_gpus
     run_dir = (run if run is not None else Path("runs") / job_name).absolute()
     check_run_path(run_dir)
-    # a script's paths are relative to where it is started, a recipe's to where it lies
+    # paths of a script are relative to the working directory, those of a recipe to its own directory
     source_dir = Path.cwd() if script else path.absolute().parent
     recipe_path, environment = str(path.absolute()), dict(environment or {})
     job_snapshot = None
@@ -85,7 +89,7 @@ def make_recipe_job(
 
 
 def take_snapshot(snapshot: str, source_dir: Path, required_file: str | None = None) -> Snapshot:
-    """What travels with a job: `workdir` is all of `source_dir` that is code, anything else names a git revision."""
+    """Take a snapshot of the code in `source_dir` (`workdir`), or of a git revision (anything else)."""
     return (
         snapshot_folder(source_dir, required_file=required_file)
         if snapshot == "workdir"
@@ -94,7 +98,7 @@ def take_snapshot(snapshot: str, source_dir: Path, required_file: str | None = N
 
 
 def check_committed_recipe(snapshot: Snapshot, name: str, overrides: Sequence[str]) -> None:
-    """RecipeError for a recipe that is wrong in the commit that travels, whatever stands here."""
+    """Raise RecipeError for a recipe that is wrong in the commit of the snapshot."""
     with tempfile.TemporaryDirectory(prefix="phalanx-code-") as scratch:
         unpack_snapshot(snapshot.tar, Path(scratch) / "code")
         start_dir = Path(scratch) / "code" / snapshot.start_dir
@@ -114,7 +118,8 @@ def make_framework_job(
     default_gpus: int | None = None,
     **job_fields: object,
 ) -> Job:
-    """The job that starts `nproc_per_node` processes of a program on each node, with its framework's variables."""
+    """Make the job that starts `nproc_per_node` processes of a program on each node, with its framework's environment
+    variables."""
     check_framework(framework)
     if not command:
         raise UsageError("--framework needs a command: phalanx jobs submit --framework torch -- python script.py")
@@ -142,7 +147,7 @@ def _make_job(name: str, command: Sequence[str], **job_fields: object) -> Job:
 
 
 def default_gpus(backend: str, nproc_per_node: int | None) -> int | None:
-    """GPUs that a job takes on a node when nobody says: on this machine one for each worker, or all."""
+    """Return the GPUs of a job without --gpus: on this machine one per worker, or all; on other backends None."""
     machine = discover_machine()
     if backend != "local" or not machine.num_gpus:
         return None
@@ -150,7 +155,7 @@ def default_gpus(backend: str, nproc_per_node: int | None) -> int | None:
 
 
 def parse_assignments(assignments: Sequence[str], option_name: str) -> dict[str, str]:
-    """KEY=VALUE options as a mapping."""
+    """Parse KEY=VALUE options."""
     values = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
@@ -161,7 +166,7 @@ def parse_assignments(assignments: Sequence[str], option_name: str) -> dict[str,
 
 
 def parse_duration(text: str | None) -> float | None:
-    """`90`, `30s`, `15min`, `2h`, `1d` or HH:MM:SS in seconds."""
+    """Parse `90`, `30s`, `15min`, `2h`, `1d` or HH:MM:SS into seconds."""
     if text is None:
         return None
     parts = text.split(":")
@@ -177,14 +182,14 @@ def parse_duration(text: str | None) -> float | None:
 
 
 def submit_and_follow(backend_name: str, job: Job, run: Path, dry_run: bool, out: TextIO) -> int:
-    """Submit a job that trains in `run`, and follow it to its end; returns the exit code that it ended with."""
+    """Submit a job that trains in `run`, follow it until it ends, and return its exit code."""
     backend = open_backend(backend_name)
     request = backend.render(job)
     if dry_run:
         print(request)
         return int(ExitCode.DONE)
     event_tail = EventTail(Run(run).events)
-    event_tail.skip()  # of what others did in this run before
+    event_tail.skip()  # events of earlier attempts
     job_id = submit_job(backend, request, out)
     try:
         with DeferredDisplay(Run(run), out) as display:
@@ -197,7 +202,7 @@ def submit_and_follow(backend_name: str, job: Job, run: Path, dry_run: bool, out
         )
         return int(ExitCode.UNFINISHED)
     if status.state is JobState.DONE:
-        is_visible = Run(run).resolved.is_file()  # where it lies on a disk that this machine has
+        is_visible = Run(run).resolved.is_file()  # the run directory is on a file system of this machine
         if is_visible and (problem := describe_unfinished(Run(run))) is not None:
             print(f"error: {problem}", file=out)
             return int(ExitCode.GAVE_UP)
@@ -209,14 +214,14 @@ def submit_and_follow(backend_name: str, job: Job, run: Path, dry_run: bool, out
 
 
 def submit_job(backend: Backend, request: SubmitRequest, out: TextIO) -> str:
-    """Send a job and say so."""
+    """Submit a job and print its ID."""
     job_id = backend.submit(request)
     print(f"job {job_id} ({request.job.name}) submitted to {backend.name}", file=out)
     return job_id
 
 
 def submit_jobs(backend: Backend, requests: Sequence[SubmitRequest], out: TextIO) -> list[str]:
-    """Send an array and say so."""
+    """Submit an array and print the IDs of its jobs."""
     job_ids = submit_array(backend, requests)
     jobs = [job for request in requests for job in request.array_jobs or (request.job,)]
     for job_id, job in zip(job_ids, jobs, strict=True):
@@ -233,36 +238,50 @@ def follow_job(
     out: TextIO,
     sleep: Callable[[float], None] = time.sleep,
 ) -> JobStatus:
-    """Show what happens in a run that a job trains, until the job is over; how it ended. Only what stands in the run
-    directory is shown, so it must be on a file system that this machine sees, too. `event_tail`: its events that are
-    to be shown. A job that is held because a node was unfit is released."""
+    """Show the events of a job's run until the job ends; return its last status.
+
+    The run directory must be on a file system of this machine. A job that is held because a node was unfit is released.
+    """
     last_printed: tuple[JobState, str | None] | None = None
+    for status in poll_until_final(backend, job_id, lambda text: print(text, file=out), sleep):
+        for event in event_tail.read():
+            display.show_event(event)
+        if (status.state, status.reason) != last_printed and status.state is not JobState.RUNNING:
+            print(format_status(status), file=out)
+        last_printed = status.state, status.reason
+    return status
+
+
+def poll_until_final(
+    backend: Backend, job_id: str, report: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+) -> Iterator[JobStatus]:
+    """Yield the status of a job every POLL_INTERVAL_S; the last is final.
+
+    A job that is held because a node was unfit is released. `report` is called when the backend does not answer, which
+    is retried for BACKEND_TIMEOUT_S.
+    """
     num_failed_polls = 0
     while True:
         try:
+            restart_dead_daemon(backend)
             if isinstance(backend, ReleasingBackend):
                 backend.release(job_id)
             status = backend.poll(job_id)
-            num_failed_polls = 0
-        except UsageError as error:  # a controller that starts anew, or a network that is down for a while
+        except UsageError as error:  # a controller that restarts, or a network that is down for a while
             num_failed_polls += 1
             if num_failed_polls * POLL_INTERVAL_S > BACKEND_TIMEOUT_S:
                 raise
             if num_failed_polls == 1:
-                print(f"{error}; retrying for {BACKEND_TIMEOUT_S / 60:.0f} min", file=out)
-            sleep(POLL_INTERVAL_S)
-            continue
-        for event in event_tail.read():
-            display.show_event(event)
-        if (status.state, status.reason) != last_printed and status.state is not JobState.RUNNING:
-            print(_format_status(status), file=out)
-        last_printed = status.state, status.reason
-        if status.state.is_final:
-            return status
+                report(f"{error}; retrying for {BACKEND_TIMEOUT_S / 60:.0f} min")
+        else:
+            num_failed_polls = 0
+            yield status
+            if status.state.is_final:
+                return
         sleep(POLL_INTERVAL_S)
 
 
-def _format_status(status: JobStatus) -> str:
+def format_status(status: JobStatus) -> str:
     code_text = f", exit code {status.exit_code}" if status.exit_code else ""
     reason_text = f": {status.reason}" if status.reason else ""
     return f"job {status.id} {status.state}{code_text}{reason_text}"

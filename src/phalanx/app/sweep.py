@@ -1,4 +1,4 @@
-"""Several runs from one command line: several recipes, or one with several values of some keys."""
+"""Make an array of jobs from several recipes, or from several values of recipe keys."""
 
 import itertools
 import re
@@ -11,11 +11,11 @@ from phalanx.jobs.spec import Job
 from phalanx.recipe import load_recipe
 
 MakeJob = Callable[[Path, list[str], Path], Job]
-"""The job that trains a recipe with overrides in a run."""
+"""Makes the job that trains a recipe with overrides in a run directory."""
 
 
 def split_recipes_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """`a.yaml b.yaml steps=5` as recipes and overrides. What follows a script are its arguments."""
+    """Split `a.yaml b.yaml steps=5` into recipes and overrides. Words after a script are its arguments."""
     if arguments[0].endswith(".py"):
         return [Path(arguments[0])], list(arguments[1:])
     more_recipes = itertools.takewhile(lambda word: word.endswith((".yaml", ".yml")) and "=" not in word, arguments[1:])
@@ -24,7 +24,7 @@ def split_recipes_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], l
 
 
 def expand_sweep(sweep: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each combination of the values of `--sweep KEY=VALUE,VALUE`, as overrides; an empty one without a sweep."""
+    """Return each combination of the values of `--sweep KEY=VALUE,VALUE` as overrides; without it one empty one."""
     axes = []
     for given in sweep:
         key, equals, values = given.partition("=")
@@ -49,8 +49,8 @@ def make_sweep(
     max_parallel: int | None,
     make_job: MakeJob,
 ) -> tuple[Job, ...]:
-    """The members of an array, recipe by recipe: each trains in a run called after its recipe and what varies in it.
-    All are checked here, before anything is sent."""
+    """Make the jobs of an array. Each run is named after its recipe and its values. All recipes are checked before
+    anything is sent."""
     jobs = []
     first_name = None
     for path in recipes:

@@ -1,7 +1,7 @@
-"""What the verbs do, as functions: the rooms put together. `phalanx.train` is here.
+"""Train a recipe under an agent on this machine. `phalanx.train` is here.
 
-The order of a start: everything that can be wrong is checked before anything is written; then data are prepared, every
-`auto` is resolved by short trials, the run directory is written, and the agent takes over.
+Everything that can be wrong is checked before anything is written. Then data are prepared, every `auto` is resolved by
+short trials, the run directory is written, and the agent starts the workers.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ from phalanx.train.lr_schedule import compute_learning_rate, peak_learning_rate
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that can start: what it trains, and what to tell at the start."""
+    """A run that can start, with notes to report when it does."""
 
     run: Run
     recipe: ResolvedRecipe
@@ -100,17 +100,28 @@ def train(
     force: bool = False,
     show: Callable[[Event], None] | None = None,
 ) -> dict[str, Any]:
-    """Train a recipe (a file's path or a value) as `phalanx train` does, and return the content of `result.json`.
+    """Train a recipe as `phalanx train` does, and return the content of `result.json`.
 
-    Goes on where the run in `run` (default `runs/<name>`) stopped; one with nothing left to do is left as it is. Raises
-    PhalanxError for whatever the user can mend; a run that was asked to stop returns with `status: interrupted`.
+    A run that was interrupted resumes; a finished one is not changed. If the run is asked to stop, the result has
+    `status: interrupted`.
+
+    Args:
+        recipe: a file's path or a value.
+        overrides: `key=value` of a recipe in a file.
+        run: run directory; default: `runs/<name>`.
+        nproc_per_node: workers; default: as the recipe's parallelism requires, else one per GPU, else 1.
+        force: resume although the recipe or the data changed.
+        show: called with each event.
+
+    Raises:
+        PhalanxError: with the exit code of the command line in `code`.
     """
     rank, workers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank and workers and workers != "1":
         raise UsageError(
             f"phalanx.train starts workers of its own, and this process is one already (RANK={rank}, "
             f"WORLD_SIZE={workers}): give a launcher `phalanx train RECIPE`, or use phalanx.session in a loop of your "
-            f"own"
+            "own"
         )
     if isinstance(recipe, Recipe):
         if overrides:
@@ -148,10 +159,14 @@ def prepare_run(
     lock_timeout_s: float = 0.0,
     num_nodes: int = 1,
 ) -> Iterator[PreparedRun]:
-    """Check, prepare, resolve and write a run, and hold its lock. PhalanxError before anything is written when the
-    recipe cannot run. Without `write` nothing is written but the data cache. `preload` runs a function in the process
-    that forks workers (`NurseryProcess.preload`). `lock_timeout_s`: seconds for which another process may still have
-    the run. `num_nodes`: on how many the workers are."""
+    """Check, prepare, resolve and write a run, and hold its lock. Raises PhalanxError before anything is written.
+
+    Args:
+        write: False: nothing is written but the data cache.
+        preload: runs a function in the fork server (`ForkServerClient.preload`).
+        lock_timeout_s: how long another process may still hold the run's lock.
+        num_nodes: nodes of the workers.
+    """
     begins = not run.has_checkpoint()
     machine, num_workers = check_start(loaded, world_size, num_nodes, begins)
     if write:
@@ -192,8 +207,10 @@ def prepare_run(
 
 
 def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins: bool = True) -> tuple[Machine, int]:
-    """What shows of a start without a process of its own: this machine and the number of workers. PhalanxError where
-    the recipe cannot run on them. `begins`: without a checkpoint of its own."""
+    """Check in this process that a recipe can run here; return this machine and the number of workers.
+
+    `begins`: the run has no checkpoint yet.
+    """
     loaded.check_required()
     machine = find_machine(loaded)
     world = nproc or num_workers_for(loaded.recipe, machine.num_gpus or 1)
@@ -207,24 +224,24 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
 
 
 def find_machine(loaded: LoadedRecipe) -> Machine:
-    """This machine with the device that the recipe asks for. RecipeError where it has none."""
+    """Return this machine with the device of the recipe. Raises RecipeError where it has none."""
     with loaded.locate_errors():
         return discover_machine(device=loaded.recipe.device)
 
 
 def check_machine(loaded: LoadedRecipe, machine: Machine) -> None:
-    """RecipeError when the recipe asks for what this machine does not have."""
+    """Raise RecipeError when the recipe needs what this machine does not have."""
     check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
 
 
 def check_recipe_on_machine(recipe: Recipe, machine: Machine, locate: Callable[[str], str] = str) -> None:
-    """RecipeError when a recipe asks for what this machine does not have; `locate` as for `check`."""
+    """Raise RecipeError when a recipe needs what this machine does not have; `locate` as for `check_recipe`."""
     anywhere = os.environ.get(FP8_VARIABLE) == "always"
     check_device(recipe, machine.device, machine.device_name, machine.capability, locate, anywhere, machine.rocm)
 
 
 def create_run(run: Run) -> None:
-    """Make the run's directories. UsageError when the file system will not have them, OSError when it is away."""
+    """Create the run directory. Raises UsageError when it cannot be created, OSError when the storage may come back."""
     try:
         run.create()
     except OSError as error:
@@ -243,7 +260,7 @@ def resolve_run(
     progress: Callable[[PrepareProgress], None],
     num_nodes: int = 1,
 ) -> PreparedRun:
-    """Prepare data and resolve the recipe; writes nothing but the data cache."""
+    """Prepare data and resolve the recipe. Writes only the data cache."""
     given, folder = loaded.recipe, loaded.recipe_dir
     previous_recipes = load_previous_recipes(run, given)
     notes: list[str] = []
@@ -255,7 +272,7 @@ def resolve_run(
         previous_recipes = None if differences else previous_recipes
     data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
-    opened = open_data(data, evaluate, given.seed)  # it says what is missing or too small, before anything is written
+    opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)
     first_attempt = read_last_attempt(run) + 1
     if previous_recipes is not None:
@@ -283,7 +300,7 @@ def resolve_run(
 
 
 def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> None:
-    """RecipeError when the recipe's model cannot be divided as its layout says."""
+    """Raise RecipeError when the recipe's model cannot be divided by its parallelism."""
     parallelism = recipe.parallelism
     if isinstance(parallelism, Parallelism) and parallelism.replicate != parallelism.world:
         trial_spec = {**make_trial_recipe(recipe), "parallelism": parallelism.model_dump()}
@@ -291,16 +308,19 @@ def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> Non
 
 
 def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedRecipe] | None:
-    """The recipes of a run that exists, as given and as resolved. Where resolved.yaml is lost it is what the newest
-    checkpoint holds; where recipe.yaml is, the resolved one with the data as they are given `given`, which are compared
-    by what is in them when the run goes on. DataError when the run has lost its checkpoints."""
+    """Load the recipes of an existing run, as given and as resolved; None for a new run.
+
+    If resolved.yaml is lost, it is read from the newest checkpoint. If recipe.yaml is lost, it is the resolved recipe
+    with the data of `given`; their content is compared when the run resumes. Raises DataError when the run has lost its
+    checkpoints.
+    """
     check_kept(run)
     if run.resolved.is_file():
         resolved = load_resolved_recipe(run.resolved)
     elif not run.checkpoints.is_dir():
         return None
     else:
-        from phalanx.train.checkpoint.recipe import newest_recipe  # takes torch
+        from phalanx.train.checkpoint.recipe import newest_recipe  # imports torch
 
         newest = newest_recipe(run)
         if newest is None:
@@ -314,34 +334,34 @@ def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedReci
 
 
 def describe_missing_recipes(run: Run) -> list[str]:
-    """What to say about recipes that a run with checkpoints has lost."""
+    """Describe recipes that a run with checkpoints has lost."""
     if not run.resolved.is_file():
-        return [f"{run.resolved} is missing; the run goes on with what its newest checkpoint says"]
-    return [] if run.recipe.is_file() else [f"{run.recipe} is missing; the run goes on with {run.resolved.name}"]
+        return [f"{run.resolved} is missing; the run resumes with the recipe in its newest checkpoint"]
+    return [] if run.recipe.is_file() else [f"{run.recipe} is missing; the run resumes with {run.resolved.name}"]
 
 
 def check_kept(run: Run) -> None:
-    """DataError when a run has saved checkpoints, good or not, and has none any more: it would begin once more."""
-    if any("." not in path.name for path in run.checkpoints.glob("step-*")):  # others are unfinished ones
+    """Raise DataError when a run saved checkpoints and has none any more: it would start from the beginning."""
+    if any("." not in path.name for path in run.checkpoints.glob("step-*")):  # others are incomplete
         return
     if any(isinstance(event, CheckpointSaved) for event in read_events(run.events)):
         raise DataError(
-            f"{run.checkpoints}: has no checkpoint any more, and the run did {read_last_step(run)} steps; put the "
-            "checkpoints back, or give another --run to start from the beginning"
+            f"{run.checkpoints}: no checkpoint is left, and the run did {read_last_step(run)} steps; restore the "
+            "checkpoints, or use another --run to start from the beginning"
         )
 
 
 def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
-    """Why a run cannot go on under another recipe."""
+    """Describe why a run cannot resume with another recipe."""
     listed = "\n".join(f"  {difference}" for difference in differing)
     return (
-        f"{run.path}: this run was started with another recipe, and going on would mix the two:\n{listed}\n"
-        "Give the old values, another --run directory, or --force to go on all the same"
+        f"{run.path}: this run was started with another recipe, and cannot resume with this one:\n{listed}\n"
+        "Use the old values, another --run directory, or --force to resume with the new values"
     )
 
 
 def describe_resume(old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
-    """What the user should know about a run that goes on."""
+    """Describe what changes in a run that resumes."""
     notes = []
     if old.steps != new.steps:
         step = min(old.steps, new.steps)
@@ -354,32 +374,34 @@ def describe_resume(old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
         notes.append(f"device {old.device} -> {new.device}: the digest will differ by rounding")
     if old.batch.micro_size != new.batch.micro_size:
         notes.append(
-            f"batch.micro_size {old.batch.micro_size} -> {new.batch.micro_size}: so that the workers can share the "
-            "batch"
+            f"batch.micro_size {old.batch.micro_size} -> {new.batch.micro_size}: so that the batch can be divided "
+            "among the workers"
         )
     if new.determinism == "elastic":
         if _single_replica(old) != _single_replica(new):
-            change_text = "in more than the number of replicas"
             notes.append(
-                f"the layout changed {change_text}: the digest will differ by rounding, also under determinism: elastic"
+                "the parallelism of a replica changed: the digest will differ by rounding, also under determinism: "
+                "elastic"
             )
     elif old.parallelism != new.parallelism and new.local_sgd is not None:
-        mean_text = "each goes on from the mean of what all had"
-        notes.append(f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: {mean_text}")
+        notes.append(
+            f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: each resumes from the "
+            "mean of all workers' weights"
+        )
     elif old.parallelism != new.parallelism:
         worlds = {old.parallelism.world, new.parallelism.world}
-        change_text = "layout" if len(worlds) == 1 else "number of workers"
+        change_text = "parallelism" if len(worlds) == 1 else "number of workers"
         notes.append(f"the {change_text} changed under determinism = fixed-world: the digest will differ by rounding")
     return notes
 
 
 def _single_replica(recipe: ResolvedRecipe) -> Parallelism:
-    """How one replica is laid out."""
+    """Return the parallelism of one replica."""
     return recipe.parallelism.model_copy(update={"replicate": 1})
 
 
 def describe_finished(run: Run, recipe: Recipe) -> str | None:
-    """A sentence when this recipe has nothing left to do in this run."""
+    """Describe a run that is finished, with nothing left to do for this recipe; None for others."""
     old, result = load_previous_recipes(run, recipe), run.read_json_or_empty(run.result)
     steps = result.get("steps")
     if old is None or result.get("status") != "done" or not isinstance(steps, int) or steps < recipe.steps:
@@ -392,7 +414,7 @@ def describe_finished(run: Run, recipe: Recipe) -> str | None:
 def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     """Write the run directory's files, so that workers can start."""
     run = prepared.run
-    run.result.unlink(missing_ok=True)  # of the start before: what is under way has none
+    run.result.unlink(missing_ok=True)  # result of an earlier start
     write_atomic(run.recipe, dump_recipe(loaded.recipe))
     write_atomic(run.resolved, dump_recipe(prepared.recipe))
     write_json(run.plan, prepared.plan)
@@ -409,7 +431,7 @@ def copy_tokenizer(prepared: PreparedRun) -> None:
     """Copy the tokenizer into the run, so that the run stays whole without the data."""
     source = prepared.recipe.data.source
     first = source[0] if isinstance(source, list) else source
-    tokenizer_path = Path(str(first.prepared)) / prepared.run.tokenizer.name  # not there for data of a loop's own
+    tokenizer_path = Path(str(first.prepared)) / prepared.run.tokenizer.name  # missing for data of a session
     if tokenizer_path.is_file():
         write_atomic(prepared.run.tokenizer, tokenizer_path.read_text(encoding="utf-8"))
 
@@ -421,7 +443,7 @@ def supervise_run(
     force: bool,
     node_group: NodeGroup | None = None,
 ) -> RunOutcome:
-    """Train a run that is ready, on this node or on those of `node_group`, and write its result."""
+    """Train a prepared run, on this node or on those of `node_group`, and write its result."""
     run, recipe = prepared.run, prepared.recipe
     world_size = recipe.parallelism.world
     payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
@@ -441,14 +463,16 @@ def supervise_run(
         replica_size=elastic_replica_size(recipe, machine.device),
         meter=read_local_gpu_joules
         if machine.num_gpus
-        else lambda count: None,  # a GPU that does not train is left alone
+        else lambda count: None,  # without GPUs in use, do not query them
     )
     return supervise_until_done(agent, world_size, command, {}, prepared.first_attempt, prepared.notes)
 
 
 def elastic_replica_size(recipe: ResolvedRecipe, device: str) -> int | None:
-    """Workers of a replica, if the other replicas can go on without it, with the same bits: each holds the whole state,
-    and sums do not depend on how many they are. On the CPU only: NCCL has other ways to notice that somebody is gone.
+    """Return the workers of a replica, if the surviving replicas can continue without it; else None.
+
+    They can under `determinism: elastic`: each replica holds the whole state, and sums do not depend on the number of
+    replicas. On the CPU only: NCCL does not report a lost rank in the same way.
     """
     parallelism = recipe.parallelism
     if parallelism.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
@@ -465,8 +489,10 @@ def supervise_until_done(
     notes: Sequence[str] = (),
     adjust_outcome: Callable[[RunOutcome], RunOutcome] = lambda outcome: outcome,
 ) -> RunOutcome:
-    """Supervise a run to its end, with smaller micro-batches where memory runs out, and write its result.
-    `adjust_outcome` may see an outcome otherwise."""
+    """Supervise a run until it ends, and write its result. If memory runs out, restart with smaller micro-batches.
+
+    `adjust_outcome` may replace the outcome.
+    """
     run, outcome = agent.run, None
     try:
         with agent:
@@ -487,14 +513,16 @@ def supervise_until_done(
             raise
         outcome_text = f"{outcome.message}; " if outcome.message else ""
         code = ExitCode.UNFINISHED if outcome.code is ExitCode.DONE else outcome.code
-        message = f"{outcome_text}the run's events and result were not kept: {describe_os_error(error)}"
+        message = f"{outcome_text}cannot write the run's events and result: {describe_os_error(error)}"
         return replace(outcome, code=code, message=message)
     return outcome
 
 
 def shrink_micro_batch(run: Run) -> str | None:
-    """Have a run that ran out of memory go on with the next smaller micro-batch, and say so; None where the recipe
-    gives it, or where there is none smaller."""
+    """Set the next smaller micro-batch in a run that ran out of memory; return the warning about it.
+
+    None where the recipe sets the micro-batch, or where none is smaller.
+    """
     if not run.resolved.is_file():
         return None
     previous = load_recipe(run.recipe).recipe, load_resolved_recipe(run.resolved)
@@ -510,7 +538,7 @@ def shrink_micro_batch(run: Run) -> str | None:
     write_atomic(run.resolved, dump_recipe(Recipe.model_validate(values)))
     write_json(run.plan, plan)
     message_text = (
-        f"{reason}: going on with micro-batches of {micro} from the last good checkpoint; the digest will differ"
+        f"{reason}: restarting with micro-batches of {micro} from the last good checkpoint; the digest will differ"
     )
     if previous[1].determinism == "elastic":
         return f"{message_text}, also under determinism: elastic, which holds for one micro-batch only"
@@ -518,18 +546,18 @@ def shrink_micro_batch(run: Run) -> str | None:
 
 
 def status_of(outcome: RunOutcome) -> RunStatus:
-    """The status of a run of which no worker reported how it ended."""
+    """Return the status of a run for which no worker reported a result."""
     return "interrupted" if outcome.code is ExitCode.UNFINISHED else "failed"
 
 
 def read_last_attempt(run: Run) -> int:
-    """The number of the attempt that was made last; -1 before the first."""
+    """Return the number of the last attempt; -1 before the first."""
     events = read_events(run.events)
     return max((each.attempt for each in events if isinstance(each, AttemptStarted | WorkerStarted)), default=-1)
 
 
 def read_last_step(run: Run) -> int:
-    """The step that was done last; steps beyond it may have been done by an attempt before."""
+    """Return the last step of the last attempt; an earlier attempt may have done more."""
     step = 0
     for event in read_events(run.events):
         if isinstance(event, StepDone):
@@ -538,7 +566,7 @@ def read_last_step(run: Run) -> int:
 
 
 def build_result(run: Run, outcome: RunOutcome) -> dict[str, Any]:
-    """result.json: what the worker reported, or what the events tell when it did not come to that."""
+    """Build result.json from the worker's report, or from the events when there is none."""
     events = list(read_events(run.events))
     seconds = sum_training_seconds(events)
     energy_events = [event.energy_j for event in events if isinstance(event, EnergyUsed)]
@@ -547,7 +575,7 @@ def build_result(run: Run, outcome: RunOutcome) -> dict[str, Any]:
     num_scale_ups = sum(event.scaled_up for event in starts)
     if outcome.result is not None:
         result = {**outcome.result, "duration_s": seconds, **energy}
-        if num_scale_ups:  # nothing was lost then
+        if num_scale_ups:  # these restarts lost nothing
             result["restarts"] -= num_scale_ups
         return result
     steps = read_last_step(run)

@@ -1,9 +1,8 @@
-"""`phalanx tune`: what makes a recipe faster on this very machine, found by trying. Measures;
-`autoconfig.tuning_candidates` judges.
+"""Measure what makes a recipe faster on this machine. `autoconfig.tuning_candidates` proposes candidates and compares.
 
-A greedy search: beginning with what `phalanx train` would do, each candidate is tried against the best so far, and
-kept when it gains more than noise. Both train for real, with our workers in temporary run directories, in short bouts
-that alternate, so that whatever else disturbs the machine meets both. Nothing is saved, evaluated or called back.
+A greedy search: starting from what `phalanx train` would do, each candidate is measured against the best so far, and
+kept when it gains more than noise. Both train with workers in temporary run directories, in short alternating rounds,
+so that other load on the machine affects both. There are no checkpoints, evaluations or callbacks.
 """
 
 import contextlib
@@ -43,13 +42,13 @@ from phalanx.run.messages import Command
 
 NUM_ROUNDS = 5
 START_TIMEOUT_S = 600.0
-"""Seconds that the first steps of a candidate, compilation included, may take."""
+"""Seconds that the first steps of a candidate may take, compilation included."""
 UNUSED_RUN = Run(Path(".phalanx-tune-writes-nothing"))
 
 
 @dataclass(frozen=True)
 class TuneTrial:
-    """One trial. `found` is None where the candidate failed; `is_kept` whether it is part of the tuned recipe."""
+    """One trial. `measured` is None where the candidate failed; `is_kept`: it is part of the tuned recipe."""
 
     label: str
     changes: Mapping[str, Any]
@@ -60,14 +59,14 @@ class TuneTrial:
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the trial as JSON values."""
         return {**asdict(self), "changes": dict(self.changes)}
 
 
 @dataclass
 class TuneResult:
-    """What came out. `changes` are the winners' keys; `measure_total` compares the tuned recipe with the default, None
-    where nothing won; `untried` says what was left alone, and why."""
+    """The result of a search. `changes`: recipe keys of the trials that were kept; `total`: the tuned recipe against
+    the default, None where no trial was kept; `untried`: what was not tried, and why."""
 
     default: ResolvedRecipe
     best: ResolvedRecipe
@@ -80,13 +79,13 @@ class TuneResult:
 
     @property
     def num_workers(self) -> int:
-        """Processes of the tuned recipe."""
+        """Number of workers of the tuned recipe."""
         return self.best.parallelism.world
 
 
 @dataclass(frozen=True)
 class TuneCallbacks:
-    """Who is told how it goes: data being prepared, the default and its seconds a step, each trial before and after."""
+    """Callbacks for progress: data preparation, the default with its step time, each trial before and after."""
 
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None
     on_baseline: Callable[[PreparedRun, float], None] = lambda ready, seconds: None
@@ -95,7 +94,7 @@ class TuneCallbacks:
 
 
 class Workbench:
-    """Where recipes compete: two nurseries, and a run directory for each world, all gone afterwards."""
+    """Two fork servers and a temporary run directory for each world."""
 
     def __init__(self, folder: Path, hang_timeout_s: float = 0.0):
         self._folder, self._hang_timeout_s = folder, hang_timeout_s
@@ -117,17 +116,17 @@ class Workbench:
         self._stack.close()
 
     def call(self, function: str, payload: Any) -> Any:
-        """`NurseryProcess.call`, while a nursery is free."""
+        """Call a function in a free fork server (`ForkServerClient.call`)."""
         return self._free_fork_servers[0].call(function, payload)
 
     def preload(self, function: str, payload: Any) -> None:
-        """`NurseryProcess.preload`, in both."""
+        """Preload a function in both fork servers (`ForkServerClient.preload`)."""
         self._preloads.append((function, payload))
         for fork_server in self._free_fork_servers:
             fork_server.preload(function, payload)
 
     def open_workers(self, recipe: ResolvedRecipe) -> PausableWorkers:
-        """A world of workers for a resolved recipe; it does not run yet. At most two at a time."""
+        """Return workers for a resolved recipe, not running yet. At most two worlds at a time."""
         self._count += 1
         run = Run(self._runs / f"{self._count:03}")
         run.create()
@@ -166,13 +165,13 @@ def tune(
     callbacks: TuneCallbacks | None = None,
     propose: Callable[[ResolvedRecipe, TuningFacts], list[TuningCandidate]] = propose_candidates,
 ) -> TuneResult:
-    """Search for a faster recipe on this machine, about `seconds` for each candidate beside its start. Writes nothing.
+    """Search for a faster recipe on this machine, about `seconds` for each candidate plus its start. Writes nothing.
 
-    PhalanxError when the recipe as given cannot run. A candidate that cannot is a row that says why.
+    Raises PhalanxError when the recipe itself cannot run. A candidate that cannot run is a trial with a note.
     """
     callbacks = callbacks or TuneCallbacks()
     machine = find_machine(loaded)
-    # A batch for each worker makes other numbers of them other mathematics, which is not what is tuned.
+    # With batch.scale_with_workers the number of workers changes the batch, and tuning must not change the mathematics.
     is_workers_fixed = (
         nproc_per_node is not None
         or isinstance(loaded.recipe.parallelism, Parallelism)
@@ -220,7 +219,7 @@ def tune(
 
 
 class TuneSearch:
-    """The trials of one search. `seconds` a candidate, divided among its bouts and those that it is compared with."""
+    """The trials of one search. `seconds` per candidate are divided among its rounds and those of the best so far."""
 
     def __init__(
         self, workbench: Workbench, loaded: LoadedRecipe, machine: Machine, seconds: float, callbacks: TuneCallbacks
@@ -232,8 +231,8 @@ class TuneSearch:
         self._callbacks = callbacks
 
     def measure_baseline(self, default: ResolvedRecipe) -> tuple[float, float]:
-        """Start with the default: its seconds a step, and the share of them that waits for data. RecipeError when it
-        does not train."""
+        """Measure the default: seconds per step, and the fraction of them that waits for data. Raises RecipeError when
+        it does not train."""
         self._best_workers = self._workbench.open_workers(default)
         try:
             steps = self._best_workers.run_for(self._run_seconds)
@@ -243,7 +242,7 @@ class TuneSearch:
         return sorted(step.duration_s for step in steps)[len(steps) // 2], data_wait_share(steps)
 
     def try_candidate(self, best: ResolvedRecipe, candidate: TuningCandidate) -> TuneTrial:
-        """Try a candidate against the best so far, which it replaces when it wins."""
+        """Measure a candidate against the best so far, and replace that if the candidate is faster."""
         self._callbacks.on_trial_start(candidate.label)
         trial = TuneTrial(
             candidate.label, candidate.changes, candidate.predicted_speedup, candidate.reason, None, False
@@ -252,7 +251,7 @@ class TuneSearch:
             recipe = apply_changes(best, candidate.changes)
             check_recipe(recipe, self._loaded.recipe_dir, num_workers_for(recipe, 1))
             check_recipe_on_machine(recipe, self._machine)
-        except (PhalanxError, ValueError) as error:  # of this version's rules: it is told, and the search goes on
+        except (PhalanxError, ValueError) as error:  # a rule of this version forbids it
             return replace(trial, note=f"refused: {_first_line(error)}")
         workers = self._workbench.open_workers(recipe)
         try:
@@ -270,7 +269,7 @@ class TuneSearch:
         return replace(trial, is_kept=is_kept, note=note)
 
     def measure_total(self, default: ResolvedRecipe, result: TuneResult) -> MeasuredSpeedup | None:
-        """The tuned recipe against the default. One change alone has been compared with it already."""
+        """Measure the tuned recipe against the default. A single change has been measured against it already."""
         kept = [row for row in result.trials if row.is_kept]
         if len(kept) < 2:
             return kept[0].measured if kept else None
@@ -282,8 +281,8 @@ class TuneSearch:
         return measurement
 
     def _run_rounds(self, old: PausableWorkers, new: PausableWorkers) -> list[PairedStepTimes]:
-        """Bouts of both in turn, the order changing from round to round. WorldFailed when either fails, the best so far
-        for want of the memory that a candidate took, say; whoever is asked for another bout starts again."""
+        """Run both in turn, in alternating order. Raises WorkersFailedError when either fails, for example when the
+        candidate leaves too little memory for the best so far; workers that failed restart in the next round."""
         rounds: list[PairedStepTimes] = []
         for number in range(NUM_ROUNDS):
             times: dict[bool, list[float]] = {}
@@ -297,13 +296,13 @@ class TuneSearch:
         return rounds
 
     def _free_gpu_memory(self, workers: PausableWorkers) -> None:
-        """GPUs have no memory for two worlds at once: there each bout is a start."""
+        """Stop workers on GPUs, which have no memory for two worlds: there each round starts them again."""
         if self._machine.device != "cpu":
             workers.close()
 
 
 def decide(measurement: MeasuredSpeedup, extra_seconds: float, recipe: Recipe) -> tuple[bool, str]:
-    """Whether a change is kept, and what to say about it. One with a longer start must pay for it within the run."""
+    """Decide whether a change is kept, with a note. A longer start must pay off within the run."""
     if not measurement.is_faster:
         return False, "within noise" if measurement.speedup > 1 else "slower"
     if extra_seconds < 2.0:
@@ -318,11 +317,11 @@ def decide(measurement: MeasuredSpeedup, extra_seconds: float, recipe: Recipe) -
 
 
 def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], result: TuneResult, day: date) -> str:
-    """The recipe as it was given, with overrides and what won, and what each gained."""
+    """Render the recipe with overrides and the changes that were kept, each with its gain as a comment."""
     name = "the default recipe" if loaded.path is None else loaded.path.name
     header = [f"Tuned by `phalanx tune` from {name} on {day}, for {result.machine}:"]
     if result.total is None:
-        header.append("nothing that was tried is faster than what `phalanx train` does by itself.")
+        header.append("no trial is faster than the defaults of `phalanx train`.")
     else:
         steps = f"{format_duration(result.total.candidate_s)} instead of {format_duration(result.total.baseline_s)}"
         header.append(f"a step takes {steps}, {format_gain(result.total)}.")
@@ -339,12 +338,12 @@ def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], result: TuneRe
 
 
 def format_gain(measurement: MeasuredSpeedup) -> str:
-    """`1.31 x (1.28 to 1.33)`: the ratio of medians, and the quartiles of the rounds."""
+    """Format a speedup as `1.31 x (1.28 to 1.33)`: the ratio of medians, and the quartiles of the rounds."""
     return f"{measurement.speedup:.2f} x ({measurement.speedup_q1:.2f} to {measurement.speedup_q3:.2f})"
 
 
 def allowed_precisions(given: Recipe, machine: Machine, is_allowed: bool) -> tuple[str, ...]:
-    """Precisions that may be tried: those that `auto` chooses from, or all that this kind of device computes in."""
+    """Return the precisions that may be tried: those of `auto`, or all of this kind of device."""
     if is_allowed and machine.num_gpus:
         return device_kind_of(machine.device, machine.rocm).precisions
     return ("fp32", "bf16") if is_allowed or given.precision == "auto" else ()
@@ -353,7 +352,7 @@ def allowed_precisions(given: Recipe, machine: Machine, is_allowed: bool) -> tup
 def make_tuning_facts(
     prepared: PreparedRun, machine: Machine, allowed_precisions: Sequence[str], may_change_processes: bool
 ) -> TuningFacts:
-    """What predictions rest on, from the trials that resolved the recipe."""
+    """Collect what predictions need from the trials that resolved the recipe."""
     plan = prepared.plan
     facts = plan.get("data_info") or {}
     return TuningFacts(

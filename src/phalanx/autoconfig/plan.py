@@ -5,7 +5,6 @@ so that a second plan needs no torch.
 """
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +36,7 @@ from phalanx.planner.step_time import StepBreakdown, predict_step_time
 from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, plan_checkpoints
 from phalanx.planner.timeline import BREAKDOWN_LABELS, TimelineEvent, build_timeline
 from phalanx.planner.warmup_phase import WarmupPhase, predict_warmup_phase
-from phalanx.recipe import Recipe, check_recipe, expand_recipe, load_recipe, scale_batch_with_workers
+from phalanx.recipe import Recipe, check_recipe, scale_batch_with_workers
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.recipe.yaml_edit import rewrite_recipe
@@ -86,21 +85,6 @@ class RunPlan:
     def step_events(self) -> list[TimelineEvent]:
         """The time line of the best choice."""
         return build_timeline(self.best.scenario, self.rates, breakdown=self.best.breakdown)
-
-
-def plan(
-    recipe: "str | os.PathLike[str] | Recipe | None" = None,
-    cluster: str | None = None,
-    num_gpus: int | None = None,
-    overrides: Sequence[str] = (),
-) -> RunPlan:
-    """Predict a recipe (a file's path or a value) as `phalanx plan` does, without writing anything. Raises PhalanxError
-    for errors that the user can fix."""
-    if isinstance(recipe, Recipe):
-        loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
-    else:
-        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
-    return plan_run(loaded, cluster, num_gpus, Path.cwd())
 
 
 def plan_run(
@@ -445,8 +429,8 @@ def list_chosen_keys(run_plan: RunPlan) -> dict[str, Any]:
         name: value for name, value in setup.parallelism.model_dump().items() if value not in (1, None, False, "1f1b")
     }
     if setup.virtual_stages > 1:
-        parallelism["schedule"] = "interleaved"
-        parallelism["stages"] = blocks_per_stage(setup)
+        parallelism["pipeline_schedule"] = "interleaved"
+        parallelism["layers_per_stage"] = blocks_per_stage(setup)
     changes: dict[str, Any] = {}
     if not isinstance(recipe.parallelism, Parallelism):
         changes["parallelism"] = parallelism or {"replicate": 1}

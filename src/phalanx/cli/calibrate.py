@@ -1,4 +1,4 @@
-"""`phalanx calibrate`: parse, measure, print a page, write the cluster file."""
+"""`phalanx calibrate`: measure this machine, and write a cluster file."""
 
 import json
 import signal
@@ -36,7 +36,7 @@ def calibrate(
     ] = None,
     folder: Annotated[
         Path,
-        typer.Option("--dir", metavar="DIR", help="Directory whose disk is measured; writes up to 1 GB temporarily."),
+        typer.Option("--dir", metavar="DIR", help="Directory on the disk to measure; writes up to 1 GB temporarily."),
     ] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -71,7 +71,7 @@ def calibrate(
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str, float], None]]:
-    """On a terminal, one line of standard error that says what is measured."""
+    """Show on standard error what is being measured, if it is a terminal."""
     is_terminal = sys.stderr.isatty()
 
     def report_progress(family: str, fraction: float) -> None:
@@ -86,7 +86,7 @@ def show_progress() -> Iterator[Callable[[str, float], None]]:
 
 
 def format_page(cluster: "Cluster", machine: "Machine", out: Path) -> str:
-    """What was found, measured beside data sheet, and what looks wrong."""
+    """Format measurements next to the data sheet, and warnings."""
     from phalanx.cli.calibrate_output import format_lines
 
     return "\n".join([*format_lines(cluster, machine), "", f"wrote {out}"])

@@ -1,4 +1,4 @@
-"""The page that `phalanx calibrate` prints: a cluster's measurements beside the data sheet, with units. Pure."""
+"""What `phalanx calibrate` prints: measurements next to the data sheet, with units."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ SHOWN_OPERATIONS = ("add", "gelu", "native_layer_norm", "_softmax", "_to_copy", 
 
 
 def format_lines(cluster: Cluster, machine: Machine) -> list[str]:
-    """All of it."""
+    """Format all measurements and warnings."""
     measured = cluster.measured
     assert measured is not None, "this page shows what was measured"
     return [
@@ -160,7 +160,7 @@ def _format_hardware(cluster: Cluster) -> list[str]:
     for nic in cluster.notes.get("cards", []):
         if nic["is_up"] and nic["is_physical"]:
             speed = (
-                f"{format_significant(nic['gbps'])} GB/s on paper" if "gbps" in nic else "speed not told by its driver"
+                f"{format_significant(nic['gbps'])} GB/s on paper" if "gbps" in nic else "speed unknown to its driver"
             )
             found.append(f"network   {nic['name']}, {nic['link_kind']}, {speed}")
     for disk in cluster.notes.get("disks", []):
@@ -173,10 +173,10 @@ def _format_hardware(cluster: Cluster) -> list[str]:
 
 
 def _format_warnings(measured: Measurements) -> list[str]:
-    drift = f"drift     {measured.drift:.1%}: the slowest of some reference products against the fastest"
+    drift = f"drift     {measured.drift:.1%}: slowest against fastest of the repeated reference products"
     if not measured.odd:
-        return [drift, "nothing looks wrong"]
-    return [drift, "", "looks wrong:", *(f"  - {text}" for text in measured.odd)]
+        return [drift, "no warnings"]
+    return [drift, "", "warnings:", *(f"  - {text}" for text in measured.odd)]
 
 
 def _select_operations(measured: Measurements, *kinds: str) -> list[OpTiming]:

@@ -1,18 +1,19 @@
-"""`phalanx checkpoint`: look at the checkpoints of a run, verify them, take their digest, export their weights."""
+"""`phalanx checkpoint`: list, verify, digest and export checkpoints."""
 
 import json
-import re
-import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.errors import DataError, ExitCode, UsageError
+from phalanx.cli.stderr import print_warning
+from phalanx.errors import ExitCode
 from phalanx.observe import formatting
-from phalanx.std_streams import escape_control_chars
+
+if TYPE_CHECKING:
+    from phalanx.app.checkpoint import CheckpointInfo
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
 
@@ -26,7 +27,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class ExportFormat(StrEnum):
-    """What an export is for."""
+    """Format of an export."""
 
     HF = "hf"
 
@@ -36,9 +37,9 @@ def list_command(path: PathArgument, as_json: JsonOption = False) -> None:
     """List checkpoints, newest first.
 
     To check their data, use `verify`."""
-    found = _find_checkpoints(path)
-    best = _read_best_step(found[0].parent)
-    rows = [_describe_checkpoint(checkpoint, best) for checkpoint in found]
+    from phalanx.app.checkpoint import describe_checkpoints
+
+    rows = [_to_row(info) for info in describe_checkpoints(path, print_warning)]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -57,26 +58,24 @@ def verify(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     """Verify every byte of a checkpoint against its checksums.
 
     Exits with 65 and names the file if one is damaged."""
-    from phalanx.train.checkpoint import CorruptCheckpointError
-    from phalanx.train.checkpoint import verify_checkpoint as read_all
+    from phalanx.app.checkpoint import CorruptCheckpointError, select_checkpoint, verify_selected
 
-    checkpoint = _choose_checkpoint(path, step)
-    began = time.perf_counter()
+    checkpoint = select_checkpoint(path, step)
     try:
-        manifest = read_all(checkpoint)
+        verified = verify_selected(checkpoint)
     except CorruptCheckpointError as error:
         if not as_json:
             raise
         print(json.dumps({"path": str(checkpoint), "ok": False, "file": error.file.name, "reason": error.reason}))
         raise typer.Exit(ExitCode.DATA) from None
-    seconds = time.perf_counter() - began
+    facts = {"path": str(checkpoint), "ok": True, "bytes": verified.num_bytes, "duration_s": verified.duration_s}
     if as_json:
-        print(json.dumps({"path": str(checkpoint), "ok": True, "bytes": manifest.nbytes, "seconds": seconds}))
+        print(json.dumps(facts))
     else:
-        files = formatting.format_plural(len(manifest.files), "file")
+        files = formatting.format_plural(verified.num_files, "file")
         print(
-            f"ok  {checkpoint}: {formatting.format_bytes(manifest.nbytes)} in {files}, "
-            f"{formatting.format_duration(seconds)}"
+            f"ok  {checkpoint}: {formatting.format_bytes(verified.num_bytes)} in {files}, "
+            f"{formatting.format_duration(verified.duration_s)}"
         )
 
 
@@ -85,9 +84,9 @@ def digest(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     """Print the digest of a checkpoint's state.
 
     Two runs are bit-identical if their digests are equal."""
-    from phalanx.train.checkpoint import digest_checkpoint
+    from phalanx.app.checkpoint import digest_checkpoint, select_checkpoint
 
-    checkpoint = _choose_checkpoint(path, step)
+    checkpoint = select_checkpoint(path, step)
     value = digest_checkpoint(checkpoint)
     print(json.dumps({"path": str(checkpoint), "digest": value}) if as_json else value)
 
@@ -104,71 +103,33 @@ def export(
 
     Writes a Hugging Face directory, readable with the safetensors library. A model that was loaded with hf:PATH is also
     readable with `from_pretrained`: original tensor names, LoRA adapters merged, tokenizer included."""
-    from phalanx.train.checkpoint import export_huggingface
+    from phalanx.app.checkpoint import export_to_huggingface, select_checkpoint
 
-    write = {ExportFormat.HF: export_huggingface}[to]
-    checkpoint = _choose_checkpoint(path, step)
-    notes: list[str] = []
-    files = sorted(file.name for file in write(checkpoint, out, notes=notes.append).iterdir())
+    write = {ExportFormat.HF: export_to_huggingface}[to]
+    exported = write(select_checkpoint(path, step), out)
     if as_json:
-        print(json.dumps({"path": str(checkpoint), "out": str(out), "files": files, "notes": notes}))
+        facts = {"path": str(exported.path), "out": str(out), "files": exported.files, "notes": exported.notes}
+        print(json.dumps(facts))
     else:
-        print(f"{out}: {', '.join(files)} from {checkpoint.name}")
-        for note in notes:
+        print(f"{out}: {', '.join(exported.files)} from {exported.path.name}")
+        for note in exported.notes:
             print(note)
 
 
-def _find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that a path means, newest first: of a run, of a directory of checkpoints, or the one itself."""
-    from phalanx.train.checkpoint import list_checkpoints
-
-    if re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir():
-        return [path]
-    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if not found:
-        raise UsageError(f"{path}: no checkpoint here; name a run directory or a checkpoint such as step-000000060")
-    return found
-
-
-def _choose_checkpoint(path: Path, step: int | None) -> Path:
-    from phalanx.train.checkpoint import parse_step
-
-    found = _find_checkpoints(path)
-    if step is None:
-        return found[0]
-    steps = {parse_step(checkpoint.absolute()): checkpoint for checkpoint in found}
-    if step not in steps:
-        raise UsageError(f"{path}: no checkpoint of step {step}; there are {', '.join(map(str, sorted(steps)))}")
-    return steps[step]
-
-
-def _read_best_step(directory: Path) -> int | None:
-    from phalanx.run import Run
-
-    try:
-        best = Run(directory.parent).read_json(directory / "best.json")
-    except DataError as error:
-        print(
-            f"warning: {escape_control_chars(str(error))}; which checkpoint is the best is not known", file=sys.stderr
-        )
-        return None
-    return best.get("step") if best else None
-
-
-def _describe_checkpoint(checkpoint: Path, best: int | None) -> dict[str, Any]:
-    from phalanx.train.checkpoint import CorruptCheckpointError, parse_step, read_manifest
-
-    step = parse_step(checkpoint.absolute())
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.stat().st_mtime))
-    facts = {"step": step, "path": str(checkpoint), "written": written, "best": step == best, "damaged": None}
-    try:
-        manifest = read_manifest(checkpoint)
-    except CorruptCheckpointError as error:
-        return {**facts, "damaged": f"{error.file.name}: {error.reason}"}
+def _to_row(info: "CheckpointInfo") -> dict[str, Any]:
+    row = {
+        "step": info.step,
+        "path": str(info.path),
+        "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.written_at)),
+        "best": info.best,
+        "damaged": info.damage,
+    }
+    if info.manifest is None:
+        return row
     return {
-        **facts,
-        "bytes": manifest.nbytes,
-        "samples": manifest.meta.get("samples_consumed"),
-        "tensors": len(manifest.tensors),
-        "files": len(manifest.files),
+        **row,
+        "bytes": info.manifest.nbytes,
+        "samples": info.manifest.meta.get("samples_consumed"),
+        "tensors": len(info.manifest.tensors),
+        "files": len(info.manifest.files),
     }

@@ -1,9 +1,8 @@
-"""Ctrl-C that nothing swallows.
+"""Raise a KeyboardInterrupt again when compiled code or a finalizer ignored it.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be. Where that is a callback from compiled code or a
-finaliser, there is nobody to raise it to: it is printed as "Exception ignored", and a command that should have ended
-goes on. (pydantic's validation is such a place: it asks Python whether something is a mapping, and takes an error for
-no.) So it is raised again a moment later, until it arrives.
+Python raises KeyboardInterrupt wherever the main thread is. In a finalizer, or in a callback from compiled code, it
+cannot propagate: Python prints "Exception ignored", and the command continues. (One such place is pydantic's
+validation, which takes an error of `isinstance(value, Mapping)` for False.) So it is raised again a moment later.
 """
 
 import signal
@@ -14,11 +13,11 @@ from types import FrameType
 from typing import Any
 
 RERAISE_INTERVAL_S = 0.02
-"""Seconds until it is raised again, somewhere else."""
+"""Seconds until an ignored KeyboardInterrupt is raised again."""
 
 
 class InterruptStatus:
-    """Whether an interrupt was lost on its way: what fails after that may fail because of it."""
+    """Whether an interrupt was ignored: a later failure may be a consequence."""
 
     def __init__(self) -> None:
         self.was_lost = False
@@ -26,7 +25,7 @@ class InterruptStatus:
 
 @contextmanager
 def reraise_lost_interrupts() -> Iterator[InterruptStatus]:
-    """While this is entered, a KeyboardInterrupt that was ignored comes again. For a main thread that owns SIGALRM."""
+    """Raise ignored KeyboardInterrupts again. For a main thread that does not use SIGALRM otherwise."""
     status, previous_hook = InterruptStatus(), sys.unraisablehook
 
     def hook(what: Any) -> None:

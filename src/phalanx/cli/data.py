@@ -1,11 +1,12 @@
-"""`phalanx data`: prepare a dataset directory, verify every byte of it, and show what is in it."""
+"""`phalanx data`: prepare, verify and inspect dataset directories."""
 
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,7 @@ from phalanx.observe import formatting
 from phalanx.std_streams import escape_control_chars
 
 if TYPE_CHECKING:
+    from phalanx.app.data import DatasetContent
     from phalanx.data import PrepareProgress
     from phalanx.recipe.schema import DataConfig, DataSource
 
@@ -62,23 +64,21 @@ def prepare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prepare text or images as checksummed shards. If interrupted, run the same command again to resume."""
-    from phalanx.data import inspect_dataset, prepare_source
+    from phalanx.app.data import prepare_dataset
 
     source, data = _parse_source(globs, jsonl, parquet, field, idx, images, size, exclude or []), _parse_data(tokenizer)
     if not globs and tokenizer != "bytes":
         raise UsageError("--tokenizer is for text, and the source has images: omit it")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: already exists; choose another --out, or remove it first")
     try:
         with show_progress() as progress:
-            prepare_source(source, data, Path.cwd(), out, num_workers=workers, report_progress=progress)
+            content = prepare_dataset(source, data, out, workers, progress)
     except KeyboardInterrupt:
         print(
             f"interrupted: finished shards are kept in {out}.partial; run the same command again to resume",
             file=sys.stderr,
         )
         raise SystemExit(ExitCode.UNFINISHED) from None
-    _print_dataset(inspect_dataset(out), as_json)
+    _print_dataset(content, as_json)
 
 
 @app.command()
@@ -87,18 +87,17 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Verify every byte against its checksum. Exits with 65 and names the file and block if one is damaged."""
-    from phalanx.data import verify_dataset as verify_dataset
+    from phalanx.app.data import verify_dataset
 
     with show_progress("verifying") as progress:
-        facts = verify_dataset(folder, progress)
+        verified = verify_dataset(folder, progress)
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(asdict(verified), indent=2))
     else:
-        rate = facts["bytes"] / max(facts["seconds"], 1e-9)
+        rate = verified.bytes / max(verified.duration_s, 1e-9)
         print(
-            f"ok  {folder}: {formatting.format_plural(facts['shards'], 'shard')}, "
-            f"{formatting.format_bytes(facts['bytes'])}, "
-            f"{formatting.format_bytes(rate)}/s"
+            f"ok  {folder}: {formatting.format_plural(verified.shards, 'shard')}, "
+            f"{formatting.format_bytes(verified.bytes)}, {formatting.format_bytes(rate)}/s"
         )
 
 
@@ -109,7 +108,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show counts, vocabulary or classes, and the first tokens of a dataset."""
-    from phalanx.data import inspect_dataset as inspect_dataset
+    from phalanx.app.data import inspect_dataset
 
     _print_dataset(inspect_dataset(folder, tokens), as_json)
 
@@ -124,7 +123,7 @@ def _parse_source(
     size: tuple[int, int] | None,
     exclude: list[str],
 ) -> "DataSource":
-    """The source that the command line names; UsageError unless it is exactly one."""
+    """Return the source that the options name. Raises UsageError unless it is exactly one."""
     from phalanx.recipe.checks import SOURCES_WITH
     from phalanx.recipe.schema import LARGEST_SIDE, DataSource, IdxFiles
 
@@ -167,22 +166,21 @@ def _parse_data(tokenizer: str) -> "DataConfig":
 
 @contextmanager
 def show_progress(verb: str = "preparing") -> "Iterator[Callable[[PrepareProgress], None]]":
-    """A progress callback on stderr: a bar on a terminal, a line every few seconds anywhere else."""
+    """Yield a progress callback for standard error: a bar on a terminal, else a line every few seconds."""
     if not sys.stderr.isatty():
         yield _ProgressLines(verb)
         return
     from rich import progress as rich
     from rich.console import Console
 
-    column_formats = "{task.description}", "{task.fields[told]}"
     columns = (
-        rich.TextColumn(column_formats[0]),
+        rich.TextColumn("{task.description}"),
         rich.BarColumn(),
-        rich.TextColumn(column_formats[1]),
+        rich.TextColumn("{task.fields[amount]}"),
         rich.TimeRemainingColumn(),
     )
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(verb, total=None, told="")
+        task = bar.add_task(verb, total=None, amount="")
 
         def show(now: "PrepareProgress") -> None:
             if now.note.startswith("warning: "):  # stays when the bar goes
@@ -192,7 +190,7 @@ def show_progress(verb: str = "preparing") -> "Iterator[Callable[[PrepareProgres
                 task,
                 total=now.bytes_total,
                 completed=now.bytes_done,
-                told=_format_progress(now),
+                amount=_format_progress(now),
                 description=_escape_markup(escape_control_chars(now.note)) or verb,
             )
 
@@ -206,7 +204,7 @@ def _escape_markup(text: str) -> str:
 
 
 class _ProgressLines:
-    """Progress as plain lines, at most one every few seconds of the work's own clock."""
+    """Prints progress as lines, at most one every few seconds of the work's own clock."""
 
     def __init__(self, verb: str):
         self._verb = verb
@@ -228,8 +226,9 @@ def _format_progress(now: "PrepareProgress") -> str:
     )
 
 
-def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
-    """Facts in two columns; the dataset's beginning, if it is text, below them."""
+def _print_dataset(content: "DatasetContent", as_json: bool) -> None:
+    """Print facts in two columns, and below them the first tokens of text."""
+    facts = asdict(content)
     if as_json:
         print(json.dumps(facts, indent=2))
         return

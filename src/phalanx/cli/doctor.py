@@ -1,4 +1,4 @@
-"""`phalanx doctor`: parse, have the checks done or reports compared, print, leave with the exit code."""
+"""`phalanx doctor`: check this machine, or compare the reports of several."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def doctor(
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check (repeatable).")] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Skip this check (repeatable).")] = None,
     run: Annotated[
-        Path, typer.Option(metavar="DIR", help="Run directory whose disk is checked; need not exist yet.")
+        Path, typer.Option(metavar="DIR", help="Run directory, to check its disk; need not exist yet.")
     ] = Path(),
     expect_gpus: Annotated[
         int | None,
@@ -102,7 +102,7 @@ def _run_checks(
 
 
 def measure_links(addresses: list[str]) -> "NodeHealthReport":
-    """Only links: to these addresses, or without any between all nodes of the job that this is a part of."""
+    """Measure links to these addresses; without addresses, between all nodes of this process's job."""
     from phalanx.cluster.health.link_bandwidth import check_link
     from phalanx.cluster.health.pairwise_bandwidth import measure_all_pairs, placement_from_environment
     from phalanx.cluster.health.runner import NodeHealthReport
@@ -118,13 +118,12 @@ def measure_links(addresses: list[str]) -> "NodeHealthReport":
 
 
 def _ignore_sigterm() -> None:
-    """From here on leave by ourselves: another node that leaves as unfit makes engines end this one, whose code is its
-    own."""
+    """Ignore SIGTERM: a backend sends it when another node exits as unfit, and this one must exit with its own code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def serve_link_tests(port: int) -> int:
-    """Answer those who measure, one after another, until Ctrl-C or SIGTERM."""
+    """Serve link measurements one after another, until Ctrl-C or SIGTERM."""
     from phalanx.cluster.health.link_bandwidth import Connection, accept_connections, serve_measurement
     from phalanx.run.control_channel import load_token
 
@@ -141,7 +140,7 @@ def serve_link_tests(port: int) -> int:
             while True:
                 sock, what = requests.get()
                 with sock:
-                    caller = "a caller that is gone"
+                    caller = "a disconnected node"
                     try:
                         caller = sock.getpeername()[0]
                         serve_measurement(sock, what)
@@ -152,12 +151,12 @@ def serve_link_tests(port: int) -> int:
 
 
 def write_report(value: dict[str, Any], path: Path) -> None:
-    """Whole or not at all."""
+    """Write a report atomically."""
     draft = path.with_name(f".{path.name}.{platform.node()}.tmp")
     draft.write_text(json.dumps(value) + "\n")
     draft.replace(path)
 
 
 def make_file_name(node: str) -> str:
-    """A node's name as a file's."""
+    """Turn a node's name into a file name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", node) or "node"

@@ -1,4 +1,4 @@
-"""The pages that `phalanx doctor` prints: one node, or several beside each other."""
+"""What `phalanx doctor` prints: the report of one node, or a comparison of several."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ PASSING_VERDICTS = (HealthVerdict.PASS, HealthVerdict.UNKNOWN)
 
 
 def format_report(report: NodeHealthReport, quiet: bool) -> list[str]:
-    """One node: a line for each finding, and what comes of all. `quiet`: only what is not right."""
+    """Format the report of a node: a line for each finding, and a conclusion. `quiet`: problems only."""
     shown = [each for each in report.findings if not (quiet and each.verdict in PASSING_VERDICTS)]
     width = max((len(each.check) for each in report.findings), default=0)
     lines = [format_finding(each, width) for each in shown]
@@ -31,12 +31,12 @@ def format_report(report: NodeHealthReport, quiet: bool) -> list[str]:
 
 
 def format_finding(one: HealthFinding, width: int) -> str:
-    """Verdict, check and reason, in columns."""
+    """Format verdict, check and reason in columns."""
     return f"{one.verdict:<7}  {one.check:<{width}}  {one.reason}"
 
 
 def format_conclusion(findings: Sequence[HealthFinding]) -> str:
-    """Whether it is fit, and how many findings say what."""
+    """Say whether the node is fit, and count findings by verdict."""
     counts = [
         f"{number} {verdict}" for verdict in reversed(HealthVerdict) if (number := _count_verdict(findings, verdict))
     ]
@@ -53,7 +53,7 @@ def _format_duration(found: NodeHealthReport) -> str:
 
 
 def print_comparison(files: Sequence[Path], as_json: bool, quiet: bool) -> int:
-    """Print several nodes beside each other: what each said of itself, and what stands out. The exit code."""
+    """Compare the reports of several nodes, print findings, and return the exit code."""
     reports = read_reports(files)
     comparison = compare_nodes(reports)
     combined = [replace(each, findings=(*each.findings, *comparison[each.node])) for each in reports]
@@ -66,7 +66,7 @@ def print_comparison(files: Sequence[Path], as_json: bool, quiet: bool) -> int:
 
 
 def format_comparison(reports: Sequence[NodeHealthReport], quiet: bool) -> Iterator[str]:
-    """Each node: what is not right in its own report, and all that was compared."""
+    """Format for each node the problems in its own report, and all comparisons."""
     wide = max(len(each.node) for each in reports)
     shown = [
         (each.node, one)
@@ -84,7 +84,7 @@ def format_comparison(reports: Sequence[NodeHealthReport], quiet: bool) -> Itera
 
 
 def read_reports(files: Sequence[Path]) -> list[NodeHealthReport]:
-    """The reports of these files, by node; a file may hold one a line. UsageError for what is none."""
+    """Read reports, sorted by node; a file may hold several, one per line. Raises UsageError for other content."""
     found: dict[str, tuple[NodeHealthReport, Path]] = {}
     for path in files:
         for number, text in enumerate(path.read_text().splitlines(), 1):

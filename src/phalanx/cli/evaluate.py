@@ -1,14 +1,14 @@
 """`phalanx evaluate`: evaluate a run's checkpoint on the validation set."""
 
 import json as json_
-import sys
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from phalanx.errors import UsageError
+from phalanx.cli.stderr import print_warning
 
 
 class Device(StrEnum):
@@ -42,48 +42,18 @@ def evaluate(
 ) -> None:
     """Evaluate a run's checkpoint on the validation set: loss and the task's metrics."""
     from phalanx.run import Run
-    from phalanx.std_streams import escape_control_chars
 
     run_dir = Run.open_existing(run)
+    from phalanx.app.evaluate import evaluate_run  # imports torch
+    from phalanx.app.trained_model import CheckpointSelection
 
-    from phalanx.data import open_data
-    from phalanx.train.distributed.environment import dist_env_from_environment
-    from phalanx.train.distributed.mesh import make_single_worker_mesh
-    from phalanx.train.evaluation import evaluate as score
-    from phalanx.train.inference import check_data, given_device, load_trained_model
-    from phalanx.train.loss import LossFn, LossModule
-    from phalanx.train.tasks import load_task
-
-    dist_env = dist_env_from_environment({}, device or given_device(run_dir))
-    trained = load_trained_model(run_dir, step, best, dist_env.device, trust_code)
-    for note in trained.notes:
-        print(f"warning: {escape_control_chars(note)}", file=sys.stderr)
-    recipe = trained.recipe
-    check_data(recipe)
-    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
-    if data.num_validation_samples == 0:
-        raise UsageError(f"{run}: no validation set (evaluation.holdout_fraction = 0 and no evaluation.source)")
-    scores = score(
-        LossModule(trained.model, LossFn(load_task(recipe.task, trained.folder), recipe.precision, dist_env.device)),
-        data,
-        dist_env=dist_env,
-        mesh=make_single_worker_mesh(),
-        max_samples=samples or data.num_validation_samples,
-        micro_size=recipe.batch.micro_size,
-    )
-    assert scores is not None
-    facts = {
-        "checkpoint": trained.checkpoint.name,
-        "loss": scores.loss,
-        **scores.metrics,
-        "samples": scores.num_samples,
-    }
+    scores = evaluate_run(run_dir, CheckpointSelection(step, best, trust_code), device, samples, print_warning)
+    result = scores.result
+    facts = {"checkpoint": scores.checkpoint, "loss": result.loss, **result.metrics, "samples": result.num_samples}
     if json:
-        typer.echo(json_.dumps({**facts, "seconds": scores.duration_s}))
+        typer.echo(json_.dumps({**facts, "duration_s": result.duration_s}))
         return
     for name, value in facts.items():
         typer.echo(f"{name:<11} {value:.6g}" if isinstance(value, float) else f"{name:<11} {value}")
-    if recipe.task == "language-modeling":
-        import math
-
-        typer.echo(f"{'perplexity':<11} {math.exp(scores.loss):.6g}")
+    if scores.task == "language-modeling":
+        typer.echo(f"{'perplexity':<11} {math.exp(result.loss):.6g}")

@@ -1,4 +1,4 @@
-"""`phalanx generate`: text from a run's checkpoint, printed as it comes."""
+"""`phalanx generate`: print text from a run's checkpoint while it is generated."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.numbers import number
-from phalanx.errors import DataError, UsageError
+from phalanx.cli.stderr import print_warning
+from phalanx.std_streams import escape_control_chars
 
 
 def generate(
@@ -32,57 +33,17 @@ def generate(
     ] = False,
 ) -> None:
     """Generate text with a language model from a run's checkpoint."""
-    import codecs
-
     from phalanx.run import Run
-    from phalanx.std_streams import escape_control_chars
 
     run_dir = Run.open_existing(run)
-    import torch
+    from phalanx.app.generate import SamplingOptions, generate_text  # imports torch
+    from phalanx.app.trained_model import CheckpointSelection
 
-    from phalanx.data import load_tokenizer
-    from phalanx.train.inference import generate_tokens as continuation
-    from phalanx.train.inference import load_trained_model
-
-    trained = load_trained_model(run_dir, step, best, torch.device("cpu"), trust_code)
-    if trained.facts.kind != "tokens" or trained.facts.seq_len is None:
-        raise UsageError(f"{run}: this run's model does not write text; it was trained on {trained.facts.kind}")
-    for note in trained.notes:
-        print(f"warning: {escape_control_chars(note)}", file=sys.stderr)
-    tokenizer = load_tokenizer(run_dir.tokenizer if run_dir.tokenizer.exists() else "bytes")
-    if tokenizer.vocab_size != trained.facts.vocab_size:
-        what = f"has {tokenizer.vocab_size:,} tokens" if run_dir.tokenizer.exists() else "is missing"
-        raise DataError(
-            f"{run_dir.tokenizer}: {what}, and the model was trained on {trained.facts.vocab_size:,} tokens"
-        )
-    start = [int(token) for token in tokenizer.encode(prompt)]
-    if not start:
-        raise UsageError("--prompt: give at least one character to continue")
-    stream = continuation(
-        trained.model,
-        start,
-        tokens=tokens,
-        window=trained.facts.seq_len,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        device=torch.device("cpu"),
-    )
+    sampling = SamplingOptions(tokens, temperature, top_k, seed)
+    pieces = generate_text(run_dir, CheckpointSelection(step, best, trust_code), prompt, sampling, print_warning)
     shown = escape_control_chars if sys.stdout.isatty() else str  # what a model writes may steer a terminal
     sys.stdout.write(prompt)
-    if tokenizer.name == "bytes":
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for token in stream:
-            sys.stdout.write(shown(decoder.decode(bytes([token]))))
-            sys.stdout.flush()
-    else:
-        # Tokens of a byte-pair tokenizer may end within a character: decode all of it, print what is new.
-        written, produced = "", list[int]()
-        for token in stream:
-            produced.append(token)
-            text = tokenizer.decode(produced)
-            if not text.endswith("\ufffd"):
-                sys.stdout.write(shown(text[len(written) :]))
-                sys.stdout.flush()
-                written = text
+    for piece in pieces:
+        sys.stdout.write(shown(piece))
+        sys.stdout.flush()
     sys.stdout.write("\n")

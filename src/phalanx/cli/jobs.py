@@ -177,7 +177,7 @@ def list_jobs(
     restart_dead_daemon(backend)
     jobs = backend.list_jobs(array)
     if array is not None and not jobs:
-        raise UsageError(f"{array}: {on} knows no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
+        raise UsageError(f"{array}: {on} has no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
     if as_json:
         print(json.dumps([asdict(status) for status in jobs], indent=2))
         return
@@ -257,7 +257,7 @@ def release(job: JobIdArgument, on: BackendOption = "local") -> None:
     backend = open_backend(on)
     if not isinstance(backend, ReleasingBackend):
         raise UsageError(
-            f"{on} holds no jobs: it restarts a job whose node was unfit on another node automatically, or ends it"
+            f"{on} does not hold jobs: after an unfit node it restarts the job on another node, or ends it"
         )
     if not backend.release(job):
         raise UsageError(
@@ -279,9 +279,8 @@ def cancel(
     from phalanx.jobs.backends.base import open_backend
 
     backend: Backend = open_backend(on)
-    job_ids = [
-        job_id for job in jobs for job_id in _resolve_job_ids(backend, job)
-    ]  # all must be there before the first is cancelled
+    # all must exist before the first is cancelled
+    job_ids = [job_id for job in jobs for job_id in _resolve_job_ids(backend, job)]
     for job_id in job_ids:
         backend.cancel(job_id)
 
@@ -298,8 +297,8 @@ def prune(
 ) -> None:
     """Remove ended jobs from the local queue.
 
-    Removes their logs and snapshots. Run directories are kept. `generate` and `evaluate` need the snapshot of a run
-    whose modules came from it.
+    Removes their logs and snapshots. Run directories are kept. A run that was trained from a snapshot needs
+    it for `generate` and `evaluate` if the recipe imports modules.
     """
     from phalanx.app.submit import parse_duration
     from phalanx.jobs.backends.local import LocalBackend
@@ -317,7 +316,7 @@ def prune(
 
 
 def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
-    """The job of this id, or the members of the array of this name."""
+    """Return the ID of a job, or those of the members of an array."""
     try:
         return [backend.poll(name_or_id).id]
     except UsageError:

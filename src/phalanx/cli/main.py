@@ -1,7 +1,7 @@
-"""The command line: verbs that parse, call and print. This file is their frame; each verb is a module of its own.
+"""The command line: commands and exit codes. Each command is a module.
 
-A verb's module is imported when the verb is called, so that `phalanx --help` needs neither torch nor pydantic. Errors
-become exit codes here and nowhere else.
+A command's module is imported when it is called, so that `phalanx --help` imports neither torch nor pydantic. Errors
+become exit codes only here.
 """
 
 import os
@@ -47,14 +47,14 @@ _COMMAND_MODULES = {
     "chaos": ("phalanx.cli.chaos:chaos", "Train under injected faults, and check that the weights are bit-identical."),
     "recipe": ("phalanx.cli.recipe:app", "Check a recipe; print the JSON Schema for editors."),
 }
-"""Every verb, where it lives, and its line in `phalanx --help`."""
+"""Every command, its module, and its line in `phalanx --help`."""
 
-# what the parser raises for wrong usage; typer exports it under another name in each version
+# what the parser raises for wrong usage; its public name differs between versions of typer
 _ParserError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 class _CommandGroup(TyperGroup):
-    """A group that lists its verbs without importing them."""
+    """A group that lists its commands without importing them."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _load_command(cmd_name) if cmd_name in _COMMAND_MODULES else None
@@ -65,7 +65,7 @@ class _CommandGroup(TyperGroup):
 
 
 def _load_command(name: str) -> Any:
-    """The verb's command, or its group of commands, from its module."""
+    """Import a command, or a group of commands."""
     module, _, attribute = _COMMAND_MODULES[name][0].partition(":")
     verb = getattr(import_module(module), attribute)
     if isinstance(verb, typer.Typer):
@@ -122,7 +122,7 @@ def _make_app() -> TyperGroup:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code. Bugs leave as exceptions, with their traceback."""
+    """Run one command line and return its exit code. Bugs propagate as exceptions, with their traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     interrupted = InterruptStatus()
     try:
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PhalanxError as error:
-        if interrupted.was_lost:  # which may be why
+        if interrupted.was_lost:  # the error may be its consequence
             return _report_interrupt()
         _print_error(str(error))
         return int(error.code)
@@ -153,12 +153,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_error(message)
             _discard_output()
             return int(ended)
-        if error.errno in RETRYABLE_STORAGE_ERRNOS:  # it may be back when this is started again
+        if error.errno in RETRYABLE_STORAGE_ERRNOS:  # the storage may be available again at the next start
             _print_error(f"storage fails: {describe_os_error(error)}")
             return int(ExitCode.UNFINISHED)
         if error.filename is None:
             raise
-        # a folder that is not there, rights, a full disk: whoever asked for this file can mend it
+        # a missing directory, missing permissions, a full disk: the user can fix these
         _print_error(describe_os_error(error))
         return int(ExitCode.USAGE)
 
@@ -173,7 +173,7 @@ def _report_interrupt() -> int:
 
 
 def _run_command(arguments: list[str]) -> int:
-    """Parse and call. typer's own `main` would turn broken pipes and interrupts into codes that are not ours."""
+    """Parse and call. typer's own `main` would turn broken pipes and interrupts into other exit codes."""
     group = _make_app()
     try:
         with group.make_context("phalanx", arguments) as context:
@@ -181,8 +181,9 @@ def _run_command(arguments: list[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except _ParserError as error:
-        message = error.format_message().replace("Value error, ", "")  # typer's, of a word that is none of an option's
-        # `phalanx data` alone: its message is its help
+        # typer's prefix for a value that an option does not have
+        message = error.format_message().replace("Value error, ", "")
+        # for `phalanx data` alone the message is its help
         if message.startswith("Usage:"):
             print(message, file=sys.stderr)
         else:
@@ -192,30 +193,30 @@ def _run_command(arguments: list[str]) -> int:
 
 
 def _usage_hint(error: Exception) -> str:
-    """Where the right usage stands."""
+    """Name the command that prints the usage."""
     context = getattr(error, "ctx", None)
     return f"\nSee `{context.command_path} --help`" if context is not None else ""
 
 
 def _explain_unnamed_error(error: OSError) -> tuple[str, ExitCode] | None:
-    """What an error that names no file means, if it is the working folder's or standard output's: words and code."""
+    """Explain an error without a file name that comes from the working directory or standard output."""
     if isinstance(error, FileNotFoundError):
         try:
             os.getcwd()
         except FileNotFoundError:
-            return "the working folder is gone; change to one that is there and try again", ExitCode.USAGE
+            return "the working directory does not exist any more; change to another and try again", ExitCode.USAGE
     if error.errno in DISK_FULL_ERRNOS | STORAGE_BROKEN_ERRNOS:
         return f"the output cannot be written: {error.strerror}", ExitCode.UNFINISHED
     return None
 
 
 def _discard_output() -> None:
-    """Have what is still buffered not fail again when Python flushes at exit."""
+    """Discard buffered output, which would fail again when Python flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_reader_gone() -> bool:
-    """Whether it is standard output that nobody reads any more, as after `| head`."""
+    """Return whether the reader of standard output has closed it, as `| head` does."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

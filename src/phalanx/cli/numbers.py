@@ -1,4 +1,4 @@
-"""What the parser of command lines lets through although it is no number."""
+"""Check numbers of options."""
 
 import math
 
@@ -6,7 +6,7 @@ import typer
 
 
 def number(value: float | None) -> float | None:
-    """Refuse `nan`, which lies within any bounds since it compares with none. A callback of an option."""
+    """Refuse `nan` and `inf`, which pass the bounds of an option. A callback of options."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not in the range: expected a finite number.")
     return value

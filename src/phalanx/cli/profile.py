@@ -1,4 +1,4 @@
-"""`phalanx profile`: trace a few steps of a recipe and print where the time goes."""
+"""`phalanx profile`: trace a few steps of a recipe, and print where the time goes."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,9 +46,12 @@ def profile(
 
 
 def _format_trace(answer: dict[str, Any], top: int) -> str:
+    from phalanx.observe.text_report import COMPONENT_LABELS
+
     seconds = answer["step_s"]
+    breakdown_s = {COMPONENT_LABELS.get(name, name): value for name, value in answer["breakdown_s"].items()}
     lines = [f"{answer['steps']} steps of {seconds * 1e3:.2f} ms (the profiler adds a small overhead)", ""]
-    lines += _format_table("part of the step", answer["breakdown_s"], seconds)
+    lines += _format_table("part of the step", breakdown_s, seconds)
     lines += ["", *_format_table("kind of operation", answer["kinds_s"], sum(answer["kinds_s"].values()))]
     lines += ["", f"{'operation':<48} {'ms/step':>10} {'calls':>7}"]
     lines += [f"{name[:48]:<48} {own * 1e3:>10.3f} {calls:>7}" for name, own, calls in answer["ops"][:top]]

@@ -1,4 +1,4 @@
-"""`phalanx recipe`: check a recipe without running it, and print what a recipe may say."""
+"""`phalanx recipe`: check a recipe without running it, and print the schema."""
 
 import json
 from pathlib import Path
@@ -42,23 +42,23 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole recipe as JSON.")] = False,
 ) -> None:
     """Check a recipe without running it: keys, values, world size and import paths."""
-    from phalanx import recipe as room
+    from phalanx import recipe as recipes
 
-    loaded = room.load_recipe(path, overrides or [])
-    room.check_recipe(
-        loaded.recipe, loaded.recipe_dir, world_size or room.num_workers_for(loaded.recipe, 1), loaded.location_of
+    loaded = recipes.load_recipe(path, overrides or [])
+    recipes.check_recipe(
+        loaded.recipe, loaded.recipe_dir, world_size or recipes.num_workers_for(loaded.recipe, 1), loaded.location_of
     )
     if (
-        room.huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
+        recipes.huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
         is None
     ):
-        room.import_object(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
+        recipes.import_object(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
     for key, value in _list_import_paths(loaded.recipe):
-        room.import_object(value, loaded.recipe_dir, loaded.location_of(key))
-    if len(loaded.missing_keys()) == 1:  # one for a loop of the user's own names neither
+        recipes.import_object(value, loaded.recipe_dir, loaded.location_of(key))
+    if len(loaded.missing_keys()) == 1:  # a recipe for phalanx.session has neither
         loaded.check_required()
     recipe_json = loaded.recipe.model_dump(mode="json")
-    auto_keys = [key for key in _list_auto_keys(recipe_json) if room.can_be_auto(key)]
+    auto_keys = [key for key in _list_auto_keys(recipe_json) if recipes.can_be_auto(key)]
     if as_json:
         print(json.dumps({"recipe": recipe_json, "auto": auto_keys}, indent=2))
     else:
@@ -70,14 +70,14 @@ def check(
 
 
 def _list_import_paths(recipe: Any) -> list[tuple[str, str]]:
-    """The keys that hold `module:name`, beside the model's."""
+    """List the keys other than the model's that hold `module:name`."""
     task = [("task", recipe.task)] if ":" in recipe.task else []
     callbacks = [(f"callbacks.{index}", path) for index, path in enumerate(recipe.callbacks)]
     return [*task, *callbacks]
 
 
 def _list_auto_keys(value: Any, key: str = "") -> Any:
-    """Names of the keys that are `auto`."""
+    """Yield the keys that are `auto`."""
     if isinstance(value, dict):
         for name, below in value.items():
             yield from _list_auto_keys(below, f"{key}.{name}" if key else name)

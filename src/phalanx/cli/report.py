@@ -1,4 +1,4 @@
-"""`phalanx report` and `phalanx compare`: parse, call `phalanx.observe`, print. Knows nothing of what is in a run."""
+"""`phalanx report` and `phalanx compare`: report runs as text, HTML or JSON."""
 
 import json as json_
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 from phalanx.errors import UsageError
 
 PAGE_MARKERS = ('content="phalanx"', "<footer>Phalanx ")
-"""What stands in every page that these commands write."""
+"""Each page that these commands write contains one of these."""
 
 
 def report(

@@ -1,4 +1,4 @@
-"""`phalanx train`: parse, start the run, show it, leave with its exit code."""
+"""`phalanx train`: start or resume a run, show it, and exit with its code."""
 
 import os
 import sys

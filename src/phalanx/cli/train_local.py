@@ -29,8 +29,8 @@ from phalanx.std_streams import escape_control_chars, word_of
 
 SINGLE_NODE = NodeEnv()
 LOCK_TIMEOUT_S = 300.0
-"""Seconds for which a run on several nodes waits for its former leader: on a node that was cut off, it goes on until it
-has noticed, and on a network disk its lock goes with its lease."""
+"""Seconds for which a run on several nodes waits for the lock of its former leader: a leader that lost its network holds
+it until it notices, and on a network file system until the lease of the lock ends."""
 
 
 def train_locally(

@@ -1,4 +1,4 @@
-"""`phalanx tune`: parse, search, print each trial as it ends, write the tuned recipe."""
+"""`phalanx tune`: measure what makes a recipe faster, and write the tuned recipe."""
 
 import json
 import signal
@@ -84,7 +84,7 @@ def tune(
 
 
 class TuneConsole:
-    """The table, row by row; on a terminal also what is being tried."""
+    """Prints the table row by row; on a terminal also the running trial."""
 
     def __init__(self, quiet: bool):
         self._quiet = quiet
@@ -97,8 +97,8 @@ class TuneConsole:
         recipe = prepared.recipe
         num_workers = recipe.parallelism.world
         print(
-            f"{prepared.cluster.get('device_name')}, {prepared.cluster.get('physical_cores')} cores; {recipe.name} by "
-            f"itself:"
+            f"{prepared.cluster.get('device_name')}, {prepared.cluster.get('physical_cores')} cores; {recipe.name} "
+            "with the defaults:"
         )
         print(
             f"{recipe.precision}, compile={str(recipe.compile).lower()}, batch.micro_size={recipe.batch.micro_size}, "
@@ -119,7 +119,7 @@ class TuneConsole:
 
 
 def format_trial(trial: "TuneTrial") -> str:
-    """One line of the table."""
+    """Format a row of the table."""
     from phalanx.app.tune import format_gain
     from phalanx.observe.formatting import format_duration
 
@@ -152,12 +152,12 @@ def _result_to_json(result: "TuneResult", out: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
-        "default_step_seconds": result.default_seconds,
+        "default_step_s": result.default_seconds,
         "trials": [row.to_json() for row in result.trials],
         "changes": result.changes,
         "total": None if result.total is None else asdict(result.total),
         "untried": result.untried,
-        "workers": result.num_workers,
+        "num_workers": result.num_workers,
         "machine": result.machine,
         "recipe": str(out),
     }

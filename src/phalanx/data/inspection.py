@@ -1,10 +1,9 @@
-"""Looking at a dataset directory: is every byte what was written (`verify_dataset`), and what is in it
-(`inspect_dataset`)."""
+"""Verify every byte of a dataset directory (`verify_dataset`), and describe its content (`inspect_dataset`)."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -16,15 +15,62 @@ from phalanx.data.tokenizers import load_tokenizer
 from phalanx.errors import DataError, describe_os_error, is_storage_error
 
 
+@dataclass(frozen=True)
+class VerifiedDataset:
+    """What was read of a dataset directory, all of it good."""
+
+    shards: int
+    blocks: int
+    bytes: int
+    duration_s: float
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class DatasetContent:
+    """What a dataset directory holds."""
+
+    path: str
+    kind: str
+    dtype: str
+    count: int
+    """Tokens, or images."""
+    bytes: int
+    shards: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class TextContent(DatasetContent):
+    """What a dataset directory of text holds."""
+
+    documents: int
+    vocab: int | None
+    tokenizer: str
+    begins: str
+    """The first tokens, decoded."""
+
+
+@dataclass(frozen=True)
+class ImageContent(DatasetContent):
+    """What a dataset directory of images holds."""
+
+    classes: int | None
+    shape: tuple[int, int, int] | None
+    """Height, width, channels."""
+    labels: tuple[str, ...] | None
+    """Names of the classes, where they have names."""
+    first_labels: list[int]
+
+
 def verify_dataset(
     folder: Path,
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Any]:
+) -> VerifiedDataset:
     """Read a dataset directory from end to end and compare everything with its checksums.
 
-    Returns what was verified: shards, blocks, bytes, seconds, fingerprint. DataError names the first bad file and
-    block, and says how many more there are.
+    DataError names the first bad file and block, and says how many more there are.
     """
     manifest, started = read_manifest(folder), clock()
     problems: list[str] = []
@@ -46,13 +92,7 @@ def verify_dataset(
         report_progress(PrepareProgress(bytes_done, manifest.bytes, count, clock() - started))
     if problems:
         raise DataError(problems[0] + (f"\n{len(problems) - 1} more like it in {folder}" if len(problems) > 1 else ""))
-    return {
-        "shards": len(manifest.shards),
-        "blocks": blocks,
-        "bytes": bytes_done,
-        "seconds": clock() - started,
-        "fingerprint": manifest.fingerprint,
-    }
+    return VerifiedDataset(len(manifest.shards), blocks, bytes_done, clock() - started, manifest.fingerprint)
 
 
 def _find_bad_blocks(folder: Path, entry: ShardEntry) -> list[str]:
@@ -88,44 +128,45 @@ def _find_impossible_values(folder: Path, manifest: DatasetManifest, entry: Shar
     return []
 
 
-def inspect_dataset(folder: Path, max_tokens: int = 200) -> dict[str, Any]:
-    """What a dataset directory holds, as plain values, with its first `max_tokens` tokens decoded (or its first
-    labels)."""
+def inspect_dataset(folder: Path, max_tokens: int = 200) -> TextContent | ImageContent:
+    """Describe a dataset directory, with its first `max_tokens` tokens decoded, or its first labels."""
     manifest = read_manifest(folder)
-    info: dict[str, Any] = {
-        "path": str(folder),
-        "kind": manifest.kind,
-        "dtype": np.dtype(manifest.dtype).name,
-        "count": manifest.count,
-        "bytes": manifest.bytes,
-        "shards": len(manifest.shards),
-        "fingerprint": manifest.fingerprint,
-    }
     first = MappedShard(folder, manifest.shards[0], np.dtype(manifest.dtype))
-    return info | (
-        _text_info(folder, manifest, first, max_tokens) if manifest.kind == "tokens" else _image_info(manifest, first)
+    content = DatasetContent(
+        path=str(folder),
+        kind=manifest.kind,
+        dtype=np.dtype(manifest.dtype).name,
+        count=manifest.count,
+        bytes=manifest.bytes,
+        shards=len(manifest.shards),
+        fingerprint=manifest.fingerprint,
+    )
+    if manifest.kind == "tokens":
+        return _describe_text(content, folder, manifest, first, max_tokens)
+    return _describe_images(content, manifest, first)
+
+
+def _describe_text(
+    content: DatasetContent, folder: Path, manifest: DatasetManifest, shard: MappedShard, max_tokens: int
+) -> TextContent:
+    tokenizer = load_tokenizer(folder)
+    count = min(max_tokens, len(shard.values))
+    shard.verify_range(0, count)
+    begins = tokenizer.decode(shard.values[:count].tolist())
+    return TextContent(
+        **vars(content), documents=manifest.documents, vocab=manifest.vocab, tokenizer=tokenizer.name, begins=begins
     )
 
 
-def _text_info(folder: Path, manifest: DatasetManifest, shard: MappedShard, tokens: int) -> dict[str, Any]:
-    tokenizer = load_tokenizer(folder)
-    count = min(tokens, len(shard.values))
-    shard.verify_range(0, count)
-    return {
-        "documents": manifest.documents,
-        "vocab": manifest.vocab,
-        "tokenizer": tokenizer.name,
-        "begins": tokenizer.decode(shard.values[:count].tolist()),
-    }
-
-
-def _image_info(manifest: DatasetManifest, shard: MappedShard) -> dict[str, Any]:
+def _describe_images(content: DatasetContent, manifest: DatasetManifest, shard: MappedShard) -> ImageContent:
     count = min(20, manifest.shards[0].count)
     shard.verify_range(0, count * manifest.record)
     records = shard.values[: count * manifest.record].reshape(count, manifest.record)
-    return {
-        "classes": manifest.classes,
-        "shape": manifest.shape,
-        "labels": manifest.labels,
-        "first_labels": records[:, :LABEL_BYTES].copy().view("<u4")[:, 0].tolist(),
-    }
+    first_labels = records[:, :LABEL_BYTES].copy().view("<u4")[:, 0].tolist()
+    return ImageContent(
+        **vars(content),
+        classes=manifest.classes,
+        shape=manifest.shape,
+        labels=manifest.labels,
+        first_labels=first_labels,
+    )

@@ -209,8 +209,8 @@ def test_a_run_that_lost_its_checkpoints_is_refused_also_when_it_was_done(run: R
     with pytest.raises(DataError) as refusal:
         describe_finished(run, recipe(steps=steps))
     assert str(refusal.value) == (
-        f"{run.checkpoints}: has no checkpoint any more, and the run did 300 steps; put the checkpoints back, or give "
-        "another --run to start from the beginning"
+        f"{run.checkpoints}: no checkpoint is left, and the run did 300 steps; restore the checkpoints, or use another "
+        "--run to start from the beginning"
     )
 
 
@@ -233,7 +233,7 @@ def test_a_changed_recipe_is_told_key_by_key_with_what_to_do(run: Run) -> None:
     message = describe_changes(run, incompatible_changes(old, resolved(), new))
     assert message.startswith(f"{run.path}: this run was started with another recipe")
     assert "\n  optimizer.lr: 0.001 -> 0.5\n  seed: 0 -> 3\n" in message
-    assert message.endswith("or --force to go on all the same")
+    assert message.endswith("or --force to resume with the new values")
 
 
 def test_a_longer_run_is_told_the_jump_of_its_learning_rate() -> None:
@@ -253,7 +253,7 @@ def test_another_layout_of_as_many_workers_is_told_to_change_the_digest() -> Non
     (note,) = describe_resume(
         resolved(parallelism={"replicate": 4}), resolved(parallelism={"shard": 2, "replicate": 2})
     )
-    assert note == "the layout changed under determinism = fixed-world: the digest will differ by rounding"
+    assert note == "the parallelism changed under determinism = fixed-world: the digest will differ by rounding"
 
 
 def test_another_device_is_told_to_change_the_digest() -> None:
@@ -271,7 +271,8 @@ def test_workers_that_train_apart_are_told_to_go_on_from_their_mean() -> None:
     exchange = {"determinism": "off", "local_sgd": {"method": "diloco"}}
     (note,) = describe_resume(resolved(**exchange), resolved(parallelism={"replicate": 3}, **exchange))
     assert note == (
-        "the number of workers changed under local_sgd.method = diloco: each goes on from the mean of what all had"
+        "the number of workers changed under local_sgd.method = diloco: each resumes from the mean of all workers' "
+        "weights"
     )
 
 
@@ -285,8 +286,7 @@ def test_under_replicas_only_the_number_of_replicas_may_change_without_a_word() 
     more = resolved(parallelism={"replicate": 4, "shard": 2}, determinism="elastic")
     (note,) = describe_resume(sharded, resolved(parallelism={"replicate": 2}, determinism="elastic"))
     assert note == (
-        "the layout changed in more than the number of replicas: the digest will differ by rounding, also under "
-        "determinism: elastic"
+        "the parallelism of a replica changed: the digest will differ by rounding, also under determinism: elastic"
     )
     assert describe_resume(sharded, more) == []
 

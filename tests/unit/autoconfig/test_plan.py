@@ -1,5 +1,6 @@
 """A recipe planned on a cluster, from Python: what is chosen, what is left as it was, and what cannot be."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from phalanx.errors import RecipeError, UsageError
 from phalanx.planner.step_time import StepBreakdown
 from phalanx.recipe import load_recipe
 from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.schema import Parallelism
 
 TEXT = """\
 name: small
@@ -80,6 +82,17 @@ def test_what_the_recipe_gives_is_kept(folder: Path) -> None:
     assert (setup.parallelism.replicate, setup.parallelism.tensor, setup.parallelism.shard) == (32, 2, 1)
     assert (setup.micro_size, setup.checkpointing, setup.precision) == (2, "full", "bf16")
     assert list_chosen_keys(found) == {}
+
+
+def test_an_interleaved_pipeline_is_written_in_the_recipes_keys(folder: Path) -> None:
+    given = loaded(folder)
+    found = plan_run(given, "h100:64")
+    layout = Parallelism(replicate=32, pipeline=2, pipeline_schedule="interleaved")
+    chosen = replace(found.best.scenario, parallelism=layout, virtual_stages=2, micro_size=1)
+    found = replace(found, best=replace(found.best, scenario=chosen))
+    (folder / "planned.yaml").write_text(render_recipe(given, [], found))
+    again = load_recipe(folder / "planned.yaml", []).recipe.parallelism
+    assert again == layout.model_copy(update={"layers_per_stage": [1, 1, 1, 1]})
 
 
 def test_stages_that_the_recipe_gives_are_kept(folder: Path) -> None:

@@ -107,16 +107,16 @@ def test_the_page_shows_measured_beside_the_data_sheet_with_units() -> None:
         "disk (ext4), write and fsync      1.05 GB/s",
         "disk (ext4), read                 1.18 GB/s         O_DIRECT",
         "checkpoint                        0.430 GB/s",
-        "network   eth0, ethernet, speed not told by its driver",
+        "network   eth0, ethernet, speed unknown to its driver",
         "disk      vda, 275 GB",
-        "nothing looks wrong",
+        "no warnings",
     ):
         assert line in text.splitlines()
 
 
 def test_what_looks_wrong_is_listed_last() -> None:
     shown = format_lines(found(odd=["the disk writes 20 MB/s"]), MACHINE)
-    assert shown[-2:] == ["looks wrong:", "  - the disk writes 20 MB/s"]
+    assert shown[-2:] == ["warnings:", "  - the disk writes 20 MB/s"]
 
 
 def test_what_was_not_measured_is_left_out() -> None:

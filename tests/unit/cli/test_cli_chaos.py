@@ -45,7 +45,7 @@ def test_a_dry_run_prints_the_same_list_again_and_makes_nothing(
 def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["chaos", "r.yaml", "--faults", "3", "--kinds", "kill", "--dry-run", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [(fault["number"], fault["kind"], fault["struck"]) for fault in told["faults"]] == [
+    assert [(fault["number"], fault["kind"], fault["injected"]) for fault in told["faults"]] == [
         (number, "kill", None) for number in (1, 2, 3)
     ]
 
@@ -57,11 +57,11 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--kinds", "kill,burn"], 64, "there is no kind 'burn'"),
         (["--kinds", "hang"], 64, "hang needs another worker"),
         (["--faults", "60"], 64, "60 faults are too many: in 400 steps the run saves 19 times"),
-        (["--queue", "--nodes", "2"], 64, "--queue has this machine only"),
-        (["--run", "text.txt"], 64, "text.txt: exists already"),
+        (["--queue", "--nodes", "2"], 64, "--queue runs on this machine only"),
+        (["--run", "text.txt"], 64, "text.txt: already exists"),
         (["--run", "text.txt/run"], 64, "text.txt is a file"),
         (["--baseline", "nowhere"], 64, "nowhere: no run here"),
-        (["checkpoint.every=auto"], 64, "give it here, such as checkpoint.every='20 steps'"),
+        (["checkpoint.every=auto"], 64, "use a number of steps, such as checkpoint.every='20 steps'"),
         (["stepz=3"], 78, "stepz"),
         (["batch.global_size=3", "--nproc-per-node", "2"], 78, "batch.global_size"),
     ],
@@ -101,7 +101,5 @@ def test_steps_that_are_over_too_soon_for_so_many_faults_are_told_with_a_number_
     course = RunShape(steps=400, checkpoint_every=20, keep=3, max_restarts=3, world_size=2)
     plan = draw_faults(0, 10, ("kill",), course)
     check_long_enough(plan, course, step_s=0.01)
-    with pytest.raises(
-        UsageError, match=r"10 faults in \d rounds take .* 400 steps are over in 400 ms: give it steps="
-    ):
+    with pytest.raises(UsageError, match=r"10 faults in \d rounds need at least .* 400 steps take 400 ms; use steps="):
         check_long_enough(plan, course, step_s=0.001)

@@ -37,7 +37,7 @@ def test_the_best_layouts_are_printed_with_time_and_memory(capsys: pytest.Captur
     assert [line[:2] for line in lines[4:7]] == ["1 ", "2 ", "3 "]
     assert "replicate 1024" in lines[4]
     assert all(" GiB" in line for line in lines[4:7])
-    for word in ("a step  ", "speed", "memory", "run", "scaling"):
+    for word in ("step time  ", "speed", "memory", "run", "scaling"):
         assert any(line.startswith(word) for line in lines)
 
 
@@ -88,10 +88,12 @@ def test_a_power_cap_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -
 def test_json_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(BATCH, *HERE, "--json", "--top", "4") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["devices"], len(found["choices"])) == (1024, 4)
-    for choice in found["choices"]:
-        assert sum(choice["parts"].values()) == pytest.approx(choice["step_seconds"])
-    assert found["low_seconds"] < found["choices"][0]["step_seconds"] < found["high_seconds"]
+    assert (found["num_devices"], len(found["candidates"])) == (1024, 4)
+    for candidate in found["candidates"]:
+        assert sum(candidate["breakdown_s"].values()) == pytest.approx(candidate["step_s"])
+    best = found["candidates"][0]
+    assert found["low_s"] < best["step_s"] < found["high_s"]
+    assert sum(found["memory_bytes"].values()) == pytest.approx(best["peak_bytes"])
     assert found["changes"]["parallelism"] == {"replicate": 1024}
     assert found["recipe"] == "recipe.planned.yaml"
 
@@ -100,11 +102,11 @@ def test_explaining_shows_time_memory_and_the_step(capsys: pytest.CaptureFixture
     assert plan(BATCH, *HERE, "--explain") == 0
     out = capsys.readouterr().out
     for text in (
-        "where the time of a step goes",
+        "step time of the best candidate",
         "matrix products",
         "100.0 %",
         "memory of the fullest device",
-        "in all",
+        "total",
     ):
         assert text in out
     assert "rank 0   computing" in out

@@ -81,7 +81,7 @@ def test_when_one_recipe_of_three_is_wrong_none_is_submitted(typed: Type, tmp_pa
         (("submit", "--framework", "torch", "--run", "x", "--", "python", "x.py"), "--run is for recipes"),
         (("submit", "--framework", "torch", "--force", "--", "python", "x.py"), "--force is for recipes"),
         (("submit", "exp/one.yaml", "--snapshot", "v1"), "--snapshot v1: "),
-        (("ls", "nobody"), "knows no array of this name"),
+        (("ls", "nobody"), "has no array of this name"),
         (("cancel", "nobody"), "knows no such job"),
         (("status", "99999999999999999999"), "knows no such job"),
         (("status", "²"), "knows no such job"),

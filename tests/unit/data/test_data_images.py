@@ -11,6 +11,7 @@ import PIL.Image
 import pytest
 
 from phalanx.data import inspect_dataset, load_tokenizer, open_data, prepare_all_sources, verify_dataset
+from phalanx.data.inspection import ImageContent
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.checks import check_task
 from phalanx.recipe.schema import DataConfig, DataSource, EvaluationConfig, Recipe
@@ -297,9 +298,10 @@ def test_without_pillow_the_message_says_what_to_install(folder, tmp_path, monke
 
 def test_images_have_no_tokenizer_but_can_be_inspected(folder, tmp_path):
     out = prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
-    facts = inspect_dataset(out)
-    assert facts["first_labels"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert (facts["count"], facts["classes"], facts["shape"]) == (9, 3, (4, 4, 3))
+    content = inspect_dataset(out)
+    assert isinstance(content, ImageContent)
+    assert content.first_labels == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert (content.count, content.classes, content.shape) == (9, 3, (4, 4, 3))
     with pytest.raises(UsageError, match="images has no tokenizer"):
         load_tokenizer(out)
 

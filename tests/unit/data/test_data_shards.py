@@ -70,8 +70,8 @@ def test_a_shard_that_was_not_finished_has_no_name(tmp_path):
 
 
 def test_a_whole_dataset_verifies(folder):
-    facts = verify_dataset(folder)
-    assert (facts["shards"], facts["blocks"], facts["bytes"]) == (2, 14, 8 * TOKENS)
+    verified = verify_dataset(folder)
+    assert (verified.shards, verified.blocks, verified.bytes) == (2, 14, 8 * TOKENS)
     read_everything(folder)
 
 

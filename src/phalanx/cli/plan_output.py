@@ -1,0 +1,186 @@
+"""What `phalanx plan` prints: the best candidates and what a run takes, as text and as JSON."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.app.plan import (
+    RankedCandidate,
+    format_seconds,
+    memory_by_part,
+    rank_candidates,
+    recipe_changes,
+    render_step_breakdown,
+    render_step_timeline,
+)
+from phalanx.observe.formatting import format_duration
+
+if TYPE_CHECKING:
+    from phalanx.autoconfig.plan import RunPlan
+    from phalanx.planner.search import Candidate
+
+BYTES_PER_GIB = 2.0**30
+COST_SOURCE_TEXTS = {"sheet": "data sheets", "fitted": "fitted curves", "measured": "measurements of this machine"}
+
+
+def format_plan(run_plan: "RunPlan", top: int) -> list[str]:
+    """Format the plan as lines of text."""
+    recipe, cluster, best = run_plan.recipe, run_plan.cluster, run_plan.best
+    device = cluster.node.accelerator
+    nodes = -(-run_plan.num_devices // cluster.node.count)
+    lines = [
+        f"{recipe.name}: {_format_number(run_plan.parameters)} parameters, {recipe.batch.global_size} samples of "
+        f"{run_plan.units_per_sample} {'token' if run_plan.units_per_sample == 1 else 'tokens'} a step",
+        f"{run_plan.num_devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} "
+        f"({cluster.name}); costs from {COST_SOURCE_TEXTS[run_plan.cost_source]}",
+        "",
+        f"{'':<3}{'parallelism':<40} {'micro':>5} {'checkpointing':<13} {'precision':<9} {'step time':>9} "
+        f"{'memory':>9}  compared with 1",
+        *(_format_row(rank, each) for rank, each in enumerate(rank_candidates(run_plan, top), 1)),
+        f"   best of {run_plan.num_valid:,} valid candidates",
+        "",
+        f"step time  {format_seconds(best.step_s)} (90% interval {format_seconds(run_plan.low_s)} to "
+        f"{format_seconds(run_plan.high_s)})",
+    ]
+    if run_plan.warmup_phase is not None:
+        warmup = run_plan.warmup_phase
+        lines.append(
+            f"           {format_seconds(warmup.step_s)} for each of the first {warmup.num_steps:,}, which send all "
+            "gradients"
+        )
+    return [*lines, *_format_totals(run_plan)]
+
+
+def _format_row(rank: int, ranked: RankedCandidate) -> str:
+    candidate, scenario = ranked.candidate, ranked.candidate.scenario
+    return (
+        f"{rank:<3}{_format_parallelism(candidate):<40} {scenario.micro_size:>5} {scenario.checkpointing:<13} "
+        f"{scenario.precision:<9} {format_seconds(candidate.step_s):>9} "
+        f"{candidate.peak_bytes / BYTES_PER_GIB:>5.1f} GiB  {ranked.slowdown_reason}".rstrip()
+    )
+
+
+def _format_totals(run_plan: "RunPlan") -> list[str]:
+    """Format speed, memory, energy, cost, failures and scaling."""
+    best, cost, prices = run_plan.best, run_plan.cost, run_plan.cluster.prices
+    units_per_s = run_plan.recipe.batch.global_size * run_plan.units_per_sample / best.step_s
+    units = "tokens" if run_plan.units_per_sample > 1 else "samples"
+    memory_gib = run_plan.cluster.node.accelerator.memory_gib
+    lines = [
+        f"speed      {_format_number(units_per_s)} {units}/s, MFU {100 * run_plan.mfu:.1f} %",
+        f"memory     {best.peak_bytes / BYTES_PER_GIB:.1f} of {memory_gib:g} GiB a device",
+        f"run        {run_plan.recipe.steps:,} steps in {format_duration(cost.wall_s)}, {cost.device_hours:,.1f} "
+        "device-hours",
+    ]
+    if (energy := run_plan.energy) is not None:
+        lines.append(f"energy     {energy.site_kwh:,.1f} kWh with cooling, {energy.node_w:,.0f} W a node")
+    if (slowdown := run_plan.power_cap_slowdown) is not None:
+        source = "measured on this family" if slowdown.is_measured else "measured on other families"
+        lines.append(
+            f"power cap  {prices.power_cap_w:,.0f} W a device: computing takes {slowdown.expected:.2f} times as long "
+            f"({slowdown.low:.2f} to {slowdown.high:.2f}; {source})"
+        )
+    costs = [f"{name} {value:,.2f} {prices.currency}" for name, value in _cost_items(run_plan) if value is not None]
+    if costs:
+        lines.append(f"cost       {', '.join(costs)}")
+    if (checkpoints := run_plan.checkpoint_plan) is not None:
+        lines.append(
+            f"failures   every {format_duration(checkpoints.mtbf_s)}; with a checkpoint every "
+            f"{format_duration(checkpoints.interval_s)} (Daly), {100 * checkpoints.goodput.productive:.1f} % of the "
+            "time is productive"
+        )
+    if len(run_plan.scaling) > 1:
+        base_world, base_speed = run_plan.scaling[0]
+        efficiencies = ", ".join(
+            f"{world:,}: {100 * speed / base_speed * base_world / world:.0f} %"
+            for world, speed in run_plan.scaling[1:][-5:]
+        )
+        lines.append(f"scaling    weak-scaling efficiency relative to {base_world:,}: {efficiencies}")
+    return lines
+
+
+def _cost_items(run_plan: "RunPlan") -> list[tuple[str, float | None]]:
+    return [("rent", run_plan.cost.rent_cost), ("energy", run_plan.cost.energy_cost)]
+
+
+def format_explanation(run_plan: "RunPlan") -> list[str]:
+    """Format where time and memory of the best candidate go."""
+    return [
+        "",
+        "step time of the best candidate",
+        render_step_breakdown(run_plan),
+        "",
+        "memory of the fullest device",
+        *(
+            f"  {name.replace('_', ' '):<42} {value / BYTES_PER_GIB:>7.2f} GiB"
+            for name, value in memory_by_part(run_plan).items()
+            if value > 0
+        ),
+        f"  {'total':<42} {run_plan.footprint.total / BYTES_PER_GIB:>7.2f} GiB",
+        "",
+        "timeline of a step",
+        render_step_timeline(run_plan),
+    ]
+
+
+def to_json(run_plan: "RunPlan", top: int, out: Path) -> dict[str, Any]:
+    """Return the plan as JSON values, with the field names of `RunPlan`."""
+    warmup, energy = run_plan.warmup_phase, run_plan.energy
+    checkpoints, slowdown = run_plan.checkpoint_plan, run_plan.power_cap_slowdown
+    return {
+        "cluster": run_plan.cluster.name,
+        "num_devices": run_plan.num_devices,
+        "device": run_plan.cluster.node.accelerator.name,
+        "parameters": run_plan.parameters,
+        "num_valid": run_plan.num_valid,
+        "cost_source": run_plan.cost_source,
+        "candidates": [_candidate_to_json(each.candidate) for each in rank_candidates(run_plan, top)],
+        "low_s": run_plan.low_s,
+        "high_s": run_plan.high_s,
+        "warmup_phase": None if warmup is None else asdict(warmup),
+        "mfu": run_plan.mfu,
+        "memory_bytes": memory_by_part(run_plan),
+        "cost": asdict(run_plan.cost),
+        "energy": None if energy is None else asdict(energy),
+        "checkpoint_plan": None if checkpoints is None else asdict(checkpoints),
+        "power_cap_slowdown": None if slowdown is None else asdict(slowdown),
+        "scaling": [{"num_devices": world, "units_per_s": speed} for world, speed in run_plan.scaling],
+        "changes": recipe_changes(run_plan),
+        "recipe": str(out),
+    }
+
+
+def _candidate_to_json(candidate: "Candidate") -> dict[str, Any]:
+    scenario = candidate.scenario
+    return {
+        "parallelism": scenario.parallelism.model_dump(),
+        "micro_size": scenario.micro_size,
+        "activation_checkpointing": scenario.checkpointing,
+        "precision": scenario.precision,
+        "virtual_stages": scenario.virtual_stages,
+        "step_s": candidate.step_s,
+        "peak_bytes": candidate.peak_bytes,
+        "breakdown_s": vars(candidate.breakdown),
+    }
+
+
+def _format_parallelism(candidate: "Candidate") -> str:
+    parallelism = candidate.scenario.parallelism
+    sizes = [
+        f"{name} {getattr(parallelism, name)}"
+        for name in ("replicate", "shard", "tensor", "pipeline", "context", "expert")
+        if getattr(parallelism, name) > 1
+    ]
+    if parallelism.pipeline > 1 and (candidate.scenario.virtual_stages > 1 or parallelism.pipeline_schedule != "1f1b"):
+        sizes.append(
+            f"{parallelism.pipeline_schedule}"
+            + (f" {candidate.scenario.virtual_stages}" if candidate.scenario.virtual_stages > 1 else "")
+        )
+    return ", ".join(sizes) or "one device"
+
+
+def _format_number(value: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {name}"
+    return f"{value:.3g}"
