@@ -29,7 +29,7 @@ from phalanx.std_streams import escape_control_chars, word_of
 
 SINGLE_NODE = NodeEnv()
 LOCK_TIMEOUT_S = 300.0
-"""Seconds for which a run on several nodes waits for the lock of its former leader: a leader that lost its network holds
+"""Seconds for which a run on several nodes waits for the lock of its former leader. A leader without network holds
 it until it notices, and on a network file system until the lease of the lock ends."""
 
 
