@@ -11,9 +11,11 @@ from phalanx.run.messages import WorkerFinishing
 from phalanx.train.builder import build_context, resume_training
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.manager import CheckpointManager
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group, shut_down_process_group
 from phalanx.train.reporter import make_reporter
 from phalanx.train.train_context import WorkerProcess
+from phalanx.train.train_state import AppState
 
 
 def work(payload: dict[str, Any]) -> None:
@@ -25,8 +27,12 @@ def work(payload: dict[str, Any]) -> None:
     report = make_reporter(out, place.is_rank_zero, os.environ["PHALANX_EVENTS_FD"])
     parts = build_context(WorkerProcess(run, Path(payload["folder"]), place, report), recipe, data)
     progress = resume_training(parts, data.fingerprint, force=False)
-    saving = CheckpointManager(out, place, parts.parallel_model.mesh, 3, {}, lambda event: None, lambda: None)
-    saving.start_save(progress, get_local_state(parts.parallel_model, parts.optimizer, parts.scaler), [], is_best=False)
+    saving = CheckpointManager(
+        SaveContext(out, place, parts.parallel_model.mesh, {}, lambda event: None, lambda: None), 3
+    )
+    saving.start_save(
+        progress, get_local_state(AppState(parts.parallel_model, parts.optimizer, parts.scaler)), [], is_best=False
+    )
     saving.wait_snapshot_copied()
     saving.close()
     shut_down_process_group()

@@ -21,13 +21,14 @@ from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_cop
 from phalanx.train.checkpoint.in_memory.restore import VerifiedCopies, find_verified_copies, restore_in_memory
 from phalanx.train.checkpoint.interval import StepTimes
 from phalanx.train.checkpoint.load_plan import get_local_state
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json_from_rank_zero
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import IN_MEMORY_FLAGS, TrainState
+from phalanx.train.train_state import IN_MEMORY_FLAGS, AppState, TrainState
 from process_worlds import ProcessWorlds
 
 LAYOUTS = {"shards": {"shard": 4}, "replicas of shards": {"replicate": 2, "shard": 2}, "replicas": {"replicate": 4}}
@@ -57,15 +58,10 @@ class Worker:
         self.scale = GradScaler()
         self.told: list[Event] = []
         self.hot = InMemoryCheckpointer(
-            self.run,
-            self.place,
-            self.mesh,
+            SaveContext(self.run, self.place, self.mesh, {}, self.told.append),
             1,
             0,
             StepTimes(),
-            lambda: None,
-            {},
-            self.told.append,
             lambda: None,
             self.environment,
         )
@@ -79,7 +75,9 @@ class Worker:
     def copy(self, step: int) -> None:
         """Copy the state, and settle it with the others."""
         self.hot.start_copy(
-            TrainState(step=step, samples_consumed=step), get_local_state(self.divided, self.optimizer, self.scale), []
+            TrainState(step=step, samples_consumed=step),
+            get_local_state(AppState(self.divided, self.optimizer, self.scale)),
+            [],
         )
         self.hot.wait_snapshot_copied()
         assert self.hot._saver is not None
@@ -89,7 +87,7 @@ class Worker:
         self.hot.handle_flags(dict(zip(IN_MEMORY_FLAGS, map(int, flags.tolist()), strict=True)))
 
     def state(self) -> dict[str, Tensor]:
-        held = get_local_state(self.divided, self.optimizer, self.scale)
+        held = get_local_state(AppState(self.divided, self.optimizer, self.scale))
         return {name: each.tensor.detach().clone() for name, each in held.items()}
 
     def found(self) -> VerifiedCopies | None:
@@ -119,8 +117,8 @@ def kept_and_lost(rank: int, world: int, *, folder: str, layout: dict[str, int])
     worker.learn(9)
     found = worker.found()
     assert found is not None
-    held = (worker.divided, worker.optimizer, worker.scale)
-    recalled = restore_in_memory(worker.run, found, worker.place, *held, lambda *_: None, worker.environment)
+    held = AppState(worker.divided, worker.optimizer, worker.scale)
+    recalled = restore_in_memory(worker.run, found, worker.place, held, lambda *_: None, worker.environment)
     assert recalled is not None
     after = worker.state()
     assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)
@@ -236,12 +234,12 @@ def failing_on_one(rank: int, world: int, *, folder: str, how: str) -> list[tupl
             shutil.move(copy.parent, base / "elsewhere")
             copy.parent.write_text("")
     dist.barrier()
-    held = (worker.divided, worker.optimizer, worker.scale)
+    held = AppState(worker.divided, worker.optimizer, worker.scale)
 
     def on_reject(path: Path, file: str, reason: str) -> None:
         told.append((file, reason))
 
-    assert restore_in_memory(worker.run, found, worker.place, *held, on_reject, worker.environment) is None
+    assert restore_in_memory(worker.run, found, worker.place, held, on_reject, worker.environment) is None
     after = worker.state()
     assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)
     return told
@@ -269,7 +267,7 @@ def left_alone(rank: int, world: int, *, folder: str) -> float:
         return 0.0
     dist.barrier()
     worker.learn(2)
-    state = get_local_state(worker.divided, worker.optimizer, worker.scale)
+    state = get_local_state(AppState(worker.divided, worker.optimizer, worker.scale))
     worker.hot.start_copy(TrainState(step=2, samples_consumed=2), state, [])
     worker.hot.wait_snapshot_copied()
     begun = time.monotonic()

@@ -22,7 +22,7 @@ from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.parallel_model import ParallelModel, to_local
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import TrainState
+from phalanx.train.train_state import AppState, TrainState
 from process_worlds import ProcessWorlds
 
 
@@ -65,7 +65,7 @@ def unlink(path: Path) -> None:
 
 
 def state(divided: ParallelModel, optimizer: OptimizerContainer) -> dict[str, Tensor]:
-    held = get_local_state(divided, optimizer, GradScaler())
+    held = get_local_state(AppState(divided, optimizer, GradScaler()))
     return {name: each.tensor.detach().clone() for name, each in held.items()}
 
 
@@ -87,7 +87,7 @@ def restored(
     learn(model, optimizer, 5)
     before, told = state(divided, optimizer), list[tuple[str, str]]()
     loaded = restore_checkpoint(
-        run, place, divided, optimizer, GradScaler(), lambda path, *what: told.append((path.name, what[0]))
+        run, place, AppState(divided, optimizer, GradScaler()), lambda path, *what: told.append((path.name, what[0]))
     )
     after = state(divided, optimizer)
     changed = any(not tensor.equal(after[name]) for name, tensor in before.items())
@@ -108,7 +108,9 @@ def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place
         fully_shard(model, mesh=mesh.fsdp_mesh)
     divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
     learn(model, optimizer, 5)
-    used = {name: each.tensor.nbytes for name, each in get_local_state(divided, optimizer, GradScaler()).items()}
+    used = {
+        name: each.tensor.nbytes for name, each in get_local_state(AppState(divided, optimizer, GradScaler())).items()
+    }
     known: set[int] = set()
     made: list[int] = []
 
@@ -122,7 +124,7 @@ def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place
     for parameter in model.parameters():
         known.add(to_local(parameter).untyped_storage().data_ptr())
     with observe_operations(note):
-        restore_checkpoint(run, place, divided, optimizer, GradScaler(), lambda *bad: None, in_place=in_place)
+        restore_checkpoint(run, place, AppState(divided, optimizer, GradScaler()), lambda *bad: None, in_place=in_place)
     whole = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in get_state_tensors(model, optimizer, GradScaler()).items()

@@ -197,6 +197,7 @@ def _start_session(
     )
     from phalanx.train.reporter import make_reporter
     from phalanx.train.session import Session
+    from phalanx.train.train_context import WorkerProcess
     from phalanx.train.worker import configure_torch, worker_started
 
     events = os.environ.get("PHALANX_EVENTS_FD")
@@ -246,6 +247,7 @@ def _start_session(
             resolved = load_resolved_recipe(run_dir.resolved)
             dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, resolved.device))
             heartbeat = _open_heartbeat(dist_env.local_rank)
+            process = WorkerProcess(run_dir, loaded.recipe_dir, dist_env, report, stop, heartbeat)
             configure_torch(resolved, dist_env)
             meet(dist_env, before=come_together)
         with naming_causes():
@@ -259,7 +261,7 @@ def _start_session(
                 also_single_node=True,
             )
             return (
-                Session(run_dir, resolved, loaded.recipe_dir, dist_env, report, stop, force, heartbeat),
+                Session(process, resolved, force),
                 report,
                 run_dir,
             )

@@ -196,11 +196,10 @@ def resume_training(
     loaded = _resume_from_memory(context)
     kept_copy = None if loaded is None else loaded.path
     if loaded is None:
-        components = (context.parallel_model, context.optimizer, context.scaler)
         loaded = restore_checkpoint(
             context.run,
             context.dist_env,
-            *components,
+            context.app_state,
             lambda *bad: report_rejected_checkpoint(context, *bad),
             in_place=needs_checkpoint,
         )
@@ -265,9 +264,7 @@ def _resume_from_memory(context: TrainContext) -> LoadedCheckpoint | None:
         context.run,
         verified_copies,
         context.dist_env,
-        context.parallel_model,
-        context.optimizer,
-        context.scaler,
+        context.app_state,
         on_reject,
     )
     if restored is None:

@@ -15,7 +15,6 @@ prepares the run and ends it.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -28,7 +27,6 @@ from phalanx.recipe import ResolvedRecipe, dump_recipe, load_recipe, load_resolv
 from phalanx.recipe.grad_sync_defaults import gradient_bytes_per_rank, inter_node_bucket_mib, overlaps_with_backward
 from phalanx.run import Run
 from phalanx.run.directory import write_atomic, write_json
-from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
 from phalanx.train.builder import make_accumulator, make_result, report_start, resume_training
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.checkpoint import clean_checkpoint_dir
@@ -52,9 +50,7 @@ from phalanx.train.model_builder import MicroBatchSeeds, check_same_initial_valu
 from phalanx.train.oom import explain_out_of_memory
 from phalanx.train.optim.user import UserOptimizer
 from phalanx.train.precision import GradScaler, autocast_context
-from phalanx.train.reporter import Reporter
-from phalanx.train.signals import StopRequest
-from phalanx.train.train_context import TrainContext
+from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.trainer import Trainer
 
 OTHER_DATA_HINT = (
@@ -79,18 +75,15 @@ class Session:
 
     def __init__(
         self,
-        run: Run,
+        process: WorkerProcess,
         recipe: ResolvedRecipe,
-        folder: Path,
-        dist_env: DistEnv,
-        reporter: Reporter,
-        stop: StopRequest,
         force: bool,
-        heartbeat: HeartbeatWriter | NullHeartbeat,
     ):
+        run, dist_env = process.run, process.dist_env
         self.rank, self.world_size, self.device = dist_env.rank, dist_env.world_size, dist_env.device
-        self._run, self._recipe, self._folder, self._dist_env = run, recipe, folder, dist_env
-        self._reporter, self._stop, self._force, self._heartbeat = reporter, stop, force, heartbeat
+        self._run, self._recipe, self._folder, self._dist_env = run, recipe, process.folder, dist_env
+        self._reporter, self._stop, self._force = process.reporter, process.stop_request, force
+        self._heartbeat = process.heartbeat
         if dist_env.is_rank_zero:
             clean_checkpoint_dir(run.checkpoints)
         self._mesh = build_mesh(recipe.parallelism, dist_env, recipe)

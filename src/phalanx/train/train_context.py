@@ -22,6 +22,7 @@ from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.reporter import Reporter
 from phalanx.train.signals import StopRequest
+from phalanx.train.train_state import AppState
 from phalanx.train.train_step import GradientAccumulator
 
 
@@ -70,6 +71,11 @@ class TrainContext:
     """Whether the agent asks this worker to form another world with the others."""
     check_membership: Callable[[], None] = field(default=lambda: None, kw_only=True)
     """Raises when that cannot wait for the end of the step, because a worker is lost."""
+
+    @property
+    def app_state(self) -> AppState:
+        """What a checkpoint saves and restores."""
+        return AppState(self.parallel_model, self.optimizer, self.scaler)
 
 
 def report_rejected_checkpoint(context: TrainContext, path: Path, file: str, reason: str) -> None:

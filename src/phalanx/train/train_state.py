@@ -24,6 +24,18 @@ from phalanx.train.grad_sync.selection import SelectionState
 
 if TYPE_CHECKING:
     from phalanx.train.checkpoint import CheckpointSaver
+    from phalanx.train.distributed.parallel_model import ParallelModel
+    from phalanx.train.optim import OptimizerContainer
+    from phalanx.train.precision import GradScaler
+
+
+@dataclass(frozen=True)
+class AppState:
+    """The owners of the tensors that a checkpoint saves and restores on one worker."""
+
+    parallel_model: ParallelModel
+    optimizer: OptimizerContainer
+    scaler: GradScaler
 
 
 @dataclass

@@ -403,8 +403,9 @@ class Trainer:
                 f"{train_state.lost_checkpoint_step}, was lost together with a worker: restarting from the one before "
                 f"it"
             )
-        held = (context.parallel_model, context.optimizer, context.scaler)
-        loaded = restore_checkpoint(context.run, context.dist_env, *held, self._report_rejected, in_place=True)
+        loaded = restore_checkpoint(
+            context.run, context.dist_env, context.app_state, self._report_rejected, in_place=True
+        )
         if loaded is None:
             raise GaveUpError(
                 f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and no checkpoint to go "

@@ -275,9 +275,7 @@ class Attempt:
             self._inter_replica_sockets,
             self._intra_replica_sockets,
             self._worker_id,
-            self.process.dist_env,
-            self.process.reporter,
-            self.process.heartbeat,
+            self.process,
             mode,
             self.data.fingerprint,
         )

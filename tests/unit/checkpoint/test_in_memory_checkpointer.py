@@ -20,6 +20,7 @@ from phalanx.train.checkpoint.in_memory.checkpointer import assign_owned_tensors
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
 from phalanx.train.checkpoint.interval import StepTimes
 from phalanx.train.checkpoint.load_plan import get_state_tensors
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import NodeMap, count_nodes_from_environment
 from phalanx.train.distributed.parallel_model import LocalTensor
@@ -306,16 +307,7 @@ def deciding(parts: SmallParts, step_seconds: float, cost: float, durable: int |
         times.copy_overhead.record_done(cost)
     told: list[Any] = []
     hot = checkpointer_module.InMemoryCheckpointer(
-        parts.run,
-        parts.dist_env,
-        mesh_of(),
-        "1%",
-        0,
-        times,
-        lambda: durable,
-        {},
-        told.append,
-        lambda: None,
+        SaveContext(parts.run, parts.dist_env, mesh_of(), {}, told.append), "1%", 0, times, lambda: durable
     )
     hot.is_due(10, 1_000_000)
     assert [event.kind for event in told] == ([] if hot.interval_steps is None else ["in_memory_interval"])
@@ -346,8 +338,8 @@ def test_copies_that_seemed_too_dear_are_tried_again(tmp_path: Path) -> None:
     for _ in range(10):
         times.record_step(1.0)
     times.copy_overhead.record_done(0.6)
-    place, told = parts.dist_env, (lambda: 100, {}, lambda *_: None, lambda: None)
-    hot = checkpointer_module.InMemoryCheckpointer(parts.run, place, mesh_of(), "1%", 0, times, *told)
+    save_context = SaveContext(parts.run, parts.dist_env, mesh_of(), {}, lambda *_: None)
+    hot = checkpointer_module.InMemoryCheckpointer(save_context, "1%", 0, times, lambda: 100)
     assert not hot.is_due(10, 10_000)
     assert hot.interval_steps is None
     hot.is_due(509, 10_000)

@@ -18,6 +18,7 @@ from phalanx.train.checkpoint import CheckpointSaver, list_checkpoints, load_ten
 from phalanx.train.checkpoint import manager as manager_module
 from phalanx.train.checkpoint import save as save_module
 from phalanx.train.checkpoint.manager import CheckpointManager, best_checkpoint_file
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.distributed.shard_spec import GlobalBlocks
@@ -37,7 +38,7 @@ def run(tmp_path: Path) -> Run:
 
 def make_saving(run: Run, told: Told, keep: int = 3) -> CheckpointManager:
     common = {"fingerprint": "f" * 32}
-    return CheckpointManager(run, DistEnv(), mesh_of(), keep, common, told.append, lambda: None)
+    return CheckpointManager(SaveContext(run, DistEnv(), mesh_of(), common, told.append, lambda: None), keep)
 
 
 def settle(saving: CheckpointManager) -> None:
@@ -91,7 +92,7 @@ def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatc
 def test_events_are_sent_before_a_commit_so_that_no_death_takes_those_of_steps_that_count(run: Run) -> None:
     seen: list[list[int]] = []
     saving = CheckpointManager(
-        run, DistEnv(), mesh_of(), 3, {}, lambda *_: None, lambda: seen.append(steps_on_disk(run))
+        SaveContext(run, DistEnv(), mesh_of(), {}, lambda *_: None, lambda: seen.append(steps_on_disk(run))), 3
     )
     save(saving, 5)
     save(saving, 6)
@@ -262,7 +263,7 @@ def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
 
 def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
     told: Told = []
-    saving = CheckpointManager(run, DistEnv(0, 2), mesh_of(replicate=2), 3, {}, told.append, lambda: None)
+    saving = CheckpointManager(SaveContext(run, DistEnv(0, 2), mesh_of(replicate=2), {}, told.append, lambda: None), 3)
     saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
     saving._saver.poll_when_idle()
     saving.handle_flags({"written": 1, "failed": 0, "committed": 0})
@@ -273,7 +274,9 @@ def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
 
 def test_workers_divide_the_tensors_among_them(run: Run) -> None:
     savings = [
-        CheckpointManager(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), 3, {}, lambda *_: None, lambda: None)
+        CheckpointManager(
+            SaveContext(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), {}, lambda *_: None, lambda: None), 3
+        )
         for rank in (0, 1)
     ]
     for saving in savings:
@@ -314,7 +317,9 @@ def test_tensors_that_appear_later_are_saved_too(run: Run) -> None:
 def lost_one(run: Run, told: Told, moment: str) -> CheckpointManager:
     """The saving of one of two workers in the world that is left after the other was lost while step 3 was saved."""
     both = [
-        CheckpointManager(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), 3, {}, lambda *_: None, lambda: None)
+        CheckpointManager(
+            SaveContext(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), {}, lambda *_: None, lambda: None), 3
+        )
         for rank in (0, 1)
     ]
     for saving in both if moment == "written" else both[:1]:
@@ -374,7 +379,9 @@ def test_who_waits_for_the_disk_heeds_that_somebody_is_gone(run: Run, held: thre
     def heed() -> None:
         raise Gone
 
-    saving = CheckpointManager(run, DistEnv(), mesh_of(), 3, {}, lambda *_: None, lambda: None, check_membership=heed)
+    saving = CheckpointManager(
+        SaveContext(run, DistEnv(), mesh_of(), {}, lambda *_: None, lambda: None), 3, check_membership=heed
+    )
     saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
     with pytest.raises(Gone):
         saving.wait_until_saved()

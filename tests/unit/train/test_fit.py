@@ -97,9 +97,7 @@ def resumed(path: Path, **changes: Any) -> tuple[SmallParts, TrainState]:
     loaded = restore_checkpoint(
         parts.run,
         parts.dist_env,
-        parts.parallel_model,
-        parts.optimizer,
-        parts.scaler,
+        parts.app_state,
         lambda at, file, reason: report_rejected_checkpoint(parts, at, file, reason),
     )
     assert loaded is not None

@@ -18,6 +18,7 @@ from phalanx.train.distributed.module_state import (
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel, to_local
 from phalanx.train.optim import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, state_entry_shape
 from phalanx.train.precision import GradScaler
+from phalanx.train.train_state import AppState
 
 
 def get_state_tensors(model: nn.Module, optimizer: OptimizerContainer, scaler: GradScaler) -> dict[str, Tensor]:
@@ -31,10 +32,9 @@ def get_state_tensors(model: nn.Module, optimizer: OptimizerContainer, scaler: G
     }
 
 
-def get_local_state(
-    parallel_model: ParallelModel, optimizer: OptimizerContainer, scaler: GradScaler
-) -> dict[str, LocalTensor]:
+def get_local_state(state: AppState) -> dict[str, LocalTensor]:
     """Return all tensors that the next step depends on, of those that this worker holds and this stage saves."""
+    parallel_model, optimizer, scaler = state.parallel_model, state.optimizer, state.scaler
     parameters = parallel_model.parameters()
     local_tensors = {
         name: parallel_model.local_tensor(name, p) for name, p in parameters.items() if parallel_model.is_owner(name)
@@ -103,9 +103,7 @@ class LoadPlan:
 
 
 def read_local_state(
-    parallel_model: ParallelModel,
-    optimizer: OptimizerContainer,
-    scaler: GradScaler,
+    state: AppState,
     path: Path,
     manifest: CheckpointManifest,
     threads: int = 2,
@@ -114,8 +112,8 @@ def read_local_state(
     """Read this worker's part of the state from a checkpoint, written under any parallelism, and return a function that
     applies it. Nothing in use changes before that is called, unless weights are read `in_place`. Raises
     CorruptCheckpointError, which names a bad file, and DataError for what does not fit."""
-    wanted = make_load_plan(parallel_model, path, manifest)
-    return execute_load_plan(wanted, parallel_model, optimizer, scaler, path, manifest, threads, in_place)
+    load_plan = make_load_plan(state.parallel_model, path, manifest)
+    return execute_load_plan(load_plan, state, path, manifest, threads, in_place)
 
 
 def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: CheckpointManifest) -> LoadPlan:
@@ -178,9 +176,7 @@ def check_nothing_left(saved: Iterable[str], known: Container[str], where: str) 
 
 def execute_load_plan(
     load_plan: LoadPlan,
-    parallel_model: ParallelModel,
-    optimizer: OptimizerContainer,
-    scaler: GradScaler,
+    state: AppState,
     path: Path,
     manifest: CheckpointManifest,
     threads: int = 2,
@@ -204,9 +200,9 @@ def execute_load_plan(
                 if read is not live:
                     live.copy_(read)
         load_plan.restore_state()
-        for module in parallel_model.modules:
+        for module in state.parallel_model.modules:
             load_extra_state(module, load_plan.optimizer_tensors, str(path))
-        _load_optimizer_and_scaler(optimizer, scaler, load_plan.optimizer_tensors, str(path))
+        _load_optimizer_and_scaler(state.optimizer, state.scaler, load_plan.optimizer_tensors, str(path))
 
     return apply
 

@@ -18,14 +18,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ValidationError
 
 from phalanx.errors import UsageError, describe_os_error, is_storage_error
-from phalanx.run import Event, Run
+from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunWarning
 from phalanx.train.checkpoint import (
@@ -41,8 +40,7 @@ from phalanx.train.checkpoint import (
 )
 from phalanx.train.checkpoint.format import RankManifest, merge_rank_manifests
 from phalanx.train.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
-from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.object_collectives import (
     all_gather_json,
     broadcast_json_from_rank_zero,
@@ -70,32 +68,24 @@ class CheckpointManager:
     """Checkpoint saves of one worker.
 
     Args:
-        report_event: receives CheckpointSaved and CheckpointFailed on every worker, RunWarning on rank 0 only.
-        flush: sends the events reported so far. A run that dies resumes from the last commit, so the events of the
-            steps before the commit must have been sent.
+        keep: number of checkpoints that are kept.
         in_memory: in-memory checkpoints, which follow every operation on this manager.
         check_membership: called while this waits for the disk; raises if a worker of the world is gone.
     """
 
     def __init__(
         self,
-        run: Run,
-        dist_env: DistEnv,
-        mesh: Mesh,
+        save_context: SaveContext,
         keep: int,
-        common_meta: dict[str, Any],
-        report_event: Callable[[Event], None],
-        flush: Callable[[], None],
         in_memory: InMemoryCheckpointer | None = None,
         check_membership: Callable[[], None] = lambda: None,
     ):
-        self._run = run
-        self._dist_env = dist_env
-        self._mesh = mesh
+        self._run = run = save_context.run
+        self._dist_env = dist_env = save_context.dist_env
+        self._mesh = save_context.mesh
         self._keep = keep
-        self._common_meta = common_meta
-        self._report_event = report_event
-        self._flush = flush
+        self._common_meta = save_context.common_meta
+        self._report_event, self._flush = save_context.report_event, save_context.flush
         self.in_memory = in_memory
         self._check_membership = check_membership
         self._saver = CheckpointSaver(run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt)

@@ -15,6 +15,7 @@ from phalanx.train.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
 from phalanx.train.checkpoint.interval import CheckpointInterval, StepTimes
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.manager import CheckpointManager
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.train_context import TrainContext
@@ -40,25 +41,18 @@ class CheckpointPolicy:
     ):
         self._context, self._train_state, self._report_event = context, survivor_state.train_state, report_event
         recipe, dist_env, mesh = context.recipe, context.dist_env, context.parallel_model.mesh
-        reporting = (common_meta, self._on_save_event, context.reporter.flush)
+        save_context = SaveContext(
+            context.run, dist_env, mesh, common_meta, self._on_save_event, context.reporter.flush
+        )
         train_state = self._train_state
         self.interval = CheckpointInterval(
             recipe.checkpoint.every, context.run, dist_env, train_state.last_saved_step, step_times, self._on_save_event
         )
         checkpoint_interval = self.interval.current_interval
         in_memory = InMemoryCheckpointer(
-            context.run,
-            dist_env,
-            mesh,
-            recipe.checkpoint.in_memory_every,
-            train_state.step,
-            step_times,
-            checkpoint_interval,
-            *reporting,
+            save_context, recipe.checkpoint.in_memory_every, train_state.step, step_times, checkpoint_interval
         )
-        self.checkpoints = CheckpointManager(
-            context.run, dist_env, mesh, recipe.checkpoint.keep, *reporting, in_memory, context.check_membership
-        )
+        self.checkpoints = CheckpointManager(save_context, recipe.checkpoint.keep, in_memory, context.check_membership)
         self.checkpoints.prunes_old = not train_state.lost_checkpoint_step
         if train_state.last_saved_step:
             self.checkpoints.set_last_saved(train_state.last_saved_step)
@@ -177,7 +171,7 @@ class CheckpointPolicy:
         self.checkpoints.prunes_old = not step
 
     def _local_tensors(self) -> dict[str, LocalTensor]:
-        return get_local_state(self._context.parallel_model, self._context.optimizer, self._context.scaler)
+        return get_local_state(self._context.app_state)
 
     def _on_save_event(self, event: Event) -> None:
         if isinstance(event, CheckpointSaved):

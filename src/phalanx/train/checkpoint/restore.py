@@ -23,9 +23,7 @@ from phalanx.train.checkpoint.load_plan import load_full_state, read_local_state
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.distributed.object_collectives import all_gather_json
-from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.optim import OptimizerContainer
-from phalanx.train.precision import GradScaler
+from phalanx.train.train_state import AppState
 
 OnRejectFn = Callable[[Path, str, str], None]
 ApplyFn = Callable[[], None]
@@ -39,9 +37,7 @@ NO_CHECKPOINT = -1
 def restore_checkpoint(
     run: Run,
     dist_env: DistEnv,
-    parallel_model: ParallelModel,
-    optimizer: OptimizerContainer,
-    scaler: GradScaler,
+    state: AppState,
     on_reject: OnRejectFn,
     in_place: bool = False,
 ) -> LoadedCheckpoint | None:
@@ -54,15 +50,16 @@ def restore_checkpoint(
     `in_place` avoids memory for a second copy: weights are read over the existing ones, and the optimizer state is
     dropped first. If None is returned or an error raised, the live state is then invalid and must not be used."""
     if in_place:
-        optimizer.forget()
+        state.optimizer.forget()
 
     def read(path: Path) -> tuple[CheckpointManifest, ApplyFn]:
         manifest = read_manifest(path)
-        if not parallel_model.fully_replicated:
-            return manifest, read_local_state(parallel_model, optimizer, scaler, path, manifest, in_place=in_place)
-        into = _fitting(get_model_tensors(parallel_model.modules[0]), manifest) if in_place else {}
+        if not state.parallel_model.fully_replicated:
+            return manifest, read_local_state(state, path, manifest, in_place=in_place)
+        model = state.parallel_model.modules[0]
+        into = _fitting(get_model_tensors(model), manifest) if in_place else {}
         tensors = load_tensors(path, manifest.tensors, into, manifest=manifest)
-        return manifest, lambda: load_full_state(parallel_model.modules[0], optimizer, scaler, tensors, str(path))
+        return manifest, lambda: load_full_state(model, state.optimizer, state.scaler, tensors, str(path))
 
     candidate, newest, storage_error_seen = None, None, False
     while True:

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from phalanx.errors import DataError
 from phalanx.recipe.schema import Parallelism
 from phalanx.run.event_types import CheckpointFailed
-from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
 from phalanx.run.messages import JoinedGroup, LeftGroup, MembershipUpdate
 from phalanx.train.builder import make_accumulator, report_start
 from phalanx.train.checkpoint import clean_checkpoint_dir
@@ -38,8 +37,7 @@ from phalanx.train.distributed.object_collectives import all_gather_json, broadc
 from phalanx.train.elastic.membership import MembershipUpdates, SocketRegistry
 from phalanx.train.evaluation import EvaluationResult
 from phalanx.train.model_builder import MicroBatchSeeds
-from phalanx.train.reporter import Reporter
-from phalanx.train.train_context import MembershipChanged, TrainContext
+from phalanx.train.train_context import MembershipChanged, TrainContext, WorkerProcess
 from phalanx.train.train_state import PendingSave, SurvivorState, TrainState
 
 if TYPE_CHECKING:
@@ -105,9 +103,7 @@ class Reconfiguration:
         inter_replica_sockets: SocketRegistry,
         intra_replica_sockets: SocketRegistry,
         worker_id: int,
-        dist_env: DistEnv,
-        reporter: Reporter,
-        heartbeat: HeartbeatWriter | NullHeartbeat,
+        process: WorkerProcess,
         recovery_mode: RecoveryMode,
         fingerprint: str,
     ):
@@ -116,13 +112,9 @@ class Reconfiguration:
             inter_replica_sockets,
             intra_replica_sockets,
         )
-        self._worker_id, self._dist_env = worker_id, dist_env
-        self._reporter, self._heartbeat, self._recovery_mode, self._fingerprint = (
-            reporter,
-            heartbeat,
-            recovery_mode,
-            fingerprint,
-        )
+        self._worker_id, self._dist_env = worker_id, process.dist_env
+        self._reporter, self._heartbeat = process.reporter, process.heartbeat
+        self._recovery_mode, self._fingerprint = recovery_mode, fingerprint
         self._hooks: list[RemovableHandle] = []
 
     def install_membership_hooks(self, modules: Iterable[nn.Module], compiled: bool) -> None:

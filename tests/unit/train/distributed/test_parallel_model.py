@@ -13,12 +13,13 @@ from phalanx.run import Run
 from phalanx.train.checkpoint import load_tensors, read_manifest
 from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors, read_local_state
 from phalanx.train.checkpoint.manager import CheckpointManager
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel, TiedParam
 from phalanx.train.distributed.shard_spec import DimShard, shard_evenly
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import TrainState
+from phalanx.train.train_state import AppState, TrainState
 from small_train import mesh_of, tiny_lm
 
 LAYOUT = {"replicate": 2, "shard": 2, "context": 2, "tensor": 2}
@@ -126,7 +127,7 @@ def tensor_rank(rank: int, size: int, seed: int | None = None) -> tuple[Parallel
     if seed is None:
         sources = {**dict(whole.named_parameters()), **state}
         with torch.no_grad():
-            for name, held in get_local_state(divided, optimizer, GradScaler()).items():
+            for name, held in get_local_state(AppState(divided, optimizer, GradScaler())).items():
                 copy_part(sources[name], name, held.tensor, cuts)
     return divided, optimizer
 
@@ -140,11 +141,13 @@ def save(run: Run, ranks: list[tuple[ParallelModel, OptimizerContainer]]) -> Pat
     """Save as so many workers would, who here take turns."""
     world = len(ranks)
     savings = [
-        CheckpointManager(run, DistEnv(rank, world), divided.mesh, 3, {}, lambda *_: None, lambda: None)
+        CheckpointManager(SaveContext(run, DistEnv(rank, world), divided.mesh, {}, lambda *_: None, lambda: None), 3)
         for rank, (divided, _) in enumerate(ranks)
     ]
     for saving, (divided, optimizer) in zip(savings, ranks, strict=True):
-        saving.start_save(TrainState(step=3), get_local_state(divided, optimizer, GradScaler()), [], is_best=False)
+        saving.start_save(
+            TrainState(step=3), get_local_state(AppState(divided, optimizer, GradScaler())), [], is_best=False
+        )
     for flags in ({"written": world, "failed": 0, "committed": 0}, {"written": 0, "failed": 0, "committed": 1}):
         for saving in savings:
             saving._saver.poll_when_idle()
@@ -175,14 +178,17 @@ def test_what_is_saved_under_one_layout_is_read_under_another(run: Run, before: 
     path = save(run, [tensor_rank(rank, before) for rank in range(before)])
     for rank in range(after):
         divided, optimizer = tensor_rank(rank, after, seed=1)
-        before = {name: each.tensor.clone() for name, each in get_local_state(divided, optimizer, GradScaler()).items()}
-        take_over = read_local_state(divided, optimizer, GradScaler(), path, read_manifest(path))
-        for name, held in get_local_state(divided, optimizer, GradScaler()).items():
+        before = {
+            name: each.tensor.clone()
+            for name, each in get_local_state(AppState(divided, optimizer, GradScaler())).items()
+        }
+        take_over = read_local_state(AppState(divided, optimizer, GradScaler()), path, read_manifest(path))
+        for name, held in get_local_state(AppState(divided, optimizer, GradScaler())).items():
             assert before[name].equal(held.tensor), name
         take_over()
         expected_divided, expected_optimizer = tensor_rank(rank, after)
-        found = get_local_state(divided, optimizer, GradScaler())
-        for name, held in get_local_state(expected_divided, expected_optimizer, GradScaler()).items():
+        found = get_local_state(AppState(divided, optimizer, GradScaler()))
+        for name, held in get_local_state(AppState(expected_divided, expected_optimizer, GradScaler())).items():
             assert found[name].tensor.equal(held.tensor), name
 
 
@@ -191,7 +197,9 @@ def test_a_checkpoint_with_a_weight_that_the_model_does_not_have_is_refused(run:
     smaller = nn.ModuleDict({"hidden": tiny_lm().hidden})
     optimizer = OptimizerContainer(smaller, OptimizerConfig())
     with pytest.raises(DataError, match=r"holds .embedding.weight., which the model does not have"):
-        read_local_state(ParallelModel(mesh_of(0), (smaller,)), optimizer, GradScaler(), path, read_manifest(path))
+        read_local_state(
+            AppState(ParallelModel(mesh_of(0), (smaller,)), optimizer, GradScaler()), path, read_manifest(path)
+        )
 
 
 def test_every_worker_has_something_to_save_of_what_all_hold(run: Run) -> None:
@@ -200,7 +208,7 @@ def test_every_worker_has_something_to_save_of_what_all_hold(run: Run) -> None:
     for rank in range(layout.world):
         mesh = mesh_of(rank, replicate=2, tensor=2)
         divided = ParallelModel(mesh, (tiny_lm(),), {"hidden.weight": rows_cut("tensor", rank % 2)})
-        saving = CheckpointManager(run, DistEnv(rank, 4), mesh, 3, {}, lambda *_: None, lambda: None)
+        saving = CheckpointManager(SaveContext(run, DistEnv(rank, 4), mesh, {}, lambda *_: None, lambda: None), 3)
         parameters = divided.parameters()
         state = {name: divided.local_tensor(name, p) for name, p in parameters.items()}
         shares.append(saving._assign_tensors(state, {name: p.numel() for name, p in parameters.items()}))

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.run.heartbeat import NullHeartbeat
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.elastic.membership import SocketRegistry
 from phalanx.train.elastic.reconfigure import NO_STEP, PeerStates, Reconfiguration, requires_reconfiguration
-from phalanx.train.train_context import MembershipChanged
+from phalanx.train.train_context import MembershipChanged, WorkerProcess
 from phalanx.train.train_state import SurvivorState, TrainState
 
 
@@ -19,7 +18,7 @@ def listening(orders: Any, compiled: bool = False) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     unused: Any = None
     regrouping = Reconfiguration(
-        orders, SocketRegistry(), SocketRegistry(), 0, DistEnv(), unused, NullHeartbeat(), unused, ""
+        orders, SocketRegistry(), SocketRegistry(), 0, WorkerProcess(unused, unused, DistEnv(), unused), unused, ""
     )
     regrouping.install_membership_hooks([model], compiled)
     return model

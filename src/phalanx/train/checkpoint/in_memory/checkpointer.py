@@ -19,9 +19,7 @@ from typing import Any
 
 from phalanx.errors import UsageError, is_storage_error
 from phalanx.recipe.schema import Parallelism
-from phalanx.run import Run
 from phalanx.run.event_types import InMemoryCheckpointSaved, InMemoryIntervalChosen, RunWarning
-from phalanx.run.events import ReportEventFn
 from phalanx.run.in_memory_checkpoint import (
     begin_epoch,
     create_node_dir,
@@ -35,7 +33,7 @@ from phalanx.train.checkpoint.in_memory.capacity import explain_missing_space, f
 from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY, InMemorySaver, format_copy_name, list_copies
 from phalanx.train.checkpoint.in_memory.replication import ReplicaClient, ReplicaServer, find_local_address
 from phalanx.train.checkpoint.interval import StepTimes
-from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.object_collectives import (
     NodeMap,
@@ -63,25 +61,21 @@ class InMemoryCheckpointer:
     """In-memory checkpoints of one worker.
 
     `interval` is a number of steps, a maximum share of the training time ("1%"), or None. Every worker makes the same
-    calls at the same step. `report_event` receives the same events on every worker."""
+    calls at the same step."""
 
     def __init__(
         self,
-        run: Run,
-        dist_env: DistEnv,
-        mesh: Mesh,
+        save_context: SaveContext,
         interval: int | str | None,
         start_step: int,
         step_times: StepTimes,
         checkpoint_interval: Callable[[], int | None],
-        common_meta: dict[str, Any],
-        report_event: ReportEventFn,
-        flush: Callable[[], None],
         environment: Mapping[str, str] = os.environ,
     ):
-        self._run, self._dist_env, self._mesh, self._environment = run, dist_env, mesh, environment
-        self._step_times, self._checkpoint_interval, self._common_meta = step_times, checkpoint_interval, common_meta
-        self._report_event, self._flush = report_event, flush
+        self._run, self._dist_env, self._mesh = save_context.run, save_context.dist_env, save_context.mesh
+        self._common_meta, self._environment = save_context.common_meta, environment
+        self._report_event, self._flush = save_context.report_event, save_context.flush
+        self._step_times, self._checkpoint_interval = step_times, checkpoint_interval
         self._overhead_fraction = parse_percent(interval) if isinstance(interval, str) else None
         self.interval_steps: int | None = interval if isinstance(interval, int) else None
         """Current steps between two copies; None for no copies."""
@@ -90,7 +84,7 @@ class InMemoryCheckpointer:
         self._must_decide = self._overhead_fraction is not None
         self._retry_steps = MIN_RETRY_STEPS
         self._is_set_up = self._first_copy_done = False
-        self._nodes = NodeMap((0,) * dist_env.world_size)
+        self._nodes = NodeMap((0,) * self._dist_env.world_size)
         self._copy_dir: Path | None = None
         self._saver: InMemorySaver | None = None
         self._replica_server: ReplicaServer | None = None

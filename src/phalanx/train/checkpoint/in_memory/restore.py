@@ -50,9 +50,7 @@ from phalanx.train.distributed.object_collectives import (
     broadcast_json_from_rank_zero,
     gather_node_map,
 )
-from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.optim import OptimizerContainer
-from phalanx.train.precision import GradScaler
+from phalanx.train.train_state import AppState
 
 MESSAGE_BYTES = 16 << 20
 """Bytes of one message."""
@@ -131,9 +129,7 @@ def restore_in_memory(
     run: Run,
     verified: VerifiedCopies,
     dist_env: DistEnv,
-    parallel_model: ParallelModel,
-    optimizer: OptimizerContainer,
-    scaler: GradScaler,
+    state: AppState,
     on_reject: OnRejectFn,
     environment: Mapping[str, str] = os.environ,
 ) -> RestoredCopy | None:
@@ -159,14 +155,14 @@ def restore_in_memory(
         except ValueError:  # shards were on nodes that are gone; this is so on all workers, which see the same shards
             continue
         path = folder / format_copy_name(*copy)
-        load_plan = make_load_plan(parallel_model, path, manifest)
+        load_plan = make_load_plan(state.parallel_model, path, manifest)
         files = find_needed_files(manifest, load_plan.all_blocks)
         lacking = [owner for owner, shard in shards.items() if owner not in ranks_present and shard.file_name in files]
         fetched = _fetch_missing_shards(verified, dist_env, copy, path, shards, lacking)
         apply: ApplyFn | None = None
         bad = []
         try:
-            apply = execute_load_plan(load_plan, parallel_model, optimizer, scaler, path, manifest)
+            apply = execute_load_plan(load_plan, state, path, manifest)
         except CorruptCheckpointError as error:
             bad = [(str(path), error.file.name, error.reason)]
         if not _report_bad_copies(dist_env, bad, on_reject):
