@@ -189,21 +189,21 @@ def make_stepper(
 ) -> SmallStepper:
     """A stepper of one process, with an exchange when `replicas` asks for the tree."""
     optimizer = OptimizerContainer(model, optim or OptimizerConfig(max_grad_norm=clip))
-    parameters = list(ParallelModel(mesh_of(), (model,)).trainable_parameters().values())
+    parallel_model = ParallelModel(mesh_of(), (model,))
+    parameters = list(parallel_model.trainable_parameters().values())
     gradients: GradReducer = LocalReducer(parameters)
     if replicas:
         gradients = BucketedReducer(
             parameters, rank=0, world_size=1, micro_batches=micro_batches, is_elastic=True, bucket_bytes=256
         )
     stepper = SmallStepper(
+        resolved_recipe(batch={"global_size": micro_batches, "micro_size": 1}),
+        DistEnv(),
+        parallel_model,
         optimizer.parameter_names,
         gradients,
         scale or GradScaler(),
-        dist_env=DistEnv(),
-        mesh=mesh_of(),
-        num_micro_batches=micro_batches,
-        seeds=MicroBatchSeeds(seed, torch.device("cpu")),
-        modules=(model,),
+        MicroBatchSeeds(seed, torch.device("cpu")),
     )
     stepper.objective, stepper.optimizer, stepper.clip = objective_of(model, task, precision), optimizer, clip
     return stepper

@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -10,18 +9,8 @@ from phalanx.app.trained_model import CheckpointSelection, ReportWarning, load_m
 from phalanx.data import Tokenizer, load_tokenizer
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
+from phalanx.train.inference import SamplingOptions as SamplingOptions
 from phalanx.train.inference import generate_tokens
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are sampled."""
-
-    num_tokens: int = 300
-    temperature: float = 0.8
-    """0: always the most likely token."""
-    top_k: int | None = None
-    seed: int = 0
 
 
 def generate_text(
@@ -56,12 +45,9 @@ def generate_text(
     tokens = generate_tokens(
         trained.model,
         prompt_tokens,
-        tokens=sampling.num_tokens,
-        window=facts.seq_len,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        device=device,
+        sampling,
+        facts.seq_len,
+        device,
     )
     return decode_incrementally(tokenizer, tokens)
 

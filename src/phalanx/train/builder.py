@@ -142,18 +142,7 @@ def make_accumulator(
     accumulates_in_matmul = isinstance(reducer, LocalReducer) and micro_batches > 1 and not is_elastic
     for layer in layers:
         layer.set_accumulate_in_matmul(accumulates_in_matmul)
-    return GradientAccumulator(
-        optimizer.parameter_names,
-        reducer,
-        scaler,
-        dist_env=dist_env,
-        mesh=mesh,
-        num_micro_batches=micro_batches,
-        seeds=seeds,
-        modules=parallel_model.modules,
-        persistent_grads=recipe.compile == "cuda-graphs",
-        elastic=is_elastic,
-    )
+    return GradientAccumulator(recipe, dist_env, parallel_model, optimizer.parameter_names, reducer, scaler, seeds)
 
 
 def _replica_nodes(mesh: Mesh, dist_env: DistEnv) -> list[int] | None:
@@ -365,7 +354,9 @@ def build_context(
         if recipe.precision == "fp8"
         else None
     )
-    parallel_model, loss_module = build_parallel_model(recipe, model, loss_fn, mesh, dist_env, data, seeds, scaler, fp8)
+    parallel_model, loss_module = _build_parallel_model(
+        recipe, model, loss_fn, mesh, dist_env, data, seeds, scaler, fp8
+    )
     allocate_meta_parameters(parallel_model.modules, dist_env.device)
     if initial_weights is not None:
         initial_weights.fill_parameters(parallel_model)
@@ -490,7 +481,7 @@ def _make_float8_layer_selector(
     return make_float8_selector(run, dist_env, rows, bool(recipe.compile))
 
 
-def build_parallel_model(
+def _build_parallel_model(
     recipe: ResolvedRecipe,
     model: nn.Module,
     loss_fn: LossFn,

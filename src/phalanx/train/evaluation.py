@@ -56,6 +56,8 @@ def evaluate(
 ) -> EvaluationResult | None:
     """Evaluate at most `samples` samples of the validation set; None if a worker was asked to stop meanwhile.
 
+    The many arguments replace a recipe: a checkpoint is also evaluated on its own, without a run's context.
+
     Micro-batch i is evaluated by data-parallel rank i mod dp_size. The sums of each micro-batch have a slot of their
     own and are added in order, so the result does not depend on the world size.
     """

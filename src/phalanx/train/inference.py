@@ -196,6 +196,17 @@ def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, li
     return found, [f"{each}; {found.name} is taken" for each in rejected]
 
 
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are sampled."""
+
+    num_tokens: int = 300
+    temperature: float = 0.8
+    """0: always the most likely token."""
+    top_k: int | None = None
+    seed: int = 0
+
+
 MIN_TEMPERATURE = 1e-6
 """Below this temperature every token but the most likely has probability 0, and scaled logits overflow."""
 
@@ -203,26 +214,19 @@ MIN_TEMPERATURE = 1e-6
 def generate_tokens(
     model: nn.Module,
     prompt: Sequence[int],
-    *,
-    tokens: int,
+    sampling: SamplingOptions,
     window: int,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    seed: int = 0,
     device: torch.device,
 ) -> Iterator[int]:
-    """Yield `tokens` tokens that continue `prompt` (at least one token). The model sees the last `window`.
-
-    `temperature` 0 always takes the most likely token; `top_k` restricts sampling to the `top_k` most likely. The same
-    seed gives the same text.
-    """
-    generator = torch.Generator().manual_seed(seed)
+    """Yield tokens that continue `prompt` (at least one token). The model sees the last `window`. The same seed gives
+    the same text."""
+    generator = torch.Generator().manual_seed(sampling.seed)
     context = list(prompt)
     with torch.no_grad():
-        for _ in range(tokens):
+        for _ in range(sampling.num_tokens):
             inputs = torch.tensor([context[-window:]], device=device)
             logits = get_logits(model(inputs))[0, -1].float().cpu()
-            token = _sample_token(logits, temperature, top_k, generator)
+            token = _sample_token(logits, sampling.temperature, sampling.top_k, generator)
             context.append(token)
             yield token
 

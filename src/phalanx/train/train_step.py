@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.data import Batch
+from phalanx.recipe import ResolvedRecipe
 from phalanx.run.event_types import SkipReason
 from phalanx.train.distributed.buffer_sync import BufferSync
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, find_bucketed_reducer
 from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.ops.collectives import all_reduce_copy
@@ -218,32 +219,28 @@ class GradientAccumulator:
 
     Call `zero_grad`; for each of this worker's micro-batches `seed_micro_batch`, a forward, `backward`; then
     `reduce_gradients` and `read_totals`. `num_micro_batches` counts the micro-batches of a global batch over all
-    workers. `persistent_grads`: gradient memory is allocated once and zeroed. `elastic`: results must not depend on the
-    number of replicas.
+    workers.
     """
 
     def __init__(
         self,
+        recipe: ResolvedRecipe,
+        dist_env: DistEnv,
+        parallel_model: ParallelModel,
         parameters: Iterable[nn.Parameter],
         reducer: GradReducer,
         scaler: GradScaler,
-        *,
-        dist_env: DistEnv,
-        mesh: Mesh,
-        num_micro_batches: int,
         seeds: MicroBatchSeeds,
-        modules: Sequence[nn.Module] = (),
-        persistent_grads: bool = False,
-        elastic: bool = False,
     ):
+        mesh, modules = parallel_model.mesh, parallel_model.modules
         self.reducer = reducer
         self.scaler = scaler
         self.dist_env = dist_env
         self.mesh = mesh
-        self.num_micro_batches = num_micro_batches
-        self.is_elastic = elastic
+        self.num_micro_batches = num_micro_batches = recipe.batch.global_size // recipe.batch.micro_size
+        self.is_elastic = elastic = recipe.determinism == "elastic"
         self._seeds = seeds
-        self._persistent_grads = persistent_grads
+        self._persistent_grads = recipe.compile == "cuda-graphs"  # allocated once: a graph records their addresses
         self._micro_batch_indices = mesh.own_micro_batches(num_micro_batches)
         self._num_own = len(self._micro_batch_indices)
         # otherwise the squared norms are of different numbers of terms

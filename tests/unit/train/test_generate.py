@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.inference import generate_tokens
+from phalanx.train.inference import SamplingOptions, generate_tokens
 from small_train import tiny_lm
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ class Counting(nn.Module):
 def text(
     model: nn.Module, tokens: int = 12, prompt: tuple[int, ...] = (1, 2), window: int = 8, **how: object
 ) -> list[int]:
-    return list(generate_tokens(model, prompt, tokens=tokens, window=window, device=CPU, **how))  # type: ignore[arg-type]
+    return list(generate_tokens(model, prompt, SamplingOptions(num_tokens=tokens, **how), window, CPU))  # type: ignore[arg-type]
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:

@@ -85,6 +85,8 @@ def attention_over_context(
 ) -> Tensor:
     """Attention of this rank's queries [b, h, s/n, d] to the keys and values [b, g, s/n, d] of the whole sequence.
 
+    The many arguments are those of `scaled_dot_product_attention`, and of the context-parallel group.
+
     Causal or full; `masks`, from `make_document_masks`, replace the causal mask. h must be a multiple of g. Returns
     [b, h, s/n, dv]. Raises RecipeError if `alltoall` cannot divide the heads.
     """

@@ -35,7 +35,8 @@ et al. 2025, section 2.3)."""
 
 class LocalSGD:
     """Local SGD on one worker, by a `schedule`. At construction and at `start_round` all workers must hold the same
-    weights. `in_sync`: whether they do now."""
+    weights. `in_sync`: whether they do now. The many arguments replace a recipe: the algorithm is also run and compared
+    on its own."""
 
     def __init__(
         self,

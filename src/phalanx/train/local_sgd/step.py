@@ -76,7 +76,7 @@ def make_local_sgd_accumulator(
     seeds: MicroBatchSeeds,
 ) -> LocalSGDAccumulator:
     """Make the accumulator for a fully replicated model. From now on each worker has its own state."""
-    micro_size, local_sgd_config = recipe.batch.micro_size, recipe.local_sgd
+    local_sgd_config = recipe.local_sgd
     assert local_sgd_config is not None
     parameters = list(parallel_model.trainable_parameters().values())
     local_sgd = LocalSGD(
@@ -104,14 +104,5 @@ def make_local_sgd_accumulator(
             ErrorFeedbackState.from_residuals(parallel_model, local_sgd.residuals()),
             accepts_manifest=saved_during_local_sgd,
         )
-    return LocalSGDAccumulator(
-        optimizer.parameter_names,
-        LocalSGDReducer(parameters, local_sgd),
-        scaler,
-        dist_env=dist_env,
-        mesh=parallel_model.mesh,
-        num_micro_batches=recipe.batch.global_size // micro_size,
-        seeds=seeds,
-        modules=parallel_model.modules,
-        persistent_grads=recipe.compile == "cuda-graphs",
-    )
+    reducer = LocalSGDReducer(parameters, local_sgd)
+    return LocalSGDAccumulator(recipe, dist_env, parallel_model, optimizer.parameter_names, reducer, scaler, seeds)

@@ -88,6 +88,8 @@ def linear_cross_entropy(
     """Return the sum (0-d, fp32 or wider) of the cross-entropies of `hidden [n, w] @ weight[v, w].T + bias [v]` with
     `targets` [n] (int64). Rows with the target `ignore_index` do not count.
 
+    The many arguments are those of an operation in `torch.nn.functional`, and of a sharded vocabulary.
+
     Matmuls use autocast's dtype if it is on, the softmax fp32; the weight's gradient is accumulated in fp32.
 
     With a group, `weight` and `bias` are this rank's rows of a vocabulary sharded in rank order: equally many on all
