@@ -1,10 +1,13 @@
-"""Print the figures of the code's structure beside their goals: `python tools/structure.py` (`make structure`)."""
+"""Print the figures of the code's structure next to their goals: `python tools/structure.py` (`make structure`)."""
 
 import ast
+import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -203,6 +206,43 @@ def start_times(repeats: int = 5) -> Iterator[Figure]:
         yield Figure(what, round(statistics.median(seconds), 3), 0.15)
 
 
+STEP_PROGRAM = """
+import os, sys, traceback
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+def report(*_):
+    names = [frame.name for frame in traceback.extract_stack()]
+    entry = names.index("run_worker")
+    end = names.index("wrapper", entry)  # torch's, around Optimizer.step
+    print(*names[entry:end], "Optimizer.step", file=sys.__stdout__, flush=True)
+    os._exit(0)
+
+register_optimizer_step_pre_hook(report)
+from phalanx.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""Trains one step in this process, as under torchrun, and prints the functions on the stack of `optimizer.step()`."""
+
+
+def step_frames() -> Figure:
+    """Frames from the entry of a worker to `optimizer.step()`."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "GLOO_SOCKET_IFNAME": "lo"}
+    sizes = ["steps=1", "batch.global_size=1", "batch.micro_size=1", "precision=fp32", "memory.chunked_loss=false"]
+    sizes += ["model.args.layers=1", "model.args.hidden_size=32", "model.args.num_heads=2"]
+    sizes += ["memory.activation_checkpointing=none", "data.source.text=README.md", "data.seq_len=16"]
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder, "recipe.yaml")
+        recipe.write_bytes((ROOT / "examples" / "gpt-python.yaml").read_bytes())
+        shutil.copy(ROOT / "README.md", folder)
+        command = [sys.executable, "-c", STEP_PROGRAM, "train", str(recipe), *sizes, "--run", f"{folder}/run"]
+        done = subprocess.run(command, env={**os.environ, **torchrun}, capture_output=True, text=True)
+    names = tuple(done.stdout.split())
+    if not names or names[-1] != "Optimizer.step":
+        raise RuntimeError(f"no step was done:\n{done.stderr}")
+    return Figure("frames from a worker's entry to optimizer.step()", len(names), 5, names)
+
+
 def figures() -> Iterator[Figure]:
     """All of them."""
     words = all_words()
@@ -215,6 +255,7 @@ def figures() -> Iterator[Figure]:
     yield parameters(trees)
     yield cycles(imports(trees))
     yield arrows_up()
+    yield step_frames()
     yield from start_times()
 
 
