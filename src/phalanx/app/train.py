@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,10 @@ from phalanx.errors import (
     is_storage_error,
 )
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
+from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
 from phalanx.jobs.agent.node_group import NodeGroup
+from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.recipe import (
     Recipe,
     RecipeDifference,
@@ -434,16 +436,19 @@ def supervise_run(
         run,
         fork_server,
         show,
-        recipe.fault_tolerance.max_restarts,
-        recipe.fault_tolerance.hang_timeout_s,
+        RecoveryPolicy(
+            recipe.fault_tolerance.max_restarts,
+            recipe.fault_tolerance.hang_timeout_s,
+            elastic_replica_size(recipe, machine.device),
+        ),
         node_group=node_group,
-        preflight=lambda: run_preflight(run.path, expected_gpus),
-        replica_size=elastic_replica_size(recipe, machine.device),
-        meter=read_local_gpu_joules
-        if machine.num_gpus
-        else lambda count: None,  # a GPU that does not train is left alone
+        hardware=HardwareMonitor(
+            preflight=lambda: run_preflight(run.path, expected_gpus),
+            # a GPU that does not train is left alone
+            meter=read_local_gpu_joules if machine.num_gpus else lambda count: None,
+        ),
     )
-    return supervise_until_done(agent, world_size, command, {}, prepared.first_attempt, prepared.notes)
+    return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.notes)
 
 
 def elastic_replica_size(recipe: ResolvedRecipe, device: str) -> int | None:
@@ -460,7 +465,6 @@ def supervise_until_done(
     agent: LeaderAgent,
     world_size: int,
     command: Command,
-    environment: Mapping[str, str],
     first_attempt: int,
     notes: Sequence[str] = (),
     adjust_outcome: Callable[[RunOutcome], RunOutcome] = lambda outcome: outcome,
@@ -472,12 +476,12 @@ def supervise_until_done(
         with agent:
             for note in notes:
                 agent.emit(RunWarning(text=note))
-            outcome = agent.supervise(world_size, command, environment, first_attempt)
+            outcome = agent.supervise(world_size, command, first_attempt)
             while (
                 outcome.out_of_memory and not agent.stopping and (message_text := shrink_micro_batch(run)) is not None
             ):
                 agent.emit(RunWarning(text=message_text))
-                outcome = agent.supervise(world_size, command, environment, read_last_attempt(run) + 1)
+                outcome = agent.supervise(world_size, command, read_last_attempt(run) + 1)
             outcome = adjust_outcome(outcome)
             if outcome.result is None:
                 agent.emit(RunEnded(status=status_of(outcome), step=read_last_step(run)))

@@ -162,7 +162,7 @@ def train_script_locally(
     world_size = nproc_per_node or machine.num_gpus or 1
     check_workers(machine, world_size)
     with ForkServerClient() as fork_server, DeferredDisplay(run, out) as display:
-        outcome = supervise_script(script, arguments, run, world_size, fork_server, display.show_event, {}, force)
+        outcome = supervise_script(script, arguments, run, world_size, fork_server, display.show_event, force)
     if outcome.message:
         print(f"error: {escape_control_chars(outcome.message)}", file=out)
     print(escape_control_chars(format_conclusion(run, outcome.code, script, arguments, nproc_per_node)), file=out)
