@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TextIO
 
 from phalanx.app.session import DeferredDisplay, supervise_script
-from phalanx.app.train import PreparedRun, check_start, describe_finished, find_machine, prepare_run, supervise_run
+from phalanx.app.train import (
+    PreparedRun,
+    RunRequest,
+    check_start,
+    describe_finished,
+    find_machine,
+    prepare_run,
+    supervise_run,
+)
 from phalanx.cli.data import show_progress
 from phalanx.cluster import discover_machine
 from phalanx.cluster.discovery import check_workers
@@ -63,16 +71,11 @@ def train_locally(
         with show_progress() as progress:
             prepared = stack.enter_context(
                 prepare_run(
-                    loaded,
-                    run,
-                    num_workers,
-                    fork_server.call,
-                    force,
+                    RunRequest(loaded, run, num_workers, node_env.num_nodes, force),
+                    fork_server,
                     progress,
                     write=not dry_run,
-                    preload=fork_server.preload,
                     lock_timeout_s=LOCK_TIMEOUT_S if node_env.num_nodes > 1 else 0.0,
-                    num_nodes=node_env.num_nodes,
                 )
             )
         print(escape_control_chars(format_introduction(prepared)), file=out)
@@ -257,18 +260,9 @@ def train_as_worker(path: Path, overrides: Sequence[str], run_path: Path | None,
                 ) as fork_server,
                 show_progress() as progress,
             ):
-                prepared = stack.enter_context(
-                    prepare_run(
-                        loaded,
-                        run,
-                        dist_env.world_size,
-                        fork_server.call,
-                        force,
-                        progress,
-                        preload=fork_server.preload,
-                        num_nodes=count_nodes_from_environment(dist_env),
-                    )
-                )
+                num_nodes = count_nodes_from_environment(dist_env)
+                request = RunRequest(loaded, run, dist_env.world_size, num_nodes, force)
+                prepared = stack.enter_context(prepare_run(request, fork_server, progress))
             payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
             announce_run(dist_env, RunAnnouncement(os.path.realpath(run.path), prepared.first_attempt))
         print(escape_control_chars(format_introduction(prepared)), file=out)
