@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from phalanx.data import Prefetcher, RunData, open_data, prepare_source
+from phalanx.data import Prefetcher, RankBatch, RunData, open_data, prepare_source
 from phalanx.recipe import schema
 
 SEQUENCES = (256, 2048)
@@ -46,7 +46,7 @@ def phalanx_reader(data: RunData) -> Batches:
 
 
 def phalanx_feed(data: RunData) -> Batches:
-    with Prefetcher(data, global_batch=BATCH, micro_size=BATCH, rank=0, num_groups=1, samples_consumed=0) as feed:
+    with Prefetcher(data, RankBatch(BATCH, BATCH), samples_consumed=0) as feed:
         for step in feed:
             yield as_tensors(step[0])
 

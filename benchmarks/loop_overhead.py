@@ -48,6 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.data import open_data, prepare_source
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent
+from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.observe.progress import make_display, read_run_facts
 from phalanx.recipe import Recipe, dump_recipe, load_recipe, schema
 from phalanx.run import Run
@@ -474,8 +475,11 @@ def run_comparison(recipe: Recipe, world: int, options: argparse.Namespace, fold
     payload = {"folder": str(folder), "seconds": options.bout, "bout": options.steps, "rounds": options.rounds}
     command = Command(function=f"{Path(__file__).stem}:contend", payload=payload)
     display = make_display(io.StringIO(), recipe.steps, read_run_facts(run))
-    with ForkServerClient() as nursery, LeaderAgent(run, nursery, display.show_event, max_restarts=1) as agent:
-        outcome = agent.supervise(world, command, {}, 0)
+    with (
+        ForkServerClient() as nursery,
+        LeaderAgent(run, nursery, display.show_event, RecoveryPolicy(1)) as agent,
+    ):
+        outcome = agent.supervise(world, command, 0)
     display.close()
     if outcome.code:
         logs = "\n".join(path.read_text() for path in sorted(run.logs.iterdir()))

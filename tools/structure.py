@@ -105,8 +105,9 @@ def _functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, ast.Func
 
 
 def _is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether its parameters are the options of a command line."""
-    return any("command" in ast.unparse(each) or "callback" in ast.unparse(each) for each in node.decorator_list)
+    """Whether its parameters are the options of a command line: `Annotated[..., typer.Option(...)]`."""
+    annotations = [ast.unparse(each.annotation) for each in node.args.args if each.annotation is not None]
+    return any(each.startswith("Annotated[") and "typer." in each for each in annotations)
 
 
 def imports(trees: dict[str, tuple[Path, ast.Module]]) -> dict[str, set[str]]:

@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import psutil
 import pytest
 
-from phalanx.app.train import prepare_run, supervise_run
+from phalanx.app.train import RunRequest, prepare_run, supervise_run
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.recipe import Recipe
@@ -183,8 +183,7 @@ class TrainHarness:
         write_faults(run, faults)
         recipe = Recipe.model_validate(merge_recipes(BASE_RECIPE, changes or {}))
         loaded = LoadedRecipe(recipe, None, folder or self.folder, {})
-        call, preload = self.fork_server.call, self.fork_server.preload
-        begun = prepare_run(loaded, run, nproc_per_node, call, force, lambda progress: None, preload=preload)
+        begun = prepare_run(RunRequest(loaded, run, nproc_per_node, force=force), self.fork_server)
         with self.environment(), begun as ready:
             try:
                 outcome = supervise_run(ready, self.fork_server, show, force)

@@ -178,7 +178,7 @@ def _undisturbed(
     commands = launcher.LocalLauncher(train, environment, log, story)
     scene = FaultContext(story, TypicalDurations(0.0, 0.0, 0.0), mark, lambda struck: None)
     sleep = Deadline(time.monotonic() + PATIENCE).sleep
-    ended = verify.run_with_faults(commands, scene, (), lambda event: None, lambda starts: None, sleep=sleep)
+    ended = verify.run_with_faults(commands, scene, (), sleep=sleep)
     said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
     if ended.exit_code == ExitCode.DONE:
         return run
@@ -236,9 +236,7 @@ def _disturbed(
             place,
             scene,
             faults_for(what, rng),
-            lambda event: None,
-            lambda starts: None,
-            on_finish=over,
+            verify.ChaosCallbacks(on_finish=over),
             sleep=deadline.sleep,
         )
     finally:

@@ -10,6 +10,7 @@ import parallelism_cases
 from parallelism_cases import LAYOUTS, Case, Layout
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent.leader_agent import LeaderAgent
+from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.recipe import dump_recipe, load_recipe
 from phalanx.recipe.schema import Parallelism as LayoutValues
 from phalanx.run import Run
@@ -98,8 +99,11 @@ def test_a_checkpoint_is_the_same_state_under_another_layout(
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     payload = {"run": ended.run.path, "out": again.path, "recipe": tmp_path / "recipe.yaml", "folder": lab.folder}
     command = Command(function="resave:work", payload={name: str(path) for name, path in payload.items()})
-    with lab.environment(), LeaderAgent(again, lab.fork_server, lambda event: None, 1) as agent:
-        outcome = agent.supervise(target.workers, command, {}, 0)
+    with (
+        lab.environment(),
+        LeaderAgent(again, lab.fork_server, lambda event: None, RecoveryPolicy(1)) as agent,
+    ):
+        outcome = agent.supervise(target.workers, command, 0)
     assert outcome.code == ExitCode.DONE, outcome.message
     (copy,) = list_checkpoints(again.checkpoints)
     assert digest_checkpoint(copy) == ended.digest

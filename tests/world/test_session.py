@@ -74,7 +74,7 @@ def ours(
     write_faults(run, faults)
     with lab.environment():
         path = lab.folder / f"{script}.py"
-        outcome = supervise_script(path, list(arguments), run, nproc, lab.fork_server, show, {}, force)
+        outcome = supervise_script(path, list(arguments), run, nproc, lab.fork_server, show, force)
     return HarnessRun(run, int(outcome.code), outcome.message)
 
 

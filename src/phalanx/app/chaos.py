@@ -168,16 +168,15 @@ class ChaosExperiment:
             injected.append(one)
             self.observer.on_fault(one)
 
+        def on_finish() -> None:
+            leftovers.extend(verify.find_leftovers(run, tag, scratch, baseline, launcher.list_leftovers))
+
         baseline, started_at = verify.record_baseline(), time.monotonic()
         outcome = verify.run_with_faults(
             launcher,
             FaultContext(monitor, typical, tag, on_injected, launcher.find_daemons),
             self.fault_plan,
-            events.append,
-            self.observer.on_restart,
-            on_finish=lambda: leftovers.extend(
-                verify.find_leftovers(run, tag, scratch, baseline, launcher.list_leftovers)
-            ),
+            verify.ChaosCallbacks(events.append, self.observer.on_restart, on_finish),
         )
         duration_s = time.monotonic() - started_at
         digest = (baseline_run.read_json(baseline_run.result) or {})["digest"]
@@ -195,7 +194,7 @@ def train_baseline(run: Run, arguments: Sequence[str], environment: dict[str, st
     monitor = RunMonitor(run)
     context = FaultContext(monitor, TypicalDurations(0.0, 0.0, 0.0), tag, lambda injected: None)
     launcher = chaos_launcher.LocalLauncher(["train", *arguments], environment, log, monitor)
-    outcome = verify.run_with_faults(launcher, context, (), lambda event: None, lambda starts: None)
+    outcome = verify.run_with_faults(launcher, context, ())
     digest = (run.read_json(run.result) or {}).get("digest")
     if outcome.exit_code == ExitCode.DONE and digest is not None:
         return

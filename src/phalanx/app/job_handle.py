@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.app.job_logs import iter_log_lines
 from phalanx.app.submit import default_gpus, format_status, make_recipe_job, parse_duration, poll_until_final
+from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import DataError, ExitCode, GaveUpError
 from phalanx.jobs.backends.base import Backend, open_backend, restart_dead_daemon
 from phalanx.jobs.spec import JobState, JobStatus
@@ -117,13 +118,8 @@ def submit(
         UsageError: the backend is not installed, does not answer, or cannot run the job.
     """
     job = make_recipe_job(
-        Path(recipe),
-        overrides,
-        None if run is None else Path(run),
-        nproc_per_node,
-        force,
-        None,
-        snapshot,
+        TrainArguments(Path(recipe), overrides, None if run is None else Path(run), nproc_per_node, force),
+        snapshot=snapshot,
         num_nodes=nodes,
         gpus_per_node=gpus,
         default_gpus=default_gpus(on, nproc_per_node) if gpus is None else None,

@@ -49,6 +49,7 @@ from phalanx.errors import (
 from phalanx.jobs.agent.attempt import NEVER_JOINED_MESSAGE
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
+from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.observe.progress import ProgressDisplay, RunFacts, make_display, read_run_facts
 from phalanx.recipe import (
     Recipe,
@@ -442,7 +443,6 @@ def supervise_script(
     nproc_per_node: int,
     fork_server: ForkServerClient,
     show: Callable[[Event], None],
-    environment: Mapping[str, str],
     force: bool = False,
 ) -> RunOutcome:
     """Run a script with a loop of its own as `nproc_per_node` workers under our agent, and write the run's result."""
@@ -455,8 +455,8 @@ def supervise_script(
 
         def show_and_configure(event: Event) -> None:
             if isinstance(event, AttemptStarted):  # now the recipe is known
-                recovery = load_resolved_recipe(run.resolved).fault_tolerance
-                agent.max_restarts, agent.hang_timeout_s = recovery.max_restarts, recovery.hang_timeout_s
+                limits = load_resolved_recipe(run.resolved).fault_tolerance
+                agent.recovery = RecoveryPolicy(limits.max_restarts, limits.hang_timeout_s)
             show(event)
 
         def adjust_outcome(outcome: RunOutcome) -> RunOutcome:
@@ -466,8 +466,6 @@ def supervise_script(
                 else outcome
             )
 
-        agent = LeaderAgent(run, fork_server, show_and_configure, max_restarts=3)
+        agent = LeaderAgent(run, fork_server, show_and_configure)
         notes = [] if note is None else [note]
-        return supervise_until_done(
-            agent, nproc_per_node, command, environment, read_last_attempt(run) + 1, notes, adjust_outcome
-        )
+        return supervise_until_done(agent, nproc_per_node, command, read_last_attempt(run) + 1, notes, adjust_outcome)

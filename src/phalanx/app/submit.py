@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from phalanx.app.session import DeferredDisplay
+from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster import discover_machine
 from phalanx.errors import ExitCode, RecipeError, UsageError
 from phalanx.jobs.array import submit_array
@@ -30,12 +31,8 @@ SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def make_recipe_job(
-    path: Path,
-    overrides: Sequence[str],
-    run: Path | None,
-    nproc_per_node: int | None,
-    force: bool,
-    name: str | None,
+    arguments: TrainArguments,
+    name: str | None = None,
     snapshot: str | None = None,
     environment: Mapping[str, str] | None = None,
     default_gpus: int | None = None,
@@ -48,8 +45,8 @@ def make_recipe_job(
         default_gpus: GPUs on each node, unless `gpus_per_node` is given or the recipe trains on the CPU.
         job_fields: fields of `Job`.
     """
-    script = path.suffix == ".py"
-    if script:
+    path = arguments.path
+    if arguments.is_script:
         if not path.is_file():
             raise UsageError(f"{path}: no such file; expected a recipe or a script that calls phalanx.session")
         if (nodes := job_fields.get("num_nodes")) not in (None, 1):
@@ -59,14 +56,14 @@ def make_recipe_job(
             )
         job_name = path.stem
     else:
-        loaded = load_recipe(path, overrides)
+        loaded = arguments.load_recipe()
         loaded.check_required()
         job_name = loaded.recipe.name
         default_gpus = None if loaded.recipe.device == "cpu" else default_gpus
-    run_dir = (run if run is not None else Path("runs") / job_name).absolute()
+    run_dir = arguments.find_run(job_name).path.absolute()
     check_run_path(run_dir)
     # paths of a script are relative to the working directory, those of a recipe to its own directory
-    source_dir = Path.cwd() if script else path.absolute().parent
+    source_dir = Path.cwd() if arguments.is_script else path.absolute().parent
     recipe_path, environment = str(path.absolute()), dict(environment or {})
     job_snapshot = None
     if snapshot is not None:
@@ -77,11 +74,10 @@ def make_recipe_job(
             )
         job_snapshot = take_snapshot(snapshot, source_dir, recipe_path)
         environment[SNAPSHOT_SOURCE_VARIABLE] = str(job_snapshot.source_dir)
-        if job_snapshot.commit is not None and not script:
-            check_committed_recipe(job_snapshot, recipe_path, overrides)
-    command = [sys.executable, "-P", "-m", "phalanx", "train", recipe_path, *overrides, "--run", str(run_dir)]
-    command += [] if nproc_per_node is None else ["--nproc-per-node", str(nproc_per_node)]
-    command += ["--force"] if force else []
+        if job_snapshot.commit is not None and not arguments.is_script:
+            check_committed_recipe(job_snapshot, recipe_path, arguments.overrides)
+    command = [sys.executable, "-P", "-m", "phalanx", "train", recipe_path, *arguments.format_options(run_dir)]
+    command += ["--force"] if arguments.force else []
     job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
     return _make_job(
         name or job_name, command, snapshot=job_snapshot, run_dir=run_dir, environment=environment, **job_fields

@@ -8,10 +8,10 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.autoconfig.choices import resume_recipe
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size
@@ -38,8 +38,10 @@ from phalanx.errors import (
     is_storage_error,
 )
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
+from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
 from phalanx.jobs.agent.node_group import NodeGroup
+from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.recipe import (
     Recipe,
     RecipeDifference,
@@ -76,6 +78,29 @@ from phalanx.run.event_types import (
 from phalanx.run.lock import lock_run
 from phalanx.run.messages import Command
 from phalanx.train.lr_schedule import compute_learning_rate, peak_learning_rate
+
+
+class TrialProcess(Protocol):
+    """Another process that runs functions, such as the fork server."""
+
+    def call(self, function: str, payload: Any) -> Any:
+        """Run `module:function(payload)` in a fork of it and return its value."""
+
+    def preload(self, function: str, payload: Any) -> None:
+        """Run `module:function(payload)` in it, to import modules once for all its forks."""
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A run to start or resume: its recipe, its directory, and the workers that train it."""
+
+    loaded: LoadedRecipe
+    run: Run
+    world_size: int | None = None
+    """Workers on all nodes together; None: as many as the recipe says, or one for each GPU of this machine."""
+    num_nodes: int = 1
+    force: bool = False
+    """Resume although the recipe or the data changed."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +159,7 @@ def train(
         return run_dir.read_json(run_dir.result) or {}
     with (
         ForkServerClient(call_timeout_s=call_timeout(loaded.recipe.fault_tolerance.hang_timeout_s)) as fork_server,
-        prepare_run(
-            loaded, run_dir, nproc_per_node, fork_server.call, force, lambda progress: None, preload=fork_server.preload
-        ) as prepared,
+        prepare_run(RunRequest(loaded, run_dir, nproc_per_node, force=force), fork_server) as prepared,
     ):
         outcome = supervise_run(prepared, fork_server, show or (lambda event: None), force)
     if outcome.code not in (ExitCode.DONE, ExitCode.UNFINISHED):
@@ -148,27 +171,22 @@ def train(
 
 @contextlib.contextmanager
 def prepare_run(
-    loaded: LoadedRecipe,
-    run: Run,
-    world_size: int | None,
-    call: SubprocessCall,
-    force: bool,
-    progress: Callable[[PrepareProgress], None],
+    request: RunRequest,
+    process: TrialProcess,
+    progress: Callable[[PrepareProgress], None] = lambda progress: None,
     write: bool = True,
-    preload: Callable[[str, Any], None] = lambda function, payload: None,
     lock_timeout_s: float = 0.0,
-    num_nodes: int = 1,
 ) -> Iterator[PreparedRun]:
     """Check, prepare, resolve and write a run, and hold its lock. Raises PhalanxError before anything is written.
 
     Args:
+        process: runs trials.
         write: False: nothing is written but the data cache.
-        preload: runs a function in the fork server (`ForkServerClient.preload`).
         lock_timeout_s: how long another process may still hold the run's lock.
-        num_nodes: nodes of the workers.
     """
+    loaded, run = request.loaded, request.run
     begins = not run.has_checkpoint()
-    machine, num_workers = check_start(loaded, world_size, num_nodes, begins)
+    machine, world_size = check_start(loaded, request.world_size, request.num_nodes, begins)
     if write:
         check_run_path(run.path)
     import_payload = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
@@ -176,18 +194,18 @@ def prepare_run(
     with loaded.locate_errors():
         directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
         if directory is not None:
-            preload("phalanx.train.hf.model:preload_architecture", str(directory))
-        code_hash = call(
+            process.preload("phalanx.train.hf.model:preload_architecture", str(directory))
+        code_hash = process.call(
             "phalanx.autoconfig.trials:check_imports", {**import_payload, "folder": str(loaded.recipe_dir)}
         )
-    run_trial = cache_trials(call, machine, code_hash)
+    run_trial = cache_trials(process.call, machine, code_hash)
 
     def prepare() -> PreparedRun:
         with loaded.locate_errors():
-            ready = resolve_run(loaded, run, machine, num_workers, run_trial, force, progress, num_nodes)
+            ready = resolve_run(request, machine, world_size, run_trial, progress)
             if begins and ready.recipe.init_from is not None:
                 kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
-                call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
+                process.call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
             return ready
 
     if not write:
@@ -251,22 +269,20 @@ def create_run(run: Run) -> None:
 
 
 def resolve_run(
-    loaded: LoadedRecipe,
-    run: Run,
+    request: RunRequest,
     machine: Machine,
     world_size: int,
     call: SubprocessCall,
-    force: bool,
     progress: Callable[[PrepareProgress], None],
-    num_nodes: int = 1,
 ) -> PreparedRun:
-    """Prepare data and resolve the recipe. Writes only the data cache."""
+    """Prepare data and resolve the recipe for `world_size` workers. Writes only the data cache."""
+    loaded, run = request.loaded, request.run
     given, folder = loaded.recipe, loaded.recipe_dir
     previous_recipes = load_previous_recipes(run, given)
     notes: list[str] = []
     if previous_recipes is not None:
         differences = incompatible_changes(*previous_recipes, given)
-        if differences and not force:
+        if differences and not request.force:
             raise RecipeError(describe_changes(run, differences))
         notes += [f"forced: {difference}" for difference in differences]
         previous_recipes = None if differences else previous_recipes
@@ -291,7 +307,7 @@ def resolve_run(
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = scale_batch_with_workers(prepared, world_size)
     check_parallelism(prepared, folder, call)
-    recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, num_nodes)
+    recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
     notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
@@ -456,16 +472,19 @@ def supervise_run(
         run,
         fork_server,
         show,
-        recipe.fault_tolerance.max_restarts,
-        recipe.fault_tolerance.hang_timeout_s,
+        RecoveryPolicy(
+            recipe.fault_tolerance.max_restarts,
+            recipe.fault_tolerance.hang_timeout_s,
+            elastic_replica_size(recipe, machine.device),
+        ),
         node_group=node_group,
-        preflight=lambda: run_preflight(run.path, expected_gpus),
-        replica_size=elastic_replica_size(recipe, machine.device),
-        meter=read_local_gpu_joules
-        if machine.num_gpus
-        else lambda count: None,  # without GPUs in use, do not query them
+        hardware=HardwareMonitor(
+            preflight=lambda: run_preflight(run.path, expected_gpus),
+            # without GPUs in use, do not query them
+            meter=read_local_gpu_joules if machine.num_gpus else lambda count: None,
+        ),
     )
-    return supervise_until_done(agent, world_size, command, {}, prepared.first_attempt, prepared.notes)
+    return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.notes)
 
 
 def elastic_replica_size(recipe: ResolvedRecipe, device: str) -> int | None:
@@ -484,7 +503,6 @@ def supervise_until_done(
     agent: LeaderAgent,
     world_size: int,
     command: Command,
-    environment: Mapping[str, str],
     first_attempt: int,
     notes: Sequence[str] = (),
     adjust_outcome: Callable[[RunOutcome], RunOutcome] = lambda outcome: outcome,
@@ -498,12 +516,12 @@ def supervise_until_done(
         with agent:
             for note in notes:
                 agent.emit(RunWarning(text=note))
-            outcome = agent.supervise(world_size, command, environment, first_attempt)
+            outcome = agent.supervise(world_size, command, first_attempt)
             while (
                 outcome.out_of_memory and not agent.stopping and (message_text := shrink_micro_batch(run)) is not None
             ):
                 agent.emit(RunWarning(text=message_text))
-                outcome = agent.supervise(world_size, command, environment, read_last_attempt(run) + 1)
+                outcome = agent.supervise(world_size, command, read_last_attempt(run) + 1)
             outcome = adjust_outcome(outcome)
             if outcome.result is None:
                 agent.emit(RunEnded(status=status_of(outcome), step=read_last_step(run)))

@@ -13,7 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from phalanx.app.train import PreparedRun, check_recipe_on_machine, find_machine, prepare_run
+from phalanx.app.train import PreparedRun, RunRequest, check_recipe_on_machine, find_machine, prepare_run
 from phalanx.autoconfig.tuning_candidates import (
     MeasuredSpeedup,
     PairedStepTimes,
@@ -178,17 +178,8 @@ def tune(
         or loaded.recipe.batch.scale_with_workers
     )
     with Workbench(loaded.recipe_dir, loaded.recipe.fault_tolerance.hang_timeout_s) as workbench:
-        preparation = prepare_run(
-            loaded,
-            UNUSED_RUN,
-            nproc_per_node,
-            workbench.call,
-            False,
-            callbacks.on_progress,
-            write=False,
-            preload=workbench.preload,
-        )
-        with preparation as prepared:
+        request = RunRequest(loaded, UNUSED_RUN, nproc_per_node)
+        with prepare_run(request, workbench, callbacks.on_progress, write=False) as prepared:
             given = prepared.recipe
         search = TuneSearch(workbench, loaded, machine, seconds, callbacks)
         facts = make_tuning_facts(

@@ -106,6 +106,7 @@ def submit(
     """
     from phalanx.app import submit as app_submit
     from phalanx.app import sweep
+    from phalanx.app.train_arguments import TrainArguments
     from phalanx.jobs.array import render_array
     from phalanx.jobs.backends.base import open_backend
 
@@ -143,7 +144,7 @@ def submit(
             name,
             max_parallel,
             lambda path, given, where: app_submit.make_recipe_job(
-                path, given, where, nproc_per_node, force, None, **job_fields
+                TrainArguments(path, given, where, nproc_per_node, force), **job_fields
             ),
         )
         backend = open_backend(on)
@@ -152,7 +153,8 @@ def submit(
         if framework is not None:
             job = app_submit.make_framework_job(framework, what, nproc_per_node, name, **job_fields)
         else:
-            job = app_submit.make_recipe_job(recipes[0], overrides, run, nproc_per_node, force, name, **job_fields)
+            arguments = TrainArguments(recipes[0], overrides, run, nproc_per_node, force)
+            job = app_submit.make_recipe_job(arguments, name, **job_fields)
         backend = open_backend(on)
         requests = [backend.render(job)]
     if dry_run:

@@ -18,7 +18,7 @@ def profile(
     top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Number of operations to list.")] = 12,
 ) -> None:
     """Profile a few training steps on one worker; write only the trace."""
-    from phalanx.app.train import check_start, prepare_run
+    from phalanx.app.train import RunRequest, check_start, prepare_run
     from phalanx.cli.data import show_progress
     from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
     from phalanx.recipe import load_recipe
@@ -33,9 +33,8 @@ def profile(
         show_progress() as progress,
     ):
         unused_run = Run(Path(".phalanx-profile-writes-nothing"))
-        with prepare_run(
-            loaded, unused_run, 1, fork_server.call, False, progress, write=False, preload=fork_server.preload
-        ) as prepared:
+        request = RunRequest(loaded, unused_run, world_size=1)
+        with prepare_run(request, fork_server, progress, write=False) as prepared:
             payload = {"recipe": prepared.recipe.model_dump(mode="json"), "folder": str(prepared.recipe_dir)}
             trace = fork_server.call(
                 "phalanx.autoconfig.trials:profile_recipe_steps",

@@ -73,10 +73,11 @@ def train(
     a checkpoint and exits with 75; a second Ctrl-C stops immediately. Started by torchrun or srun (RANK and WORLD_SIZE
     are set), this process is one worker.
     """
+    from phalanx.app.train_arguments import TrainArguments
     from phalanx.cli.train_local import run_node_agent, train_as_worker, train_locally, train_script_locally
     from phalanx.run.node_env import NodeEnv
 
-    given = overrides or []
+    arguments = TrainArguments(recipe, overrides or [], run, nproc_per_node, force)
     if on != "local":
         from phalanx.app import submit
 
@@ -86,7 +87,7 @@ def train(
             "time_limit_s": submit.parse_duration(time_limit),
         }
         job_fields["backend_options"] = submit.parse_assignments(backend_option or [], "--backend-option")
-        job = submit.make_recipe_job(recipe, given, run, nproc_per_node, force, None, snapshot, **job_fields)
+        job = submit.make_recipe_job(arguments, None, snapshot, **job_fields)
         assert job.run_dir is not None
         return submit.submit_and_follow(on, job, job.run_dir, dry_run, sys.stderr)
     if nodes > 1 or backend_option or gpus is not None or time_limit is not None or snapshot is not None:
@@ -95,7 +96,7 @@ def train(
         )
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     is_external_worker = bool(rank and world) and not os.environ.get("PHALANX_NUM_NODES")
-    if recipe.suffix == ".py":
+    if arguments.is_script:
         if dry_run:
             raise UsageError(f"--dry-run is for recipes; {recipe} is a script, which can only be run")
         if is_external_worker:
@@ -108,7 +109,7 @@ def train(
                 f"workers: "
                 f"torchrun --nnodes {num_nodes} {word_of(recipe)}"
             )
-        return train_script_locally(recipe, given, run, nproc_per_node, force, sys.stderr)
+        return train_script_locally(arguments, sys.stderr)
     if is_external_worker:
         conflict = (
             "--dry-run"
@@ -122,11 +123,11 @@ def train(
                 f"{conflict}: RANK={rank} and WORLD_SIZE={world} are set, so this is one worker of a launcher's, "
                 "which sets how many there are; for a separate run: env -u RANK -u WORLD_SIZE phalanx train ..."
             )
-        return train_as_worker(recipe, given, run, force, sys.stderr)
+        return train_as_worker(arguments, sys.stderr)
     node_env = NodeEnv.from_environment(os.environ)
     if node_env.node_rank:
-        return run_node_agent(recipe, given, node_env, sys.stderr, run, nproc_per_node, dry_run)
-    return train_locally(recipe, given, run, nproc_per_node, force, dry_run, sys.stderr, node_env)
+        return run_node_agent(arguments, dry_run, sys.stderr, node_env)
+    return train_locally(arguments, dry_run, sys.stderr, node_env)
 
 
 def _parse_int(text: str | None) -> int | None:

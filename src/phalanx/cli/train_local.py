@@ -3,13 +3,21 @@
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TextIO
 
 from phalanx.app.session import DeferredDisplay, supervise_script
-from phalanx.app.train import PreparedRun, check_start, describe_finished, find_machine, prepare_run, supervise_run
+from phalanx.app.train import (
+    PreparedRun,
+    RunRequest,
+    check_start,
+    describe_finished,
+    find_machine,
+    prepare_run,
+    supervise_run,
+)
+from phalanx.app.train_arguments import TrainArguments
 from phalanx.cli.data import show_progress
 from phalanx.cluster import discover_machine
 from phalanx.cluster.discovery import check_workers
@@ -19,7 +27,7 @@ from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup
 from phalanx.observe.formatting import format_duration
 from phalanx.observe.progress import make_display, read_run_facts
-from phalanx.recipe import dump_recipe, load_recipe, num_workers_for
+from phalanx.recipe import dump_recipe, num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Run
 from phalanx.run.control_channel import ControlServer, load_token
@@ -27,27 +35,17 @@ from phalanx.run.directory import check_run_path
 from phalanx.run.node_env import NodeEnv
 from phalanx.std_streams import escape_control_chars, word_of
 
-SINGLE_NODE = NodeEnv()
 LOCK_TIMEOUT_S = 300.0
 """Seconds for which a run on several nodes waits for the lock of its former leader. A leader without network holds
 it until it notices, and on a network file system until the lease of the lock ends."""
 
 
-def train_locally(
-    path: Path,
-    overrides: Sequence[str],
-    run_path: Path | None,
-    nproc_per_node: int | None,
-    force: bool,
-    dry_run: bool,
-    out: TextIO,
-    node_env: NodeEnv = SINGLE_NODE,
-) -> int:
-    """Start a run under our own agent and follow it; returns its exit code. With several nodes this is the leading
-    one, and `nproc_per_node` workers are started on each."""
-    loaded = load_recipe(path, overrides)
+def train_locally(arguments: TrainArguments, dry_run: bool, out: TextIO, node_env: NodeEnv) -> int:
+    """Start a run under our own agent and follow it; return its exit code. With several nodes this is the leading one,
+    and `nproc_per_node` workers are started on each."""
+    loaded, nproc_per_node = arguments.load_recipe(), arguments.nproc_per_node
     loaded.check_required()
-    run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+    run = arguments.find_run(loaded.recipe.name)
     check_run_path(run.path)
     if not dry_run and (finished_text := describe_finished(run, loaded.recipe)):
         print(finished_text, file=out)
@@ -63,16 +61,11 @@ def train_locally(
         with show_progress() as progress:
             prepared = stack.enter_context(
                 prepare_run(
-                    loaded,
-                    run,
-                    num_workers,
-                    fork_server.call,
-                    force,
+                    RunRequest(loaded, run, num_workers, node_env.num_nodes, arguments.force),
+                    fork_server,
                     progress,
                     write=not dry_run,
-                    preload=fork_server.preload,
                     lock_timeout_s=LOCK_TIMEOUT_S if node_env.num_nodes > 1 else 0.0,
-                    num_nodes=node_env.num_nodes,
                 )
             )
         print(escape_control_chars(format_introduction(prepared)), file=out)
@@ -82,11 +75,11 @@ def train_locally(
             return int(ExitCode.DONE)
         display = make_display(out, prepared.recipe.steps, read_run_facts(run))
         stack.callback(display.close)
-        outcome = supervise_run(prepared, fork_server, display.show_event, force, node_group)
+        outcome = supervise_run(prepared, fork_server, display.show_event, arguments.force, node_group)
         node_group.exit_code = outcome.code
     if outcome.message:
         print(f"error: {escape_control_chars(outcome.message)}", file=out)
-    print(escape_control_chars(format_conclusion(run, outcome.code, path, overrides, nproc_per_node)), file=out)
+    print(escape_control_chars(format_conclusion(run, outcome.code, arguments)), file=out)
     return int(outcome.code)
 
 
@@ -126,24 +119,19 @@ def count_workers(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: i
     return total
 
 
-def run_node_agent(
-    path: Path,
-    overrides: Sequence[str],
-    node_env: NodeEnv,
-    out: TextIO,
-    run_path: Path | None = None,
-    nproc_per_node: int | None = None,
-    dry_run: bool = False,
-) -> int:
-    """Be the agent of a node that does not lead; returns the run's exit code. RecipeError at once for a recipe that is
-    wrong: the leading node ends of it before anybody can ask, and so it does of a run with nothing left to do."""
+def run_node_agent(arguments: TrainArguments, dry_run: bool, out: TextIO, node_env: NodeEnv) -> int:
+    """Run the agent of a node that does not lead; return the run's exit code.
+
+    Raises RecipeError at once for a recipe that is wrong: the leading node ends because of it before another node can
+    ask. The same holds for a run with nothing left to do.
+    """
     try:
-        loaded = load_recipe(path, overrides)
-        run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+        loaded = arguments.load_recipe()
+        run = arguments.find_run(loaded.recipe.name)
         if not dry_run and (finished_text := describe_finished(run, loaded.recipe)):
             print(finished_text, file=out)
             return int(ExitCode.DONE)
-        with NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node) as node_agent:
+        with NodeAgent(node_env, load_token(), out, nproc_per_node=arguments.nproc_per_node) as node_agent:
             return int(node_agent.serve())
     except PhalanxError as error:
         with contextlib.suppress(UsageError):  # without a token no connection can be made
@@ -151,21 +139,22 @@ def run_node_agent(
         raise
 
 
-def train_script_locally(
-    script: Path, arguments: Sequence[str], run_path: Path | None, nproc_per_node: int | None, force: bool, out: TextIO
-) -> int:
-    """Run a script that calls `phalanx.session` under our own agent and follow it; returns its exit code."""
+def train_script_locally(arguments: TrainArguments, out: TextIO) -> int:
+    """Run a script that calls `phalanx.session` under our own agent and follow it; return its exit code."""
+    script = arguments.path
     if not script.is_file():
         raise UsageError(f"{script}: no such file; expected a recipe or a script that calls phalanx.session")
-    run = Run(run_path if run_path is not None else Path("runs") / script.stem)
+    run = arguments.find_run(script.stem)
     machine = discover_machine()
-    world_size = nproc_per_node or machine.num_gpus or 1
+    world_size = arguments.nproc_per_node or machine.num_gpus or 1
     check_workers(machine, world_size)
     with ForkServerClient() as fork_server, DeferredDisplay(run, out) as display:
-        outcome = supervise_script(script, arguments, run, world_size, fork_server, display.show_event, {}, force)
+        outcome = supervise_script(
+            script, arguments.overrides, run, world_size, fork_server, display.show_event, arguments.force
+        )
     if outcome.message:
         print(f"error: {escape_control_chars(outcome.message)}", file=out)
-    print(escape_control_chars(format_conclusion(run, outcome.code, script, arguments, nproc_per_node)), file=out)
+    print(escape_control_chars(format_conclusion(run, outcome.code, arguments)), file=out)
     return int(outcome.code)
 
 
@@ -194,13 +183,10 @@ def format_introduction(prepared: PreparedRun) -> str:
     return "\n".join(lines)
 
 
-def format_conclusion(
-    run: Run, code: ExitCode, path: Path, overrides: Sequence[str], nproc_per_node: int | None
-) -> str:
-    """How it ended, and what to type next."""
+def format_conclusion(run: Run, code: ExitCode, arguments: TrainArguments) -> str:
+    """Say how a run ended, and what to type next."""
     result = run.read_json_or_empty(run.result)
-    nproc_option = [] if nproc_per_node is None else ["--nproc-per-node", str(nproc_per_node)]
-    resume_command = f"phalanx train {word_of(path)} {shlex.join([*overrides, '--run', str(run.path), *nproc_option])}"
+    resume_command = f"phalanx train {word_of(arguments.path)} {shlex.join(arguments.format_options(run.path))}"
     if code is ExitCode.DONE:
         return f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run.path)}"
     if code is ExitCode.UNFINISHED:
@@ -210,9 +196,9 @@ def format_conclusion(
     return f"details  {run.logs}"
 
 
-def train_as_worker(path: Path, overrides: Sequence[str], run_path: Path | None, force: bool, out: TextIO) -> int:
-    """Be one worker of a world that torchrun, srun or mpirun started; returns its exit code. The leading one makes the
-    run ready, follows it and keeps its events; the others wait for its word."""
+def train_as_worker(arguments: TrainArguments, out: TextIO) -> int:
+    """Run one worker of a world that torchrun, srun or mpirun started; return its exit code. Rank 0 prepares the run,
+    follows it and writes its events; the others wait for its announcement."""
     from phalanx.train.distributed.environment import (
         dist_env_from_environment,
         end_at_once,
@@ -231,22 +217,22 @@ def train_as_worker(path: Path, overrides: Sequence[str], run_path: Path | None,
     dist_env = dist_env_from_environment(device="cpu")  # until the recipe is read
     if not dist_env.is_rank_zero:
         with telling_others(dist_env):
-            loaded = load_recipe(path, overrides)
+            loaded = arguments.load_recipe()
             select_device(
                 dist_env.local_rank, os.environ, loaded.recipe.device
             )  # what is wrong with it is said at once
-            run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+            run = arguments.find_run(loaded.recipe.name)
             announcement = wait_for_announcement(dist_env, run.path)
         if announcement.is_finished:
             return int(ExitCode.DONE)
-        payload = {"run": str(run.path.absolute()), "folder": str(loaded.recipe_dir), "force": force}
+        payload = {"run": str(run.path.absolute()), "folder": str(loaded.recipe_dir), "force": arguments.force}
         return end_at_once(int(run_worker(payload, replace(dist_env, attempt=announcement.attempt))))
     with contextlib.ExitStack() as stack:
         with telling_others(dist_env):
             if dist_env.world_size > 1:
                 open_attempt_store(dist_env)  # where this one hosts it, the others find it from the beginning
-            loaded = load_recipe(path, overrides)
-            run = Run(run_path if run_path is not None else Path("runs") / loaded.recipe.name)
+            loaded = arguments.load_recipe()
+            run = arguments.find_run(loaded.recipe.name)
             if finished_text := describe_finished(run, loaded.recipe):
                 announce_run(dist_env, RunAnnouncement(is_finished=True))
                 print(finished_text, file=out)
@@ -257,19 +243,10 @@ def train_as_worker(path: Path, overrides: Sequence[str], run_path: Path | None,
                 ) as fork_server,
                 show_progress() as progress,
             ):
-                prepared = stack.enter_context(
-                    prepare_run(
-                        loaded,
-                        run,
-                        dist_env.world_size,
-                        fork_server.call,
-                        force,
-                        progress,
-                        preload=fork_server.preload,
-                        num_nodes=count_nodes_from_environment(dist_env),
-                    )
-                )
-            payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
+                num_nodes = count_nodes_from_environment(dist_env)
+                request = RunRequest(loaded, run, dist_env.world_size, num_nodes, arguments.force)
+                prepared = stack.enter_context(prepare_run(request, fork_server, progress))
+            payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": arguments.force}
             announce_run(dist_env, RunAnnouncement(os.path.realpath(run.path), prepared.first_attempt))
         print(escape_control_chars(format_introduction(prepared)), file=out)
         display = make_display(out, prepared.recipe.steps, read_run_facts(run))
@@ -278,5 +255,5 @@ def train_as_worker(path: Path, overrides: Sequence[str], run_path: Path | None,
     if code is ExitCode.UNFINISHED:
         print("not finished; resume with the same command", file=out)
     else:
-        print(escape_control_chars(format_conclusion(run, code, path, overrides, None)), file=out)
+        print(escape_control_chars(format_conclusion(run, code, arguments)), file=out)
     return end_at_once(int(code))

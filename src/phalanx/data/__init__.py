@@ -7,7 +7,7 @@ Everything is numpy; torch is never imported here. `prepare_source` or `cached` 
 from phalanx.data.cache import prepare_all_sources, prepare_cached
 from phalanx.data.inspection import inspect_dataset, verify_dataset
 from phalanx.data.manifest import is_dataset
-from phalanx.data.prefetch import Prefetcher
+from phalanx.data.prefetch import Prefetcher, RankBatch
 from phalanx.data.prepare import PrepareProgress, prepare_source
 from phalanx.data.reader import IGNORE_INDEX, Batch, DataInfo, RunData, open_data
 from phalanx.data.tokenizers import Tokenizer, load_tokenizer
@@ -18,6 +18,7 @@ __all__ = [
     "DataInfo",
     "Prefetcher",
     "PrepareProgress",
+    "RankBatch",
     "RunData",
     "Tokenizer",
     "inspect_dataset",

@@ -6,6 +6,7 @@ number of ranks, only in other hands.
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Protocol, Self
 
@@ -27,6 +28,32 @@ def micro_batch_range(num_micro_batches: int, rank: int, num_groups: int, stride
     )
 
 
+@dataclass(frozen=True)
+class RankBatch:
+    """The part of each global batch that one rank reads: its `micro_batch_range` of the micro-batches.
+
+    Raises ValueError when the micro-batches cannot be divided among the ranks.
+    """
+
+    global_size: int
+    micro_size: int
+    rank: int = 0
+    num_groups: int = 1
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if self.global_size % (self.micro_size * self.stride) or self.global_size < self.micro_size * self.num_groups:
+            raise ValueError(
+                f"a global batch of {self.global_size} has no micro-batches of {self.micro_size} for "
+                f"{self.num_groups} ranks"
+            )
+
+    @property
+    def micro_batches(self) -> range:
+        """Indices of the rank's micro-batches."""
+        return micro_batch_range(self.global_size // self.micro_size, self.rank, self.num_groups, self.stride)
+
+
 class SampleSource(Protocol):
     """What a feed needs of `RunData`."""
 
@@ -36,34 +63,16 @@ class SampleSource(Protocol):
 class Prefetcher(Iterator[list[Batch]]):
     """An endless iterator over steps; each is the list of this rank's micro-batches.
 
-    Sample i of a step belongs to micro-batch i // micro; a rank owns its `micro_batch_range` of them, with `stride`. Up
-    to `max_steps_ahead`
-    steps are read ahead, fewer where they are large. An error in the thread is raised here, when its step is asked for.
-    `close` ends the thread; so does leaving a `with`.
+    Sample i of a step belongs to micro-batch i // micro_size. Up to `max_steps_ahead` steps are read ahead, fewer where
+    they are large. An error in the thread is raised here, when its step is asked for. `close` ends the thread; so does
+    leaving a `with`.
 
     The thread fills the store, then sleeps until half of it is used up: waking it for every step would cost several
     times what reading a small step does.
     """
 
-    def __init__(
-        self,
-        data: SampleSource,
-        *,
-        global_batch: int,
-        micro_size: int,
-        rank: int,
-        num_groups: int,
-        samples_consumed: int,
-        stride: int = 1,
-        max_steps_ahead: int = 16,
-    ):
-        if global_batch % (micro_size * stride) or global_batch < micro_size * num_groups:
-            raise ValueError(
-                f"a global batch of {global_batch} has no micro-batches of {micro_size} for {num_groups} ranks"
-            )
-        self._data = data
-        self._micro_batches = micro_batch_range(global_batch // micro_size, rank, num_groups, stride)
-        self._global_size, self._micro_size = global_batch, micro_size
+    def __init__(self, data: SampleSource, rank_batch: RankBatch, samples_consumed: int, max_steps_ahead: int = 16):
+        self._data, self._rank_batch = data, rank_batch
         self._next_sample = samples_consumed
         self._max_steps_ahead = max_steps_ahead
         self._queue: deque[list[Batch]] = deque()
@@ -114,8 +123,9 @@ class Prefetcher(Iterator[list[Batch]]):
     def _read_step(self) -> list[Batch]:
         """This rank's share of the next step: read at once where it lies together, then cut into micro-batches (views,
         not copies)."""
-        micro_batches, micro_size, step = self._micro_batches, self._micro_size, self._next_sample
-        self._next_sample += self._global_size
+        micro_batches, micro_size = self._rank_batch.micro_batches, self._rank_batch.micro_size
+        step = self._next_sample
+        self._next_sample += self._rank_batch.global_size
         if micro_batches.step > 1:
             return [self._data.read_training(step + number * micro_size, micro_size) for number in micro_batches]
         batch = self._data.read_training(step + micro_batches.start * micro_size, len(micro_batches) * micro_size)

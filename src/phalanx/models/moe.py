@@ -28,7 +28,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.models.size_limits import check_bounds
-from phalanx.models.transformer import FeedForward, Transformer, check_decoder_sizes, default_ffn_hidden_size
+from phalanx.models.transformer import (
+    DecoderConfig,
+    FeedForward,
+    Transformer,
+    check_decoder_sizes,
+    default_ffn_hidden_size,
+)
 
 _GROUPED_MM_ALIGNMENT = 8  # bf16 elements in the 16 bytes to which the rows of a grouped product must be aligned
 
@@ -263,12 +269,11 @@ def moe(
     [b, s, vocab_size].
 
     Each token uses `top_k` of the `num_experts` of a layer. `expert_hidden_size` is the inner width of one expert; by
-    default a token's
-    experts together are as wide as the feed-forward of `transformer`: 8/3 x hidden_size / top_k, rounded to a
-    multiple of 64. `shared_expert_hidden_size` is the inner width of an expert that every token uses besides (0: none).
-    The first `dense_layers`
-    layers have the feed-forward of `transformer`. `aux_loss_coef` is the weight of the loss that keeps the experts
-    evenly used (0: none). The rest is as in `transformer`. Raises ValueError when the sizes do not fit together.
+    default a token's experts together are as wide as the feed-forward of `transformer`: 8/3 x hidden_size / top_k,
+    rounded to a multiple of 64. `shared_expert_hidden_size` is the inner width of an expert that every token uses in
+    addition (0: none). The first `dense_layers` layers have the feed-forward of `transformer`. `aux_loss_coef` is the
+    weight of the loss that keeps the experts evenly used (0: none). The other parameters are as in `transformer`; all
+    are keys of a recipe's `model.args`. Raises ValueError when the sizes do not fit together.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "layers": layers, "num_experts": num_experts}
@@ -296,16 +301,18 @@ def moe(
         return MoE(hidden_size, num_experts, top_k, expert_size, shared_expert_hidden_size, aux_loss_coef)
 
     return MoETransformer(
-        vocab_size,
-        seq_len,
-        layers,
-        hidden_size,
-        num_heads,
-        num_kv_heads,
+        DecoderConfig(
+            vocab_size=vocab_size,
+            seq_len=seq_len,
+            num_layers=layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=dim,
+            tie_embeddings=tie_embeddings,
+            qk_norm=qk_norm,
+            rope_base=rope_base,
+            dropout=dropout,
+        ),
         feed_forward,
-        tie_embeddings,
-        qk_norm,
-        rope_base,
-        dropout,
-        dim,
     )

@@ -12,6 +12,7 @@ the feed-forward.
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -133,25 +134,35 @@ class FeedForward(nn.Module):
         return out
 
 
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and options of a decoder, without those of its feed-forwards; see `transformer`."""
+
+    vocab_size: int
+    seq_len: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_embeddings: bool
+    qk_norm: bool
+    rope_base: float
+    dropout: float
+
+
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); ffn is any module from [b, s, w] to [b, s, w]."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        ffn: nn.Module,
-        qk_norm: bool,
-        dropout: float,
-        head_dim: int,
-    ):
+    def __init__(self, config: DecoderConfig, ffn: nn.Module):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(hidden_size, eps=RMS_NORM_EPS)
-        self.attention = CausalSelfAttention(hidden_size, num_heads, num_kv_heads, qk_norm, head_dim)
-        self.ffn_norm = nn.RMSNorm(hidden_size, eps=RMS_NORM_EPS)
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=RMS_NORM_EPS)
+        self.attention = CausalSelfAttention(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.qk_norm, config.head_dim
+        )
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=RMS_NORM_EPS)
         self.ffn = ffn
-        self.dropout = dropout
+        self.dropout = config.dropout
 
     def forward(self, x: Tensor, rotations: Tensor | tuple[Tensor, Tensor], attention_plan: AttentionPlan) -> Tensor:
         # x [b, s, w] -> [b, s, w]
@@ -163,37 +174,20 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder that `transformer` builds: tokens [b, s] -> logits [b, s, v]. `feed_forward` makes that of a layer,
-    by its number."""
+    """The decoder that `transformer` builds: tokens [b, s] -> logits [b, s, v]. `feed_forward` builds the feed-forward
+    of a layer, given the layer's number."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        seq_len: int,
-        num_layers: int,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        feed_forward: Callable[[int], nn.Module],
-        tie_embeddings: bool,
-        qk_norm: bool,
-        rope_base: float,
-        dropout: float,
-        head_dim: int,
-    ):
+    def __init__(self, config: DecoderConfig, feed_forward: Callable[[int], nn.Module]):
         super().__init__()
-        self.seq_len = seq_len
-        self.head_dim = head_dim
-        self.rope_base = rope_base
-        self.dropout = dropout
-        self.embedding = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(hidden_size, num_heads, num_kv_heads, feed_forward(layer), qk_norm, dropout, head_dim)
-            for layer in range(num_layers)
-        )
-        self.norm = nn.RMSNorm(hidden_size, eps=RMS_NORM_EPS)
-        self.head = nn.Linear(hidden_size, vocab_size, bias=False)
-        self.tie_embeddings = tie_embeddings
+        self.seq_len = config.seq_len
+        self.head_dim = config.head_dim
+        self.rope_base = config.rope_base
+        self.dropout = config.dropout
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(TransformerBlock(config, feed_forward(layer)) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=RMS_NORM_EPS)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_embeddings = config.tie_embeddings
         self.blocks_are_compiled = False
         self.reset_parameters()
 
@@ -298,7 +292,8 @@ def transformer(
     feed-forward's inner width, defaults to 8/3 x hidden_size rounded to a multiple of 64 for "swiglu" and to
     4 x hidden_size for "relu2": both cost the same. `head_dim`, the features of a head, defaults to
     hidden_size / num_heads. `tie_embeddings` shares the embedding with the output layer. `dropout` acts on the
-    embedding and on what each attention and feed-forward adds. Raises ValueError when the sizes do not fit together.
+    embedding and on what each attention and feed-forward adds. The parameters are the keys of a recipe's `model.args`.
+    Raises ValueError when the sizes do not fit together.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if activation not in ("swiglu", "relu2"):
@@ -316,16 +311,18 @@ def transformer(
         ffn_hidden_size=ffn_size,
     )
     return Transformer(
-        vocab_size,
-        seq_len,
-        layers,
-        hidden_size,
-        num_heads,
-        num_kv_heads,
+        DecoderConfig(
+            vocab_size=vocab_size,
+            seq_len=seq_len,
+            num_layers=layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=dim,
+            tie_embeddings=tie_embeddings,
+            qk_norm=qk_norm,
+            rope_base=rope_base,
+            dropout=dropout,
+        ),
         lambda layer: FeedForward(hidden_size, ffn_size, activation),
-        tie_embeddings,
-        qk_norm,
-        rope_base,
-        dropout,
-        dim,
     )

@@ -15,7 +15,7 @@ from phalanx.observe import formatting
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory, as_float, read_history
 from phalanx.observe.html_report.figures import WIDE_PLOT_SIZE, needs_log_scale, render_figure
 from phalanx.observe.html_report.report import render_document
-from phalanx.observe.html_report.svg import PlotLine, render_line_plot
+from phalanx.observe.html_report.svg import PlotFrame, PlotLine, render_line_plot
 from phalanx.observe.metrics import smooth_series
 from phalanx.observe.run_info import flatten_keys, read_resolved_recipe
 from phalanx.observe.summary import RunSummary, build_summary
@@ -242,6 +242,6 @@ def _render_loss_figures(comparison: RunComparison) -> str:
         if lines and any(np.isfinite(line.y).any() for line in lines):
             span = (0.0, max(1.0, *(float(line.x[-1]) for line in lines)))
             log = any(needs_log_scale(line.y) for line in lines)
-            plot = render_line_plot(title, lines, span=span, width=WIDE_PLOT_SIZE[0], height=WIDE_PLOT_SIZE[1], log=log)
+            plot = render_line_plot(PlotFrame(title, span, WIDE_PLOT_SIZE), lines, log=log)
             figures.append(render_figure(f"{title}{', log scale' if log else ''}", plot, keys, is_wide=True))
     return "".join(figures) or '<p class="note">No run has finished a step.</p>'

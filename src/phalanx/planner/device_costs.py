@@ -105,7 +105,8 @@ def gemm_seconds(
     is_grouped: bool = False,
 ) -> Any:
     """Seconds of `count` products [m, k] x [k, n]: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), the roofline with a
-    soft knee (Williams et al. 2009). With `is_grouped` they are one kernel launch."""
+    soft knee (Williams et al. 2009). With `is_grouped` they are one kernel launch. The parameters are those of the
+    formula; a search calls it with whole arrays of them."""
     peak, curve = (device.peak_flops if has_weight else device.attention_peak_flops), device.matmul_curve
     flops = 2.0 * m * n * k
     operand_bytes = 1.0 if has_weight and device.quantized else element_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx.compat import scale_in_place
-from phalanx.data import Prefetcher
+from phalanx.data import Prefetcher, RankBatch
 from phalanx.train.loss import LossModule
 from phalanx.train.step_timer import STEP_PHASES, make_step_timer
 from phalanx.train.train_context import TrainContext
@@ -53,19 +53,12 @@ def profile_steps(
     """Run `warm_up` steps, then `steps` under the profiler; write the Chrome trace to `trace_path`. The steps change
     the weights."""
     recipe, accumulator, dist_env = context.recipe, context.accumulator, context.dist_env
-    micro_size = recipe.batch.micro_size
     timer = make_step_timer(dist_env.device)
     total, phase_sums = 0.0, dict.fromkeys(STEP_PHASES, 0.0)
     on_gpu = dist_env.device.type != "cpu"
     activities = [ProfilerActivity.CPU, *([getattr(ProfilerActivity, dist_env.device.type.upper())] if on_gpu else [])]
-    with Prefetcher(
-        context.data,
-        global_batch=recipe.batch.global_size,
-        micro_size=micro_size,
-        rank=0,
-        num_groups=1,
-        samples_consumed=0,
-    ) as feed:
+    rank_batch = RankBatch(recipe.batch.global_size, recipe.batch.micro_size)
+    with Prefetcher(context.data, rank_batch, samples_consumed=0) as feed:
 
         def one_step(number: int) -> None:
             timer.start()

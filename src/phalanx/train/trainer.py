@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.compat import scale_in_place
-from phalanx.data.prefetch import Prefetcher
+from phalanx.data.prefetch import Prefetcher, RankBatch
 from phalanx.errors import GaveUpError, UsageError
 from phalanx.run import Event
 from phalanx.run.event_types import EvaluationDone, NonFiniteStep, RunEnded, RunStatus, RunWarning, StepDone, StepPhases
@@ -239,15 +239,14 @@ class Trainer:
             gc.collect()
             if is_static:
                 gc.freeze()  # what exists now stays; later collections need not look at it again
-        with Prefetcher(
-            context.data,
-            global_batch=recipe.batch.global_size,
-            micro_size=recipe.batch.global_size // context.accumulator.num_micro_batches,
-            rank=mesh.dp_rank,
-            num_groups=mesh.dp_size,
-            stride=mesh.micro_batch_stride,
-            samples_consumed=train_state.samples_consumed,
-        ) as batches:
+        rank_batch = RankBatch(
+            recipe.batch.global_size,
+            recipe.batch.global_size // context.accumulator.num_micro_batches,
+            mesh.dp_rank,
+            mesh.dp_size,
+            mesh.micro_batch_stride,
+        )
+        with Prefetcher(context.data, rank_batch, train_state.samples_consumed) as batches:
             self.timer.start()
             if self._rollback_reason:
                 self._roll_back(self._rollback_reason)

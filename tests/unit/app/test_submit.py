@@ -18,6 +18,7 @@ from phalanx.app.submit import (
     parse_assignments,
     parse_duration,
 )
+from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import RecipeError, UsageError
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Event, EventLog, EventTail, Run
@@ -49,13 +50,13 @@ def test_a_recipe_is_checked_before_it_becomes_a_job(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: mine\nstpes: 3\n")
     with pytest.raises(RecipeError, match="stpes"):
-        make_recipe_job(recipe, [], None, None, False, None)
+        make_recipe_job(TrainArguments(recipe))
 
 
 def test_a_recipes_job_trains_it_in_an_absolute_run(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: mine\nmodel: {build: 'phalanx.models:transformer'}\ndata: {source: {text: '*.txt'}}\n")
-    job = make_recipe_job(recipe, ["steps=3"], Path("here"), 2, True, None, num_nodes=2)
+    job = make_recipe_job(TrainArguments(recipe, ["steps=3"], Path("here"), 2, force=True), num_nodes=2)
     assert (job.name, job.num_nodes) == ("mine", 2)
     assert job.command[1:] == (
         *("-P", "-m", "phalanx", "train", str(recipe), "steps=3", "--run", str(Path("here").absolute())),
@@ -69,7 +70,7 @@ RECIPE = "name: mine\nmodel: {}\ndata: {source: {text: '*.txt'}}\n"
 def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     job = make_recipe_job(
-        tmp_path / "recipe.yaml", [], Path("here"), None, False, None, "workdir", environment={"A": "b"}
+        TrainArguments(tmp_path / "recipe.yaml", run=Path("here")), snapshot="workdir", environment={"A": "b"}
     )
     assert job.snapshot is not None
     assert (job.snapshot.source_dir, job.snapshot.num_files, job.run_dir) == (tmp_path, 1, Path("here").absolute())
@@ -88,9 +89,9 @@ def test_of_a_commit_its_own_recipe_is_checked_and_not_the_one_that_lies_here(tm
         recipe.write_text(text)
         git("add", ".")
         git("commit", "--quiet", "-m", "another")
-    assert make_recipe_job(recipe, [], None, None, False, None, "HEAD").snapshot is not None
+    assert make_recipe_job(TrainArguments(recipe), snapshot="HEAD").snapshot is not None
     with pytest.raises(RecipeError, match=r"^commit [0-9a-f]{12}: recipe\.yaml:4: stpes"):
-        make_recipe_job(recipe, [], None, None, False, None, "HEAD~1")
+        make_recipe_job(TrainArguments(recipe), snapshot="HEAD~1")
 
 
 def test_a_script_travels_with_the_folder_that_it_is_started_in(
@@ -99,12 +100,12 @@ def test_a_script_travels_with_the_folder_that_it_is_started_in(
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "loop.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    job = make_recipe_job(Path("deep/loop.py"), ["-v"], None, None, False, None, "workdir")
+    job = make_recipe_job(TrainArguments(Path("deep/loop.py"), ["-v"]), snapshot="workdir")
     assert job.command[5:7] == ("deep/loop.py", "-v")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     with pytest.raises(UsageError, match="start from a directory that contains the script"):
-        make_recipe_job(Path("../deep/loop.py"), [], None, None, False, None, "workdir")
+        make_recipe_job(TrainArguments(Path("../deep/loop.py")), snapshot="workdir")
 
 
 def test_a_frameworks_job_is_named_after_its_script() -> None:
@@ -202,6 +203,4 @@ def test_an_engine_that_does_not_answer_for_a_while_is_asked_again(run: Run) -> 
 def test_a_recipe_for_the_cpu_takes_no_gpu_unless_it_is_asked_for(tmp_path: Path, device: str, devices: int) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
-    assert (
-        make_recipe_job(recipe, [f"device={device}"], None, None, False, None, default_gpus=2).gpus_per_node == devices
-    )
+    assert make_recipe_job(TrainArguments(recipe, [f"device={device}"]), default_gpus=2).gpus_per_node == devices

@@ -6,6 +6,7 @@ import pytest
 
 from phalanx.app.submit import make_recipe_job
 from phalanx.app.sweep import expand_sweep, make_sweep, split_recipes_and_overrides
+from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import RecipeError, UsageError
 from phalanx.jobs.spec import Job
 
@@ -17,7 +18,7 @@ def recipe(folder: Path, name: str, file: str | None = None) -> Path:
 
 
 def make(path: Path, given: list[str], where: Path) -> Job:
-    return make_recipe_job(path, given, where, None, False, None)
+    return make_recipe_job(TrainArguments(path, given, where))
 
 
 @pytest.mark.parametrize(

@@ -341,4 +341,4 @@ def test_a_run_reads_counters_of_gpus_only_where_it_trains_on_them(
         run=run, recipe=resolved(device=device), recipe_dir=run.path, first_attempt=0, notes=[]
     )
     train.supervise_run(ready, cast(Any, None), lambda event: None, force=False)
-    assert given["meter"](1) == (7.0 if reads else None)
+    assert given["hardware"].meter(1) == (7.0 if reads else None)

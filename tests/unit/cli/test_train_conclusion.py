@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.app.train_arguments import TrainArguments
 from phalanx.cli.train_local import format_conclusion
 from phalanx.errors import ExitCode
 from phalanx.run import Run
@@ -20,20 +21,20 @@ def run(tmp_path: Path) -> Run:
 
 def test_a_run_that_stopped_and_saved_says_at_which_step(run: Run) -> None:
     write_json(run.result, {"status": "interrupted", "steps": 40, "digest": "ab" * 16})
-    told = format_conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), [], None)
+    told = format_conclusion(run, ExitCode.UNFINISHED, TrainArguments(Path("r.yaml")))
     assert told == f"saved at step 40; resume with: phalanx train r.yaml --run {run.path}"
 
 
 def test_a_run_that_could_not_save_does_not_say_that_it_did(run: Run) -> None:
     write_json(run.result, {"status": "interrupted", "steps": 40, "digest": None})
-    told = format_conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), [], None)
+    told = format_conclusion(run, ExitCode.UNFINISHED, TrainArguments(Path("r.yaml")))
     assert told.startswith("the last steps were not saved; resume with: phalanx train")
 
 
 @pytest.mark.parametrize("name", ["it's $HOME.yaml", "-dash.yaml"])
 @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.UNFINISHED])
 def test_a_shell_reads_the_paths_of_the_next_command_as_they_are(name: str, code: ExitCode) -> None:
-    said = format_conclusion(Run(Path(name)), code, Path(name), [], None)
+    said = format_conclusion(Run(Path(name)), code, TrainArguments(Path(name)))
     words = shlex.split(said.splitlines()[-1])
     here = f"./{name}" if name.startswith("-") else name
     run = [here] if code is ExitCode.DONE else [here, "--run", name]
@@ -42,5 +43,6 @@ def test_a_shell_reads_the_paths_of_the_next_command_as_they_are(name: str, code
 
 def test_the_command_to_go_on_keeps_the_workers_and_is_quoted_for_the_shell(run: Run) -> None:
     write_json(run.result, {"status": "interrupted", "steps": 40, "digest": "ab" * 16})
-    told = format_conclusion(run, ExitCode.UNFINISHED, Path("r.yaml"), ["model.args={layers: 2}"], 3)
+    arguments = TrainArguments(Path("r.yaml"), ["model.args={layers: 2}"], nproc_per_node=3)
+    told = format_conclusion(run, ExitCode.UNFINISHED, arguments)
     assert f"'model.args={{layers: 2}}' --run {run.path} --nproc-per-node 3" in told

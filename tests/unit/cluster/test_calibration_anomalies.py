@@ -1,5 +1,6 @@
 """What looks wrong in measurements, and what does not."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from phalanx.cluster.spec import (
     AcceleratorSpec,
     CollectiveTiming,
     GemmTiming,
+    Measurements,
     OpTiming,
     ScaleUpNetwork,
     StorageSpec,
@@ -17,10 +19,13 @@ from phalanx.cluster.spec import (
 DEVICE = AcceleratorSpec(name="X", tflops={"fp32": 1.0, "bf16": 2.0}, memory_gib=16, memory_gbps=100)
 
 
-def odd(**given: Any) -> list[str]:
-    whole: dict[str, Any] = {"gemms": [], "ops": [], "collectives": [], "storage": None, "drift": 0.0}
-    whole |= {"clock_share": None, "scale_up": None}
-    return find_anomalies(DEVICE, **{**whole, **given})
+def odd(
+    clock_share: float | None = None,
+    scale_up: ScaleUpNetwork | None = None,
+    link_warnings: Sequence[str] = (),
+    **measured: Any,
+) -> list[str]:
+    return find_anomalies(DEVICE, Measurements(when="", key={}, **measured), clock_share, scale_up, link_warnings)
 
 
 def product(precision: Any, tflops: float, side: int = 1024, **given: Any) -> GemmTiming:
@@ -38,29 +43,29 @@ def all_reduce(gbps: float, right: bool = True) -> CollectiveTiming:
 
 def test_a_machine_that_does_what_it_should_has_nothing_odd() -> None:
     fine = [product("fp32", 0.8), product("bf16", 1.6)]
-    assert odd(gemms=fine, ops=[addition(80)], storage=StorageSpec(node_write_gbps=1), clock_share=0.95) == []
+    assert odd(products=fine, operations=[addition(80)], storage=StorageSpec(node_write_gbps=1), clock_share=0.95) == []
 
 
 def test_rates_far_below_the_data_sheet_are_told() -> None:
-    (text,) = odd(gemms=[product("fp32", 0.2)])
+    (text,) = odd(products=[product("fp32", 0.2)])
     assert text == "fp32 products reach 0.2 of 1 TFLOP/s (20%)"
 
 
 def test_small_products_say_nothing_of_the_device() -> None:
-    assert odd(gemms=[product("fp32", 0.9), product("fp32", 0.01, side=64)]) == []
+    assert odd(products=[product("fp32", 0.9), product("fp32", 0.01, side=64)]) == []
 
 
 def test_bf16_without_hardware_is_told() -> None:
-    (text,) = odd(gemms=[product("fp32", 0.9), product("bf16", 0.8)])
+    (text,) = odd(products=[product("fp32", 0.9), product("bf16", 0.8)])
     assert "bf16 products take 1.1 times as long as fp32" in text
 
 
 def test_a_shape_that_only_one_precision_has_does_not_count() -> None:
-    assert odd(gemms=[product("fp32", 0.9), product("bf16", 0.8, side=2048)]) == []
+    assert odd(products=[product("fp32", 0.9), product("bf16", 0.8, side=2048)]) == []
 
 
 def test_slow_memory_is_told() -> None:
-    (text,) = odd(ops=[addition(20)])
+    (text,) = odd(operations=[addition(20)])
     assert text == "memory gives 20 of 100 GB/s (20%)"
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data import IGNORE_INDEX, Prefetcher, shard
+from phalanx.data import IGNORE_INDEX, Prefetcher, RankBatch, shard
 from phalanx.errors import DataError, RecipeError
 from small_data import dataset, numbered, opened
 
@@ -80,10 +80,7 @@ def test_no_share_holds_nothing_out(folder):
 def steps_on(data, world, consumed, steps, global_batch=12, micro=2):
     """Global batches put together from what every rank's feed gives."""
     feeds = [
-        Prefetcher(
-            data, global_batch=global_batch, micro_size=micro, rank=rank, num_groups=world, samples_consumed=consumed
-        )
-        for rank in range(world)
+        Prefetcher(data, RankBatch(global_batch, micro, rank, num_groups=world), consumed) for rank in range(world)
     ]
     try:
         return [

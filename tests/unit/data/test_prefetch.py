@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from phalanx.data import Prefetcher
+from phalanx.data import Prefetcher, RankBatch
 
 
 class Counting:
@@ -25,9 +25,9 @@ class Counting:
         return {"tokens": np.arange(consumed, consumed + count)}
 
 
-def feed(data, **options):
+def feed(data, samples_consumed=0, max_steps_ahead=16, **options):
     return Prefetcher(
-        data, **{"global_batch": 12, "micro_size": 2, "rank": 0, "num_groups": 1, "samples_consumed": 0, **options}
+        data, RankBatch(**{"global_size": 12, "micro_size": 2, **options}), samples_consumed, max_steps_ahead
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from phalanx.data.prefetch import Prefetcher
+from phalanx.data.prefetch import Prefetcher, RankBatch
 from phalanx.errors import UsageError
 from phalanx.train.map_dataset import (
     MapDatasetSource,
@@ -40,7 +40,7 @@ class Structured:
 def batches(dataset: Any, rank: int = 0, world: int = 1, steps: int = 5, **how: Any) -> list[Any]:
     """The micro-batches of two samples that one rank gets of a global batch of four."""
     data = MapDatasetSource(dataset, "fingerprint", 0, **how)
-    with Prefetcher(data, global_batch=4, micro_size=2, rank=rank, num_groups=world, samples_consumed=0) as feed:
+    with Prefetcher(data, RankBatch(4, 2, rank, num_groups=world), samples_consumed=0) as feed:
         return [batch_to_device(micro, CPU) for _ in range(steps) for micro in next(feed)]
 
 

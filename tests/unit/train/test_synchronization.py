@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.compat import scale_in_place
-from phalanx.data import Prefetcher
+from phalanx.data import Prefetcher, RankBatch
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.grad_sync.compression.int8 import QUANT_BLOCK_ELEMENTS, reset_bad_residuals
 from phalanx.train.grad_sync.compression.powersgd import _LowRankGrad
@@ -127,9 +127,7 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
     parts.optimizer = stepper.optimizer = OptimizerContainer(parts.model, OptimizerConfig())
     stepper._parameters = list(parts.optimizer.parameter_names)
     watch = GpuStepTimer()
-    with Prefetcher(
-        parts.data, global_batch=GLOBAL, micro_size=MICRO, rank=0, num_groups=1, samples_consumed=0
-    ) as feed:
+    with Prefetcher(parts.data, RankBatch(GLOBAL, MICRO), samples_consumed=0) as feed:
         for step in range(1, 4):
             watch.start()
             stepper.zero_grad(step)

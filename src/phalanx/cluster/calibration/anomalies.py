@@ -6,6 +6,7 @@ from phalanx.cluster.spec import (
     AcceleratorSpec,
     CollectiveTiming,
     GemmTiming,
+    Measurements,
     OpTiming,
     ScaleUpNetwork,
     StorageSpec,
@@ -28,25 +29,22 @@ MAX_BF16_SLOWDOWN = 1.1
 
 def find_anomalies(
     accelerator: AcceleratorSpec,
-    gemms: Sequence[GemmTiming],
-    ops: Sequence[OpTiming],
-    collectives: Sequence[CollectiveTiming],
-    storage: StorageSpec | None,
-    drift: float,
+    measurements: Measurements,
     clock_share: float | None,
     scale_up: ScaleUpNetwork | None,
     link_warnings: Sequence[str] = (),
 ) -> list[str]:
-    """Return one sentence for each finding. `accelerator` and `scale_up` hold data-sheet values."""
+    """Return one sentence for each finding. `accelerator` and `scale_up` hold data-sheet values; `clock_share` is the
+    clock under load as a share of its maximum."""
     return [
-        *_check_drift(drift),
+        *_check_drift(measurements.drift),
         *_check_clock(clock_share),
-        *_check_gemm_rates(accelerator, gemms),
-        *_check_bf16(gemms),
-        *_check_memory_bandwidth(accelerator, ops),
+        *_check_gemm_rates(accelerator, measurements.products),
+        *_check_bf16(measurements.products),
+        *_check_memory_bandwidth(accelerator, measurements.operations),
         *link_warnings,
-        *_check_collectives(collectives, scale_up),
-        *_check_storage(storage),
+        *_check_collectives(measurements.collectives, scale_up),
+        *_check_storage(measurements.storage),
     ]
 
 

@@ -158,11 +158,7 @@ def _find_anomalies(
 ) -> list[str]:
     return find_anomalies(
         data_sheet_of(machine) or describe_accelerator(machine, measurements),
-        measurements.products,
-        measurements.operations,
-        measurements.collectives,
-        measurements.storage,
-        measurements.drift,
+        measurements,
         clock_share,
         choose_scale_up(hardware.gpu_links),
         [each.narrow_link_warning for each in hardware.gpu_links if each.narrow_link_warning],

@@ -13,12 +13,10 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from phalanx.cluster.gpu_energy import read_local_gpu_joules
-from phalanx.cluster.health.finding import HealthFinding
 from phalanx.deadline import Deadline, format_clock_time
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent.attempt import (
@@ -36,7 +34,7 @@ from phalanx.jobs.agent.attempt import (
     worker_log_path,
 )
 from phalanx.jobs.agent.elastic import ElasticReplicas
-from phalanx.jobs.agent.energy_recorder import EnergyMeter, EnergyRecorder
+from phalanx.jobs.agent.energy_recorder import EnergyRecorder
 from phalanx.jobs.agent.fork_server import LOST_PEER_STATUS
 from phalanx.jobs.agent.fork_server_client import (
     RESTART_HINT,
@@ -46,7 +44,9 @@ from phalanx.jobs.agent.fork_server_client import (
 )
 from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S, find_hang
 from phalanx.jobs.agent.hang_report import HangReport, find_ended_ranks, measure_log_size, measure_silence
+from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.node_group import NODE_TIMEOUT_S, LocalNode, NodeGroup, NodeHandle, RemoteNode, words_of
+from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.jobs.agent.signals import SignalQueue
 from phalanx.jobs.agent.storage_retry import StorageBackoff
 from phalanx.jobs.agent.stragglers import WINDOW_S, find_straggler, has_too_few_steps
@@ -121,38 +121,28 @@ class RunOutcome:
 
 
 class LeaderAgent:
-    """Supervises one run. Owns the signals while entered as a context.
-
-    `show` gets every event as it is written. `replica_size`: number of workers that together hold the whole state; when
-    one of them is lost, the other replicas continue from memory.
-    """
+    """Supervises one run. Owns the signals while entered as a context. `show` gets every event as it is written."""
 
     def __init__(
         self,
         run: Run,
         fork_server: ForkServerClient,
         show: Callable[[Event], None],
-        max_restarts: int,
-        hang_timeout_s: float = 600.0,
+        recovery: RecoveryPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         node_group: NodeGroup | None = None,
-        preflight: Callable[[], Sequence[HealthFinding]] = lambda: (),
-        replica_size: int | None = None,
-        meter: EnergyMeter = read_local_gpu_joules,
+        hardware: HardwareMonitor | None = None,
     ):
-        self.meter = meter
-        self.replica_size = replica_size
+        self.recovery = recovery or RecoveryPolicy()
+        self.hardware = hardware or HardwareMonitor()
         self.replicas: ElasticReplicas | None = None
-        self.preflight = preflight
         self.run = run
         self.node_group = node_group or NodeGroup(
             LocalNode(fork_server.control, fork_server.events, fork_server.heartbeat_table)
         )
-        self.hang_timeout_s = hang_timeout_s
         self.clock = clock
         self.fork_server = fork_server
         self.show = show
-        self.max_restarts = max_restarts
         self.log = EventLog(run.events)
         self.departures: dict[int, NodeDeparture] = {}  # missing nodes that reported why they left
         self.stopping = False
@@ -178,18 +168,14 @@ class LeaderAgent:
             self.signals.__exit__(*exception)
             self.log.close()
 
-    def supervise(
-        self, world_size: int, command: Command, environment: Mapping[str, str], first_attempt: int
-    ) -> RunOutcome:
+    def supervise(self, world_size: int, command: Command, first_attempt: int) -> RunOutcome:
         """Run attempts until one ends the run, or `max_restarts` in a row saved nothing new."""
         try:
-            return self._supervise(world_size, command, environment, first_attempt)
+            return self._supervise(world_size, command, first_attempt)
         except StopRequestedError as error:
             return RunOutcome(error.code, None, str(error))
 
-    def _supervise(
-        self, world_size: int, command: Command, environment: Mapping[str, str], first_attempt: int
-    ) -> RunOutcome:
+    def _supervise(self, world_size: int, command: Command, first_attempt: int) -> RunOutcome:
         try:
             self.fork_server.wait_until_ready()
         except ForkServerLostError as error:
@@ -203,7 +189,7 @@ class LeaderAgent:
             join_timeout_s = REJOIN_TIMEOUT_S
             if (unfit_reason := self.check_preflight()) is not None:
                 return RunOutcome(ExitCode.UNFIT_NODE, None, unfit_reason)
-            attempt = self.run_attempt(attempt_number, world_size, command, environment)
+            attempt = self.run_attempt(attempt_number, world_size, command)
             code, message = decide_outcome(attempt, self.run.logs, attempt_number)
             logger.info("attempt %d ended: exit statuses %s, %s", attempt_number, attempt.exit_statuses, message)
             if attempt.fork_server_error:
@@ -238,13 +224,13 @@ class LeaderAgent:
                     )  # one before it saved that, and was killed before it could tell
                 num_without_progress = 0 if attempt.saved_step > saved_step else num_without_progress + 1
             saved_step = max(saved_step, attempt.saved_step)
-            if num_without_progress >= self.max_restarts and attempt.failed_by_gpu:
+            if num_without_progress >= self.recovery.max_restarts and attempt.failed_by_gpu:
                 text = (
                     f"{message}; no progress in {num_without_progress} attempts: train on another machine, or reset "
                     "the GPU"
                 )
                 return self.without(first_failure(attempt.exit_statuses, attempt.early_exits)[0], attempt, text)
-            if num_without_progress >= self.max_restarts:
+            if num_without_progress >= self.recovery.max_restarts:
                 return RunOutcome(
                     ExitCode.GAVE_UP, None, f"{message}; gave up: no progress in {num_without_progress} attempts"
                 )
@@ -271,7 +257,7 @@ class LeaderAgent:
     def check_preflight(self) -> str | None:
         """Return why this node must not train: a missing GPU. Other findings are only warnings, since the node may
         still suffice for a small run."""
-        for finding in self.preflight():
+        for finding in self.hardware.preflight():
             if finding.verdict.is_unfit:
                 if finding.check.startswith("gpus"):
                     return finding.reason
@@ -364,9 +350,7 @@ class LeaderAgent:
         self.handle_signals()
         return self.stopping
 
-    def run_attempt(
-        self, attempt_number: int, world_size: int, command: Command, environment: Mapping[str, str]
-    ) -> AttemptState:
+    def run_attempt(self, attempt_number: int, world_size: int, command: Command) -> AttemptState:
         """Start all workers and supervise them until the last one, or the fork server, has ended."""
         attempt = AttemptState(world_size, dict(self.node_group.assign_ranks(world_size)), attempt_number)
         attempt.log_attempt_by_rank = dict.fromkeys(range(world_size), attempt_number)
@@ -377,14 +361,14 @@ class LeaderAgent:
             attempt=attempt_number,
             world_size=world_size,
             command=command,
-            environment=dict(environment),
+            environment={},
             logs_dir=str(self.run.logs),
             local_world_size=world_size,
-            is_elastic=self.replica_size is not None,
+            is_elastic=self.recovery.replica_size is not None,
         )
         self.replicas = None
         self.energy = EnergyRecorder(
-            self.meter, self.emit, len(attempt.ranks_by_node.get(self.node_group.local_node, ()))
+            self.hardware.meter, self.emit, len(attempt.ranks_by_node.get(self.node_group.local_node, ()))
         )
         try:
             if self.node_group.num_nodes > 1:
@@ -394,11 +378,11 @@ class LeaderAgent:
                     store_address=(address, self.fork_server.start_store(address)),
                     rendezvous_id=next(self._rendezvous_ids),
                     nonce=secrets.token_hex(16),
-                    environment=start_message.environment | self.node_group.network_variables,
+                    environment=self.node_group.network_variables,
                 )
-            if self.replica_size is not None:
+            if self.recovery.replica_size is not None:
                 self.replicas = ElasticReplicas(
-                    attempt, start_message, self.clock, self.emit, replica_size=self.replica_size
+                    attempt, start_message, self.clock, self.emit, replica_size=self.recovery.replica_size
                 )
             for node, ranks in attempt.ranks_by_node.items():
                 node.reset()
@@ -620,9 +604,9 @@ class LeaderAgent:
                     stack=attempt.hang.read_stack(),
                 )
             )
-        elif found.is_certain or found.silence_s > self.hang_timeout_s:
+        elif found.is_certain or found.silence_s > self.recovery.hang_timeout_s:
             if not found.is_certain:
-                limit = f"fault_tolerance.hang_timeout_s is {self.hang_timeout_s:g} s"
+                limit = f"fault_tolerance.hang_timeout_s is {self.recovery.hang_timeout_s:g} s"
                 hint = f"{limit}: raise it if the worker did not hang but was slow"
                 self._warn(hint)
             self.abort_attempt(attempt, found.description)

@@ -47,22 +47,29 @@ class ChaosVerdict:
         return not self.reasons
 
 
+@dataclass(frozen=True)
+class ChaosCallbacks:
+    """Called during a run with faults."""
+
+    on_event: Callable[[Event], None] = lambda event: None
+    """Gets each event."""
+    on_restart: Callable[[int], None] = lambda num_starts: None
+    """Gets the number of each start after the first."""
+    on_finish: Callable[[], None] = lambda: None
+    """Called when the run ends without intervention, before its remaining processes are ended."""
+
+
 def run_with_faults(
     launcher: Launcher,
     context: FaultContext,
     faults: Sequence[Fault],
-    on_event: Callable[[Event], None],
-    on_restart: Callable[[int], None],
-    on_finish: Callable[[], None] = lambda: None,
+    callbacks: ChaosCallbacks | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ChaosOutcome:
-    """Start the run, inject the faults, and restart the run until it is over.
-
-    `on_event` gets each event, `on_restart` the number of each start after the first. `on_finish` is called when the
-    run ends without intervention, before its remaining processes are ended. The run has always ended when this function
-    returns or raises.
-    """
+    """Start the run, inject the faults, and restart the run until it is over. The run has always ended when this
+    function returns or raises."""
+    callbacks = callbacks or ChaosCallbacks()
     monitor, injection = context.monitor, inject_faults(faults, context)
     hang_timeout_s = max(MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS * context.typical.step_s)
     num_starts, last_event_at = 1, clock()
@@ -72,15 +79,15 @@ def run_with_faults(
             pause = next(injection, POLL_INTERVAL_S)
             events = monitor.read_new()
             for event in events:
-                on_event(event)
+                callbacks.on_event(event)
             code = launcher.restart_if_needed()
             if launcher.num_starts > num_starts:
                 num_starts = launcher.num_starts
-                on_restart(num_starts)
+                callbacks.on_restart(num_starts)
             if code is not None:
                 for event in monitor.read_new():
-                    on_event(event)
-                on_finish()
+                    callbacks.on_event(event)
+                callbacks.on_finish()
                 return ChaosOutcome(code, launcher.num_starts)
             if events:
                 last_event_at = clock()
@@ -113,16 +120,17 @@ def find_leftovers(
     baseline: MachineBaseline,
     queue: Callable[[], Sequence[str]] = tuple,
     grace_s: float = EXIT_GRACE_S,
-    clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[str]:
     """Return a sentence for each leftover of a finished run: processes, unused shared memory, temporary files in its
     directory and in that of the system, entries of a queue."""
-    deadline, empty_looks = clock() + grace_s, 0
+    deadline, empty_looks = time.monotonic() + grace_s, 0
     while True:
         found = find_tagged_processes(tag)
         empty_looks = 0 if found else empty_looks + 1
-        if empty_looks > 1 or clock() >= deadline:  # one that is just being started has no environment for a moment
+        if (
+            empty_looks > 1 or time.monotonic() >= deadline
+        ):  # one that is just being started has no environment for a moment
             break
         sleep(0.05)
     leftovers = [f"process {each.pid} still runs: {' '.join(read_command_line(each))[:100]}" for each in found]

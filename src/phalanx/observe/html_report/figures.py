@@ -9,7 +9,7 @@ import numpy as np
 
 from phalanx.observe import formatting
 from phalanx.observe.history import STEP_COMPONENTS, Floats, RunHistory, as_float
-from phalanx.observe.html_report.svg import PlotLine, PlotMark, render_line_plot, render_stacked_plot
+from phalanx.observe.html_report.svg import PlotFrame, PlotLine, PlotMark, render_line_plot, render_stacked_plot
 from phalanx.observe.metrics import breakdown_over_time, smooth_series
 from phalanx.observe.summary import RunSummary
 from phalanx.observe.text_report import COMPONENT_LABELS
@@ -31,25 +31,14 @@ def render_run_figures(summary: RunSummary, history: RunHistory) -> str:
     figures = [_render_loss(summary, history, span, attempt_marks)]
     if np.isfinite(steps.lr).any():
         line = PlotLine("learning rate", steps.step, steps.lr, "train")
-        plot = render_line_plot(
-            "Learning rate",
-            [line],
-            attempt_marks,
-            span=span,
-            width=HALF_PLOT_SIZE[0],
-            height=HALF_PLOT_SIZE[1],
-            from_zero=True,
-        )
+        plot = render_line_plot(PlotFrame("Learning rate", span, HALF_PLOT_SIZE), [line], attempt_marks, from_zero=True)
         figures.append(render_figure("Learning rate", plot))
     if np.isfinite(steps.grad_norm).any():
         log = needs_log_scale(steps.grad_norm)
         plot = render_line_plot(
-            "Gradient norm",
+            PlotFrame("Gradient norm", span, HALF_PLOT_SIZE),
             _lines_with_mean("gradient norm", steps.step, steps.grad_norm),
             [*attempt_marks, *_nonfinite_step_marks(history)],
-            span=span,
-            width=HALF_PLOT_SIZE[0],
-            height=HALF_PLOT_SIZE[1],
             log=log,
             robust=True,
             from_zero=True,
@@ -61,15 +50,7 @@ def render_run_figures(summary: RunSummary, history: RunHistory) -> str:
         unit = f"{summary.speed.unit}/s"
         lines = _lines_with_mean("speed", steps.step, speed)
         plot = render_line_plot(
-            "Speed",
-            lines,
-            attempt_marks,
-            span=span,
-            width=HALF_PLOT_SIZE[0],
-            height=HALF_PLOT_SIZE[1],
-            from_zero=True,
-            robust=True,
-            unit=unit,
+            PlotFrame("Speed", span, HALF_PLOT_SIZE, unit), lines, attempt_marks, from_zero=True, robust=True
         )
         figures.append(render_figure(f"Speed, {unit}", plot))
         figures.append(_render_time_breakdown(history, span, attempt_marks))
@@ -134,7 +115,7 @@ def _render_loss(
         )
     signs = {mark.kind for mark in marks}
     keys += [(label, sign) for kind, label, sign in _LEGEND_SIGNS if kind in signs]
-    plot = render_line_plot("Loss", lines, marks, span=span, width=WIDE_PLOT_SIZE[0], height=WIDE_PLOT_SIZE[1], log=log)
+    plot = render_line_plot(PlotFrame("Loss", span, WIDE_PLOT_SIZE), lines, marks, log=log)
     return render_figure(f"Loss{', log scale' if log else ''}", plot, keys, is_wide=True)
 
 
@@ -163,16 +144,8 @@ def _render_time_breakdown(history: RunHistory, span: tuple[float, float], attem
     unit = "ms" if milli else "s"
     if len(at) == 1:
         at, layers = np.array([0.0, at[0]]), [(label, css, np.repeat(height, 2)) for label, css, height in layers]
-    plot = render_stacked_plot(
-        "Time of a step by part",
-        at,
-        layers,
-        attempt_marks,
-        span=span,
-        width=HALF_PLOT_SIZE[0],
-        height=HALF_PLOT_SIZE[1],
-        unit=unit,
-    )
+    frame = PlotFrame("Time of a step by part", span, HALF_PLOT_SIZE, unit)
+    plot = render_stacked_plot(frame, at, layers, attempt_marks)
     return render_figure(f"Time of a step by part, {unit}", plot)
 
 

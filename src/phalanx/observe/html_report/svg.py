@@ -44,6 +44,16 @@ class PlotMark:
     y: float | None = None
 
 
+@dataclass(frozen=True)
+class PlotFrame:
+    """What a plot is drawn in: its title, the steps that it spans, its size in SVG user units, and the unit of y."""
+
+    title: str
+    span: tuple[float, float]
+    size: tuple[int, int]
+    unit: str = ""
+
+
 def nice_ticks(low: float, high: float, target_count: int = 5) -> list[float]:
     """Round numbers within [low, high] with a spacing of 1, 2 or 5 times a power of ten; at least one."""
     if not high > low:
@@ -132,12 +142,14 @@ def axis_range(series: Sequence[Floats], from_zero: bool, robust: bool) -> tuple
 
 
 class SvgPlot:
-    """One picture under construction. `css_class` sizes are in SVG user units; the page scales it to its column."""
+    """A plot under construction, with y within `y_range`. The page scales it to its column."""
 
-    def __init__(self, x: tuple[float, float], y: tuple[float, float], width: int, height: int, log: bool = False):
-        self.x0, self.x1 = x if x[1] > x[0] else (x[0] - 0.5, x[0] + 0.5)
-        self.y0, self.y1, self.log = *y, log
-        self.width, self.height = width, height
+    def __init__(self, frame: PlotFrame, y_range: tuple[float, float], log: bool = False):
+        self.frame = frame
+        first, last = frame.span
+        self.x0, self.x1 = (first, last) if last > first else (first - 0.5, first + 0.5)
+        self.y0, self.y1, self.log = *y_range, log
+        self.width, self.height = frame.size
         self.parts: list[str] = []
 
     def to_px_x(self, x: float) -> float:
@@ -227,25 +239,22 @@ class SvgPlot:
             shape = f'<path class="checkpoint" d="M{x:.1f},{bottom:g}l-3.4,6h6.8z">{title}</path>'
         self.parts.append(shape)
 
-    def to_svg(self, title: str, unit: str = "") -> str:
-        """The finished picture. The `data-` attributes let the page turn pixels back into values."""
+    def to_svg(self) -> str:
+        """Return the finished plot. The `data-` attributes let the page turn pixels back into values."""
         scale = f"{self.x0:.10g} {self.x1:.10g} {self.y0:.10g} {self.y1:.10g} {int(self.log)}"
         box = f"{_LEFT_MARGIN:g} {_TOP_MARGIN:g} {self.width - _RIGHT_MARGIN:g} {self.height - _BOTTOM_MARGIN:g}"
+        label, unit = escape(self.frame.title), escape(self.frame.unit)
         return (
-            f'<svg class="plot" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(title)}" '
-            f'data-scale="{scale}" data-box="{box}" data-unit="{escape(unit)}">{"".join(self.parts)}</svg>'
+            f'<svg class="plot" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{label}" '
+            f'data-scale="{scale}" data-box="{box}" data-unit="{unit}">{"".join(self.parts)}</svg>'
         )
 
 
 def render_line_plot(
-    title: str,
+    frame: PlotFrame,
     lines: Sequence[PlotLine],
     marks: Sequence[PlotMark] = (),
     *,
-    span: tuple[float, float],
-    width: int,
-    height: int,
-    unit: str = "",
     from_zero: bool = False,
     robust: bool = False,
     log: bool = False,
@@ -255,7 +264,7 @@ def render_line_plot(
     if log:
         positive = np.concatenate([line.y[np.isfinite(line.y) & (line.y > 0)] for line in lines])
         low, high = float(positive.min()) / 1.1, float(positive.max()) * 1.1
-    plot = SvgPlot(span, (low, high), width, height, log)
+    plot = SvgPlot(frame, (low, high), log)
     for mark in marks:
         if mark.kind == "redone":
             plot.draw_mark(mark)
@@ -268,25 +277,17 @@ def render_line_plot(
     for mark in marks:
         if mark.kind not in ("redone", "restart"):
             plot.draw_mark(mark)
-    return plot.to_svg(title, unit)
+    return plot.to_svg()
 
 
 def render_stacked_plot(
-    title: str,
-    x: Floats,
-    layers: Sequence[tuple[str, str, Floats]],
-    marks: Sequence[PlotMark] = (),
-    *,
-    span: tuple[float, float],
-    width: int,
-    height: int,
-    unit: str = "",
+    frame: PlotFrame, x: Floats, layers: Sequence[tuple[str, str, Floats]], marks: Sequence[PlotMark] = ()
 ) -> str:
     """Layers over steps, cut off above where single steps stand out far."""
-    plot = SvgPlot(span, axis_range([np.sum([layer[2] for layer in layers], axis=0)], True, True), width, height)
+    plot = SvgPlot(frame, axis_range([np.sum([layer[2] for layer in layers], axis=0)], True, True))
     plot.draw_axes()
     plot.draw_layers(x, layers)
     for mark in marks:
         if mark.kind == "restart":
             plot.draw_mark(mark)
-    return plot.to_svg(title, unit)
+    return plot.to_svg()

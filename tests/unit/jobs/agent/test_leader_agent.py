@@ -28,9 +28,11 @@ from phalanx.jobs.agent.attempt import (
 from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, StopRequestedError
 from phalanx.jobs.agent.hang_report import find_ended_ranks
+from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup, RemoteNode
+from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.run import Event, Run, read_events
 from phalanx.run.control_channel import ControlServer
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone
@@ -205,7 +207,7 @@ def shown() -> list[Any]:
 def agent(tmp_path: Path, stage: Stage, shown: list[Any]) -> Iterator[LeaderAgent]:
     run = Run(tmp_path)
     run.create()
-    with LeaderAgent(run, stage, shown.append, max_restarts=3) as agent:
+    with LeaderAgent(run, stage, shown.append) as agent:
         yield agent
 
 
@@ -219,7 +221,7 @@ def supervise(agent: LeaderAgent, ends: list[AttemptState], monkeypatch: pytest.
         return next(script)
 
     monkeypatch.setattr(LeaderAgent, "run_attempt", play)
-    return agent.supervise(2, COMMAND, {}, first), numbers
+    return agent.supervise(2, COMMAND, first), numbers
 
 
 def kinds(shown: list[Any]) -> list[str]:
@@ -281,7 +283,7 @@ def test_where_an_attempt_began_is_told_by_its_first_start(agent: LeaderAgent, s
     """Workers that go on from memory start again at steps that nobody has saved."""
     send(stage.workers, *(made(AttemptStarted, start_step=step) for step in (6, 9)))
     send(stage.says, exited(0, 0))
-    assert agent.run_attempt(0, 1, COMMAND, {}).start_step == 6
+    assert agent.run_attempt(0, 1, COMMAND).start_step == 6
 
 
 def test_an_exception_before_the_first_step_is_not_tried_again(
@@ -401,7 +403,7 @@ def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
 ) -> None:
     send(stage.workers, made(StepDone))
     stage.says.close()
-    outcome = agent.supervise(1, COMMAND, {}, 0)
+    outcome = agent.supervise(1, COMMAND, 0)
     assert outcome.code == ExitCode.UNFINISHED
     assert outcome.message == "the process that forks workers died, and they with it"
     assert kinds(shown) == ["step", "failure"]
@@ -412,7 +414,7 @@ def test_without_it_there_is_none_either_where_its_sockets_are_held_by_what_a_wo
     agent: LeaderAgent, stage: Stage
 ) -> None:
     stage.ended = True
-    outcome = agent.supervise(1, COMMAND, {}, 0)
+    outcome = agent.supervise(1, COMMAND, 0)
     assert (outcome.code, outcome.message) == (
         ExitCode.UNFINISHED,
         "the process that forks workers died, and they with it",
@@ -426,7 +428,7 @@ def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: L
     agent.show = broken
     send(stage.workers, made(StepDone))
     with pytest.raises(ConnectionResetError, match="own connection"):
-        agent.supervise(1, COMMAND, {}, 0)
+        agent.supervise(1, COMMAND, 0)
 
 
 def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_sentence(
@@ -434,7 +436,7 @@ def test_a_signal_for_workers_whose_forking_process_is_gone_ends_the_run_in_a_se
 ) -> None:
     stage.says.close()
     agent.signals.received.append(signal.SIGTERM)
-    outcome = agent.supervise(1, COMMAND, {}, 0)
+    outcome = agent.supervise(1, COMMAND, 0)
     assert (outcome.code, outcome.message) == (
         ExitCode.UNFINISHED,
         "the process that forks workers died, and they with it",
@@ -476,7 +478,7 @@ def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
 ) -> None:
     run, clock = Run(tmp_path), Leaps()
     run.create()
-    with LeaderAgent(run, stage, shown.append, max_restarts=3, clock=clock) as agent:
+    with LeaderAgent(run, stage, shown.append, clock=clock) as agent:
         node = agent.node_group.local_node
         node.reset = lambda: None  # type: ignore[method-assign]
         if killed:
@@ -484,7 +486,7 @@ def test_workers_without_a_report_of_their_end_are_not_waited_for_without_end(
         pids = {rank: Heartbeat(os.getpid() if killed else ended_process, 1, 9, "step", 0.0, 0.0) for rank in (0, 1)}
         node.heartbeats = lambda ranks: pids  # type: ignore[method-assign]
         send(stage.says, WorkersStarted(attempt=0))
-        outcome = agent.supervise(2, COMMAND, {}, 0)
+        outcome = agent.supervise(2, COMMAND, 0)
     assert outcome.code == ExitCode.UNFINISHED
     assert outcome.message is not None
     assert outcome.message.startswith("the process that forks workers does not report their end")
@@ -499,8 +501,8 @@ def test_workers_that_are_never_started_are_not_waited_for_without_end_and_witho
     run = Run(tmp_path)
     run.create()
     monkeypatch.setattr("phalanx.jobs.agent.leader_agent.CHECK_INTERVAL_S", 0.0)
-    with LeaderAgent(run, stage, shown.append, max_restarts=3, clock=Leaps(2.0)) as agent:
-        outcome = agent.supervise(2, COMMAND, {}, 0)
+    with LeaderAgent(run, stage, shown.append, clock=Leaps(2.0)) as agent:
+        outcome = agent.supervise(2, COMMAND, 0)
     assert (outcome.code, outcome.message) == (
         ExitCode.UNFINISHED,
         "the process that forks workers started none for 120 s: it hangs; start again with the same command",
@@ -514,7 +516,7 @@ def test_one_that_stays_stopped_ends_the_attempt_whatever_its_workers_do(
     agent: LeaderAgent, stage: Stage, shown: list[Any]
 ) -> None:
     stage.stopped = "it is stopped, and stays so"
-    outcome = agent.supervise(2, COMMAND, {}, 0)
+    outcome = agent.supervise(2, COMMAND, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it is stopped, and stays so")
     assert shown[-1].what == "fork server died"
 
@@ -535,12 +537,12 @@ def test_workers_that_get_ready_or_save_for_long_are_reported_now_and_then(
     run.create()
     monkeypatch.setattr("phalanx.jobs.agent.leader_agent.CHECK_INTERVAL_S", 0.0)
     send(stage.says, WorkersStarted(attempt=0))
-    with LeaderAgent(run, stage, show, max_restarts=3, clock=Leaps(2.0)) as agent:
+    with LeaderAgent(run, stage, show, clock=Leaps(2.0)) as agent:
         if ends:
             send(stage.workers, made(StepDone, time=1.0, step=7))
             beats = {rank: Heartbeat(os.getpid(), 1, 9, "ending", 0.0, 0.0) for rank in (0, 1)}
             monkeypatch.setattr(agent.node_group.local_node, "heartbeats", lambda ranks: beats)
-        agent.supervise(2, COMMAND, {}, 0)
+        agent.supervise(2, COMMAND, 0)
     said = [event.text.rpartition(" after")[0] for event in shown[:2]]
     assert said == [f"still waiting for {'workers to save and to end' if ends else 'the first step'}"] * 2
 
@@ -553,7 +555,7 @@ def test_one_that_never_gets_ready_ends_the_run_with_an_event(
         raise ForkServerLostError("it hangs")
 
     monkeypatch.setattr(stage, "wait_until_ready", hangs)
-    outcome = agent.supervise(2, COMMAND, {}, 0)
+    outcome = agent.supervise(2, COMMAND, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
     assert kinds(shown) == ["warning", "failure"]
 
@@ -562,7 +564,7 @@ def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_node
     """It is cut off, and the engine has started the run again elsewhere."""
     agent.node_group = NodeGroup(agent.node_group.local_node, 2)  # type: ignore[arg-type]
     (agent.run.path / "wanted").touch()
-    outcome = agent.supervise(2, COMMAND, {}, 0)
+    outcome = agent.supervise(2, COMMAND, 0)
     assert outcome.code is ExitCode.UNFINISHED
     assert outcome.message == "another start of this run waits for it, and node 1 is not here"
 
@@ -577,7 +579,7 @@ def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
         raise StopRequestedError("asked to stop while it waited")
 
     monkeypatch.setattr(stage, "wait_until_ready", waits)
-    outcome = agent.supervise(2, COMMAND, {}, 0)
+    outcome = agent.supervise(2, COMMAND, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "asked to stop while it waited")
     assert shown == []
 
@@ -596,8 +598,8 @@ def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
             place = NodeEnv(1, 2, (door.address, door.port))
             report_departure(place, token, UnfitNodeError("its GPU does not answer"))
             wait_until(lambda: not door.joins.empty() or crew._departures)
-        with LeaderAgent(run, stage, shown.append, max_restarts=3, clock=Leaps(2.0), node_group=crew) as agent:
-            outcome = agent.supervise(2, COMMAND, {}, 0)
+        with LeaderAgent(run, stage, shown.append, clock=Leaps(2.0), node_group=crew) as agent:
+            outcome = agent.supervise(2, COMMAND, 0)
     assert outcome.code == ExitCode.UNFINISHED
     said = [event.text for event in shown]
     assert said[0].startswith("waiting for node 1 until ")
@@ -659,10 +661,10 @@ def exited(rank: int, status: int) -> WorkerExited:
 def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: LeaderAgent, stage: Stage) -> None:
     send(stage.workers, leaving(1, 0), leaving(0, 0))
     send(stage.says, exited(1, 0), exited(0, 0))
-    ended = agent.run_attempt(4, 2, COMMAND, {"A": "b"})
+    ended = agent.run_attempt(4, 2, COMMAND)
     assert ended.exit_statuses == {0: 0, 1: 0}
     (start,) = drain(stage.says)
-    assert start == start_workers("f", {}, agent.run.logs, 2, attempt=4, environment={"A": "b"})
+    assert start == start_workers("f", {}, agent.run.logs, 2, attempt=4)
 
 
 def test_events_of_workers_are_written_and_shown_and_count_as_progress(
@@ -672,7 +674,7 @@ def test_events_of_workers_are_written_and_shown_and_count_as_progress(
     send(stage.workers, *first)
     send(stage.workers, made(StepDone, time=3.0, step=8), RunResult(value={"steps": 8}))
     send(stage.says, exited(0, 0))
-    ended = agent.run_attempt(0, 1, COMMAND, {})
+    ended = agent.run_attempt(0, 1, COMMAND)
     assert (ended.num_steps, ended.saved_step, ended.result) == (2, 7, {"steps": 8})
     assert [(event.time, event.kind, event.step) for event in shown] == [
         (1.0, "step", 7),
@@ -689,7 +691,7 @@ def test_a_message_that_is_no_event_is_warned_of_and_not_written(
     send(stage.workers, Ping())
     send(stage.workers, RunResult(value={"steps": 8}))
     send(stage.says, exited(0, 0))
-    ended = agent.run_attempt(0, 1, COMMAND, {})
+    ended = agent.run_attempt(0, 1, COMMAND)
     assert ended.num_steps == 0
     assert ended.result == {"steps": 8}
     assert kinds(shown) == ["warning"] * 3
@@ -700,7 +702,7 @@ def test_a_message_that_is_no_event_is_warned_of_and_not_written(
 def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_ended(
     agent: LeaderAgent, stage: Stage, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent.replica_size = 1
+    agent.recovery = RecoveryPolicy(replica_size=1)
     lost, again = exited(0, -9), exited(0, -9)
 
     def show(event: Event) -> None:
@@ -710,7 +712,7 @@ def test_a_run_whose_leader_was_lost_at_the_end_is_done_only_if_it_told_how_it_e
     monkeypatch.setattr(agent, "show", show)
     result = [RunResult(value={"steps": 7})] if told else []
     send(stage.workers, made(StepDone, time=1.0, step=7), *result, leaving(1, 0), leaving(2, 0))
-    ended = agent.run_attempt(0, 3, COMMAND, {})
+    ended = agent.run_attempt(0, 3, COMMAND)
     assert decide_outcome(ended, agent.run.logs, 0)[0] == (ExitCode.DONE if told else None)
     assert ended.exit_statuses == ({1: 0, 2: 0} if told else {0: -9, 1: 0, 2: 0})
 
@@ -725,7 +727,7 @@ def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
         send(stage.workers, made(AttemptStarted, attempt=3, world_size=2))
     send(stage.workers, leaving(0, 75), leaving(1, 75))
     send(stage.says, StoreDied(attempt=number), exited(0, 75), exited(1, 75))
-    found = agent.run_attempt(3, 2, COMMAND, {})
+    found = agent.run_attempt(3, 2, COMMAND)
     assert found.store_lost == ended
     assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
     assert [event.text for event in shown if isinstance(event, RunWarning)] == (
@@ -739,7 +741,7 @@ def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
 def test_the_first_error_of_an_attempt_counts(agent: LeaderAgent, stage: Stage) -> None:
     send(stage.workers, error(ExitCode.DATA, "first"), error(ExitCode.RECIPE, "second"))
     send(stage.says, exited(0, 65))
-    ended = agent.run_attempt(0, 1, COMMAND, {})
+    ended = agent.run_attempt(0, 1, COMMAND)
     assert ended.error is not None
     assert ended.error.message == "first"
 
@@ -750,7 +752,7 @@ def sent_signals(stage: Stage) -> list[int]:
 
 def test_when_a_worker_fails_the_others_are_killed(agent: LeaderAgent, stage: Stage) -> None:
     send(stage.says, exited(1, 1), exited(0, -9))
-    agent.run_attempt(0, 2, COMMAND, {})
+    agent.run_attempt(0, 2, COMMAND)
     assert sent_signals(stage) == [signal.SIGKILL]
 
 
@@ -758,7 +760,7 @@ def test_when_a_worker_fails_the_others_are_killed(agent: LeaderAgent, stage: St
 def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: LeaderAgent, stage: Stage, status: int) -> None:
     send(stage.workers, leaving(1, status), leaving(0, status))
     send(stage.says, exited(1, status), exited(0, status))
-    agent.run_attempt(0, 2, COMMAND, {})
+    agent.run_attempt(0, 2, COMMAND)
     assert sent_signals(stage) == []
 
 
@@ -768,7 +770,7 @@ def test_when_a_worker_leaves_before_its_end_the_others_are_killed(
 ) -> None:
     send(stage.workers, leaving(0, status))
     send(stage.says, exited(1, status), exited(0, -9))
-    assert agent.run_attempt(0, 2, COMMAND, {}).early_exits == {1}
+    assert agent.run_attempt(0, 2, COMMAND).early_exits == {1}
     assert sent_signals(stage) == [signal.SIGKILL]
 
 
@@ -802,7 +804,7 @@ def test_a_first_signal_asks_the_workers_to_save_and_leave(
 ) -> None:
     signal.raise_signal(number)
     send(stage.says, exited(0, 75))
-    agent.run_attempt(0, 1, COMMAND, {})
+    agent.run_attempt(0, 1, COMMAND)
     assert agent.stopping
     assert sent_signals(stage) == [signal.SIGTERM]
     assert [event.text for event in shown] == ["saving a checkpoint, then stopping; a second signal stops immediately"]
@@ -840,7 +842,7 @@ def test_leaving_gives_the_signals_back(tmp_path: Path, stage: Stage) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run = Run(tmp_path / "run")
     run.create()
-    with LeaderAgent(run, stage, lambda event: None, max_restarts=1):
+    with LeaderAgent(run, stage, lambda event: None):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -850,7 +852,7 @@ def test_leaving_gives_the_signals_back(tmp_path: Path, stage: Stage) -> None:
 
 def looking(agent: LeaderAgent, now: float, silence: float = 600.0) -> AttemptState:
     """Two workers that fell silent at 100 s, worker 1 a sign earlier; it is `now`."""
-    agent.clock, agent.hang_timeout_s = (lambda: now), silence
+    agent.clock, agent.recovery = (lambda: now), RecoveryPolicy(hang_timeout_s=silence)
     for rank, signs in enumerate((["data", "forward"], ["data"])):
         pulse = HeartbeatWriter(agent.fork_server.heartbeat_table.fd, rank, clock=lambda: 100.0)
         pulse.step = 7
@@ -909,7 +911,9 @@ def test_a_worker_that_goes_on_is_forgiven(agent: LeaderAgent, stage: Stage) -> 
 
 
 def test_a_node_whose_device_is_gone_trains_nothing(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent.preflight = lambda: [HealthFinding("gpus/count", HealthVerdict.FAIL, "7 of 8 GPUs are left")]
+    agent.hardware = HardwareMonitor(
+        preflight=lambda: [HealthFinding("gpus/count", HealthVerdict.FAIL, "7 of 8 GPUs are left")]
+    )
     outcome, numbers = supervise(agent, [], monkeypatch)
     assert (outcome.code, outcome.message, numbers) == (ExitCode.UNFIT_NODE, "7 of 8 GPUs are left", [])
 
@@ -921,7 +925,7 @@ def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(
         HealthFinding("disk", HealthVerdict.FAIL, "1 MB left"),
         HealthFinding("memory", HealthVerdict.WARN, "little left"),
     ]
-    agent.preflight = lambda: found
+    agent.hardware = HardwareMonitor(preflight=lambda: found)
     outcome, _ = supervise(agent, [attempt({0: 0}, result={})], monkeypatch)
     assert outcome.code is ExitCode.DONE
     assert [event.text for event in shown if isinstance(event, RunWarning)] == ["disk: 1 MB left"]

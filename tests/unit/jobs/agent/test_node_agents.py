@@ -16,6 +16,7 @@ from made_events import made
 from made_messages import COMMAND
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.node_group import HEARTBEAT_INTERVAL_S
+from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.jobs.agent.stragglers import WINDOW_S
 from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted, StepDone
@@ -164,12 +165,11 @@ def follow(folder: Path, count: int, until: str, monkeypatch: pytest.MonkeyPatch
             for node in nodes:
                 node.over = True
 
-    with LeaderAgent(run, stage, show, max_restarts=1, clock=clock) as agent:  # type: ignore[arg-type]
+    with LeaderAgent(run, stage, show, RecoveryPolicy(1, hang_timeout_s=60.0), clock=clock) as agent:  # type: ignore[arg-type]
         agent.node_group = FakeCrew(nodes)  # type: ignore[assignment]
-        agent.hang_timeout_s = 60.0
         monkeypatch.setattr("phalanx.jobs.agent.leader_agent.selectors.DefaultSelector", selector_of(clock))
         monkeypatch.setattr(LeaderAgent, "abort_attempt", lambda *_: None)
-        agent.run_attempt(0, count, COMMAND, {})
+        agent.run_attempt(0, count, COMMAND)
     for sock in (stage.control, stage.says, stage.events, stage.workers):
         sock.close()
     stage.heartbeat_table.close()

@@ -25,6 +25,7 @@ from phalanx.jobs.chaos.launcher import (
 )
 from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations
 from phalanx.jobs.chaos.verify import (
+    ChaosCallbacks,
     ChaosOutcome,
     MachineBaseline,
     find_leftovers,
@@ -171,7 +172,7 @@ def test_a_command_that_was_killed_or_is_not_finished_is_started_again(commands:
     count = tmp_path / "count"
     commands.command = ("sh", "-c", f"echo >> {count}; case $(wc -l < {count}) in 1) exit 75;; 2) kill -9 $$;; esac")
     again: list[int] = []
-    ended = run_with_faults(commands, scene_of(commands), (), lambda event: None, again.append)
+    ended = run_with_faults(commands, scene_of(commands), (), ChaosCallbacks(on_restart=again.append))
     assert ended == ChaosOutcome(0, 3)
     assert again == [2, 3]
 
@@ -179,23 +180,19 @@ def test_a_command_that_was_killed_or_is_not_finished_is_started_again(commands:
 @pytest.mark.parametrize("code", [1, 64, 65, 77, 78, 93])
 def test_any_other_code_ends_it(commands: LocalLauncher, code: int) -> None:
     commands.command = ("sh", "-c", f"exit {code}")
-    assert run_with_faults(commands, scene_of(commands), (), lambda event: None, lambda starts: None) == ChaosOutcome(
-        code, 1
-    )
+    assert run_with_faults(commands, scene_of(commands), ()) == ChaosOutcome(code, 1)
 
 
 def test_a_command_that_never_comes_to_an_attempt_is_given_up(commands: LocalLauncher) -> None:
     commands.command = ("sh", "-c", f"exit {int(ExitCode.UNFINISHED)}")
-    ended = run_with_faults(commands, scene_of(commands), (), lambda event: None, lambda starts: None)
+    ended = run_with_faults(commands, scene_of(commands), ())
     assert ended == ChaosOutcome(75, MAX_STARTS_WITHOUT_ATTEMPT)
 
 
 def test_a_run_of_which_nothing_is_heard_is_ended(commands: LocalLauncher) -> None:
     commands.command = ("sleep", "600")
     times = iter(range(0, 10_000, 100))
-    ended = run_with_faults(
-        commands, scene_of(commands), (), lambda event: None, lambda starts: None, clock=lambda: float(next(times))
-    )
+    ended = run_with_faults(commands, scene_of(commands), (), clock=lambda: float(next(times)))
     assert ended.exit_code is None
     assert ended.hang == "nothing was heard of it for 300 s"
 
@@ -207,7 +204,7 @@ def test_an_interruption_ends_the_run(commands: LocalLauncher) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_with_faults(commands, scene_of(commands), (), lambda event: None, lambda starts: None, sleep=sleep)
+        run_with_faults(commands, scene_of(commands), (), sleep=sleep)
     assert not any(
         process.is_running() for process in find_tagged_processes(commands._environments[0][CHAOS_TAG_VARIABLE])
     )
