@@ -8,7 +8,7 @@ them block by block. No worker ever holds the whole model. To resume a run, see 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.errors import DataError
 from phalanx.recipe import huggingface_directory
 from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, read_manifest
+from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
 from phalanx.train.hf.safetensors_reader import WeightReader
@@ -87,7 +88,7 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
         return open_hf_weights(directory, model)
     path = find_newest_checkpoint(folder / where)
     manifest = read_manifest(path)
-    tensors = dict(model.named_parameters()) | _persistent_buffers_of(model)
+    tensors = dict(model.named_parameters()) | get_persistent_buffers(model)
     lora_names = [name for name in manifest.tensors if is_lora_name(name) and name not in tensors]
     if lora_names and not lora_added_later:
         raise DataError(
@@ -156,8 +157,3 @@ def _local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
         name: parallel_model.replicated_tensor(buffer.detach())
         for name, buffer in parallel_model.owned_buffers().items()
     }
-
-
-def _persistent_buffers_of(model: nn.Module) -> dict[str, Any]:
-    names = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in names}
