@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.errors import DataError
 from phalanx.recipe import huggingface_directory
@@ -113,39 +112,6 @@ def open_hf_weights(directory: Path, model: nn.Module) -> SafetensorsWeights:
 def find_newest_checkpoint(where: Path) -> Path:
     """Return the newest checkpoint of a run or of a directory of checkpoints; `where` itself if it is a checkpoint."""
     return next(iter(list_checkpoints(where / "checkpoints") or list_checkpoints(where)), where)
-
-
-@torch.no_grad()
-def allocate_meta_parameters(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Allocate every parameter that is on the meta device on `device`, without values; of a sharded parameter, this
-    worker's shard. Tied parameters stay tied. All other parameters, and all buffers, are moved to `device`."""
-    named_params = [
-        (module, name, p) for module in modules for name, p in module.named_parameters(remove_duplicate=False)
-    ]
-    allocated: dict[int, nn.Parameter] = {}
-    for module, name, parameter in named_params:
-        if parameter.is_meta:
-            path, _, last = name.rpartition(".")
-            if id(parameter) not in allocated:
-                allocated[id(parameter)] = nn.Parameter(
-                    _empty_like_local(parameter, device), requires_grad=parameter.requires_grad
-                )
-            # FSDP notices a parameter that `load_state_dict` replaces; `to_empty` would lose the buffers' values.
-            module.get_submodule(path).load_state_dict({last: allocated[id(parameter)]}, strict=False, assign=True)
-        elif parameter.device != device:
-            parameter.data = parameter.data.to(device)
-    for module in modules:
-        for name, buffer in list(module.named_buffers(remove_duplicate=False)):
-            path, _, last = name.rpartition(".")
-            setattr(module.get_submodule(path), last, buffer.to(device))
-
-
-def _empty_like_local(parameter: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return torch.empty_like(parameter, device=device)
-    part = torch.empty_like(parameter.to_local(), device=device)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def _local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
