@@ -38,7 +38,7 @@ class ModuleStub(nn.Module):
         self.train(original.training)
 
     def __getattr__(self, name: str) -> Any:
-        if "shadow" not in self.__dict__:
+        if "meta_copy" not in self.__dict__:
             return super().__getattr__(name)
         return getattr(self.meta_copy[0], name)
 
