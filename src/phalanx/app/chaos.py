@@ -22,7 +22,7 @@ def check_long_enough(fault_plan: "Sequence[Fault]", run_shape: "RunShape", step
     needed_s = rounds * (EVENT_LAG_S + step_s * (run_shape.checkpoint_every or 1))
     if needed_s <= run_shape.steps * step_s:
         return
-    from phalanx.observe.formatting import format_duration
+    from phalanx.formatting import format_duration
 
     raise UsageError(
         f"{len(fault_plan)} faults in {rounds} rounds take {format_duration(needed_s)} of progress at least, and the "

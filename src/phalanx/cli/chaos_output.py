@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from phalanx.formatting import format_duration, format_plural
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, FaultPhase, RunShape
 from phalanx.jobs.chaos.faults import InjectedFault
 from phalanx.jobs.chaos.run_monitor import TypicalDurations
 from phalanx.jobs.chaos.verify import ChaosVerdict
-from phalanx.observe.formatting import format_duration, format_plural
 from phalanx.observe.goodput import compute_device_time
 from phalanx.observe.history import build_history
 from phalanx.run import Event, Run

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from phalanx import formatting
 from phalanx.errors import DataError, ExitCode, UsageError
-from phalanx.observe import formatting
 from phalanx.std_streams import escape_control_chars
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
@@ -48,7 +48,8 @@ def list_command(path: PathArgument, as_json: JsonOption = False) -> None:
             print(f"{row['step']:>9}  {row['written']:19}  damaged: {row['damaged']}")
         else:
             mark = "  best" if row["best"] else ""
-            size, samples = f"{row['bytes'] / 1e6:,.1f} MB", "" if row["samples"] is None else f"{row['samples']:,}"
+            size = formatting.format_bytes(row["bytes"])
+            samples = "" if row["samples"] is None else f"{row['samples']:,}"
             print(f"{row['step']:>9}  {row['written']:19}  {size:>10}  {samples:>12}  {row['tensors']:>7}{mark}")
 
 

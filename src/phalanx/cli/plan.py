@@ -94,13 +94,13 @@ def disable_gc() -> Iterator[None]:
 def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
     """The plan in words and columns."""
     from phalanx.autoconfig.plan import BYTES_PER_GIB, describe_slowdown
-    from phalanx.observe.formatting import format_duration
+    from phalanx.formatting import format_count, format_duration, format_percent, format_rate
     from phalanx.planner.timeline import format_seconds
 
     device, best = plan_result.cluster.node.accelerator, plan_result.best
     nodes = -(-plan_result.num_devices // plan_result.cluster.node.count)
     lines = [
-        f"{plan_result.recipe.name}: {_format_number(plan_result.parameters)} parameters, "
+        f"{plan_result.recipe.name}: {format_count(plan_result.parameters)} parameters, "
         f"{plan_result.recipe.batch.global_size} samples of "
         f"{plan_result.units_per_sample} {'token' if plan_result.units_per_sample == 1 else 'tokens'} a step",
         f"{plan_result.num_devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} "
@@ -124,7 +124,7 @@ def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
         f"a step     {format_seconds(best.step_s)}, nine times of ten {format_seconds(plan_result.low_s)} to "
         f"{format_seconds(plan_result.high_s)}",
         *_format_warmup(plan_result),
-        f"speed      {_format_number(per_second)} {units}/s, MFU {100 * plan_result.mfu:.1f} %",
+        f"speed      {format_rate(per_second, units)}, MFU {format_percent(plan_result.mfu)}",
         f"memory     {best.peak_bytes / BYTES_PER_GIB:.1f} of {device.memory_gib:g} GiB a device",
         f"run        {plan_result.recipe.steps:,} steps in {format_duration(cost.wall_s)}, {cost.device_hours:,.1f} "
         f"device-hours",
@@ -152,12 +152,12 @@ def format_plan(plan_result: "RunPlan", top: int) -> list[str]:
         lines.append(
             f"failures   every {format_duration(plan_result.checkpoint_plan.mtbf_s)}; save every "
             f"{format_duration(plan_result.checkpoint_plan.interval_s)} "
-            f"(Daly), then {100 * plan_result.checkpoint_plan.goodput.productive:.1f} % of the time is productive"
+            f"(Daly), then {format_percent(plan_result.checkpoint_plan.goodput.productive)} of the time is productive"
         )
     if len(plan_result.scaling) > 1:
         smallest = plan_result.scaling[0]
         shown = ", ".join(
-            f"{world:,}: {100 * speed / smallest[1] * smallest[0] / world:.0f} %"
+            f"{world:,}: {format_percent(speed / smallest[1] * smallest[0] / world)}"
             for world, speed in plan_result.scaling[1:][-5:]
         )
         lines.append(f"scaling    efficiency against {smallest[0]:,}, as many samples each: {shown}")
@@ -279,10 +279,3 @@ def _format_parallelism(candidate: "Candidate") -> str:
             + (f" {candidate.scenario.virtual_stages}" if candidate.scenario.virtual_stages > 1 else "")
         )
     return ", ".join(sizes) or "one device"
-
-
-def _format_number(value: float) -> str:
-    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g} {name}"
-    return f"{value:.3g}"

@@ -102,7 +102,7 @@ def test_explaining_shows_time_memory_and_the_step(capsys: pytest.CaptureFixture
     for text in (
         "where the time of a step goes",
         "matrix products",
-        "100.0 %",
+        "100.0%",
         "memory of the fullest device",
         "in all",
     ):
