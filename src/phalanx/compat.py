@@ -226,8 +226,10 @@ def tensor_version(tensor: "torch.Tensor") -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def map_tensors(function: "Callable[[torch.Tensor], torch.Tensor]", value: Any) -> Any:
-    """The value with what `function` makes of each tensor in it, in lists, dicts and what is registered as such."""
+def map_registered_tensors(function: "Callable[[torch.Tensor], torch.Tensor]", value: Any) -> Any:
+    """Apply `function` to each tensor that FSDP finds in an output: in lists, dicts and classes registered with torch.
+
+    `phalanx.pytree.map_tensors` does not know registered classes, such as dataclasses."""
     import torch
     from torch.utils import _pytree
 

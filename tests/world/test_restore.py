@@ -17,9 +17,10 @@ from phalanx.run import Run
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard, format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors
 from phalanx.train.checkpoint.restore import restore_checkpoint
+from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
-from phalanx.train.distributed.parallel_model import ParallelModel, to_local
+from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState, TrainState

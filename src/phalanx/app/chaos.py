@@ -11,13 +11,13 @@ from typing import Protocol
 
 from phalanx.app.train import describe_finished
 from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.formatting import format_duration
 from phalanx.jobs.chaos import launcher as chaos_launcher
 from phalanx.jobs.chaos import verify
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, RunShape
 from phalanx.jobs.chaos.faults import FaultContext, InjectedFault
 from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations, measure_durations
 from phalanx.jobs.chaos.verify import ChaosVerdict
-from phalanx.observe.formatting import format_duration
 from phalanx.observe.goodput import compute_device_time
 from phalanx.observe.history import build_history
 from phalanx.recipe import load_resolved_recipe

@@ -29,9 +29,9 @@ from phalanx.autoconfig.tuning_candidates import (
 from phalanx.cluster import Machine
 from phalanx.data import PrepareProgress
 from phalanx.errors import PhalanxError, RecipeError
+from phalanx.formatting import format_duration
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
 from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedError, data_wait_share
-from phalanx.observe.formatting import format_duration
 from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, dump_recipe, num_workers_for
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.load import LoadedRecipe

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from phalanx.autoconfig.choices import LOSS_MODES, AutoChoice, num_data_parallel_groups, required_divisor
 from phalanx.errors import RecipeError
+from phalanx.formatting import format_bytes
 from phalanx.planner.scenario import TRANSPORT_BY_COMPRESSION, GradientTransport, transport_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import list_divisors
@@ -338,7 +339,7 @@ def _explain_checkpointing(
     ran_out_of_memory = any(mode in cheaper_modes for mode, _, _ in failed_trials)
     peaks = memory_profile.peak_bytes.get(best.loss_mode) or {}
     sample_bytes = ", ".join(
-        f"{peak / 1e6:.0f} MB with {mode}" for mode in cheaper_modes if (peak := peaks.get(mode)) is not None
+        f"{format_bytes(peak)} with {mode}" for mode in cheaper_modes if (peak := peaks.get(mode)) is not None
     )
     cause = "a trial ran out of memory" if ran_out_of_memory else "not even one sample would fit"
     return f"with less of it {cause}" + (f" (a sample takes {sample_bytes})" if sample_bytes else "")
@@ -353,13 +354,14 @@ def _explain_loss_mode(recipe: Recipe, memory_profile: MemoryProfile, worker: Wo
         return "tensor ranks hold parts of the vocabulary"
     size = (
         "all logits of a micro-batch take "
-        f"{_logits_bytes_per_worker(recipe, memory_profile.logits_bytes, best.micro_size) / 1e6:.0f} MB in fp32"
+        f"{format_bytes(_logits_bytes_per_worker(recipe, memory_profile.logits_bytes, best.micro_size))} in fp32"
     )
     if best.loss_mode == "whole" and _logits_bytes_per_worker(
         recipe, memory_profile.logits_bytes, best.micro_size
     ) > large_logits_bytes(worker):
         return f"{size}, but this model's output layer cannot be computed in chunks"
-    return f"{size}, {'more' if best.loss_mode == 'chunked' else 'no more'} than {large_logits_bytes(worker) / 1e6:.0f}"
+    comparison = "more" if best.loss_mode == "chunked" else "no more"
+    return f"{size}, {comparison} than {format_bytes(large_logits_bytes(worker))}"
 
 
 def _explain_micro_size(
@@ -372,7 +374,7 @@ def _explain_micro_size(
     parallelism = _parallelism_or_default(recipe)
     if best.micro_size != candidates[0]:
         reason = (
-            f"the largest that fits: its activations ({best.activation_bytes / 1e9:.2f} GB) stay within "
+            f"the largest that fits: its activations ({format_bytes(best.activation_bytes)}) stay within "
             f"{_format_usable_fraction(worker)} of the memory"
         )
     elif parallelism.pipeline > 1:
@@ -419,9 +421,8 @@ def _explain_out_of_memory(
             return f"batch.micro_size: a trial of {micro_size} samples at once ran out of memory; {advice}"
         needed_bytes = state + activation_bytes(recipe, min(per_sample), micro_size, worker.world_size)
         return (
-            f"batch.micro_size: {micro_size} samples at once need at least {needed_bytes / 1e9:.1f} GB, and a worker "
-            f"has "
-            f"{worker.memory_bytes / 1e9:.1f} GB; {advice}"
+            f"batch.micro_size: {micro_size} samples at once need at least {format_bytes(needed_bytes)}, and a worker "
+            f"has {format_bytes(worker.memory_bytes)}; {advice}"
         )
     if failed_trials or not per_sample:
         cause = "trials ran out of memory, the last with " + (
@@ -437,8 +438,8 @@ def _explain_out_of_memory(
         recipe, min(per_sample), micro_batch_candidates(recipe, worker.world_size)[-1], worker.world_size
     )
     return (
-        f"batch.micro_size: not even one sample fits: it takes {smallest_bytes / 1e6:.0f} MB in forward and backward, "
-        f"and {available_bytes / 1e6:.0f} MB are left after parameters and optimizer state; "
+        f"batch.micro_size: not even one sample fits: it takes {format_bytes(smallest_bytes)} in forward and backward, "
+        f"and {format_bytes(available_bytes)} are left after parameters and optimizer state; "
         f"use a smaller model or sequence{checkpointing_advice}, or give batch.micro_size to try all the same"
     )
 

@@ -67,14 +67,14 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberF
 
     def make() -> nn.Module:
         if recipe.model.build.startswith("hf:") or recipe.lora is not None:
-            from phalanx.train.hf.model import materialize
+            from phalanx.train.distributed.meta_device import allocate_meta_parameters
             from phalanx.train.model_builder import build_model
 
             cpu = torch.device("cpu")
             model = build_model(recipe.model, facts, folder, recipe.seed, cpu, recipe.lora, load=False)
             if directory is not None:
                 _check_dense(model, recipe.model.build)
-                materialize(model, cpu)  # its parameters are where its buffers are
+                allocate_meta_parameters([model], cpu)  # its parameters are where its buffers are
             return model
         # The trainer's way would import the trainer, which takes half a second.
         builder = import_object(recipe.model.build, folder, key="model.build")

@@ -20,6 +20,7 @@ from phalanx.cluster.data_sheet import torch_devices
 from phalanx.data.expected_info import expect_data_info
 from phalanx.data.reader import DataInfo
 from phalanx.errors import RecipeError, UsageError
+from phalanx.formatting import format_percent
 from phalanx.planner.bucket_size import best_bucket_mib
 from phalanx.planner.cost import RunCost, estimate_run_cost
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts
@@ -470,7 +471,7 @@ def describe_slowdown(best: StepBreakdown, other: StepBreakdown) -> str:
     extra_seconds = {name: getattr(other, name) - getattr(best, name) for name in BREAKDOWN_LABELS}
     largest = max(extra_seconds, key=lambda name: extra_seconds[name])
     return (
-        f"{BREAKDOWN_LABELS[largest]}: +{100 * extra_seconds[largest] / best.total:.0f} %"
+        f"{BREAKDOWN_LABELS[largest]}: +{format_percent(extra_seconds[largest] / best.total)}"
         if extra_seconds[largest] > 0.002 * best.total
         else "as fast"
     )

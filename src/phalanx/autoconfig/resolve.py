@@ -40,6 +40,7 @@ from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.compat import has_compiler
 from phalanx.data import open_data
 from phalanx.errors import RecipeError, SubprocessError
+from phalanx.formatting import format_bytes
 from phalanx.recipe import Recipe, ResolvedRecipe
 from phalanx.recipe.checks import has_bf16
 from phalanx.recipe.grad_sync_defaults import (
@@ -163,8 +164,8 @@ def check_batch(given: Recipe, memory: int, nodes: int) -> None:
     if given.batch.global_size > most:
         raise RecipeError(
             f"batch.global_size: found {given.batch.global_size:,}, but the samples of a step and those read ahead "
-            f"would take {STEPS_READ * sample * given.batch.global_size / nodes / 1e9:,.1f} GB on each node, which "
-            f"has {memory / 1e9:,.1f} GB of memory; expected at most {most:,}"
+            f"would take {format_bytes(STEPS_READ * sample * given.batch.global_size / nodes)} on each node, which "
+            f"has {format_bytes(memory)} of memory; expected at most {most:,}"
         )
 
 

@@ -53,6 +53,7 @@ from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.buffer_sync import find_forward_changes, format_names, snapshot_weight_versions
 from phalanx.train.distributed.compile import compile_blocks
 from phalanx.train.distributed.environment import dist_env_from_environment, is_gpu_failure
+from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.distributed.parallelize import ParallelConfig, plan_model
 from phalanx.train.distributed.pipeline.build import partition_model
@@ -114,7 +115,7 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
     built, buffers = dict(model.named_parameters()), get_persistent_buffers(model)
     device = _select_trial_device(payload) if with_values else torch.device("cpu")
     if not with_values:
-        hf_model.materialize(model, device)
+        allocate_meta_parameters([model], device)
     # FLOPs do not depend on the precision, but in fp32 a GPU has no kernel for grouped heads that keeps no scores.
     precision = payload.get("precision", "fp32") if device_kind_of(device.type).is_gpu else "fp32"
     if with_values and isinstance(task, LanguageModeling):

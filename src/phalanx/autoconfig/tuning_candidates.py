@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.autoconfig.choices import num_data_parallel_groups, required_divisor
 from phalanx.autoconfig.micro_batch import USABLE_MEMORY_FRACTION, activation_bytes, state_bytes
+from phalanx.formatting import format_bytes
 from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.checks import list_divisors
 from phalanx.recipe.devices import size_table_of
@@ -260,7 +261,7 @@ def _propose_micro_sizes(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator
     if smaller is not None and facts.device == "cpu":
         micro_batch_bytes = micro_size * facts.activation_bytes_per_sample
         reason = (
-            f"{micro_batch_bytes / 1e6:.0f} MB of activations are "
+            f"{format_bytes(micro_batch_bytes)} of activations are "
             f"{'more than' if micro_batch_bytes > CPU_CACHE_BYTES else 'about what'} the caches hold"
         )
         yield TuningCandidate(
@@ -282,7 +283,7 @@ def _propose_chunked_loss(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterato
         return
     logits = 4.0 * recipe.batch.micro_size * facts.seq_len * facts.vocab_size
     if logits > 8 * CPU_CACHE_BYTES:
-        yield TuningCandidate({"memory.chunked_loss": True}, 1.02, f"all logits at once are {logits / 1e6:.0f} MB")
+        yield TuningCandidate({"memory.chunked_loss": True}, 1.02, f"all logits at once are {format_bytes(logits)}")
 
 
 def _propose_num_threads(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:

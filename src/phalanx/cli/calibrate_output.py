@@ -6,7 +6,7 @@ from phalanx.cluster import Cluster, Machine
 from phalanx.cluster.calibration.anomalies import best_gemm_tflops, measured_memory_bandwidth
 from phalanx.cluster.calibration.to_cluster import data_sheet_of
 from phalanx.cluster.spec import Measurements, OpTiming
-from phalanx.observe.formatting import format_bytes, format_duration, format_plural, format_significant
+from phalanx.formatting import format_bytes, format_duration, format_plural, format_significant
 
 LABEL_WIDTH, VALUE_WIDTH = 34, 18
 SHOWN_OPERATIONS = ("add", "gelu", "native_layer_norm", "_softmax", "_to_copy", "_fused_adamw_")
@@ -80,8 +80,8 @@ def _format_memory(cluster: Cluster, machine: Machine, measured: Measurements) -
     return [
         format_row(
             "memory",
-            f"{format_significant(rate)} GB/s",
-            f"{format_significant(sheet_gbps)} GB/s" if sheet_gbps else "",
+            f"{format_bytes(1e9 * rate)}/s",
+            f"{format_bytes(1e9 * sheet_gbps)}/s" if sheet_gbps else "",
             fraction,
         )
     ]
@@ -103,17 +103,12 @@ def _format_operations(measured: Measurements) -> list[str]:
             _select_operations(measured, kind), key=lambda each: (each.precision == "fp32", each.bytes), default=None
         )
         if largest is not None:
-            rate = largest.bytes / largest.seconds / 1e9
             label = f"{kind.strip('_')}, {largest.precision}, {format_bytes(largest.bytes)}"
-            found.append(format_row(label, f"{format_significant(rate)} GB/s"))
+            found.append(format_row(label, f"{format_bytes(largest.bytes / largest.seconds)}/s"))
     for each in _select_operations(measured, "fresh_memory"):
-        found.append(
-            format_row("memory used for the first time", f"{format_significant(each.bytes / each.seconds / 1e9)} GB/s")
-        )
+        found.append(format_row("memory used for the first time", f"{format_bytes(each.bytes / each.seconds)}/s"))
     for each in _select_operations(measured, "to_device", "from_device"):
-        found.append(
-            format_row(each.kind.replace("_", " "), f"{format_significant(each.bytes / each.seconds / 1e9)} GB/s")
-        )
+        found.append(format_row(each.kind.replace("_", " "), f"{format_bytes(each.bytes / each.seconds)}/s"))
     return found
 
 
@@ -130,7 +125,7 @@ def _format_collectives(cluster: Cluster, measured: Measurements) -> list[str]:
             small, large = ordered[0], ordered[-1]
             value = (
                 f"{format_duration(small.seconds)} for {format_bytes(small.bytes)}, bus "
-                f"{format_significant(large.busbw_gbps)} GB/s"
+                f"{format_bytes(1e9 * large.busbw_gbps)}/s"
             )
             link_text = f" of {link.gbps:g} ({link.link})" if link else ""
             found.append(f"{f'  {kind}':<{LABEL_WIDTH}}{value}{link_text} at {format_bytes(large.bytes)}")
@@ -147,11 +142,11 @@ def _format_storage(cluster: Cluster, measured: Measurements) -> list[str]:
         where = f"disk ({folder['file_system']})" if folder else "disk"
         write, read = measured.storage.node_write_gbps, measured.storage.node_read_gbps
         if write:
-            found.append(format_row(f"{where}, write and fsync", f"{format_significant(write)} GB/s"))
+            found.append(format_row(f"{where}, write and fsync", f"{format_bytes(1e9 * write)}/s"))
         if read:
-            found.append(format_row(f"{where}, read", f"{format_significant(read)} GB/s", str(how.get("read", ""))))
+            found.append(format_row(f"{where}, read", f"{format_bytes(1e9 * read)}/s", str(how.get("read", ""))))
     if measured.checkpoint_gbps:
-        found.append(format_row("checkpoint", f"{format_significant(measured.checkpoint_gbps)} GB/s"))
+        found.append(format_row("checkpoint", f"{format_bytes(1e9 * measured.checkpoint_gbps)}/s"))
     return found
 
 
@@ -159,9 +154,7 @@ def _format_hardware(cluster: Cluster) -> list[str]:
     found = []
     for nic in cluster.notes.get("cards", []):
         if nic["is_up"] and nic["is_physical"]:
-            speed = (
-                f"{format_significant(nic['gbps'])} GB/s on paper" if "gbps" in nic else "speed unknown to its driver"
-            )
+            speed = f"{format_bytes(1e9 * nic['gbps'])}/s on paper" if "gbps" in nic else "speed unknown to its driver"
             found.append(f"network   {nic['name']}, {nic['link_kind']}, {speed}")
     for disk in cluster.notes.get("disks", []):
         model = f", {disk['model']}" if "model" in disk else ""

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from phalanx.app.chaos import ChaosResult, RecoveryCost, compute_costs
+from phalanx.formatting import format_duration, format_plural
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, FaultPhase, RunShape
 from phalanx.jobs.chaos.faults import InjectedFault
 from phalanx.jobs.chaos.run_monitor import TypicalDurations
-from phalanx.observe.formatting import format_duration, format_plural
 from phalanx.run import Run
 from phalanx.run.boot_clock import unix_now
 from phalanx.run.event_types import WorkerStarted

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx import formatting
 from phalanx.cli.stderr import print_warning
 from phalanx.errors import ExitCode
-from phalanx.observe import formatting
 
 if TYPE_CHECKING:
     from phalanx.app.checkpoint import CheckpointInfo
@@ -49,7 +49,8 @@ def list_command(path: PathArgument, as_json: JsonOption = False) -> None:
             print(f"{row['step']:>9}  {row['written']:19}  damaged: {row['damaged']}")
         else:
             mark = "  best" if row["best"] else ""
-            size, samples = f"{row['bytes'] / 1e6:,.1f} MB", "" if row["samples"] is None else f"{row['samples']:,}"
+            size = formatting.format_bytes(row["bytes"])
+            samples = "" if row["samples"] is None else f"{row['samples']:,}"
             print(f"{row['step']:>9}  {row['written']:19}  {size:>10}  {samples:>12}  {row['tensors']:>7}{mark}")
 
 

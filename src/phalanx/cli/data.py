@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phalanx import formatting
 from phalanx.errors import ExitCode, UsageError
-from phalanx.observe import formatting
 from phalanx.std_streams import escape_control_chars
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from phalanx.cluster.health import HealthFinding, HealthVerdict
 from phalanx.cluster.health.compare_nodes import compare_nodes
 from phalanx.cluster.health.runner import NodeHealthReport, parse_report
 from phalanx.errors import ExitCode, UsageError
-from phalanx.observe.formatting import format_duration
+from phalanx.formatting import format_duration
 
 PASSING_VERDICTS = (HealthVerdict.PASS, HealthVerdict.UNKNOWN)
 

@@ -329,7 +329,7 @@ def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
 
 
 def _table_row(status: "JobStatus", now: float) -> tuple[str, ...]:
-    from phalanx.observe.formatting import format_duration
+    from phalanx.formatting import format_duration
 
     timestamps = (status.ended, status.started, status.submitted)
     last_change = next((moment for moment in timestamps if moment is not None), None)

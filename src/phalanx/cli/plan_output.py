@@ -13,7 +13,7 @@ from phalanx.app.plan import (
     render_step_breakdown,
     render_step_timeline,
 )
-from phalanx.observe.formatting import format_duration
+from phalanx.formatting import format_count, format_duration, format_percent, format_rate
 
 if TYPE_CHECKING:
     from phalanx.autoconfig.plan import RunPlan
@@ -29,7 +29,7 @@ def format_plan(run_plan: "RunPlan", top: int) -> list[str]:
     device = cluster.node.accelerator
     nodes = -(-run_plan.num_devices // cluster.node.count)
     lines = [
-        f"{recipe.name}: {_format_number(run_plan.parameters)} parameters, {recipe.batch.global_size} samples of "
+        f"{recipe.name}: {format_count(run_plan.parameters)} parameters, {recipe.batch.global_size} samples of "
         f"{run_plan.units_per_sample} {'token' if run_plan.units_per_sample == 1 else 'tokens'} a step",
         f"{run_plan.num_devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} "
         f"({cluster.name}); costs from {COST_SOURCE_TEXTS[run_plan.cost_source]}",
@@ -67,7 +67,7 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
     units = "tokens" if run_plan.units_per_sample > 1 else "samples"
     memory_gib = run_plan.cluster.node.accelerator.memory_gib
     lines = [
-        f"speed      {_format_number(units_per_s)} {units}/s, MFU {100 * run_plan.mfu:.1f} %",
+        f"speed      {format_rate(units_per_s, units)}, MFU {format_percent(run_plan.mfu)}",
         f"memory     {best.peak_bytes / BYTES_PER_GIB:.1f} of {memory_gib:g} GiB a device",
         f"run        {run_plan.recipe.steps:,} steps in {format_duration(cost.wall_s)}, {cost.device_hours:,.1f} "
         "device-hours",
@@ -86,13 +86,13 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
     if (checkpoints := run_plan.checkpoint_plan) is not None:
         lines.append(
             f"failures   every {format_duration(checkpoints.mtbf_s)}; with a checkpoint every "
-            f"{format_duration(checkpoints.interval_s)} (Daly), {100 * checkpoints.goodput.productive:.1f} % of the "
+            f"{format_duration(checkpoints.interval_s)} (Daly), {format_percent(checkpoints.goodput.productive)} of the "
             "time is productive"
         )
     if len(run_plan.scaling) > 1:
         base_world, base_speed = run_plan.scaling[0]
         efficiencies = ", ".join(
-            f"{world:,}: {100 * speed / base_speed * base_world / world:.0f} %"
+            f"{world:,}: {format_percent(speed / base_speed * base_world / world)}"
             for world, speed in run_plan.scaling[1:][-5:]
         )
         lines.append(f"scaling    weak-scaling efficiency relative to {base_world:,}: {efficiencies}")
@@ -177,10 +177,3 @@ def _format_parallelism(candidate: "Candidate") -> str:
             + (f" {candidate.scenario.virtual_stages}" if candidate.scenario.virtual_stages > 1 else "")
         )
     return ", ".join(sizes) or "one device"
-
-
-def _format_number(value: float) -> str:
-    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g} {name}"
-    return f"{value:.3g}"

@@ -22,10 +22,10 @@ from phalanx.cli.data import show_progress
 from phalanx.cluster import discover_machine
 from phalanx.cluster.discovery import check_workers
 from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.formatting import format_count, format_duration
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
 from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup
-from phalanx.observe.formatting import format_duration
 from phalanx.observe.progress import make_display, read_run_facts
 from phalanx.recipe import dump_recipe, num_workers_for
 from phalanx.recipe.load import LoadedRecipe
@@ -166,7 +166,7 @@ def format_introduction(prepared: PreparedRun) -> str:
     num_workers = recipe.parallelism.world
     lines = [
         f"run      {prepared.run.path}",
-        f"model    {recipe.model.build}, {plan.get('trainable_parameters', 0) / 1e6:.2f} M parameters",
+        f"model    {recipe.model.build}, {format_count(plan.get('trainable_parameters', 0))} parameters",
         f"machine  {cluster.get('device_name')}, {cluster.get('physical_cores')} cores; "
         f"measured matmul TFLOP/s: {rates_text}",
         f"workers  {num_workers} x {recipe.num_threads} {'thread' if recipe.num_threads == 1 else 'threads'}",
@@ -178,7 +178,8 @@ def format_introduction(prepared: PreparedRun) -> str:
             lines.append(f"auto     {choice['key']} = {shown}: {choice['reason']}")
     if predicted := plan.get("predicted_step_s"):
         lines.append(
-            f"predicted {predicted:.3g} s/step, {format_duration(predicted * recipe.steps)} for {recipe.steps} steps"
+            f"predicted {format_duration(predicted)}/step, {format_duration(predicted * recipe.steps)} "
+            f"for {recipe.steps} steps"
         )
     return "\n".join(lines)
 

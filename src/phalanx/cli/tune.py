@@ -90,7 +90,7 @@ class TuneConsole:
         self._quiet = quiet
 
     def print_baseline(self, prepared: "PreparedRun", seconds: float) -> None:
-        from phalanx.observe.formatting import format_duration
+        from phalanx.formatting import format_duration
 
         if self._quiet:
             return
@@ -121,7 +121,7 @@ class TuneConsole:
 def format_trial(trial: "TuneTrial") -> str:
     """Format a row of the table."""
     from phalanx.app.tune import format_gain
-    from phalanx.observe.formatting import format_duration
+    from phalanx.formatting import format_duration
 
     predicted = "" if trial.predicted is None else f"{trial.predicted:.2f} x"
     result = ": ".join(part for part in ("kept" if trial.is_kept and trial.predicted else "", trial.note) if part)
@@ -133,7 +133,7 @@ def format_trial(trial: "TuneTrial") -> str:
 
 def _format_conclusion(result: "TuneResult", recipe: Path, out: Path) -> list[str]:
     from phalanx.app.tune import format_gain
-    from phalanx.observe.formatting import format_duration
+    from phalanx.formatting import format_duration
     from phalanx.std_streams import word_of
 
     lines = ["", *(f"not tried  {note}" for note in result.untried), ""]

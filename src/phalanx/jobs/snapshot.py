@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from phalanx.cluster.environment import safe_git_options
 from phalanx.errors import UsageError
+from phalanx.formatting import format_bytes, format_plural
 
 MAX_SNAPSHOT_BYTES = 100_000_000
 """Maximum bytes of a snapshot; a larger directory contains data."""
@@ -68,7 +69,7 @@ class Snapshot:
     def __str__(self) -> str:
         what = f"commit {self.commit[:12]} of {self.source_dir}" if self.commit else str(self.source_dir)
         lines = [
-            f"# code that travels: {_format_count(self.num_files)}, {format_bytes(self.num_bytes)}, sha256 "
+            f"# code that travels: {format_plural(self.num_files, 'file')}, {format_bytes(self.num_bytes)}, sha256 "
             f"{self.digest}",
             f"# from {what}",
         ]
@@ -213,14 +214,6 @@ def unpack_snapshot(tar: bytes, target_dir: Path) -> None:
                 file.write(body.read())
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Bytes as people read them."""
-    for unit, bound in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= bound:
-            return f"{num_bytes / bound:.3g} {unit}"
-    return f"{num_bytes:.0f} bytes"
-
-
 def _pack_snapshot(
     entries: Iterable[SnapshotFile],
     source_dir: Path,
@@ -357,7 +350,8 @@ def _check_size(what: str, sizes: dict[str, int]) -> None:
         parts[first] = parts.get(first, 0) + measure(name)
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     largest_text = [
-        f"{name} {format_bytes(part) if total > MAX_SNAPSHOT_BYTES else _format_count(part)}" for name, part in largest
+        f"{name} {format_bytes(part) if total > MAX_SNAPSHOT_BYTES else format_plural(part, 'file')}"
+        for name, part in largest
     ]
     raise UsageError(
         f"{what}: {format_bytes(total)} in {len(sizes)} files would travel with the job, and "
@@ -365,10 +359,6 @@ def _check_size(what: str, sizes: dict[str, int]) -> None:
         f"in {MAX_SNAPSHOT_FILES} files is the most; most of it: {', '.join(largest_text)}; keep data elsewhere, or "
         f"name them in .gitignore"
     )
-
-
-def _format_count(files: int) -> str:
-    return "1 file" if files == 1 else f"{files} files"
 
 
 def _run_git(folder: Path, what: str, *arguments: str) -> bytes:

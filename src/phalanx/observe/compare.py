@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from phalanx import formatting
 from phalanx.errors import UsageError
-from phalanx.observe import formatting
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory, as_float, read_history
 from phalanx.observe.html_report.figures import WIDE_PLOT_SIZE, needs_log_scale, render_figure
 from phalanx.observe.html_report.report import render_document

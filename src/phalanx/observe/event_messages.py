@@ -1,6 +1,6 @@
 """Format events as text: one sentence for each kind that users want to read."""
 
-from phalanx.observe import formatting
+from phalanx import formatting
 from phalanx.run import Event
 from phalanx.run.event_types import (
     AttemptStarted,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
-from phalanx.observe import formatting
+from phalanx import formatting
 from phalanx.observe.event_messages import describe_event
 from phalanx.run import Event, Run
 from phalanx.run.event_types import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.observe import formatting
+from phalanx import formatting
 from phalanx.observe.history import RunHistory, as_float
 from phalanx.observe.metrics import smooth_series
 from phalanx.observe.summary import RunSummary

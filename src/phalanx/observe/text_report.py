@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from phalanx.observe import formatting
+from phalanx import formatting
 from phalanx.observe.goodput import DeviceTime, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation

@@ -152,10 +152,8 @@ def format_breakdown(step_breakdown: StepBreakdown, width: int = 40) -> str:
         seconds = getattr(step_breakdown, name)
         if seconds > 0.0005 * step_breakdown.total:
             bar = "#" * round(width * seconds / step_breakdown.total)
-            lines.append(
-                f"  {words:<42} {format_seconds(seconds):>9} {100 * seconds / step_breakdown.total:5.1f} %  {bar}"
-            )
-    lines.append(f"  {'a step':<42} {format_seconds(step_breakdown.total):>9} 100.0 %")
+            lines.append(f"  {words:<42} {format_seconds(seconds):>9} {seconds / step_breakdown.total:6.1%}  {bar}")
+    lines.append(f"  {'a step':<42} {format_seconds(step_breakdown.total):>9} 100.0%")
     return "\n".join(lines)
 
 

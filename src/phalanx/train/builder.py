@@ -37,7 +37,6 @@ from phalanx.train.checkpoint import (
 from phalanx.train.checkpoint.in_memory.restore import find_verified_copies, prune_stale, restore_in_memory
 from phalanx.train.checkpoint.init_weights import (
     InitialWeights,
-    allocate_meta_parameters,
     open_hf_weights,
     open_initial_weights,
 )
@@ -49,6 +48,7 @@ from phalanx.train.distributed.environment import (
 from phalanx.train.distributed.float8_select import Float8Selector, make_float8_selector, measure_layer_rows
 from phalanx.train.distributed.fsdp import sort_in_reduction_order
 from phalanx.train.distributed.mesh import Mesh, build_mesh
+from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.object_collectives import all_gather_json, gather_node_map
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.compat import fake_tensor_mode
 from phalanx.errors import RecipeError
-from phalanx.train.distributed.stubs import map_tensors
+from phalanx.pytree import map_tensors
 from phalanx.train.hf.inputs import find_logits
 
 

@@ -3,7 +3,6 @@
 The dataset defines its samples. Each must depend on its index only; `fingerprint_dataset` detects most violations.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.data import default_collate
 
 from phalanx.data.order import ShuffleOrder
 from phalanx.errors import UsageError
+from phalanx.pytree import map_tensors
 
 FINGERPRINT_SAMPLES = 8
 """Number of samples that a fingerprint includes."""
@@ -104,27 +104,7 @@ def _update_digest(digest: xxhash.xxh3_64, value: Any) -> None:
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
-    return map_tensors_in(value, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def map_tensors_in(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to each tensor in nested mappings, lists and tuples; other values are kept."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        changed = {name: map_tensors_in(part, change) for name, part in value.items()}
-        if type(value) is dict or not hasattr(value, "__setitem__"):
-            return changed
-        # A custom class, such as the outputs of Hugging Face models, keeps its other attributes.
-        copied: Any = copy.copy(value)
-        for name, part in changed.items():
-            copied[name] = part
-        return copied
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map_tensors_in(part, change) for part in value)
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors_in(part, change) for part in value)
-    return value
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _count_bytes(value: Any) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from phalanx.errors import UsageError
+from phalanx.pytree import map_tensors
 from phalanx.recipe import ResolvedRecipe, dump_recipe, load_recipe, load_resolved_recipe
 from phalanx.recipe.grad_sync_defaults import gradient_bytes_per_rank, inter_node_bucket_mib, overlaps_with_backward
 from phalanx.run import Run
@@ -44,7 +45,6 @@ from phalanx.train.map_dataset import (
     batch_to_device,
     check_map_dataset,
     fingerprint_dataset,
-    map_tensors_in,
 )
 from phalanx.train.model_builder import MicroBatchSeeds, check_same_initial_values, derive_seed, seed_everything
 from phalanx.train.oom import explain_out_of_memory
@@ -321,7 +321,7 @@ def apply_autocast(model: nn.Module, precision: str, device: torch.device) -> No
 
     def autocast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with autocast_context(precision, device):
-            return map_tensors_in(
+            return map_tensors(
                 forward(*args, **kwargs), lambda part: part.float() if part.is_floating_point() else part
             )
 

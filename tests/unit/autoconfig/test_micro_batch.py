@@ -73,7 +73,7 @@ def test_a_micro_batch_that_fits_divides_the_share() -> None:
 
 
 def test_a_model_of_which_not_even_one_sample_fits_is_refused() -> None:
-    said = r"not even one sample fits: it takes 1000 MB in forward and backward, and 500 MB are left"
+    said = r"not even one sample fits: it takes 1.00 GB in forward and backward, and 500 MB are left"
     with pytest.raises(RecipeError, match=said):
         chosen(
             recipe(batch={"global_size": 16}), MemoryProfile(0, 0, {"whole": dict.fromkeys(["none", "full"], GB)}), GB
@@ -81,7 +81,7 @@ def test_a_model_of_which_not_even_one_sample_fits_is_refused() -> None:
 
 
 def test_a_model_that_does_not_fit_itself_leaves_nothing() -> None:
-    with pytest.raises(RecipeError, match="0 MB are left after parameters and optimizer state"):
+    with pytest.raises(RecipeError, match="and 0 B are left after parameters and optimizer state"):
         chosen(recipe(), MemoryProfile(10**9, 0, {"whole": {"none": GB}}), GB)
 
 
@@ -169,9 +169,9 @@ def test_reasons_say_what_was_too_much() -> None:
     why = reasons(recipe(), needs(10 * GB, 6 * GB, 2 * GB), 14 * GB)
     assert (
         why["activation_checkpointing"]
-        == "with less of it not even one sample would fit (a sample takes 10000 MB with none)"
+        == "with less of it not even one sample would fit (a sample takes 10.0 GB with none)"
     )
-    assert why["chunked_loss"] == "all logits of a micro-batch take 0 MB in fp32, no more than 256"
+    assert why["chunked_loss"] == "all logits of a micro-batch take 0 B in fp32, no more than 256 MB"
 
 
 def test_what_a_trial_did_not_survive_is_not_taken_again() -> None:
@@ -213,7 +213,7 @@ def test_the_loss_is_in_chunks_where_all_logits_would_be_large() -> None:
     found = MemoryProfile(1000, 0, CHUNKS, 100 * MB)
     assert chosen(recipe(batch={"global_size": 4}), found)["chunked_loss"] is True
     assert reasons(recipe(batch={"global_size": 4}), found)["chunked_loss"].endswith(
-        "take 400 MB in fp32, more than 256"
+        "take 400 MB in fp32, more than 256 MB"
     )
 
 

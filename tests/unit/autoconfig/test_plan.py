@@ -246,7 +246,7 @@ def test_more_replicas_are_less_efficient_and_never_slower(folder: Path) -> None
 
 def test_what_another_choice_spends_more_on_is_told() -> None:
     best = StepBreakdown(gemm=1.0)
-    assert describe_slowdown(best, StepBreakdown(gemm=1.1, pipeline_bubble=0.25)) == "pipeline bubble: +25 %"
+    assert describe_slowdown(best, StepBreakdown(gemm=1.1, pipeline_bubble=0.25)) == "pipeline bubble: +25%"
     assert describe_slowdown(best, best) == "as fast"
 
 

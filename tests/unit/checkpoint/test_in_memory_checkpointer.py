@@ -211,7 +211,7 @@ def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monke
     assert trainer.finish() == "done"
     (warning,) = [event.text for event in events(parts, RunWarning)]
     assert warning.startswith("in-memory checkpoints are off: they need ")
-    assert "MB and may take 0.0 MB; training continues" in warning
+    assert "kB and may take 1.00 kB; training continues" in warning
 
 
 def test_a_copy_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path: Path, memory: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_number_that_is_none_is_told_before_anybody_meets() -> None:
 
 def test_room_is_looked_for_on_every_node_for_its_own_and_the_kept_parts() -> None:
     said = [{"bytes": 10_000_000, "exposed": True, "available_bytes": 50_000_000, "in_memory": True} for _ in range(4)]
-    assert explain_missing_space(said, TWO_NODES) == "they need 100.0 MB on node 0 and may take 50.0 MB"
+    assert explain_missing_space(said, TWO_NODES) == "they need 100 MB on node 0 and may take 50.0 MB"
     for each in said:
         each["available_bytes"] = 100_000_000
     assert explain_missing_space(said, TWO_NODES) == ""

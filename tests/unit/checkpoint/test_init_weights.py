@@ -10,8 +10,9 @@ from torch import nn
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import LoraConfig
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard, export_huggingface, list_checkpoints
-from phalanx.train.checkpoint.init_weights import allocate_meta_parameters, open_hf_weights, open_initial_weights
+from phalanx.train.checkpoint.init_weights import open_hf_weights, open_initial_weights
 from phalanx.train.distributed.mesh import make_single_worker_mesh
+from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.ops.lora import add_lora

@@ -371,7 +371,7 @@ def test_room_on_the_disk_is_checked_before_the_first_save(tmp_path: Path, monke
     monkeypatch.setattr(save_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
     place = tmp_path / "not" / "there"
     saver = CheckpointSaver(place, 0, 1)
-    with pytest.raises(UsageError, match=r"not/there: no space: a checkpoint takes 4\.0 MB, and each is"):
+    with pytest.raises(UsageError, match=r"not/there: no space: a checkpoint takes 4\.00 MB, and each is"):
         saver.reserve_space(pieces({"w": torch.ones(1_000_000)}))
     assert not place.exists()
     saver.reserve_space(pieces({"w": torch.ones(500_000)}))

@@ -106,7 +106,7 @@ def test_the_page_shows_measured_beside_the_data_sheet_with_units() -> None:
         "  both at once, against alone     computing 1.50 x, communicating 2.25 x",
         "disk (ext4), write and fsync      1.05 GB/s",
         "disk (ext4), read                 1.18 GB/s         O_DIRECT",
-        "checkpoint                        0.430 GB/s",
+        "checkpoint                        430 MB/s",
         "network   eth0, ethernet, speed unknown to its driver",
         "disk      vda, 275 GB",
         "no warnings",

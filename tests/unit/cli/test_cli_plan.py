@@ -104,7 +104,7 @@ def test_explaining_shows_time_memory_and_the_step(capsys: pytest.CaptureFixture
     for text in (
         "step time of the best candidate",
         "matrix products",
-        "100.0 %",
+        "100.0%",
         "memory of the fullest device",
         "total",
     ):

@@ -87,7 +87,7 @@ def test_a_link_that_is_not_used_is_told() -> None:
 
 def test_a_slow_disk_is_told() -> None:
     (text,) = odd(storage=StorageSpec(node_write_gbps=0.02, node_read_gbps=0.5))
-    assert text.startswith("the disk writes 20 MB/s")
+    assert text.startswith("the disk writes 20.0 MB/s")
 
 
 def test_a_narrow_link_is_passed_on() -> None:

@@ -147,7 +147,7 @@ def test_a_disk_is_held_against_the_probe(write: float, read: float | None, verd
 def test_a_slow_disk_is_slow_without_a_probe_too() -> None:
     (found,) = disk_throughput.evaluate_disk_throughput(StorageRates(0.03, 1.0, 2**27, "direct"), (None, None))
     assert found.verdict is HealthVerdict.WARN
-    assert "written at 30 MB/s" in found.reason
+    assert "written at 30.0 MB/s" in found.reason
 
 
 def test_another_disk_than_the_probes_is_not_held_against_it() -> None:

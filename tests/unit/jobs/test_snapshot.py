@@ -155,8 +155,8 @@ def test_a_folder_that_is_too_large_says_how_large_and_what_is_biggest(
     write(tmp_path, model_dot_py="x" * 100, data__a="x" * 800, data__b="x" * 700, notes="x" * 200)
     with pytest.raises(UsageError) as refused:
         snapshot_folder(tmp_path)
-    assert "1.8 kB in 4 files would travel with the job, and 1 kB in 20000 files is the most" in str(refused.value)
-    assert "most of it: data/ 1.5 kB, notes 200 bytes, model.py 100 bytes" in str(refused.value)
+    assert "1.80 kB in 4 files would travel with the job, and 1.00 kB in 20000 files is the most" in str(refused.value)
+    assert "most of it: data/ 1.50 kB, notes 200 B, model.py 100 B" in str(refused.value)
 
 
 def test_a_commit_that_repeats_itself_is_refused_before_it_comes_into_memory(
@@ -241,7 +241,7 @@ def test_a_dry_run_tells_count_bytes_hash_and_what_is_left_out(tmp_path: Path) -
     write(tmp_path, model_dot_py="x" * 1500, a_dot_py="", _dot_env="swordfish")
     code = snapshot_folder(tmp_path)
     assert str(code).splitlines() == [
-        f"# code that travels: 2 files, 1.5 kB, sha256 {code.digest}",
+        f"# code that travels: 2 files, 1.50 kB, sha256 {code.digest}",
         f"# from {tmp_path}",
         "# left out: .env: its name says that it holds secrets",
     ]

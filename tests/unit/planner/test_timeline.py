@@ -136,7 +136,7 @@ def test_a_drawing_shows_what_is_done_when() -> None:
 @setups
 def test_a_breakdown_sums_to_the_whole(given: Scenario) -> None:
     lines = format_breakdown(predict_step_time(given, RATES)).splitlines()
-    shares = [float(found[1]) for line in lines if (found := re.search(r"([0-9.]+) %", line))]
+    shares = [float(found[1]) for line in lines if (found := re.search(r"([0-9.]+)%", line))]
     assert shares[-1] == 100.0
     assert sum(shares[:-1]) == pytest.approx(100.0, abs=0.5)
 
@@ -144,7 +144,7 @@ def test_a_breakdown_sums_to_the_whole(given: Scenario) -> None:
 def test_a_breakdown_leaves_out_what_takes_nothing() -> None:
     text = format_breakdown(StepBreakdown(gemm=3.0, optimizer=1.0), width=20)
     assert len(text.splitlines()) == 3
-    assert "75.0 %  " + "#" * 15 in text
+    assert "75.0%  " + "#" * 15 in text
 
 
 def test_every_part_has_words() -> None:

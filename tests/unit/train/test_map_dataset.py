@@ -17,7 +17,6 @@ from phalanx.train.map_dataset import (
     batch_to_device,
     check_map_dataset,
     fingerprint_dataset,
-    map_tensors_in,
 )
 
 CPU = torch.device("cpu")
@@ -131,16 +130,3 @@ class Stream(IterableDataset[int]):
 def test_what_is_no_map_style_dataset_is_told(dataset: Any) -> None:
     with pytest.raises(UsageError, match="expected a map-style dataset"):
         check_map_dataset(dataset)
-
-
-def test_mapped_keeps_classes_and_what_is_no_tensor() -> None:
-    class Output(dict[str, Any]):
-        note = "kept"
-
-    output = Output(logits=torch.ones(1, dtype=torch.bfloat16), parts=(torch.ones(1), Pair(torch.ones(1), "x")), n=3)
-    doubled = map_tensors_in(output, lambda tensor: 2 * tensor)
-    assert type(doubled) is Output
-    assert doubled.note == "kept"
-    assert doubled["logits"].item() == 2
-    assert doubled["parts"][1] == Pair(2, "x")
-    assert output["logits"].item() == 1

@@ -11,6 +11,7 @@ from phalanx.cluster.spec import (
     ScaleUpNetwork,
     StorageSpec,
 )
+from phalanx.formatting import format_bytes
 
 MIN_SHARE_OF_DATA_SHEET = 0.3
 """Share of the data-sheet peak. A lower rate means a fault, not missing tuning."""
@@ -146,7 +147,8 @@ def _check_storage(storage: StorageSpec | None) -> list[str]:
         return []
     rates = {"writes": storage.node_write_gbps, "reads": storage.node_read_gbps}
     return [
-        f"the disk {operation} {1e3 * rate:.3g} MB/s: training will wait for checkpoints and data; choose another --dir"
+        f"the disk {operation} {format_bytes(1e9 * rate)}/s: training will wait for checkpoints and data; "
+        "choose another --dir"
         for operation, rate in rates.items()
         if rate is not None and rate < MIN_DISK_GB_PER_S
     ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import UsageError
+from phalanx.formatting import format_bytes
 
 ClockFn = Callable[[], float]
 BLOCK_BYTES = 16 * 2**20
@@ -41,8 +42,8 @@ def check_free_space(folder: Path, quick: bool) -> None:
     needed_bytes, free_bytes = MAX_WRITTEN_BYTES[quick] * FREE_SPACE_FACTOR, shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise UsageError(
-            f"{folder}: too little free space to measure the disk: needs {needed_bytes / 1e6:,.0f} MB, "
-            f"{free_bytes / 1e6:,.0f} MB are free; choose another --dir"
+            f"{folder}: too little free space to measure the disk: needs {format_bytes(needed_bytes)}, "
+            f"{format_bytes(free_bytes)} are free; choose another --dir"
         )
 
 

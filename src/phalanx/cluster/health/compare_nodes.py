@@ -11,6 +11,7 @@ from phalanx.cluster.health.checks.matmul import MIN_PEERS, format_relative_spee
 from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
 from phalanx.cluster.health.runner import NodeHealthReport
 from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.formatting import format_bytes
 
 REQUIRED_EQUAL = ("torch", "phalanx", "python")
 """Versions that must be equal on all nodes: different releases compute different bits or cannot communicate."""
@@ -87,7 +88,7 @@ def compare_disks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindin
         node: HealthFinding(
             "fleet/disk",
             evaluate_threshold("disk slowdown", 1 - rate / baseline),
-            f"writes {rate / 1e6:.3g} MB/s, {rate / baseline:.0%} of {_describe_reference(len(rates))}",
+            f"writes {format_bytes(rate)}/s, {rate / baseline:.0%} of {_describe_reference(len(rates))}",
             {"written": rate, "baseline": baseline},
         )
         for node, rate in rates.items()

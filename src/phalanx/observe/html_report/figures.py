@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from phalanx.observe import formatting
+from phalanx import formatting
 from phalanx.observe.history import STEP_COMPONENTS, Floats, RunHistory, as_float
 from phalanx.observe.html_report.svg import PlotFrame, PlotLine, PlotMark, render_line_plot, render_stacked_plot
 from phalanx.observe.metrics import breakdown_over_time, smooth_series

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from phalanx.observe import formatting
+from phalanx import formatting
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory
 from phalanx.observe.html_report.figures import render_run_figures
 from phalanx.observe.recommendations import Recommendation

@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from phalanx.planner.trace.op_recorder import OpRecorder, RecordedSegment
 from phalanx.planner.trace.pytree import (
     TensorSpec,
-    fill_specs,
-    list_specs,
-    list_tensors,
-    map_tensors,
     module_device,
     tensor_read_bytes,
     to_specs,
 )
+from phalanx.pytree import iterate_tensors, map_tensors
 
 
 def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -63,7 +60,7 @@ def _make_skipping_forward(name: str, block: nn.Module, recorder: OpRecorder) ->
     original_forward = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        inputs = list_tensors((args, kwargs))
+        inputs = list(iterate_tensors((args, kwargs)))
         key = (_module_signature(block), repr(to_specs((args, kwargs))), tuple(each.requires_grad for each in inputs))
         before = recorder.segment
         if key not in recorder.traced_blocks:
@@ -77,11 +74,12 @@ def _make_skipping_forward(name: str, block: nn.Module, recorder: OpRecorder) ->
         if not wanted and any(each.requires_grad for each in block.parameters()):
             recorder.anchors.append(torch.empty((), device=module_device(block), requires_grad=True))
             wanted = recorder.anchors[-1:]
-        made = _SkippedBlock.apply(recorder, before, list_specs(result), *wanted)
+        made = _SkippedBlock.apply(recorder, before, list(iterate_tensors(result, TensorSpec)), *wanted)
         recorder.saved_by |= {
             recorder.storage_key(each): part for each, is_kept in zip(made, keeps, strict=True) if is_kept
         }
-        return fill_specs(result, iter(made))
+        replacements = iter(made)
+        return map_tensors(result, lambda _: next(replacements), TensorSpec)
 
     return forward
 
@@ -100,9 +98,9 @@ def _trace_block(original_forward: Callable[..., Any], args: Any, kwargs: Any, r
     for copy in copies.values():
         recorder.segment.input_bytes += tensor_read_bytes(copy)
     result = original_forward(*arguments, **keywords)
-    recorder.reduce_partial_sums(*list_tensors(result))
-    keeps = [recorder.storage_key(each) in recorder.segment.saved for each in list_tensors(result)]
-    outputs = [each for each in list_tensors(result) if each.requires_grad]
+    recorder.reduce_partial_sums(*iterate_tensors(result))
+    keeps = [recorder.storage_key(each) in recorder.segment.saved for each in iterate_tensors(result)]
+    outputs = [each for each in iterate_tensors(result) if each.requires_grad]
     recorder.pass_direction = "backward"
     weights = [recorder.parameters[name] for name in recorder.segment.parameter_elements]
     targets = [*copies.values(), *(each for each in weights if each.requires_grad)]

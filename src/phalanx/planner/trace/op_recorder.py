@@ -25,7 +25,8 @@ from phalanx.planner.model_profile import (
     TensorAllReduce,
     TpSplitDim,
 )
-from phalanx.planner.trace.pytree import list_tensors, op_name, tensor_read_bytes
+from phalanx.planner.trace.pytree import op_name, tensor_read_bytes
+from phalanx.pytree import iterate_tensors
 
 NARROW_GEMM_RATIO = 16
 """A product that is narrower than its input by at least this factor (a router, a gate) is not worth dividing."""
@@ -131,7 +132,7 @@ class OpRecorder:
     def record_op(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Do an operation and record it."""
         result = op(*args, **kwargs)
-        name, inputs, outputs = op_name(op), list_tensors((args, kwargs)), list_tensors(result)
+        name, inputs, outputs = op_name(op), list(iterate_tensors((args, kwargs))), list(iterate_tensors(result))
         if name in FREE_OPS or not outputs:
             return result
         known = {self.storage_key(each) for each in inputs}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from phalanx.pytree import map_tensors
 
 
 @dataclass(frozen=True)
@@ -18,48 +19,8 @@ class TensorSpec:
     dtype: torch.dtype
 
 
-def map_tensors(value: Any, transform: Callable[[Tensor], Any]) -> Any:
-    """Lists, tuples and mappings with their tensors changed."""
-    if isinstance(value, Tensor):
-        return transform(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(each, transform) for each in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(each, transform) for each in value)
-    if isinstance(value, dict):
-        return {key: map_tensors(each, transform) for key, each in value.items()}
-    return value
-
-
 def to_specs(value: Any) -> Any:
     return map_tensors(value, lambda each: TensorSpec(tuple(each.shape), each.dtype))
-
-
-def list_specs(outline: Any) -> list[TensorSpec]:
-    if isinstance(outline, TensorSpec):
-        return [outline]
-    if isinstance(outline, tuple | list):
-        return [spec for each in outline for spec in list_specs(each)]
-    return [spec for each in outline.values() for spec in list_specs(each)] if isinstance(outline, dict) else []
-
-
-def fill_specs(outline: Any, replacements: Iterator[Tensor]) -> Any:
-    """An outline with tensors in the place of what stands for them."""
-    if isinstance(outline, TensorSpec):
-        return next(replacements)
-    if isinstance(outline, tuple) and hasattr(outline, "_fields"):
-        return type(outline)(*(fill_specs(each, replacements) for each in outline))
-    if isinstance(outline, tuple | list):
-        return type(outline)(fill_specs(each, replacements) for each in outline)
-    if isinstance(outline, dict):
-        return {key: fill_specs(each, replacements) for key, each in outline.items()}
-    return outline
-
-
-def list_tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(value, found.append)
-    return found
 
 
 def tensor_read_bytes(tensor: Tensor) -> float:

@@ -8,15 +8,15 @@ them block by block. No worker ever holds the whole model. To resume a run, see 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.errors import DataError
 from phalanx.recipe import huggingface_directory
 from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, read_manifest
+from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
 from phalanx.train.hf.safetensors_reader import WeightReader
@@ -87,7 +87,7 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
         return open_hf_weights(directory, model)
     path = find_newest_checkpoint(folder / where)
     manifest = read_manifest(path)
-    tensors = dict(model.named_parameters()) | _persistent_buffers_of(model)
+    tensors = dict(model.named_parameters()) | get_persistent_buffers(model)
     lora_names = [name for name in manifest.tensors if is_lora_name(name) and name not in tensors]
     if lora_names and not lora_added_later:
         raise DataError(
@@ -114,39 +114,6 @@ def find_newest_checkpoint(where: Path) -> Path:
     return next(iter(list_checkpoints(where / "checkpoints") or list_checkpoints(where)), where)
 
 
-@torch.no_grad()
-def allocate_meta_parameters(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Allocate every parameter that is on the meta device on `device`, without values; of a sharded parameter, this
-    worker's shard. Tied parameters stay tied. All other parameters, and all buffers, are moved to `device`."""
-    named_params = [
-        (module, name, p) for module in modules for name, p in module.named_parameters(remove_duplicate=False)
-    ]
-    allocated: dict[int, nn.Parameter] = {}
-    for module, name, parameter in named_params:
-        if parameter.is_meta:
-            path, _, last = name.rpartition(".")
-            if id(parameter) not in allocated:
-                allocated[id(parameter)] = nn.Parameter(
-                    _empty_like_local(parameter, device), requires_grad=parameter.requires_grad
-                )
-            # FSDP notices a parameter that `load_state_dict` replaces; `to_empty` would lose the buffers' values.
-            module.get_submodule(path).load_state_dict({last: allocated[id(parameter)]}, strict=False, assign=True)
-        elif parameter.device != device:
-            parameter.data = parameter.data.to(device)
-    for module in modules:
-        for name, buffer in list(module.named_buffers(remove_duplicate=False)):
-            path, _, last = name.rpartition(".")
-            setattr(module.get_submodule(path), last, buffer.to(device))
-
-
-def _empty_like_local(parameter: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return torch.empty_like(parameter, device=device)
-    part = torch.empty_like(parameter.to_local(), device=device)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-
-
 def _local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
     """Return this worker's parts of all parameters and persistent buffers."""
     tensors = {
@@ -156,8 +123,3 @@ def _local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
         name: parallel_model.replicated_tensor(buffer.detach())
         for name, buffer in parallel_model.owned_buffers().items()
     }
-
-
-def _persistent_buffers_of(model: nn.Module) -> dict[str, Any]:
-    names = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in names}

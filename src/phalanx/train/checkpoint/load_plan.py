@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from phalanx.errors import DataError
 from phalanx.train.checkpoint import CheckpointManifest, load_blocks
+from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.module_state import (
     EXTRA_STATE_PREFIX,
     get_extra_state,
     get_model_tensors,
     load_extra_state,
 )
-from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel, to_local
+from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.optim import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, state_entry_shape
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState

@@ -31,6 +31,7 @@ from typing import Any
 import xxhash
 
 from phalanx.errors import UsageError
+from phalanx.formatting import format_bytes
 from phalanx.recipe.devices import device_kind_of
 from phalanx.run.directory import fsync_if_supported
 from phalanx.train.checkpoint.commit import commit_checkpoint, make_temporary_path, sync_directory, write_synced
@@ -335,8 +336,8 @@ def check_free_space(directory: Path, nbytes: int, copies: int) -> None:
     if free < nbytes * copies:
         note = ", and each is written before the one before it is removed" if copies > 1 else ""
         raise UsageError(
-            f"{directory}: no space: a checkpoint takes {nbytes / 1e6:,.1f} MB{note}; {free / 1e6:,.1f} MB are free, "
-            f"so {(nbytes * copies - free) / 1e6:,.1f} MB more are needed there"
+            f"{directory}: no space: a checkpoint takes {format_bytes(nbytes)}{note}; {format_bytes(free)} are free, "
+            f"so {format_bytes(nbytes * copies - free)} more are needed there"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.compat import is_real_tensor, tensor_version
 from phalanx.train.distributed.buffer_sync import NORM_LAYER_TYPES, updates_running_stats
+from phalanx.train.distributed.module_state import get_persistent_buffers
 
 PLAIN_ATTRIBUTE_TYPES = (bool, int, float, str, type(None))
 """Types of attributes that are restored."""
@@ -52,8 +53,7 @@ def has_mutable_state(block: nn.Module) -> bool:
     with an `after_step`, the state of which is completed at the end of each step."""
     for module in block.modules():
         known = isinstance(module, NORM_LAYER_TYPES) or hasattr(module, "after_step")
-        persistent = module.state_dict(keep_vars=True)
-        buffers = [buffer for name, buffer in module.named_buffers(recurse=False) if name in persistent]
+        buffers = get_persistent_buffers(module, recurse=False).values()
         if not known and any(buffer.dtype != torch.bool for buffer in buffers):
             return True
     return False

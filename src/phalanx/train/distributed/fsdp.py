@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from phalanx.compat import has_hooks, is_compiled, map_tensors
+from phalanx.compat import has_hooks, is_compiled, map_registered_tensors
 from phalanx.errors import RecipeError
 from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
 
@@ -121,7 +121,7 @@ def _use_all(module: nn.Module, args: Any, output: Any) -> Any:
     parts = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
     others = {parameter for part in parts for parameter in part.parameters()}
     own = [p for p in module.parameters() if p.requires_grad and p not in others and not isinstance(p, DTensor)]
-    return map_tensors(lambda tensor: _Using.apply(tensor, *own) if tensor.requires_grad else tensor, output)
+    return map_registered_tensors(lambda tensor: _Using.apply(tensor, *own) if tensor.requires_grad else tensor, output)
 
 
 class _Using(torch.autograd.Function):

@@ -114,11 +114,12 @@ def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def get_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return persistent buffers by name. Raises RecipeError if the model's own `state_dict` fails."""
+def get_persistent_buffers(model: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Return persistent buffers by name, without `recurse` only those of the module itself. Raises RecipeError if the
+    model's own `state_dict` fails."""
     try:
         persistent = model.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+        return {name: buffer for name, buffer in model.named_buffers(recurse=recurse) if name in persistent}
     except Exception as error:
         if isinstance(error, PhalanxError) or is_out_of_memory(error):
             raise

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.distributed.shard_spec import DimShard, GlobalBlocks, compute_global_blocks, fsdp_row_range
@@ -180,8 +181,3 @@ class TiedParam:
 
     group: Group
     is_owner: bool
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor as a plain tensor that shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

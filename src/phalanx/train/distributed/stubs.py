@@ -11,11 +11,13 @@ This module does not communicate. Values of a ShapeStub are NaN and not zero: if
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from phalanx.pytree import map_tensors
 
 
 class StageEndSignal(BaseException):
@@ -36,7 +38,7 @@ class ModuleStub(nn.Module):
         self.train(original.training)
 
     def __getattr__(self, name: str) -> Any:
-        if "shadow" not in self.__dict__:
+        if "meta_copy" not in self.__dict__:
             return super().__getattr__(name)
         return getattr(self.meta_copy[0], name)
 
@@ -112,34 +114,6 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         copies[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, copies)
-
-
-def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested sequences and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from iterate_tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from iterate_tensors(item)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return the same nested sequences and mappings with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        changed = copy.copy(value)  # keeps classes such as the outputs of Hugging Face models
-        for key, item in value.items():
-            changed[key] = map_tensors(item, change)  # type: ignore[index]
-        return changed
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value
 
 
 def _input_signature(value: Any) -> Any:

@@ -16,10 +16,9 @@ from torch import Tensor
 from phalanx.compat import clear_dtensor_mesh_cache, scale_in_place
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.compile_warmup import warm_up_compile
+from phalanx.train.distributed.dtensor_utils import distribute_like, to_local
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.parallel_model import to_local
 from phalanx.train.elastic.reconfigure import NO_STEP, PeerStates, broadcast_tensors
-from phalanx.train.optim.dtensor_utils import distribute_like
 from phalanx.train.train_context import TrainContext
 from phalanx.train.train_state import LastStep, TrainState
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.data.prefetch import micro_batch_range
 from phalanx.errors import RecipeError
 from phalanx.recipe.devices import device_kind_of
+from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.environment import clone_group
 from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm
 from phalanx.train.grad_sync.algorithms.deterministic_tree import DeterministicTree
@@ -32,7 +33,6 @@ from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
 from phalanx.train.grad_sync.summation_tree import TreeNode, count_merges_after, cover_range
 from phalanx.train.ops.collectives import Group
 from phalanx.train.ops.grad_norm import total_norm
-from phalanx.train.optim.dtensor_utils import to_local
 
 
 class BucketedReducer:

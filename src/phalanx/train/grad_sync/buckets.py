@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.compat import call_foreach
-from phalanx.train.optim.dtensor_utils import distribute_like, to_local
+from phalanx.train.distributed.dtensor_utils import distribute_like, to_local
 
 GRAD_ALIGNMENT_ELEMENTS = 16
 """Elements (64 bytes of fp32) to which every gradient in a bucket is aligned, for fast kernels."""
@@ -86,7 +85,7 @@ class Bucket:
         for gradient, view in zip(pending, self.residual_views or self.buffer.views, strict=True):
             if gradient is not None:
                 views.append(view)
-                gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+                gradients.append(to_local(gradient))
             elif not self.residual_views:
                 view.zero_()
         if views:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel, to_local
+from phalanx.train.distributed.dtensor_utils import to_local
+from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.fsdp import enable_deferred_all_reduce, set_all_reduce_required
-from phalanx.train.distributed.parallel_model import ParallelModel, to_local
+from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import Group, all_reduce_copy

@@ -3,20 +3,19 @@ parameters to the tensors of the files.
 
 `build_on_meta` makes the model with parameters on the meta device. `match_tensor_names` maps its parameters to the
 files' tensors. `safetensors_reader.py` reads these by name and range, and `train/checkpoint/init_weights.py` fills the
-parts of the model that a worker holds; `materialize` and `load_weights` do this for one process with the whole model.
-`inputs.py` adapts calls of such a model. Nothing here writes files.
+parts of the model that a worker holds; `load_weights` fills the whole model in one process. `inputs.py` adapts calls of
+such a model. Nothing here writes files.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, PhalanxError, RecipeError
@@ -24,6 +23,7 @@ from phalanx.models.size_limits import MAX_LAYERS
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
 from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.safe_files import read_text
+from phalanx.train.distributed.meta_device import allocate_meta_parameters, parameters_on_meta
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf.inputs import install_input_adapter
 from phalanx.train.hf.safetensors_reader import (
@@ -60,7 +60,7 @@ def build_on_meta(directory: Path, args: Mapping[str, Any], facts: DataInfo | No
     if facts is not None:
         _check_data_fits(config, facts)
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model: nn.Module = kind(config)
     except Exception as error:
         raise RecipeError(
@@ -78,7 +78,7 @@ def build_with_weights(
     model = build_on_meta(directory, args, facts)
     source = open_source(model, directory)
     names = match_tensor_names(model, source)
-    materialize(model, device)
+    allocate_meta_parameters([model], device)
     load_weights(model, source, names)
     return model
 
@@ -143,19 +143,6 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
                 shapes = f"{list(source.shape(file_name))}, {kind} by its {HF_CONFIG_FILE} {list(tensors[name].shape)}"
                 raise DataError(f"{source.files[file_name]}: {file_name} has shape {shapes}")
     return {name: names for name, names in found.items() if names}
-
-
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate every meta parameter on `device`, without values; tied parameters stay tied. Buffers, which have values
-    already, are moved there."""
-    allocated: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if parameter.is_meta and id(parameter) not in allocated:
-            empty = torch.empty_like(parameter, device=device)
-            allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        _assign_tensor(model, name, allocated.get(id(parameter), parameter))
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        _assign_tensor(model, name, buffer.to(device))
 
 
 def load_weights(model: nn.Module, source: WeightReader, names: Mapping[str, list[str]]) -> None:
@@ -296,25 +283,6 @@ def _check_data_fits(config: Any, facts: DataInfo) -> None:
         raise RecipeError(f"data.seq_len: {facts.seq_len} tokens, but the model has positions for {longest} only")
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Return a context in which parameters lose their memory as soon as a module registers them, before they are
-    initialized; buffers are computed as usual. (With the meta device for the whole model, buffers that no file holds,
-    such as rotary frequencies, would be lost.)"""
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-
-    hook: Callable[..., Any] = to_meta
-    handle = register_module_parameter_registration_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _group_alias_names(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each tensor to load, by its first name."""
     tensors = get_model_tensors(model)
@@ -369,9 +337,3 @@ def _suggest_fix(missing: list[str], extra: list[str]) -> str:
     if missing:
         return "; save the whole model again with save_pretrained, or name what was saved in model.args.architectures"
     return "; name an architecture that has them in model.args.architectures, or save the model again"
-
-
-def _assign_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the parameter or buffer of that name by `tensor`."""
-    path, _, last = name.rpartition(".")
-    setattr(model.get_submodule(path), last, tensor)

@@ -8,13 +8,15 @@ model's.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
+
+from phalanx.pytree import iterate_tensors
 
 INIT_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     (
@@ -97,7 +99,7 @@ class SkipInit(TorchFunctionMode):
         if function in RANDOM_FUNCTIONS:
             self._fail()
         touched = [
-            tensor for tensor in _iterate_tensors((args, kwargs)) if _storage_address(tensor) in self._uninitialized
+            tensor for tensor in iterate_tensors((args, kwargs)) if _storage_address(tensor) in self._uninitialized
         ]
         result = function(*args, **kwargs)
         is_in_place = result is first and all(tensor is first for tensor in touched)
@@ -119,13 +121,3 @@ def _attribute_name(function: Any) -> str:
 def _storage_address(tensor: Tensor) -> int:
     """Return the address of a tensor's memory; -1 if it is not plain memory on this host."""
     return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu else -1
-
-
-def _iterate_tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from _iterate_tensors(list(values.values()))
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _iterate_tensors(value)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from phalanx.compat import call_foreach
 from phalanx.recipe.schema import OuterOptimizerConfig
+from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.environment import clone_group
 from phalanx.train.grad_sync.algorithms.base import CommContext
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets, make_parameter_views
@@ -22,7 +23,6 @@ from phalanx.train.grad_sync.comm_queue import CommQueue
 from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
 from phalanx.train.local_sgd.sync_schedule import SyncSchedule
 from phalanx.train.ops.collectives import Group
-from phalanx.train.optim.dtensor_utils import to_local
 
 AVERAGING_OUTER_OPTIMIZER = OuterOptimizerConfig(lr=1.0, momentum=0.0)
 """Outer step that sets the weights to the mean over all workers."""
@@ -117,7 +117,7 @@ class LocalSGD:
 
     @contextmanager
     def _swap_in_global_params(self) -> Iterator[None]:
-        own = [[to_local(p).detach().clone() for p in bucket.parameters] for bucket in self.buckets]
+        own = [[to_local(p).clone() for p in bucket.parameters] for bucket in self.buckets]
         try:
             self._copy_to_params([_bucket_views(*each) for each in zip(self.buckets, self._global_params, strict=True)])
             yield

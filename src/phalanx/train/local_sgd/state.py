@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from phalanx.train.checkpoint import CheckpointManifest
 from phalanx.train.checkpoint.load_plan import LoadPlan, TensorBlocks
-from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel, to_local
+from phalanx.train.distributed.dtensor_utils import to_local
+from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
 from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
 from phalanx.train.local_sgd.local_sgd import LocalSGD

@@ -3,6 +3,7 @@
 `factory.py` builds them, `container.py` combines them; the other modules are optimizers and storage of their state.
 """
 
+from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, compute_squared_norms
 from phalanx.train.optim.container import (
     OPTIMIZER_PREFIX,
     SETTINGS_PREFIX,
@@ -10,7 +11,6 @@ from phalanx.train.optim.container import (
     OptimizerContainer,
     state_entry_shape,
 )
-from phalanx.train.optim.dtensor_utils import NormFn, compute_norms, compute_squared_norms
 from phalanx.train.optim.factory import find_hidden_matrices, trainable_parameters
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from phalanx.train.optim.dtensor_utils import distribute_like, to_local
+from phalanx.train.distributed.dtensor_utils import distribute_like, to_local
 
 StateDict = dict[str, Any]
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")

@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distribute_like, to_local
 from phalanx.train.optim.adamw_8bit import SCALE_SUFFIX, AdamW8bit, decode_state, encode_state, scale_shape
 from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW
 from phalanx.train.optim.cpu_offload import OffloadedOptimizer
-from phalanx.train.optim.dtensor_utils import NormFn, compute_norms, distribute_like, to_local
 from phalanx.train.optim.factory import build_optimizers, trainable_parameters
 from phalanx.train.optim.lars_lamb import LAMB, LARS
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.recipe.devices import device_kind_of
-from phalanx.train.optim.dtensor_utils import to_local
+from phalanx.train.distributed.dtensor_utils import to_local
 
 ParamGroup = dict[str, Any]
 

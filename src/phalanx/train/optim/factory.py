@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.distributed.dtensor_utils import NormFn, first_row
 from phalanx.train.optim.adamw_8bit import AdamW8bit
 from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW, ParamOrigin
 from phalanx.train.optim.cpu_offload import OffloadedOptimizer
-from phalanx.train.optim.dtensor_utils import NormFn, first_row
 from phalanx.train.optim.lars_lamb import LAMB, LARS
 
 ParamGroup = dict[str, Any]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.compat import call_foreach
-from phalanx.train.optim.dtensor_utils import NormFn, compute_norms, distribute_like, to_local
+from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distribute_like, to_local
 
 ParamGroup = dict[str, Any]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError, UsageError
+from phalanx.train.distributed.dtensor_utils import distribute_like, to_local
 from phalanx.train.distributed.module_state import pack_value, unpack_value
 from phalanx.train.optim.container import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, match_memory_format
-from phalanx.train.optim.dtensor_utils import distribute_like, to_local
 from phalanx.train.optim.factory import trainable_parameters
 
 GROUP_SETTINGS_KEY = SETTINGS_PREFIX + "groups"

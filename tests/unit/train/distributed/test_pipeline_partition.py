@@ -27,6 +27,7 @@ from phalanx.train.distributed.pipeline.partition import (
     partition_stages,
 )
 from phalanx.train.distributed.pipeline.schedule import assign_stage_owners, check_micro_batches, fitting
+from phalanx.train.distributed.stubs import ShapeStub
 
 WIDTH, VOCAB, LAYERS = 8, 11, 4
 BLOCKS = [f"blocks.{index}" for index in range(LAYERS)]
@@ -460,6 +461,16 @@ def test_a_model_without_memory_can_be_surveyed_and_cut() -> None:
     made = extract_stages(model, division, [1])[1]
     assert all(parameter.is_meta for parameter in made.model.parameters())
     assert division.parameter_names(1) == {name for name, _ in made.model.named_parameters()}
+
+
+def test_a_stub_has_the_attributes_of_the_module_that_it_replaces() -> None:
+    linear = nn.Linear(WIDTH, VOCAB)
+    stub = ShapeStub(linear)
+    assert stub.out_features == VOCAB
+    assert stub.weight.is_meta
+    assert not list(stub.parameters())
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = stub.nothing
 
 
 def test_tied_weights_are_on_both_ends_under_one_name() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.optim.dtensor_utils import NormFn, compute_norms
+from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms
 from phalanx.train.optim.lars_lamb import LAMB, LARS
 
 DECAY = 0.2

@@ -17,6 +17,7 @@ from phalanx.cluster.health.context import CheckContext
 from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
 from phalanx.cluster.health.thresholds import evaluate_threshold
 from phalanx.cluster.spec import Cluster
+from phalanx.formatting import format_bytes
 
 MEASUREMENT_S = 1.0
 SCRATCH_PREFIX = ".phalanx-doctor-"
@@ -38,7 +39,7 @@ def evaluate_disk_throughput(
             texts.append(f"{operation}: not measured, it came from memory")
             continue
         verdicts.append(evaluate_threshold("disk throughput", rate * 1e9))
-        text = f"{operation} at {rate * 1e3:.3g} MB/s"
+        text = f"{operation} at {format_bytes(rate * 1e9)}/s"
         if baseline_rate is not None:
             verdicts.append(evaluate_threshold("disk slowdown", 1 - rate / baseline_rate))
             text += f" ({rate / baseline_rate:.0%} of the calibrated rate)"

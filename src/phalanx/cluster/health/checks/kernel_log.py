@@ -14,6 +14,7 @@ from pathlib import Path
 from phalanx.cluster.health.context import CheckContext, read_small_file
 from phalanx.cluster.health.finding import HealthFinding, HealthVerdict, worst_verdict
 from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.formatting import format_duration
 
 FATAL_XIDS = {
     48: "memory error that could not be corrected",
@@ -96,7 +97,7 @@ def evaluate_kernel_log(found: list[KernelMessage]) -> list[HealthFinding]:
     if not last_by_text:
         return [HealthFinding("kernel-log", HealthVerdict.PASS, "no hardware faults in the kernel log")]
     verdict = worst_verdict(each for each, _ in last_by_text.values())
-    summary = "; ".join(f"{words} ({_format_age(age)} ago)" for words, (_, age) in last_by_text.items())
+    summary = "; ".join(f"{words} ({format_duration(age)} ago)" for words, (_, age) in last_by_text.items())
     return [
         HealthFinding(
             "kernel-log",
@@ -121,10 +122,6 @@ def _classify(line: KernelMessage) -> Iterator[tuple[str, HealthVerdict]]:
     for words, pattern in FAILURE_PATTERNS.items():
         if pattern.search(line.text):
             yield f"{words}: {line.text[:100]}", HealthVerdict.WARN
-
-
-def _format_age(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
 
 
 def check_kernel_log(context: CheckContext) -> list[HealthFinding]:

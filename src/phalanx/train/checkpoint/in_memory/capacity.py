@@ -9,6 +9,7 @@ import psutil
 
 from phalanx.cluster.discovery import read_cgroup_memory
 from phalanx.cluster.disks import MEMORY_FILE_SYSTEMS, find_mount
+from phalanx.formatting import format_bytes
 from phalanx.train.distributed.object_collectives import NodeMap
 
 COPIES_PER_NODE = 2
@@ -54,5 +55,5 @@ def explain_missing_space(gathered: list[dict[str, Any]], node_map: NodeMap) -> 
         needed = COPIES_PER_NODE * (own + replica_bytes) + buffers
         if needed > available_bytes:
             where = f"on node {node} " if node_map.num_nodes > 1 else ""
-            return f"they need {needed / 1e6:,.1f} MB {where}and may take {available_bytes / 1e6:,.1f} MB"
+            return f"they need {format_bytes(needed)} {where}and may take {format_bytes(available_bytes)}"
     return ""

@@ -17,8 +17,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from phalanx.compat import fake_tensor_mode, tensor_version
 from phalanx.errors import RecipeError
+from phalanx.pytree import iterate_tensors, map_tensors
 from phalanx.train.distributed.buffer_sync import updates_running_stats
-from phalanx.train.distributed.stubs import get_first_argument, iterate_tensors, map_tensors
+from phalanx.train.distributed.stubs import get_first_argument
 
 # The loss of a model on a batch of tensors: (sum of losses, number of terms, ...).
 ModelLossFn = Callable[[nn.Module, Any], tuple[Any, ...]]

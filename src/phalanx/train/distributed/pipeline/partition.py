@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
+from phalanx.pytree import iterate_tensors
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules
 from phalanx.train.distributed.pipeline.dataflow import Dataflow, ModelLossFn
 from phalanx.train.distributed.stubs import (
@@ -26,7 +27,6 @@ from phalanx.train.distributed.stubs import (
     StageEndSignal,
     StageInput,
     StageOutput,
-    iterate_tensors,
     make_placeholder,
 )
 

@@ -30,12 +30,12 @@ from torch.distributed.pipelining import (
 )
 
 from phalanx.errors import RecipeError
+from phalanx.pytree import iterate_tensors
 from phalanx.recipe.checks import list_divisors
 from phalanx.recipe.pipelines import fitting, stages_problem
 from phalanx.train.distributed.object_collectives import format_dtype, parse_dtype, recv_json, send_json
 from phalanx.train.distributed.pipeline.dataflow import ModelLossFn
 from phalanx.train.distributed.pipeline.partition import StageModule
-from phalanx.train.distributed.stubs import iterate_tensors
 
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 # Schedules that split the backward. They need the graph of every operation, so blocks must not be compiled, and they

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.grad_sync.algorithms.base import CommContext, PendingWork
 from phalanx.train.grad_sync.buckets import Bucket
 from phalanx.train.ops.collectives import Group
-from phalanx.train.optim.dtensor_utils import to_local
 
 BASIS_SEED = 71
 """Seed of the initial bases, which are equal on all workers."""

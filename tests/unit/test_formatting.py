@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from phalanx.observe import formatting
+from phalanx import formatting
 
 
 @pytest.mark.parametrize(

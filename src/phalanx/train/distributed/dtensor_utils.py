@@ -19,8 +19,7 @@ and is given as its local part. A parameter may occur more than once."""
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return the local part of the tensor, sharing its memory, without autograd."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def distribute_like(parameter: Tensor, part: Tensor) -> Tensor:
