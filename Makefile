@@ -48,8 +48,9 @@ train: venv ## Train the example on real text, report on it, and let it write so
 	$(BIN)/phalanx report runs/gpt-python --html runs/gpt-python/report.html
 	$(BIN)/phalanx generate runs/gpt-python
 
+# Short files come last: with a long one at the end (the soak takes a minute), one of both processes would idle.
 test: venv ## Run the tests that take less than 15 minutes together.
-	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile --no-loadscope-reorder tests/chaos tests/world tests/unit tests/browser tests/fuzz tests/soak
+	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile --no-loadscope-reorder tests/soak tests/chaos tests/world tests/fuzz tests/browser tests/unit
 
 test-all: venv ## Run all tests, also those that take minutes each.
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz tests/soak

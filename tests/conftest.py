@@ -1,10 +1,11 @@
 """Fixtures that several test folders share. Nothing here starts a process unless a test asks for it."""
 
 import contextlib
+import gc
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,19 @@ from train_harness import TrainHarness
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # As a shell's `&` leaves it. Programs that tests start would inherit it, and Ctrl-C could not be tested.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without garbage collection, which takes a third of the CPU time for 10,000 tests, and exempt
+    them from later collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 MEMORY, ROOM = Path("/dev/shm"), 4 * 2**30

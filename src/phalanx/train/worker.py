@@ -102,7 +102,7 @@ def run_worker(
             process.reporter.report_result(make_result(context, trainer.train_state, status))
         ending.code = ExitCode.DONE if status == "done" else ExitCode.UNFINISHED
     if ending.is_orderly:
-        shut_down_process_group()
+        shut_down_process_group(collect=not _is_forked_by_agent())  # the fork server ends its children by os._exit
     process.reporter.send_control(WorkerFinishing(rank=dist_env.rank, exit_code=int(ending.code)))
     return ending.code
 
@@ -134,7 +134,7 @@ class _Ending:
 @contextlib.contextmanager
 def _reporting_errors(process: WorkerProcess) -> Iterator[_Ending]:
     """Report what ends a worker, and turn it into an exit code where its cause is known."""
-    reporter, ending, by_agent = process.reporter, _Ending(), bool(os.environ.get("PHALANX_EVENTS_FD"))
+    reporter, ending, by_agent = process.reporter, _Ending(), _is_forked_by_agent()
     try:
         with naming_causes():
             yield ending
@@ -168,6 +168,11 @@ def describe_early_exit(error: SystemExit, worker_name: str) -> str:
     return (
         f"{worker_name}: {called} was called before the run was done ({frame.filename}:{frame.lineno}, in {frame.name})"
     )
+
+
+def _is_forked_by_agent() -> bool:
+    """Whether the agent's fork server forked this process; otherwise a launcher such as torchrun started it."""
+    return bool(os.environ.get("PHALANX_EVENTS_FD"))
 
 
 def _is_standby() -> bool:

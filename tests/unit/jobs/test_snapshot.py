@@ -134,7 +134,7 @@ def test_a_git_that_does_not_answer_is_reported_with_what_to_try(
 ) -> None:
     program = tmp_path / "bin" / "git"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\nexec sleep 20\n")
+    program.write_text("#!/bin/sh\ncase \"$*\" in *' config '*) exit 1 ;; esac\nexec sleep 20\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(snapshot, "GIT_TIMEOUT_S", 0.2)

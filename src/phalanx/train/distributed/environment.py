@@ -390,16 +390,20 @@ def _wait_collectors() -> None:
         _collector_threads.pop().join()
 
 
-def shut_down_process_group() -> None:
+def shut_down_process_group(collect: bool = True) -> None:
     """Leave the process group in order, if there is one.
 
     What is left of it is garbage-collected: if a group lives until the interpreter exits, its threads may still release
-    a tensor then, which ends the process by SIGABRT ("terminate called without an active exception").
+    a tensor then, which ends the process by SIGABRT ("terminate called without an active exception"). Without `collect`
+    it is left to a process that ends by `os._exit`: a collection copies and walks the 330,000 objects that a worker
+    inherited from the fork server, 0.3 to 0.7 s on two cores.
     """
     was_initialized = dist.is_initialized()
     if was_initialized:
         dist.destroy_process_group()
     _wait_collectors()
+    if not collect:
+        return
     gc.unfreeze()  # otherwise the model of this run would stay in memory as long as the process
     if was_initialized:
         gc.collect()
