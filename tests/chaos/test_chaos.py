@@ -69,6 +69,7 @@ def chaos(
     assert "Traceback" not in errors
     assert lab.processes() == set()
     assert list(temporary.iterdir()) == []
+    assert out, errors
     return process.returncode, json.loads(out)
 
 

@@ -255,7 +255,7 @@ def test_state_that_no_checkpoint_holds_is_said_before_the_first_step_and_refuse
     ended = train(kinds, kind, 1, {"determinism": "fixed-world"})
     assert ended.digest
     (said,) = [event.text for event in ended.events_of_kind(RunWarning) if "no checkpoint" in event.text]
-    assert said.startswith(f"forwards of the model change {changed}, which is in no checkpoint")
+    assert said.startswith(f"forward of the model changes {changed}, which is in no checkpoint")
 
 
 def test_a_builder_that_fails_is_named_with_its_own_line(kinds: TrainHarness) -> None:

@@ -86,8 +86,8 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
     if (checkpoints := run_plan.checkpoint_plan) is not None:
         lines.append(
             f"failures   every {format_duration(checkpoints.mtbf_s)}; with a checkpoint every "
-            f"{format_duration(checkpoints.interval_s)} (Daly), {format_percent(checkpoints.goodput.productive)} of the "
-            "time is productive"
+            f"{format_duration(checkpoints.interval_s)} (Daly), "
+            f"{format_percent(checkpoints.goodput.productive)} of the time is productive"
         )
     if len(run_plan.scaling) > 1:
         base_world, base_speed = run_plan.scaling[0]

@@ -42,7 +42,7 @@ def names(typed: Type) -> list[tuple[str, str]]:
 def test_a_dry_run_shows_what_would_travel_and_submits_nothing(typed: Type, tmp_path: Path) -> None:
     said = typed("submit", "exp/one.yaml", "--snapshot", "workdir", "--dry-run")
     assert "phalanx train one.yaml --run" in said
-    assert "# code that travels: 2 files, 104 bytes, sha256 " in said
+    assert "# code that travels: 2 files, 104 B, sha256 " in said
     assert names(typed) == []
 
 
