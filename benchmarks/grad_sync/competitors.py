@@ -137,7 +137,7 @@ def phalanx_auto(model: RateLimitedModel, turn_info: TurnInfo, **keywords: Any) 
         exchange.end_backward()
         watch.lap("backward")
         exchange.reduce_gradients()
-        watch.lap("exchange")
+        watch.lap("grad_sync")
 
     while not progress.grad_sync_selection.is_final:
         step()

@@ -63,7 +63,7 @@ class Rank:
             self.sum()
             waits = exposed.get(self.train_state.grad_sync_selection.algorithm, exposed["all-reduce"])
             # The other rank computes longer, so this one waits for it besides; and a checkpoint takes its time.
-            parts = {"exchange": waits + 0.7 * self.rank, "backward": BACKWARD, "checkpoint": 3.0}
+            parts = {"grad_sync": waits + 0.7 * self.rank, "backward": BACKWARD, "checkpoint_stall": 3.0}
             self.timer.record_step(COMPUTING + waits + 3.0, parts)
             self.train_state.step += 1
             self.timer.select_if_due()

@@ -336,7 +336,7 @@ def build_plan_json(
     if recipe.precision in seconds:
         breakdown_s = {
             "computing": micro_batches_per_worker * seconds[recipe.precision],
-            "exchange": 0.0,
+            "grad_sync": 0.0,
             "optimizer": seconds["update"],
         }
     peak_bytes = trial_profile.get("peaks") or {}

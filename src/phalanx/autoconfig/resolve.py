@@ -256,7 +256,7 @@ def predict_step_parts(
     if parts is None:
         return {}
     computing = parts.total - parts.grad_sync - parts.optimizer - parts.other
-    by_part = {"computing": computing, "exchange": parts.grad_sync, "optimizer": parts.optimizer}
+    by_part = {"computing": computing, "grad_sync": parts.grad_sync, "optimizer": parts.optimizer}
     return {"calibrated_step_s": parts.total, "calibrated_breakdown_s": by_part, "calibrated_by": "phalanx calibrate"}
 
 

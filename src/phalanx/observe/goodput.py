@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.observe.history import STEP_COMPONENTS, AttemptRecord, RunHistory
 from phalanx.run.event_types import WorkerFailure
 
-WAITING_COMPONENTS = ("data", "checkpoint")
+WAITING_COMPONENTS = ("data_wait", "checkpoint_stall")
 """Parts of a step in which devices wait for something."""
 
 
@@ -104,8 +104,8 @@ def compute_device_time(history: RunHistory) -> DeviceTime:
         allocated_s=attempt_device_s + unavailable,
         productive_s=productive,
         startup_s=starting,
-        data_wait_s=parts["data"],
-        checkpoint_stall_s=parts["checkpoint"],
+        data_wait_s=parts["data_wait"],
+        checkpoint_stall_s=parts["checkpoint_stall"],
         other_blocked_s=other_s,
         wasted_s=wasted_s,
         unavailable_s=unavailable,

@@ -34,7 +34,7 @@ from phalanx.run.events import UnknownFormat
 
 Floats = npt.NDArray[np.float64]
 
-STEP_COMPONENTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
+STEP_COMPONENTS = ("data_wait", "forward", "backward", "grad_sync", "optimizer", "checkpoint_stall", "other")
 """What a step's time is split into, in the order of StepPhases."""
 
 _STEP_COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens", "step_s", "skipped", "noise_scale")

@@ -14,16 +14,16 @@ from phalanx.observe.history import STEP_COMPONENTS, StepTable
 
 MEASURED_COMPONENTS: Mapping[str, tuple[str, ...]] = {
     "computing": ("forward", "backward"),
-    "exchange": ("exchange",),
+    "grad_sync": ("grad_sync",),
     "optimizer": ("optimizer",),
-    "the rest": ("data", "checkpoint", "other"),
+    "the rest": ("data_wait", "checkpoint_stall", "other"),
 }
 """Predicted parts of a step -> the measured parts that they consist of."""
 WARMUP_STEPS_EXCLUDED = 5
 """Steps that are left out where there are more: caches and threads start cold."""
 REASON_TEXTS = {
     "computing": "this machine computed {word} than when it was measured: another program ran here, now or then",
-    "exchange": "workers waited for each other's gradients {more} than predicted",
+    "grad_sync": "workers waited for each other's gradients {more} than predicted",
     "optimizer": "the optimizer state was in slower memory than when it was measured",
     "the rest": "data, checkpoints or bookkeeping are not predicted: see the table of the step time",
 }

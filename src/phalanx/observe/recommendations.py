@@ -58,7 +58,7 @@ def _step_share(summary: RunSummary, component: str) -> float:
 
 def recommend_for_data_wait(summary: RunSummary, history: RunHistory) -> Recommendation | None:
     """The step waits for its samples."""
-    share = _step_share(summary, "data")
+    share = _step_share(summary, "data_wait")
     if share < 0.05:
         return None
     return Recommendation(
@@ -73,7 +73,7 @@ def recommend_for_data_wait(summary: RunSummary, history: RunHistory) -> Recomme
 
 def recommend_for_grad_sync(summary: RunSummary, history: RunHistory) -> Recommendation | None:
     """Workers spend too much of the step on each other's gradients."""
-    share = _step_share(summary, "exchange")
+    share = _step_share(summary, "grad_sync")
     if share < 0.10 or summary.run_info.world_size == 1:
         return None
     batch = summary.run_info.global_batch
@@ -92,7 +92,7 @@ def recommend_for_grad_sync(summary: RunSummary, history: RunHistory) -> Recomme
 def recommend_for_checkpoint_stalls(summary: RunSummary, history: RunHistory) -> Recommendation | None:
     """Training stands still for saves."""
     wall, checkpoints, every = summary.durations.wall_s, summary.checkpoints, summary.run_info.checkpoint_interval_steps
-    share = max(_step_share(summary, "checkpoint"), checkpoints.total_stall_s / wall if wall > 0 else 0.0)
+    share = max(_step_share(summary, "checkpoint_stall"), checkpoints.total_stall_s / wall if wall > 0 else 0.0)
     if share < 0.03 or not checkpoints.count:
         return None
     interval_text = (

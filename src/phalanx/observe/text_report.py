@@ -15,7 +15,7 @@ from phalanx.observe.summary import RunSummary
 PAGE_WIDTH = 100
 _LABEL_WIDTH = 21
 
-COMPONENT_LABELS = {"data": "data wait", "exchange": "gradient sync", "checkpoint": "checkpoint stall"}
+COMPONENT_LABELS = {"data_wait": "data wait", "grad_sync": "gradient sync", "checkpoint_stall": "checkpoint stall"}
 
 
 def render_report_text(summary: RunSummary, recommendations: Sequence[Recommendation]) -> str:

@@ -63,7 +63,7 @@ def profile_steps(
         def one_step(number: int) -> None:
             timer.start()
             batches = next(feed)
-            timer.lap("data")
+            timer.lap("data_wait")
             accumulator.zero_grad(number)
             for arrays in batches:
                 accumulator.seed_micro_batch()

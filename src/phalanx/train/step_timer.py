@@ -10,8 +10,8 @@ import torch
 from phalanx.recipe.devices import device_kind_of
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
 
-STEP_PHASES = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "other")
-OWN_WORK_PHASES = ("data", "forward", "backward", "optimizer")
+STEP_PHASES = ("data_wait", "forward", "backward", "grad_sync", "optimizer", "checkpoint_stall", "other")
+OWN_WORK_PHASES = ("data_wait", "forward", "backward", "optimizer")
 """Phases of a worker's own work; in the others it waits for peers, or does work that only one worker does."""
 
 

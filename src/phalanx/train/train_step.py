@@ -346,7 +346,7 @@ class GradientAccumulator:
             dist.all_reduce(self.metrics.values)
         if self.reducer.metric_slots is not None:
             self.metrics.values = merge_fp64(self.reducer.metric_slots)
-        timer.lap("exchange")
+        timer.lap("grad_sync")
 
     def reduced_values(self) -> Tensor:
         """Summed metrics and the norm of the summed gradients, fp64 [2 M + F + 2] on the device."""

@@ -256,14 +256,14 @@ class Trainer:
 
     def _next_micro_batches(self, batches: Prefetcher) -> list[Any]:
         micro_batches: list[Any] = next(batches)
-        self.timer.lap("data")
+        self.timer.lap("data_wait")
         self._num_yielded = len(micro_batches)
         return micro_batches
 
     def _wait_snapshot_copied(self) -> None:
         """Wait until a save in flight has copied the state, which the optimizer changes next. Saves wait only here."""
         self.checkpoints.wait_snapshot_copied()
-        self.timer.lap("checkpoint")
+        self.timer.lap("checkpoint_stall")
 
     def _run_post_step(self) -> None:
         """Run evaluation and checkpoints that are due after a step."""
@@ -274,7 +274,7 @@ class Trainer:
         if not self.is_done:
             self.checkpoint_policy.save_if_due(self._improved)
             self.checkpoint_policy.copy_to_memory_if_due()
-            self.timer.lap("checkpoint")
+            self.timer.lap("checkpoint_stall")
         self._post_step_done = self.train_state.step
 
     @property
@@ -310,9 +310,9 @@ class Trainer:
         timer.lap("optimizer")
         local_sgd = context.parallel_model.local_sgd
         if local_sgd is not None and local_sgd.local_sgd.after_step(step, updated):
-            timer.lap("exchange")
+            timer.lap("grad_sync")
         self.checkpoints.handle_flags(result.flags)
-        timer.lap("checkpoint")
+        timer.lap("checkpoint_stall")
         units = recipe.batch.global_size * context.units_per_sample
         train_state.step = context.callbacks.run_context.step = step
         train_state.samples_consumed += recipe.batch.global_size
@@ -463,17 +463,9 @@ class Trainer:
         self.context.callbacks.run_hook(event)
 
 
-def phases_of(times: Mapping[str, float]) -> StepPhases:
+def phases_of(seconds_by_phase: Mapping[str, float]) -> StepPhases:
     """The phases of a step as an event has them."""
-    return StepPhases(
-        data_wait=times["data"],
-        forward=times["forward"],
-        backward=times["backward"],
-        grad_sync=times["exchange"],
-        optimizer=times["optimizer"],
-        checkpoint_stall=times["checkpoint"],
-        other=times["other"],
-    )
+    return StepPhases(**seconds_by_phase)
 
 
 def _finite_or_none(value: float) -> float | None:

@@ -136,7 +136,7 @@ def test_a_batch_that_memory_cannot_hold_is_refused(prepared: Path) -> None:
     assert str(caught.value) == (  # a sample is 8 tokens and 8 targets in 64 bits
         "batch.global_size: found 100,000,000, but the samples of a step and those read ahead would take 19.2 GB on "
         "each "
-        "node, which has 1.0 GB of memory; expected at most 5,208,333"
+        "node, which has 1.00 GB of memory; expected at most 5,208,333"
     )
 
 

@@ -60,7 +60,7 @@ def test_who_knows_the_token_comes_in_and_messages_go_both_ways(door: ControlSer
     assert hello == HELLO
     leader.send(Ping(), SendSignal(signal=9))
     assert member.receive() == [Ping(), SendSignal(signal=9)]
-    entry = HeartbeatEntry(rank=4, pid=77, num_beats=9, step=3, phase="data", age_s=2.5, busy_s=1.5)
+    entry = HeartbeatEntry(rank=4, pid=77, num_beats=9, step=3, phase="data_wait", age_s=2.5, busy_s=1.5)
     member.send(Heartbeats(entries=(entry,), stopped_ranks=()))
     assert leader.receive() == [Heartbeats(entries=(entry,), stopped_ranks=())]
     leader.close()

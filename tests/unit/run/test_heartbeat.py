@@ -45,12 +45,12 @@ def test_signs_of_other_workers_are_forgotten(pulses: HeartbeatTable) -> None:
 def test_a_forked_worker_is_heard(pulses: HeartbeatTable) -> None:
     child = os.fork()
     if not child:
-        HeartbeatWriter(pulses.fd, 1).record("data")
+        HeartbeatWriter(pulses.fd, 1).record("data_wait")
         os._exit(0)
     os.waitpid(child, 0)
     beat = pulses.read(1)
     assert beat is not None
-    assert (beat.pid, beat.phase) == (child, "data")
+    assert (beat.pid, beat.phase) == (child, "data_wait")
 
 
 def test_what_workers_do_has_a_name(pulses: HeartbeatTable) -> None:

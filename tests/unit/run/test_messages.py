@@ -104,7 +104,7 @@ WHOLE: list[Message] = [
     NodeDeparture(**NODE, exit_code=77, reason="no GPU"),
     LauncherHello(**NODE, address="10.0.0.2", ports=(1, 2), nproc_per_node=1),
     Heartbeats(
-        entries=(HeartbeatEntry(rank=0, pid=1, num_beats=2, step=3, phase="data", age_s=-1e-4, busy_s=1.0),),
+        entries=(HeartbeatEntry(rank=0, pid=1, num_beats=2, step=3, phase="data_wait", age_s=-1e-4, busy_s=1.0),),
         stopped_ranks=(0,),
     ),
     StopRequested(),

@@ -11,13 +11,25 @@ def test_parts_sum_to_the_whole_and_the_rest_is_other() -> None:
     clock = Clock()
     watch = HostStepTimer(clock)
     watch.start()
-    for part, seconds in (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("forward", 8.0), ("backward", 16.0)):
+    for part, seconds in (
+        ("data_wait", 1.0),
+        ("forward", 2.0),
+        ("backward", 4.0),
+        ("forward", 8.0),
+        ("backward", 16.0),
+    ):
         clock.tick(seconds)
         watch.lap(part)
     clock.tick(32.0)
     seconds, parts = watch.stop()
     assert seconds == 63.0 == sum(parts.values())
-    assert parts == {**dict.fromkeys(STEP_PHASES, 0.0), "data": 1.0, "forward": 10.0, "backward": 20.0, "other": 32.0}
+    assert parts == {
+        **dict.fromkeys(STEP_PHASES, 0.0),
+        "data_wait": 1.0,
+        "forward": 10.0,
+        "backward": 20.0,
+        "other": 32.0,
+    }
 
 
 def test_what_is_skipped_belongs_to_no_part_and_not_to_the_whole() -> None:
@@ -91,7 +103,7 @@ def test_on_a_gpu_what_is_not_done_yet_goes_to_the_next_step_and_nobody_waits() 
     steps = []
     for _ in range(3):
         watch.start()
-        for part, seconds in (("forward", 2.0), ("backward", 4.0), ("exchange", 0.0)):
+        for part, seconds in (("forward", 2.0), ("backward", 4.0), ("grad_sync", 0.0)):
             gpu.queued += seconds
             watch.lap(part)
         gpu.done = gpu.queued  # host and GPU meet

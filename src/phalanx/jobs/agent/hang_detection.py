@@ -16,17 +16,17 @@ MAX_SILENT_STEPS = 5.0
 UNTIMED_PHASES = frozenset({"starting", "restoring", "compiling", "ending"})
 """Phases that may take minutes without heartbeats: importing, reading weights, compiling, saving."""
 NEXT_PHASES = {
-    "data": "forward",
+    "data_wait": "forward",
     "forward": "backward",
-    "backward": "forward or exchange",
-    "exchange": "optimizer",
+    "backward": "forward or gradient sync",
+    "grad_sync": "optimizer",
     "optimizer": "optimizer or checkpoint",
-    "checkpoint": "checkpoint or waiting for data",
+    "checkpoint_stall": "checkpoint or waiting for data",
     "other": "evaluation or checkpoint",
     "evaluation": "evaluation",
 }
 """Activity of a worker after its last heartbeat, by the phase that it finished."""
-STORAGE_PHASES = frozenset({"optimizer", "checkpoint", "other"})
+STORAGE_PHASES = frozenset({"optimizer", "checkpoint_stall", "other"})
 """After these phases a worker may wait for storage: for data, or for a save."""
 
 

@@ -80,7 +80,7 @@ class GradSyncSelector:
             return
         backward = seconds_by_phase["backward"] / self._num_backwards
         self._timings.append(
-            StepTiming(step_s - seconds_by_phase["checkpoint"], seconds_by_phase["exchange"], backward)
+            StepTiming(step_s - seconds_by_phase["checkpoint_stall"], seconds_by_phase["grad_sync"], backward)
         )
 
     def select_if_due(self) -> None:

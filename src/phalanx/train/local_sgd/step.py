@@ -57,7 +57,7 @@ class LocalSGDAccumulator(GradientAccumulator):
         self.metrics.values[-1] = (norm / num_terms.clamp(min=1.0) / self.scaler.scale).square()
         if self.dist_env.world_size > 1:
             dist.all_reduce(self.metrics.values)
-        timer.lap("exchange")
+        timer.lap("grad_sync")
 
     def read_totals(self, values: Sequence[float] | None = None) -> StepTotals:
         """Return totals with this worker's terms and norm, and the root mean square of all workers' norms."""

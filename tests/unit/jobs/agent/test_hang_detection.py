@@ -17,7 +17,7 @@ def test_workers_that_gave_a_sign_a_moment_ago_are_well() -> None:
 
 
 def test_the_one_that_gave_the_fewest_signs_is_waited_for() -> None:
-    found = find_hang({0: beat(51), 1: beat(49, place="data"), 2: beat(51)}, NOW, 0.1, ())
+    found = find_hang({0: beat(51), 1: beat(49, place="data_wait"), 2: beat(51)}, NOW, 0.1, ())
     assert found is not None
     assert (found.rank, found.step, found.phase, found.is_certain) == (1, 9, "forward", False)
     assert found.silence_s == pytest.approx(30.0)
@@ -80,7 +80,9 @@ def test_before_all_have_begun_nothing_is_said() -> None:
 
 
 def test_slow_storage_is_named_where_it_may_be_the_cause() -> None:
-    waiting, computing = (find_hang({0: beat(place=place)}, NOW, 0.1, ()) for place in ("checkpoint", "data"))
+    waiting, computing = (
+        find_hang({0: beat(place=place)}, NOW, 0.1, ()) for place in ("checkpoint_stall", "data_wait")
+    )
     assert waiting is not None
     assert "slow storage" in waiting.phase
     assert computing is not None

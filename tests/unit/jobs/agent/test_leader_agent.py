@@ -853,7 +853,7 @@ def test_leaving_gives_the_signals_back(tmp_path: Path, stage: Stage) -> None:
 def looking(agent: LeaderAgent, now: float, silence: float = 600.0) -> AttemptState:
     """Two workers that fell silent at 100 s, worker 1 a sign earlier; it is `now`."""
     agent.clock, agent.recovery = (lambda: now), RecoveryPolicy(hang_timeout_s=silence)
-    for rank, signs in enumerate((["data", "forward"], ["data"])):
+    for rank, signs in enumerate((["data_wait", "forward"], ["data_wait"])):
         pulse = HeartbeatWriter(agent.fork_server.heartbeat_table.fd, rank, clock=lambda: 100.0)
         pulse.step = 7
         for sign in signs:

@@ -275,11 +275,11 @@ def test_signs_of_far_workers_are_told_by_the_clock_of_this_machine() -> None:
         AuthConnection(near, b"key", is_leader=True), replace(make_hello(1, 2), host="n1"), clock=lambda: 500.0
     )
     member = AuthConnection(far, b"key", is_leader=False)
-    beat = HeartbeatEntry(rank=4, pid=77, num_beats=9, step=3, phase="data", age_s=2.5, busy_s=1.5)
+    beat = HeartbeatEntry(rank=4, pid=77, num_beats=9, step=3, phase="data_wait", age_s=2.5, busy_s=1.5)
     step = made(StepDone, step=3)
     member.send(Heartbeats(entries=(beat,), stopped_ranks=(4,)), step)
     assert node.receive(node.connection) == [step]
-    assert node.heartbeats([4, 5]) == {4: Heartbeat(77, 9, 3, "data", 497.5, 1.5), 5: None}
+    assert node.heartbeats([4, 5]) == {4: Heartbeat(77, 9, 3, "data_wait", 497.5, 1.5), 5: None}
     assert node.stopped_ranks(node.heartbeats([4])) == {4}
     for wire in (node.connection, member):
         wire.close()

@@ -8,7 +8,7 @@ from phalanx.run.heartbeat import Heartbeat
 
 def beats(t: float, step: int, *busy: float) -> dict[int, Heartbeat]:
     return {
-        rank: Heartbeat(pid=100 + rank, count=1, step=step, phase="data", t=t, busy_s=each)
+        rank: Heartbeat(pid=100 + rank, count=1, step=step, phase="data_wait", t=t, busy_s=each)
         for rank, each in enumerate(busy)
     }
 
@@ -44,7 +44,7 @@ def test_nobody_is_slower_than_himself() -> None:
 
 
 def test_other_workers_at_the_same_ranks_are_not_compared_with_those_before() -> None:
-    after = {rank: Heartbeat(999, 1, 20, "data", 20.0, 99.0 * rank) for rank in range(4)}
+    after = {rank: Heartbeat(999, 1, 20, "data_wait", 20.0, 99.0 * rank) for rank in range(4)}
     assert find_straggler(START, after) is None
 
 
