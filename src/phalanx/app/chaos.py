@@ -11,7 +11,7 @@ from typing import Protocol
 
 from phalanx.app.train import describe_finished
 from phalanx.errors import ExitCode, PhalanxError, UsageError
-from phalanx.formatting import format_duration
+from phalanx.formatting import format_duration, format_plural
 from phalanx.jobs.chaos import launcher as chaos_launcher
 from phalanx.jobs.chaos import verify
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, RunShape
@@ -213,7 +213,8 @@ def check_long_enough(fault_plan: Sequence[Fault], run_shape: RunShape, step_s: 
     if needed_s <= run_shape.steps * step_s:
         return
     raise UsageError(
-        f"{len(fault_plan)} faults in {rounds} rounds need at least {format_duration(needed_s)} of training, and the "
+        f"{format_plural(len(fault_plan), 'fault')} in {format_plural(rounds, 'round')} must have at least "
+        f"{format_duration(needed_s)} of training, and the "
         f"run's {run_shape.steps} steps take {format_duration(run_shape.steps * step_s)}; use "
         f"steps={_suggest_steps(needed_s / step_s)}, or fewer faults"
     )

@@ -265,7 +265,7 @@ def create_run(run: Run) -> None:
     except OSError as error:
         if error.errno in RETRYABLE_STORAGE_ERRNOS:
             raise
-        raise UsageError(f"{run.path}: a run cannot be kept here: {error.strerror}; choose another --run") from None
+        raise UsageError(f"{run.path}: cannot create a run here: {error.strerror}; choose another --run") from None
 
 
 def resolve_run(

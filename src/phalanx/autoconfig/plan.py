@@ -20,7 +20,7 @@ from phalanx.cluster.data_sheet import torch_devices
 from phalanx.data.expected_info import expect_data_info
 from phalanx.data.reader import DataInfo
 from phalanx.errors import RecipeError, UsageError
-from phalanx.formatting import format_percent
+from phalanx.formatting import format_percent, format_plural
 from phalanx.planner.bucket_size import best_bucket_mib
 from phalanx.planner.cost import RunCost, estimate_run_cost
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts
@@ -168,8 +168,8 @@ def load_sized_cluster(cluster_name: str, num_gpus: int | None, folder: Path | N
         gpus_per_node = load_cluster(cluster.node.name).node.count
         return load_cluster(f"{cluster.node.name}:{-(-num_gpus // gpus_per_node)}")
     raise UsageError(
-        f"--num-gpus {num_gpus}: {cluster.name} has {cluster.devices} devices: {cluster.nodes} nodes x "
-        f"{cluster.node.count}"
+        f"--num-gpus {num_gpus}: {cluster.name} has {format_plural(cluster.devices, 'device')}: "
+        f"{format_plural(cluster.nodes, 'node')} x {cluster.node.count}"
     )
 
 

@@ -284,7 +284,9 @@ def cancel(
     # all must exist before the first is cancelled
     job_ids = [job_id for job in jobs for job_id in _resolve_job_ids(backend, job)]
     for job_id in job_ids:
+        has_ended = backend.poll(job_id).state.is_final
         backend.cancel(job_id)
+        typer.echo(f"job {job_id} has already ended" if has_ended else f"cancelled job {job_id}")
 
 
 @app.command("prune")

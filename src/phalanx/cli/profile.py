@@ -45,11 +45,13 @@ def profile(
 
 
 def _format_trace(answer: dict[str, Any], top: int) -> str:
+    from phalanx.formatting import format_plural
     from phalanx.observe.text_report import COMPONENT_LABELS
 
     seconds = answer["step_s"]
     breakdown_s = {COMPONENT_LABELS.get(name, name): value for name, value in answer["breakdown_s"].items()}
-    lines = [f"{answer['steps']} steps of {seconds * 1e3:.2f} ms (the profiler adds a small overhead)", ""]
+    steps = format_plural(answer["steps"], "step")
+    lines = [f"{steps} of {seconds * 1e3:.2f} ms (the profiler adds a small overhead)", ""]
     lines += _format_table("part of the step", breakdown_s, seconds)
     lines += ["", *_format_table("kind of operation", answer["kinds_s"], sum(answer["kinds_s"].values()))]
     lines += ["", f"{'operation':<48} {'ms/step':>10} {'calls':>7}"]

@@ -22,7 +22,8 @@ MEASURED_COMPONENTS: Mapping[str, tuple[str, ...]] = {
 WARMUP_STEPS_EXCLUDED = 5
 """Steps that are left out where there are more: caches and threads start cold."""
 REASON_TEXTS = {
-    "computing": "this machine computed {word} than when it was measured: another program ran here, now or then",
+    "computing": "this machine computed {word} than when it was measured: another program may have run at one of the "
+    "two times",
     "grad_sync": "workers waited for each other's gradients {more} than predicted",
     "optimizer": "the optimizer state was in slower memory than when it was measured",
     "the rest": "data, checkpoints or bookkeeping are not predicted: see the table of the step time",

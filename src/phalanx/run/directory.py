@@ -163,12 +163,12 @@ def check_run_path(path: Path) -> None:
     own, in which nothing else is overwritten."""
     nearest_parent = next(candidate for candidate in (path.absolute(), *path.absolute().parents) if candidate.exists())
     if not nearest_parent.is_dir():
-        raise UsageError(f"{path}: a run cannot be kept here: {nearest_parent} is a file; choose another --run")
+        raise UsageError(f"{path}: cannot create a run here: {nearest_parent} is a file; choose another --run")
     if not os.access(nearest_parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{path}: a run cannot be kept here: {nearest_parent} is not writable; choose another --run")
+        raise UsageError(f"{path}: cannot create a run here: {nearest_parent} is not writable; choose another --run")
     if (foreign_file := Run(path).find_foreign_file()) is not None:
         raise UsageError(
-            f"{path}: a run cannot be kept here: the folder is not a run and holds other files, such as "
+            f"{path}: cannot create a run here: the folder is not a run and holds other files, such as "
             f"{foreign_file}; choose another --run, for instance {path / 'run'}"
         )
 

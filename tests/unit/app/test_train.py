@@ -315,7 +315,7 @@ def test_a_place_that_is_refused_by_the_file_system_is_told(tmp_path: Path, monk
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Run, "create", refuse)
-    with pytest.raises(UsageError, match="cannot be kept here: Read-only file system"):
+    with pytest.raises(UsageError, match="cannot create a run here: Read-only file system"):
         create_run(Run(tmp_path / "run"))
 
 

@@ -101,5 +101,7 @@ def test_steps_that_are_over_too_soon_for_so_many_faults_are_told_with_a_number_
     course = RunShape(steps=400, checkpoint_every=20, keep=3, max_restarts=3, world_size=2)
     plan = draw_faults(0, 10, ("kill",), course)
     check_long_enough(plan, course, step_s=0.01)
-    with pytest.raises(UsageError, match=r"10 faults in \d rounds need at least .* 400 steps take 400 ms; use steps="):
+    with pytest.raises(
+        UsageError, match=r"10 faults in \d rounds must have at least .* 400 steps take 400 ms; use steps="
+    ):
         check_long_enough(plan, course, step_s=0.001)

@@ -82,11 +82,11 @@ def test_when_one_recipe_of_three_is_wrong_none_is_submitted(typed: Type, tmp_pa
         (("submit", "--framework", "torch", "--force", "--", "python", "x.py"), "--force is for recipes"),
         (("submit", "exp/one.yaml", "--snapshot", "v1"), "--snapshot v1: "),
         (("ls", "nobody"), "has no array of this name"),
-        (("cancel", "nobody"), "knows no such job"),
-        (("status", "99999999999999999999"), "knows no such job"),
-        (("status", "²"), "knows no such job"),
-        (("signal", "٣", "USR1"), "knows no such job"),
-        (("logs", "9" * 5000), "knows no such job"),
+        (("cancel", "nobody"), "has no such job"),
+        (("status", "99999999999999999999"), "has no such job"),
+        (("status", "²"), "has no such job"),
+        (("signal", "٣", "USR1"), "has no such job"),
+        (("logs", "9" * 5000), "has no such job"),
     ],
 )
 def test_what_cannot_be_is_told(typed: Type, words: tuple[str, ...], told: str) -> None:

@@ -148,4 +148,4 @@ def open_backend(name: str) -> Backend:
 
 def no_such_job_error(backend: str, job_id: str) -> UsageError:
     """Return the error for an unknown job id."""
-    return UsageError(f"{job_id}: {backend} knows no such job; `phalanx jobs ls --on {backend}` lists them")
+    return UsageError(f"{job_id}: {backend} has no such job; `phalanx jobs ls --on {backend}` lists them")

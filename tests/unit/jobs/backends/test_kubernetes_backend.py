@@ -273,7 +273,7 @@ def test_cancelling_removes_a_job_with_its_secret(server: FakeApiServer, tmp_pat
         found = submitted(engine)
         engine.cancel(found)
         assert server.objects == {}
-        with pytest.raises(UsageError, match="kubernetes knows no such job"):
+        with pytest.raises(UsageError, match="kubernetes has no such job"):
             later.poll(found)
 
 
@@ -335,7 +335,7 @@ def test_a_job_that_is_not_there_is_an_error_in_words(engine: KubernetesBackend,
         lambda job: engine.send_signal(job, 15),
         lambda job: list(engine.read_logs(job)),
     ):
-        with pytest.raises(UsageError, match="kubernetes knows no such job; `phalanx jobs ls --on kubernetes`"):
+        with pytest.raises(UsageError, match="kubernetes has no such job; `phalanx jobs ls --on kubernetes`"):
             ask(name)
 
 

@@ -57,7 +57,7 @@ def test_to_ask_makes_no_queue_where_there_is_none(tmp_path: Path) -> None:
         engine.delete_job,
         lambda id: engine.send_signal(id, 1),
     ):
-        with pytest.raises(UsageError, match="1: local knows no such job"):
+        with pytest.raises(UsageError, match="1: local has no such job"):
             call("1")
     restart_dead_daemon(engine)
     assert list(tmp_path.iterdir()) == []

@@ -317,7 +317,7 @@ def test_cancelling_marks_the_job_first_and_leaves_one_that_is_over(tmp_path: Pa
 def test_a_job_that_is_not_there_is_told_so(tmp_path: Path) -> None:
     slurm, _ = engine(tmp_path, {})
     for ask in (slurm.poll, slurm.cancel, lambda id: list(slurm.read_logs(id))):
-        with pytest.raises(UsageError, match="7: slurm knows no such job"):
+        with pytest.raises(UsageError, match="7: slurm has no such job"):
             ask("7")
     assert slurm.list_jobs() == []
 
