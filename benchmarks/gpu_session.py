@@ -170,7 +170,7 @@ class BitsCase:
 
 COMPILED = ("compile=true",)
 REPLICAS = ("determinism=elastic", "batch.micro_size=4", "compile=false")
-WIDE = "model.args={layers: 4, width: 2048, heads: 16}"
+WIDE = "model.args={layers: 4, hidden_size: 2048, num_heads: 16}"
 """A run takes fp8 only for products that are faster in it: a narrow model has none."""
 FP8 = ("precision=fp8", *COMPILED, WIDE, "batch.global_size=32", "data.seq_len=512")
 FP32 = ("precision=fp32", f"steps={FP32_STEPS}", "compile=false")
@@ -193,7 +193,7 @@ BITS = (
     BitsCase("cpu fp32", "fp32 on the CPU", (*FP32, "num_threads=4"), cpu=True),
 )
 TINY = (
-    "model.args={layers: 4, width: 256, heads: 4}",
+    "model.args={layers: 4, hidden_size: 256, num_heads: 4}",
     "batch.global_size=8",
     "data.seq_len=256",
     "checkpoint.every=10 steps",
@@ -393,7 +393,7 @@ def default(session: Session) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         plan = json.loads((where / "plan.json").read_text())
         found["predicted_step_s"] = plan.get("predicted_step_s")
-        found["chosen"] = {each["key"]: [each["value"], each["why"]] for each in plan.get("auto_choices", [])}
+        found["chosen"] = {each["key"]: [each["value"], each["reason"]] for each in plan.get("auto_choices", [])}
     with contextlib.suppress(OSError, ValueError):
         found["joules"] = json.loads((where / "result.json").read_text()).get("joules")
     status, out, errors = session.call([sys.executable, "-m", "phalanx", "report", str(where)], session.left())
