@@ -256,6 +256,8 @@ def train(session: Session, recipe: Path, case: BitsCase) -> dict[str, Any]:
     found = {"exit": process.returncode, "digest": digest, "losses": losses if case.group.endswith("fp32") else []}
     found |= {"last_loss": losses[-1] if losses else None, "seconds": time.monotonic() - begun}
     found["starts"] = sum(isinstance(event, WorkerStarted) for event in events)
+    with contextlib.suppress(OSError, ValueError):
+        found["fp8"] = json.loads((where / "fp8.json").read_text())["layers"]
     if process.returncode != 0:
         found["output"] = told[-1500:]
     return found

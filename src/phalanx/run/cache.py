@@ -1,16 +1,18 @@
 """What Phalanx can make again and keeps to save time: where it lies, and measurements that are remembered for a day."""
 
+import contextlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from phalanx.errors import DataError
+from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 from phalanx.run.private_files import check_owner
 from phalanx.safe_files import read_json
 
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 MAX_ENTRY_BYTES = 64 << 20
 MAX_AGE_S = 86400.0
 """Seconds for which a measurement is taken as it is."""
+LOCK_TIMEOUT_S = 120.0
+"""Seconds to wait for another process that measures the same; then measure anyway."""
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -43,17 +47,33 @@ def load_or_measure(
     now: Callable[[], float] = time.time,
 ) -> dict[str, Any]:
     """Return what `measure` returns (JSON values), or returned within the last day under the same `kind` and `key`.
-    Where the file is torn or unreadable, measure again; where it cannot be written, nothing is cached."""
+    Processes that ask for the same at the same time all get what the first of them measures: two runs of one recipe
+    that start together must choose alike. Where the file is torn or unreadable, measure again; where it cannot be
+    written, nothing is cached."""
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     path = (cache_root() if folder is None else folder) / kind / f"{digest}.json"
-    cached = _read_entry(path, key)
-    if cached is not None and now() - path.stat().st_mtime < MAX_AGE_S:
-        logger.debug("%s: read from %s", kind, path)
-        return cached
-    value = measure()
-    logger.debug("%s: measured for %s", kind, path)
-    _write_entry(path, {"key": key, "value": value, "xxh3": _hash_value(value)})
+    with _lock_entry(path):
+        cached = _read_entry(path, key)
+        if cached is not None and now() - path.stat().st_mtime < MAX_AGE_S:
+            logger.debug("%s: read from %s", kind, path)
+            return cached
+        value = measure()
+        logger.debug("%s: measured for %s", kind, path)
+        _write_entry(path, {"key": key, "value": value, "xxh3": _hash_value(value)})
     return value
+
+
+@contextlib.contextmanager
+def _lock_entry(path: Path) -> Iterator[None]:
+    """Hold the lock of an entry where the file system has locks and the cache can be written."""
+    with contextlib.ExitStack() as stack:
+        # without the lock, processes measure side by side, and each keeps its own value
+        with contextlib.suppress(OSError, LocksUnsupportedError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, fd)
+            acquire_lock(fd, LOCK_TIMEOUT_S, f"the measurement {path.stem}, which another process makes")
+        yield
 
 
 def _read_entry(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
