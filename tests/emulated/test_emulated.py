@@ -197,7 +197,7 @@ def test_a_session_measures_kernels_and_expandable_segments(emulated: dict[str, 
 def test_a_session_trains_a_recipe_without_settings_and_compares_bits(emulated: dict[str, str], tmp_path: Path) -> None:
     session = HERE.parents[1] / "benchmarks/gpu_session.py"
     command = [sys.executable, str(session), "--out", str(tmp_path), "--emulate", "--phases", "default", "bits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "session.json").read_text())
     assert not found.get("failed"), found["failed"]
