@@ -13,6 +13,7 @@ from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, ResolvedRecipe
 from phalanx.recipe.checks import list_divisors
 from phalanx.recipe.devices import device_kind_of
+from phalanx.recipe.field_types import MOST_THREADS
 from phalanx.recipe.grad_sync_defaults import (
     BYTES_PER_MIB,
     DEFAULT_BUCKET_MIB,
@@ -28,7 +29,7 @@ from phalanx.recipe.grad_sync_defaults import (
     overlaps_with_backward,
     start_key,
 )
-from phalanx.recipe.schema import MOST_THREADS, Parallelism
+from phalanx.recipe.schema import Parallelism
 
 MIN_BF16_SPEEDUP = 1.2
 """bf16 is chosen when forward and backward of this model are faster than in fp32 by at least this factor."""

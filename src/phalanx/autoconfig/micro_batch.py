@@ -1,19 +1,18 @@
-"""What a step needs of a worker's memory, and what follows: how much is recomputed, how the loss is computed, and how
-many samples at once. Pure: what a model needs was measured by trials (`autoconfig/trials.py`) and comes in as numbers.
+"""What a step needs of a worker's memory, and which plans fit: activation checkpointing, the way to compute the loss,
+and the micro-batch. Pure: what a model needs was measured by trials (`autoconfig/trials.py`) and comes in as numbers.
+`memory_choice.py` chooses among the plans.
 
 A step holds the training state (weights, gradients, moments of the optimizer) and, for each sample of the micro-batch,
 what forward keeps for backward. The first is counted, the second measured, and divided among ranks as the layout does.
-It is an estimate, good enough to begin with: a trial of the choice follows, and `failed_trials` says what did not
-survive one.
+It is an estimate, good enough to begin with: a trial of the choice follows.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.autoconfig.choices import LOSS_MODES, AutoChoice, num_data_parallel_groups, required_divisor
+from phalanx.autoconfig.choices import LOSS_MODES, num_data_parallel_groups, required_divisor
 from phalanx.errors import RecipeError
-from phalanx.formatting import format_bytes
 from phalanx.planner.scenario import TRANSPORT_BY_COMPRESSION, GradientTransport, transport_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.checks import list_divisors
@@ -99,7 +98,7 @@ def state_bytes_per_parameter(recipe: Recipe, device: str) -> int:
     )
     # Matrix products in 16 bits keep a copy of their weights from forward to backward; FSDP gathers them in 16 bits.
     has_cast_weights = (
-        device != "cpu" and recipe.precision not in ("fp32", "tf32") and _parallelism_or_default(recipe).shard == 1
+        device != "cpu" and recipe.precision not in ("fp32", "tf32") and parallelism_or_default(recipe).shard == 1
     )
     return 8 + optimizer_bytes + math.ceil(transport_bytes) + 2 * has_cast_weights
 
@@ -134,7 +133,7 @@ def fits_unsharded(recipe: Recipe, memory_profile: MemoryProfile, worker: Worker
 def activation_bytes(recipe: Recipe, bytes_per_sample: int, micro_size: int, world_size: int) -> int:
     """Bytes that micro-batches of `micro_size` samples hold on one worker at the peak of a step, where a sample takes
     `peak` without any layout. Stages of a pipeline hold their part of several micro-batches at once."""
-    parallelism = _parallelism_or_default(recipe)
+    parallelism = parallelism_or_default(recipe)
     samples = float(micro_size)
     if parallelism.pipeline > 1:
         num_micro_batches = recipe.batch.global_size // num_data_parallel_groups(recipe, world_size) // micro_size
@@ -156,7 +155,7 @@ def micro_batch_candidates(recipe: Recipe, world_size: int) -> list[int]:
     if recipe.batch.micro_size != "auto":
         return [recipe.batch.micro_size]
     samples_per_group = recipe.batch.global_size // required_divisor(recipe, world_size)
-    candidates, parallelism = list_divisors(samples_per_group)[::-1], _parallelism_or_default(recipe)
+    candidates, parallelism = list_divisors(samples_per_group)[::-1], parallelism_or_default(recipe)
     if parallelism.pipeline == 1:
         return candidates
     num_stages = stages_of(parallelism)
@@ -206,26 +205,26 @@ def loss_modes_to_try(recipe: Recipe, logits_bytes: int, worker: WorkerMemory) -
     `MemoryProfile`."""
     if recipe.task != LANGUAGE_MODELING_TASK:
         return ["whole"]
-    if _parallelism_or_default(recipe).tensor > 1:
+    if parallelism_or_default(recipe).tensor > 1:
         return ["chunked"]  # ranks that hold parts of the vocabulary never have all logits
     if recipe.memory.chunked_loss != "auto":
         return [LOSS_MODES[recipe.memory.chunked_loss is True]]
     return (
         ["whole", "chunked"]
-        if _logits_bytes_per_worker(recipe, logits_bytes, micro_batch_candidates(recipe, worker.world_size)[0])
+        if logits_bytes_per_worker(recipe, logits_bytes, micro_batch_candidates(recipe, worker.world_size)[0])
         > large_logits_bytes(worker)
         else ["whole"]
     )
 
 
-def _checkpointing_modes(recipe: Recipe) -> tuple[str, ...]:
+def checkpointing_modes(recipe: Recipe) -> tuple[str, ...]:
     """Return the modes of activation checkpointing to try, the one with the least recomputation first."""
     if recipe.memory.activation_checkpointing != "auto":
         return (recipe.memory.activation_checkpointing,)
     return tuple(
         mode
         for mode in CHECKPOINTING_MODES
-        if mode != "selective" or not _parallelism_or_default(recipe).splits_backward
+        if mode != "selective" or not parallelism_or_default(recipe).splits_backward
     )
 
 
@@ -238,7 +237,7 @@ def fitting_plans(
     usable_bytes = worker.memory_bytes * numerator // denominator
     state = state_bytes(recipe, memory_profile.trainable_parameters, memory_profile.frozen_parameters, worker.device)
     peak_by_mode = memory_profile.peak_bytes.get(loss_mode) or next(iter(memory_profile.peak_bytes.values()))
-    modes = _checkpointing_modes(recipe)
+    modes = checkpointing_modes(recipe)
     plans = []
     for mode in modes:
         if (sample_bytes := peak_by_mode.get(mode)) is None:
@@ -250,210 +249,17 @@ def fitting_plans(
     return plans
 
 
-StepTimePredictor = Callable[[str, int], float | None]
-"""Seconds of a step with a mode of activation checkpointing and a micro-batch; None where it cannot be predicted."""
-MAX_RELATIVE_STEP_TIME = 0.98
-"""A smaller micro-batch must be predicted to take less than this share of the largest one's time."""
-
-
-def choose_memory(
-    recipe: Recipe,
-    memory_profile: MemoryProfile,
-    worker: WorkerMemory,
-    failed_trials: Collection[TrialSettings] = (),
-    predict_step: StepTimePredictor | None = None,
-) -> list[AutoChoice]:
-    """Recomputation, loss and micro-batch. RecipeError when nothing fits; it names a micro-batch that would where one
-    was given. A micro-batch that was given may fill all of the memory. Of micro-batches that fit the largest is taken,
-    or the one that `predict_step` says to be fastest."""
-    loss_mode, plans = _choose_loss_mode(recipe, memory_profile, worker)
-    remaining = [plan for plan in plans if (plan.checkpointing, plan.loss_mode, plan.micro_size) not in failed_trials]
-    if not remaining:
-        raise RecipeError(_explain_out_of_memory(recipe, memory_profile, worker, loss_mode, failed_trials))
-    best, reason = remaining[0], ""
-    if predict_step is not None and recipe.batch.micro_size == "auto":
-        best, reason = _fastest_plan(remaining, predict_step)
-    return [
-        AutoChoice(
-            "memory.activation_checkpointing",
-            best.checkpointing,
-            _explain_checkpointing(recipe, memory_profile, best, failed_trials),
-        ),
-        AutoChoice(
-            "memory.chunked_loss", best.loss_mode == "chunked", _explain_loss_mode(recipe, memory_profile, worker, best)
-        ),
-        AutoChoice(
-            "batch.micro_size", best.micro_size, reason or _explain_micro_size(recipe, worker, best, failed_trials)
-        ),
-    ]
-
-
-def _fastest_plan(plans: Sequence[MemoryPlan], predict_step: StepTimePredictor) -> tuple[MemoryPlan, str]:
-    """Return the plan with the shortest predicted step among those that recompute as little as the first, and the
-    reason; no reason where that is the first."""
-    first = plans[0]
-    first_s = predict_step(first.checkpointing, first.micro_size)
-    if first_s is None:
-        return first, ""
-    same_mode = [plan for plan in plans if plan.checkpointing == first.checkpointing]
-    seconds = {plan.micro_size: predict_step(plan.checkpointing, plan.micro_size) or math.inf for plan in same_mode}
-    best = min(same_mode, key=lambda plan: seconds[plan.micro_size])
-    if seconds[best.micro_size] >= MAX_RELATIVE_STEP_TIME * first_s:
-        return first, ""
-    reason = f"{seconds[best.micro_size]:.3g} s a step predicted, {first_s:.3g} s with {first.micro_size}"
-    return best, reason
-
-
-def _choose_loss_mode(
-    recipe: Recipe, memory_profile: MemoryProfile, worker: WorkerMemory
-) -> tuple[str, list[MemoryPlan]]:
-    """How to compute the loss, and what fits then."""
-    if recipe.memory.chunked_loss != "auto":
-        given = LOSS_MODES[recipe.memory.chunked_loss is True]
-        return given, fitting_plans(recipe, memory_profile, given, worker)
-    if "chunked" in memory_profile.peak_bytes:
-        # By the micro-batch that it allows itself: with all logits fewer samples fit, and it would seem to be needless.
-        chunked = fitting_plans(recipe, memory_profile, "chunked", worker)
-        if "whole" not in memory_profile.peak_bytes or (
-            chunked
-            and _logits_bytes_per_worker(recipe, memory_profile.logits_bytes, chunked[0].micro_size)
-            > large_logits_bytes(worker)
-        ):
-            return "chunked", chunked
-    return "whole", fitting_plans(recipe, memory_profile, "whole", worker)
-
-
-def _logits_bytes_per_worker(recipe: Recipe, logits_bytes: int, micro_size: int) -> int:
+def logits_bytes_per_worker(recipe: Recipe, logits_bytes: int, micro_size: int) -> int:
     """Bytes of the fp32 logits of a micro-batch on one worker."""
-    return logits_bytes * micro_size // _parallelism_or_default(recipe).context
+    return logits_bytes * micro_size // parallelism_or_default(recipe).context
 
 
-def _explain_checkpointing(
-    recipe: Recipe, memory_profile: MemoryProfile, best: MemoryPlan, failed_trials: Collection[TrialSettings]
-) -> str:
-    if recipe.memory.activation_checkpointing != "auto":
-        return "given"
-    if best.checkpointing == "none":
-        return "activations fit into memory"
-    cheaper_modes = CHECKPOINTING_MODES[: CHECKPOINTING_MODES.index(best.checkpointing)]
-    ran_out_of_memory = any(mode in cheaper_modes for mode, _, _ in failed_trials)
-    peaks = memory_profile.peak_bytes.get(best.loss_mode) or {}
-    sample_bytes = ", ".join(
-        f"{format_bytes(peak)} with {mode}" for mode in cheaper_modes if (peak := peaks.get(mode)) is not None
-    )
-    cause = "a trial ran out of memory" if ran_out_of_memory else "not even one sample would fit"
-    return f"with less of it {cause}" + (f" (a sample takes {sample_bytes})" if sample_bytes else "")
-
-
-def _explain_loss_mode(recipe: Recipe, memory_profile: MemoryProfile, worker: WorkerMemory, best: MemoryPlan) -> str:
-    if recipe.memory.chunked_loss != "auto":
-        return "given"
-    if recipe.task != LANGUAGE_MODELING_TASK:
-        return "chunks are for language models"
-    if best.loss_mode == "chunked" and "whole" not in memory_profile.peak_bytes:
-        return "tensor ranks hold parts of the vocabulary"
-    size = (
-        "all logits of a micro-batch take "
-        f"{format_bytes(_logits_bytes_per_worker(recipe, memory_profile.logits_bytes, best.micro_size))} in fp32"
-    )
-    if best.loss_mode == "whole" and _logits_bytes_per_worker(
-        recipe, memory_profile.logits_bytes, best.micro_size
-    ) > large_logits_bytes(worker):
-        return f"{size}, but this model's output layer cannot be computed in chunks"
-    comparison = "more" if best.loss_mode == "chunked" else "no more"
-    return f"{size}, {comparison} than {format_bytes(large_logits_bytes(worker))}"
-
-
-def _explain_micro_size(
-    recipe: Recipe, worker: WorkerMemory, best: MemoryPlan, failed_trials: Collection[TrialSettings]
-) -> str:
-    if recipe.batch.micro_size != "auto":
-        return "given"
-    candidates = micro_batch_candidates(recipe, worker.world_size)
-    num_groups = required_divisor(recipe, worker.world_size)
-    parallelism = _parallelism_or_default(recipe)
-    if best.micro_size != candidates[0]:
-        reason = (
-            f"the largest that fits: its activations ({format_bytes(best.activation_bytes)}) stay within "
-            f"{_format_usable_fraction(worker)} of the memory"
-        )
-    elif parallelism.pipeline > 1:
-        count = recipe.batch.global_size // num_groups // best.micro_size
-        reason = f"{count} micro-batches a step for the {stages_of(parallelism)} stages of the pipeline"
-    elif recipe.determinism == "elastic":
-        reason = (
-            f"determinism: elastic: {num_groups} micro-batches can be shared by any number of workers that divides it"
-        )
-    else:
-        reason = "one micro-batch for each worker and step"
-    larger = sorted({size for mode, _, size in failed_trials if mode == best.checkpointing and size > best.micro_size})
-    if larger:
-        reason = f"{reason}; a trial of {larger[0]} ran out of memory"
-    return reason
-
-
-def _explain_out_of_memory(
-    recipe: Recipe,
-    memory_profile: MemoryProfile,
-    worker: WorkerMemory,
-    loss_mode: str,
-    failed_trials: Collection[TrialSettings],
-) -> str:
-    """Why nothing is left, and what would be right."""
-    micro_size = recipe.batch.micro_size
-    state = state_bytes(recipe, memory_profile.trainable_parameters, memory_profile.frozen_parameters, worker.device)
-    peak_by_mode = memory_profile.peak_bytes.get(loss_mode) or next(iter(memory_profile.peak_bytes.values()))
-    modes = _checkpointing_modes(recipe)
-    per_sample = [peak for mode in modes if (peak := peak_by_mode.get(mode)) is not None]
-    checkpointing_advice = "" if modes[-1] == "full" else ", memory.activation_checkpointing=full"
-    if isinstance(micro_size, int):
-        automatic = recipe.model_dump()
-        automatic["batch"]["micro_size"] = "auto"
-        smaller_plans = fitting_plans(Recipe.model_validate(automatic), memory_profile, loss_mode, worker)
-        least = max((size for _, _, size in failed_trials), default=micro_size)
-        largest_fitting = max((plan.micro_size for plan in smaller_plans if plan.micro_size < least), default=None)
-        advice = (
-            f"batch.micro_size={largest_fitting} would fit"
-            if largest_fitting
-            else f"not even one would fit: use a smaller model{checkpointing_advice}"
-        )
-        if failed_trials or not per_sample:
-            return f"batch.micro_size: a trial of {micro_size} samples at once ran out of memory; {advice}"
-        needed_bytes = state + activation_bytes(recipe, min(per_sample), micro_size, worker.world_size)
-        return (
-            f"batch.micro_size: {micro_size} samples at once need at least {format_bytes(needed_bytes)}, and a worker "
-            f"has {format_bytes(worker.memory_bytes)}; {advice}"
-        )
-    if failed_trials or not per_sample:
-        cause = "trials ran out of memory, the last with " + (
-            f"{min(size for _, _, size in failed_trials)} samples at once" if failed_trials else "one sample"
-        )
-        return (
-            f"batch.micro_size: not even one micro-batch fits: {cause}; use a smaller model or "
-            f"sequence{checkpointing_advice}"
-        )
-    most, least = USABLE_MEMORY_FRACTION[size_table_of(worker.device)]
-    available_bytes = max(worker.memory_bytes * most // least - state, 0)
-    smallest_bytes = activation_bytes(
-        recipe, min(per_sample), micro_batch_candidates(recipe, worker.world_size)[-1], worker.world_size
-    )
-    return (
-        f"batch.micro_size: not even one sample fits: it takes {format_bytes(smallest_bytes)} in forward and backward, "
-        f"and {format_bytes(available_bytes)} are left after parameters and optimizer state; "
-        f"use a smaller model or sequence{checkpointing_advice}, or give batch.micro_size to try all the same"
-    )
-
-
-def _format_usable_fraction(worker: WorkerMemory) -> str:
-    numerator, denominator = USABLE_MEMORY_FRACTION[size_table_of(worker.device)]
-    return "half" if (numerator, denominator) == (1, 2) else f"{numerator / denominator:.0%}"
-
-
-def _parallelism_or_default(recipe: Recipe) -> Parallelism:
+def parallelism_or_default(recipe: Recipe) -> Parallelism:
+    """Return the layout; one worker where it is still `auto`."""
     return recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else Parallelism()
 
 
 def _num_shards(recipe: Recipe) -> int:
     """Among how many ranks parameters are divided."""
-    parallelism = _parallelism_or_default(recipe)
+    parallelism = parallelism_or_default(recipe)
     return parallelism.shard * parallelism.context * parallelism.tensor * parallelism.pipeline

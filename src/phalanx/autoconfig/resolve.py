@@ -25,11 +25,10 @@ from phalanx.autoconfig.choices import (
     predict_precision,
     resolve_recipe,
 )
+from phalanx.autoconfig.memory_choice import StepTimePredictor, choose_memory
 from phalanx.autoconfig.micro_batch import (
     MemoryProfile,
-    StepTimePredictor,
     WorkerMemory,
-    choose_memory,
     fits_unsharded,
     is_model_sharded,
     loss_modes_to_try,

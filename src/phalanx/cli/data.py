@@ -125,7 +125,8 @@ def _parse_source(
 ) -> "DataSource":
     """Return the source that the options name. Raises UsageError unless it is exactly one."""
     from phalanx.recipe.checks import SOURCES_WITH
-    from phalanx.recipe.schema import LARGEST_SIDE, DataSource, IdxFiles
+    from phalanx.recipe.field_types import LARGEST_SIDE
+    from phalanx.recipe.schema import DataSource, IdxFiles
 
     if sum((bool(globs), idx is not None, images is not None)) != 1:
         raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
@@ -152,7 +153,8 @@ def _parse_source(
 
 
 def _parse_data(tokenizer: str) -> "DataConfig":
-    from phalanx.recipe.schema import LARGEST_VOCABULARY, BpeTokenizerConfig, DataConfig
+    from phalanx.recipe.field_types import LARGEST_VOCABULARY
+    from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig
 
     if not tokenizer.startswith("bpe:"):
         return DataConfig(tokenizer=tokenizer)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from phalanx.recipe.schema import NUMBER_NOT_BOOL
+from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
 Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 MOST_NODES = 1_000_000

@@ -8,11 +8,11 @@ from pathlib import Path
 from phalanx.errors import RecipeError
 from phalanx.recipe.batch_scaling import scale_batch_with_workers
 from phalanx.recipe.devices import DeviceKind, device_kind_of
+from phalanx.recipe.field_types import MOST_SAMPLES
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX
 from phalanx.recipe.pipelines import fitting, stages_of, stages_problem
 from phalanx.recipe.schema import (
-    MOST_SAMPLES,
     SOURCE_KINDS,
     DataConfig,
     DataSource,

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from phalanx.recipe.schema import PERCENT_REGEX, STEPS_REGEX, Recipe
+from phalanx.recipe.field_types import PERCENT_REGEX, STEPS_REGEX
+from phalanx.recipe.schema import Recipe
 from phalanx.recipe.yaml_loader import KeyPath, format_key
 
 JsonSchema = dict[str, Any]
