@@ -18,7 +18,15 @@ from phalanx.recipe.yaml_loader import parse_yaml
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard
 
 SMALL = (
-    *("resolved.yaml", "plan.json", "cluster.json", "environment.json", "result.json", "events.jsonl", "hot.json"),
+    *(
+        "resolved.yaml",
+        "plan.json",
+        "cluster.json",
+        "environment.json",
+        "result.json",
+        "events.jsonl",
+        "in_memory.json",
+    ),
     *("checkpoints/best.json", "checkpoints/step-000000002/MANIFEST.json", "checkpoints/step-000000002/MANIFEST.xxh3"),
 )
 VERBS = (["report"], ["compare"], ["checkpoint", "ls"], ["checkpoint", "verify"])
@@ -37,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saver.poll_when_idle()
     saver.commit()
     (path / "checkpoints" / "best.json").write_text(json.dumps({"step": 2, "loss": 0.5}))
-    (path / "hot.json").write_text(json.dumps({"saved": 2, "lines": [["abc", None]]}))
+    (path / "in_memory.json").write_text(json.dumps({"last_saved_step": 2, "epochs": [["abc", None]]}))
     for name in ("plan.json", "cluster.json", "environment.json", "result.json"):
         if not (path / name).exists():
             (path / name).write_text(json.dumps({"status": "done", "steps": 2, "seconds": 1.0, "digest": "0" * 32}))

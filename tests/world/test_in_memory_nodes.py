@@ -301,4 +301,4 @@ def test_a_second_copy_that_cannot_be_kept_is_told_alike_and_ends_copying(world:
     assert texts == [texts[0]] * 4
     assert texts[0][0].startswith("in-memory checkpoints are off: ")
     assert [list((tmp_path / f"node-{node}").iterdir()) for node in (0, 1)] == [[], []]
-    assert "hot.json" not in os.listdir(tmp_path / "run")
+    assert "in_memory.json" not in os.listdir(tmp_path / "run")

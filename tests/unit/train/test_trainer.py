@@ -104,7 +104,7 @@ def test_a_save_has_the_residuals_with_which_its_step_ended(tmp_path: Path) -> N
     for _ in steps_of(trainer):
         residual += 1.0
     assert trainer.finish() == "done"
-    assert eager == [["exchange/residual/head.weight"]] * 2
+    assert eager == [["grad_sync/residual/head.weight"]] * 2
 
 
 BACKWARD = r"^a training loop must call session\.backward\(loss_sum, terms\) once for every batch$"

@@ -1,6 +1,6 @@
 """Shards of an in-memory checkpoint: one safetensors file per rank, and a record that marks it as complete.
 
-    phalanx-hot-.../step-000000060-<token>/
+    phalanx-in-memory-.../step-000000060-<token>/
         rank-00000.safetensors      as in a durable checkpoint
         rank-00000.json             its own hash, then the contents and checksums of the file, and the run's progress
 

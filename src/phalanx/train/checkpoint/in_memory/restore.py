@@ -85,9 +85,9 @@ def find_verified_copies(
     if dist_env.is_rank_zero:
         newest = max((parse_step(path) for path in list_checkpoints(run.checkpoints)), default=0)
         epochs, saved = read_epochs(run)
-        history = {"lines": epochs if saved <= newest else [], "newest": newest}
+        history = {"epochs": epochs if saved <= newest else [], "newest": newest}
     history = broadcast_json_from_rank_zero(dist_env, history)
-    if not history["lines"]:
+    if not history["epochs"]:
         return None
     node_map, folder = gather_node_map(dist_env, environment), find_node_dir(run, environment)
     copies = (
@@ -101,7 +101,7 @@ def find_verified_copies(
     records = [
         (step, token, record)
         for path, (step, token) in copies
-        if step > history["newest"] and is_valid_copy(history["lines"], token, step)
+        if step > history["newest"] and is_valid_copy(history["epochs"], token, step)
         for record in list_shard_records(path)
         # By rank and not by position in the list, because another worker may remove a bad one meanwhile.
         if parse_rank(record) % len(ranks_on_node) == ranks_on_node.index(dist_env.rank)
