@@ -122,7 +122,7 @@ def kept_and_lost(rank: int, world: int, *, folder: str, layout: dict[str, int])
     assert recalled is not None
     after = worker.state()
     assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)
-    meta = recalled.checkpoint.manifest.meta
+    meta = recalled.manifest.meta
     return {
         "kept": kept,
         "fetched": recalled.fetched_bytes,

@@ -29,7 +29,7 @@ from phalanx.train.checkpoint import manager as manager_module
 from phalanx.train.checkpoint import save as save_module
 from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.checkpoint.policy import FinalSaveError
-from phalanx.train.checkpoint.restore import restore_checkpoint
+from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.nonfinite import MAX_NONFINITE_IN_A_ROW
 from phalanx.train.tasks import LanguageModeling, TensorBatch
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
@@ -94,7 +94,7 @@ def stop_at(parts: TrainContext, step: int) -> None:
 def resumed(path: Path, **changes: Any) -> tuple[SmallParts, TrainState]:
     """The run in `path` as another process would find it."""
     parts = make_parts(path, **changes)
-    loaded = restore_checkpoint(
+    loaded = restore_newest(
         parts.run,
         parts.dist_env,
         parts.app_state,

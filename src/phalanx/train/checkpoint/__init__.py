@@ -17,7 +17,6 @@ from phalanx.train.checkpoint.format import (
     read_manifest,
 )
 from phalanx.train.checkpoint.load import (
-    LoadedCheckpoint,
     find_newest_good,
     load_blocks,
     load_tensors,
@@ -31,7 +30,6 @@ __all__ = [
     "CheckpointManifest",
     "CheckpointSaver",
     "CorruptCheckpointError",
-    "LoadedCheckpoint",
     "SavePhase",
     "SaveStatus",
     "TensorShard",

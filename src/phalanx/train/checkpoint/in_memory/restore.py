@@ -27,7 +27,7 @@ from phalanx.run.in_memory_checkpoint import (
     read_epochs,
     truncate_history,
 )
-from phalanx.train.checkpoint import CorruptCheckpointError, LoadedCheckpoint, list_checkpoints, parse_step
+from phalanx.train.checkpoint import CorruptCheckpointError, list_checkpoints, parse_step
 from phalanx.train.checkpoint.in_memory.checkpointer import prune_copies
 from phalanx.train.checkpoint.in_memory.format import (
     InMemoryShard,
@@ -41,7 +41,13 @@ from phalanx.train.checkpoint.in_memory.format import (
 )
 from phalanx.train.checkpoint.load import find_needed_files
 from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan
-from phalanx.train.checkpoint.restore import ApplyFn, OnRejectFn, RejectedFile, report_rejected_files
+from phalanx.train.checkpoint.restore_disk import (
+    ApplyFn,
+    OnRejectFn,
+    RejectedFile,
+    RestoredCheckpoint,
+    report_rejected_files,
+)
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import (
@@ -66,14 +72,6 @@ class VerifiedCopies:
     node_map: NodeMap
     readers_by_copy: Mapping[CopyId, Mapping[int, Sequence[int]]]
     own_shards: Mapping[CopyId, Mapping[int, InMemoryShard]]
-
-
-@dataclass(frozen=True)
-class RestoredCopy:
-    """A copy that was read. `fetched_bytes` came from other nodes, over all workers."""
-
-    checkpoint: LoadedCheckpoint
-    fetched_bytes: int
 
 
 def find_verified_copies(
@@ -132,7 +130,7 @@ def restore_in_memory(
     state: AppState,
     on_reject: OnRejectFn,
     environment: Mapping[str, str] = os.environ,
-) -> RestoredCopy | None:
+) -> RestoredCheckpoint | None:
     """Load the newest complete copy into the model, optimizer and grad scaler; None if there is none. Every worker
     calls it. Nothing changes before every worker has read its part."""
     if not verified.readers_by_copy:
@@ -168,7 +166,7 @@ def restore_in_memory(
         if not _report_bad_copies(dist_env, bad, on_reject):
             assert apply is not None
             apply()
-            return RestoredCopy(LoadedCheckpoint(path, manifest, {}), fetched)
+            return RestoredCheckpoint(path, manifest, in_memory=True, fetched_bytes=fetched)
     return None
 
 
