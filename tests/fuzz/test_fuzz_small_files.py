@@ -15,7 +15,7 @@ from mutations import SEED, hand, mutated
 from phalanx.cli import main
 from phalanx.errors import PhalanxError
 from phalanx.recipe.yaml_loader import parse_yaml
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard
+from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
 
 SMALL = (
     *(
@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     path: Path = troubled(tmp_path_factory.mktemp("fuzz") / "run")
-    saver = CheckpointSaver(path / "checkpoints", 0, 1)
+    saver = CheckpointSaver(DurableDirectory(path / "checkpoints", 0, 1))
     saver.start(2, [TensorShard.full_tensor("weight", torch.arange(12.0).reshape(3, 4))], {"step": 2, "samples": 2})
     saver.poll_when_idle()
     saver.commit()

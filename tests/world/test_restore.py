@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.compat import observe_operations
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard, format_checkpoint_name
+from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard, format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors
 from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.distributed.dtensor_utils import to_local
@@ -44,7 +44,7 @@ def learn(model: nn.Module, optimizer: OptimizerContainer, steps: int) -> Optimi
 def written(run: Run, *steps: int) -> None:
     """Checkpoints of a single worker after these steps."""
     run.create()
-    saver = CheckpointSaver(run.checkpoints, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
     for step in steps:
         tensors = get_state_tensors(*trained(step), GradScaler())
         progress = asdict(TrainState(step=step))

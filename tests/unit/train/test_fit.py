@@ -24,9 +24,9 @@ from phalanx.run.event_types import (
 )
 from phalanx.run.fields import to_fields
 from phalanx.train.callbacks import RunContext
+from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
 from phalanx.train.checkpoint import manager as manager_module
-from phalanx.train.checkpoint import save as save_module
 from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.checkpoint.policy import FinalSaveError
 from phalanx.train.checkpoint.restore import restore_newest
@@ -353,7 +353,7 @@ def test_a_last_state_that_cannot_be_written_is_not_passed_over(
     def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(save_module, "write_with_checksums", refuse)
+    monkeypatch.setattr(durable_module, "write_with_checksums", refuse)
     parts = make_parts(tmp_path)
     with pytest.raises(FinalSaveError, match="step 6: the last checkpoint could not be written") as caught:
         train(parts)

@@ -224,7 +224,7 @@ def lost_while_saving(path: Path) -> tuple[Trainer, SmallParts]:
     parts = make_parts(path, checkpoint={"every": 4, "keep": 1}, steps=12)
     before = Trainer(parts, TrainState(), {})
     assert 8 in turn_by_turn(before)
-    before.checkpoints._saver._world_size = 2
+    before.checkpoints._saver._destination._world_size = 2  # type: ignore[attr-defined]
     standing = before.detach()
     assert standing.pending_save is not None
     return Trainer(parts, standing, {}), parts

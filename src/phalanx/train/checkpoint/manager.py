@@ -29,6 +29,7 @@ from phalanx.run.directory import write_json
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunWarning
 from phalanx.train.checkpoint import (
     CheckpointSaver,
+    DurableDirectory,
     SavePhase,
     TensorShard,
     apply_retention,
@@ -88,7 +89,9 @@ class CheckpointManager:
         self._report_event, self._flush = save_context.report_event, save_context.flush
         self.in_memory = in_memory
         self._check_membership = check_membership
-        self._saver = CheckpointSaver(run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt)
+        self._saver = CheckpointSaver(
+            DurableDirectory(run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt)
+        )
         self._next_saver: CheckpointSaver | None = None  # this world's, while a save of the previous world is in flight
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removals: list[Future[list[Path]]] = []  # removals of old checkpoints that may still run

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint.format import ShardRecord, TensorRecord, make_safetensors_header
+from phalanx.train.checkpoint.format import FileRecord, RankManifest, ShardRecord, TensorRecord, make_safetensors_header
 from phalanx.train.checkpoint.pinned_buffer import Bytes, PinnedBuffer
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 
@@ -48,12 +48,18 @@ def as_bytes(tensor: torch.Tensor) -> Bytes:
 
 @dataclass(frozen=True)
 class ShardFileSpec:
-    """Where each piece lies in the file: `header`, then the piece i in the bytes `spans[i]`."""
+    """Where each piece lies in `file`: `header`, then the piece i in the bytes `spans[i]`."""
 
+    file: str
     header: bytes
     spans: tuple[tuple[int, int], ...]
     tensors: dict[str, TensorRecord]
     nbytes: int
+
+    def make_manifest(self, chunks: Sequence[str]) -> RankManifest:
+        """Return the rank's manifest, given the checksums of the file's chunks."""
+        files = {self.file: FileRecord(bytes=self.nbytes, chunks=tuple(chunks))}
+        return RankManifest(files=files, tensors=self.tensors)
 
 
 def plan_shard_file(shards: Sequence[TensorShard], file: str) -> ShardFileSpec:
@@ -83,7 +89,7 @@ def plan_shard_file(shards: Sequence[TensorShard], file: str) -> ShardFileSpec:
         tensors[shard.name] = TensorRecord(
             dtype=DTYPE_NAMES[shard.tensor.dtype], shape=shard.shape, pieces=(*known, record)
         )
-    return ShardFileSpec(header, tuple(spans), tensors, shift + sum(end - start for start, end in spans))
+    return ShardFileSpec(file, header, tuple(spans), tensors, shift + sum(end - start for start, end in spans))
 
 
 class StagingBuffer:

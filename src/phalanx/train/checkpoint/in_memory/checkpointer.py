@@ -28,9 +28,10 @@ from phalanx.run.in_memory_checkpoint import (
     remove_node_dir,
     truncate_history,
 )
-from phalanx.train.checkpoint import SavePhase, TensorShard, assign_to_ranks
+from phalanx.train.checkpoint import CheckpointSaver, SavePhase, TensorShard, assign_to_ranks
 from phalanx.train.checkpoint.in_memory.capacity import explain_missing_space, find_available_bytes, is_memory_backed
-from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY, InMemorySaver, format_copy_name, list_copies
+from phalanx.train.checkpoint.in_memory.destination import NodeFolder
+from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY, format_copy_name, list_copies
 from phalanx.train.checkpoint.in_memory.replication import ReplicaClient, ReplicaServer, find_local_address
 from phalanx.train.checkpoint.interval import StepTimes
 from phalanx.train.checkpoint.save_context import SaveContext
@@ -86,7 +87,8 @@ class InMemoryCheckpointer:
         self._is_set_up = self._first_copy_done = False
         self._nodes = NodeMap((0,) * self._dist_env.world_size)
         self._copy_dir: Path | None = None
-        self._saver: InMemorySaver | None = None
+        self._node_folder: NodeFolder | None = None
+        self._saver: CheckpointSaver | None = None
         self._replica_server: ReplicaServer | None = None
         self._replica_client: ReplicaClient | None = None
         self._epoch_token = ""
@@ -206,12 +208,12 @@ class InMemoryCheckpointer:
             truncate_history(self._run, step)
         if not self._is_set_up or self._disabled:
             return
-        assert self._saver is not None
+        assert self._node_folder is not None
         self._cancel_copy()
         self._epoch_start = self._last_copied_step = step
         self._newest_complete_copy = None
         if self._begin_epoch():
-            self._saver.set_epoch_token(self._epoch_token)
+            self._node_folder.epoch_token = self._epoch_token
         if self._nodes.is_node_leader(self._dist_env.rank):
             prune_copies(self._copy_dir, ())
 
@@ -248,12 +250,16 @@ class InMemoryCheckpointer:
 
     def _complete_copy(self, step: int) -> None:
         assert self._saver is not None
+        assert self._node_folder is not None
         write_s = self._saver.poll().duration_s
-        self._saver.keep_shard()
+        self._saver.commit()
+        self._saver.cancel()
         self._newest_complete_copy = format_copy_name(step, self._epoch_token)
         stall_s = self._stall_s
         if self._dist_env.device.type == "cpu":  # the copying thread takes a core from training
-            stall_s += self._saver.cpu_s + (self._replica_server.cpu_s if self._replica_server is not None else 0.0)
+            stall_s += self._node_folder.cpu_s + (
+                self._replica_server.cpu_s if self._replica_server is not None else 0.0
+            )
         self._step_times.copy_overhead.record_done(stall_s)
         if not self._first_copy_done:
             self._first_copy_done = True
@@ -328,9 +334,10 @@ class InMemoryCheckpointer:
         if not self._begin_epoch():
             return False
         send_to_replica = None if self._replica_client is None else self._replica_client.send_shard
-        self._saver = InMemorySaver(
+        self._node_folder = NodeFolder(
             self._copy_dir, dist_env.rank, self._epoch_token, self._prune_before_write, send_to_replica
         )
+        self._saver = CheckpointSaver(self._node_folder)
         return True
 
     def _count_tensors(self, state: Mapping[str, LocalTensor]) -> None:
