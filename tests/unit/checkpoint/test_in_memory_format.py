@@ -61,7 +61,7 @@ def test_a_part_that_is_abandoned_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_part_whose_second_copy_fails_has_failed(tmp_path: Path) -> None:
-    def broken(part: InMemoryShard, image: Any) -> None:
+    def broken(part: InMemoryShard, image: Any, cancelled: Any) -> None:
         raise ConnectionResetError("the other end closed the connection")
 
     saver = saver_of(tmp_path, 0, "a", lambda step: None, broken)

@@ -31,7 +31,7 @@ from phalanx.train.checkpoint import (
 from phalanx.train.checkpoint import commit as commit_module
 from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint.pinned_buffer import PIN_BLOCK_BYTES, PinnedBuffer
-from phalanx.train.checkpoint.staging import StagingBuffer
+from phalanx.train.checkpoint.staging import SharedStaging, StagingBuffer
 
 MB = 1 << 20
 
@@ -91,12 +91,18 @@ def test_what_changes_right_after_wait_copied_is_not_in_the_checkpoint(tmp_path:
         assert all(tensor.eq(step).all() for tensor in load_tensors(path).values())
 
 
-def test_the_staging_buffer_is_allocated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each staging buffer that is allocated."""
     made: list[int] = []
     init = StagingBuffer.__init__
     monkeypatch.setattr(
         StagingBuffer, "__init__", lambda self, nbytes, device: (made.append(nbytes), init(self, nbytes, device))[1]
     )
+    return made
+
+
+def test_the_staging_buffer_is_allocated_once(tmp_path: Path, allocated: list[int]) -> None:
     saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     tensors = state(big=1000)
     assert saver.reserve_space(pieces(tensors)) > 1_000_000
@@ -104,7 +110,38 @@ def test_the_staging_buffer_is_allocated_once(tmp_path: Path, monkeypatch: pytes
         saver.start(step, pieces(tensors), {})
         saver.poll_when_idle()
         saver.commit()
-    assert len(made) == 1
+    assert len(allocated) == 1
+
+
+def test_savers_of_one_worker_share_a_buffer_that_grows_to_the_largest_save(
+    tmp_path: Path, allocated: list[int]
+) -> None:
+    staging = SharedStaging()
+    savers = [CheckpointSaver(DurableDirectory(tmp_path / str(number), 0, 1), staging) for number in range(2)]
+    for step, (saver, elements) in enumerate([(savers[0], 10), (savers[1], 1000), (savers[0], 10)], 1):
+        saver.start(step, pieces({"w": torch.full((elements,), float(step))}), {})
+        saver.poll_when_idle()
+        path = saver.commit().path
+        assert path is not None
+        assert load_tensors(path)["w"].eq(step).all()
+    assert len(allocated) == 2
+    assert allocated[0] < 1000 < allocated[1]
+
+
+def test_a_save_does_not_wait_until_a_larger_buffer_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, device = SharedStaging(), torch.device("cuda")
+    ready: set[int] = {10}
+    monkeypatch.setattr(
+        "phalanx.train.checkpoint.staging.StagingBuffer",
+        lambda nbytes, device: SimpleNamespace(
+            nbytes=nbytes, fits_bytes=lambda wanted, _: wanted <= nbytes, is_ready=nbytes in ready
+        ),
+    )
+    staging.reserve(10, device)
+    staging.reserve(30, device)
+    assert staging.take(10, device).nbytes == 10  # type: ignore[attr-defined]
+    assert staging.take(20, device).nbytes == 30  # type: ignore[attr-defined]
+    assert staging.take(10, device).nbytes == 30  # type: ignore[attr-defined]
 
 
 def test_a_second_save_while_one_is_in_flight_is_refused(tmp_path: Path, gate: threading.Event) -> None:

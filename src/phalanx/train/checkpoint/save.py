@@ -24,12 +24,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from phalanx.recipe.devices import device_kind_of
 from phalanx.train.checkpoint.format import CHUNK_BYTES, RankManifest, rank_file_name
 from phalanx.train.checkpoint.pinned_buffer import Bytes
-from phalanx.train.checkpoint.staging import ShardFileSpec, StagingBuffer, TensorShard, plan_shard_file
+from phalanx.train.checkpoint.staging import ShardFileSpec, SharedStaging, StagingBuffer, TensorShard, plan_shard_file
 
 _WRITER_NICENESS = 10
+POLL_INTERVAL_S = 0.02
+"""Interval at which a worker that waits for a background thread checks that the other workers are alive."""
 
 
 class Destination(Protocol):
@@ -98,10 +102,18 @@ def assign_to_ranks(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]
 
 
 class CheckpointSaver:
-    """Save the shards of one rank to a destination."""
+    """Save the shards of one rank to a destination.
 
-    def __init__(self, destination: Destination, clock: Callable[[], float] = time.perf_counter):
+    Savers of one worker share `shared_staging`: while one has a save in flight, the others must not start one."""
+
+    def __init__(
+        self,
+        destination: Destination,
+        shared_staging: SharedStaging | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self._destination, self._clock = destination, clock
+        self._shared_staging = shared_staging or SharedStaging()
         self._file_spec_key: object = None
         self._file_spec = ShardFileSpec("", b"", (), {}, 0)
         self._staging: StagingBuffer | None = None
@@ -120,13 +132,7 @@ class CheckpointSaver:
 
     def allocate_buffer(self, shards: Sequence[TensorShard]) -> None:
         """Allocate the staging buffer before the first save; for tensors on a GPU, in the background."""
-        file_spec = self._get_file_spec(shards)
-        device = next(
-            (shard.tensor.device for shard in shards if device_kind_of(shard.tensor.device.type).is_gpu), None
-        )
-        if self._staging is None or not self._staging.fits_bytes(file_spec.nbytes, device):
-            self._staging = None  # free the old one first
-            self._staging = StagingBuffer(file_spec.nbytes, device)
+        self._shared_staging.reserve(self._get_file_spec(shards).nbytes, _find_gpu(shards))
 
     def reserve_space(self, shards: Sequence[TensorShard]) -> int:
         """Allocate the staging buffer and check free space before training starts; return the bytes that this rank will
@@ -156,12 +162,12 @@ class CheckpointSaver:
         self._start_time = self._clock()
         self._destination.retry_cleanup()
         self.reserve_space(shards)
-        assert self._staging is not None
+        self._staging = staging = self._shared_staging.take(self._file_spec.nbytes, _find_gpu(shards))
         self._meta, shards = dict(meta), list(shards)
         self._status = SaveStatus(SavePhase.WRITING, step)
-        self._staging.start_copy(self._file_spec, shards, copy_now)
+        staging.start_copy(self._file_spec, shards, copy_now)
         self._copied.clear()
-        self._job = _run_in_background(partial(self._copy_and_write, self._staging, self._file_spec, shards, copy_now))
+        self._job = _run_in_background(partial(self._copy_and_write, staging, self._file_spec, shards, copy_now))
 
     def wait_snapshot_copied(self) -> float:
         """Wait until the snapshot is copied; return the seconds waited. On a GPU only the GPU stream waits."""
@@ -196,11 +202,12 @@ class CheckpointSaver:
         self.commit_async()
         return self.poll_when_idle()
 
-    def cancel(self) -> None:
+    def cancel(self, while_waiting: Callable[[], None] = lambda: None) -> None:
         """Abandon the save in flight, if any, and remove the files that this rank wrote; nothing more is written. When
-        one rank fails, all ranks call this."""
+        one rank fails, all ranks call this. `while_waiting` is called until the background thread has stopped."""
         self._cancelled.set()
-        state = self.poll_when_idle()
+        while (state := self.poll_when_idle(POLL_INTERVAL_S)).is_busy:
+            while_waiting()
         if state.phase in (SavePhase.WRITTEN, SavePhase.FAILED):
             self._destination.remove_own(state.step)
         self._status = SaveStatus(SavePhase.IDLE)
@@ -246,6 +253,12 @@ class CheckpointSaver:
 
     def _make_status(self, phase: SavePhase, step: int, **facts: Any) -> SaveStatus:
         return SaveStatus(phase, step, duration_s=self._clock() - self._start_time, **facts)
+
+
+def _find_gpu(shards: Sequence[TensorShard]) -> torch.device | None:
+    """Return the GPU that holds tensors of the shards, if any."""
+    devices = (shard.tensor.device for shard in shards)
+    return next((device for device in devices if device_kind_of(device.type).is_gpu), None)
 
 
 def _run_in_background(work: Callable[[], SaveStatus]) -> "Future[SaveStatus]":

@@ -92,8 +92,32 @@ def plan_shard_file(shards: Sequence[TensorShard], file: str) -> ShardFileSpec:
     return ShardFileSpec(file, header, tuple(spans), tensors, shift + sum(end - start for start, end in spans))
 
 
+class SharedStaging:
+    """The one staging buffer of a worker, for saves to every destination, of which one at a time is in flight.
+
+    It grows to the largest save. A GPU's buffer is used until a larger one is page-locked, so that no save waits."""
+
+    def __init__(self) -> None:
+        self._buffers: list[StagingBuffer] = []
+
+    def reserve(self, nbytes: int, device: torch.device | None) -> None:
+        """Allocate the buffer for saves of `nbytes`; for tensors on a GPU `device`, in the background."""
+        if not any(buffer.fits_bytes(nbytes, device) for buffer in self._buffers):
+            if device is None:
+                self._buffers.clear()  # free the old one first
+            self._buffers.append(StagingBuffer(nbytes, device))
+
+    def take(self, nbytes: int, device: torch.device | None) -> "StagingBuffer":
+        """Return the buffer for a save of `nbytes`."""
+        self.reserve(nbytes, device)
+        fitting = [buffer for buffer in self._buffers if buffer.fits_bytes(nbytes, device)]
+        chosen = next((buffer for buffer in reversed(fitting) if buffer.is_ready), fitting[0])
+        self._buffers = self._buffers[self._buffers.index(chosen) :]
+        return chosen
+
+
 class StagingBuffer:
-    """A buffer of at least `nbytes`, allocated once, then used by every save; for a GPU's tensors with its `device`."""
+    """A buffer of at least `nbytes`, used by every save that fits; for a GPU's tensors with its `device`."""
 
     def __init__(self, nbytes: int, device: torch.device | None):
         self.device = device
@@ -107,6 +131,11 @@ class StagingBuffer:
     def is_pinned(self) -> bool:
         """Whether copies from the GPU need no host to wait; known once a save has begun."""
         return self._memory.is_pinned
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a copy to it starts at once."""
+        return self._memory.is_ready
 
     def fits_bytes(self, nbytes: int, device: torch.device | None) -> bool:
         return len(self._buffer) >= nbytes and (device is None or self.device == device)

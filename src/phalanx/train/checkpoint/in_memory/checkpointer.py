@@ -76,6 +76,7 @@ class InMemoryCheckpointer:
         self._run, self._dist_env, self._mesh = save_context.run, save_context.dist_env, save_context.mesh
         self._common_meta, self._environment = save_context.common_meta, environment
         self._report_event, self._flush = save_context.report_event, save_context.flush
+        self._staging = save_context.staging
         self._step_times, self._checkpoint_interval = step_times, checkpoint_interval
         self._overhead_fraction = parse_percent(interval) if isinstance(interval, str) else None
         self.interval_steps: int | None = interval if isinstance(interval, int) else None
@@ -209,7 +210,7 @@ class InMemoryCheckpointer:
         if not self._is_set_up or self._disabled:
             return
         assert self._node_folder is not None
-        self._cancel_copy()
+        self.cancel_copy()
         self._epoch_start = self._last_copied_step = step
         self._newest_complete_copy = None
         if self._begin_epoch():
@@ -237,14 +238,16 @@ class InMemoryCheckpointer:
         for peer in (self._replica_client, self._replica_server):
             if peer is not None:
                 peer.close()
-        self._cancel_copy()
+        self.cancel_copy()
         if self._replica_client is not None:
             self._replica_client.close_socket()
         self._replica_client = self._replica_server = None
 
-    def _cancel_copy(self) -> None:
-        if self._saver is not None:
-            self._saver.cancel()
+    def cancel_copy(self, check_membership: Callable[[], None] = lambda: None) -> None:
+        """Abandon the copy in flight, if any, on all workers. `check_membership` is called while this waits for the
+        background thread, which may wait for a worker that is gone; it raises if one is."""
+        if self._saver is not None and self.step_in_flight is not None:
+            self._saver.cancel(check_membership)
             self._step_times.copy_overhead.record_failed()
         self.step_in_flight, self._waiting_for_copy, self._stall_s, self.failure_reason = None, False, 0.0, ""
 
@@ -337,7 +340,7 @@ class InMemoryCheckpointer:
         self._node_folder = NodeFolder(
             self._copy_dir, dist_env.rank, self._epoch_token, self._prune_before_write, send_to_replica
         )
-        self._saver = CheckpointSaver(self._node_folder)
+        self._saver = CheckpointSaver(self._node_folder, self._staging)
         return True
 
     def _count_tensors(self, state: Mapping[str, LocalTensor]) -> None:

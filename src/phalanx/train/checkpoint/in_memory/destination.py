@@ -13,8 +13,8 @@ from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.shard_file import write_with_checksums
 from phalanx.train.checkpoint.staging import ShardFileSpec
 
-SendToReplica = Callable[[InMemoryShard, Bytes], None]
-"""Sends a shard to the node that keeps its replica. Raises OSError on failure."""
+SendToReplica = Callable[[InMemoryShard, Bytes, threading.Event], None]
+"""Sends a shard to the node that keeps its replica. Raises OSError on failure, and once the event is set."""
 
 
 class NodeFolder:
@@ -55,7 +55,7 @@ class NodeFolder:
         )
         write_shard_record(path.parent, shard)
         if self._send_to_replica is not None:
-            self._send_to_replica(shard, image)
+            self._send_to_replica(shard, image, cancelled)
         self.cpu_s = time.thread_time()  # each save runs in a new thread
 
     def commit(self, step: int, meta: dict[str, Any]) -> tuple[Path, int]:
