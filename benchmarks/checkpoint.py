@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard, load_tensors, read_manifest
+from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard, load_tensors, read_manifest
 
 LAYER_WIDTH = 2048
 BATCH_ROWS = 256
@@ -122,7 +122,7 @@ class PhalanxSaver:
         self._step = 0
 
     def start(self, folder: Path, state: State) -> None:
-        self._saver = self._savers.setdefault(folder.parent, CheckpointSaver(folder.parent, 0, 1))
+        self._saver = self._savers.setdefault(folder.parent, CheckpointSaver(DurableDirectory(folder.parent, 0, 1)))
         self._step += 1
         self._saver.start(self._step, [TensorShard.full_tensor(*item) for item in state.items()], {"samples": 0})
 

@@ -93,7 +93,7 @@ def test_a_checkpoint_has_what_was_under_way(lab: TrainHarness) -> None:
     changes, run = changes_of("diloco", every=4, num_fragments=2, sync_delay=1), lab.new_run()
     lab.train({**changes, "checkpoint": {"every": 6, "keep": 3}, "evaluation": {"every": 6}}, 2, run, faults=[SLOW])
     flying = {
-        parse_step(path): {name for name in read_manifest(path).tensors if name.startswith("exchange/flying/")}
+        parse_step(path): {name for name in read_manifest(path).tensors if name.startswith("local_sgd/in_flight/")}
         for path in list_checkpoints(run.checkpoints)
     }
     assert flying[6]
@@ -145,13 +145,15 @@ def test_a_checkpoint_has_a_row_for_each_worker_of_what_is_its_own(lab: TrainHar
     ended = lab.train_reference(changes_of("diloco"), 2)
     path = max(list_checkpoints(ended.run.checkpoints), key=parse_step)
     tensors, parameters = load_tensors(path), [n for n in read_manifest(path).tensors if "/" not in n]
-    assert not [name for name in tensors if name.startswith("optimizer/") or name == f"exchange/worker/{parameters[0]}"]
+    assert not [
+        name for name in tensors if name.startswith("optimizer/") or name == f"local_sgd/worker/{parameters[0]}"
+    ]
     for name in parameters:
-        rows = tensors[f"exchange/worker/optimizer/{name}/exp_avg"]
+        rows = tensors[f"local_sgd/worker/optimizer/{name}/exp_avg"]
         assert rows.shape == (2, *tensors[name].shape)
         assert not rows[0].equal(rows[1])
-        assert tensors[f"exchange/momentum/{name}"].shape == tensors[name].shape
-        assert tensors[f"exchange/worker/optimizer/{name}/step"].tolist() == [12.0, 12.0]
+        assert tensors[f"local_sgd/outer_momentum/{name}"].shape == tensors[name].shape
+        assert tensors[f"local_sgd/worker/optimizer/{name}/step"].tolist() == [12.0, 12.0]
 
 
 @pytest.mark.parametrize("method", ["average", pytest.param("diloco", marks=pytest.mark.slow)])

@@ -15,10 +15,18 @@ from mutations import SEED, hand, mutated
 from phalanx.cli import main
 from phalanx.errors import PhalanxError
 from phalanx.recipe.yaml_loader import parse_yaml
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard
+from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
 
 SMALL = (
-    *("resolved.yaml", "plan.json", "cluster.json", "environment.json", "result.json", "events.jsonl", "hot.json"),
+    *(
+        "resolved.yaml",
+        "plan.json",
+        "cluster.json",
+        "environment.json",
+        "result.json",
+        "events.jsonl",
+        "in_memory.json",
+    ),
     *("checkpoints/best.json", "checkpoints/step-000000002/MANIFEST.json", "checkpoints/step-000000002/MANIFEST.xxh3"),
 )
 VERBS = (["report"], ["compare"], ["checkpoint", "ls"], ["checkpoint", "verify"])
@@ -32,12 +40,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     path: Path = troubled(tmp_path_factory.mktemp("fuzz") / "run")
-    saver = CheckpointSaver(path / "checkpoints", 0, 1)
+    saver = CheckpointSaver(DurableDirectory(path / "checkpoints", 0, 1))
     saver.start(2, [TensorShard.full_tensor("weight", torch.arange(12.0).reshape(3, 4))], {"step": 2, "samples": 2})
     saver.poll_when_idle()
     saver.commit()
     (path / "checkpoints" / "best.json").write_text(json.dumps({"step": 2, "loss": 0.5}))
-    (path / "hot.json").write_text(json.dumps({"saved": 2, "lines": [["abc", None]]}))
+    (path / "in_memory.json").write_text(json.dumps({"last_saved_step": 2, "epochs": [["abc", None]]}))
     for name in ("plan.json", "cluster.json", "environment.json", "result.json"):
         if not (path / name).exists():
             (path / name).write_text(json.dumps({"status": "done", "steps": 2, "seconds": 1.0, "digest": "0" * 32}))

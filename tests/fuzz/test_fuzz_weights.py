@@ -21,6 +21,7 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.schema import LoraConfig
 from phalanx.train.checkpoint import (
     CheckpointSaver,
+    DurableDirectory,
     TensorShard,
     digest_checkpoint,
     find_newest_good,
@@ -46,7 +47,7 @@ TENSORS = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz") / "checkpoints"
-    saver = CheckpointSaver(folder, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(folder, 0, 1))
     saver.start(2, [TensorShard.full_tensor(name, value) for name, value in TENSORS.items()], {"step": 2, "samples": 2})
     saver.poll_when_idle()
     saver.commit()

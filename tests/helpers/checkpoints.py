@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard
+from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
 from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 
@@ -40,7 +40,7 @@ def save(
     directory: Path, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any] | None = None
 ) -> Path:
     """A checkpoint written by one rank, the ordinary way."""
-    saver = CheckpointSaver(directory, rank=0, world_size=1)
+    saver = CheckpointSaver(DurableDirectory(directory, 0, 1))
     saver.start(
         step,
         [TensorShard.full_tensor(*item) for item in tensors.items()],

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 
-from phalanx.train.checkpoint import commit, save
+from phalanx.train.checkpoint import commit, durable
 
 HALF_DIVISOR = 2
 UNTIL_LOST = "lost"
@@ -65,7 +65,7 @@ def is_of_step(plan, path):
 
 def install_kill(plan):
     """Have this process end at the moment of the plan."""
-    image, record, rename = save.write_with_checksums, save.write_synced, commit._rename_to_final
+    image, record, rename = durable.write_with_checksums, durable.write_synced, commit._rename_to_final
     moment = plan["moment"]
 
     def write_image(path, content, given_up=None):
@@ -90,7 +90,7 @@ def install_kill(plan):
         if is_of_step(plan, temporary) and moment == "published":
             die()
 
-    save.write_with_checksums, save.write_synced, commit._rename_to_final = write_image, write_synced, put
+    durable.write_with_checksums, durable.write_synced, commit._rename_to_final = write_image, write_synced, put
 
 
 def is_whole(record):
@@ -111,14 +111,14 @@ def poll(condition):
 
 
 def delay_writes(plan, wait):
-    image = save.write_with_checksums
+    image = durable.write_with_checksums
 
     def write_image(path, content, given_up=None):
         if is_of_step(plan, path):
             wait()
         return image(path, content, given_up)
 
-    save.write_with_checksums = write_image
+    durable.write_with_checksums = write_image
 
 
 def die():

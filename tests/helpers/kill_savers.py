@@ -22,6 +22,7 @@ import torch
 
 from phalanx.train.checkpoint import (
     CheckpointSaver,
+    DurableDirectory,
     TensorShard,
     apply_retention,
     clean_checkpoint_dir,
@@ -37,7 +38,7 @@ CALLS = ("write", "fsync", "rename", "unlink", "rmdir", "mkdir")
 
 
 def child(directory: Path, numbers: Iterable[int], tell: Callable[[int], None]) -> None:
-    saver = CheckpointSaver(directory, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(directory, 0, 1))
     for number in numbers:
         tensors = {"a": torch.full((SIZE,), float(number)), "b": torch.tensor(number)}
         saver.start(1 + number % 3, [TensorShard.full_tensor(*item) for item in tensors.items()], {"number": number})

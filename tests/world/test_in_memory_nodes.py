@@ -122,7 +122,7 @@ def kept_and_lost(rank: int, world: int, *, folder: str, layout: dict[str, int])
     assert recalled is not None
     after = worker.state()
     assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)
-    meta = recalled.checkpoint.manifest.meta
+    meta = recalled.manifest.meta
     return {
         "kept": kept,
         "fetched": recalled.fetched_bytes,
@@ -301,4 +301,4 @@ def test_a_second_copy_that_cannot_be_kept_is_told_alike_and_ends_copying(world:
     assert texts == [texts[0]] * 4
     assert texts[0][0].startswith("in-memory checkpoints are off: ")
     assert [list((tmp_path / f"node-{node}").iterdir()) for node in (0, 1)] == [[], []]
-    assert "hot.json" not in os.listdir(tmp_path / "run")
+    assert "in_memory.json" not in os.listdir(tmp_path / "run")

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from phalanx.compat import observe_operations
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard, format_checkpoint_name
+from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard, format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors
-from phalanx.train.checkpoint.restore import restore_checkpoint
+from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
@@ -44,7 +44,7 @@ def learn(model: nn.Module, optimizer: OptimizerContainer, steps: int) -> Optimi
 def written(run: Run, *steps: int) -> None:
     """Checkpoints of a single worker after these steps."""
     run.create()
-    saver = CheckpointSaver(run.checkpoints, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
     for step in steps:
         tensors = get_state_tensors(*trained(step), GradScaler())
         progress = asdict(TrainState(step=step))
@@ -87,7 +87,7 @@ def restored(
     divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
     learn(model, optimizer, 5)
     before, told = state(divided, optimizer), list[tuple[str, str]]()
-    loaded = restore_checkpoint(
+    loaded = restore_newest(
         run, place, AppState(divided, optimizer, GradScaler()), lambda path, *what: told.append((path.name, what[0]))
     )
     after = state(divided, optimizer)
@@ -125,7 +125,8 @@ def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place
     for parameter in model.parameters():
         known.add(to_local(parameter).untyped_storage().data_ptr())
     with observe_operations(note):
-        restore_checkpoint(run, place, AppState(divided, optimizer, GradScaler()), lambda *bad: None, in_place=in_place)
+        held = AppState(divided, optimizer, GradScaler())
+        restore_newest(run, place, held, lambda *bad: None, durable_only=True, in_place=in_place)
     whole = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in get_state_tensors(model, optimizer, GradScaler()).items()

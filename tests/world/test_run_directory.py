@@ -277,7 +277,14 @@ def test_a_run_is_done_with_closed_streams_among_files_called_like_modules(lab: 
 def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: TrainHarness, damage: str) -> None:
     stopped = lab.train({}, 2, faults=[plan_fault(6, "term")])
     run = stopped.run
-    small = [run.plan, run.cluster, run.environment, run.result, run.checkpoints / "best.json", run.path / "hot.json"]
+    small = [
+        run.plan,
+        run.cluster,
+        run.environment,
+        run.result,
+        run.checkpoints / "best.json",
+        run.path / "in_memory.json",
+    ]
     for path in small:
         if damage == "lost":
             path.unlink(missing_ok=True)

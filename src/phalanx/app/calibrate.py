@@ -185,12 +185,12 @@ def save_test_checkpoint(payload: dict[str, Any]) -> float:
 
     import torch
 
-    from phalanx.train.checkpoint import CheckpointSaver, SavePhase, TensorShard
+    from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, SavePhase, TensorShard
 
     folder, tensors = Path(payload["folder"]) / "checkpoints", 8
     values = torch.randn(max(1, payload["bytes"] // 4 // tensors))
     shards = [TensorShard.full_tensor(f"tensor-{index}", values) for index in range(tensors)]
-    saver = CheckpointSaver(folder, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(folder, 0, 1))
     try:
         saver.reserve_space(shards)  # a run has done so before its first checkpoint
         saver.start(1, shards, {"step": 1, "samples_consumed": 0})

@@ -4,10 +4,11 @@ content.
 Each node has a private folder for a run: below /dev/shm, which is memory, or below PHALANX_IN_MEMORY_DIR. Its name is
 derived from the run directory's path, so that the agent of a node always knows which folder to remove.
 
-`hot.json` in the run directory lists the epochs of the run's history, newest first, each with its last valid step: null
-for the epoch that is being trained. A run that goes back to a step truncates all epochs there. A copy carries the token
-of its epoch, which identifies stale copies that a lost node brings back or a deleted run left behind. `saved` is the
-newest checkpoint: where it is missing, the user has undone what came after the one before, and no copy is valid.
+`in_memory.json` in the run directory lists the epochs of the run's history, newest first, each with its last valid
+step: null for the epoch that is being trained. A run that goes back to a step truncates all epochs there. A copy
+carries the token of its epoch, which identifies stale copies that a lost node brings back or a deleted run left behind.
+`last_saved_step` is the step of the newest checkpoint: where it is missing, the user has undone what came after the one
+before, and no copy is valid.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from phalanx.run.private_files import is_writable_by_others
 DIR_VARIABLE = "PHALANX_IN_MEMORY_DIR"
 """Names the folder below which in-memory checkpoints are stored."""
 SHM_DIR = Path("/dev/shm")
-DIR_PREFIX = "phalanx-hot"
+DIR_PREFIX = "phalanx-in-memory"
 OWNER_FILE = "run"
 """File in a node's folder that holds the run directory's path."""
 STALE_AFTER_S, ABANDONED_AFTER_S = 7200.0, 86_400.0
@@ -112,8 +113,8 @@ def remove_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> No
 
 
 def history_path(run: Run) -> Path:
-    """Where the lines of history stand."""
-    return run.path / "hot.json"
+    """Return the file that lists the epochs of a run's history."""
+    return run.path / "in_memory.json"
 
 
 def delete_history(run: Run) -> None:
@@ -128,10 +129,10 @@ def read_epochs(run: Run) -> tuple[Epochs, int]:
         value = run.read_json(history_path(run)) or {}
     except DataError:
         return [], 0
-    epochs, saved = value.get("lines"), value.get("saved")
+    epochs, saved = value.get("epochs"), value.get("last_saved_step")
     if not isinstance(epochs, list) or not isinstance(saved, int):
         return [], 0
-    valid = [line for line in epochs if isinstance(line, list) and len(line) == 2]
+    valid = [epoch for epoch in epochs if isinstance(epoch, list) and len(epoch) == 2]
     if len(valid) < len(epochs) or not all(last_step is None or isinstance(last_step, int) for _, last_step in valid):
         return [], 0
     return [(str(token), last_step) for token, last_step in valid], saved
@@ -157,7 +158,7 @@ def record_checkpoint(run: Run, step: int) -> None:
 
 
 def is_valid_copy(epochs: Epochs, token: str, step: int) -> bool:
-    """Whether a copy of this line and step belongs to the run's history."""
+    """Whether a copy of this epoch and step belongs to the run's history."""
     return any(token == known and (last_step is None or step <= last_step) for known, last_step in epochs)
 
 
@@ -171,4 +172,4 @@ def _write_or_delete(run: Run, epochs: Epochs, saved: int) -> None:
 
 
 def _write_history(run: Run, epochs: Epochs, saved: int) -> None:
-    write_json(history_path(run), {"saved": saved, "lines": [list(line) for line in epochs[:MAX_EPOCHS]]})
+    write_json(history_path(run), {"last_saved_step": saved, "epochs": [list(epoch) for epoch in epochs[:MAX_EPOCHS]]})

@@ -28,20 +28,19 @@ from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.checkpoint import (
-    LoadedCheckpoint,
     compute_digest,
     digest_checkpoint,
     format_checkpoint_name,
     list_checkpoints,
 )
-from phalanx.train.checkpoint.in_memory.restore import find_verified_copies, prune_stale, restore_in_memory
+from phalanx.train.checkpoint.in_memory.restore import prune_stale
 from phalanx.train.checkpoint.init_weights import (
     InitialWeights,
     open_hf_weights,
     open_initial_weights,
 )
 from phalanx.train.checkpoint.load_plan import get_state_tensors
-from phalanx.train.checkpoint.restore import restore_checkpoint
+from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.distributed.environment import (
     DistEnv,
 )
@@ -182,35 +181,40 @@ def resume_training(
     checkpoints_seen = any(
         all_gather_json(context.dist_env, needs_checkpoint or bool(list_checkpoints(context.run.checkpoints)))
     )
-    loaded = _resume_from_memory(context)
-    kept_copy = None if loaded is None else loaded.path
-    if loaded is None:
-        loaded = restore_checkpoint(
-            context.run,
-            context.dist_env,
-            context.app_state,
-            lambda *bad: report_rejected_checkpoint(context, *bad),
-            in_place=needs_checkpoint,
-        )
-    if loaded is None:
+    start_time = time.perf_counter()
+    restored = restore_newest(
+        context.run,
+        context.dist_env,
+        context.app_state,
+        lambda *bad: report_rejected_checkpoint(context, *bad),
+        in_place=needs_checkpoint,
+    )
+    if restored is None:
         if checkpoints_seen:
             raise DataError(
                 f"{context.run.checkpoints}: no checkpoint here is good; run `phalanx checkpoint verify` to see why"
             )
         prune_stale(context.run, context.dist_env, 0, None)
         return TrainState()
-    meta = loaded.manifest.meta
+    meta = restored.manifest.meta
+    if restored.in_memory and context.dist_env.is_rank_zero:
+        context.reporter.report_event(
+            InMemoryRestored(
+                step=meta["step"],
+                checkpoint_step=meta["last_saved_step"],
+                fetched_bytes=restored.fetched_bytes,
+                duration_s=time.perf_counter() - start_time,
+            )
+        )
     if meta.get("fingerprint") != fingerprint:
         fingerprints = f"(fingerprint {meta.get('fingerprint')}, now {fingerprint})"
         if not force:
-            raise DataError(f"{loaded.path}: was trained on other data {fingerprints}; {hint}")
+            raise DataError(f"{restored.path}: was trained on other data {fingerprints}; {hint}")
         if context.dist_env.is_rank_zero:
             context.reporter.report_event(RunWarning(text=f"forced: the run continues with other data {fingerprints}"))
-    check_resumed_recipe(context, loaded.path, meta, force)
+    check_resumed_recipe(context, restored.path, meta, force)
     train_state = TrainState.from_meta(meta)
-    if kept_copy is None:  # older checkpoints do not say that they are one
-        train_state.last_saved_step = train_state.step
-    prune_stale(context.run, context.dist_env, train_state.step, kept_copy)
+    prune_stale(context.run, context.dist_env, train_state.step, restored.path if restored.in_memory else None)
     return train_state
 
 
@@ -237,38 +241,6 @@ def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, A
         for text in (f"forced: {each}" for each in found):
             if text not in earlier_warnings:  # where the recipes were compared as they were given
                 context.reporter.report_event(RunWarning(text=text))
-
-
-def _resume_from_memory(context: TrainContext) -> LoadedCheckpoint | None:
-    """Resume from the newest in-memory checkpoint that is whole and newer than all on disk; None without one."""
-    start_time = time.perf_counter()
-
-    def on_reject(*bad: Any) -> None:
-        report_rejected_checkpoint(context, *bad)
-
-    verified_copies = find_verified_copies(context.run, context.dist_env, on_reject)
-    if verified_copies is None:
-        return None
-    restored = restore_in_memory(
-        context.run,
-        verified_copies,
-        context.dist_env,
-        context.app_state,
-        on_reject,
-    )
-    if restored is None:
-        return None
-    meta = restored.checkpoint.manifest.meta
-    if context.dist_env.is_rank_zero:
-        context.reporter.report_event(
-            InMemoryRestored(
-                step=meta["step"],
-                checkpoint_step=meta["last_saved_step"],
-                fetched_bytes=restored.fetched_bytes,
-                duration_s=time.perf_counter() - start_time,
-            )
-        )
-    return restored.checkpoint
 
 
 def report_start(context: TrainContext, samples: int, train_state: TrainState, scaled_up: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 A checkpoint holds `TrainState` in its meta, and these tensors: parameters and persistent buffers by their names in the
 model, `optimizer/<parameter>/<state>`, `extra/<module>` (`get_extra_state`), `settings/groups` (param groups of an
-optimizer), `scaler/<name>`, `exchange/residual/<parameter>`, `exchange/basis/<parameter>`, and the local state of
+optimizer), `scaler/<name>`, `grad_sync/residual/<parameter>`, `grad_sync/basis/<parameter>`, and the local state of
 workers under local SGD (`local_sgd/state.py`). The order of data follows from the samples consumed.
 """
 

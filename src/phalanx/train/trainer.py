@@ -25,7 +25,7 @@ from phalanx.run import Event
 from phalanx.run.event_types import EvaluationDone, NonFiniteStep, RunEnded, RunStatus, RunWarning, StepDone, StepPhases
 from phalanx.train.checkpoint.interval import StepTimes
 from phalanx.train.checkpoint.policy import CheckpointPolicy
-from phalanx.train.checkpoint.restore import restore_checkpoint
+from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.distributed.buffer_sync import format_names
 from phalanx.train.distributed.environment import collect_in_background
 from phalanx.train.distributed.pipeline.build import PipelineRunner
@@ -402,16 +402,16 @@ class Trainer:
                 f"{train_state.lost_checkpoint_step}, was lost together with a worker: restarting from the one before "
                 f"it"
             )
-        loaded = restore_checkpoint(
-            context.run, context.dist_env, context.app_state, self._report_rejected, in_place=True
+        restored = restore_newest(
+            context.run, context.dist_env, context.app_state, self._report_rejected, durable_only=True, in_place=True
         )
-        if loaded is None:
+        if restored is None:
             raise GaveUpError(
                 f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and no checkpoint to go "
                 f"back to; {DIVERGENCE_HINT}"
             )
-        train_state.step = context.callbacks.run_context.step = loaded.manifest.meta["step"]
-        train_state.units_trained = loaded.manifest.meta["units_trained"]
+        train_state.step = context.callbacks.run_context.step = restored.manifest.meta["step"]
+        train_state.units_trained = restored.manifest.meta["units_trained"]
         train_state.last_saved_step = self._post_step_done = self._evaluated_step = train_state.step
         self._rollback_reason, self._mutating, self._rolled_back = "", False, True
         self.checkpoint_policy.was_restored()

@@ -18,7 +18,7 @@ from phalanx.recipe import dump_recipe
 from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard
+from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.model_builder import build_model
 from resolved_recipes import resolved_recipe
@@ -50,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     write_json(run.plan, {"data_info": asdict(facts)})
     write_json(run.environment, {"folder": str(folder)})
     tensors = get_model_tensors(build_model(recipe.model, facts, folder, 0, torch.device("cpu")))
-    saver = CheckpointSaver(run.checkpoints, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
     meta = {"step": 2, "recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
     saver.start(2, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
     saver.poll_when_idle()

@@ -12,6 +12,7 @@ from phalanx.errors import DataError
 from phalanx.train.checkpoint import (
     CheckpointSaver,
     CorruptCheckpointError,
+    DurableDirectory,
     TensorShard,
     compute_digest,
     digest_checkpoint,
@@ -86,7 +87,7 @@ def test_the_digest_does_not_depend_on_how_ranks_and_files_hold_the_tensors(tmp_
         [TensorShard("w", w[:, :20], (90, 50), (0, 0)), TensorShard.full_tensor("b", b)],
         [TensorShard("w", w[:33, 20:], (90, 50), (0, 20)), TensorShard("w", w[33:, 20:], (90, 50), (33, 20))],
     ]
-    savers = [CheckpointSaver(tmp_path, rank, 2) for rank in range(2)]
+    savers = [CheckpointSaver(DurableDirectory(tmp_path, rank, 2)) for rank in range(2)]
     for saver, pieces in zip(savers, ranks, strict=True):
         saver.start(1, pieces, {"samples_consumed": 5})
     for saver in savers:

@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from phalanx.run.in_memory_checkpoint import create_node_dir, find_node_dir, his
 from phalanx.train.builder import resume_training
 from phalanx.train.checkpoint import list_checkpoints, parse_step
 from phalanx.train.checkpoint.in_memory import checkpointer as checkpointer_module
+from phalanx.train.checkpoint.in_memory import destination as destination_module
 from phalanx.train.checkpoint.in_memory.capacity import explain_missing_space, find_available_bytes
 from phalanx.train.checkpoint.in_memory.checkpointer import assign_owned_tensors, parse_percent
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
@@ -164,9 +166,10 @@ def test_after_a_rollback_copies_of_what_was_undone_count_no_more(tmp_path: Path
     parts = made(tmp_path / "run", checkpoint={"every": 2})
     trainer = Trainer(parts, TrainState(), META)
     for _ in steps_of(trainer):
-        trainer.checkpoints.wait_snapshot_copied()
         if trainer.train_state.step == 5:
             break
+        wait_for_copy(trainer)  # else a checkpoint takes its place
+    trainer.checkpoints.wait_snapshot_copied()
     trainer.checkpoints.wait_until_saved()
     undone = {token for _, token in list_copies(folder_of(parts))}
     assert undone
@@ -181,6 +184,36 @@ def test_after_a_rollback_copies_of_what_was_undone_count_no_more(tmp_path: Path
     again = made(tmp_path / "run")
     assert resume_training(again, "f", force=False).step == 2
     assert list_copies(folder_of(again)) == []
+
+
+def test_a_checkpoint_takes_the_place_of_a_copy_that_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are copied to the same buffer."""
+    begun, write = threading.Event(), destination_module.write_with_checksums
+
+    def never_done(path: Path, image: Any, cancelled: threading.Event) -> list[str]:
+        begun.set()
+        assert cancelled.wait(20)
+        return write(path, image, cancelled)
+
+    monkeypatch.setattr(destination_module, "write_with_checksums", never_done)
+    parts = made(tmp_path / "run", checkpoint={"every": 3})
+    trainer = Trainer(parts, TrainState(), META)
+    for _ in steps_of(trainer):
+        if trainer.train_state.step == 2:
+            assert begun.wait(20)
+        if trainer.train_state.step == 3:
+            break
+    assert trainer.checkpoints.in_memory is not None
+    assert (trainer.checkpoints.step_in_flight, trainer.checkpoints.in_memory.step_in_flight) == (3, None)
+    state = weights(parts)
+    trainer.checkpoints.wait_until_saved()
+    assert list_copies(folder_of(parts)) == []
+    trainer.checkpoints.detach()
+    again = made(tmp_path / "run")
+    assert resume_training(again, "f", force=False).step == 3
+    assert same(weights(again), state)
 
 
 @pytest.mark.parametrize(("lap", "copies"), [(0.001, False), (0.1, True)], ids=["short steps", "long steps"])

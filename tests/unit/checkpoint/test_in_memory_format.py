@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.train.checkpoint import CorruptCheckpointError, TensorShard, load_tensors
+from phalanx.train.checkpoint import CheckpointSaver, CorruptCheckpointError, TensorShard, load_tensors
+from phalanx.train.checkpoint.in_memory.destination import NodeFolder
 from phalanx.train.checkpoint.in_memory.format import (
     NUM_TENSORS_KEY,
-    InMemorySaver,
     InMemoryShard,
     decode_shard,
     encode_shard,
@@ -31,12 +31,16 @@ def piece(rows: slice) -> TensorShard:
     return TensorShard("weight", block, (4, 3), (rows.start, 0))
 
 
+def saver_of(*destination: Any) -> CheckpointSaver:
+    return CheckpointSaver(NodeFolder(*destination))
+
+
 def save(folder: Path, rank: int, pieces: list[TensorShard], step: int = 7, token: str = "a") -> InMemoryShard:
-    saver = InMemorySaver(folder, rank, token, lambda step: None)
+    saver = saver_of(folder, rank, token, lambda step: None)
     saver.start(step, pieces, {"step": step, "saved": 0})
     saver.wait_snapshot_copied()
     assert saver.poll_when_idle().phase is SavePhase.WRITTEN
-    saver.keep_shard()
+    assert saver.commit().path == folder / format_copy_name(step, token)
     saver.cancel()
     return read_shard(folder / format_copy_name(step, token) / f"rank-{rank:05d}.json")
 
@@ -50,17 +54,17 @@ def test_a_part_that_is_kept_outlives_its_saver_and_is_read_with_its_progress(tm
 
 
 def test_a_part_that_is_abandoned_is_gone(tmp_path: Path) -> None:
-    saver = InMemorySaver(tmp_path, 0, "a", lambda step: None)
+    saver = saver_of(tmp_path, 0, "a", lambda step: None)
     saver.start(7, [piece(slice(0, 4))], {})
     saver.cancel()
     assert list_copies(tmp_path) == []
 
 
 def test_a_part_whose_second_copy_fails_has_failed(tmp_path: Path) -> None:
-    def broken(part: InMemoryShard, image: Any) -> None:
+    def broken(part: InMemoryShard, image: Any, cancelled: Any) -> None:
         raise ConnectionResetError("the other end closed the connection")
 
-    saver = InMemorySaver(tmp_path, 0, "a", lambda step: None, broken)
+    saver = saver_of(tmp_path, 0, "a", lambda step: None, broken)
     saver.start(7, [piece(slice(0, 4))], {})
     state = saver.poll_when_idle()
     assert state.phase is SavePhase.FAILED

@@ -9,7 +9,13 @@ from torch import nn
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import LoraConfig
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard, export_huggingface, list_checkpoints
+from phalanx.train.checkpoint import (
+    CheckpointSaver,
+    DurableDirectory,
+    TensorShard,
+    export_huggingface,
+    list_checkpoints,
+)
 from phalanx.train.checkpoint.init_weights import open_hf_weights, open_initial_weights
 from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
@@ -33,7 +39,7 @@ def trained(folder: Path) -> nn.Module:
 
 def saved(folder: Path, model: nn.Module) -> None:
     """A model in a checkpoint."""
-    saver = CheckpointSaver(folder, rank=0, world_size=1)
+    saver = CheckpointSaver(DurableDirectory(folder, 0, 1))
     saver.start(
         6,
         [TensorShard.full_tensor(*item) for item in get_model_tensors(model).items()],

@@ -15,8 +15,8 @@ from phalanx.errors import UsageError
 from phalanx.run import Event, Run
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved
 from phalanx.train.checkpoint import CheckpointSaver, list_checkpoints, load_tensors, parse_step, read_manifest
+from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint import manager as manager_module
-from phalanx.train.checkpoint import save as save_module
 from phalanx.train.checkpoint.manager import CheckpointManager, best_checkpoint_file
 from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import DistEnv
@@ -190,13 +190,13 @@ def test_a_run_that_goes_on_makes_room_for_a_smaller_keep_before_its_first_save(
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Let writes fail, or no longer."""
-    write = save_module.write_with_checksums
+    write = durable_module.write_with_checksums
 
     def switch(full: bool) -> None:
         def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-        monkeypatch.setattr(save_module, "write_with_checksums", refuse if full else write)
+        monkeypatch.setattr(durable_module, "write_with_checksums", refuse if full else write)
 
     return switch
 
@@ -362,13 +362,13 @@ def test_who_leaves_while_nothing_is_saved_takes_nothing_along(run: Run) -> None
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written until this is set."""
     held = threading.Event()
-    write = save_module.write_with_checksums
+    write = durable_module.write_with_checksums
 
     def slow(path: Path, image: Any, given_up: Any = None) -> list[str]:
         assert held.wait(30)
         return write(path, image, given_up)
 
-    monkeypatch.setattr(save_module, "write_with_checksums", slow)
+    monkeypatch.setattr(durable_module, "write_with_checksums", slow)
     return held
 
 

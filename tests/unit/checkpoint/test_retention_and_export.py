@@ -53,7 +53,7 @@ WEIGHTS = {"blocks.0.w": torch.arange(300.0).reshape(10, 30), "blocks.1.w": torc
 STATE = {
     "optimizer/blocks.0.w/exp_avg": torch.ones(10, 30),
     "scaler/scale": torch.ones(()),
-    "exchange/e": torch.ones(2),
+    "grad_sync/e": torch.ones(2),
 }
 
 

@@ -10,6 +10,7 @@ from checkpoints import random_tensor, same_bits, save, state
 from phalanx.errors import DataError, UsageError
 from phalanx.train.checkpoint import (
     CheckpointSaver,
+    DurableDirectory,
     TensorShard,
     assign_to_ranks,
     load_blocks,
@@ -75,7 +76,7 @@ def test_a_tensor_that_does_not_fit_is_an_error_that_names_it(
 
 def test_a_dtype_that_safetensors_does_not_know_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"tensor w: a checkpoint cannot hold torch\.complex128"):
-        CheckpointSaver(tmp_path, 0, 1).reserve_space(
+        CheckpointSaver(DurableDirectory(tmp_path, 0, 1)).reserve_space(
             [TensorShard.full_tensor("w", torch.zeros(2, dtype=torch.complex128))]
         )
 
@@ -90,7 +91,7 @@ def _cut(name: str, tensor: torch.Tensor, dim: int, parts: int) -> list[TensorSh
 
 
 def _save_by_ranks(directory: Path, ranks: list[list[TensorShard]]) -> Path:
-    savers = [CheckpointSaver(directory, rank, len(ranks)) for rank in range(len(ranks))]
+    savers = [CheckpointSaver(DurableDirectory(directory, rank, len(ranks))) for rank in range(len(ranks))]
     for saver, pieces in zip(savers, ranks, strict=True):
         saver.start(60, pieces, {"step": 60, "samples_consumed": 960})
     for saver in savers:

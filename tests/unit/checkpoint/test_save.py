@@ -19,17 +19,19 @@ from checkpoints import same_bits, save, state
 from phalanx.errors import UsageError
 from phalanx.train.checkpoint import (
     CheckpointSaver,
+    DurableDirectory,
     SaveStatus,
     TensorShard,
     clean_checkpoint_dir,
     list_checkpoints,
     load_tensors,
+    shard_file,
     verify_checkpoint,
 )
 from phalanx.train.checkpoint import commit as commit_module
-from phalanx.train.checkpoint import save as save_module
+from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint.pinned_buffer import PIN_BLOCK_BYTES, PinnedBuffer
-from phalanx.train.checkpoint.staging import StagingBuffer
+from phalanx.train.checkpoint.staging import SharedStaging, StagingBuffer
 
 MB = 1 << 20
 
@@ -58,7 +60,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def test_the_copy_is_taken_in_the_background_except_for_eager_tensors(tmp_path: Path, gate: threading.Event) -> None:
     tensors = {"lazy": torch.zeros(1000), "eager": torch.zeros(1000)}
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     saver.start(1, pieces(tensors), {}, copy_now=["eager"])
     assert saver.poll().phase == "writing"
     for tensor in tensors.values():  # `start` has returned before anything lazy was copied
@@ -75,7 +77,7 @@ def test_the_copy_is_taken_in_the_background_except_for_eager_tensors(tmp_path: 
 
 def test_what_changes_right_after_wait_copied_is_not_in_the_checkpoint(tmp_path: Path) -> None:
     tensors = {f"layer{i}": torch.empty(500_000) for i in range(8)}
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     for step in range(1, 6):
         for tensor in tensors.values():
             tensor.fill_(step)
@@ -89,24 +91,61 @@ def test_what_changes_right_after_wait_copied_is_not_in_the_checkpoint(tmp_path:
         assert all(tensor.eq(step).all() for tensor in load_tensors(path).values())
 
 
-def test_the_staging_buffer_is_allocated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each staging buffer that is allocated."""
     made: list[int] = []
     init = StagingBuffer.__init__
     monkeypatch.setattr(
         StagingBuffer, "__init__", lambda self, nbytes, device: (made.append(nbytes), init(self, nbytes, device))[1]
     )
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    return made
+
+
+def test_the_staging_buffer_is_allocated_once(tmp_path: Path, allocated: list[int]) -> None:
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     tensors = state(big=1000)
     assert saver.reserve_space(pieces(tensors)) > 1_000_000
     for step in (1, 2, 3):
         saver.start(step, pieces(tensors), {})
         saver.poll_when_idle()
         saver.commit()
-    assert len(made) == 1
+    assert len(allocated) == 1
+
+
+def test_savers_of_one_worker_share_a_buffer_that_grows_to_the_largest_save(
+    tmp_path: Path, allocated: list[int]
+) -> None:
+    staging = SharedStaging()
+    savers = [CheckpointSaver(DurableDirectory(tmp_path / str(number), 0, 1), staging) for number in range(2)]
+    for step, (saver, elements) in enumerate([(savers[0], 10), (savers[1], 1000), (savers[0], 10)], 1):
+        saver.start(step, pieces({"w": torch.full((elements,), float(step))}), {})
+        saver.poll_when_idle()
+        path = saver.commit().path
+        assert path is not None
+        assert load_tensors(path)["w"].eq(step).all()
+    assert len(allocated) == 2
+    assert allocated[0] < 1000 < allocated[1]
+
+
+def test_a_save_does_not_wait_until_a_larger_buffer_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, device = SharedStaging(), torch.device("cuda")
+    ready: set[int] = {10}
+    monkeypatch.setattr(
+        "phalanx.train.checkpoint.staging.StagingBuffer",
+        lambda nbytes, device: SimpleNamespace(
+            nbytes=nbytes, fits_bytes=lambda wanted, _: wanted <= nbytes, is_ready=nbytes in ready
+        ),
+    )
+    staging.reserve(10, device)
+    staging.reserve(30, device)
+    assert staging.take(10, device).nbytes == 10  # type: ignore[attr-defined]
+    assert staging.take(20, device).nbytes == 30  # type: ignore[attr-defined]
+    assert staging.take(10, device).nbytes == 30  # type: ignore[attr-defined]
 
 
 def test_a_second_save_while_one_is_in_flight_is_refused(tmp_path: Path, gate: threading.Event) -> None:
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     saver.start(1, pieces({"w": torch.zeros(3)}), {})
     for before in ("writing", "written"):
         assert saver.poll().phase == before
@@ -129,9 +168,9 @@ def test_a_save_that_is_given_up_is_not_written_to_its_end(tmp_path: Path, monke
         written.append(len(content))
         return write(fd, content)
 
-    monkeypatch.setattr(save_module.os, "write", slow)
-    monkeypatch.setattr(save_module, "_WRITE_BLOCK_BYTES", 1 << 20)
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    monkeypatch.setattr(os, "write", slow)
+    monkeypatch.setattr(shard_file, "_WRITE_BLOCK_BYTES", 1 << 20)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     saver.start(1, pieces({"w": torch.zeros(16 << 18)}), {})
     assert begun.wait(20)
     abandoning = threading.Thread(target=saver.cancel)
@@ -144,7 +183,7 @@ def test_a_save_that_is_given_up_is_not_written_to_its_end(tmp_path: Path, monke
 
 
 def test_states_follow_each_other_and_tell_bytes_and_seconds(tmp_path: Path) -> None:
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     assert saver.poll().phase == "idle"
     saver.start(7, pieces({"w": torch.zeros(1000)}), {"samples_consumed": 1})
     written = saver.poll_when_idle()
@@ -159,7 +198,7 @@ def test_states_follow_each_other_and_tell_bytes_and_seconds(tmp_path: Path) -> 
 
 
 def test_an_abandoned_save_leaves_nothing(tmp_path: Path) -> None:
-    savers = [CheckpointSaver(tmp_path, rank, 2) for rank in range(2)]
+    savers = [CheckpointSaver(DurableDirectory(tmp_path, rank, 2)) for rank in range(2)]
     for saver in savers:
         saver.start(1, pieces({f"w{id(saver)}": torch.zeros(10)}), {})
     for saver in savers:
@@ -169,7 +208,7 @@ def test_an_abandoned_save_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_when_one_rank_fails_and_all_abandon_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = CheckpointSaver(tmp_path, 0, 2), CheckpointSaver(tmp_path, 1, 2)
+    good, bad = CheckpointSaver(DurableDirectory(tmp_path, 0, 2)), CheckpointSaver(DurableDirectory(tmp_path, 1, 2))
     good.start(1, pieces({"a": torch.zeros(10)}), {})
     assert good.poll_when_idle().phase == "written"
     with monkeypatch.context() as patch:
@@ -233,7 +272,7 @@ def failed_save(saver: CheckpointSaver, step: int, tensors: dict[str, torch.Tens
 
 
 def test_a_full_disk_fails_the_save_and_leaves_the_old_checkpoint_whole(small_disk: Path) -> None:
-    saver = CheckpointSaver(small_disk / "checkpoints", 0, 1)
+    saver = CheckpointSaver(DurableDirectory(small_disk / "checkpoints", 0, 1))
     tensors = {"w": torch.ones(MB)}  # 4 MB
     assert failed_save(saver, 1, tensors).phase == "committed"
     filler = small_disk / "filler"
@@ -249,7 +288,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_old_checkpoint_whole(small_di
 
 def test_a_file_that_may_not_grow_fails_the_save(tmp_path: Path) -> None:
     save(tmp_path, 1, state(big=10))
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9 * MB, hard))
     try:
@@ -271,7 +310,7 @@ def test_any_refusal_of_the_disk_fails_the_save_and_removes_its_files(
     def refuse(*args: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refuse)
         failed = failed_save(saver, 1, {"w": torch.ones(3)})
@@ -289,7 +328,7 @@ def test_what_two_ranks_remove_at_the_same_time_is_gone(tmp_path: Path, monkeypa
         code = errno.EIO if os.path.exists(what) else errno.ENOENT
         raise OSError(code, os.strerror(code))
 
-    first, other = CheckpointSaver(tmp_path, 0, 2), CheckpointSaver(tmp_path, 1, 2)
+    first, other = CheckpointSaver(DurableDirectory(tmp_path, 0, 2)), CheckpointSaver(DurableDirectory(tmp_path, 1, 2))
     with monkeypatch.context() as patch:
         for call in ("fsync", "unlink", "rmdir"):
             patch.setattr(os, call, refuse)
@@ -311,7 +350,7 @@ def test_what_two_ranks_remove_at_the_same_time_is_gone(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_is_left_on_storage_that_cannot_be_reached_is_removed_once_it_can(tmp_path: Path, rank: int) -> None:
     folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
-    saver = CheckpointSaver(folder, rank, 2)
+    saver = CheckpointSaver(DurableDirectory(folder, rank, 2))
     saver.start(1, pieces({"w": torch.ones(3)}), {})
     assert saver.poll_when_idle().phase == "written"
     folder.rename(aside)
@@ -331,7 +370,7 @@ def test_what_storage_does_not_let_go_of_is_removed_before_the_next_save(
     def refuse(*args: object, **more: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    saver = CheckpointSaver(tmp_path, rank, 2)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, rank, 2))
     with monkeypatch.context() as patch:
         for call in ("fsync", "unlink", "rmdir"):
             patch.setattr(os, call, refuse)
@@ -347,7 +386,7 @@ def test_a_disk_that_fills_up_while_committing_fails_the_save(tmp_path: Path, mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(commit_module, "write_synced", refuse)
-    failed = failed_save(CheckpointSaver(tmp_path, 0, 1), 1, {"w": torch.ones(3)})
+    failed = failed_save(CheckpointSaver(DurableDirectory(tmp_path, 0, 1)), 1, {"w": torch.ones(3)})
     assert failed.phase == "failed"
     assert "MANIFEST.json: No space left on device" in failed.reason
     assert names_in(tmp_path) == []
@@ -359,8 +398,8 @@ def test_a_bug_in_the_background_is_raised_in_the_training_thread(
     def broken(*args: object) -> Sequence[str]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(save_module, "write_with_checksums", broken)
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    monkeypatch.setattr(durable_module, "write_with_checksums", broken)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     saver.start(1, pieces({"w": torch.ones(3)}), {})
     saver.wait_snapshot_copied()
     with pytest.raises(ZeroDivisionError):
@@ -368,9 +407,9 @@ def test_a_bug_in_the_background_is_raised_in_the_training_thread(
 
 
 def test_room_on_the_disk_is_checked_before_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
+    monkeypatch.setattr(durable_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
     place = tmp_path / "not" / "there"
-    saver = CheckpointSaver(place, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(place, 0, 1))
     with pytest.raises(UsageError, match=r"not/there: no space: a checkpoint takes 4\.00 MB, and each is"):
         saver.reserve_space(pieces({"w": torch.ones(1_000_000)}))
     assert not place.exists()
@@ -421,7 +460,7 @@ def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(
 ) -> None:
     monkeypatch.setattr("phalanx.train.checkpoint.pinned_buffer.PIN_BLOCK_BYTES", block)
     tensors = {f"layer{i}": torch.full((8_000_000,), 1.0, device="cuda") for i in range(4)}
-    saver = CheckpointSaver(tmp_path, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     saver.reserve_space(pieces(tensors))
     saver.start(1, pieces(tensors), {})
     assert not saver.blocks_training
@@ -438,7 +477,7 @@ def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(
 
 def begun(folder: Path, meta: dict[str, Any] | None = None) -> list[CheckpointSaver]:
     """Two ranks that have written their parts of step 1."""
-    savers = [CheckpointSaver(folder, rank, 2) for rank in range(2)]
+    savers = [CheckpointSaver(DurableDirectory(folder, rank, 2)) for rank in range(2)]
     for saver in savers:
         saver.start(1, pieces({f"w{id(saver)}": torch.zeros(10)}), meta or {"samples_consumed": 1})
         assert saver.poll_when_idle().phase == "written"

@@ -143,7 +143,7 @@ def test_without_room_to_say_which_copies_count_none_does(run: Run, monkeypatch:
     monkeypatch.setattr(in_memory_checkpoint_module, "write_json", full)
     truncate_history(run, 5)
     assert read_epochs(run) == ([], 0)
-    assert os.listdir(run.path).count("hot.json") == 0
+    assert os.listdir(run.path).count("in_memory.json") == 0
 
 
 def test_a_run_whose_name_is_no_utf8_has_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from phalanx.run.event_types import (
 )
 from phalanx.run.fields import to_fields
 from phalanx.train.callbacks import RunContext
+from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
 from phalanx.train.checkpoint import manager as manager_module
-from phalanx.train.checkpoint import save as save_module
 from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.checkpoint.policy import FinalSaveError
-from phalanx.train.checkpoint.restore import restore_checkpoint
+from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.nonfinite import MAX_NONFINITE_IN_A_ROW
 from phalanx.train.tasks import LanguageModeling, TensorBatch
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
@@ -94,7 +94,7 @@ def stop_at(parts: TrainContext, step: int) -> None:
 def resumed(path: Path, **changes: Any) -> tuple[SmallParts, TrainState]:
     """The run in `path` as another process would find it."""
     parts = make_parts(path, **changes)
-    loaded = restore_checkpoint(
+    loaded = restore_newest(
         parts.run,
         parts.dist_env,
         parts.app_state,
@@ -353,7 +353,7 @@ def test_a_last_state_that_cannot_be_written_is_not_passed_over(
     def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(save_module, "write_with_checksums", refuse)
+    monkeypatch.setattr(durable_module, "write_with_checksums", refuse)
     parts = make_parts(tmp_path)
     with pytest.raises(FinalSaveError, match="step 6: the last checkpoint could not be written") as caught:
         train(parts)

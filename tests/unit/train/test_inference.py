@@ -16,7 +16,7 @@ from phalanx.recipe import Recipe, dump_recipe
 from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard
+from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
 from phalanx.train.checkpoint.manager import best_checkpoint_file
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.inference import check_data, given_device, load_trained_model
@@ -55,7 +55,7 @@ def save(run: Run, step: int, recipe: Recipe | None = RECIPE) -> None:
     meta: dict[str, Any] = {"step": step, "samples_consumed": step}
     if recipe is not None:
         meta |= {"recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
-    saver = CheckpointSaver(run.checkpoints, 0, 1)
+    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
     saver.start(step, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
     saver.poll_when_idle()
     saver.commit()

@@ -104,7 +104,7 @@ def test_a_save_has_the_residuals_with_which_its_step_ended(tmp_path: Path) -> N
     for _ in steps_of(trainer):
         residual += 1.0
     assert trainer.finish() == "done"
-    assert eager == [["exchange/residual/head.weight"]] * 2
+    assert eager == [["grad_sync/residual/head.weight"]] * 2
 
 
 BACKWARD = r"^a training loop must call session\.backward\(loss_sum, terms\) once for every batch$"
@@ -224,7 +224,7 @@ def lost_while_saving(path: Path) -> tuple[Trainer, SmallParts]:
     parts = make_parts(path, checkpoint={"every": 4, "keep": 1}, steps=12)
     before = Trainer(parts, TrainState(), {})
     assert 8 in turn_by_turn(before)
-    before.checkpoints._saver._world_size = 2
+    before.checkpoints._saver._destination._world_size = 2  # type: ignore[attr-defined]
     standing = before.detach()
     assert standing.pending_save is not None
     return Trainer(parts, standing, {}), parts

@@ -7,6 +7,7 @@ and JSON, as described in `format.py`; nothing is pickled.
 
 from phalanx.train.checkpoint.commit import clean_checkpoint_dir, discard_directory
 from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
+from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.format import (
     CheckpointManifest,
@@ -17,7 +18,6 @@ from phalanx.train.checkpoint.format import (
     read_manifest,
 )
 from phalanx.train.checkpoint.load import (
-    LoadedCheckpoint,
     find_newest_good,
     load_blocks,
     load_tensors,
@@ -31,7 +31,7 @@ __all__ = [
     "CheckpointManifest",
     "CheckpointSaver",
     "CorruptCheckpointError",
-    "LoadedCheckpoint",
+    "DurableDirectory",
     "SavePhase",
     "SaveStatus",
     "TensorShard",

@@ -24,7 +24,7 @@ from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
 from phalanx.train.ops.lora import LORA_A_NAME, LORA_B_NAME, is_lora_name, lora_scale, merge_lora_tensors
 
-STATE_PREFIXES = ("optimizer/", "scaler/", "exchange/", EXTRA_STATE_PREFIX, "settings/")
+STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
 _MAX_FILE_BYTES = 5_000_000_000
 
 

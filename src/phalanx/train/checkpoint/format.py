@@ -10,7 +10,8 @@
 A tensor in the manifest is *logical*: its shape is the global shape, and each shard says which block of it is in which
 bytes of which file. A checkpoint can therefore be read under another parallelism or world size than it was written
 with. Logical names: parameters and buffers by their module names ("blocks.0.attn.wq.weight"), optimizer state as
-`optimizer/<parameter>/<state>`, then `scaler/<name>`, `exchange/<name>`, `extra/<module>` and `settings/<name>`.
+`optimizer/<parameter>/<state>`, then `scaler/<name>`, `grad_sync/<name>`, `local_sgd/<name>`, `extra/<module>` and
+`settings/<name>`.
 """
 
 import itertools

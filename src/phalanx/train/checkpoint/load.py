@@ -11,7 +11,6 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -47,15 +46,6 @@ ResultT = TypeVar("ResultT")
 _CHUNKS_PER_READ = 64  # chunks that one thread reads as one task
 _PIECE_BYTES = 256 << 20  # maximum bytes in host memory on their way to another device
 _HASH_BLOCK_BYTES = 256 << 10  # bytes that are read and hashed at once, so that they are still in the core's cache
-
-
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    """A checkpoint that was read and verified."""
-
-    path: Path
-    manifest: CheckpointManifest
-    tensors: dict[str, torch.Tensor]
 
 
 class _ByteSpan(NamedTuple):

@@ -29,6 +29,7 @@ from phalanx.run.directory import write_json
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunWarning
 from phalanx.train.checkpoint import (
     CheckpointSaver,
+    DurableDirectory,
     SavePhase,
     TensorShard,
     apply_retention,
@@ -40,6 +41,7 @@ from phalanx.train.checkpoint import (
 )
 from phalanx.train.checkpoint.format import RankManifest, merge_rank_manifests
 from phalanx.train.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
+from phalanx.train.checkpoint.save import POLL_INTERVAL_S
 from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.object_collectives import (
     all_gather_json,
@@ -52,9 +54,6 @@ from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.train_state import SAVE_FLAG_NAMES, PendingSave, TrainState
 
 logger = logging.getLogger(__name__)
-
-DISK_POLL_INTERVAL_S = 0.02
-"""Interval at which a worker that waits for the disk checks that the other workers are alive."""
 
 
 class _Claim(BaseModel):
@@ -88,7 +87,10 @@ class CheckpointManager:
         self._report_event, self._flush = save_context.report_event, save_context.flush
         self.in_memory = in_memory
         self._check_membership = check_membership
-        self._saver = CheckpointSaver(run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt)
+        self._saver = CheckpointSaver(
+            DurableDirectory(run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt),
+            save_context.staging,
+        )
         self._next_saver: CheckpointSaver | None = None  # this world's, while a save of the previous world is in flight
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removals: list[Future[list[Path]]] = []  # removals of old checkpoints that may still run
@@ -133,8 +135,10 @@ class CheckpointManager:
     def start_save(
         self, train_state: TrainState, state: Mapping[str, LocalTensor], copy_now: list[str], is_best: bool
     ) -> None:
-        """Start a save. No other save may be in flight. Workers that hold the same tensors divide them."""
+        """Start a save. No other save and no in-memory checkpoint may be in flight: they share a buffer. Workers that
+        hold the same tensors divide them."""
         assert self.step_in_flight is None
+        assert self.in_memory is None or self.in_memory.step_in_flight is None
         step = train_state.step
         self.step_in_flight = step
         self._best = train_state.best_loss if is_best else None
@@ -156,6 +160,11 @@ class CheckpointManager:
             self._warned = True
             text = "host memory for checkpoints could not be page-locked, so training waits while they are copied"
             self._report_event(RunWarning(text=f"{text}: raise the limit of locked memory (ulimit -l)"))
+
+    def abandon_copy(self) -> None:
+        """Abandon the in-memory checkpoint in flight, if any: a save that starts now is newer."""
+        if self.in_memory is not None:
+            self.in_memory.cancel_copy(self._check_membership)
 
     def check_whole(self, step: int, state: Mapping[str, LocalTensor]) -> None:
         """Check that the workers together would save each element of each tensor once: a user's optimizer or module may
@@ -261,7 +270,7 @@ class CheckpointManager:
     def wait_until_saved(self) -> None:
         """Block until no save is in flight."""
         while self.step_in_flight is not None:
-            while self._saver.poll_when_idle(DISK_POLL_INTERVAL_S).is_busy:
+            while self._saver.poll_when_idle(POLL_INTERVAL_S).is_busy:
                 self._check_membership()
             self.handle_flags(self._reduce_flags())
 

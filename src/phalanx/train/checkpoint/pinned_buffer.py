@@ -46,6 +46,11 @@ class PinnedBuffer:
         self._pinning = executor.submit(self._pin, device, registered)
         executor.shutdown(wait=False)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._pinning is None or self._pinning.done()
+
     def wait(self) -> None:
         """Wait until the memory is ready."""
         if self._pinning is not None:

@@ -129,6 +129,7 @@ class CheckpointPolicy:
 
     def _start_save(self, improved: bool, is_scheduled: bool) -> None:
         """Start a save. `is_scheduled` saves are those that a run without failures would have too."""
+        self.checkpoints.abandon_copy()  # first: a reconfiguration may interrupt it
         self._replacement_owed = False
         if is_scheduled:
             self._set_lost_checkpoint(0)

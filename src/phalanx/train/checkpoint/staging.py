@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint.format import ShardRecord, TensorRecord, make_safetensors_header
+from phalanx.train.checkpoint.format import FileRecord, RankManifest, ShardRecord, TensorRecord, make_safetensors_header
 from phalanx.train.checkpoint.pinned_buffer import Bytes, PinnedBuffer
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 
@@ -48,12 +48,18 @@ def as_bytes(tensor: torch.Tensor) -> Bytes:
 
 @dataclass(frozen=True)
 class ShardFileSpec:
-    """Where each piece lies in the file: `header`, then the piece i in the bytes `spans[i]`."""
+    """Where each piece lies in `file`: `header`, then the piece i in the bytes `spans[i]`."""
 
+    file: str
     header: bytes
     spans: tuple[tuple[int, int], ...]
     tensors: dict[str, TensorRecord]
     nbytes: int
+
+    def make_manifest(self, chunks: Sequence[str]) -> RankManifest:
+        """Return the rank's manifest, given the checksums of the file's chunks."""
+        files = {self.file: FileRecord(bytes=self.nbytes, chunks=tuple(chunks))}
+        return RankManifest(files=files, tensors=self.tensors)
 
 
 def plan_shard_file(shards: Sequence[TensorShard], file: str) -> ShardFileSpec:
@@ -83,11 +89,35 @@ def plan_shard_file(shards: Sequence[TensorShard], file: str) -> ShardFileSpec:
         tensors[shard.name] = TensorRecord(
             dtype=DTYPE_NAMES[shard.tensor.dtype], shape=shard.shape, pieces=(*known, record)
         )
-    return ShardFileSpec(header, tuple(spans), tensors, shift + sum(end - start for start, end in spans))
+    return ShardFileSpec(file, header, tuple(spans), tensors, shift + sum(end - start for start, end in spans))
+
+
+class SharedStaging:
+    """The one staging buffer of a worker, for saves to every destination, of which one at a time is in flight.
+
+    It grows to the largest save. A GPU's buffer is used until a larger one is page-locked, so that no save waits."""
+
+    def __init__(self) -> None:
+        self._buffers: list[StagingBuffer] = []
+
+    def reserve(self, nbytes: int, device: torch.device | None) -> None:
+        """Allocate the buffer for saves of `nbytes`; for tensors on a GPU `device`, in the background."""
+        if not any(buffer.fits_bytes(nbytes, device) for buffer in self._buffers):
+            if device is None:
+                self._buffers.clear()  # free the old one first
+            self._buffers.append(StagingBuffer(nbytes, device))
+
+    def take(self, nbytes: int, device: torch.device | None) -> "StagingBuffer":
+        """Return the buffer for a save of `nbytes`."""
+        self.reserve(nbytes, device)
+        fitting = [buffer for buffer in self._buffers if buffer.fits_bytes(nbytes, device)]
+        chosen = next((buffer for buffer in reversed(fitting) if buffer.is_ready), fitting[0])
+        self._buffers = self._buffers[self._buffers.index(chosen) :]
+        return chosen
 
 
 class StagingBuffer:
-    """A buffer of at least `nbytes`, allocated once, then used by every save; for a GPU's tensors with its `device`."""
+    """A buffer of at least `nbytes`, used by every save that fits; for a GPU's tensors with its `device`."""
 
     def __init__(self, nbytes: int, device: torch.device | None):
         self.device = device
@@ -101,6 +131,11 @@ class StagingBuffer:
     def is_pinned(self) -> bool:
         """Whether copies from the GPU need no host to wait; known once a save has begun."""
         return self._memory.is_pinned
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a copy to it starts at once."""
+        return self._memory.is_ready
 
     def fits_bytes(self, nbytes: int, device: torch.device | None) -> bool:
         return len(self._buffer) >= nbytes and (device is None or self.device == device)

@@ -2,9 +2,9 @@
 
 An algorithm with error feedback keeps on each worker the residual: the difference between the gradients it should have
 sent and what it sent. A resumed run is bit-identical only if the residual is restored. In a checkpoint
-`exchange/residual/<parameter>` has one row per replica (and per tensor-parallel rank, if each has a partial gradient).
+`grad_sync/residual/<parameter>` has one row per replica (and per tensor-parallel rank, if each has a partial gradient).
 With another number of replicas, row i is added to that of replica i modulo the number, so the sum is preserved.
-`exchange/basis/<parameter>` is the basis that PowerSGD projects a gradient on, equal on all workers.
+`grad_sync/basis/<parameter>` is the basis that PowerSGD projects a gradient on, equal on all workers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
 if TYPE_CHECKING:
     from phalanx.train.checkpoint import CheckpointManifest
 
-RESIDUAL_PREFIX = "exchange/residual/"
-BASIS_PREFIX = "exchange/basis/"
+RESIDUAL_PREFIX = "grad_sync/residual/"
+BASIS_PREFIX = "grad_sync/basis/"
 TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
 """Same as in `train/train_state.py`."""
 

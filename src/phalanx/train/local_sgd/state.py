@@ -1,10 +1,11 @@
 """The state of local SGD as part of a run's checkpoints.
 
-`exchange/worker/optimizer/<parameter>/<state>` has one row per worker. Between outer steps,
-`exchange/worker/<parameter>` also has one row per worker, and the parameters under their own names are the weights at
-the start of the round. `exchange/momentum/<parameter>` is the outer optimizer's momentum, `exchange/flying/<parameter>`
-the sum of pseudo-gradients in flight. The same number of workers resumes exactly. Another number starts from the mean
-of the rows and, within a round, takes the outer step from it; sums in flight are part of the rows.
+`local_sgd/worker/optimizer/<parameter>/<state>` has one row per worker. Between outer steps,
+`local_sgd/worker/<parameter>` also has one row per worker, and the parameters under their own names are the weights at
+the start of the round. `local_sgd/outer_momentum/<parameter>` is the outer optimizer's momentum,
+`local_sgd/in_flight/<parameter>` the sum of pseudo-gradients in flight. The same number of workers resumes exactly.
+Another number starts from the mean of the rows and, within a round, takes the outer step from it; sums in flight are
+part of the rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,9 +24,9 @@ from phalanx.train.local_sgd.local_sgd import LocalSGD
 from phalanx.train.optim import OPTIMIZER_PREFIX as OPTIMIZER
 
 PER_WORKER_PREFIX, OUTER_MOMENTUM_PREFIX, IN_FLIGHT_PREFIX = (
-    "exchange/worker/",
-    "exchange/momentum/",
-    "exchange/flying/",
+    "local_sgd/worker/",
+    "local_sgd/outer_momentum/",
+    "local_sgd/in_flight/",
 )
 NON_REPLICATE_AXES = ("shard", "context", "tensor")
 """Mesh axes that local SGD does not use; their size is 1."""

@@ -129,7 +129,7 @@ def test_another_number_takes_the_outer_step_that_was_due() -> None:
 
 def test_between_rounds_nothing_of_the_weights_is_anybodys_own() -> None:
     tensors = saved(2, together=True)
-    assert set(tensors) == {"weight", f"exchange/worker/{MOMENT}", f"exchange/worker/{STEP}"}
+    assert set(tensors) == {"weight", f"local_sgd/worker/{MOMENT}", f"local_sgd/worker/{STEP}"}
     weight, mine, _ = loaded(tensors, 0, 3)
     assert_filled(weight, BEGUN)
     assert mine.local_sgd.in_sync

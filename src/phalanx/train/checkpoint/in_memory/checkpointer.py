@@ -28,9 +28,10 @@ from phalanx.run.in_memory_checkpoint import (
     remove_node_dir,
     truncate_history,
 )
-from phalanx.train.checkpoint import SavePhase, TensorShard, assign_to_ranks
+from phalanx.train.checkpoint import CheckpointSaver, SavePhase, TensorShard, assign_to_ranks
 from phalanx.train.checkpoint.in_memory.capacity import explain_missing_space, find_available_bytes, is_memory_backed
-from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY, InMemorySaver, format_copy_name, list_copies
+from phalanx.train.checkpoint.in_memory.destination import NodeFolder
+from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY, format_copy_name, list_copies
 from phalanx.train.checkpoint.in_memory.replication import ReplicaClient, ReplicaServer, find_local_address
 from phalanx.train.checkpoint.interval import StepTimes
 from phalanx.train.checkpoint.save_context import SaveContext
@@ -75,6 +76,7 @@ class InMemoryCheckpointer:
         self._run, self._dist_env, self._mesh = save_context.run, save_context.dist_env, save_context.mesh
         self._common_meta, self._environment = save_context.common_meta, environment
         self._report_event, self._flush = save_context.report_event, save_context.flush
+        self._staging = save_context.staging
         self._step_times, self._checkpoint_interval = step_times, checkpoint_interval
         self._overhead_fraction = parse_percent(interval) if isinstance(interval, str) else None
         self.interval_steps: int | None = interval if isinstance(interval, int) else None
@@ -86,7 +88,8 @@ class InMemoryCheckpointer:
         self._is_set_up = self._first_copy_done = False
         self._nodes = NodeMap((0,) * self._dist_env.world_size)
         self._copy_dir: Path | None = None
-        self._saver: InMemorySaver | None = None
+        self._node_folder: NodeFolder | None = None
+        self._saver: CheckpointSaver | None = None
         self._replica_server: ReplicaServer | None = None
         self._replica_client: ReplicaClient | None = None
         self._epoch_token = ""
@@ -206,12 +209,12 @@ class InMemoryCheckpointer:
             truncate_history(self._run, step)
         if not self._is_set_up or self._disabled:
             return
-        assert self._saver is not None
-        self._cancel_copy()
+        assert self._node_folder is not None
+        self.cancel_copy()
         self._epoch_start = self._last_copied_step = step
         self._newest_complete_copy = None
         if self._begin_epoch():
-            self._saver.set_epoch_token(self._epoch_token)
+            self._node_folder.epoch_token = self._epoch_token
         if self._nodes.is_node_leader(self._dist_env.rank):
             prune_copies(self._copy_dir, ())
 
@@ -235,25 +238,31 @@ class InMemoryCheckpointer:
         for peer in (self._replica_client, self._replica_server):
             if peer is not None:
                 peer.close()
-        self._cancel_copy()
+        self.cancel_copy()
         if self._replica_client is not None:
             self._replica_client.close_socket()
         self._replica_client = self._replica_server = None
 
-    def _cancel_copy(self) -> None:
-        if self._saver is not None:
-            self._saver.cancel()
+    def cancel_copy(self, check_membership: Callable[[], None] = lambda: None) -> None:
+        """Abandon the copy in flight, if any, on all workers. `check_membership` is called while this waits for the
+        background thread, which may wait for a worker that is gone; it raises if one is."""
+        if self._saver is not None and self.step_in_flight is not None:
+            self._saver.cancel(check_membership)
             self._step_times.copy_overhead.record_failed()
         self.step_in_flight, self._waiting_for_copy, self._stall_s, self.failure_reason = None, False, 0.0, ""
 
     def _complete_copy(self, step: int) -> None:
         assert self._saver is not None
+        assert self._node_folder is not None
         write_s = self._saver.poll().duration_s
-        self._saver.keep_shard()
+        self._saver.commit()
+        self._saver.cancel()
         self._newest_complete_copy = format_copy_name(step, self._epoch_token)
         stall_s = self._stall_s
         if self._dist_env.device.type == "cpu":  # the copying thread takes a core from training
-            stall_s += self._saver.cpu_s + (self._replica_server.cpu_s if self._replica_server is not None else 0.0)
+            stall_s += self._node_folder.cpu_s + (
+                self._replica_server.cpu_s if self._replica_server is not None else 0.0
+            )
         self._step_times.copy_overhead.record_done(stall_s)
         if not self._first_copy_done:
             self._first_copy_done = True
@@ -328,9 +337,10 @@ class InMemoryCheckpointer:
         if not self._begin_epoch():
             return False
         send_to_replica = None if self._replica_client is None else self._replica_client.send_shard
-        self._saver = InMemorySaver(
+        self._node_folder = NodeFolder(
             self._copy_dir, dist_env.rank, self._epoch_token, self._prune_before_write, send_to_replica
         )
+        self._saver = CheckpointSaver(self._node_folder, self._staging)
         return True
 
     def _count_tensors(self, state: Mapping[str, LocalTensor]) -> None:

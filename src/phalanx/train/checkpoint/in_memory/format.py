@@ -1,6 +1,6 @@
 """Shards of an in-memory checkpoint: one safetensors file per rank, and a record that marks it as complete.
 
-    phalanx-hot-.../step-000000060-<token>/
+    phalanx-in-memory-.../step-000000060-<token>/
         rank-00000.safetensors      as in a durable checkpoint
         rank-00000.json             its own hash, then the contents and checksums of the file, and the run's progress
 
@@ -11,8 +11,7 @@ hold the same block, since each node keeps all that its workers hold; `merge_sha
 
 import json
 import os
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -34,9 +33,6 @@ from phalanx.train.checkpoint.format import (
     rank_file_name,
 )
 from phalanx.train.checkpoint.load import verify_files
-from phalanx.train.checkpoint.pinned_buffer import Bytes
-from phalanx.train.checkpoint.save import CheckpointSaver, write_with_checksums
-from phalanx.train.checkpoint.staging import ShardFileSpec
 
 
 class InMemoryShard(RankManifest):
@@ -63,8 +59,6 @@ class InMemoryShard(RankManifest):
 
 NUM_TENSORS_KEY = "tensors"
 """Key of `meta`: the number of tensors in the whole state. It shows when tensors were lost together with a worker."""
-SendToReplica = Callable[[InMemoryShard, Bytes], None]
-"""Sends a shard to the node that keeps its replica. Raises OSError on failure."""
 
 
 def format_copy_name(step: int, token: str) -> str:
@@ -159,57 +153,3 @@ def merge_shards(shards: Sequence[InMemoryShard], preferred_ranks: Collection[in
     if len(merged) < meta.get(NUM_TENSORS_KEY, 0):
         raise ValueError(f"{len(merged)} of {meta[NUM_TENSORS_KEY]} tensors are there")
     return CheckpointManifest(files=files, tensors=merged, meta=meta)
-
-
-class InMemorySaver(CheckpointSaver):
-    """Save one rank's shards to its node's folder, and with `send_to_replica` to another node.
-
-    `token` names the epoch in the run's history. `before_write` is called in the background before anything is written.
-    Written shards are not removed by `cancel`."""
-
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        token: str,
-        before_write: Callable[[int], None],
-        send_to_replica: SendToReplica | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        super().__init__(folder, rank, 1, clock=clock)
-        self._epoch_token, self._before_write, self._send_to_replica = token, before_write, send_to_replica
-        self.cpu_s = 0.0
-        """Core seconds that the background work took for the last shard."""
-
-    def set_epoch_token(self, token: str) -> None:
-        """Set the token of later shards."""
-        self._epoch_token = token
-
-    def keep_shard(self) -> None:
-        """Keep the written shard: it is part of a complete copy."""
-        self.poll_when_idle()
-        self._reset()
-
-    def _write_dir(self, step: int) -> Path:
-        return self._directory / format_copy_name(step, self._epoch_token)
-
-    def _check_free_space(self, nbytes: int) -> None:
-        """Do nothing: the workers of a node check free space together, before the first copy."""
-
-    def _write_durably(self, step: int, image: Bytes, file_spec: ShardFileSpec) -> None:
-        self._before_write(step)
-        folder = self._write_dir(step)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        chunks = tuple(write_with_checksums(folder / self._file, image, self._cancelled))
-        shard = InMemoryShard(
-            files={self._file: FileRecord(bytes=file_spec.nbytes, chunks=chunks)},
-            tensors=file_spec.tensors,
-            step=step,
-            token=self._epoch_token,
-            rank=self._rank,
-            meta=self._meta,
-        )
-        write_shard_record(folder, shard)
-        if self._send_to_replica is not None:
-            self._send_to_replica(shard, image)
-        self.cpu_s = time.thread_time()  # each save runs in a new thread

@@ -2,10 +2,12 @@
 
 A process group is not used because a collective cannot be aborted while the peer is dead or hangs, and because creating
 a group for each pair of nodes involves all ranks. Addresses and secrets are exchanged over the process group. Each
-shard is sent as its record and the bytes of its file; the receiver verifies the checksums and replies.
+shard is sent as its record and the chunks of its file, each after a byte that says whether it follows or the shard is
+abandoned; the receiver verifies the checksums and replies.
 """
 
 import contextlib
+import errno
 import hmac
 import os
 import queue
@@ -34,6 +36,7 @@ from phalanx.train.checkpoint.pinned_buffer import Bytes
 CONNECT_TIMEOUT_S = 20.0
 """Seconds within which a peer must connect and send its secret."""
 _LENGTH_PREFIX = struct.Struct("!I")
+_CHUNK_FOLLOWS, _ABANDONED = b"\1", b"\0"
 _MAX_RECORD_BYTES = 1 << 30  # longer messages are not a record
 ListenerAddress = tuple[str, int, str]
 """Host, port and secret (hexadecimal) of a listener."""
@@ -123,10 +126,13 @@ class ReplicaServer:
                 content = bytes(_recv_exactly(connection, size))
                 reply = self._store_shard(connection, content, memoryview(block))
                 self._cpu_s[number] = time.thread_time() - start_time
+                if reply is None:
+                    continue
                 connection.sendall(_LENGTH_PREFIX.pack(len(reply)) + reply)
 
-    def _store_shard(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes:
-        """Receive and store the file of a shard; return the problem, or b"". The file is always read to its end."""
+    def _store_shard(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes | None:
+        """Receive and store the file of a shard; return the problem, or b"", or None if the sender abandons it. It is
+        always read to its end."""
         shard = decode_shard(content, Path("record"))
         file, record = shard.file_name, shard.files[shard.file_name]
         copy = self._folder / format_copy_name(shard.step, shard.token)
@@ -140,6 +146,8 @@ class ReplicaServer:
             except OSError as error:
                 problem = str(error)
             for number, chunk in enumerate(record.chunks):
+                if _recv_exactly(connection, 1) == _ABANDONED:
+                    return None
                 view = block[: min(CHUNK_BYTES, record.bytes - number * CHUNK_BYTES)]
                 _recv_into(connection, view)
                 if problem:
@@ -169,11 +177,17 @@ class ReplicaClient:
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send_shard(self, shard: InMemoryShard, image: Bytes) -> None:
-        """Send a shard's record and file; return when they are stored. Raises OSError on failure."""
+    def send_shard(self, shard: InMemoryShard, image: Bytes, cancelled: threading.Event) -> None:
+        """Send a shard's record and file; return when they are stored. Raises OSError on failure, and once `cancelled`
+        is set: a chunk is all that the caller of `cancel` waits for."""
         record = encode_shard(shard)
         self._socket.sendall(_LENGTH_PREFIX.pack(len(record)) + record)
-        self._socket.sendall(image.data)
+        for start in range(0, len(image), CHUNK_BYTES):
+            if cancelled.is_set():
+                self._socket.sendall(_ABANDONED)
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), shard.file_name)
+            self._socket.sendall(_CHUNK_FOLLOWS)
+            self._socket.sendall(image.data[start : start + CHUNK_BYTES])
         (size,) = _LENGTH_PREFIX.unpack(_recv_exactly(self._socket, _LENGTH_PREFIX.size))
         if problem := bytes(_recv_exactly(self._socket, size)).decode():
             raise OSError(f"the second copy could not be kept: {problem}")

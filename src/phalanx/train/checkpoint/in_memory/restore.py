@@ -27,7 +27,7 @@ from phalanx.run.in_memory_checkpoint import (
     read_epochs,
     truncate_history,
 )
-from phalanx.train.checkpoint import CorruptCheckpointError, LoadedCheckpoint, list_checkpoints, parse_step
+from phalanx.train.checkpoint import CorruptCheckpointError, list_checkpoints, parse_step
 from phalanx.train.checkpoint.in_memory.checkpointer import prune_copies
 from phalanx.train.checkpoint.in_memory.format import (
     InMemoryShard,
@@ -41,7 +41,13 @@ from phalanx.train.checkpoint.in_memory.format import (
 )
 from phalanx.train.checkpoint.load import find_needed_files
 from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan
-from phalanx.train.checkpoint.restore import ApplyFn, OnRejectFn, RejectedFile, report_rejected_files
+from phalanx.train.checkpoint.restore_disk import (
+    ApplyFn,
+    OnRejectFn,
+    RejectedFile,
+    RestoredCheckpoint,
+    report_rejected_files,
+)
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import (
@@ -68,14 +74,6 @@ class VerifiedCopies:
     own_shards: Mapping[CopyId, Mapping[int, InMemoryShard]]
 
 
-@dataclass(frozen=True)
-class RestoredCopy:
-    """A copy that was read. `fetched_bytes` came from other nodes, over all workers."""
-
-    checkpoint: LoadedCheckpoint
-    fetched_bytes: int
-
-
 def find_verified_copies(
     run: Run, dist_env: DistEnv, on_reject: OnRejectFn, environment: Mapping[str, str] = os.environ
 ) -> VerifiedCopies | None:
@@ -85,9 +83,9 @@ def find_verified_copies(
     if dist_env.is_rank_zero:
         newest = max((parse_step(path) for path in list_checkpoints(run.checkpoints)), default=0)
         epochs, saved = read_epochs(run)
-        history = {"lines": epochs if saved <= newest else [], "newest": newest}
+        history = {"epochs": epochs if saved <= newest else [], "newest": newest}
     history = broadcast_json_from_rank_zero(dist_env, history)
-    if not history["lines"]:
+    if not history["epochs"]:
         return None
     node_map, folder = gather_node_map(dist_env, environment), find_node_dir(run, environment)
     copies = (
@@ -101,7 +99,7 @@ def find_verified_copies(
     records = [
         (step, token, record)
         for path, (step, token) in copies
-        if step > history["newest"] and is_valid_copy(history["lines"], token, step)
+        if step > history["newest"] and is_valid_copy(history["epochs"], token, step)
         for record in list_shard_records(path)
         # By rank and not by position in the list, because another worker may remove a bad one meanwhile.
         if parse_rank(record) % len(ranks_on_node) == ranks_on_node.index(dist_env.rank)
@@ -132,7 +130,7 @@ def restore_in_memory(
     state: AppState,
     on_reject: OnRejectFn,
     environment: Mapping[str, str] = os.environ,
-) -> RestoredCopy | None:
+) -> RestoredCheckpoint | None:
     """Load the newest complete copy into the model, optimizer and grad scaler; None if there is none. Every worker
     calls it. Nothing changes before every worker has read its part."""
     if not verified.readers_by_copy:
@@ -168,7 +166,7 @@ def restore_in_memory(
         if not _report_bad_copies(dist_env, bad, on_reject):
             assert apply is not None
             apply()
-            return RestoredCopy(LoadedCheckpoint(path, manifest, {}), fetched)
+            return RestoredCheckpoint(path, manifest, in_memory=True, fetched_bytes=fetched)
     return None
 
 
