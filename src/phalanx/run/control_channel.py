@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Generic, Self, TypeVar
 
 from phalanx.errors import DataError, UsageError
+from phalanx.run.event_loop import EventLoop
 from phalanx.run.messages import Introduction, Message, ProtocolError, decode, encode
 from phalanx.run.private_files import check_owner
 from phalanx.safe_files import read_text
@@ -100,6 +101,12 @@ class AuthConnection:
             except ProtocolError:
                 return None
         return None if self._is_frame_too_large() else messages
+
+    def wait(self, timeout_s: float) -> list[Message] | None:
+        """Return what `receive` does after waiting for up to `timeout_s` seconds; no messages when none came."""
+        with EventLoop() as loop:
+            loop.add_reader(self.sock, lambda: None)
+            return self.receive() if loop.run_once(timeout_s) else []
 
     def close(self) -> None:
         """Close the connection; the other end sees it at once."""
@@ -303,12 +310,10 @@ class ControlServer:
     def _authenticate(self, sock: socket.socket, deadline: float) -> tuple[AuthConnection, Introduction]:
         connection = accept_agent(sock, self._token, deadline - time.monotonic())
         messages: list[Message] | None = []
-        while messages == []:
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
-            messages = connection.receive()
+        while messages == [] and (remaining_s := deadline - time.monotonic()) > 0:
+            messages = connection.wait(remaining_s)
         if not messages or not isinstance(messages[0], Introduction):
             raise AuthenticationError("it did not state its purpose")
-        sock.settimeout(SEND_TIMEOUT_S)
         return connection, messages[0]
 
     def _on_authenticated(self, peer: tuple[AuthConnection, Introduction]) -> None:
