@@ -37,7 +37,8 @@ from phalanx.jobs.frameworks.process_env import (
 from phalanx.jobs.process_tree import kill_descendants
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.logging_config import configure_logging
-from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader, load_token
+from phalanx.run.authentication import load_token
+from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.messages import LauncherHello, Leave, Message, NodeFailed, NodeFinished, Rejected, Topology
 from phalanx.run.node_env import NodeEnv
