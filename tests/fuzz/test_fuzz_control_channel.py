@@ -11,7 +11,8 @@ import pytest
 from made_messages import signed_frame
 from mutations import STRANGE, flipped, hand, spliced, strange
 from phalanx.jobs.agent.node_group import NodeGroup, make_hello
-from phalanx.run.control_channel import AuthConnection, AuthenticationError, accept_agent
+from phalanx.run.authentication import AuthenticationError
+from phalanx.run.control_channel import AuthConnection, accept_agent
 from phalanx.run.fields import to_fields
 from phalanx.run.messages import (
     HeartbeatEntry,

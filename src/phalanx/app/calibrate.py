@@ -4,8 +4,6 @@ written, and removed at the end.
 
 import importlib
 import os
-import selectors
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +19,11 @@ from phalanx.errors import SubprocessError, UsageError
 from phalanx.jobs.agent.attempt import (
     EXIT_REPORT_TIMEOUT_S,
     EXITS_NOT_REPORTED_MESSAGE,
-    FORK_SERVER_DIED_MESSAGE,
     AttemptState,
     decide_outcome,
 )
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError
-from phalanx.run.message_socket import drain, receive
+from phalanx.run.message_socket import drain
 from phalanx.run.messages import Command, Message, RankResult, SendSignal, StartWorkers, WorkerError, WorkerExited
 
 EXTRA_TIMEOUT_S = 120.0
@@ -107,25 +104,20 @@ def call_on_ranks(
     )
     attempt, results = AttemptState(world_size, announced_ranks=set(range(world_size))), dict[int, Any]()
     deadline = clock() + payload["seconds"] + EXTRA_TIMEOUT_S
-    with selectors.DefaultSelector() as selector:
-        for sock in (fork_server.control, fork_server.events):
-            selector.register(sock, selectors.EVENT_READ)
-        while len(attempt.exit_statuses) < world_size:
-            ready = selector.select(max(0.0, min(POLL_INTERVAL_S, deadline - clock())))
-            if not ready and (reason := fork_server.resume_if_stopped()) is not None:
+    while len(attempt.exit_statuses) < world_size:
+        messages = fork_server.receive(min(POLL_INTERVAL_S, deadline - clock()))
+        for message in messages:
+            _handle_message(message, attempt, results, fork_server)
+        if messages:
+            continue
+        fork_server.check_stopped()
+        if clock() >= deadline:
+            if attempt.killed:
                 fork_server.kill()
-                raise ForkServerLostError(reason)
-            if not ready and clock() >= deadline:
-                if attempt.killed:
-                    fork_server.kill()
-                    raise ForkServerLostError(EXITS_NOT_REPORTED_MESSAGE)
-                fork_server.send(SendSignal(signal=9))
-                attempt.killed, deadline = True, clock() + EXIT_REPORT_TIMEOUT_S
-                attempt.error = attempt.error or WorkerError(rank=0, message="timed out", exit_code=75)
-            for key, _ in ready:
-                assert isinstance(key.fileobj, socket.socket)
-                for message in receive(key.fileobj) or _raise_lost():
-                    _handle_message(message, attempt, results, fork_server)
+                raise ForkServerLostError(EXITS_NOT_REPORTED_MESSAGE)
+            fork_server.send(SendSignal(signal=9))
+            attempt.killed, deadline = True, clock() + EXIT_REPORT_TIMEOUT_S
+            attempt.error = attempt.error or WorkerError(rank=0, message="timed out", exit_code=75)
     for message in drain(fork_server.events):
         _handle_message(message, attempt, results, fork_server)
     if any(attempt.exit_statuses.values()) or 0 not in results:
@@ -143,10 +135,6 @@ def _handle_message(
             fork_server.send(SendSignal(signal=9))  # the others would wait for it until their timeout
     elif isinstance(message, RankResult):
         results[message.rank] = message.value
-
-
-def _raise_lost() -> list[Message]:
-    raise ForkServerLostError(FORK_SERVER_DIED_MESSAGE)
 
 
 def run_rank(payload: dict[str, Any]) -> None:

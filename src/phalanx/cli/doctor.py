@@ -106,7 +106,7 @@ def measure_links(addresses: list[str]) -> "NodeHealthReport":
     from phalanx.cluster.health.link_bandwidth import check_link
     from phalanx.cluster.health.pairwise_bandwidth import measure_all_pairs, placement_from_environment
     from phalanx.cluster.health.runner import NodeHealthReport
-    from phalanx.run.control_channel import load_token
+    from phalanx.run.authentication import load_token
 
     started_at = time.monotonic()
     if addresses:
@@ -125,7 +125,7 @@ def _ignore_sigterm() -> None:
 def serve_link_tests(port: int) -> int:
     """Serve link measurements one after another, until Ctrl-C or SIGTERM."""
     from phalanx.cluster.health.link_bandwidth import Connection, accept_connections, serve_measurement
-    from phalanx.run.control_channel import load_token
+    from phalanx.run.authentication import load_token
 
     token = load_token(os.environ)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -30,7 +30,8 @@ from phalanx.observe.progress import make_display, read_run_facts
 from phalanx.recipe import dump_recipe, num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Run
-from phalanx.run.control_channel import ControlServer, load_token
+from phalanx.run.authentication import load_token
+from phalanx.run.control_channel import ControlServer
 from phalanx.run.directory import check_run_path
 from phalanx.run.node_env import NodeEnv
 from phalanx.std_streams import escape_control_chars, word_of

@@ -1,55 +1,43 @@
 """The agents' control channel: `messages.py` over TCP between agents that know the job's token. Not for bulk data.
 
-Both ends prove that they know the token with an HMAC over the peer's nonce; the token itself is never sent. After that
-every frame carries an HMAC over its number and content, so that no third party can insert, change or replay one. The
-channel is not encrypted: nothing secret is sent over it.
+Both ends prove that they know the token (`authentication.py`). After that every frame carries an HMAC over its number
+and content, so that no third party can insert, change or replay one. The channel is not encrypted: nothing secret is
+sent over it.
 """
 
 import contextlib
 import hmac
-import os
 import queue
-import secrets
 import socket
 import struct
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Generic, Self, TypeVar
+from collections.abc import Callable
+from typing import Self
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import UsageError
+from phalanx.run.authentication import (
+    HANDSHAKE_TIMEOUT_S,
+    MAX_PENDING_HANDSHAKES,
+    AuthenticationError,
+    HandshakeServer,
+    accept_authenticated,
+    open_authenticated,
+)
+from phalanx.run.event_loop import EventLoop
 from phalanx.run.messages import Introduction, Message, ProtocolError, decode, encode
-from phalanx.run.private_files import check_owner
-from phalanx.safe_files import read_text
 
-HANDSHAKE_TIMEOUT_S = 5.0
-"""Seconds that an end may take to prove itself, all in all."""
 SEND_TIMEOUT_S = 10.0
 """Seconds after which an end that takes nothing is given up."""
 MAX_FRAME_BYTES = 16 << 20
 """Bytes of a frame; stacks and errors are far smaller."""
-MIN_TOKEN_CHARS = 16
-MIN_DISTINCT_TOKEN_CHARS = 6
-"""Different ones in a token; among 16 random hexadecimal digits there are hardly ever fewer."""
-MAX_TOKEN_FILE_BYTES = 4096
 AGENT_PURPOSE = b"A"
 """Purpose of an agent's connection to its leader; other connections have other purposes."""
-MAX_PENDING_HANDSHAKES = 64
-"""How many may prove themselves at the same time."""
-ACCEPT_RETRY_INTERVAL_S = 0.1
-"""Seconds after which a listener that could not take a connection, for want of descriptors, tries again."""
 TCP_KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """When a machine that says nothing is asked whether it is there, and how often until it counts as gone: in seconds."""
-_NONCE_BYTES = 32
 _MAC_BYTES = 32
 _LENGTH_STRUCT = struct.Struct("!I")
 _SEQUENCE_STRUCT = struct.Struct("!Q")
-
-
-class AuthenticationError(ConnectionError):
-    """The other end does not know the token, or speaks something else."""
 
 
 class AuthConnection:
@@ -101,6 +89,12 @@ class AuthConnection:
                 return None
         return None if self._is_frame_too_large() else messages
 
+    def wait(self, timeout_s: float) -> list[Message] | None:
+        """Return what `receive` does after waiting for up to `timeout_s` seconds; no messages when none came."""
+        with EventLoop() as loop:
+            loop.add_reader(self.sock, lambda: None)
+            return self.receive() if loop.run_once(timeout_s) else []
+
     def close(self) -> None:
         """Close the connection; the other end sees it at once."""
         with contextlib.suppress(OSError):
@@ -126,138 +120,24 @@ class AuthConnection:
         return hmac.digest(self._key, role + _SEQUENCE_STRUCT.pack(number) + payload, "sha256")
 
 
-def client_handshake(
-    sock: socket.socket, token: bytes, purpose: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S
-) -> tuple[bytes, bytes]:
-    """The caller's half of the handshake, saying in one byte what the connection is for; both random numbers, the
-    listener's first. `AuthenticationError` by, or of, a listener that does not know the token; TimeoutError after so
-    long."""
-    deadline = time.monotonic() + timeout_s
-    peer_nonce, own_nonce = receive_exactly(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
-    sock.sendall(own_nonce + purpose + hmac.digest(token, b"caller" + purpose + peer_nonce + own_nonce, "sha256"))
-    proof = receive_exactly(sock, _MAC_BYTES, deadline)
-    if not hmac.compare_digest(proof, hmac.digest(token, b"listener" + purpose + peer_nonce + own_nonce, "sha256")):
-        raise AuthenticationError("the listener at this address does not know the token")
-    return peer_nonce, own_nonce
-
-
-def server_handshake(
-    sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S
-) -> tuple[bytes, bytes, bytes]:
-    """The listener's half of `client_handshake`: what the connection is for, and both random numbers, its own first."""
-    deadline = time.monotonic() + timeout_s
-    own_nonce = secrets.token_bytes(_NONCE_BYTES)
-    sock.sendall(own_nonce)
-    peer_nonce, purpose, proof = (
-        receive_exactly(sock, _NONCE_BYTES, deadline),
-        receive_exactly(sock, 1, deadline),
-        receive_exactly(sock, _MAC_BYTES, deadline),
-    )
-    if not hmac.compare_digest(proof, hmac.digest(token, b"caller" + purpose + own_nonce + peer_nonce, "sha256")):
-        raise AuthenticationError("the caller does not know the token")
-    sock.sendall(hmac.digest(token, b"listener" + purpose + own_nonce + peer_nonce, "sha256"))
-    return purpose, own_nonce, peer_nonce
-
-
 def connect_to_leader(address: tuple[str, int], token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
     """Connect to the leader. Raises ConnectionError when nothing listens there, `AuthenticationError` when the listener
     does not know the token."""
-    sock = socket.create_connection(address, timeout_s)
     try:
-        return _make_connection(sock, token, *client_handshake(sock, token, AGENT_PURPOSE, timeout_s), is_leader=False)
+        sock, leader_nonce, own_nonce = open_authenticated(address, token, AGENT_PURPOSE, timeout_s)
     except TimeoutError:
-        sock.close()
         raise AuthenticationError("the listener at this address does not answer as an agent") from None
-    except BaseException:
-        sock.close()
-        raise
+    return _make_connection(sock, token, leader_nonce, own_nonce, is_leader=False)
 
 
 def accept_agent(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
     """Do the leader's half of `connect_to_leader`. Raises `AuthenticationError` when the caller does not prove in time
     that it knows the token."""
-    sock.settimeout(timeout_s)
     try:
-        purpose, own_nonce, peer_nonce = server_handshake(sock, token, timeout_s)
+        _, own_nonce, peer_nonce = accept_authenticated(sock, token, (AGENT_PURPOSE,), timeout_s)
     except TimeoutError:
         raise AuthenticationError("it did not authenticate in time") from None
-    if purpose != AGENT_PURPOSE:
-        raise AuthenticationError("it has another purpose")
     return _make_connection(sock, token, own_nonce, peer_nonce, is_leader=True)
-
-
-PeerT = TypeVar("PeerT")
-
-
-class HandshakeServer(Generic[PeerT]):
-    """Accept connections of a listener, which it owns, and authenticate them in parallel: `authenticate` gets each
-    connection and its deadline (of the monotonic clock); `on_authenticated` gets what that returns.
-
-    An unauthenticated caller takes one of MAX_PENDING_HANDSHAKES places for at most `timeout_s`, and no other caller
-    waits for it. When all places are taken, the oldest connection of the address with the most connections is dropped:
-    a caller that knows the token is through in a moment.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        authenticate: Callable[[socket.socket, float], PeerT],
-        on_authenticated: Callable[[PeerT], None],
-        timeout_s: float = HANDSHAKE_TIMEOUT_S,
-    ):
-        self.listener = listener
-        self._authenticate, self._on_authenticated, self._timeout_s = authenticate, on_authenticated, timeout_s
-        self._pending: dict[socket.socket, str] = {}  # the oldest first, with their addresses
-        self._lock = threading.Lock()
-        self._is_closed = False
-        threading.Thread(target=self._accept_connections, name="door", daemon=True).start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_closed = True
-        for each in (self.listener, *self._pending_sockets()):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
-        self.listener.close()
-
-    def _pending_sockets(self) -> list[socket.socket]:
-        with self._lock:
-            return list(self._pending)
-
-    def _accept_connections(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, address = self.listener.accept()
-            except OSError:
-                if not self._is_closed:  # a caller that has gone, or no descriptor is free
-                    time.sleep(ACCEPT_RETRY_INTERVAL_S)
-                continue
-            with self._lock:
-                if len(self._pending) >= MAX_PENDING_HANDSHAKES:
-                    self._evict_oldest()
-                self._pending[sock] = str(address[0])
-            threading.Thread(target=self._run_handshake, args=(sock,), name="handshake", daemon=True).start()
-
-    def _evict_oldest(self) -> None:
-        (busiest_address, _), *_ = Counter(self._pending.values()).most_common(1)
-        oldest = next(sock for sock, address in self._pending.items() if address == busiest_address)
-        del self._pending[oldest]
-        with contextlib.suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)
-
-    def _run_handshake(self, sock: socket.socket) -> None:
-        try:
-            peer = self._authenticate(sock, time.monotonic() + self._timeout_s)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            # a stranger, or gone again, or it talks nonsense: none of ours
-            sock.close()
-            return
-        finally:
-            with self._lock:
-                self._pending.pop(sock, None)
-        self._on_authenticated(peer)
 
 
 class ControlServer:
@@ -294,7 +174,7 @@ class ControlServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._handshake_server.__exit__()
+        self._handshake_server.close()
         for each in (self.wake_socket, self._wake_writer):
             each.close()
         while not self.joins.empty():
@@ -303,12 +183,10 @@ class ControlServer:
     def _authenticate(self, sock: socket.socket, deadline: float) -> tuple[AuthConnection, Introduction]:
         connection = accept_agent(sock, self._token, deadline - time.monotonic())
         messages: list[Message] | None = []
-        while messages == []:
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
-            messages = connection.receive()
+        while messages == [] and (remaining_s := deadline - time.monotonic()) > 0:
+            messages = connection.wait(remaining_s)
         if not messages or not isinstance(messages[0], Introduction):
             raise AuthenticationError("it did not state its purpose")
-        sock.settimeout(SEND_TIMEOUT_S)
         return connection, messages[0]
 
     def _on_authenticated(self, peer: tuple[AuthConnection, Introduction]) -> None:
@@ -325,64 +203,11 @@ def find_listen_address(host: str, resolve: Callable[[str], str] = socket.gethos
     return "" if is_loopback_alias else host
 
 
-def load_token(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The job's token, from PHALANX_TOKEN_FILE or PHALANX_TOKEN. UsageError without one, or with one that could be
-    guessed."""
-    path, token = environment.get("PHALANX_TOKEN_FILE"), environment.get("PHALANX_TOKEN", "")
-    if path is not None:
-        try:
-            check_owner(Path(path), "the token")
-            token = read_text(path, MAX_TOKEN_FILE_BYTES)
-            found = os.stat(path)
-        except (OSError, DataError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
-            raise UsageError(f"PHALANX_TOKEN_FILE={path}: {reason}") from None
-        if found.st_uid == os.getuid() and found.st_mode & 0o077:
-            raise UsageError(f"PHALANX_TOKEN_FILE={path}: other users may read the token; `chmod 600 {path}`")
-    if not _is_random(token.strip()):
-        raise UsageError(
-            "several nodes need a token that all of them know: at least 16 random characters in a file that only you "
-            "can read (PHALANX_TOKEN_FILE), such as `openssl rand -hex 32` prints"
-        )
-    return token.strip().encode()
-
-
-def _is_random(token: str) -> bool:
-    """Whether it is long enough to be random, and neither a word said again and again nor of a few characters."""
-    period = (token + token).find(token, 1) if token else 0
-    return period >= MIN_TOKEN_CHARS and len(set(token)) >= MIN_DISTINCT_TOKEN_CHARS
-
-
-def derive_store_key(token: bytes, nonce: str) -> bytes:
-    """What the workers of an attempt sign with where they meet."""
-    return hmac.digest(token, b"store" + nonce.encode(), "sha256")
-
-
 def _make_connection(
     sock: socket.socket, token: bytes, leader_nonce: bytes, member_nonce: bytes, is_leader: bool
 ) -> AuthConnection:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in TCP_KEEPALIVE_OPTIONS.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return AuthConnection(sock, hmac.digest(token, b"key" + leader_nonce + member_nonce, "sha256"), is_leader)
-
-
-def receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
-    """Receive exactly `num_bytes` bytes. Raises `AuthenticationError` when the peer closes the connection before,
-    TimeoutError when they have not arrived by `deadline` (of the monotonic clock), however slowly they come."""
-    found, previous_timeout_s = b"", sock.gettimeout()
-    try:
-        while len(found) < num_bytes:
-            if deadline is not None:
-                sock.settimeout(max(0.001, deadline - time.monotonic()))
-            chunk = sock.recv(num_bytes - len(found))
-            if not chunk:
-                raise AuthenticationError("the peer closed the connection")
-            found += chunk
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError("timed out")
-    finally:
-        sock.settimeout(previous_timeout_s)
-    return found

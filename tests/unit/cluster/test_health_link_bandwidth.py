@@ -21,7 +21,7 @@ from phalanx.cluster.health.link_bandwidth import (
     serve_measurement,
 )
 from phalanx.errors import UsageError
-from phalanx.run.control_channel import HANDSHAKE_TIMEOUT_S, AuthenticationError
+from phalanx.run.authentication import HANDSHAKE_TIMEOUT_S, AuthenticationError
 
 
 @contextmanager

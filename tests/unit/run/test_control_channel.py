@@ -14,17 +14,19 @@ import pytest
 
 from made_messages import signed_frame
 from phalanx.errors import UsageError
-from phalanx.run.control_channel import (
+from phalanx.run.authentication import (
     MAX_PENDING_HANDSHAKES,
-    AuthConnection,
     AuthenticationError,
-    ControlServer,
     HandshakeServer,
-    accept_agent,
     client_handshake,
+    load_token,
+)
+from phalanx.run.control_channel import (
+    AuthConnection,
+    ControlServer,
+    accept_agent,
     connect_to_leader,
     find_listen_address,
-    load_token,
 )
 from phalanx.run.fields import to_fields
 from phalanx.run.messages import HeartbeatEntry, Heartbeats, Hello, Message, Ping, RankResult, SendSignal

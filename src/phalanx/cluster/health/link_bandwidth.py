@@ -1,5 +1,5 @@
 """The link between two nodes: round trip and what one TCP connection carries each way. One node listens, the other
-measures; both must know the same token (`run/control_channel.py`), so that no stranger can make them send.
+measures; both must know the same token (`run/authentication.py`), so that no stranger can make them send.
 
 One connection at a time, a measurement on each; what is sent is neither secret nor worth forging. What RDMA carries,
 this does not say.
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
 from phalanx.cluster.health.thresholds import evaluate_threshold
 from phalanx.errors import UsageError
-from phalanx.run.control_channel import (
+from phalanx.run.authentication import (
     HANDSHAKE_TIMEOUT_S,
     AuthenticationError,
     HandshakeServer,
-    client_handshake,
+    accept_authenticated,
+    open_authenticated,
     receive_exactly,
-    server_handshake,
 )
 
-ECHO_REQUEST, SINK_REQUEST, SOURCE_REQUEST, JOIN_REQUEST = b"E", b"S", b"T", b"J"
+REQUESTS = ECHO_REQUEST, SINK_REQUEST, SOURCE_REQUEST, JOIN_REQUEST = b"E", b"S", b"T", b"J"
 """Purpose of a connection: the listener echoes, receives, sends, or leads (pairwise_bandwidth.py)."""
 CONNECTIONS_PER_MEASUREMENT = 3
 """Of one measurement, one after another."""
@@ -72,22 +72,17 @@ def measure_link(
 
 def connect_to_listener(address: tuple[str, int], token: bytes, request: bytes) -> socket.socket:
     """Connect to a listener and authenticate both sides with the token."""
-    sock = socket.create_connection(address, SILENCE_TIMEOUT_S)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        client_handshake(sock, token, request)
-    except BaseException:
-        sock.close()
-        raise
+    sock, *_ = open_authenticated(address, token, request, SILENCE_TIMEOUT_S)
+    sock.settimeout(SILENCE_TIMEOUT_S)
     return sock
 
 
 def accept_caller(sock: socket.socket, token: bytes, seconds: float = HANDSHAKE_TIMEOUT_S) -> bytes:
     """Authenticate a caller and return its request. Raises AuthenticationError for a wrong token, OSError on
     timeout."""
+    request, *_ = accept_authenticated(sock, token, REQUESTS, seconds)
     sock.settimeout(SILENCE_TIMEOUT_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return server_handshake(sock, token, seconds)[0]
+    return request
 
 
 Connection = tuple[socket.socket, bytes]

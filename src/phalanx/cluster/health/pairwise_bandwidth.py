@@ -31,7 +31,7 @@ from phalanx.cluster.health.link_bandwidth import (
 )
 from phalanx.cluster.health.thresholds import evaluate_threshold
 from phalanx.errors import UsageError
-from phalanx.run.control_channel import MAX_PENDING_HANDSHAKES, AuthenticationError, HandshakeServer, load_token
+from phalanx.run.authentication import MAX_PENDING_HANDSHAKES, AuthenticationError, HandshakeServer, load_token
 from phalanx.run.node_env import NodeEnv
 
 JOIN_TIMEOUT_S = 60.0

@@ -27,7 +27,6 @@ CAUSE_BY_STATUS: dict[int, FailureCause] = {
 NEVER_JOINED_MESSAGE = "ended without training: it never came to `with phalanx.session(...)`"
 
 
-FORK_SERVER_DIED_MESSAGE = "the process that forks workers died, and they with it"
 EXITS_NOT_REPORTED_MESSAGE = (
     "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 )

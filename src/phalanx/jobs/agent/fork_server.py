@@ -14,7 +14,6 @@ import gc
 import importlib
 import logging
 import os
-import selectors
 import signal
 import socket
 import sys
@@ -27,10 +26,12 @@ from typing import Any, NoReturn, TextIO, cast
 from phalanx.compat import become_subreaper, die_with_parent, import_torch
 from phalanx.errors import ExitCode, PhalanxError, is_storage_error
 from phalanx.jobs.process_tree import kill_descendants
+from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.logging_config import configure_logging
 from phalanx.recipe import describe_exception
 from phalanx.recipe.snapshot_paths import resolve_code_dir
 from phalanx.run import heartbeat
+from phalanx.run.event_loop import EventLoop
 from phalanx.run.message_socket import make_socket_pair, receive, send
 from phalanx.run.messages import (
     CallRaised,
@@ -89,36 +90,30 @@ class ForkServer:
         self.attempt = 0
         self.rendezvous_fd = -1
         self.num_starts = 0
+        self.is_agent_gone = False
 
     def run(self) -> None:
         """Serve the agent until it is gone; then kill all remaining children."""
-        wake_read, wake_write = socket.socketpair()
-        wake_write.setblocking(False)
-        wake_read.setblocking(False)
-        # A handler is needed for the wake-up byte to be written; reaping happens in the loop.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        with contextlib.suppress(ConnectionError):  # the agent went away before a message was sent
-            self.serve(wake_read)
-        self.shut_down()
+        with SignalQueue((), wake_on_child_exit=True) as signals:
 
-    def serve(self, wake: socket.socket) -> None:
-        """Handle messages of the agent, and reap children when `wake` is readable."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.agent_socket, selectors.EVENT_READ)
-            selector.register(wake, selectors.EVENT_READ)
-            send(self.agent_socket, ForkServerReady())
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is wake:
-                        wake.recv(4096)
-                        self.reap_children()
-                        continue
-                    messages = receive(self.agent_socket)
-                    if messages is None:
-                        return
-                    for message in messages:
-                        self.handle_message(message)
+            def reap() -> None:
+                signals.clear_wake()
+                self.reap_children()
+
+            with contextlib.suppress(ConnectionError), EventLoop() as loop:  # the agent is gone when a message is sent
+                loop.add_reader(self.agent_socket, self.receive_messages)
+                loop.add_reader(signals.wake_socket, reap)
+                send(self.agent_socket, ForkServerReady())
+                while not self.is_agent_gone:
+                    loop.run_once()
+            self.shut_down()
+
+    def receive_messages(self) -> None:
+        """Handle the messages that the agent has sent."""
+        messages = receive(self.agent_socket)
+        self.is_agent_gone = messages is None
+        for message in messages or ():
+            self.handle_message(message)
 
     def handle_message(self, message: Message) -> None:
         """Handle a message of the agent. Raises ProtocolError for one that is not for this process."""

@@ -3,11 +3,12 @@
 import contextlib
 import logging
 import os
-import selectors
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import psutil
@@ -22,6 +23,7 @@ from phalanx.deadline import (
 )
 from phalanx.errors import ExitCode, PhalanxError, SubprocessError
 from phalanx.jobs.agent.fork_server import signal_name
+from phalanx.run.event_loop import EventLoop
 from phalanx.run.heartbeat import HeartbeatTable
 from phalanx.run.message_socket import SendTimeoutError, make_socket_pair, receive, send, set_send_timeout
 from phalanx.run.messages import (
@@ -29,6 +31,7 @@ from phalanx.run.messages import (
     CallReply,
     CallReturned,
     ForkServerReady,
+    Message,
     Preload,
     RunCall,
     StartStore,
@@ -62,6 +65,7 @@ SEND_TIMEOUT_S = 10.0
 """Seconds for the fork server to receive a message."""
 Answer = TypeVar("Answer")
 RESTART_HINT = "start again with the same command"
+FORK_SERVER_DIED_MESSAGE = "the process that forks workers died, and they with it"
 PROCESS_DESCRIPTION = "the process that loads torch and starts workers"
 
 
@@ -268,38 +272,56 @@ class ForkServerClient:
         except OSError:
             raise self._exit_error() from None
 
+    def receive(self, timeout_s: float, include_events: bool = True) -> list[Message]:
+        """Wait for messages of the fork server, and with `include_events` of its workers. Returns none after
+        `timeout_s` seconds. Raises ForkServerLostError when it has closed its end."""
+        messages: list[Message] = []
+
+        def read(sock: socket.socket) -> None:
+            received = None
+            with contextlib.suppress(OSError):
+                received = receive(sock)
+            if received is None:
+                raise ForkServerLostError(FORK_SERVER_DIED_MESSAGE)
+            messages.extend(received)
+
+        with EventLoop() as loop:
+            for sock in (self.control, self.events) if include_events else (self.control,):
+                loop.add_reader(sock, partial(read, sock))
+            loop.run_once(timeout_s)
+        return messages
+
+    def check_stopped(self, include_descendants: bool = False) -> None:
+        """Do what `resume_if_stopped` does; kill it and raise ForkServerLostError when it stays stopped."""
+        if (reason := self.resume_if_stopped(include_descendants)) is not None:
+            self.kill()
+            raise ForkServerLostError(reason)
+
     def _wait_for_reply(self, wanted: type[Answer], deadline: Deadline, hint: str = "") -> Answer:
         """Return the next message of this class. Other messages belong to earlier workers and are dropped.
 
         Raises ForkServerLostError when none arrives in time, and StopRequestedError when a stop is requested meanwhile;
         in both cases the fork server is killed.
         """
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.control, selectors.EVENT_READ)
-            while True:
-                if not selector.select(POLL_INTERVAL_S):
-                    if self.is_stop_requested():
-                        self.kill()
-                        raise StopRequestedError(f"asked to stop while it waited for {deadline.what}")
-                    if (
-                        reason := self.resume_if_stopped(include_descendants=True)
-                    ) is None and deadline.check_expired():
-                        reason = f"waited {deadline.limit_s:.0f} s for {deadline.what}: it hangs; {RESTART_HINT}"
-                        reason += hint
-                    if reason is not None:
-                        self.kill()
-                        raise ForkServerLostError(reason)
-                    continue
-                try:
-                    messages = receive(self.control)
-                except OSError:
-                    messages = None
-                if messages is None:
-                    raise self._exit_error()
+        while True:
+            try:
+                messages = self.receive(POLL_INTERVAL_S, include_events=False)
+            except ForkServerLostError:
+                raise self._exit_error() from None
+            if messages:
                 self._num_stopped_checks = 0
                 for message in messages:
                     if isinstance(message, wanted):
                         return message
+                continue
+            if self.is_stop_requested():
+                self.kill()
+                raise StopRequestedError(f"asked to stop while it waited for {deadline.what}")
+            self.check_stopped(include_descendants=True)
+            if deadline.check_expired():
+                reason = f"waited {deadline.limit_s:.0f} s for {deadline.what}: it hangs; {RESTART_HINT}{hint}"
+                self.kill()
+                raise ForkServerLostError(reason)
 
     def _exit_error(self) -> ForkServerLostError:
         """Return the error for a fork server that has ended."""

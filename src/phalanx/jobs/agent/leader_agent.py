@@ -22,7 +22,6 @@ from phalanx.errors import ExitCode
 from phalanx.jobs.agent.attempt import (
     EXIT_REPORT_TIMEOUT_S,
     EXITS_NOT_REPORTED_MESSAGE,
-    FORK_SERVER_DIED_MESSAGE,
     PLANNED_EXIT_CODES,
     AttemptState,
     decide_outcome,
@@ -37,6 +36,7 @@ from phalanx.jobs.agent.elastic import ElasticReplicas
 from phalanx.jobs.agent.energy_recorder import EnergyRecorder
 from phalanx.jobs.agent.fork_server import LOST_PEER_STATUS
 from phalanx.jobs.agent.fork_server_client import (
+    FORK_SERVER_DIED_MESSAGE,
     RESTART_HINT,
     ForkServerClient,
     ForkServerLostError,
@@ -47,9 +47,9 @@ from phalanx.jobs.agent.hang_report import HangReport, find_ended_ranks, measure
 from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.node_group import NODE_TIMEOUT_S, LocalNode, NodeGroup, NodeHandle, RemoteNode, words_of
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
-from phalanx.jobs.agent.signals import SignalQueue
 from phalanx.jobs.agent.storage_retry import StorageBackoff
 from phalanx.jobs.agent.stragglers import WINDOW_S, find_straggler, has_too_few_steps
+from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.event_types import (
     AttemptStarted,

@@ -7,11 +7,11 @@ restarted leader finds it ready for the next attempt.
 import contextlib
 import logging
 import os
-import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -28,9 +28,10 @@ from phalanx.jobs.agent.node_group import (
     make_heartbeat_message,
     make_hello,
 )
-from phalanx.jobs.agent.signals import SignalQueue
+from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.run import Run
 from phalanx.run.control_channel import AuthConnection, connect_to_leader
+from phalanx.run.event_loop import EventLoop
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import remove_node_dir
 from phalanx.run.message_socket import drain, receive, send
@@ -183,9 +184,7 @@ class NodeAgent:
             except OSError as error:
                 last_error = error
                 logger.debug("node 0 at %s:%d does not answer: %s", host, port, error)
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.signals.wake_socket, selectors.EVENT_READ)
-                selector.select(CONNECT_RETRY_INTERVAL_S)
+            self.signals.wait(CONNECT_RETRY_INTERVAL_S)
         print(f"error: node 0 cannot be reached at {host}:{port}: {last_error}", file=self.out, flush=True)
         return None
 
@@ -194,43 +193,50 @@ class NodeAgent:
     ) -> ExitCode | None:
         """Handle messages of the leader until it reports the end of the run. Returns the exit code, or None when the
         leader is gone. Raises `_ForkServerGone` when the fork server is."""
-        last_received = last_sent = self.clock()
         network_variables = interface_variables(connection.sock.getsockname()[0], self.environment)
-        with selectors.DefaultSelector() as selector:
-            for each in (connection, *local_node.sockets(), self.signals.wake_socket):
-                selector.register(each, selectors.EVENT_READ)
-            while True:
-                try:
+        last_received = self.clock()
+        leave: Leave | None = None
+
+        def read_leader() -> None:
+            nonlocal last_received, leave
+            messages = connection.receive()
+            if messages is None:
+                raise ConnectionError("the leader closed the connection")
+            last_received = self.clock()
+            for message in messages:
+                if isinstance(message, Rejected):  # the leader launches a program of another framework
+                    leave = Leave(exit_code=int(ExitCode.USAGE), message=message.message)
+                elif isinstance(message, Leave):
+                    leave = message
+                else:
+                    self._handle_message(message, local_node, network_variables)
+                if leave is not None:
+                    return
+
+        def send_heartbeats() -> None:
+            now = self.clock()
+            connection.send(make_heartbeat_message(local_node, self._ranks, now))
+            loop.set_timer(send_heartbeats, now + HEARTBEAT_INTERVAL_S)
+            if is_lost():
+                raise _ForkServerGone
+            self._check_exits(local_node, now)
+            if now - last_received > LEADER_TIMEOUT_S:
+                raise ConnectionError(f"no message of the leader for {LEADER_TIMEOUT_S:g} s")
+
+        with EventLoop(self.clock) as loop:
+            loop.add_reader(connection, read_leader)
+            for sock in local_node.sockets():
+                loop.add_reader(sock, partial(self._forward_messages, connection, local_node, sock))
+            loop.add_reader(self.signals.wake_socket, self.signals.clear_wake)
+            loop.set_timer(send_heartbeats, self.clock() + HEARTBEAT_INTERVAL_S)
+            try:
+                while leave is None:
                     self._forward_signals(connection)
-                    timeout_s = max(0.0, last_sent + HEARTBEAT_INTERVAL_S - self.clock())
-                    ready = [key.fileobj for key, _ in selector.select(timeout_s)]
-                    now = self.clock()
-                    if now - last_sent >= HEARTBEAT_INTERVAL_S:
-                        connection.send(make_heartbeat_message(local_node, self._ranks, now))
-                        last_sent = now
-                        if is_lost():
-                            raise _ForkServerGone
-                        self._check_exits(local_node, now)
-                    for each in ready:
-                        if each is self.signals.wake_socket:
-                            self.signals.wake_socket.recv(4096)
-                        elif each is connection:
-                            messages = connection.receive()
-                            if messages is None:
-                                return None
-                            last_received = now
-                            for message in messages:
-                                if isinstance(message, Rejected):  # the leader launches a program of another framework
-                                    message = Leave(exit_code=int(ExitCode.USAGE), message=message.message)
-                                if isinstance(message, Leave):
-                                    return self._handle_leave(message, local_node, is_lost)
-                                self._handle_message(message, local_node, network_variables)
-                        else:
-                            self._forward_messages(connection, local_node, each)
-                except ConnectionError:
+                    loop.run_once()
+            except ConnectionError:
+                if leave is None:  # else it has closed its end since
                     return None
-                if now - last_received > LEADER_TIMEOUT_S:
-                    return None
+        return self._handle_leave(leave, local_node, is_lost)
 
     def _handle_message(self, message: Message, local_node: LocalNode, network_variables: Mapping[str, str]) -> None:
         """Forward a message of the leader to the fork server. Raises ConnectionError for one that no leader sends."""
@@ -300,25 +306,25 @@ class NodeAgent:
         """Kill the remaining workers of an attempt. Returns whether the fork server reported their exits in time;
         `is_lost` ends the wait."""
         exit_deadline = Deadline("workers to end", EXIT_REPORT_TIMEOUT_S, self._report, self.clock)
-        with selectors.DefaultSelector() as selector:
-            selector.register(local_node.control, selectors.EVENT_READ)
+        with EventLoop() as loop:
+            loop.add_reader(local_node.control, lambda: self._read_exits(local_node))
             try:
                 send(local_node.control, SendSignal(signal=int(signal.SIGKILL)))
-            except ConnectionError:
-                return False
-            while self._live_ranks:
-                if not selector.select(POLL_INTERVAL_S):
-                    if is_lost() or exit_deadline.check_expired():
+                while self._live_ranks:
+                    if not loop.run_once(POLL_INTERVAL_S) and (is_lost() or exit_deadline.check_expired()):
                         return False
-                    continue
-                messages = receive(local_node.control)
-                if messages is None:
-                    return False
-                self._live_ranks -= {message.rank for message in messages if isinstance(message, WorkerExited)}
+            except (ConnectionError, _ForkServerGone):
+                return False
         for _ in drain(local_node.events):
             pass
         self._ranks, self._live_ranks = [], set()
         return True
+
+    def _read_exits(self, local_node: LocalNode) -> None:
+        messages = receive(local_node.control)
+        if messages is None:
+            raise _ForkServerGone
+        self._live_ranks -= {message.rank for message in messages if isinstance(message, WorkerExited)}
 
 
 class _ForkServerGone(Exception):

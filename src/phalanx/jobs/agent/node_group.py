@@ -24,7 +24,8 @@ from phalanx.deadline import print_status
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent.build_fingerprint import compute_build_fingerprint
 from phalanx.jobs.agent.hang_report import find_stopped_ranks
-from phalanx.run.control_channel import AuthConnection, ControlServer, derive_store_key
+from phalanx.run.authentication import derive_store_key
+from phalanx.run.control_channel import AuthConnection, ControlServer
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
 from phalanx.run.message_socket import drain, receive, send
 from phalanx.run.messages import (

@@ -5,16 +5,14 @@ real run, but there is no recovery: any failure ends the world. Pausing uses SIG
 support for it, and their threads use no cores meanwhile.
 """
 
-import selectors
 import signal
-import socket
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from phalanx.deadline import POLL_INTERVAL_S, Deadline
 from phalanx.jobs.agent.attempt import (
     EXIT_REPORT_TIMEOUT_S,
     EXITS_NOT_REPORTED_MESSAGE,
-    FORK_SERVER_DIED_MESSAGE,
     AttemptState,
     decide_outcome,
 )
@@ -22,7 +20,7 @@ from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLo
 from phalanx.run import Run
 from phalanx.run.boot_clock import unix_now
 from phalanx.run.event_types import StepDone, WorkerStarted
-from phalanx.run.message_socket import drain, receive
+from phalanx.run.message_socket import drain
 from phalanx.run.messages import (
     Command,
     Message,
@@ -123,37 +121,33 @@ class PausableWorkers:
         self.is_running = False
         self._send_signal(signal.SIGKILL)
         exit_deadline = Deadline("workers to end", EXIT_REPORT_TIMEOUT_S)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.fork_server.control, selectors.EVENT_READ)
-            while len(self._attempt.exit_statuses) < self.world_size:
-                if selector.select(POLL_INTERVAL_S):
-                    for message in receive(self.fork_server.control) or self._raise_lost():
-                        self._handle_message(message)
-                elif (reason := self.fork_server.resume_if_stopped()) is not None or exit_deadline.check_expired():
-                    self.fork_server.kill()
-                    self._raise_lost(reason or EXITS_NOT_REPORTED_MESSAGE)
+        while len(self._attempt.exit_statuses) < self.world_size:
+            if not self._receive(POLL_INTERVAL_S, include_events=False) and exit_deadline.check_expired():
+                self.fork_server.kill()
+                self._raise_lost(EXITS_NOT_REPORTED_MESSAGE)
 
     def _iter_step_events(self, deadline: float) -> Iterator[StepDone]:
         """Yield step events as they arrive."""
-        with selectors.DefaultSelector() as selector:
-            for sock in (self.fork_server.control, self.fork_server.events):
-                selector.register(sock, selectors.EVENT_READ)
-            while True:
-                ready = selector.select(max(0.0, min(POLL_INTERVAL_S, deadline - self._clock())))
-                if not ready and (reason := self.fork_server.resume_if_stopped()) is not None:
-                    self.fork_server.kill()
-                    self._raise_lost(reason)
-                if not ready and self._clock() >= deadline:
-                    self.close()
-                    raise WorkersFailedError(f"took longer than {self.timeout_s:.0f} s")
-                for key, _ in ready:
-                    assert isinstance(key.fileobj, socket.socket)
-                    for message in receive(key.fileobj) or self._raise_lost():
-                        self._handle_message(message)
-                        if isinstance(message, StepDone):
-                            yield message
-                if self._attempt.exit_statuses:
-                    self._raise_failure()
+        while True:
+            messages = self._receive(min(POLL_INTERVAL_S, deadline - self._clock()))
+            if not messages and self._clock() >= deadline:
+                self.close()
+                raise WorkersFailedError(f"took longer than {self.timeout_s:.0f} s")
+            yield from (message for message in messages if isinstance(message, StepDone))
+            if self._attempt.exit_statuses:
+                self._raise_failure()
+
+    def _receive(self, timeout_s: float, include_events: bool = True) -> list[Message]:
+        """Wait for messages, handle and return them. Raises WorkersFailedError when the fork server is lost."""
+        try:
+            messages = self.fork_server.receive(timeout_s, include_events)
+            if not messages:
+                self.fork_server.check_stopped()
+        except ForkServerLostError as error:
+            self._raise_lost(str(error))
+        for message in messages:
+            self._handle_message(message)
+        return messages
 
     def _handle_message(self, message: Message) -> None:
         match message:
@@ -177,7 +171,7 @@ class PausableWorkers:
         text = text or f"the workers ended with {'no error' if code is None else code.name}"
         raise WorkersFailedError(text.partition(" (log: ")[0])  # the logs are deleted with the world
 
-    def _raise_lost(self, reason: str = FORK_SERVER_DIED_MESSAGE) -> list[Message]:
+    def _raise_lost(self, reason: str) -> NoReturn:
         self.is_running = False
         raise WorkersFailedError(reason)
 

@@ -9,8 +9,6 @@ by this code whether to restart the job.
 import contextlib
 import logging
 import os
-import select
-import selectors
 import shutil
 import signal
 import socket
@@ -19,10 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO
 
 from phalanx.compat import become_subreaper, die_with_parent
 from phalanx.deadline import POLL_INTERVAL_S, Deadline, print_status
@@ -37,8 +35,11 @@ from phalanx.jobs.frameworks.process_env import (
     select_visible_devices,
 )
 from phalanx.jobs.process_tree import kill_descendants
+from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.logging_config import configure_logging
-from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader, load_token
+from phalanx.run.authentication import load_token
+from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
+from phalanx.run.event_loop import EventLoop
 from phalanx.run.messages import LauncherHello, Leave, Message, NodeFailed, NodeFinished, Rejected, Topology
 from phalanx.run.node_env import NodeEnv
 
@@ -101,17 +102,12 @@ def join_nodes(
     address = connection.sock.getsockname()[0]
     identity = asdict(make_hello(node_env.node_rank, node_env.num_nodes))
     connection.send(LauncherHello(**identity, address=address, ports=ports, nproc_per_node=nproc_per_node))
-    messages: list[Message] = []
     deadline = Deadline("all nodes to come", JOIN_TIMEOUT_S)
-    while not messages:
-        if not select.select([connection], [], [], POLL_INTERVAL_S)[0]:
-            if deadline.check_expired():
-                raise RendezvousError(f"not all nodes came within {JOIN_TIMEOUT_S:.0f} s")
-            continue
-        found = connection.receive()
-        if found is None:
+    while not (messages := connection.wait(POLL_INTERVAL_S)):
+        if messages is None:
             raise RendezvousError("node 0 is gone before all nodes had come")
-        messages = found
+        if deadline.check_expired():
+            raise RendezvousError(f"not all nodes came within {JOIN_TIMEOUT_S:.0f} s")
     first = messages[0]
     if isinstance(first, Rejected | Leave):
         raise UsageError(first.message or "node 0 rejects this node")
@@ -182,6 +178,15 @@ def find_free_ports(count: int) -> tuple[int, ...]:
         return tuple(sock.getsockname()[1] for sock in socks)
 
 
+@dataclass
+class ProcessOutput:
+    """The output of a process, and the beginning of the line that it has not finished."""
+
+    name: str
+    pipe: IO[bytes]
+    partial_line: bytes = b""
+
+
 class NodeLauncher:
     """One node's processes of the job."""
 
@@ -201,45 +206,32 @@ class NodeLauncher:
         """Of the whole job, when it is known."""
         self.is_finished = False
         """Whether all workers have ended as they should: what helpers end with has no say any more."""
-        self.kill_deadline: float | None = None
-        self._received_signals: list[int] = []
+        self.loop = EventLoop()
+        self._outputs: list[ProcessOutput] = []
+        self._is_killing = False
         self._is_finish_sent = False
         self._unfinished_nodes = {f"node {index + 1 if node_rank == 0 else 0}" for index, _ in enumerate(connections)}
 
     def run(self, stack: contextlib.ExitStack) -> int:
         """Start the processes, pass on what they print, and see them all to their end, also those of other nodes."""
         become_subreaper()
-        wake_socket, wake_writer = (stack.enter_context(sock) for sock in socket.socketpair())
-        wake_writer.setblocking(False)
-        signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
-        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(each, lambda number, _: self._received_signals.append(number))
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signals = stack.enter_context(SignalQueue(wake_on_child_exit=True))
         stack.callback(self.kill_processes)
-        selector = stack.enter_context(selectors.DefaultSelector())
-        selector.register(wake_socket, selectors.EVENT_READ)
+        stack.enter_context(self.loop)
+        self.loop.add_reader(signals.wake_socket, signals.clear_wake)
         for index, connection in enumerate(self.connections):
-            selector.register(connection, selectors.EVENT_READ, f"node {index + 1 if self.node_rank == 0 else 0}")
+            node = f"node {index + 1 if self.node_rank == 0 else 0}"
+            self.loop.add_reader(connection, partial(self.handle_node_messages, connection, node))
         for name, command, environment in self.plan_processes(stack):
-            self.start_process(name, command, environment, selector)
+            self.start_process(name, command, environment)
         self.check_finished()  # an external launcher may have started the processes of this node
         while not self.is_over():
-            timeout_s = None if self.kill_deadline is None else max(0.0, self.kill_deadline - time.monotonic())
-            for key, _ in selector.select(timeout_s):
-                if key.fileobj is wake_socket:
-                    wake_socket.recv(4096)
-                elif isinstance(key.fileobj, AuthConnection):
-                    self.handle_node_messages(key.fileobj, key.data, selector)
-                else:
-                    self.copy_output(key.fileobj, key.data, selector)
-            while self._received_signals:
-                self.signal_processes(self._received_signals.pop(0))
+            self.loop.run_once()
+            while signals.received:
+                self.signal_processes(signals.received.pop(0))
             self.reap_processes()
-            if self.kill_deadline is not None and time.monotonic() >= self.kill_deadline:
-                self.kill_deadline = None
-                self.signal_processes(signal.SIGKILL)
-        for key in [key for key in selector.get_map().values() if isinstance(key.data, tuple)]:
-            self.copy_output(key.fileobj, key.data, selector, is_last=True)
+        for output in list(self._outputs):
+            self.copy_output(output, is_last=True)
         return self.exit_code or 0
 
     def plan_processes(self, stack: contextlib.ExitStack) -> list[tuple[str, list[str], dict[str, str]]]:
@@ -266,9 +258,7 @@ class NodeLauncher:
             found.append((str(rank), self.command, process_env))
         return found
 
-    def start_process(
-        self, name: str, command: list[str], process_env: Mapping[str, str], selector: selectors.BaseSelector
-    ) -> None:
+    def start_process(self, name: str, command: list[str], process_env: Mapping[str, str]) -> None:
         """Start one process. Raises UsageError when the program does not exist."""
         try:
             process = subprocess.Popen(
@@ -287,28 +277,27 @@ class NodeLauncher:
             self.workers.add(name)
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        selector.register(process.stdout, selectors.EVENT_READ, (name, bytearray()))
+        output = ProcessOutput(name, process.stdout)
+        self._outputs.append(output)
+        self.loop.add_reader(process.stdout, partial(self.copy_output, output))
 
-    def copy_output(
-        self, pipe: Any, data: tuple[str, bytearray], selector: selectors.BaseSelector, is_last: bool = False
-    ) -> None:
+    def copy_output(self, output: "ProcessOutput", is_last: bool = False) -> None:
         """Print what a process has printed, each line behind its rank where there are several."""
-        name, partial_line = data
-        chunk = self._read_pipe(pipe)
-        partial_line += chunk or b""
-        *lines, last = partial_line.split(b"\n")
+        chunk = self._read_pipe(output.pipe)
+        *lines, last = (output.partial_line + (chunk or b"")).split(b"\n")
         if (not chunk or is_last) and last:
-            lines, last = [*lines, last], bytearray()
-        partial_line[:] = last
-        prefix = f"{name}| ".encode() if self.topology.world_size > 1 and self.framework != "mpi" else b""
+            lines, last = [*lines, last], b""
+        output.partial_line = last
+        prefix = f"{output.name}| ".encode() if self.topology.world_size > 1 and self.framework != "mpi" else b""
         sys.stdout.buffer.write(b"".join(prefix + line + b"\n" for line in lines))
         sys.stdout.flush()
         if chunk == b"":
-            selector.unregister(pipe)
-            pipe.close()
+            self.loop.remove_reader(output.pipe)
+            self._outputs.remove(output)
+            output.pipe.close()
 
     @staticmethod
-    def _read_pipe(pipe: BinaryIO) -> bytes | None:
+    def _read_pipe(pipe: IO[bytes]) -> bytes | None:
         """Return the content of a pipe; empty at the end of file, None when nothing is available."""
         try:
             return os.read(pipe.fileno(), 1 << 16)
@@ -349,7 +338,7 @@ class NodeLauncher:
         self.broadcast(NodeFailed(exit_code=code))
         self.signal_processes(signal.SIGTERM)
 
-    def handle_node_messages(self, connection: AuthConnection, node: str, selector: selectors.BaseSelector) -> None:
+    def handle_node_messages(self, connection: AuthConnection, node: str) -> None:
         """Handle messages of another node."""
         messages = connection.receive()
         for message in messages or ():
@@ -359,7 +348,7 @@ class NodeLauncher:
                 self.lose(connection, node, message.exit_code)
         if messages is None:
             self.lose(connection, node, int(ExitCode.UNFINISHED))
-            selector.unregister(connection)
+            self.loop.remove_reader(connection)
 
     def lose(self, wire: AuthConnection, node: str, code: int) -> None:
         """Fail the job after a node failed with this code, or was lost before it finished."""
@@ -391,8 +380,13 @@ class NodeLauncher:
         """Send a signal to all local processes. After SIGTERM or SIGINT they get `EXIT_GRACE_S` to end."""
         for process in self.processes.values():
             process.send_signal(number)
-        if number in (signal.SIGTERM, signal.SIGINT) and self.kill_deadline is None:
-            self.kill_deadline = time.monotonic() + EXIT_GRACE_S
+        if number in (signal.SIGTERM, signal.SIGINT) and not self._is_killing:
+            self._is_killing = True
+            self.loop.set_timer(self._kill, time.monotonic() + EXIT_GRACE_S)
+
+    def _kill(self) -> None:
+        self._is_killing = False
+        self.signal_processes(signal.SIGKILL)
 
     def kill_processes(self) -> None:
         """Leave no process behind, whatever happened."""

@@ -9,27 +9,29 @@ import contextlib
 import json
 import logging
 import os
-import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 from phalanx.compat import become_subreaper, die_with_parent
 from phalanx.jobs.process_tree import kill_descendants
+from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.logging_config import configure_logging
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.run.directory import write_json
+from phalanx.run.event_loop import EventLoop
 from phalanx.run.fields import ExitStatus, read_as
 
 logger = logging.getLogger("phalanx.jobs.local_queue.job_runner")  # its __name__ is __main__ under `python -m`
 
 EXIT_GRACE_S = 30.0
 """Seconds after a last warning that a job has before it is killed; its `warning` where that is longer."""
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 OUTPUT_FILE = "output.log"
 
 
@@ -66,57 +68,73 @@ def main() -> None:
     job_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
     spec: AttemptSpec = read_as(AttemptSpec, json.loads((job_dir / f"attempt-{attempt}.json").read_text()))
     become_subreaper()
-    wake_socket, wake_writer = socket.socketpair()
-    wake_writer.setblocking(False)
-    signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
-    received: list[int] = []
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(each, lambda number, _: received.append(number))
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     started = AttemptStart()
-    try:
-        process = subprocess.Popen(
-            spec.command,
-            cwd=spec.working_dir,
-            env={**spec.environment, **read_secrets(job_dir)},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-    except OSError as error:
-        print(f"error: {error.filename or spec.command[0]}: {error.strerror}", flush=True)
-        write_ending(job_dir, attempt, started, 127, f"could not be started: {error.strerror}")
-        return
-    limit, warning = spec.time_limit_s, spec.warning_s
-    kill_deadline = None if limit is None else time.monotonic() + limit
-    warn_at = None if kill_deadline is None else max(time.monotonic(), kill_deadline - warning)
-    reason = None
-    with selectors.DefaultSelector() as selector:
-        selector.register(wake_socket, selectors.EVENT_READ)
-        while process.poll() is None:
-            wake_times = [moment for moment in (warn_at, kill_deadline) if moment is not None]
-            patience = max(0.0, min(wake_times) - time.monotonic()) if wake_times else None
-            if selector.select(patience):
-                wake_socket.recv(4096)
-            while received:
-                number = received.pop(0)
-                logger.info("passing signal %d on to process %d", number, process.pid)
-                process.send_signal(number)
-                if number == signal.SIGTERM:
-                    patience = time.monotonic() + max(EXIT_GRACE_S, warning)
-                    kill_deadline, reason = min(kill_deadline or patience, patience), "was asked to stop"
-            now = time.monotonic()
-            if warn_at is not None and now >= warn_at:
-                warn_at, reason = None, "reached its time limit"
-                logger.info("the time limit comes: sending SIGTERM to process %d", process.pid)
-                process.send_signal(signal.SIGTERM)
-            if kill_deadline is not None and now >= kill_deadline:
-                kill_deadline = None
-                logger.info("killing process %d", process.pid)
-                process.kill()
-    code = process.returncode
-    kill_descendants()
-    write_ending(job_dir, attempt, started, code, reason if code else None)
+    with SignalQueue(FORWARDED_SIGNALS, wake_on_child_exit=True) as signals:
+        try:
+            process = subprocess.Popen(
+                spec.command,
+                cwd=spec.working_dir,
+                env={**spec.environment, **read_secrets(job_dir)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        except OSError as error:
+            print(f"error: {error.filename or spec.command[0]}: {error.strerror}", flush=True)
+            write_ending(job_dir, attempt, started, 127, f"could not be started: {error.strerror}")
+            return
+        job = JobProcess(process, spec, signals)
+        job.wait()
+        kill_descendants()
+        write_ending(job_dir, attempt, started, process.returncode, job.reason if process.returncode else None)
+
+
+class JobProcess:
+    """The process of a job's command. `reason`: why it was asked to end, once it was."""
+
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        spec: AttemptSpec,
+        signals: SignalQueue,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._process, self._spec, self._signals, self._clock = process, spec, signals, clock
+        self._kill_deadline: float | None = None
+        self.reason: str | None = None
+
+    def wait(self) -> None:
+        """Forward signals until the process ends; warn it before the time limit, and kill it afterwards."""
+        with EventLoop(self._clock) as loop:
+            loop.add_reader(self._signals.wake_socket, self._signals.clear_wake)
+            if self._spec.time_limit_s is not None:
+                self._kill_deadline = self._clock() + self._spec.time_limit_s
+                loop.set_timer(self._warn, self._kill_deadline - self._spec.warning_s)
+                loop.set_timer(self._kill, self._kill_deadline)
+            while self._process.poll() is None:
+                loop.run_once()
+                self._forward_signals(loop)
+
+    def _forward_signals(self, loop: EventLoop) -> None:
+        while self._signals.received:
+            number = self._signals.received.pop(0)
+            logger.info("passing signal %d on to process %d", number, self._process.pid)
+            self._process.send_signal(number)
+            if number == signal.SIGTERM:
+                grace_deadline = self._clock() + max(EXIT_GRACE_S, self._spec.warning_s)
+                self._kill_deadline = min(self._kill_deadline or grace_deadline, grace_deadline)
+                self.reason = "was asked to stop"
+                loop.set_timer(self._kill, self._kill_deadline)
+
+    def _warn(self) -> None:
+        self.reason = "reached its time limit"
+        logger.info("the time limit comes: sending SIGTERM to process %d", self._process.pid)
+        self._process.send_signal(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        self._kill_deadline = None
+        logger.info("killing process %d", self._process.pid)
+        self._process.kill()
 
 
 def read_secrets(job_dir: Path) -> dict[str, str]:

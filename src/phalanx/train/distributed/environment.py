@@ -28,7 +28,8 @@ from phalanx.cluster.interfaces import INTERFACE_VARIABLES, find_missing_interfa
 from phalanx.compat import set_allocator
 from phalanx.errors import DataError, PhalanxError, RecipeError, UnfitNodeError, UsageError
 from phalanx.recipe.devices import DEVICE_KINDS, device_kind_of
-from phalanx.run.control_channel import derive_store_key, find_listen_address, load_token
+from phalanx.run.authentication import derive_store_key, load_token
+from phalanx.run.control_channel import find_listen_address
 from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.train.distributed.signed_store import SignedStore
 

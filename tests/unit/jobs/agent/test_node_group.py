@@ -27,7 +27,8 @@ from phalanx.jobs.agent.node_group import (
     make_hello,
     words_of,
 )
-from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader, derive_store_key
+from phalanx.run.authentication import derive_store_key
+from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
 from phalanx.run.event_types import StepDone
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
 from phalanx.run.message_socket import make_socket_pair, receive, send

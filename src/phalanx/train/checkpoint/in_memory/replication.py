@@ -1,14 +1,13 @@
 """Replicate a worker's shard of the state to another node over plain TCP.
 
 A process group is not used because a collective cannot be aborted while the peer is dead or hangs, and because creating
-a group for each pair of nodes involves all ranks. Addresses and secrets are exchanged over the process group. Each
-shard is sent as its record and the chunks of its file, each after a byte that says whether it follows or the shard is
-abandoned; the receiver verifies the checksums and replies.
+a group for each pair of nodes involves all ranks. Addresses and secrets are exchanged over the process group, and both
+ends of a connection prove that they know the secret. Each shard is sent as its record and the chunks of its file, each
+after a byte that says whether it follows or the shard is abandoned; the receiver verifies the checksums and replies.
 """
 
 import contextlib
 import errno
-import hmac
 import os
 import queue
 import secrets
@@ -22,7 +21,13 @@ from pathlib import Path
 import psutil
 import xxhash
 
-from phalanx.run.control_channel import AuthenticationError, HandshakeServer, receive_exactly
+from phalanx.run.authentication import (
+    HandshakeServer,
+    accept_authenticated,
+    open_authenticated,
+    receive_exactly,
+    receive_into,
+)
 from phalanx.train.checkpoint.format import CHUNK_BYTES, CorruptCheckpointError
 from phalanx.train.checkpoint.in_memory.format import (
     InMemoryShard,
@@ -34,10 +39,12 @@ from phalanx.train.checkpoint.in_memory.format import (
 from phalanx.train.checkpoint.pinned_buffer import Bytes
 
 CONNECT_TIMEOUT_S = 20.0
-"""Seconds within which a peer must connect and send its secret."""
+"""Seconds within which a peer must connect and authenticate itself."""
+_PURPOSE = b"R"
 _LENGTH_PREFIX = struct.Struct("!I")
 _CHUNK_FOLLOWS, _ABANDONED = b"\1", b"\0"
 _MAX_RECORD_BYTES = 1 << 30  # longer messages are not a record
+_MAX_REPLY_BYTES = 1 << 16
 ListenerAddress = tuple[str, int, str]
 """Host, port and secret (hexadecimal) of a listener."""
 
@@ -61,7 +68,8 @@ class ReplicaServer:
     def __init__(self, folder: Path):
         self._folder = folder
         self._secret = secrets.token_hex(16)
-        self._listener: socket.socket | None = None
+        self._handshakes: HandshakeServer[socket.socket] | None = None
+        self._arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._cpu_s: dict[int, float] = {}
@@ -73,19 +81,20 @@ class ReplicaServer:
 
     def listen(self, address: str) -> ListenerAddress:
         """Listen for connections; return the address and the secret."""
-        self._listener = socket.create_server((address, 0))
-        host, port = self._listener.getsockname()[:2]
+        listener = socket.create_server((address, 0))
+        host, port = listener.getsockname()[:2]
+        # answers before `accept`, since each worker of a ring connects before it accepts
+        self._handshakes = HandshakeServer(listener, self._authenticate, self._arrived.put)
         return host, port, self._secret
 
     def accept(self, count: int) -> None:
         """Accept `count` connections and serve each in a thread. Raises OSError if they do not arrive in time."""
-        assert self._listener is not None
+        assert self._handshakes is not None
         until = time.monotonic() + CONNECT_TIMEOUT_S
-        arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        with HandshakeServer(self._listener, self._authenticate, arrived.put):
+        with self._handshakes:
             while len(self._connections) < count:
                 try:
-                    connection = arrived.get(timeout=max(0.0, until - time.monotonic()))
+                    connection = self._arrived.get(timeout=max(0.0, until - time.monotonic()))
                 except queue.Empty:
                     raise TimeoutError(
                         f"the worker that replicates to this one did not connect within {CONNECT_TIMEOUT_S:g} s"
@@ -97,13 +106,16 @@ class ReplicaServer:
                 self._threads.append(thread)
 
     def _authenticate(self, connection: socket.socket, until: float) -> socket.socket:
-        if not hmac.compare_digest(receive_exactly(connection, len(self._secret), until), self._secret.encode()):
-            raise AuthenticationError("it does not know the secret")
+        accept_authenticated(connection, self._secret.encode(), (_PURPOSE,), until - time.monotonic())
         connection.settimeout(None)
         return connection
 
     def close(self) -> None:
         """Stop at once; the senders see their connection close."""
+        if self._handshakes is not None:
+            self._handshakes.close()
+        while not self._arrived.empty():
+            self._arrived.get().close()
         for connection in self._connections:
             with _shutting_down(connection):
                 pass
@@ -111,19 +123,17 @@ class ReplicaServer:
             thread.join()
         for connection in self._connections:
             connection.close()
-        if self._listener is not None:
-            self._listener.close()
 
     def _serve(self, connection: socket.socket, number: int) -> None:
         block = bytearray(CHUNK_BYTES)
         # On a closed connection or an invalid record, close this end too: the sender reports the failure.
         with contextlib.suppress(ConnectionError, CorruptCheckpointError), _shutting_down(connection):
             while True:
-                (size,) = _LENGTH_PREFIX.unpack(_recv_exactly(connection, _LENGTH_PREFIX.size))
+                (size,) = _LENGTH_PREFIX.unpack(receive_exactly(connection, _LENGTH_PREFIX.size))
                 if not 0 < size < _MAX_RECORD_BYTES:
                     return
                 start_time = time.thread_time()
-                content = bytes(_recv_exactly(connection, size))
+                content = receive_exactly(connection, size)
                 reply = self._store_shard(connection, content, memoryview(block))
                 self._cpu_s[number] = time.thread_time() - start_time
                 if reply is None:
@@ -146,10 +156,10 @@ class ReplicaServer:
             except OSError as error:
                 problem = str(error)
             for number, chunk in enumerate(record.chunks):
-                if _recv_exactly(connection, 1) == _ABANDONED:
+                if receive_exactly(connection, 1) == _ABANDONED:
                     return None
                 view = block[: min(CHUNK_BYTES, record.bytes - number * CHUNK_BYTES)]
-                _recv_into(connection, view)
+                receive_into(connection, view)
                 if problem:
                     continue
                 if xxhash.xxh3_64_hexdigest(view) != chunk:
@@ -172,10 +182,8 @@ class ReplicaClient:
 
     def __init__(self, address: ListenerAddress):
         host, port, secret = address
-        self._socket = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
-        self._socket.sendall(secret.encode())
+        self._socket, *_ = open_authenticated((host, port), secret.encode(), _PURPOSE, CONNECT_TIMEOUT_S)
         self._socket.settimeout(None)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send_shard(self, shard: InMemoryShard, image: Bytes, cancelled: threading.Event) -> None:
         """Send a shard's record and file; return when they are stored. Raises OSError on failure, and once `cancelled`
@@ -188,8 +196,10 @@ class ReplicaClient:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), shard.file_name)
             self._socket.sendall(_CHUNK_FOLLOWS)
             self._socket.sendall(image.data[start : start + CHUNK_BYTES])
-        (size,) = _LENGTH_PREFIX.unpack(_recv_exactly(self._socket, _LENGTH_PREFIX.size))
-        if problem := bytes(_recv_exactly(self._socket, size)).decode():
+        (size,) = _LENGTH_PREFIX.unpack(receive_exactly(self._socket, _LENGTH_PREFIX.size))
+        if size > _MAX_REPLY_BYTES:
+            raise OSError(f"a reply of {size} bytes is no reply")
+        if problem := receive_exactly(self._socket, size).decode():
             raise OSError(f"the second copy could not be kept: {problem}")
 
     def close(self) -> None:
@@ -209,21 +219,6 @@ def _shutting_down(connection: socket.socket) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):  # it is shut down already
             connection.shutdown(socket.SHUT_RDWR)
-
-
-def _recv_exactly(connection: socket.socket, count: int) -> bytearray:
-    found = bytearray(count)
-    _recv_into(connection, memoryview(found))
-    return found
-
-
-def _recv_into(connection: socket.socket, target: memoryview) -> None:
-    done = 0
-    while done < len(target):
-        count = connection.recv_into(target[done:])
-        if count == 0:
-            raise ConnectionResetError("the other end closed the connection")
-        done += count
 
 
 def _write_all(descriptor: int, block: memoryview) -> None:
