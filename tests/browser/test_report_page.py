@@ -53,7 +53,10 @@ def assert_renders_alone(page: Page, path: Path) -> None:
 
 def test_the_report_of_a_troubled_run_renders_without_network_or_complaint(page: Page, tmp_path: Path) -> None:
     assert_renders_alone(page, write_report(troubled(tmp_path / "run")))
-    assert page.evaluate("document.querySelectorAll('svg.plot').length") == 5
+    assert page.evaluate("document.querySelectorAll('figure.chart canvas').length") == 5
+    signs = page.evaluate("[...document.querySelector('figure.wide .keys').children].map((key) => key.innerText)")
+    assert signs[2:] == ["validation", "○best", "┆restart", "▒repeated steps", "▼non-finite", "▲checkpoint"]
+    assert page.evaluate("document.querySelector('.bar span').style.flexGrow") != ""
     assert page.evaluate("document.querySelectorAll('.advice li').length") >= 4
 
 
@@ -72,16 +75,35 @@ def test_a_comparison_renders_without_network_or_complaint(page: Page, tmp_path:
 
 def test_the_pointer_over_a_plot_shows_the_values_there(page: Page, tmp_path: Path) -> None:
     page.open(write_report(healthy(tmp_path / "run")))
-    box = page.evaluate("(() => { const b = document.querySelector('svg.plot').getBoundingClientRect();"
+    box = page.evaluate("(() => { const b = document.querySelector('.u-over').getBoundingClientRect();"
                         " return [b.x, b.y, b.width, b.height]; })()")  # fmt: skip
-    page.move_mouse(box[0] + box[2] * 0.987, box[1] + box[3] * 0.5)
-    shown = page.evaluate("document.querySelector('.tip')?.innerText") or ""
+    page.move_mouse(box[0] + box[2] * 0.999, box[1] + box[3] * 0.5)
+    shown = page.evaluate("document.querySelector('.tip:not([hidden])')?.innerText") or ""
     assert shown.startswith("step 300")
     values = dict(line.rsplit(" ", 1) for line in shown.splitlines())
-    assert float(values["training"]) == pytest.approx(1.40, abs=0.1)
+    assert float(values["training, running mean"]) == pytest.approx(1.40, abs=0.1)
     assert float(values["validation"]) == pytest.approx(1.47, abs=0.02)
     page.move_mouse(1, 1)
-    assert page.evaluate("document.querySelector('.tip')") is None
+    assert page.evaluate("document.querySelectorAll('.tip:not([hidden])').length") == 0
+    assert page.messages == []
+
+
+def test_a_chart_shows_newer_values_without_a_new_page(page: Page, tmp_path: Path) -> None:
+    page.open(write_report(healthy(tmp_path / "run")))
+    page.evaluate(
+        """
+        const figure = document.querySelector("figure.wide");
+        const json = JSON.parse(figure.querySelector("script").textContent);
+        figure.querySelector(".canvas").replaceChildren();
+        const live = phalanxCharts.draw(figure, json);
+        json.series[0].y[0] = 7.5;
+        live.update(json);
+        """
+    )
+    assert page.evaluate("live.plot.data[1][0]") == 7.5
+    page.evaluate("json.series.pop(); json.log = true; live.update(json)")
+    assert page.evaluate("live.plot.series.length") == 3
+    assert page.evaluate("figure.querySelectorAll('canvas').length") == 1
     assert page.messages == []
 
 
@@ -122,7 +144,7 @@ def test_no_text_of_a_run_becomes_script_or_markup(page: Page, tmp_path: Path) -
     for path in (write_report(runs[0].path), compared):
         page.open(path)
         assert "script" in page.evaluate("document.body.innerText")
-        assert page.evaluate("document.querySelectorAll('script').length") == 1
+        assert page.evaluate("document.querySelectorAll('script:not([type])').length") == 1
         assert page.evaluate("document.querySelectorAll('main img').length") == 0
         assert page.evaluate("document.title") != "ran"
         assert [request for request in page.requests if not request.startswith(("file:", "data:"))] == []

@@ -12,17 +12,24 @@ import numpy as np
 
 from phalanx import formatting
 from phalanx.errors import UsageError
-from phalanx.observe.history import STEP_COMPONENTS, RunHistory, as_float, read_history
-from phalanx.observe.html_report.figures import WIDE_PLOT_SIZE, needs_log_scale, render_figure
+from phalanx.observe.history import STEP_COMPONENTS, RunHistory, read_history
+from phalanx.observe.html_report.chart import (
+    Chart,
+    ChartSeries,
+    linear_range,
+    log_range,
+    needs_log_scale,
+    render_chart,
+)
 from phalanx.observe.html_report.report import render_document
-from phalanx.observe.html_report.svg import PlotFrame, PlotLine, render_line_plot
+from phalanx.observe.html_report.run_charts import MIN_STEPS_TO_SMOOTH, validation_series
 from phalanx.observe.metrics import smooth_series
 from phalanx.observe.run_info import flatten_keys, read_resolved_recipe
 from phalanx.observe.summary import RunSummary, build_summary
 from phalanx.observe.text_report import COMPONENT_LABELS
 from phalanx.run import Run
 
-_NUM_COLORS = 6
+_RUN_COLORS = ("train", "validation", "optimizer", "checkpoint-stall", "grad-sync", "other")
 _MAX_CELL_CHARS = 30
 
 TableRow = tuple[str, list[str]]
@@ -204,7 +211,7 @@ def render_comparison_html(comparison: RunComparison) -> str:
 <p class="sub">{escape(describe_digests(comparison))}</p>
 {"".join(f'<p class="note">lost: {escape(text)}</p>' for summary in comparison.summaries for text in summary.lost)}
 <h2>Loss</h2>
-<div class="plots">{_render_loss_figures(comparison)}</div>
+<div class="plots">{_render_loss_charts(comparison)}</div>
 <h2>Results</h2>
 {render_html_table(comparison, build_result_rows(comparison))}
 <h2>Recipe keys that differ</h2>
@@ -221,27 +228,23 @@ def render_html_table(comparison: RunComparison, rows: Sequence[TableRow]) -> st
     return f'<div class="scroll"><table class="side"><thead><tr><th></th>{head}</tr></thead>{body}</table></div>'
 
 
-def _render_loss_figures(comparison: RunComparison) -> str:
-    training, validation, keys = [], [], []
+def _render_loss_charts(comparison: RunComparison) -> str:
+    training, validation = [], []
     for index, (name, history) in enumerate(zip(comparison.names, comparison.histories, strict=True)):
-        colour = f"c-{index % _NUM_COLORS}"
-        steps = history.steps
-        if len(steps):
-            if len(steps) >= 20:
-                training.append(PlotLine("", steps.step, steps.loss, f"{colour} raw"))
-            training.append(
-                PlotLine(name, steps.step, smooth_series(steps.loss) if len(steps) >= 20 else steps.loss, colour)
-            )
+        color, steps = _RUN_COLORS[index % len(_RUN_COLORS)], history.steps
+        if len(steps) >= MIN_STEPS_TO_SMOOTH:
+            training.append(ChartSeries("", steps.step, steps.loss, color, "faint"))
+            training.append(ChartSeries(name, steps.step, smooth_series(steps.loss), color))
+        elif len(steps):
+            training.append(ChartSeries(name, steps.step, steps.loss, color))
         if history.evaluations:
-            steps_ = np.array([float(event.step) for event in history.evaluations])
-            losses = np.array([as_float(event.loss) for event in history.evaluations])
-            validation.append(PlotLine(name, steps_, losses, colour, has_dots=True))
-        keys.append((name, f'<i class="stroke {colour}"></i>'))
-    figures = []
-    for title, lines in (("Training loss", training), ("Validation loss", validation)):
-        if lines and any(np.isfinite(line.y).any() for line in lines):
-            span = (0.0, max(1.0, *(float(line.x[-1]) for line in lines)))
-            log = any(needs_log_scale(line.y) for line in lines)
-            plot = render_line_plot(PlotFrame(title, span, WIDE_PLOT_SIZE), lines, log=log)
-            figures.append(render_figure(f"{title}{', log scale' if log else ''}", plot, keys, is_wide=True))
-    return "".join(figures) or '<p class="note">No run has finished a step.</p>'
+            validation.append(validation_series(name, history, color))
+    charts = []
+    for title, series in (("Training loss", training), ("Validation loss", validation)):
+        values = [line.y for line in series]
+        if any(np.isfinite(y).any() for y in values):
+            log = any(needs_log_scale(y) for y in values)
+            x_range = (0.0, max(1.0, *(float(line.x[-1]) for line in series)))
+            y_range = log_range(values) if log else linear_range(values)
+            charts.append(Chart(title, series, x_range, y_range, log=log, wide=True))
+    return "".join(map(render_chart, charts)) or '<p class="note">No run has finished a step.</p>'

@@ -5,24 +5,25 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from made_events import made
 from make_run import Maker, healthy, troubled
 from phalanx.observe.history import read_history
-from phalanx.observe.html_report.report import render_report_html
-from phalanx.observe.html_report.svg import (
-    MAX_POINTS_PER_LINE,
-    axis_range,
+from phalanx.observe.html_report.chart import (
+    MAX_POINTS_PER_SERIES,
+    Chart,
+    ChartMark,
+    ChartSeries,
     downsample,
-    format_ticks,
-    log_ticks,
-    nice_ticks,
+    encode_json,
+    linear_range,
+    render_chart,
 )
+from phalanx.observe.html_report.report import render_report_html
 from phalanx.observe.recommendations import find_recommendations
 from phalanx.observe.summary import build_summary
 from phalanx.observe.text_report import PAGE_WIDTH, render_report_text
@@ -88,8 +89,14 @@ def test_the_html_page_refers_to_nothing_outside(tmp_path: Path) -> None:
     assert reader.references == ["data:,"]
     assert "url(" not in html
     assert "@import" not in html
-    assert set(re.findall(r"https?://[^\"' ]*", html)) == {"http://www.w3.org/2000/svg"}  # a name, never fetched
-    assert "default-src 'none'" in html
+    assert set(re.findall(r"https?://[^\"' ]*", html)) == {"https://github.com/leeoniya/uPlot"}  # in a comment
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None
+    assert re.sub(r"sha256-[\w+/=]{44}", "HASH", policy[1]) == (
+        "default-src 'none'; style-src 'HASH'; script-src 'HASH'; img-src data:"
+    )
+    assert " style=" not in html
+    assert "Permission is hereby granted" in html, "the licence of uPlot goes with its copy"
 
 
 def test_names_and_messages_cannot_break_out_of_the_page(tmp_path: Path) -> None:
@@ -102,10 +109,50 @@ def test_names_and_messages_cannot_break_out_of_the_page(tmp_path: Path) -> None
     assert "<img" not in html
 
 
+def charts_in(html: str) -> dict[str, dict[str, Any]]:
+    texts = re.findall(r'<script type="application/json">(.*?)</script>', html)
+    return {chart["title"]: chart for chart in map(json.loads, texts)}
+
+
 def test_the_page_shows_each_kind_of_event_on_the_loss(tmp_path: Path) -> None:
-    _, html = pages(troubled(tmp_path / "run"))
-    for kind in ("restart", "redone", "guard", "checkpoint", "best"):
-        assert re.search(rf'class="{kind}"[^>]*><title>', html), kind
+    charts = charts_in(pages(troubled(tmp_path / "run"))[1])
+    assert list(charts) == ["Loss", "Learning rate", "Gradient norm", "Speed", "Time of a step by part"]
+    kinds = {mark["kind"] for mark in charts["Loss"]["marks"]}
+    assert kinds == {"restart", "repeated", "nonfinite", "checkpoint", "best"} == charts["Loss"]["markLabels"].keys()
+
+
+def small_chart(label: str = "training") -> Chart:
+    series = ChartSeries(label, np.array([1.0, 2.0, 3.0]), np.array([2.0, math.nan, 1.234567]), "train")
+    return Chart("Loss", [series], (0.0, 3.0), (1.0, 2.0), [ChartMark("restart", 2, f"resumed {label}")], log=True)
+
+
+def test_the_json_of_a_chart_has_null_for_what_is_not_finite_and_few_digits() -> None:
+    assert small_chart().to_json() == {
+        "title": "Loss",
+        "unit": "",
+        "log": True,
+        "xRange": (0.0, 3.0),
+        "yRange": (1.0, 2.0),
+        "series": [{"label": "training", "color": "train", "style": "line", "x": [1, 2, 3], "y": [2.0, None, 1.2346]}],
+        "marks": [{"kind": "restart", "x": 2, "label": "resumed training", "xEnd": None, "y": None}],
+        "markLabels": {"restart": "restart"},
+    }
+
+
+def test_a_chart_has_its_values_as_text_too() -> None:
+    html = render_chart(small_chart())
+    assert (
+        'aria-label="Loss, log scale. training: from 2.000 to 1.235, lowest 1.235, highest 2.000; restart: 1."' in html
+    )
+    assert "<tr><th>training</th><td>2.000</td><td>1.235</td><td>2.000</td><td>1.235</td></tr>" in html
+
+
+def test_no_text_of_a_chart_ends_its_script_element() -> None:
+    hostile = "</script><script>alert(1)//<!--&quot;\u2028"
+    html = render_chart(small_chart(hostile))
+    assert html.count("</script") == 1
+    assert "<!--" not in html
+    assert json.loads(encode_json(hostile)) == hostile
 
 
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
@@ -122,32 +169,12 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     assert len(pages(maker.path)[1]) < 200_000
 
 
-@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e9), st.integers(2, 9))
-def test_ticks_are_few_and_within_the_axis(low: float, length: float, about: int) -> None:
-    ticks = nice_ticks(low, low + length, about)
-    assert 1 <= len(ticks) <= 2 * about + 3
-    assert all(low - 1e-6 * length - 1e-9 <= tick <= low + length * (1 + 1e-6) + 1e-9 for tick in ticks)
-    assert len(format_ticks(ticks)) == len(ticks)
-
-
-def test_tick_labels_are_written_alike() -> None:
-    assert format_ticks([0, 0.5, 1.0]) == ["0", "0.5", "1.0"]
-    assert format_ticks([0, 5000, 10_000]) == ["0", "5k", "10k"]
-    assert format_ticks([0, 5e-4, 1e-3]) == ["0", "5e-4", "1e-3"]
-    assert format_ticks([100, 200, 300]) == ["100", "200", "300"]
-
-
-def test_log_ticks_are_powers_of_ten() -> None:
-    assert log_ticks(0.5, 2000.0) == [1.0, 10.0, 100.0, 1000.0]
-    assert log_ticks(1.0, 9.0) == [1.0, 2.0, 5.0]
-
-
 def test_thinning_keeps_every_peak_and_gap() -> None:
     y = np.zeros(100_000)
     y[12_345], y[54_321] = 7.0, -7.0
     y[80_000:81_000] = math.nan
     x, thinned = downsample(np.arange(100_000.0), y)
-    assert len(x) <= MAX_POINTS_PER_LINE
+    assert len(x) <= MAX_POINTS_PER_SERIES
     assert (np.nanmax(thinned), np.nanmin(thinned)) == (7.0, -7.0)
     assert np.isnan(thinned).any()
     assert (np.diff(x) > 0).all()
@@ -155,7 +182,7 @@ def test_thinning_keeps_every_peak_and_gap() -> None:
 
 @pytest.mark.parametrize("values", [[], [math.nan], [3.0], [0.0, 0.0], [1.0, math.inf]])
 def test_bounds_are_an_interval_for_any_series(values: list[float]) -> None:
-    low, high = axis_range([np.array(values)], from_zero=False, robust=True)
+    low, high = linear_range([np.array(values)], from_zero=False, robust=True)
     assert math.isfinite(low)
     assert low < high < math.inf
 
@@ -163,4 +190,4 @@ def test_bounds_are_an_interval_for_any_series(values: list[float]) -> None:
 def test_one_slow_step_does_not_squeeze_the_others() -> None:
     values = np.ones(500)
     values[0] = 100.0
-    assert axis_range([values], from_zero=True, robust=True)[1] < 1.5
+    assert linear_range([values], from_zero=True, robust=True)[1] < 1.5

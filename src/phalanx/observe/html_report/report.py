@@ -1,7 +1,7 @@
 """The report as one HTML file that opens anywhere, also without a network: no external style, script, font or image.
 
-The page forbids all requests (Content-Security-Policy), plots are SVG made by `svg.py`, and the few lines of script
-only show values under the pointer. `page.css` and `page.js` in this folder are included in the page.
+The page forbids all requests, and every script and style but its own (Content-Security-Policy with hashes). `charts.js`
+draws the charts with uPlot (`vendor/`) from JSON; both, and `page.css`, are included in the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from phalanx import formatting
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory
-from phalanx.observe.html_report.figures import render_run_figures
+from phalanx.observe.html_report.chart import render_chart
+from phalanx.observe.html_report.run_charts import build_run_charts
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.summary import RunSummary
 from phalanx.observe.text_report import (
@@ -45,7 +46,7 @@ def render_report_html(summary: RunSummary, history: RunHistory, recommendations
     run_info = summary.run_info
     status = re.sub(r"[^a-z]+", "-", summary.status)
     started_text = f" · started {formatting.format_timestamp(summary.started_at)}" if summary.started_at else ""
-    figures = render_run_figures(summary, history)
+    figures = "".join(render_chart(chart) for chart in build_run_charts(summary, history))
     plots = f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step finished yet.</p>'
     body = f"""
 <header><h1>{escape(run_info.name)}</h1><span class="status {escape(status)}">{escape(summary.status)}</span></header>
@@ -68,11 +69,11 @@ def render_report_html(summary: RunSummary, history: RunHistory, recommendations
 
 def render_document(title: str, body: str, footer: str) -> str:
     """Render a page around `body` that makes no request, and may make none."""
-    here = Path(__file__)
-    css, script = here.with_name("page.css").read_text(), here.with_name("page.js").read_text()
-    script = f"\n{script}"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+    folder = Path(__file__).parent
+    css = "\n" + (folder / "vendor/uPlot.min.css").read_text() + (folder / "page.css").read_text()
+    licence = f"\n/* uPlot\n{(folder / 'vendor/LICENSE').read_text()}*/\n"
+    script = licence + (folder / "vendor/uPlot.iife.min.js").read_text() + (folder / "charts.js").read_text()
+    policy = f"default-src 'none'; style-src {_hash_source(css)}; script-src {_hash_source(script)}; img-src data:"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -82,8 +83,7 @@ def render_document(title: str, body: str, footer: str) -> str:
 <meta name="generator" content="phalanx">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
-<style>
-{css}</style>
+<style>{css}</style>
 </head>
 <body>
 <main>{body}
@@ -93,6 +93,11 @@ def render_document(title: str, body: str, footer: str) -> str:
 </body>
 </html>
 """
+
+
+def _hash_source(text: str) -> str:
+    """What a Content-Security-Policy calls an element with this text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _render_tiles(summary: RunSummary) -> str:
@@ -136,7 +141,7 @@ def _render_breakdown(summary: RunSummary) -> str:
             continue
         name, share = COMPONENT_LABELS.get(part, part), formatting.format_percent(shares[part])
         time = formatting.format_duration(split[part])
-        bar_html.append(f'<span class="p-{part}" style="flex:{shares[part]:.5f}" title="{name} {share}"></span>')
+        bar_html.append(f'<span class="p-{part}" data-share="{shares[part]:.5f}" title="{name} {share}"></span>')
         keys.append(f'<div><i class="p-{part}"></i>{name}<b>{share} <small>{time}</small></b></div>')
     return f'<h2>Step time</h2><div class="bar">{"".join(bar_html)}</div><div class="split">{"".join(keys)}</div>'
 
