@@ -94,6 +94,8 @@ class AttemptRecord:
     failed: bool = False
     """A fault ended it: whatever RunEnded comes behind that, it saved nothing at its end."""
     num_steps: int = 0
+    last_step: int = 0
+    """The last step that it did; where it started before its first."""
     wasted_steps: int = 0
     """Steps of earlier attempts (or, by rollback, of this one) that this attempt had to do again."""
     wasted_s: float = 0.0
@@ -205,6 +207,7 @@ class _HistoryBuilder:
                 world_size=event.world_size,
                 device=event.device,
                 start_step=event.start_step,
+                last_step=event.start_step,
                 started_at=event.time,
                 last_event_at=event.time,
                 last_work_at=event.time,
@@ -219,6 +222,7 @@ class _HistoryBuilder:
         if self.attempts:
             attempt = self.attempts[-1]
             attempt.num_steps += 1
+            attempt.last_step = event.step
             if attempt.first_step_started_at is None:
                 attempt.first_step_started_at = event.time - event.duration_s
         self.step_numbers.append(event.step)

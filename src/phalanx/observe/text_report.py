@@ -216,7 +216,7 @@ def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if durations.wall_s <= 0:
         return []
     named = (
-        ("training", durations.productive_s),
+        ("training", durations.training_s),
         ("evaluation", durations.evaluation_s),
         ("startup", durations.startup_s),
         ("wasted", durations.wasted_s),
@@ -298,12 +298,9 @@ def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
             f"{checkpoints.count} saved, the last at step {checkpoints.last_step} "
             f"({formatting.format_bytes(checkpoints.last_bytes)})"
         )
-        checkpoint_text += f"; stall {formatting.format_duration(checkpoints.total_stall_s)} in total"
-        checkpoint_text += (
-            f", {formatting.format_duration(checkpoints.longest_stall_s)} at most"
-            if checkpoints.longest_stall_s
-            else ""
-        )
+        after_s = checkpoints.total_stall_s - checkpoints.step_stall_s
+        after_text = f", {formatting.format_duration(after_s)} of it after the last step" if after_s else ""
+        checkpoint_text += f"; stall {formatting.format_duration(checkpoints.total_stall_s)} in total{after_text}"
     nonfinite_text = ", ".join(f"{what} {count}x" for what, count in summary.nonfinite_actions.items()) or "none"
     facts = [("restarts", restarts), ("non-finite steps", nonfinite_text), ("checkpoints", checkpoint_text)]
     facts += [("save failed", text) for text in checkpoints.failed]
