@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from phalanx.observe.history import STEP_COMPONENTS, AttemptRecord, RunHistory
-from phalanx.run.event_types import CheckpointSaved, Compiled
+from phalanx.run.event_types import CheckpointSaved, Compiled, RecipeResolved
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,12 @@ class RunDurations:
     startup_s: float = 0.0
     compilation_s: float = 0.0
     """Part of startup: torch.compile before the first step."""
+    resolving_s: float = 0.0
+    """Part of startup: preparing data and resolving `auto` before the workers start."""
+    trace_s: float = 0.0
+    """Part of resolving: tracing the model."""
+    trials_s: float = 0.0
+    """Part of resolving: other trials."""
     unavailable_s: float = 0.0
     """From the last step, evaluation or save of an attempt that died to the next start."""
     other_s: float = 0.0
@@ -117,7 +123,7 @@ def summarize_durations(history: RunHistory) -> RunDurations:
     startup = sum(map(startup_seconds, attempts))
     wall = max(0.0, attempts[-1].last_event_at - attempts[0].started_at - paused)
     wasted = sum(attempt.wasted_s for attempt in attempts)
-    work = split_work(history)
+    work, resolved = split_work(history), history.of(RecipeResolved)
     return RunDurations(
         wall_s=wall,
         productive_s=work.productive_s,
@@ -126,6 +132,9 @@ def summarize_durations(history: RunHistory) -> RunDurations:
         evaluation_s=work.evaluation_s,
         startup_s=startup,
         compilation_s=sum(event.duration_s for event in history.of(Compiled)),
+        resolving_s=sum(event.duration_s for event in resolved),
+        trace_s=sum(event.trace_s for event in resolved),
+        trials_s=sum(event.trials_s for event in resolved),
         unavailable_s=unavailable,
         other_s=max(0.0, wall - work.training_s - wasted - work.evaluation_s - startup - unavailable),
         paused_s=paused,

@@ -226,20 +226,24 @@ def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
     total = formatting.format_duration(durations.wall_s)
     total += f", {formatting.format_percent(durations.productive_s / durations.wall_s)} productive"
     total += f"; not counted: paused for {formatting.format_duration(durations.paused_s)}" if durations.paused_s else ""
-    parts = [
-        f"{name} {formatting.format_duration(seconds)}"
-        for name, seconds in named
-        if seconds > 0.0005 * durations.wall_s
-    ]
-    if durations.compilation_s:
-        within = f" (compiling {formatting.format_duration(durations.compilation_s)})"
-        parts = [part + within if part.startswith("startup") else part for part in parts]
+    parts = [_format_parts([each], 0.0) for each in named if each[1] > 0.0005 * durations.wall_s]
+    within = _format_parts((("resolving auto", durations.resolving_s),), 0.05)
+    if within and (tried := _format_parts((("tracing", durations.trace_s), ("trials", durations.trials_s)), 0.05)):
+        within += f": {tried}"
+    compiling = _format_parts((("compiling", durations.compilation_s),), 0.05)
+    within = "; ".join(filter(None, (within, compiling)))
+    parts = [f"{part} ({within})" if within and part.startswith("startup") else part for part in parts]
     facts = [
         ("wall time", total),
         ("breakdown", ", ".join(parts)),
         (summary.run_info.unit, formatting.format_count(summary.num_units)),
     ]
     return facts + goodput_rows(summary.device_time)
+
+
+def _format_parts(parts: Iterable[tuple[str, float]], min_s: float) -> str:
+    """Name and duration of those that took at least `min_s` seconds."""
+    return ", ".join(f"{name} {formatting.format_duration(seconds)}" for name, seconds in parts if seconds >= min_s)
 
 
 def goodput_rows(device_time: DeviceTime) -> list[tuple[str, str]]:

@@ -48,7 +48,7 @@ def load_or_measure(
 ) -> dict[str, Any]:
     """Return what `measure` returns (JSON values), or returned within the last day under the same `kind` and `key`.
     Processes that ask for the same at the same time all get what the first of them measures: two runs of one recipe
-    that start together must choose alike. Where the file is torn or unreadable, measure again; where it cannot be
+    that start together must choose the same. Where the file is torn or unreadable, measure again; where it cannot be
     written, nothing is cached."""
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     path = (cache_root() if folder is None else folder) / kind / f"{digest}.json"
