@@ -18,6 +18,7 @@ from phalanx.run.event_types import (
     InMemoryRestored,
     LogOpened,
     NonFiniteStep,
+    RecipeResolved,
     RunEnded,
     RunEvent,
     RunWarning,
@@ -41,6 +42,7 @@ USUAL: dict[type[RunEvent], dict[str, Any]] = {
         "device": "cpu",
         "num_micro_batches": 1,
     },
+    RecipeResolved: {"duration_s": 3.5},
     Compiled: {"duration_s": 1.0, "num_blocks": 2, "num_graph_breaks": 0},
     StepDone: {
         "step": 1,

@@ -76,6 +76,7 @@ class Maker:
         self.tokens = shape.pop("tokens", 4096)
         self.matmul = shape.pop("matmul", {"fp32": 0.11, "bf16": 0.374})
         self.t = T0
+        self.stall_s = 0.0
         self.attempt = -1
         path.mkdir(parents=True, exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
@@ -151,6 +152,9 @@ class Maker:
         seconds = self.seconds * self.random.lognormvariate(0, 0.03) * (3.0 if step == 1 else 1.0)
         shares = {part: share * self.random.lognormvariate(0, 0.05) for part, share in self.split.items()}
         total = sum(shares.values())
+        parts = {part: share / total * seconds for part, share in shares.items()}
+        parts["checkpoint_stall"] += self.stall_s
+        seconds, self.stall_s = seconds + self.stall_s, 0.0
         self.t += seconds
         values = {
             "step": step,
@@ -159,7 +163,7 @@ class Maker:
             "lr": 1e-3 * min(step / 20, 0.1 + 0.45 * (1 + math.cos(math.pi * progress))),
             "units": self.tokens,
             "duration_s": seconds,
-            "breakdown_s": StepPhases(**{part: share / total * seconds for part, share in shares.items()}),
+            "breakdown_s": StepPhases(**parts),
         }
         self.event(StepDone, **{**values, **changes})
 
@@ -181,6 +185,11 @@ class Maker:
         )
 
     def checkpoint(self, step: int, stall: float = 0.004) -> None:
+        """Save after `step`; the next step is the one that stalls for it, as in the trainer."""
+        if step == self.total:
+            self.t += stall
+        else:
+            self.stall_s += stall
         path = f"checkpoints/step-{step:09d}"
         self.event(CheckpointSaved, step=step, path=path, size_bytes=39_012_352, duration_s=0.31, stall_s=stall)
 

@@ -467,5 +467,6 @@ def supervise_script(
             )
 
         agent = LeaderAgent(run, fork_server, show_and_configure)
-        notes = [] if note is None else [note]
-        return supervise_until_done(agent, nproc_per_node, command, read_last_attempt(run) + 1, notes, adjust_outcome)
+        warnings = [] if note is None else [RunWarning(text=note)]
+        first_attempt = read_last_attempt(run) + 1
+        return supervise_until_done(agent, nproc_per_node, command, first_attempt, warnings, adjust_outcome)

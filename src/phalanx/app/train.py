@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any, Protocol
 from phalanx.autoconfig.choices import resume_recipe
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size
 from phalanx.autoconfig.resolve import (
+    PARALLELISM_TRIAL,
     SubprocessCall,
+    TrialTimes,
     cache_trials,
     describe_lost_state,
     make_trial_recipe,
@@ -69,6 +72,7 @@ from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointSaved,
     EnergyUsed,
+    RecipeResolved,
     RunEnded,
     RunStatus,
     RunWarning,
@@ -114,6 +118,12 @@ class PreparedRun:
     cluster: dict[str, Any]
     notes: list[str]
     first_attempt: int
+    resolved: RecipeResolved | None = None
+    """What preparing took; None in a session, which resolves nothing by trials."""
+
+    def opening_events(self) -> list[Event]:
+        """What is reported before the first attempt."""
+        return [*([] if self.resolved is None else [self.resolved]), *(RunWarning(text=note) for note in self.notes)]
 
 
 def train(
@@ -181,10 +191,11 @@ def prepare_run(
 
     Args:
         process: runs trials.
+        progress: called while data are prepared, and with a note when a trial begins.
         write: False: nothing is written but the data cache.
         lock_timeout_s: how long another process may still hold the run's lock.
     """
-    loaded, run = request.loaded, request.run
+    loaded, run, start_time = request.loaded, request.run, time.perf_counter()
     begins = not run.has_checkpoint()
     machine, world_size = check_start(loaded, request.world_size, request.num_nodes, begins)
     if write:
@@ -198,7 +209,8 @@ def prepare_run(
         code_hash = process.call(
             "phalanx.autoconfig.trials:check_imports", {**import_payload, "folder": str(loaded.recipe_dir)}
         )
-    run_trial = cache_trials(process.call, machine, code_hash)
+    times = TrialTimes(lambda text: progress(PrepareProgress(0, 0, 0, 0.0, note=text)))
+    run_trial = cache_trials(process.call, machine, code_hash, times)
 
     def prepare() -> PreparedRun:
         with loaded.locate_errors():
@@ -206,7 +218,9 @@ def prepare_run(
             if begins and ready.recipe.init_from is not None:
                 kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
                 process.call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
-            return ready
+            duration_s = time.perf_counter() - start_time
+            resolved = RecipeResolved(duration_s=duration_s, trace_s=times.trace_s, trials_s=times.trials_s)
+            return replace(ready, resolved=resolved)
 
     if not write:
         yield prepare()
@@ -320,7 +334,7 @@ def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> Non
     parallelism = recipe.parallelism
     if isinstance(parallelism, Parallelism) and parallelism.replicate != parallelism.world:
         trial_spec = {**make_trial_recipe(recipe), "parallelism": parallelism.model_dump()}
-        call("phalanx.autoconfig.trials:check_parallelism", {"recipe": trial_spec, "folder": str(folder)})
+        call(PARALLELISM_TRIAL, {"recipe": trial_spec, "folder": str(folder)})
 
 
 def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedRecipe] | None:
@@ -484,7 +498,7 @@ def supervise_run(
             meter=read_local_gpu_joules if machine.num_gpus else lambda count: None,
         ),
     )
-    return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.notes)
+    return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.opening_events())
 
 
 def elastic_replica_size(recipe: ResolvedRecipe, device: str) -> int | None:
@@ -504,7 +518,7 @@ def supervise_until_done(
     world_size: int,
     command: Command,
     first_attempt: int,
-    notes: Sequence[str] = (),
+    opening_events: Sequence[Event] = (),
     adjust_outcome: Callable[[RunOutcome], RunOutcome] = lambda outcome: outcome,
 ) -> RunOutcome:
     """Supervise a run until it ends, and write its result. If memory runs out, restart with smaller micro-batches.
@@ -514,8 +528,8 @@ def supervise_until_done(
     run, outcome = agent.run, None
     try:
         with agent:
-            for note in notes:
-                agent.emit(RunWarning(text=note))
+            for event in opening_events:
+                agent.emit(event)
             outcome = agent.supervise(world_size, command, first_attempt)
             while (
                 outcome.out_of_memory and not agent.stopping and (message_text := shrink_micro_batch(run)) is not None

@@ -5,7 +5,9 @@ A trial may fill the machine's memory and die of it: that is an answer like any 
 the next best choice is tried.
 """
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,11 +64,52 @@ MICRO_BYTES = 512
 """Host memory that a micro-batch takes at least, in addition to its samples."""
 OUT_OF_MEMORY_KEY = "out_of_memory"
 """Key of what such a trial returns then."""
+MATMUL_TRIAL, TRACE_TRIAL = (
+    "phalanx.autoconfig.trials:measure_matmul_rate",
+    "phalanx.autoconfig.model_profile:cache_profile",
+)
+PARALLELISM_TRIAL = "phalanx.autoconfig.trials:check_parallelism"
 SubprocessCall = Callable[[str, Any], Any]
 """Runs `module:function(payload)` in a process of its own."""
 
 
-def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str) -> SubprocessCall:
+@dataclass
+class TrialTimes:
+    """What trials took that were not in the cache, in seconds. `announce` is called when one begins."""
+
+    announce: Callable[[str], None] = lambda text: None
+    trace_s: float = 0.0
+    trials_s: float = 0.0
+
+    def run(self, call: SubprocessCall, function: str, payload: dict[str, Any]) -> Any:
+        """Announce and time a trial."""
+        self.announce(f"resolving auto: {describe_trial(function, payload)}")
+        start_time = time.perf_counter()
+        try:
+            return call_catching_oom(call, function, payload)
+        finally:
+            elapsed_s = time.perf_counter() - start_time
+            if function == TRACE_TRIAL:
+                self.trace_s += elapsed_s
+            else:
+                self.trials_s += elapsed_s
+
+
+def describe_trial(function: str, payload: Mapping[str, Any]) -> str:
+    """Describe what a trial does."""
+    if function == TIMING_TRIAL:
+        compiled_text = ", compiled" if payload["compile"] else ""
+        return f"timing micro-batches of {payload['micro']} in {', '.join(payload['precisions'])}{compiled_text}"
+    return {
+        PROFILE_TRIAL: "measuring memory and FLOPs of a sample",
+        META_PROFILE_TRIAL: "estimating memory and FLOPs of a sample",
+        MATMUL_TRIAL: "measuring the matmul rate",
+        TRACE_TRIAL: "tracing the model",
+        PARALLELISM_TRIAL: "checking that the parallelism divides the model",
+    }.get(function, function)
+
+
+def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str, times: TrialTimes) -> SubprocessCall:
     """Wrap `call` for trials, so that results of this machine from the last day are reused: a second start is faster
     and makes the same choices although times vary."""
 
@@ -78,7 +121,7 @@ def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str) -> Subp
             "machine": [machine.device_name, machine.physical_cores],
         }
         key["torch"] = version("torch")
-        return load_or_measure("trials", key, lambda: call_catching_oom(call, function, payload))
+        return load_or_measure("trials", key, lambda: times.run(call, function, payload))
 
     return run_trial
 
@@ -130,9 +173,7 @@ def resolve_auto(
     choices += choose_determinism(given, seconds, machine.device)
     recipe = resolve_recipe(given, choices, world_size)
     choices = [*list_parallelism_choices(parallelism), *choices]
-    matmul_rates = call(
-        "phalanx.autoconfig.trials:measure_matmul_rate", {"device": machine.device, "threads": threads.value}
-    )
+    matmul_rates = call(MATMUL_TRIAL, {"device": machine.device, "threads": threads.value})
     data_sheet = find_data_sheet(machine)
     cluster = {
         "host": machine.hostname,
@@ -207,7 +248,7 @@ def load_traced_cluster(machine: Machine, given: Recipe, folder: Path, call: Sub
         return None
     payload = {"recipe": given.model_dump(mode="json"), "folder": str(folder)}
     try:
-        call("phalanx.autoconfig.model_profile:cache_profile", payload)
+        call(TRACE_TRIAL, payload)
     except RecipeError:  # trials tell what is wrong with it, if anything is
         return None
     return local_cluster

@@ -192,7 +192,7 @@ def show_progress(verb: str = "preparing") -> "Iterator[Callable[[PrepareProgres
                 task,
                 total=now.bytes_total,
                 completed=now.bytes_done,
-                amount=_format_progress(now),
+                amount=_format_progress(now) if now.bytes_total else "",
                 description=_escape_markup(escape_control_chars(now.note)) or verb,
             )
 

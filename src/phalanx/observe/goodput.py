@@ -6,18 +6,13 @@ without queue time). One worker is one device. The cost of each failure is liste
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
-from phalanx.observe.history import STEP_COMPONENTS, AttemptRecord, RunHistory
+from phalanx.observe.durations import split_work, startup_seconds
+from phalanx.observe.history import AttemptRecord, RunHistory
 from phalanx.run.event_types import WorkerFailure
-
-WAITING_COMPONENTS = ("data_wait", "checkpoint_stall")
-"""Parts of a step in which devices wait for something."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +72,8 @@ def compute_device_time(history: RunHistory) -> DeviceTime:
     attempts = history.attempts
     if not attempts:
         return DeviceTime()
-    world_sizes = np.array([attempt.world_size for attempt in attempts], dtype=np.float64)
-    steps, began = history.steps, [attempt.started_at for attempt in attempts]
-    attempt_index = np.maximum(np.searchsorted(began, steps.time, side="right") - 1, 0)
-    devices = world_sizes[attempt_index] if len(steps) else np.zeros(0)
-    parts = {
-        name: float(np.nansum(devices * steps.breakdown_s[:, STEP_COMPONENTS.index(name)]))
-        for name in WAITING_COMPONENTS
-    }
-    evaluation_s = sum(
-        attempts[_attempt_at(began, event.time)].world_size * event.duration_s for event in history.evaluations
-    )
-    productive = float(np.nansum(devices * steps.step_s)) - sum(parts.values()) + evaluation_s
-    starting = sum(attempt.world_size * _startup_seconds(attempt) for attempt in attempts)
+    work = split_work(history, [attempt.world_size for attempt in attempts])
+    starting = sum(attempt.world_size * startup_seconds(attempt) for attempt in attempts)
     unavailable_gaps = [before.unavailable_seconds(after.started_at) for before, after in pairwise(attempts)]
     unavailable = sum(before.world_size * gap for before, gap in zip(attempts, unavailable_gaps, strict=False))
     attempt_device_s = sum(before.world_size * _attempt_seconds(before, after) for before, after in pairwise(attempts))
@@ -97,29 +81,21 @@ def compute_device_time(history: RunHistory) -> DeviceTime:
     # What an attempt does again was lost by those before it, with as many devices as they had.
     wasted_s = sum(before.world_size * after.wasted_s for before, after in pairwise(attempts))
     wasted_s += attempts[0].world_size * attempts[0].wasted_s
-    other_s = attempt_device_s - productive - sum(parts.values()) - starting - wasted_s
+    productive = work.productive_s
+    other_s = attempt_device_s - productive - work.data_wait_s - work.checkpoint_stall_s - starting - wasted_s
     if other_s < 0:  # clocks of several processes: an evaluation ends a hair after the attempt's last event
         productive, other_s = max(0.0, productive + other_s), 0.0
     return DeviceTime(
         allocated_s=attempt_device_s + unavailable,
         productive_s=productive,
         startup_s=starting,
-        data_wait_s=parts["data_wait"],
-        checkpoint_stall_s=parts["checkpoint_stall"],
+        data_wait_s=work.data_wait_s,
+        checkpoint_stall_s=work.checkpoint_stall_s,
         other_blocked_s=other_s,
         wasted_s=wasted_s,
         unavailable_s=unavailable,
         failure_costs=tuple(_failure_costs(history, unavailable_gaps)),
     )
-
-
-def _attempt_at(began: Sequence[float], t: float) -> int:
-    """Index of the attempt at that time."""
-    return max(0, bisect_right(began, t) - 1)
-
-
-def _startup_seconds(attempt: AttemptRecord) -> float:
-    return max(0.0, (attempt.first_step_started_at or attempt.last_event_at) - attempt.started_at)
 
 
 def _attempt_seconds(attempt: AttemptRecord, next_attempt: AttemptRecord) -> float:
@@ -150,7 +126,7 @@ def _failure_costs(history: RunHistory, gaps: Sequence[float]) -> list[FailureCo
                 detection_s=max(0.0, t - before.last_work_at) if fault_events else gap,
                 wasted_s=before.world_size * after.wasted_s,
                 unavailable_s=before.world_size * gap,
-                startup_s=after.world_size * _startup_seconds(after),
+                startup_s=after.world_size * startup_seconds(after),
             )
         )
     return costs

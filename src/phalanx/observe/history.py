@@ -24,6 +24,7 @@ from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointSaved,
     EvaluationDone,
+    RecipeResolved,
     RunEnded,
     RunEvent,
     StepDone,
@@ -78,7 +79,8 @@ class StepTable:
 
 @dataclass
 class AttemptRecord:
-    """One life of the run, from its AttemptStarted to its RunEnded or to its death. Times are unix seconds."""
+    """One life of the run, to its RunEnded or to its death. It starts with its AttemptStarted, or where the command
+    that started it began to resolve the recipe. Times are unix seconds."""
 
     number: int
     world_size: int
@@ -94,6 +96,8 @@ class AttemptRecord:
     failed: bool = False
     """A fault ended it: whatever RunEnded comes behind that, it saved nothing at its end."""
     num_steps: int = 0
+    last_step: int = 0
+    """The last step that it did; where it started before its first."""
     wasted_steps: int = 0
     """Steps of earlier attempts (or, by rollback, of this one) that this attempt had to do again."""
     wasted_s: float = 0.0
@@ -166,6 +170,8 @@ class _HistoryBuilder:
     nodes: set[str] = field(default_factory=set)
     first_event_at: float | None = None
     last_event_at: float | None = None
+    resolving_began: float = math.inf
+    """When the command began that will start the next attempt; infinite after that."""
 
     row_width = len(_STEP_COLUMNS) + len(STEP_COMPONENTS)
 
@@ -176,8 +182,11 @@ class _HistoryBuilder:
         if isinstance(event, AttemptStarted):
             self.add_start(event)
             return
+        if isinstance(event, RecipeResolved):
+            self.resolving_began = event.time - event.duration_s
         # Events after an attempt's end belong to the next attempt, which reports its workers before it starts.
-        if self.attempts and (attempt := self.attempts[-1]).end_status is None:
+        is_between = self.resolving_began < math.inf
+        if not is_between and self.attempts and (attempt := self.attempts[-1]).end_status is None:
             attempt.last_event_at = event.time
             if isinstance(event, StepDone | EvaluationDone | CheckpointSaved):
                 attempt.last_work_at = event.time
@@ -196,6 +205,7 @@ class _HistoryBuilder:
             self.others.append((self.step_numbers[-1] if self.step_numbers else 0, event))
 
     def add_start(self, event: AttemptStarted) -> None:
+        started_at, self.resolving_began = min(event.time, self.resolving_began), math.inf
         if event.scaled_up and self.attempts and self.attempts[-1].end_status is None:
             self.attempts[-1].end_status = SCALED_UP
         self.planned_steps = event.total_steps
@@ -205,7 +215,8 @@ class _HistoryBuilder:
                 world_size=event.world_size,
                 device=event.device,
                 start_step=event.start_step,
-                started_at=event.time,
+                last_step=event.start_step,
+                started_at=started_at,
                 last_event_at=event.time,
                 last_work_at=event.time,
                 micro_batches=event.num_micro_batches,
@@ -219,6 +230,7 @@ class _HistoryBuilder:
         if self.attempts:
             attempt = self.attempts[-1]
             attempt.num_steps += 1
+            attempt.last_step = event.step
             if attempt.first_step_started_at is None:
                 attempt.first_step_started_at = event.time - event.duration_s
         self.step_numbers.append(event.step)

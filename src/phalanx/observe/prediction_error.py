@@ -21,6 +21,8 @@ MEASURED_COMPONENTS: Mapping[str, tuple[str, ...]] = {
 """Predicted parts of a step -> the measured parts that they consist of."""
 WARMUP_STEPS_EXCLUDED = 5
 """Steps that are left out where there are more: caches and threads start cold."""
+MIN_ERROR_SHARE = 0.05
+"""A step's error below which no part is named and no cause: two timings of the same step differ by as much."""
 REASON_TEXTS = {
     "computing": "this machine computed {word} than when it was measured: another program may have run at one of the "
     "two times",
@@ -41,12 +43,16 @@ class PredictionError:
 
 
 def largest_prediction_error(steps: StepTable, plan: Mapping[str, Any] | None) -> PredictionError | None:
-    """Return the part of a step with the largest prediction error; None without a prediction or steps."""
+    """Return the part of a step with the largest prediction error; None without a prediction or steps, and where the
+    whole step is within MIN_ERROR_SHARE of its prediction."""
     predicted = (plan or {}).get("calibrated_breakdown_s") or (plan or {}).get("predicted_breakdown_s")
     if not isinstance(predicted, dict) or not len(steps):
         return None
     measured = measure_components(steps)
     errors = {name: measured[name] - float(predicted.get(name) or 0.0) for name in MEASURED_COMPONENTS}
+    predicted_s = sum(measured.values()) - sum(errors.values())
+    if abs(sum(errors.values())) < MIN_ERROR_SHARE * predicted_s:
+        return None
     component = max(errors, key=lambda name: abs(errors[name]))
     longer = errors[component] > 0
     reason = REASON_TEXTS[component].format(

@@ -92,8 +92,9 @@ def recommend_for_grad_sync(summary: RunSummary, history: RunHistory) -> Recomme
 def recommend_for_checkpoint_stalls(summary: RunSummary, history: RunHistory) -> Recommendation | None:
     """Training stands still for saves."""
     wall, checkpoints, every = summary.durations.wall_s, summary.checkpoints, summary.run_info.checkpoint_interval_steps
-    share = max(_step_share(summary, "checkpoint_stall"), checkpoints.total_stall_s / wall if wall > 0 else 0.0)
-    if share < 0.03 or not checkpoints.count:
+    share = checkpoints.total_stall_s / wall if wall > 0 else 0.0
+    only_final = checkpoints.count == 1 and checkpoints.last_step == summary.last_step
+    if share < 0.03 or not checkpoints.count or only_final:  # one save at the end cannot be made more rarely
         return None
     interval_text = (
         f" every {_round_up(every * share / 0.01)} steps instead of every {every}" if every else " more rarely"
@@ -160,8 +161,7 @@ def recommend_for_low_mfu(summary: RunSummary, history: RunHistory) -> Recommend
     return Recommendation(
         "low-mfu",
         f"forward and backward reach {formatting.format_percent(matmul_efficiency)} of the machine's measured "
-        f"peak (MFU "
-        f"{formatting.format_percent(mfu)})",
+        f"peak while they run (over the whole step it is the MFU, {formatting.format_percent(mfu)})",
         advice_text,
         recipe_key,
         max_gain=compute_share * (1 - matmul_efficiency / 0.4),
@@ -255,6 +255,8 @@ def recommend_for_evaluation(summary: RunSummary, history: RunHistory) -> Recomm
     """Scoring takes a good part of the run."""
     wall, evaluation_s = summary.durations.wall_s, summary.durations.evaluation_s
     if wall <= 0 or evaluation_s / wall < 0.10 or summary.last_step < 5:
+        return None
+    if [event.step for event in history.evaluations] == [summary.last_step]:  # one, at the end
         return None
     every = summary.run_info.evaluation_interval_steps
     return Recommendation(

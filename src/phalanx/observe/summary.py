@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from phalanx.errors import DataError
 from phalanx.observe import metrics
+from phalanx.observe.durations import RunDurations, split_work, summarize_durations
 from phalanx.observe.event_messages import describe_straggler
 from phalanx.observe.goodput import DeviceTime, compute_device_time
 from phalanx.observe.history import SCALED_UP, RunHistory, StepTable, as_float
@@ -29,7 +29,6 @@ from phalanx.run.event_types import (
     CheckpointFailed,
     CheckpointRejected,
     CheckpointSaved,
-    Compiled,
     EnergyUsed,
     NonFiniteStep,
     RunWarning,
@@ -87,29 +86,6 @@ class SpeedSummary:
 
 
 @dataclass(frozen=True)
-class RunDurations:
-    """Seconds. wall = productive + redone + evaluating + starting + down + rest; time between a proper end and the next
-    start (`paused_s`) does not count as wall."""
-
-    wall_s: float = 0.0
-    productive_s: float = 0.0
-    wasted_s: float = 0.0
-    evaluation_s: float = 0.0
-    startup_s: float = 0.0
-    compilation_s: float = 0.0
-    """Part of startup: torch.compile before the first step."""
-    unavailable_s: float = 0.0
-    """From the last step, evaluation or save of an attempt that died to the next start."""
-    other_s: float = 0.0
-    paused_s: float = 0.0
-
-    @property
-    def restart_cost_s(self) -> float:
-        """Cost of restarts: repeated work and time without work."""
-        return self.wasted_s + self.unavailable_s
-
-
-@dataclass(frozen=True)
 class AttemptSummary:
     """One attempt, in short."""
 
@@ -126,13 +102,14 @@ class AttemptSummary:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """Checkpoints. `total_stall_s` is the time for which they stalled training, in seconds, summed; `total_write_s` is
-    the writing time."""
+    """Checkpoints. `total_stall_s`: seconds for which training waited for all of them, in `step_stall_s` within steps
+    that count and in the rest for saves after the last step of an attempt; `total_write_s`: seconds of writing."""
 
     count: int = 0
     last_bytes: int | None = None
     """Size of the newest checkpoint."""
     total_stall_s: float = 0.0
+    step_stall_s: float = 0.0
     longest_stall_s: float = 0.0
     total_write_s: float = 0.0
     last_step: int | None = None
@@ -352,36 +329,13 @@ def _summarize_speed(
     )
 
 
-def summarize_durations(history: RunHistory) -> RunDurations:
-    """Where the run's wall time went."""
-    if not history.attempts:
-        return RunDurations()
-    attempts = history.attempts
-    unavailable = paused = startup = 0.0
-    for previous, next_attempt in pairwise(attempts):
-        idle = previous.unavailable_seconds(next_attempt.started_at)
-        unavailable += idle
-        paused += max(
-            0.0,
-            next_attempt.started_at - (previous.last_work_at + idle if previous.has_died else previous.last_event_at),
-        )
-    for attempt in attempts:
-        startup += max(0.0, (attempt.first_step_started_at or attempt.last_event_at) - attempt.started_at)
-    wall = max(0.0, attempts[-1].last_event_at - attempts[0].started_at - paused)
-    productive = float(np.nansum(history.steps.step_s))
-    wasted = sum(attempt.wasted_s for attempt in attempts)
-    evaluating = sum(event.duration_s for event in history.evaluations)
-    rest = max(0.0, wall - productive - wasted - evaluating - startup - unavailable)
-    compiling = sum(event.duration_s for event in history.of(Compiled))
-    return RunDurations(wall, productive, wasted, evaluating, startup, compiling, unavailable, rest, paused)
-
-
 def _summarize_checkpoints(history: RunHistory) -> CheckpointSummary:
-    events = history.of(CheckpointSaved)
+    events, work = history.of(CheckpointSaved), split_work(history)
     return CheckpointSummary(
         count=len(events),
         last_bytes=events[-1].size_bytes if events else None,
-        total_stall_s=sum(event.stall_s for event in events),
+        total_stall_s=work.checkpoint_stall_s,
+        step_stall_s=work.step_stall_s,
         longest_stall_s=max((event.stall_s for event in events), default=0.0),
         total_write_s=sum(event.duration_s for event in events),
         last_step=events[-1].step if events else None,

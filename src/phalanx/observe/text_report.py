@@ -216,7 +216,7 @@ def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if durations.wall_s <= 0:
         return []
     named = (
-        ("training", durations.productive_s),
+        ("training", durations.training_s),
         ("evaluation", durations.evaluation_s),
         ("startup", durations.startup_s),
         ("wasted", durations.wasted_s),
@@ -226,20 +226,24 @@ def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
     total = formatting.format_duration(durations.wall_s)
     total += f", {formatting.format_percent(durations.productive_s / durations.wall_s)} productive"
     total += f"; not counted: paused for {formatting.format_duration(durations.paused_s)}" if durations.paused_s else ""
-    parts = [
-        f"{name} {formatting.format_duration(seconds)}"
-        for name, seconds in named
-        if seconds > 0.0005 * durations.wall_s
-    ]
-    if durations.compilation_s:
-        within = f" (compiling {formatting.format_duration(durations.compilation_s)})"
-        parts = [part + within if part.startswith("startup") else part for part in parts]
+    parts = [_format_parts([each], 0.0) for each in named if each[1] > 0.0005 * durations.wall_s]
+    within = _format_parts((("resolving auto", durations.resolving_s),), 0.05)
+    if within and (tried := _format_parts((("tracing", durations.trace_s), ("trials", durations.trials_s)), 0.05)):
+        within += f": {tried}"
+    compiling = _format_parts((("compiling", durations.compilation_s),), 0.05)
+    within = "; ".join(filter(None, (within, compiling)))
+    parts = [f"{part} ({within})" if within and part.startswith("startup") else part for part in parts]
     facts = [
         ("wall time", total),
         ("breakdown", ", ".join(parts)),
         (summary.run_info.unit, formatting.format_count(summary.num_units)),
     ]
     return facts + goodput_rows(summary.device_time)
+
+
+def _format_parts(parts: Iterable[tuple[str, float]], min_s: float) -> str:
+    """Name and duration of those that took at least `min_s` seconds."""
+    return ", ".join(f"{name} {formatting.format_duration(seconds)}" for name, seconds in parts if seconds >= min_s)
 
 
 def goodput_rows(device_time: DeviceTime) -> list[tuple[str, str]]:
@@ -298,12 +302,9 @@ def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
             f"{checkpoints.count} saved, the last at step {checkpoints.last_step} "
             f"({formatting.format_bytes(checkpoints.last_bytes)})"
         )
-        checkpoint_text += f"; stall {formatting.format_duration(checkpoints.total_stall_s)} in total"
-        checkpoint_text += (
-            f", {formatting.format_duration(checkpoints.longest_stall_s)} at most"
-            if checkpoints.longest_stall_s
-            else ""
-        )
+        after_s = checkpoints.total_stall_s - checkpoints.step_stall_s
+        after_text = f", {formatting.format_duration(after_s)} of it after the last step" if after_s else ""
+        checkpoint_text += f"; stall {formatting.format_duration(checkpoints.total_stall_s)} in total{after_text}"
     nonfinite_text = ", ".join(f"{what} {count}x" for what, count in summary.nonfinite_actions.items()) or "none"
     facts = [("restarts", restarts), ("non-finite steps", nonfinite_text), ("checkpoints", checkpoint_text)]
     facts += [("save failed", text) for text in checkpoints.failed]

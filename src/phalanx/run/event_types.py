@@ -78,6 +78,17 @@ class AttemptStarted(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecipeResolved(RunEvent):
+    """Before its first attempt a command has prepared the data and resolved every `auto`, which took `duration_s`:
+    `trace_s` of it to trace the model, `trials_s` in other trials. What a cache has takes no time."""
+
+    kind: ClassVar[str] = "recipe_resolved"
+    duration_s: float
+    trace_s: float = 0.0
+    trials_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compiled(RunEvent):
     """torch.compile has done its work before the first step."""
 
@@ -323,6 +334,7 @@ class RunEnded(RunEvent):
 Event = (
     LogOpened
     | WorkerStarted
+    | RecipeResolved
     | AttemptStarted
     | Compiled
     | StepDone

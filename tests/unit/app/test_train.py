@@ -338,7 +338,7 @@ def test_a_run_reads_counters_of_gpus_only_where_it_trains_on_them(
     monkeypatch.setattr(train, "LeaderAgent", lambda *_, **more: given.update(more))
     monkeypatch.setattr(train, "supervise_until_done", lambda *_: None)
     ready: Any = SimpleNamespace(
-        run=run, recipe=resolved(device=device), recipe_dir=run.path, first_attempt=0, notes=[]
+        run=run, recipe=resolved(device=device), recipe_dir=run.path, first_attempt=0, opening_events=list
     )
     train.supervise_run(ready, cast(Any, None), lambda event: None, force=False)
     assert given["hardware"].meter(1) == (7.0 if reads else None)

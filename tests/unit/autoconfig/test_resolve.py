@@ -1,5 +1,6 @@
 """Trials that fill memory: their end is an answer, and the next best choice is tried. No process is started."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ from phalanx.autoconfig.resolve import (
     META_PROFILE_TRIAL,
     PROFILE_TRIAL,
     TIMING_TRIAL,
+    TRACE_TRIAL,
     SubprocessCall,
+    TrialTimes,
+    cache_trials,
     call_catching_oom,
     check_batch,
     measure_memory,
     try_memory_choices,
 )
+from phalanx.cluster import discover_machine
 from phalanx.data import prepare_source
 from phalanx.errors import RecipeError, SubprocessError
 from phalanx.recipe import Recipe
@@ -54,6 +59,26 @@ def test_a_trial_that_is_killed_for_memory_says_so(function: str) -> None:
 def test_any_other_trial_that_is_killed_is_an_error() -> None:
     with pytest.raises(SubprocessError, match="SIGKILL"):
         call_catching_oom(killed, "phalanx.autoconfig.trials:measure_matmul_rate", {})
+
+
+def test_trials_are_announced_and_timed_unless_they_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines: list[str] = []
+    times = TrialTimes(lines.append)
+    timing = {"micro": 8, "precisions": ["fp32", "bf16"], "compile": True}
+
+    def call(function: str, payload: dict[str, Any]) -> Any:
+        time.sleep(0.01)
+        return SECONDS
+
+    for _ in range(2):
+        run_trial = cache_trials(call, discover_machine(), "code", times)
+        run_trial(TIMING_TRIAL, timing)
+        run_trial(TRACE_TRIAL, {})
+    expected = ["timing micro-batches of 8 in fp32, bf16, compiled", "tracing the model"]
+    assert lines == [f"resolving auto: {line}" for line in expected]
+    assert times.trials_s >= 0.01
+    assert times.trace_s >= 0.01
 
 
 def test_a_trial_that_fails_otherwise_is_an_error() -> None:

@@ -10,7 +10,7 @@ from phalanx.observe.history import read_history
 from phalanx.observe.recommendations import Recommendation, find_recommendations
 from phalanx.observe.summary import build_summary
 from phalanx.run import Run
-from phalanx.run.event_types import NonFiniteStep
+from phalanx.run.event_types import EvaluationDone, NonFiniteStep
 
 
 def advices(path: Path) -> dict[str, Recommendation]:
@@ -69,7 +69,6 @@ def test_checkpoint_stalls_name_how_often_to_save_instead(tmp_path: Path) -> Non
     for step in range(1, 61):
         maker.step(step)
         if step % 10 == 0:
-            maker.t += 1.0
             maker.checkpoint(step, stall=1.0)
     maker.end()
     found = advices(maker.path)["checkpoint-stalls"]
@@ -121,6 +120,18 @@ def test_much_evaluation_is_found(tmp_path: Path) -> None:
         if step % 5 == 0:
             maker.eval(step)
     assert advices(maker.path)["evaluation-share"].recipe_key == "evaluation.every"
+
+
+def test_one_evaluation_and_one_save_at_the_end_cannot_be_made_more_rarely(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=20)
+    maker.start()
+    for step in range(1, 21):
+        maker.step(step)
+    maker.t += 10
+    maker.event(EvaluationDone, step=20, loss=1.0, metrics={}, num_samples=512, duration_s=10.0)
+    maker.checkpoint(20, stall=5.0)
+    maker.end()
+    assert not {"evaluation-share", "checkpoint-stalls"} & advices(maker.path).keys()
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -7,8 +7,10 @@ import pytest
 from make_run import Maker, healthy, troubled
 from phalanx.observe.goodput import DeviceTime, compute_device_time
 from phalanx.observe.history import read_history
-from phalanx.observe.text_report import describe_failure_cost, goodput_rows
-from phalanx.run.event_types import WorkerFailure
+from phalanx.observe.summary import build_summary
+from phalanx.observe.text_report import describe_failure_cost, duration_rows, goodput_rows
+from phalanx.run import Run
+from phalanx.run.event_types import RecipeResolved, WorkerFailure
 
 
 def ledger(run: Path) -> DeviceTime:
@@ -65,6 +67,42 @@ def test_every_worker_counts(tmp_path: Path) -> None:
 def test_waiting_for_data_is_blocked(tmp_path: Path) -> None:
     found = ledger(killed(tmp_path / "run"))
     assert found.data_wait_s / (found.data_wait_s + found.productive_s) == pytest.approx(0.2, abs=0.1)
+
+
+def test_wall_time_and_device_time_have_one_definition_of_productive_and_of_a_stall(tmp_path: Path) -> None:
+    """Two saves of a second each, of which the second is after the last step; evaluations; half a second of data."""
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0, split={"data_wait": 0.25, "forward": 0.75})
+    maker.start()
+    for step in range(1, 21):
+        maker.step(step)
+        if step % 10 == 0:
+            maker.eval(step)
+            maker.checkpoint(step, stall=1.0)
+    maker.end()
+    history = read_history(tmp_path / "run" / "events.jsonl")
+    found, summary = compute_device_time(history), build_summary(Run(tmp_path / "run"), history)
+    assert summary.durations.productive_s == pytest.approx(found.productive_s)
+    assert found.checkpoint_stall_s == pytest.approx(2.0, abs=0.1) == summary.checkpoints.total_stall_s
+    assert summary.breakdown_s is not None
+    assert summary.checkpoints.step_stall_s == pytest.approx(20 * summary.breakdown_s["checkpoint_stall"])
+    assert found.productive_s == pytest.approx(summary.durations.training_s - found.data_wait_s - 1.0 + 1.2, abs=0.1)
+
+
+def test_resolving_before_the_first_attempt_is_startup_in_wall_time_and_goodput(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0, world=2)
+    before = maker.t
+    maker.t += 55.0
+    maker.event(RecipeResolved, duration_s=55.0, trace_s=10.0, trials_s=40.0)
+    maker.t += 5.0
+    maker.start()
+    maker.steps(1, 20)
+    maker.end()
+    history = read_history(tmp_path / "run" / "events.jsonl")
+    found, summary = compute_device_time(history), build_summary(Run(tmp_path / "run"), history)
+    assert summary.durations.wall_s == pytest.approx(maker.t - before) == found.allocated_s / 2
+    assert found.startup_s / 2 == pytest.approx(61.2, abs=0.1) == summary.durations.startup_s
+    parts = dict(duration_rows(summary))["breakdown"]
+    assert "startup 1 min 01 s (resolving auto 55 s: tracing 10 s, trials 40 s)" in parts
 
 
 def test_nothing_is_held_between_a_proper_end_and_the_next_start(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_durations_sum_to_the_wall_time(tmp_path: Path) -> None:
     for make in (healthy, troubled):
         spent = summary(make(tmp_path / make.__name__)).durations
         parts = (
-            spent.productive_s
+            spent.training_s
             + spent.wasted_s
             + spent.evaluation_s
             + spent.startup_s
