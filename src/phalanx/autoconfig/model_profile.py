@@ -133,7 +133,7 @@ def _compute_tracer_version() -> str:
     planner_dir = Path(__file__).parents[1] / "planner"
     files = [
         *sorted((planner_dir / "trace").glob("*.py")),
-        *(planner_dir / f"{name}.py" for name in ("model_profile", "moe", "liveness")),
+        *(planner_dir / f"{name}.py" for name in ("model_profile", "moe")),
     ]
     return xxhash.xxh3_64_hexdigest(b"".join(file.read_bytes() for file in files))
 

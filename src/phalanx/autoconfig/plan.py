@@ -32,6 +32,7 @@ from phalanx.planner.scenario import Scenario, transport_of
 from phalanx.planner.search import Candidate, SearchResult, SearchSpace, search_parallelism
 from phalanx.planner.segment_costs import op_cost_from
 from phalanx.planner.stacks import device_costs_for_stack, phalanx_stack
+from phalanx.planner.stages import balance_stages
 from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import StepBreakdown, predict_step_time
 from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, plan_checkpoints
@@ -448,8 +449,6 @@ def list_chosen_keys(run_plan: RunPlan) -> dict[str, Any]:
 
 def blocks_per_stage(setup: Scenario) -> list[int]:
     """Blocks of each stage of an interleaved pipeline."""
-    from phalanx.planner.step_time import balance_stages
-
     return balance_stages(setup.profile.num_blocks, setup.parallelism.pipeline * setup.virtual_stages)
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from phalanx.planner.model_profile import Affine, AttentionOp, ModelSegment, SavedActivations
 from phalanx.planner.scenario import Scenario
+from phalanx.planner.stages import StageSegments
 from phalanx.planner.state_memory import (
     HALF_OR_LOWER_PRECISIONS,
     ParameterCounts,
@@ -15,7 +16,6 @@ from phalanx.planner.state_memory import (
     new_gradient_bytes,
     reduce_scatter_buffer_bytes,
 )
-from phalanx.planner.step_time import StageSegments
 
 BYTES_PER_GIB = 2.0**30
 LossMode = Literal["whole", "fused", "chunked"]

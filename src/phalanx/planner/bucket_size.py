@@ -8,7 +8,8 @@ one bucket at most, since the last bucket is cut smaller where the parameters al
 
 from phalanx.planner.device_costs import DeviceCosts
 from phalanx.planner.scenario import Scenario
-from phalanx.planner.step_time import SegmentCosts, split_into_stages, stage_pass_time
+from phalanx.planner.stages import split_into_stages
+from phalanx.planner.step_time import SegmentCosts, stage_pass_time
 from phalanx.recipe.grad_sync_defaults import BYTES_PER_MIB, DEFAULT_BUCKET_MIB
 
 CANDIDATE_BUCKETS_MIB = (DEFAULT_BUCKET_MIB, 12.0, 6.0, 3.0, 1.5, 0.75, 0.4)

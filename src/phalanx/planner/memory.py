@@ -19,6 +19,7 @@ from phalanx.cluster.spec import AcceleratorSpec
 from phalanx.planner.activation_memory import BYTES_PER_GIB, LossMode, StageActivations, estimate_stage_activations
 from phalanx.planner.pipeline import PipelineOpKind, PipelineSchedule, rank_schedule
 from phalanx.planner.scenario import Scenario
+from phalanx.planner.stages import StageSegments, split_into_stages
 from phalanx.planner.state_memory import (
     NO_OPTIMIZER_STATE,
     OptimizerState,
@@ -28,7 +29,6 @@ from phalanx.planner.state_memory import (
     optimizer_state_of,
     state_bytes_of,
 )
-from phalanx.planner.step_time import StageSegments, split_into_stages
 
 MemoryCounter = Literal["allocated", "reserved", "total"]
 GPU_CONTEXT_BYTES = 0.6 * BYTES_PER_GIB

@@ -12,11 +12,11 @@ from phalanx.planner.device_costs import DeviceCosts
 from phalanx.planner.pipeline import PipelineSchedule, StageTime, simulate_schedule
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.segment_costs import OpCost
+from phalanx.planner.stages import split_into_stages
 from phalanx.planner.step_time import (
     SegmentCosts,
     StepBreakdown,
     predict_step_time,
-    split_into_stages,
     stage_pass_time,
     stage_send_seconds,
 )

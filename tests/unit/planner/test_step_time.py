@@ -15,7 +15,8 @@ from phalanx.planner.device_costs import DeviceCosts, attention_seconds, device_
 from phalanx.planner.model_profile import Affine, AttentionOp, Gemm, ModelProfile
 from phalanx.planner.scenario import TRANSPORT_BY_COMPRESSION, GradientTransport, Scenario, SoftwareStack, transport_of
 from phalanx.planner.segment_costs import ShardSpec, op_cost_from, segment_work
-from phalanx.planner.step_time import StepBreakdown, balance_stages, predict_step_time, split_into_stages
+from phalanx.planner.stages import balance_stages, split_into_stages
+from phalanx.planner.step_time import StepBreakdown, predict_step_time
 from phalanx.planner.trace import build_on_meta, language_modeling_forward, profile_model
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Parallelism

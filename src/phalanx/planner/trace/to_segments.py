@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.planner.liveness import AccessTrace, fuse_groups, live_bytes_at, live_ranges, peak_ops
 from phalanx.planner.model_profile import (
     Affine,
     MemoryOp,
@@ -16,6 +15,7 @@ from phalanx.planner.model_profile import (
     TensorAllReduce,
 )
 from phalanx.planner.moe import merge_expert_ops
+from phalanx.planner.trace.liveness import AccessTrace, fuse_groups, live_bytes_at, live_ranges, peak_ops
 from phalanx.planner.trace.op_recorder import RecordedSegment
 
 TRACED_MICRO_SIZES = (2, 3)
