@@ -93,7 +93,6 @@ class PendingSave:
     saver: CheckpointSaver
     step: int
     best_loss: float | None
-    stall_s: float
     reason: str
 
 

@@ -10,16 +10,14 @@ from phalanx.train.checkpoint import CheckpointSaver, CorruptCheckpointError, Te
 from phalanx.train.checkpoint.in_memory.destination import NodeFolder
 from phalanx.train.checkpoint.in_memory.format import (
     NUM_TENSORS_KEY,
-    InMemoryShard,
-    decode_shard,
-    encode_shard,
     format_copy_name,
     list_copies,
     list_shard_records,
-    merge_shards,
+    merge_copy,
     parse_rank,
     read_shard,
 )
+from phalanx.train.checkpoint.rank_record import RankRecord, decode_record, encode_record
 from phalanx.train.checkpoint.save import SavePhase
 
 WHOLE = torch.arange(12.0).reshape(4, 3)
@@ -35,7 +33,7 @@ def saver_of(*destination: Any) -> CheckpointSaver:
     return CheckpointSaver(NodeFolder(*destination))
 
 
-def save(folder: Path, rank: int, pieces: list[TensorShard], step: int = 7, token: str = "a") -> InMemoryShard:
+def save(folder: Path, rank: int, pieces: list[TensorShard], step: int = 7, token: str = "a") -> RankRecord:
     saver = saver_of(folder, rank, token, lambda step: None)
     saver.start(step, pieces, {"step": step, "saved": 0})
     saver.wait_snapshot_copied()
@@ -61,7 +59,7 @@ def test_a_part_that_is_abandoned_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_part_whose_second_copy_fails_has_failed(tmp_path: Path) -> None:
-    def broken(part: InMemoryShard, image: Any, cancelled: Any) -> None:
+    def broken(part: RankRecord, image: Any, cancelled: Any) -> None:
         raise ConnectionResetError("the other end closed the connection")
 
     saver = saver_of(tmp_path, 0, "a", lambda step: None, broken)
@@ -77,7 +75,7 @@ def test_parts_make_a_copy_that_reads_like_a_checkpoint(tmp_path: Path) -> None:
         save(tmp_path, 0, [piece(slice(0, 1)), TensorShard.full_tensor("bias", BIAS)]),
         save(tmp_path, 1, [piece(slice(1, 4))]),
     ]
-    manifest = merge_shards(parts)
+    manifest = merge_copy(parts)
     loaded = load_tensors(tmp_path / "step-000000007-a", manifest=manifest)
     assert loaded["weight"].equal(WHOLE)
     assert loaded["bias"].equal(BIAS)
@@ -86,8 +84,8 @@ def test_parts_make_a_copy_that_reads_like_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_block_that_several_nodes_hold_is_taken_once_and_from_here(tmp_path: Path) -> None:
     parts = [save(tmp_path, rank, [piece(slice(0, 4)), TensorShard.full_tensor("bias", BIAS)]) for rank in (0, 1)]
-    assert set(merge_shards(parts).files) == {"rank-00000.safetensors"}
-    manifest = merge_shards(parts, preferred_ranks=[1])
+    assert set(merge_copy(parts).files) == {"rank-00000.safetensors"}
+    manifest = merge_copy(parts, preferred_ranks=[1])
     assert set(manifest.files) == {"rank-00001.safetensors"}
     assert {each.file for tensor in manifest.tensors.values() for each in tensor.pieces} == set(manifest.files)
 
@@ -95,17 +93,17 @@ def test_a_block_that_several_nodes_hold_is_taken_once_and_from_here(tmp_path: P
 def test_parts_that_lack_a_block_are_no_copy(tmp_path: Path) -> None:
     part = save(tmp_path, 0, [piece(slice(0, 3))])
     with pytest.raises(ValueError, match="do not hold each element exactly once"):
-        merge_shards([part])
+        merge_copy([part])
     with pytest.raises(ValueError, match="there is no part"):
-        merge_shards([])
+        merge_copy([])
 
 
 @pytest.mark.parametrize("place", [0, 40, -1])
 def test_a_flipped_bit_in_a_record_is_found(tmp_path: Path, place: int) -> None:
-    content = bytearray(encode_shard(save(tmp_path, 0, [piece(slice(0, 4))])))
+    content = bytearray(encode_record(save(tmp_path, 0, [piece(slice(0, 4))])))
     content[place] ^= 1
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.json: damaged"):
-        decode_shard(bytes(content), tmp_path / "rank-00000.json")
+        decode_record(bytes(content), tmp_path / "rank-00000.json")
 
 
 def test_a_flipped_bit_in_a_parts_file_is_found(tmp_path: Path) -> None:
@@ -129,4 +127,4 @@ def test_parts_that_lack_a_tensor_are_no_copy(tmp_path: Path) -> None:
     part = save(tmp_path, 0, [piece(slice(0, 4))])
     of_two = part.model_copy(update={"meta": {**part.meta, NUM_TENSORS_KEY: 2}})
     with pytest.raises(ValueError, match="1 of 2 tensors are there"):
-        merge_shards([of_two])
+        merge_copy([of_two])

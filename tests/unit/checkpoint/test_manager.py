@@ -1,7 +1,6 @@
 """A run's checkpoints as the loop sees them, with a real saver and a world of one."""
 
 import errno
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from phalanx.train.checkpoint import CheckpointSaver, list_checkpoints, load_ten
 from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint import manager as manager_module
 from phalanx.train.checkpoint.manager import CheckpointManager, best_checkpoint_file
+from phalanx.train.checkpoint.rank_record import decode_record
 from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import LocalTensor
@@ -282,7 +282,8 @@ def test_workers_divide_the_tensors_among_them(run: Run) -> None:
     for saving in savings:
         saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
         saving._saver.poll_when_idle()
-    shares = [json.loads(path.read_text())["tensors"] for path in sorted(run.checkpoints.glob("*/rank-*.json"))]
+    records = sorted(run.checkpoints.glob("*/rank-*.json"))
+    shares = [decode_record(path.read_bytes(), path).tensors for path in records]
     assert [list(share) for share in shares] == [["weight"], ["buffer"]]
     for saving in savings:
         saving.handle_flags({"written": 0, "failed": 1, "committed": 0})

@@ -11,8 +11,9 @@ import xxhash
 
 from phalanx.run.authentication import AuthenticationError
 from phalanx.train.checkpoint.format import CHUNK_BYTES, FileRecord
-from phalanx.train.checkpoint.in_memory.format import InMemoryShard, format_copy_name, list_shard_records
+from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_shard_records
 from phalanx.train.checkpoint.in_memory.replication import ReplicaClient, ReplicaServer
+from phalanx.train.checkpoint.rank_record import RankRecord
 
 
 def test_a_stranger_that_says_nothing_does_not_keep_a_worker_out(tmp_path: Path) -> None:
@@ -49,12 +50,12 @@ def test_a_worker_that_does_not_come_is_not_waited_for_without_end(
     keeper.close()
 
 
-def shard_of(step: int, content: bytes) -> InMemoryShard:
+def shard_of(step: int, content: bytes) -> RankRecord:
     chunks = [
         xxhash.xxh3_64_hexdigest(content[start : start + CHUNK_BYTES]) for start in range(0, len(content), CHUNK_BYTES)
     ]
     files = {"rank-00000.safetensors": FileRecord(bytes=len(content), chunks=tuple(chunks))}
-    return InMemoryShard(files=files, tensors={}, step=step, token="a", rank=0, meta={})
+    return RankRecord(files=files, tensors={}, step=step, token="a", rank=0, meta={})
 
 
 def test_a_shard_that_is_abandoned_half_way_is_not_stored_and_the_next_one_is(tmp_path: Path) -> None:

@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from phalanx.run.directory import fsync_if_supported
 from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
-    RankManifest,
+    CorruptCheckpointError,
     encode_manifest,
     format_checkpoint_name,
     merge_rank_manifests,
 )
+from phalanx.train.checkpoint.rank_record import RankRecord, decode_record
 
 _TEMPORARY_TAG = ".tmp-"
 _OLD_SUFFIX = ".old"
@@ -51,14 +50,14 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def commit_checkpoint(temporary: Path, final: Path, rank_manifest_paths: Sequence[Path], meta: dict[str, Any]) -> int:
+def commit_checkpoint(temporary: Path, final: Path, record_paths: Sequence[Path], meta: dict[str, Any]) -> int:
     """Rename `temporary`, which holds the fsynced data of all ranks, to the checkpoint `final`; return its bytes.
 
-    `rank_manifest_paths` are the JSON manifests of the ranks; they are merged and removed. If `final` exists already (a
-    step was repeated after a rollback), it is moved aside first and removed once the new checkpoint is in place. Raises
-    OSError if the disk fails or a rank did not finish writing; `final` is then what it was before.
+    The records of the ranks are merged and removed. If `final` exists already (a step was repeated after a rollback),
+    it is moved aside first and removed once the new checkpoint is in place. Raises OSError if the disk fails or a rank
+    did not finish writing; `final` is then what it was before.
     """
-    manifest = merge_rank_manifests([_read_rank_manifest(path) for path in rank_manifest_paths], meta)
+    manifest = merge_rank_manifests([_read_record(path) for path in record_paths], meta)
     content, sidecar = encode_manifest(manifest)
     write_synced(temporary / MANIFEST_NAME, content)
     write_synced(temporary / MANIFEST_HASH_NAME, sidecar)
@@ -70,11 +69,11 @@ def commit_checkpoint(temporary: Path, final: Path, rank_manifest_paths: Sequenc
     return manifest.nbytes + len(content) + len(sidecar)
 
 
-def _read_rank_manifest(path: Path) -> RankManifest:
-    """Read a rank's manifest. The rank writes it last, after its data are on disk."""
+def _read_record(path: Path) -> RankRecord:
+    """Read a rank's record. The rank writes it last, after its data are on disk."""
     try:
-        return RankManifest.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):  # the worker died before or while it wrote the manifest
+        return decode_record(path.read_bytes(), path)
+    except (FileNotFoundError, CorruptCheckpointError):  # the worker died before or while it wrote the record
         raise OSError(errno.ENODATA, "the worker was lost before it had written its part", str(path)) from None
 
 

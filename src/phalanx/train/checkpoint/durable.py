@@ -1,6 +1,6 @@
 """The durable destination of saves: a directory of checkpoints on disk.
 
-Each rank writes its file and then its manifest to a temporary directory, fsynced; one rank commits (`commit.py`).
+Each rank writes its file and then its record to a temporary directory, fsynced; one rank commits (`commit.py`).
 """
 
 import errno
@@ -22,6 +22,7 @@ from phalanx.train.checkpoint.format import (
     read_manifest,
 )
 from phalanx.train.checkpoint.pinned_buffer import Bytes
+from phalanx.train.checkpoint.rank_record import encode_record
 from phalanx.train.checkpoint.shard_file import write_with_checksums
 from phalanx.train.checkpoint.staging import ShardFileSpec
 
@@ -49,23 +50,24 @@ class DurableDirectory:
     def write(
         self, step: int, image: Bytes, file_spec: ShardFileSpec, meta: dict[str, Any], cancelled: threading.Event
     ) -> None:
-        """Write this rank's file, then its manifest, durably."""
-        rank_manifest_path = self._rank_manifest_path(step, self.rank)
-        rank_manifest_path.parent.mkdir(parents=True, exist_ok=True)
-        rank_manifest_path.unlink(missing_ok=True)
+        """Write this rank's file, then its record, durably."""
+        record_path = self._record_path(step, self.rank)
+        record_path.parent.mkdir(parents=True, exist_ok=True)
+        record_path.unlink(missing_ok=True)
         chunks = write_with_checksums(self.shard_path(step), image, cancelled)
-        write_synced(rank_manifest_path, file_spec.make_manifest(chunks).model_dump_json().encode())
-        sync_directory(rank_manifest_path.parent)
+        record = file_spec.make_record(chunks, step, str(self._attempt), self.rank, meta)
+        write_synced(record_path, encode_record(record))
+        sync_directory(record_path.parent)
 
     def commit(self, step: int, meta: dict[str, Any]) -> tuple[Path, int]:
         """Make a checkpoint of what all ranks wrote; return its path and bytes. Called on one rank. If storage fails or
         the shards of a lost rank are missing, what all ranks wrote is removed."""
         temporary, final = self._write_dir(step), self._directory / format_checkpoint_name(step)
-        manifests = [self._rank_manifest_path(step, rank) for rank in range(self._world_size)]
+        records = [self._record_path(step, rank) for rank in range(self._world_size)]
         try:
             if not _path_exists(temporary) and _has_meta(final, meta):  # the lost rank had already committed
                 return final, sum(path.stat().st_size for path in final.iterdir())
-            return final, commit_checkpoint(temporary, final, manifests, meta)
+            return final, commit_checkpoint(temporary, final, records, meta)
         except OSError:
             self._remove_all(step)
             raise
@@ -73,12 +75,12 @@ class DurableDirectory:
     def remove_own(self, step: int) -> None:
         """Remove this rank's files; the last rank removes the directory. If storage refuses, the removal is retried
         before the next save and at the end; then it is left to `clean_checkpoint_dir`."""
-        rank_manifest_path = self._rank_manifest_path(step, self.rank)
+        record_path = self._record_path(step, self.rank)
         self._steps_to_clean.discard(step)
         try:
-            rank_manifest_path.unlink(missing_ok=True)
+            record_path.unlink(missing_ok=True)
             self.shard_path(step).unlink(missing_ok=True)
-            rank_manifest_path.parent.rmdir()
+            record_path.parent.rmdir()
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # removed already, or other ranks still have files
                 self._steps_to_clean.add(step)
@@ -95,7 +97,7 @@ class DurableDirectory:
         """Return the directory that ranks write to."""
         return make_temporary_path(self._directory / format_checkpoint_name(step), str(self._attempt))
 
-    def _rank_manifest_path(self, step: int, rank: int) -> Path:
+    def _record_path(self, step: int, rank: int) -> Path:
         return self._write_dir(step) / f"rank-{rank:05d}.json"
 
     def _remove_all(self, step: int) -> None:

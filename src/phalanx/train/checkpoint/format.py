@@ -252,21 +252,31 @@ def _overlap(a: ShardRecord, b: ShardRecord) -> bool:
     return all(x < y + m and y < x + n for x, n, y, m in ranges)
 
 
-def merge_rank_manifests(rank_manifests: Iterable[RankManifest], meta: dict[str, Any]) -> CheckpointManifest:
-    """Merge the manifests of all ranks into the checkpoint's manifest. Raises ValueError if they do not cover every
-    tensor."""
+def merge_rank_manifests(
+    rank_manifests: Iterable[RankManifest], meta: dict[str, Any], replicated: bool = False
+) -> CheckpointManifest:
+    """Merge the manifests of all ranks into the checkpoint's manifest. `replicated`: several ranks may hold the same
+    block, which is read from the first of them; files that are then not needed are left out. Raises ValueError if they
+    do not cover every tensor."""
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
+    pieces: dict[str, dict[object, ShardRecord]] = {}
     for rank_manifest in rank_manifests:
         files |= rank_manifest.files
         for name, tensor in rank_manifest.tensors.items():
-            known = tensors.setdefault(name, tensor)
-            if known is tensor:
-                continue
+            known, blocks = tensors.setdefault(name, tensor), pieces.setdefault(name, {})
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(f"tensor {name}: ranks disagree about its dtype or shape")
-            tensors[name] = known.model_copy(update={"pieces": known.pieces + tensor.pieces})
-    return CheckpointManifest(files=files, tensors=dict(sorted(tensors.items())), meta=meta)
+            for piece in tensor.pieces:
+                blocks.setdefault((piece.offset, piece.extent) if replicated else piece, piece)
+    merged = {
+        name: tensors[name].model_copy(update={"pieces": tuple(blocks.values())})
+        for name, blocks in sorted(pieces.items())
+    }
+    if replicated:
+        used = {piece.file for tensor in merged.values() for piece in tensor.pieces}
+        files = {name: file for name, file in files.items() if name in used}
+    return CheckpointManifest(files=files, tensors=merged, meta=meta)
 
 
 def encode_manifest(manifest: CheckpointManifest) -> tuple[bytes, bytes]:

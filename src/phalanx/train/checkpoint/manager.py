@@ -13,7 +13,6 @@ drop the save; this does not wait for a thread either.
 
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -42,7 +41,7 @@ from phalanx.train.checkpoint import (
 from phalanx.train.checkpoint.format import RankManifest, merge_rank_manifests
 from phalanx.train.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
 from phalanx.train.checkpoint.save import POLL_INTERVAL_S
-from phalanx.train.checkpoint.save_context import SaveContext
+from phalanx.train.checkpoint.save_context import SaveContext, make_shards, measure_sizes
 from phalanx.train.distributed.object_collectives import (
     all_gather_json,
     broadcast_json_from_rank_zero,
@@ -94,8 +93,7 @@ class CheckpointManager:
         self._next_saver: CheckpointSaver | None = None  # this world's, while a save of the previous world is in flight
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removals: list[Future[list[Path]]] = []  # removals of old checkpoints that may still run
-        self._stall_s = 0.0
-        self._waiting_for_copy = self._warned = False
+        self._warned = False
         self._sizes: dict[str, int] = {}  # bytes of each tensor of the last save
         self._own_names: set[str] = set()  # tensors of it that this worker saves
         self.step_in_flight: int | None = None  # the step being saved; equal on all workers
@@ -116,7 +114,7 @@ class CheckpointManager:
         """Continue a save that started in the previous world, on all surviving workers and on some that were lost."""
         self._saver, self._next_saver = pending_save.saver, self._saver
         self.step_in_flight, self.failure_reason = pending_save.step, pending_save.reason
-        self._best, self._stall_s = pending_save.best_loss, pending_save.stall_s
+        self._best = pending_save.best_loss
 
     def delete_after(self, step: int) -> None:
         """Undo all saves after this step. Call it on workers that all end now."""
@@ -145,17 +143,14 @@ class CheckpointManager:
         shards = self._make_shards(state)
         logger.debug("saving step %d: %d tensors of this rank", step, len(shards))
         meta = {**self._common_meta, **asdict(train_state), "last_saved_step": step}
-        start_time = time.perf_counter()
         try:
             self._saver.start(step, shards, meta, copy_now=[name for name in copy_now if name in self._own_names])
-            self._waiting_for_copy = True
         except UsageError as error:  # not enough disk space: training continues
             self.failure_reason = str(error)
         except OSError as error:
             if not is_storage_error(error):
                 raise
             self.failure_reason = describe_os_error(error)
-        self._stall_s = time.perf_counter() - start_time
         if self._saver.blocks_training and not self._warned and self._dist_env.is_rank_zero:
             self._warned = True
             text = "host memory for checkpoints could not be page-locked, so training waits while they are copied"
@@ -214,25 +209,14 @@ class CheckpointManager:
 
     def _make_shards(self, state: Mapping[str, LocalTensor]) -> list[TensorShard]:
         """Return the shards that this worker writes."""
-        sizes = {
-            name: local_tensor.tensor.numel() * local_tensor.tensor.element_size()
-            for name, local_tensor in state.items()
-        }
+        sizes = measure_sizes(state)
         if sizes != self._sizes:  # an optimizer has no state before its first update, which may be delayed by skips
             self._sizes, self._own_names = sizes, self._assign_tensors(state, sizes)
-        return [
-            TensorShard(
-                name, block.slice_local(state[name].tensor), state[name].global_blocks.global_shape, block.global_offset
-            )
-            for name in sorted(self._own_names)
-            for block in state[name].global_blocks.blocks
-        ]
+        return make_shards(state, self._own_names)
 
     def wait_snapshot_copied(self) -> None:
         """Wait until the snapshot is copied. Call it before tensors change."""
-        if self._waiting_for_copy:
-            self._stall_s += self._saver.wait_snapshot_copied()
-            self._waiting_for_copy = False
+        self._saver.wait_snapshot_copied()
         if self.in_memory is not None:
             self.in_memory.wait_snapshot_copied()
 
@@ -293,7 +277,7 @@ class CheckpointManager:
         self._pruner.shutdown()
         if self.step_in_flight is None:
             return None
-        return PendingSave(self._saver, self.step_in_flight, self._best, self._stall_s, self.failure_reason)
+        return PendingSave(self._saver, self.step_in_flight, self._best, self.failure_reason)
 
     def _assign_tensors(self, state: Mapping[str, LocalTensor], sizes: Mapping[str, int]) -> set[str]:
         """Return the tensors that this worker saves of those it holds."""
@@ -321,7 +305,7 @@ class CheckpointManager:
             path=os.path.join(self._run.checkpoints.name, format_checkpoint_name(step)),
             size_bytes=state.size_bytes,
             duration_s=state.duration_s,
-            stall_s=self._stall_s,
+            stall_s=self._saver.stall_s,
         )
         if self._dist_env.is_rank_zero:
             if self._best is not None:
@@ -372,8 +356,6 @@ class CheckpointManager:
         if self._next_saver is not None:
             self._saver, self._next_saver = self._next_saver, None
         self.step_in_flight = None
-        self._stall_s = 0.0
-        self._waiting_for_copy = False
         self.failure_reason = ""
 
 

@@ -124,6 +124,9 @@ class CheckpointSaver:
         self._status = SaveStatus(SavePhase.IDLE)
         self._meta: dict[str, Any] = {}
         self._start_time = 0.0
+        self._must_wait = False  # whether the snapshot may still be being copied
+        self.stall_s = 0.0
+        """Seconds that the last save kept the caller waiting."""
 
     def share(self, shards: Sequence[TensorShard]) -> RankManifest:
         """Return the manifest that a save of `shards` would write, without content hashes."""
@@ -168,14 +171,17 @@ class CheckpointSaver:
         staging.start_copy(self._file_spec, shards, copy_now)
         self._copied.clear()
         self._job = _run_in_background(partial(self._copy_and_write, staging, self._file_spec, shards, copy_now))
+        self._must_wait, self.stall_s = True, self._clock() - self._start_time
 
-    def wait_snapshot_copied(self) -> float:
-        """Wait until the snapshot is copied; return the seconds waited. On a GPU only the GPU stream waits."""
-        start_time = self._clock()
-        self._copied.wait()
-        if self._staging is not None:
+    def wait_snapshot_copied(self) -> None:
+        """Wait until the snapshot, if one is being taken, is copied. On a GPU only the GPU stream waits."""
+        if self._must_wait:
+            start_time = self._clock()
+            self._copied.wait()
+            assert self._staging is not None
             self._staging.make_stream_wait()
-        return self._clock() - start_time
+            self._must_wait = False
+            self.stall_s += self._clock() - start_time
 
     def poll(self) -> SaveStatus:
         """Return the progress of the save without waiting. An error that storage did not cause is raised here."""
@@ -210,7 +216,7 @@ class CheckpointSaver:
             while_waiting()
         if state.phase in (SavePhase.WRITTEN, SavePhase.FAILED):
             self._destination.remove_own(state.step)
-        self._status = SaveStatus(SavePhase.IDLE)
+        self._status, self._must_wait = SaveStatus(SavePhase.IDLE), False
 
     def retry_cleanup(self) -> None:
         """Retry removals that storage refused. Call it when no save is in flight."""

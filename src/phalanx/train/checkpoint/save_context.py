@@ -1,14 +1,15 @@
 """What all savers of one worker share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.run import Run
 from phalanx.run.events import ReportEventFn
-from phalanx.train.checkpoint.staging import SharedStaging
+from phalanx.train.checkpoint.staging import SharedStaging, TensorShard
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.distributed.parallel_model import LocalTensor
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,19 @@ class SaveContext:
     report_event: ReportEventFn
     flush: Callable[[], None] = lambda: None
     staging: SharedStaging = field(default_factory=SharedStaging)
+
+
+def measure_sizes(state: Mapping[str, LocalTensor]) -> dict[str, int]:
+    """Return the bytes of each tensor that this worker holds."""
+    return {name: each.tensor.numel() * each.tensor.element_size() for name, each in state.items()}
+
+
+def make_shards(state: Mapping[str, LocalTensor], names: Iterable[str]) -> list[TensorShard]:
+    """Return the blocks of the named tensors that this worker holds, in the order of the names."""
+    return [
+        TensorShard(
+            name, block.slice_local(state[name].tensor), state[name].global_blocks.global_shape, block.global_offset
+        )
+        for name in sorted(names)
+        for block in state[name].global_blocks.blocks
+    ]

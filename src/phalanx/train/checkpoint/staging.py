@@ -16,6 +16,7 @@ import torch
 from phalanx.errors import UsageError
 from phalanx.train.checkpoint.format import FileRecord, RankManifest, ShardRecord, TensorRecord, make_safetensors_header
 from phalanx.train.checkpoint.pinned_buffer import Bytes, PinnedBuffer
+from phalanx.train.checkpoint.rank_record import RankRecord
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 # numpy knows no bfloat16 and no float8: elements are moved as integers of the same width.
@@ -60,6 +61,11 @@ class ShardFileSpec:
         """Return the rank's manifest, given the checksums of the file's chunks."""
         files = {self.file: FileRecord(bytes=self.nbytes, chunks=tuple(chunks))}
         return RankManifest(files=files, tensors=self.tensors)
+
+    def make_record(self, chunks: Sequence[str], step: int, token: str, rank: int, meta: dict[str, Any]) -> RankRecord:
+        """Return the rank's record, given the checksums of the file's chunks."""
+        written = self.make_manifest(chunks)
+        return RankRecord(files=written.files, tensors=written.tensors, step=step, token=token, rank=rank, meta=meta)
 
 
 def plan_shard_file(shards: Sequence[TensorShard], file: str) -> ShardFileSpec:

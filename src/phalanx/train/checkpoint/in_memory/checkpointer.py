@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -28,13 +27,13 @@ from phalanx.run.in_memory_checkpoint import (
     remove_node_dir,
     truncate_history,
 )
-from phalanx.train.checkpoint import CheckpointSaver, SavePhase, TensorShard, assign_to_ranks
+from phalanx.train.checkpoint import CheckpointSaver, SavePhase, assign_to_ranks
 from phalanx.train.checkpoint.in_memory.capacity import explain_missing_space, find_available_bytes, is_memory_backed
 from phalanx.train.checkpoint.in_memory.destination import NodeFolder
 from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY, format_copy_name, list_copies
 from phalanx.train.checkpoint.in_memory.replication import ReplicaClient, ReplicaServer, find_local_address
 from phalanx.train.checkpoint.interval import StepTimes
-from phalanx.train.checkpoint.save_context import SaveContext
+from phalanx.train.checkpoint.save_context import SaveContext, make_shards, measure_sizes
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.object_collectives import (
     NodeMap,
@@ -97,8 +96,6 @@ class InMemoryCheckpointer:
         self._sizes: dict[str, int] = {}
         self._owned_names: list[str] = []
         self._num_tensors = 0  # over all workers
-        self._waiting_for_copy = False
-        self._stall_s = 0.0
         self._total_bytes = self._max_rank_bytes = 0
         self._usual_step_s = 1.0  # step time, equal on all workers
         self.step_in_flight: int | None = None  # the step being copied, equal on all workers
@@ -123,14 +120,10 @@ class InMemoryCheckpointer:
         """Start a copy. No copy may be in flight. The tensors must not change before `wait_snapshot_copied`, except
         those named in `copy_now`."""
         step = self._last_copied_step = train_state.step
-        sizes = {
-            name: local_tensor.tensor.numel() * local_tensor.tensor.element_size()
-            for name, local_tensor in state.items()
-        }
+        sizes = measure_sizes(state)
         first = not self._is_set_up
         if first and not self._set_up(state, sizes):
             return
-        start_time = time.perf_counter()
         assert self._saver is not None
         if sizes != self._sizes:
             self._sizes, self._owned_names = (
@@ -138,13 +131,7 @@ class InMemoryCheckpointer:
                 assign_owned_tensors(state, sizes, self._mesh, self._nodes, self._dist_env.rank)[0],
             )
             self._count_tensors(state)
-        shards = [
-            TensorShard(
-                name, block.slice_local(state[name].tensor), state[name].global_blocks.global_shape, block.global_offset
-            )
-            for name in self._owned_names
-            for block in state[name].global_blocks.blocks
-        ]
+        shards = make_shards(state, self._owned_names)
         if (
             first
             and self._overhead_fraction is not None
@@ -168,17 +155,13 @@ class InMemoryCheckpointer:
                 {**self._common_meta, **asdict(train_state), NUM_TENSORS_KEY: self._num_tensors},
                 [n for n in copy_now if n in owned_names],
             )
-            self._waiting_for_copy = True
         except UsageError as error:  # a tensor with a dtype that a checkpoint cannot hold: training continues
             self.failure_reason = str(error)
-        self._stall_s = time.perf_counter() - start_time
 
     def wait_snapshot_copied(self) -> None:
         """Wait until the snapshot is copied. Call it before tensors change."""
-        if self._waiting_for_copy:
-            assert self._saver is not None
-            self._stall_s += self._saver.wait_snapshot_copied()
-            self._waiting_for_copy = False
+        if self._saver is not None:
+            self._saver.wait_snapshot_copied()
 
     def local_flags(self) -> tuple[bool, bool]:
         """Return this worker's flags, in the order of `IN_MEMORY_FLAGS`."""
@@ -249,7 +232,7 @@ class InMemoryCheckpointer:
         if self._saver is not None and self.step_in_flight is not None:
             self._saver.cancel(check_membership)
             self._step_times.copy_overhead.record_failed()
-        self.step_in_flight, self._waiting_for_copy, self._stall_s, self.failure_reason = None, False, 0.0, ""
+        self.step_in_flight, self.failure_reason = None, ""
 
     def _complete_copy(self, step: int) -> None:
         assert self._saver is not None
@@ -258,7 +241,7 @@ class InMemoryCheckpointer:
         self._saver.commit()
         self._saver.cancel()
         self._newest_complete_copy = format_copy_name(step, self._epoch_token)
-        stall_s = self._stall_s
+        stall_s = self._saver.stall_s
         if self._dist_env.device.type == "cpu":  # the copying thread takes a core from training
             stall_s += self._node_folder.cpu_s + (
                 self._replica_server.cpu_s if self._replica_server is not None else 0.0
@@ -271,9 +254,9 @@ class InMemoryCheckpointer:
             self._overhead_fraction is not None and self._step_times.copy_overhead.num_done.bit_count() == 1
         )
         event = InMemoryCheckpointSaved(
-            step=step, size_bytes=self._total_bytes, duration_s=write_s, stall_s=self._stall_s
+            step=step, size_bytes=self._total_bytes, duration_s=write_s, stall_s=self._saver.stall_s
         )
-        self.step_in_flight, self._stall_s = None, 0.0
+        self.step_in_flight = None
         self._report_event(event)
 
     def _choose_interval(self, step: int, last_step: int) -> None:

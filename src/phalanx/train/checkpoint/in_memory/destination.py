@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.train.checkpoint.format import rank_file_name
-from phalanx.train.checkpoint.in_memory.format import InMemoryShard, format_copy_name, write_shard_record
+from phalanx.train.checkpoint.in_memory.format import format_copy_name
 from phalanx.train.checkpoint.pinned_buffer import Bytes
+from phalanx.train.checkpoint.rank_record import RankRecord, write_record
 from phalanx.train.checkpoint.shard_file import write_with_checksums
 from phalanx.train.checkpoint.staging import ShardFileSpec
 
-SendToReplica = Callable[[InMemoryShard, Bytes, threading.Event], None]
+SendToReplica = Callable[[RankRecord, Bytes, threading.Event], None]
 """Sends a shard to the node that keeps its replica. Raises OSError on failure, and once the event is set."""
 
 
@@ -49,13 +50,11 @@ class NodeFolder:
         self._before_write(step)
         path = self.shard_path(step)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        written = file_spec.make_manifest(write_with_checksums(path, image, cancelled))
-        shard = InMemoryShard(
-            files=written.files, tensors=written.tensors, step=step, token=self.epoch_token, rank=self.rank, meta=meta
-        )
-        write_shard_record(path.parent, shard)
+        chunks = write_with_checksums(path, image, cancelled)
+        record = file_spec.make_record(chunks, step, self.epoch_token, self.rank, meta)
+        write_record(path.parent, record)
         if self._send_to_replica is not None:
-            self._send_to_replica(shard, image, cancelled)
+            self._send_to_replica(record, image, cancelled)
         self.cpu_s = time.thread_time()  # each save runs in a new thread
 
     def commit(self, step: int, meta: dict[str, Any]) -> tuple[Path, int]:

@@ -1,22 +1,15 @@
-"""Shards of an in-memory checkpoint: one safetensors file per rank, and a record that marks it as complete.
+"""Copies of the state in a node's folder: each a directory like that of a checkpoint on disk before its commit.
 
     phalanx-in-memory-.../step-000000060-<token>/
-        rank-00000.safetensors      as in a durable checkpoint
-        rank-00000.json             its own hash, then the contents and checksums of the file, and the run's progress
+        rank-00000.safetensors      as in a checkpoint
+        rank-00000.json             the rank's record (`rank_record.py`)
 
-A node holds shards of its own workers and of others. The record is written last and atomically, so a shard is either
-complete or absent. A copy is complete if the remaining shards, over all nodes, hold every tensor. Several shards may
-hold the same block, since each node keeps all that its workers hold; `merge_shards` uses each block once.
+A node holds shards of its own workers and of others. A copy is complete if the shards that are left, over all nodes,
+hold every tensor. Several shards may hold the same block, since each node keeps all that its workers hold.
 """
 
-import json
-import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
-
-import xxhash
-from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from phalanx.errors import DataError
 from phalanx.safe_files import read_bytes
@@ -25,37 +18,11 @@ from phalanx.train.checkpoint.format import (
     MAX_MANIFEST_BYTES,
     CheckpointManifest,
     CorruptCheckpointError,
-    FileRecord,
-    RankManifest,
-    ShardRecord,
-    TensorRecord,
     format_checkpoint_name,
-    rank_file_name,
+    merge_rank_manifests,
 )
 from phalanx.train.checkpoint.load import verify_files
-
-
-class InMemoryShard(RankManifest):
-    """The shard of one rank. `token` names the epoch in the run's history; `meta` is as in a checkpoint's manifest."""
-
-    format: Literal[1] = 1
-    step: Annotated[int, Field(ge=0)]
-    token: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+$", max_length=64)]
-    rank: Annotated[int, Field(ge=0)]
-    meta: dict[str, Any]
-
-    @model_validator(mode="after")
-    def _check_own_file(self) -> Self:
-        if set(self.files) != {rank_file_name(self.rank)}:
-            raise ValueError("it names other files than its rank's")
-        return self
-
-    @property
-    def file_name(self) -> str:
-        """Return the name of its one file."""
-        (name,) = self.files
-        return name
-
+from phalanx.train.checkpoint.rank_record import RankRecord, decode_record
 
 NUM_TENSORS_KEY = "tensors"
 """Key of `meta`: the number of tensors in the whole state. It shows when tensors were lost together with a worker."""
@@ -86,24 +53,7 @@ def parse_rank(record: Path) -> int:
     return int(record.stem.removeprefix("rank-"))
 
 
-def encode_shard(shard: InMemoryShard) -> bytes:
-    """Return the bytes of the shard's record."""
-    text = json.dumps(shard.model_dump(mode="json")).encode()
-    return xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text
-
-
-def decode_shard(content: bytes, path: Path) -> InMemoryShard:
-    """Parse a record that was read from `path`. Raises CorruptCheckpointError if it is damaged."""
-    digest, _, text = content.partition(b"\n")
-    if xxhash.xxh3_128_hexdigest(text).encode() != digest:
-        raise CorruptCheckpointError(path, "damaged (its own checksum differs)")
-    try:
-        return InMemoryShard.model_validate_json(text)
-    except ValidationError as error:
-        raise CorruptCheckpointError(path, f"malformed record: {error.errors()[0]['msg']}") from None
-
-
-def read_shard(path: Path) -> InMemoryShard:
+def read_shard(path: Path) -> RankRecord:
     """Read a record and verify every byte of its file. Raises CorruptCheckpointError if either is damaged."""
     try:
         content = read_bytes(path, MAX_MANIFEST_BYTES)
@@ -111,45 +61,20 @@ def read_shard(path: Path) -> InMemoryShard:
         raise CorruptCheckpointError(path, str(error).partition(": ")[2]) from None
     except OSError as error:
         raise CorruptCheckpointError(path, str(error.strerror)) from None
-    shard = decode_shard(content, path)
+    shard = decode_record(content, path)
     verify_files(path.parent, shard.files, CHUNK_BYTES, threads=1)
     return shard
 
 
-def write_shard_record(copy: Path, shard: InMemoryShard) -> None:
-    """Write the record of a shard after its file is complete."""
-    path = (copy / shard.file_name).with_suffix(".json")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(encode_shard(shard))
-    os.replace(temporary, path)
-
-
-def merge_shards(shards: Sequence[InMemoryShard], preferred_ranks: Collection[int] = ()) -> CheckpointManifest:
-    """Merge shards into the manifest of a copy. A block that several shards hold is read from a rank in
+def merge_copy(records: Sequence[RankRecord], preferred_ranks: Collection[int] = ()) -> CheckpointManifest:
+    """Merge records into the manifest of a copy. A block that several ranks hold is read from a rank in
     `preferred_ranks`, else from the lowest. Raises ValueError unless every tensor is held whole, and as many tensors as
     `meta` says under NUM_TENSORS_KEY."""
-    ordered = sorted(shards, key=lambda shard: (shard.rank not in preferred_ranks, shard.rank))
-    tensors: dict[str, TensorRecord] = {}
-    taken: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], ShardRecord]] = {}
-    for shard in ordered:
-        for name, tensor in shard.tensors.items():
-            known = tensors.setdefault(name, tensor)
-            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                raise ValueError(f"tensor {name}: parts disagree about its dtype or shape")
-            blocks = taken.setdefault(name, {})
-            for tensor_shard in tensor.pieces:
-                blocks.setdefault((tensor_shard.offset, tensor_shard.extent), tensor_shard)
-    merged = {
-        name: tensors[name].model_copy(update={"pieces": tuple(blocks.values())})
-        for name, blocks in sorted(taken.items())
-    }
-    used = {tensor_shard.file for tensor in merged.values() for tensor_shard in tensor.pieces}
-    files: dict[str, FileRecord] = {}
-    for shard in ordered:
-        files |= {name: file for name, file in shard.files.items() if name in used}
-    meta = ordered[0].meta if ordered else {}
-    if not merged:
+    ordered = sorted(records, key=lambda record: (record.rank not in preferred_ranks, record.rank))
+    if not ordered:
         raise ValueError("there is no part")
-    if len(merged) < meta.get(NUM_TENSORS_KEY, 0):
-        raise ValueError(f"{len(merged)} of {meta[NUM_TENSORS_KEY]} tensors are there")
-    return CheckpointManifest(files=files, tensors=merged, meta=meta)
+    meta = ordered[0].meta
+    merged = merge_rank_manifests(ordered, meta, replicated=True)
+    if len(merged.tensors) < meta.get(NUM_TENSORS_KEY, 0):
+        raise ValueError(f"{len(merged.tensors)} of {meta[NUM_TENSORS_KEY]} tensors are there")
+    return merged

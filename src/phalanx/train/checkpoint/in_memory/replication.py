@@ -29,14 +29,9 @@ from phalanx.run.authentication import (
     receive_into,
 )
 from phalanx.train.checkpoint.format import CHUNK_BYTES, CorruptCheckpointError
-from phalanx.train.checkpoint.in_memory.format import (
-    InMemoryShard,
-    decode_shard,
-    encode_shard,
-    format_copy_name,
-    write_shard_record,
-)
+from phalanx.train.checkpoint.in_memory.format import format_copy_name
 from phalanx.train.checkpoint.pinned_buffer import Bytes
+from phalanx.train.checkpoint.rank_record import RankRecord, decode_record, encode_record, write_record
 
 CONNECT_TIMEOUT_S = 20.0
 """Seconds within which a peer must connect and authenticate itself."""
@@ -143,7 +138,7 @@ class ReplicaServer:
     def _store_shard(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes | None:
         """Receive and store the file of a shard; return the problem, or b"", or None if the sender abandons it. It is
         always read to its end."""
-        shard = decode_shard(content, Path("record"))
+        shard = decode_record(content, Path("record"))
         file, record = shard.file_name, shard.files[shard.file_name]
         copy = self._folder / format_copy_name(shard.step, shard.token)
         problem = ""
@@ -171,7 +166,7 @@ class ReplicaServer:
                     problem = f"{copy / file}: {error.strerror}"
         if not problem:
             try:
-                write_shard_record(copy, shard)
+                write_record(copy, shard)
             except OSError as error:
                 problem = str(error)
         return problem.encode()
@@ -185,10 +180,10 @@ class ReplicaClient:
         self._socket, *_ = open_authenticated((host, port), secret.encode(), _PURPOSE, CONNECT_TIMEOUT_S)
         self._socket.settimeout(None)
 
-    def send_shard(self, shard: InMemoryShard, image: Bytes, cancelled: threading.Event) -> None:
+    def send_shard(self, shard: RankRecord, image: Bytes, cancelled: threading.Event) -> None:
         """Send a shard's record and file; return when they are stored. Raises OSError on failure, and once `cancelled`
         is set: a chunk is all that the caller of `cancel` waits for."""
-        record = encode_shard(shard)
+        record = encode_record(shard)
         self._socket.sendall(_LENGTH_PREFIX.pack(len(record)) + record)
         for start in range(0, len(image), CHUNK_BYTES):
             if cancelled.is_set():

@@ -30,17 +30,16 @@ from phalanx.run.in_memory_checkpoint import (
 from phalanx.train.checkpoint import CorruptCheckpointError, list_checkpoints, parse_step
 from phalanx.train.checkpoint.in_memory.checkpointer import prune_copies
 from phalanx.train.checkpoint.in_memory.format import (
-    InMemoryShard,
     format_copy_name,
     list_copies,
     list_shard_records,
-    merge_shards,
+    merge_copy,
     parse_rank,
     read_shard,
-    write_shard_record,
 )
 from phalanx.train.checkpoint.load import find_needed_files
 from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan
+from phalanx.train.checkpoint.rank_record import RankRecord, write_record
 from phalanx.train.checkpoint.restore_disk import (
     ApplyFn,
     OnRejectFn,
@@ -71,7 +70,7 @@ class VerifiedCopies:
 
     node_map: NodeMap
     readers_by_copy: Mapping[CopyId, Mapping[int, Sequence[int]]]
-    own_shards: Mapping[CopyId, Mapping[int, InMemoryShard]]
+    own_shards: Mapping[CopyId, Mapping[int, RankRecord]]
 
 
 def find_verified_copies(
@@ -93,7 +92,7 @@ def find_verified_copies(
         if _is_own_private_dir(folder)
         else []
     )
-    own_shards: dict[CopyId, dict[int, InMemoryShard]] = {}
+    own_shards: dict[CopyId, dict[int, RankRecord]] = {}
     bad: list[tuple[str, str, str]] = []
     ranks_on_node = node_map.ranks_on_same_node(dist_env.rank)
     records = [
@@ -149,7 +148,7 @@ def restore_in_memory(
             owner for owner, readers in verified.readers_by_copy[copy].items() if ranks_on_node & set(readers)
         }
         try:
-            manifest = merge_shards(list(shards.values()), ranks_present)
+            manifest = merge_copy(list(shards.values()), ranks_present)
         except ValueError:  # shards were on nodes that are gone; this is so on all workers, which see the same shards
             continue
         path = folder / format_copy_name(*copy)
@@ -194,12 +193,12 @@ def _is_own_private_dir(folder: Path | None) -> TypeGuard[Path]:
     return folder is not None and is_private(folder)
 
 
-def _gather_shard_records(verified: VerifiedCopies, dist_env: DistEnv, copy: CopyId) -> dict[int, InMemoryShard]:
+def _gather_shard_records(verified: VerifiedCopies, dist_env: DistEnv, copy: CopyId) -> dict[int, RankRecord]:
     """Gather all shards of a copy by rank; each is sent by the first worker that read it."""
     own_shards = verified.own_shards.get(copy, {})
     first = [owner for owner, readers in verified.readers_by_copy[copy].items() if readers[0] == dist_env.rank]
     gathered = all_gather_json(dist_env, [own_shards[owner].model_dump(mode="json") for owner in first])
-    shards = [InMemoryShard.model_validate(shard) for theirs in gathered for shard in theirs]
+    shards = [RankRecord.model_validate(shard) for theirs in gathered for shard in theirs]
     return {shard.rank: shard for shard in sorted(shards, key=lambda shard: shard.rank)}
 
 
@@ -208,7 +207,7 @@ def _fetch_missing_shards(
     dist_env: DistEnv,
     copy: CopyId,
     path: Path,
-    shards: Mapping[int, InMemoryShard],
+    shards: Mapping[int, RankRecord],
     lacking: Sequence[int],
 ) -> int:
     """Fetch to each node the shards that its workers need and lack; return their bytes, over all nodes. All workers do
@@ -230,7 +229,7 @@ def _fetch_missing_shards(
     return fetched
 
 
-def _send_shard_file(file: Path, shard: InMemoryShard, target: int) -> None:
+def _send_shard_file(file: Path, shard: RankRecord, target: int) -> None:
     """Send a shard's file. The receiver waits for a fixed number of bytes, so what cannot be read is sent as zeros; the
     receiver then finds the shard damaged."""
     with contextlib.ExitStack() as stack:
@@ -247,7 +246,7 @@ def _send_shard_file(file: Path, shard: InMemoryShard, target: int) -> None:
             dist.send(torch.frombuffer(bytearray(read.ljust(size, b"\0")), dtype=torch.uint8), target)
 
 
-def _receive_shard_file(copy: Path, shard: InMemoryShard, source: int) -> None:
+def _receive_shard_file(copy: Path, shard: RankRecord, source: int) -> None:
     """Receive a shard's file. If the disk is full, verification finds it incomplete."""
     with contextlib.ExitStack() as stack:
         content = None
@@ -263,10 +262,10 @@ def _receive_shard_file(copy: Path, shard: InMemoryShard, source: int) -> None:
                 except OSError:
                     content = None
     with contextlib.suppress(OSError):
-        write_shard_record(copy, shard)
+        write_record(copy, shard)
 
 
-def _message_sizes(shard: InMemoryShard) -> Iterator[int]:
+def _message_sizes(shard: RankRecord) -> Iterator[int]:
     """Yield the sizes of the messages that transfer the shard's file."""
     left = shard.files[shard.file_name].bytes
     while left:
