@@ -57,7 +57,7 @@ def test_a_worker_that_is_only_slow_is_left_alone(lab: TrainHarness) -> None:
 def test_a_worker_that_is_slower_than_its_peers_is_named_once(
     lab: TrainHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.WINDOW_S", 0.5)
+    monkeypatch.setattr("phalanx.jobs.agent.heartbeat_checks.WINDOW_S", 0.5)
     model = {"build": "user_models:slow_on_one", "args": {"rank": 1}}
     ended = lab.train({"model": model, "steps": 40}, 2)
     (found,) = ended.events_of_kind(StragglerDetected)

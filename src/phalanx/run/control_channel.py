@@ -95,6 +95,17 @@ class AuthConnection:
             loop.add_reader(self.sock, lambda: None)
             return self.receive() if loop.run_once(timeout_s) else []
 
+    def receive_one(self, timeout_s: float) -> Message:
+        """Return the next message of a peer that sends one at a time. Raises ConnectionError when the peer has closed
+        the connection or a frame is not authentic, TimeoutError when none comes."""
+        deadline = time.monotonic() + timeout_s
+        while not (messages := self.wait(deadline - time.monotonic())):
+            if messages is None:
+                raise AuthenticationError("it hung up")
+            if time.monotonic() >= deadline:
+                raise TimeoutError("timed out")
+        return messages[0]
+
     def close(self) -> None:
         """Close the connection; the other end sees it at once."""
         with contextlib.suppress(OSError):
@@ -182,12 +193,10 @@ class ControlServer:
 
     def _authenticate(self, sock: socket.socket, deadline: float) -> tuple[AuthConnection, Introduction]:
         connection = accept_agent(sock, self._token, deadline - time.monotonic())
-        messages: list[Message] | None = []
-        while messages == [] and (remaining_s := deadline - time.monotonic()) > 0:
-            messages = connection.wait(remaining_s)
-        if not messages or not isinstance(messages[0], Introduction):
+        introduction = connection.receive_one(deadline - time.monotonic())
+        if not isinstance(introduction, Introduction):
             raise AuthenticationError("it did not state its purpose")
-        return connection, messages[0]
+        return connection, introduction
 
     def _on_authenticated(self, peer: tuple[AuthConnection, Introduction]) -> None:
         self.joins.put(peer)

@@ -19,7 +19,7 @@ class EventLoop:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._readers: dict[Source, Callable[[], None]] = {}
+        self._readers: dict[Source, Callable[[], object]] = {}
         self._timers: dict[Callable[[], None], float] = {}
 
     def __enter__(self) -> Self:
@@ -28,7 +28,7 @@ class EventLoop:
     def __exit__(self, *_: object) -> None:
         self._selector.close()
 
-    def add_reader(self, source: Source, read: Callable[[], None]) -> None:
+    def add_reader(self, source: Source, read: Callable[[], object]) -> None:
         """Call `read` whenever `source` has something to read, or has ended."""
         self._selector.register(source, selectors.EVENT_READ)
         self._readers[source] = read

@@ -386,17 +386,86 @@ class NodeFailed:
     exit_code: int
 
 
+# --- between the nodes that measure their links (cluster/health/pairwise_bandwidth.py) --------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkTestHello(NodeIdentity):
+    """A node wants to take part in the measurement. `port`: where it serves measurements."""
+
+    kind: ClassVar[str] = "link_test_hello"
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeLink:
+    """Serve the next measurement. Answered by LinkServed."""
+
+    kind: ClassVar[str] = "serve_link"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureLink:
+    """Measure the link to the node that serves at `address`. Answered by LinkMeasured or LinkFailed."""
+
+    kind: ClassVar[str] = "measure_link"
+    address: tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkServed:
+    """A measurement was served, or its partner did not come."""
+
+    kind: ClassVar[str] = "link_served"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkMeasured:
+    """What a node measured on a link, in seconds and bytes per second."""
+
+    kind: ClassVar[str] = "link_measured"
+    round_trip_s: float
+    send_bytes_per_s: float
+    receive_bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFailed:
+    """Why a link could not be measured."""
+
+    kind: ClassVar[str] = "link_failed"
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFinding:
+    """What the links of a node mean for it. `rates`: bytes per second to each other node, by its name."""
+
+    verdict: str
+    reason: str
+    rates: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFindings:
+    """All links are measured. Answered by NodeFinished."""
+
+    kind: ClassVar[str] = "link_findings"
+    findings: tuple[LinkFinding, ...]
+
+
 ToForkServer = StartWorkers | SendSignal | UpdateMembership | StartStore | RunCall | Preload
 FromForkServer = ForkServerReady | WorkersStarted | WorkerExited | StoreStarted | StoreDied | CallReturned | CallRaised
 FromWorker = (
     WorkerCrashed | WorkerError | RunResult | RankResult | WorkerFinishing | StandbyReady | LeftGroup | JoinedGroup
 )
-Introduction = Hello | NodeDeparture | LauncherHello
+Introduction = Hello | NodeDeparture | LauncherHello | LinkTestHello
 """What must come first over the control channel."""
 BetweenAgents = (
     Introduction | Heartbeats | StopRequested | Ping | Leave | Topology | Rejected | NodeFinished | NodeFailed
 )
-Message = ToForkServer | MembershipUpdate | FromForkServer | FromWorker | BetweenAgents | Event
+BetweenLinkTests = ServeLink | MeasureLink | LinkServed | LinkMeasured | LinkFailed | LinkFindings
+Message = ToForkServer | MembershipUpdate | FromForkServer | FromWorker | BetweenAgents | BetweenLinkTests | Event
 """Any message."""
 MESSAGE_TYPES: dict[str, type[Message]] = {each.kind: each for each in get_args(Message)}
 """Message types by kind."""

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any, Self
 
 from phalanx.compat import die_with_parent
 from phalanx.errors import PhalanxError
+from phalanx.run.event_loop import EventLoop
 
 START_TIMEOUT_S = 60.0
 """Seconds for the process to start; a loaded machine may start Python slowly, and is not unfit because of that."""
@@ -77,11 +77,11 @@ class CheckProcess:
     def _read_line(self, process: subprocess.Popen[bytes], timeout_s: float, timeout_text: str) -> bytes:
         assert process.stdout is not None
         deadline, received = self._clock() + timeout_s, b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
+        with EventLoop(self._clock) as loop:
+            loop.add_reader(process.stdout, lambda: None)
             while not received.endswith(b"\n"):
                 remaining = deadline - self._clock()
-                if remaining <= 0 or not selector.select(remaining):
+                if remaining <= 0 or not loop.run_once(remaining):
                     raise CheckAborted(self._kill_and_explain(timeout_text))
                 part = os.read(process.stdout.fileno(), 1 << 16)
                 if not part:

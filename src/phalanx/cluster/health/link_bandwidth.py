@@ -25,8 +25,8 @@ from phalanx.run.authentication import (
     receive_exactly,
 )
 
-REQUESTS = ECHO_REQUEST, SINK_REQUEST, SOURCE_REQUEST, JOIN_REQUEST = b"E", b"S", b"T", b"J"
-"""Purpose of a connection: the listener echoes, receives, sends, or leads (pairwise_bandwidth.py)."""
+REQUESTS = ECHO_REQUEST, SINK_REQUEST, SOURCE_REQUEST = b"E", b"S", b"T"
+"""Purpose of a connection: the listener echoes, receives or sends."""
 CONNECTIONS_PER_MEASUREMENT = 3
 """Of one measurement, one after another."""
 NUM_ROUND_TRIPS = 200

@@ -6,32 +6,40 @@ measures two links at once. Links of the same round share switches, as in traini
 """
 
 import contextlib
-import json
 import platform
 import queue
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from phalanx.cluster.health.checks.matmul import MIN_PEERS, format_relative_speed
-from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, parse_finding, worst_verdict
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
 from phalanx.cluster.health.link_bandwidth import (
     CONNECTIONS_PER_MEASUREMENT,
-    JOIN_REQUEST,
     Connection,
     LinkMeasurement,
-    accept_caller,
     accept_connections,
-    connect_to_listener,
     measure_link,
     serve_measurement,
 )
 from phalanx.cluster.health.thresholds import evaluate_threshold
 from phalanx.errors import UsageError
-from phalanx.run.authentication import MAX_PENDING_HANDSHAKES, AuthenticationError, HandshakeServer, load_token
+from phalanx.run.authentication import MAX_PENDING_HANDSHAKES, AuthenticationError, load_token
+from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
+from phalanx.run.messages import (
+    LinkFailed,
+    LinkFinding,
+    LinkFindings,
+    LinkMeasured,
+    LinkServed,
+    LinkTestHello,
+    MeasureLink,
+    Message,
+    NodeFinished,
+    ServeLink,
+)
 from phalanx.run.node_env import NodeEnv
 
 JOIN_TIMEOUT_S = 60.0
@@ -43,6 +51,7 @@ MAX_ROUNDS = 15
 CONNECT_RETRY_INTERVAL_S = 0.1
 """Seconds between two attempts to reach a leader that is not there yet."""
 
+CHECK_NAME = "link-bandwidth"
 NodePair = tuple[int, int]
 
 
@@ -62,8 +71,7 @@ class Peer:
 
     name: str
     address: tuple[str, int]
-    connection: socket.socket | None = None
-    buffer: bytearray = field(default_factory=bytearray)
+    connection: AuthConnection | None = None
 
 
 def placement_from_environment(environ: Mapping[str, str]) -> NodePlacement:
@@ -132,12 +140,11 @@ def _run_leader(
         missing = [f"node {node}" for node in range(placement.num_nodes) if node not in peers]
         findings = {node: evaluate_node_links(node, names, links, missing) for node in peers}
         for node, peer in peers.items():
-            if peer.connection is not None:
-                _send_message(peer.connection, {"do": "end", "findings": [each.as_json() for each in findings[node]]})
+            _send_message(peer, LinkFindings(findings=tuple(_to_message(each) for each in findings[node])))
         for peer in peers.values():
             if peer.connection is not None:
-                with contextlib.suppress(OSError, AuthenticationError):  # it is gone, and needs no waiting for
-                    _receive_message(peer)
+                with contextlib.suppress(OSError):  # it is gone, and needs no waiting for
+                    peer.connection.receive_one(ROUND_TIMEOUT_S)
         on_finished()
     return findings[0]
 
@@ -145,26 +152,14 @@ def _run_leader(
 def _wait_for_peers(placement: NodePlacement, peers: dict[int, Peer], stack: contextlib.ExitStack) -> None:
     """Wait until all nodes are there, or for so long as they may take."""
     deadline = time.monotonic() + JOIN_TIMEOUT_S
-    joined: queue.SimpleQueue[tuple[int, Peer]] = queue.SimpleQueue()
-
-    def prove(sock: socket.socket, until: float) -> tuple[int, Peer]:
-        if accept_caller(sock, placement.token, until - time.monotonic()) != JOIN_REQUEST:
-            raise AuthenticationError("it wants something else")
-        member = Peer("", (sock.getpeername()[0], 0), sock)
-        sock.settimeout(max(0.001, until - time.monotonic()))
-        said = _receive_message(member)
-        member.name, member.address = str(said["name"]), (member.address[0], int(said["port"]))
-        sock.settimeout(ROUND_TIMEOUT_S)
-        return int(said["node"]), member
-
-    listener = socket.create_server(("", placement.leader[1]), backlog=MAX_PENDING_HANDSHAKES)
-    with HandshakeServer(listener, prove, joined.put):
+    with ControlServer(("", placement.leader[1]), placement.token) as server:
         while len(peers) < placement.num_nodes and (remaining := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                node, peer = joined.get(timeout=remaining)
-                assert peer.connection is not None
-                stack.callback(peer.connection.close)
-                peers[node] = peer
+                connection, hello = server.joins.get(timeout=remaining)
+                stack.callback(connection.close)
+                if isinstance(hello, LinkTestHello) and 0 < hello.node_rank < placement.num_nodes:
+                    address = (connection.sock.getpeername()[0], hello.port)
+                    peers[hello.node_rank] = Peer(hello.host, address, connection)
 
 
 def _run_round(
@@ -174,10 +169,8 @@ def _run_round(
     sent the commands, and before it collects the results."""
     found: dict[NodePair, LinkMeasurement | str] = {}
     for one, other in pairs_of_round:
-        for node, command in ((other, {"do": "answer"}), (one, {"do": "measure", "address": peers[other].address})):
-            control = peers[node].connection
-            if control is not None:
-                _send_message(control, command)
+        _send_message(peers[other], ServeLink())
+        _send_message(peers[one], MeasureLink(address=peers[other].address))
     for one, other in pairs_of_round:
         if one == 0:
             found[one, other] = _measure_or_error(peers[other].address, token)
@@ -185,63 +178,67 @@ def _run_round(
             _serve_one_measurement(local)
     for one, other in pairs_of_round:
         for node in (other, one):
-            if peers[node].connection is None:
+            if (connection := peers[node].connection) is None:
                 continue
             try:
-                reply = _receive_message(peers[node])
-            except (OSError, AuthenticationError, ValueError) as error:
+                reply = connection.receive_one(ROUND_TIMEOUT_S)
+            except OSError as error:
                 found[one, other] = f"{peers[node].name} fell silent ({error})"
                 continue
-            if node == one:
-                found.setdefault(
-                    (one, other), LinkMeasurement(**reply["link"]) if "link" in reply else str(reply["error"])
-                )
+            if isinstance(reply, LinkMeasured):
+                found.setdefault((one, other), LinkMeasurement(**asdict(reply)))
+            elif isinstance(reply, LinkFailed):
+                found.setdefault((one, other), reply.reason)
     return found
 
 
 def _run_peer(placement: NodePlacement, local: "LocalListener", on_finished: Callable[[], None]) -> list[HealthFinding]:
     try:
-        with _connect_to_leader(placement) as connection:
-            leader = Peer("the leader", placement.leader, connection)
-            connection.settimeout(JOIN_TIMEOUT_S + MAX_ROUNDS * ROUND_TIMEOUT_S)
-            _send_message(connection, {"node": placement.node_rank, "name": platform.node(), "port": local.port})
-            while (message := _receive_message(leader))["do"] != "end":
-                if message["do"] == "answer":
+        with contextlib.closing(_connect_to_leader(placement)) as connection:
+            timeout_s = JOIN_TIMEOUT_S + MAX_ROUNDS * ROUND_TIMEOUT_S
+            connection.send(
+                LinkTestHello(
+                    node_rank=placement.node_rank, host=platform.node(), num_nodes=placement.num_nodes, port=local.port
+                )
+            )
+            while not isinstance(message := connection.receive_one(timeout_s), LinkFindings):
+                if isinstance(message, ServeLink):
                     _serve_one_measurement(local)
-                    _send_message(connection, {})
+                    connection.send(LinkServed())
+                elif isinstance(message, MeasureLink):
+                    link = _measure_or_error(message.address, placement.token)
+                    connection.send(LinkFailed(reason=link) if isinstance(link, str) else LinkMeasured(**asdict(link)))
                 else:
-                    link = _measure_or_error(tuple(message["address"]), placement.token)
-                    _send_message(
-                        connection, {"link": asdict(link)} if isinstance(link, LinkMeasurement) else {"error": link}
-                    )
+                    raise AuthenticationError(f"it sends {message.kind}")
             on_finished()
-            _send_message(connection, {})
             with contextlib.suppress(OSError):
-                connection.recv(1)  # returns at end of file, when the leader has answered all nodes
-            return [parse_finding(each) for each in message["findings"]]
-    except (OSError, AuthenticationError) as error:
+                connection.send(NodeFinished())
+                connection.receive_one(timeout_s)  # fails at end of file, when the leader has answered all nodes
+            return [
+                HealthFinding(CHECK_NAME, HealthVerdict(each.verdict), each.reason, dict(each.rates))
+                for each in message.findings
+            ]
+    except OSError as error:
         address = f"{placement.leader[0]}:{placement.leader[1]}"
-        return [
-            HealthFinding("link-bandwidth", HealthVerdict.ERROR, f"the first node, {address}, does not lead: {error}")
-        ]
+        return [HealthFinding(CHECK_NAME, HealthVerdict.ERROR, f"the first node, {address}, does not lead: {error}")]
 
 
-def _connect_to_leader(placement: NodePlacement) -> socket.socket:
+def _connect_to_leader(placement: NodePlacement) -> AuthConnection:
     """Connect to the leader; retry until it listens."""
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
-            return connect_to_listener(placement.leader, placement.token, JOIN_REQUEST)
+            return connect_to_leader(placement.leader, placement.token)
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(CONNECT_RETRY_INTERVAL_S)
 
 
-def _measure_or_error(address: tuple[Any, ...], token: bytes) -> LinkMeasurement | str:
+def _measure_or_error(address: tuple[str, int], token: bytes) -> LinkMeasurement | str:
     try:
-        return measure_link((str(address[0]), int(address[1])), token)
-    except (OSError, AuthenticationError) as error:
+        return measure_link(address, token)
+    except OSError as error:
         return str(error)
 
 
@@ -254,23 +251,16 @@ def _serve_one_measurement(local: "LocalListener") -> None:
                 serve_measurement(sock, request)
 
 
-def _send_message(sock: socket.socket, value: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the peer is gone: the code that waits for its answer notices
-        sock.sendall(json.dumps(value).encode() + b"\n")
+def _send_message(peer: Peer, message: Message) -> None:
+    """Send a message to a peer; the leader itself needs none."""
+    if peer.connection is not None:
+        with contextlib.suppress(ConnectionError):  # it is gone: the code that waits for its answer notices
+            peer.connection.send(message)
 
 
-def _receive_message(peer: Peer) -> dict[str, Any]:
-    """Return the next message of a peer."""
-    assert peer.connection is not None
-    while b"\n" not in peer.buffer:
-        part = peer.connection.recv(1 << 16)
-        if not part:
-            raise AuthenticationError("it hung up")
-        peer.buffer += part
-    line, _, rest = bytes(peer.buffer).partition(b"\n")
-    peer.buffer = bytearray(rest)
-    value: dict[str, Any] = json.loads(line)
-    return value
+def _to_message(finding: HealthFinding) -> LinkFinding:
+    rates = {name: float(rate) for name, rate in finding.values.items() if isinstance(rate, float)}
+    return LinkFinding(verdict=str(finding.verdict), reason=finding.reason, rates=rates)
 
 
 def evaluate_node_links(
@@ -303,11 +293,7 @@ def evaluate_node_links(
         )
     if not own_rates:
         verdicts.append(HealthVerdict.ERROR)
-        return [
-            HealthFinding(
-                "link-bandwidth", worst_verdict(verdicts), "; ".join(texts) or "no link was measured", figures
-            )
-        ]
+        return [HealthFinding(CHECK_NAME, worst_verdict(verdicts), "; ".join(texts) or "no link was measured", figures)]
     median_rate = statistics.median(own_rates.values())
     verdicts.append(evaluate_threshold("link throughput", median_rate))
     texts.append(f"{median_rate / 1e6:.0f} MB/s to {len(own_rates)} other nodes")
@@ -338,7 +324,7 @@ def evaluate_node_links(
             "slow by their own fault: "
             + ", ".join(f"{names[each]} ({own_rates[each] / 1e6:.0f} MB/s)" for each in slow_nodes)
         )
-    return [HealthFinding("link-bandwidth", worst_verdict(verdicts), "; ".join(texts), figures)]
+    return [HealthFinding(CHECK_NAME, worst_verdict(verdicts), "; ".join(texts), figures)]
 
 
 def _rates_of_node(node: int, rates: Mapping[NodePair, float]) -> dict[int, float]:

@@ -72,6 +72,7 @@ class AttemptState:
     reported_stragglers: set[int] = field(default_factory=set)  # stragglers in events so far
     store_lost: bool = False  # the rendezvous store died before the rendezvous was complete
     abort_reason: str | None = None  # why its workers were killed
+    is_rendezvous_pending: bool = False  # the surviving workers had not found each other again when it ended
     error: WorkerError | None = None
     crashes: dict[int, str] = field(default_factory=dict)
     """By rank, the exception that ended a worker: type, message and line of the user's code."""

@@ -25,10 +25,12 @@ from phalanx.jobs.agent.attempt import (
     first_failure,
     last_log_line,
 )
+from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
 from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, StopRequestedError
 from phalanx.jobs.agent.hang_report import find_ended_ranks
 from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
+from phalanx.jobs.agent.heartbeat_checks import check_hangs
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup, RemoteNode
@@ -500,7 +502,7 @@ def test_workers_that_are_never_started_are_not_waited_for_without_end_and_witho
     """Whoever should fork them hangs: it takes the message, and does nothing."""
     run = Run(tmp_path)
     run.create()
-    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("phalanx.jobs.agent.attempt_supervisor.CHECK_INTERVAL_S", 0.0)
     with LeaderAgent(run, stage, shown.append, clock=Leaps(2.0)) as agent:
         outcome = agent.supervise(2, COMMAND, 0)
     assert (outcome.code, outcome.message) == (
@@ -535,7 +537,7 @@ def test_workers_that_get_ready_or_save_for_long_are_reported_now_and_then(
 
     run = Run(tmp_path)
     run.create()
-    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("phalanx.jobs.agent.attempt_supervisor.CHECK_INTERVAL_S", 0.0)
     send(stage.says, WorkersStarted(attempt=0))
     with LeaderAgent(run, stage, show, clock=Leaps(2.0)) as agent:
         if ends:
@@ -588,7 +590,7 @@ def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
 def test_a_node_that_is_missing_is_waited_for_with_words_and_named_at_the_end(
     tmp_path: Path, stage: Stage, shown: list[Any], leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("phalanx.jobs.agent.node_waiting.CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr("phalanx.jobs.agent.leader_agent.JOIN_TIMEOUT_S", 120.0)
     run, token = Run(tmp_path), b"0123456789abcdef"
     run.create()
@@ -861,8 +863,12 @@ def looking(agent: LeaderAgent, now: float, silence: float = 600.0) -> AttemptSt
     return AttemptState(2, {agent.node_group.local_node: range(2)}, log_attempt_by_rank={0: 0, 1: 0}, step_seconds=0.5)
 
 
+def look(agent: LeaderAgent, attempt: AttemptState) -> None:
+    check_hangs(agent, attempt, AttemptSupervisor(agent, attempt).abort)
+
+
 def test_workers_that_gave_a_sign_just_now_are_left_alone(agent: LeaderAgent, stage: Stage, shown: list[Any]) -> None:
-    agent.check_hangs(looking(agent, now=104.0))
+    look(agent, looking(agent, now=104.0))
     assert sent_signals(stage) == []
     assert shown == []
 
@@ -874,15 +880,15 @@ def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
     log = agent.run.logs / "attempt-0-rank-1.log"
     log.write_text("printed before\n")
     attempt = looking(agent, now=108.0)
-    agent.check_hangs(attempt)
+    look(agent, attempt)
     assert sent_signals(stage) == [signal.SIGUSR2]
     log.write_text("printed before\nthe stack\n")
-    agent.check_hangs(attempt)
+    look(agent, attempt)
     (hang,) = shown
     assert isinstance(hang, HangDetected)
     assert (hang.rank, hang.step, hang.phase, hang.silence_s) == (1, 7, "forward", 8.0)
     assert (hang.is_stopped, hang.stack) == (False, "the stack")
-    agent.check_hangs(attempt)
+    look(agent, attempt)
     assert len(shown) == 1
     assert attempt.abort_reason is None
 
@@ -890,7 +896,7 @@ def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
 def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: LeaderAgent, stage: Stage, tmp_path: Path) -> None:
     attempt = looking(agent, now=108.0, silence=7.0)
     for _ in range(3):
-        agent.check_hangs(attempt)
+        look(agent, attempt)
     assert sent_signals(stage) == [signal.SIGUSR2, signal.SIGKILL]
     attempt.exit_statuses = {0: -9, 1: -9}
     code, message = decide_outcome(attempt, tmp_path, 0)
@@ -901,9 +907,9 @@ def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: LeaderAgent, stage: 
 
 def test_a_worker_that_goes_on_is_forgiven(agent: LeaderAgent, stage: Stage) -> None:
     attempt = looking(agent, now=108.0, silence=7.0)
-    agent.check_hangs(attempt)
+    look(agent, attempt)
     HeartbeatWriter(stage.heartbeat_table.fd, 1, clock=lambda: 107.9).record("forward")
-    agent.check_hangs(attempt)
+    look(agent, attempt)
     assert attempt.hang is None
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from made_events import made
 from made_messages import COMMAND
+from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.node_group import HEARTBEAT_INTERVAL_S
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
@@ -133,21 +134,18 @@ def selector_of(clock: Clock) -> type:
         def __init__(self) -> None:
             self._keys: list[selectors.SelectorKey] = []
 
-        def __enter__(self) -> "FakeSelector":
-            return self
-
-        def __exit__(self, *_: object) -> None:
+        def close(self) -> None:
             pass
 
-        def register(self, sock: Any, events: int, data: Any = None) -> None:
-            self._keys.append(selectors.SelectorKey(sock, 0, events, data))
+        def register(self, sock: Any, events: int) -> None:
+            self._keys.append(selectors.SelectorKey(sock, 0, events, None))
 
         def select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
             nodes = [key for key in self._keys if isinstance(key.fileobj, FakeNode)]
-            first = min(nodes, key=lambda key: key.data.due)
-            clock.now = min(max(clock.now, first.data.due), clock.now + timeout) + 1e-5
+            first = min(nodes, key=lambda key: key.fileobj.due)
+            clock.now = min(max(clock.now, first.fileobj.due), clock.now + timeout) + 1e-5
             assert clock.passed < HANGS + 120.0, "nothing was told in two minutes"
-            return [(key, 1) for key in nodes if key.data.due <= clock.now]
+            return [(key, 1) for key in nodes if key.fileobj.due <= clock.now]
 
     return FakeSelector
 
@@ -167,8 +165,8 @@ def follow(folder: Path, count: int, until: str, monkeypatch: pytest.MonkeyPatch
 
     with LeaderAgent(run, stage, show, RecoveryPolicy(1, hang_timeout_s=60.0), clock=clock) as agent:  # type: ignore[arg-type]
         agent.node_group = FakeCrew(nodes)  # type: ignore[assignment]
-        monkeypatch.setattr("phalanx.jobs.agent.leader_agent.selectors.DefaultSelector", selector_of(clock))
-        monkeypatch.setattr(LeaderAgent, "abort_attempt", lambda *_: None)
+        monkeypatch.setattr("phalanx.run.event_loop.selectors.DefaultSelector", selector_of(clock))
+        monkeypatch.setattr(AttemptSupervisor, "abort", lambda *_: None)
         agent.run_attempt(0, count, COMMAND)
     for sock in (stage.control, stage.says, stage.events, stage.workers):
         sock.close()
