@@ -7,8 +7,10 @@ from phalanx.cluster.calibration.anomalies import best_gemm_tflops, measured_mem
 from phalanx.cluster.calibration.to_cluster import data_sheet_of
 from phalanx.cluster.spec import Measurements, OpTiming
 from phalanx.formatting import format_bytes, format_duration, format_plural, format_significant
+from phalanx.text_table import Column, format_table
 
-LABEL_WIDTH, VALUE_WIDTH = 34, 18
+ROW_COLUMNS = (Column(min_width=32), Column(min_width=16), Column(min_width=16), Column(is_number=True, min_width=5))
+"""Each row is a table of its own: some values are longer than the columns after them."""
 SHOWN_OPERATIONS = ("add", "gelu", "native_layer_norm", "_softmax", "_to_copy", "_fused_adamw_")
 
 
@@ -19,7 +21,7 @@ def format_lines(cluster: Cluster, machine: Machine) -> list[str]:
     return [
         *_format_header(cluster, machine, measured),
         "",
-        format_row("", "measured", f"{'data sheet':<{VALUE_WIDTH}}share"),
+        *format_table(ROW_COLUMNS, [("", "measured", "data sheet", "share")]),
         *_format_gemms(machine, measured),
         *_format_memory(cluster, machine, measured),
         *_format_operations(measured),
@@ -33,8 +35,8 @@ def format_lines(cluster: Cluster, machine: Machine) -> list[str]:
 
 def format_row(label: str, value: str, data_sheet_value: str = "", fraction: float | None = None) -> str:
     """One line of the table."""
-    sheet_text = f"{data_sheet_value:<{VALUE_WIDTH}}" + ("" if fraction is None else f"{fraction:5.0%}")
-    return f"{label:<{LABEL_WIDTH}}{value:<{VALUE_WIDTH}}{sheet_text}".rstrip()
+    share = "" if fraction is None else f"{fraction:.0%}"
+    return "\n".join(format_table(ROW_COLUMNS, [(label, value, data_sheet_value, share)]))
 
 
 def _format_header(cluster: Cluster, machine: Machine, measured: Measurements) -> list[str]:
@@ -58,7 +60,10 @@ def _format_gemms(machine: Machine, measured: Measurements) -> list[str]:
         label = f"matrix products, best, {precision}"
         found.append(
             format_row(
-                label, f"{format_significant(rate)} TFLOP/s", sheet_text, rate / sheet_tflops if sheet_tflops else None
+                label,
+                f"{format_significant(rate)} TFLOP/s",
+                sheet_text,
+                rate / sheet_tflops if sheet_tflops else None,
             )
         )
     for count in sorted({each.processes for each in measured.products} - {1}):
@@ -128,10 +133,10 @@ def _format_collectives(cluster: Cluster, measured: Measurements) -> list[str]:
                 f"{format_bytes(1e9 * large.busbw_gbps)}/s"
             )
             link_text = f" of {link.gbps:g} ({link.link})" if link else ""
-            found.append(f"{f'  {kind}':<{LABEL_WIDTH}}{value}{link_text} at {format_bytes(large.bytes)}")
+            found.append(format_row(f"  {kind}", f"{value}{link_text} at {format_bytes(large.bytes)}"))
     if measured.overlap is not None:
         text = f"computing {measured.overlap.compute:.2f} x, communicating {measured.overlap.communication:.2f} x"
-        found.append(f"{'  both at once, against alone':<{LABEL_WIDTH}}{text}")
+        found.append(format_row("  both at once, against alone", text))
     return found
 
 

@@ -14,6 +14,7 @@ from phalanx.jobs.chaos.run_monitor import TypicalDurations
 from phalanx.run import Run
 from phalanx.run.boot_clock import unix_now
 from phalanx.run.event_types import WorkerStarted
+from phalanx.text_table import Column, format_table
 
 
 def describe_target(fault: Fault) -> str:
@@ -59,8 +60,10 @@ class ChaosConsole:
             f"{format_plural(run_shape.world_size, 'worker')}{nodes}, {run_shape.steps} steps, "
             f"a checkpoint {every}"
         )
-        for fault in fault_plan:
-            self._print(f"{fault.number:>4}  {fault.kind:<18} {describe_target(fault):<10} {fault.trigger}")
+        columns = [Column(is_number=True, min_width=4), Column(), Column(), Column()]
+        rows = [(str(fault.number), fault.kind, describe_target(fault), str(fault.trigger)) for fault in fault_plan]
+        for line in format_table(columns, rows):
+            self._print(line)
 
     def on_baseline(self, run: Run, typical: TypicalDurations) -> None:
         """Print the baseline run."""
@@ -115,17 +118,23 @@ class ChaosConsole:
 
 def format_cost_table(injected: Sequence[InjectedFault], costs: Sequence[RecoveryCost]) -> list[str]:
     """Format a table of the injected faults and their costs."""
-    lines = [f"{'':>4}  {'FAULT':<18} {'TARGET':<10} {'WHEN':<32} {'RECOVERY':>12} {'WASTED':>10} {'COST':>12}"]
+    columns = [
+        Column(is_number=True, min_width=4),
+        *(Column(title) for title in ("FAULT", "TARGET", "WHEN")),
+        *(Column(title, is_number=True) for title in ("RECOVERY", "WASTED", "COST")),
+    ]
+    rows = []
     for one, cost in zip(injected, costs, strict=True):
         recovery_text = "" if cost.recovery_s is None else format_duration(cost.recovery_s)
         wasted_text = "" if cost.wasted_steps is None else format_plural(cost.wasted_steps, "step")
         total = "" if cost.lost_device_s is None else format_duration(cost.lost_device_s)
         fault = one.fault
-        lines.append(
-            f"{fault.number:>4}  {fault.kind:<18} {describe_target(fault):<10} {describe_phase(one):<32} "
-            f"{recovery_text:>12} {wasted_text:>10} {total:>12}"
-        )
-    return [*lines, "COST: device-seconds; the cost of a fault during a restart is in the line above"]
+        what = (str(fault.number), fault.kind, describe_target(fault), describe_phase(one))
+        rows.append((*what, recovery_text, wasted_text, total))
+    return [
+        *format_table(columns, rows),
+        "COST: device-seconds; the cost of a fault during a restart is in the line above",
+    ]
 
 
 def format_counts(result: ChaosResult) -> str:

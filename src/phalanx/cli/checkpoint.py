@@ -11,6 +11,7 @@ import typer
 from phalanx import formatting
 from phalanx.cli.stderr import print_warning
 from phalanx.errors import ExitCode
+from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
     from phalanx.app.checkpoint import CheckpointInfo
@@ -43,15 +44,23 @@ def list_command(path: PathArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{'step':>9}  {'written':19}  {'size':>10}  {'samples':>12}  {'tensors':>7}")
-    for row in rows:
-        if row["damaged"]:
-            print(f"{row['step']:>9}  {row['written']:19}  damaged: {row['damaged']}")
-        else:
-            mark = "  best" if row["best"] else ""
-            size = formatting.format_bytes(row["bytes"])
-            samples = "" if row["samples"] is None else f"{row['samples']:,}"
-            print(f"{row['step']:>9}  {row['written']:19}  {size:>10}  {samples:>12}  {row['tensors']:>7}{mark}")
+    columns = [
+        Column("step", is_number=True),
+        Column("written"),
+        Column("size", is_number=True),
+        Column("samples", is_number=True),
+        Column("tensors", is_number=True),
+        Column(),
+    ]
+    print(*format_table(columns, map(_to_cells, rows)), sep="\n")
+
+
+def _to_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    start = (str(row["step"]), row["written"])
+    if row["damaged"]:
+        return (*start, "", "", "", f"damaged: {row['damaged']}")
+    samples = "" if row["samples"] is None else f"{row['samples']:,}"
+    return (*start, formatting.format_bytes(row["bytes"]), samples, str(row["tensors"]), "best" if row["best"] else "")
 
 
 @app.command()

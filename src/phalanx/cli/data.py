@@ -13,6 +13,7 @@ import typer
 from phalanx import formatting
 from phalanx.errors import ExitCode, UsageError
 from phalanx.std_streams import escape_control_chars
+from phalanx.text_table import format_facts
 
 if TYPE_CHECKING:
     from phalanx.app.data import DatasetContent
@@ -235,11 +236,12 @@ def _print_dataset(content: "DatasetContent", as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     sample_text = facts.pop("begins", None)
-    for name, value in facts.items():
-        if value is not None:
-            value_text = (
-                formatting.format_bytes(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
-            )
-            print(f"{name.replace('_', ' '):<13} {value_text}")
+    texts = {"bytes": formatting.format_bytes(facts["bytes"])} | {
+        name: f"{value:,}" if isinstance(value, int) else str(value)
+        for name, value in facts.items()
+        if value is not None and name != "bytes"
+    }
+    shown = ((name.replace("_", " "), texts[name]) for name in facts if name in texts)
+    print(*format_facts(shown, label_width=12), sep="\n")
     if sample_text:
         print(f"\n{sample_text}")

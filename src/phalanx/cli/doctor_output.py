@@ -12,6 +12,7 @@ from phalanx.cluster.health.compare_nodes import compare_nodes
 from phalanx.cluster.health.runner import NodeHealthReport, parse_report
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_duration
+from phalanx.text_table import Column, format_table
 
 PASSING_VERDICTS = (HealthVerdict.PASS, HealthVerdict.UNKNOWN)
 
@@ -19,8 +20,9 @@ PASSING_VERDICTS = (HealthVerdict.PASS, HealthVerdict.UNKNOWN)
 def format_report(report: NodeHealthReport, quiet: bool) -> list[str]:
     """Format the report of a node: a line for each finding, and a conclusion. `quiet`: problems only."""
     shown = [each for each in report.findings if not (quiet and each.verdict in PASSING_VERDICTS)]
-    width = max((len(each.check) for each in report.findings), default=0)
-    lines = [format_finding(each, width) for each in shown]
+    check_width = max((len(each.check) for each in report.findings), default=0)
+    columns = [Column(min_width=7), Column(min_width=check_width), Column()]
+    lines = format_table(columns, map(_to_cells, shown))
     if quiet and report.is_fit:
         return lines
     return [
@@ -30,9 +32,8 @@ def format_report(report: NodeHealthReport, quiet: bool) -> list[str]:
     ]
 
 
-def format_finding(one: HealthFinding, width: int) -> str:
-    """Format verdict, check and reason in columns."""
-    return f"{one.verdict:<7}  {one.check:<{width}}  {one.reason}"
+def _to_cells(finding: HealthFinding) -> tuple[str, ...]:
+    return finding.verdict, finding.check, finding.reason
 
 
 def format_conclusion(findings: Sequence[HealthFinding]) -> str:
@@ -67,15 +68,13 @@ def print_comparison(files: Sequence[Path], as_json: bool, quiet: bool) -> int:
 
 def format_comparison(reports: Sequence[NodeHealthReport], quiet: bool) -> Iterator[str]:
     """Format for each node the problems in its own report, and all comparisons."""
-    wide = max(len(each.node) for each in reports)
-    shown = [
-        (each.node, one)
+    rows = [
+        (each.node, *_to_cells(one))
         for each in reports
         for one in each.findings
         if one.verdict not in PASSING_VERDICTS or (one.check.startswith("fleet/") and not quiet)
     ]
-    width = max((len(one.check) for _, one in shown), default=0)
-    yield from (f"{node:<{wide}}  {format_finding(one, width)}" for node, one in shown)
+    yield from format_table([Column(), Column(min_width=7), Column(), Column()], rows)
     unfit = [each.node for each in reports if not each.is_fit]
     if unfit:
         yield f"{len(unfit)} of {len(reports)} nodes are NOT FIT to train: {', '.join(unfit)}"

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.stderr import print_warning
+from phalanx.text_table import format_facts
 
 
 class Device(StrEnum):
@@ -53,7 +54,7 @@ def evaluate(
     if json:
         typer.echo(json_.dumps({**facts, "duration_s": result.duration_s}))
         return
-    for name, value in facts.items():
-        typer.echo(f"{name:<11} {value:.6g}" if isinstance(value, float) else f"{name:<11} {value}")
     if scores.task == "language-modeling":
-        typer.echo(f"{'perplexity':<11} {math.exp(result.loss):.6g}")
+        facts["perplexity"] = math.exp(result.loss)
+    texts = ((name, f"{value:.6g}" if isinstance(value, float) else str(value)) for name, value in facts.items())
+    typer.echo("\n".join(format_facts(texts)))

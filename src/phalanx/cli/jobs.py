@@ -11,6 +11,7 @@ import typer
 
 from phalanx.cli.backend_options import BackendOptionsCommand
 from phalanx.errors import ExitCode, UsageError
+from phalanx.text_table import Column, format_facts, format_table
 
 if TYPE_CHECKING:
     from phalanx.jobs.backends.base import Backend
@@ -186,11 +187,8 @@ def list_jobs(
     if not jobs:
         print(f"no jobs in {on}'s queue; `phalanx jobs submit RECIPE` adds one")
         return
-    rows: list[tuple[str, ...]] = [("ID", "NAME", "STATE", "ATTEMPTS", "AGE", "REASON")]
-    rows += [_table_row(status, time.time()) for status in jobs]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
+    columns = [Column(title) for title in ("ID", "NAME", "STATE", "ATTEMPTS", "AGE", "REASON")]
+    print(*format_table(columns, [_table_row(status, time.time()) for status in jobs]), sep="\n")
 
 
 @app.command("status")
@@ -204,9 +202,8 @@ def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption 
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return
-    for key, value in asdict(status).items():
-        if value not in (None, ()):
-            print(f"{key:<14}{_format_value(key, value)}")
+    facts = [(key, str(_format_value(key, value))) for key, value in asdict(status).items() if value not in (None, ())]
+    print(*format_facts(facts), sep="\n")
 
 
 @app.command()

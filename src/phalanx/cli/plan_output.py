@@ -14,12 +14,23 @@ from phalanx.app.plan import (
     render_step_timeline,
 )
 from phalanx.formatting import format_count, format_duration, format_percent, format_rate
+from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
     from phalanx.autoconfig.plan import RunPlan
     from phalanx.planner.search import Candidate
 
 BYTES_PER_GIB = 2.0**30
+CANDIDATE_COLUMNS = (
+    Column(),
+    Column("parallelism"),
+    Column("micro", is_number=True),
+    Column("checkpointing"),
+    Column("precision"),
+    Column("step time", is_number=True),
+    Column("memory", is_number=True),
+    Column("compared with 1"),
+)
 COST_SOURCE_TEXTS = {"sheet": "data sheets", "fitted": "fitted curves", "measured": "measurements of this machine"}
 
 
@@ -34,9 +45,9 @@ def format_plan(run_plan: "RunPlan", top: int) -> list[str]:
         f"{run_plan.num_devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} "
         f"({cluster.name}); costs from {COST_SOURCE_TEXTS[run_plan.cost_source]}",
         "",
-        f"{'':<3}{'parallelism':<40} {'micro':>5} {'checkpointing':<13} {'precision':<9} {'step time':>9} "
-        f"{'memory':>9}  compared with 1",
-        *(_format_row(rank, each) for rank, each in enumerate(rank_candidates(run_plan, top), 1)),
+        *format_table(
+            CANDIDATE_COLUMNS, (_to_cells(rank, each) for rank, each in enumerate(rank_candidates(run_plan, top), 1))
+        ),
         f"   best of {run_plan.num_valid:,} valid candidates",
         "",
         f"step time  {format_seconds(best.step_s)} (90% interval {format_seconds(run_plan.low_s)} to "
@@ -51,12 +62,17 @@ def format_plan(run_plan: "RunPlan", top: int) -> list[str]:
     return [*lines, *_format_totals(run_plan)]
 
 
-def _format_row(rank: int, ranked: RankedCandidate) -> str:
+def _to_cells(rank: int, ranked: RankedCandidate) -> tuple[str, ...]:
     candidate, scenario = ranked.candidate, ranked.candidate.scenario
     return (
-        f"{rank:<3}{_format_parallelism(candidate):<40} {scenario.micro_size:>5} {scenario.checkpointing:<13} "
-        f"{scenario.precision:<9} {format_seconds(candidate.step_s):>9} "
-        f"{candidate.peak_bytes / BYTES_PER_GIB:>5.1f} GiB  {ranked.slowdown_reason}".rstrip()
+        str(rank),
+        _format_parallelism(candidate),
+        str(scenario.micro_size),
+        scenario.checkpointing,
+        scenario.precision,
+        format_seconds(candidate.step_s),
+        f"{candidate.peak_bytes / BYTES_PER_GIB:.1f} GiB",
+        ranked.slowdown_reason,
     )
 
 
@@ -105,18 +121,19 @@ def _cost_items(run_plan: "RunPlan") -> list[tuple[str, float | None]]:
 
 def format_explanation(run_plan: "RunPlan") -> list[str]:
     """Format where time and memory of the best candidate go."""
+    memory = {name.replace("_", " "): value for name, value in memory_by_part(run_plan).items() if value > 0}
+    memory["total"] = run_plan.footprint.total
     return [
         "",
         "step time of the best candidate",
         render_step_breakdown(run_plan),
         "",
         "memory of the fullest device",
-        *(
-            f"  {name.replace('_', ' '):<42} {value / BYTES_PER_GIB:>7.2f} GiB"
-            for name, value in memory_by_part(run_plan).items()
-            if value > 0
+        *format_table(
+            [Column(min_width=42), Column(is_number=True)],
+            ((name, f"{value / BYTES_PER_GIB:.2f} GiB") for name, value in memory.items()),
+            indent=2,
         ),
-        f"  {'total':<42} {run_plan.footprint.total / BYTES_PER_GIB:>7.2f} GiB",
         "",
         "timeline of a step",
         render_step_timeline(run_plan),

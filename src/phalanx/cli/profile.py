@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from phalanx.text_table import Column, format_table
+
 
 def profile(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
@@ -52,15 +54,17 @@ def _format_trace(answer: dict[str, Any], top: int) -> str:
     breakdown_s = {COMPONENT_LABELS.get(name, name): value for name, value in answer["breakdown_s"].items()}
     steps = format_plural(answer["steps"], "step")
     lines = [f"{steps} of {seconds * 1e3:.2f} ms (the profiler adds a small overhead)", ""]
-    lines += _format_table("part of the step", breakdown_s, seconds)
-    lines += ["", *_format_table("kind of operation", answer["kinds_s"], sum(answer["kinds_s"].values()))]
-    lines += ["", f"{'operation':<48} {'ms/step':>10} {'calls':>7}"]
-    lines += [f"{name[:48]:<48} {own * 1e3:>10.3f} {calls:>7}" for name, own, calls in answer["ops"][:top]]
-    return "\n".join(lines)
+    lines += _format_shares("part of the step", breakdown_s, seconds)
+    lines += ["", *_format_shares("kind of operation", answer["kinds_s"], sum(answer["kinds_s"].values()))]
+    operations = [(name[:48], f"{own * 1e3:.3f}", str(calls)) for name, own, calls in answer["ops"][:top]]
+    return "\n".join([*lines, "", *format_table(_columns("operation", "calls"), operations)])
 
 
-def _format_table(title: str, values: dict[str, float], whole: float) -> list[str]:
-    rows = [f"{title:<48} {'ms/step':>10} {'share':>7}"]
-    for name, value in sorted(values.items(), key=lambda item: -item[1]):
-        rows.append(f"{name:<48} {value * 1e3:>10.3f} {value / whole if whole else 0:>7.1%}")
-    return rows
+def _format_shares(title: str, values: dict[str, float], whole: float) -> list[str]:
+    ordered = sorted(values.items(), key=lambda item: -item[1])
+    rows = ((name, f"{value * 1e3:.3f}", f"{value / whole if whole else 0:.1%}") for name, value in ordered)
+    return format_table(_columns(title, "share"), rows)
+
+
+def _columns(title: str, last: str) -> list[Column]:
+    return [Column(title, min_width=48), Column("ms/step", is_number=True), Column(last, is_number=True)]

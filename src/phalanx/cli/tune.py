@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli.numbers import number
+from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
     from phalanx.app.train import PreparedRun
     from phalanx.app.tune import TuneResult, TuneTrial
+
+TRIAL_COLUMNS = (
+    Column("TRIAL", min_width=25),
+    Column("PREDICTED", is_number=True),
+    Column("MEASURED (QUARTILES)", min_width=22),
+    Column("STEP TIME", is_number=True),
+    Column("RESULT"),
+)
+"""Rows are printed as trials end, hence the widths."""
 
 
 def tune(
@@ -105,7 +115,7 @@ class TuneConsole:
             f"{num_workers} {'process' if num_workers == 1 else 'processes'} x {recipe.num_threads} "
             f"{'thread' if recipe.num_threads == 1 else 'threads'}: {format_duration(seconds)} a step\n"
         )
-        print(f"{'TRIAL':<26} {'PREDICTED':>9}  {'MEASURED (QUARTILES)':<23} {'STEP TIME':>9}  RESULT", flush=True)
+        print(*format_table(TRIAL_COLUMNS, []), flush=True)
 
     def print_trial_start(self, label: str) -> None:
         if sys.stderr.isatty() and not self._quiet:
@@ -125,10 +135,9 @@ def format_trial(trial: "TuneTrial") -> str:
 
     predicted = "" if trial.predicted is None else f"{trial.predicted:.2f} x"
     result = ": ".join(part for part in ("kept" if trial.is_kept and trial.predicted else "", trial.note) if part)
-    if trial.measured is None:
-        return f"{trial.label:<26} {predicted:>9}  {'':<23} {'':>9}  {result}"
-    measured_text, step_text = format_gain(trial.measured), format_duration(trial.measured.candidate_s)
-    return f"{trial.label:<26} {predicted:>9}  {measured_text:<23} {step_text:>9}  {result}".rstrip()
+    measured = trial.measured
+    times = ("", "") if measured is None else (format_gain(measured), format_duration(measured.candidate_s))
+    return "\n".join(format_table(TRIAL_COLUMNS, [(trial.label, predicted, *times, result)], show_header=False))
 
 
 def _format_conclusion(result: "TuneResult", recipe: Path, out: Path) -> list[str]:

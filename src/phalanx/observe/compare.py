@@ -28,9 +28,11 @@ from phalanx.observe.run_info import flatten_keys, read_resolved_recipe
 from phalanx.observe.summary import RunSummary, build_summary
 from phalanx.observe.text_report import COMPONENT_LABELS
 from phalanx.run import Run
+from phalanx.text_table import Column, format_table
 
 _RUN_COLORS = ("train", "validation", "optimizer", "checkpoint-stall", "grad-sync", "other")
 _MAX_CELL_CHARS = 30
+_UNBROKEN_WIDTH = 10_000
 
 TableRow = tuple[str, list[str]]
 
@@ -173,22 +175,12 @@ def describe_digests(comparison: RunComparison) -> str:
 def render_comparison_text(comparison: RunComparison) -> str:
     """Both tables in columns, ending in a newline."""
     differing, results = build_differing_rows(comparison), build_result_rows(comparison)
-    names = [_shorten(name) for name in comparison.names]
-    label_width = max(len(label) for label, _ in [*differing, *results]) + 2
-    widths = [
-        max(len(names[index]), *(len(_shorten(values[index])) for _, values in [*differing, *results]))
-        for index in range(len(names))
-    ]
-
-    def row(label: str, values: Sequence[str]) -> str:
-        cells = "  ".join(f"{_shorten(value):<{width}}" for value, width in zip(values, widths, strict=True))
-        return f"  {label:<{label_width}}{cells}".rstrip()
-
-    lines = [row("", names)]
-    lines += (
-        ["Recipe keys that differ", *(row(*each) for each in differing)] if differing else ["The recipes are the same"]
-    )
-    lines += ["", "Results", *(row(*each) for each in results), "", describe_digests(comparison)]
+    rows = [(label, *map(_shorten, values)) for label, values in [*differing, *results]]
+    columns = [Column(), *(Column(_shorten(name)) for name in comparison.names)]
+    head, *lines = format_table(columns, rows, indent=2, width=_UNBROKEN_WIDTH)
+    keys, measures = lines[: len(differing)], lines[len(differing) :]
+    lines = [head, *(["Recipe keys that differ", *keys] if differing else ["The recipes are the same"])]
+    lines += ["", "Results", *measures, "", describe_digests(comparison)]
     lines += [f"lost: {text}" for summary in comparison.summaries for text in summary.lost]
     return "\n".join(lines) + "\n"
 

@@ -20,6 +20,7 @@ from phalanx.planner.step_time import (
     stage_pass_time,
     stage_send_seconds,
 )
+from phalanx.text_table import Column, format_table
 
 COMPUTE_STREAM, COMM_STREAM = "computing", "communicating"
 MAX_SHOWN_MICRO_BATCHES = 64
@@ -147,14 +148,15 @@ def _pipelined_events(scenario: Scenario, device: DeviceCosts, cost_of: OpCost |
 
 def format_breakdown(step_breakdown: StepBreakdown, width: int = 40) -> str:
     """The parts of a step as bars; they sum to the step."""
-    lines = []
+    rows = []
     for name, words in BREAKDOWN_LABELS.items():
         seconds = getattr(step_breakdown, name)
-        if seconds > 0.0005 * step_breakdown.total:
-            bar = "#" * round(width * seconds / step_breakdown.total)
-            lines.append(f"  {words:<42} {format_seconds(seconds):>9} {seconds / step_breakdown.total:6.1%}  {bar}")
-    lines.append(f"  {'a step':<42} {format_seconds(step_breakdown.total):>9} 100.0%")
-    return "\n".join(lines)
+        share = seconds / step_breakdown.total
+        if share > 0.0005:
+            rows.append((words, format_seconds(seconds), f"{share:.1%}", "#" * round(width * share)))
+    rows.append(("a step", format_seconds(step_breakdown.total), "100.0%", ""))
+    columns = [Column(min_width=42), Column(is_number=True), Column(is_number=True), Column()]
+    return "\n".join(format_table(columns, rows, indent=2))
 
 
 def draw_timeline(events: Sequence[TimelineEvent], width: int = 96) -> str:

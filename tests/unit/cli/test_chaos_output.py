@@ -34,10 +34,7 @@ def test_a_killed_attempt_costs_what_is_done_again_and_the_time_to_the_next() ->
     )  # two workers: steps 4 and 5, and 5 s to 7 s
     header, line, _ = format_cost_table([one], [cost])
     assert header.split() == ["FAULT", "TARGET", "WHEN", "RECOVERY", "WASTED", "COST"]
-    assert (
-        line
-        == "   1  kill               worker 1   attempt 0, step 5                       1.8 s    2 steps        8.0 s"
-    )
+    assert line == "   1  kill   worker 1  attempt 0, step 5     1.8 s  2 steps  8.0 s"
 
 
 def test_what_strikes_a_restart_is_charged_to_the_fault_before_it() -> None:
