@@ -7,7 +7,6 @@ so that a second plan needs no torch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from phalanx.planner.memory_advice import suggest_memory_changes
 from phalanx.planner.model_profile import Gemm, ModelProfile
 from phalanx.planner.scenario import Scenario, transport_of
 from phalanx.planner.search import Candidate, SearchResult, SearchSpace, search_parallelism
-from phalanx.planner.segment_costs import op_cost_from
 from phalanx.planner.stacks import device_costs_for_stack, phalanx_stack
 from phalanx.planner.stages import balance_stages
 from phalanx.planner.state_memory import optimizer_state_of
@@ -247,16 +245,7 @@ def _search_precisions(
             and rates.sustained_gemm_flops < best_found[1].sustained_gemm_flops
         ):
             continue  # nothing else differs but that it takes more memory
-        found = search_parallelism(
-            base,
-            rates,
-            op_cost_from(rates),
-            space,
-            partial(predict_step_time, device=rates),
-            memory_needed,
-            memory_limit,
-            optimizer_state,
-        )
+        found = search_parallelism(base, rates, space, memory_needed, memory_limit, optimizer_state)
         if best_found is None or (
             found.candidates
             and (

@@ -1,5 +1,6 @@
 """What `phalanx plan` prints: the best candidates and what a run takes, as text and as JSON."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from phalanx.app.plan import (
     render_step_breakdown,
     render_step_timeline,
 )
-from phalanx.formatting import format_count, format_duration, format_percent, format_rate
+from phalanx.formatting import format_count, format_duration, format_percent, format_rate, format_significant
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
         "device-hours",
     ]
     if (energy := run_plan.energy) is not None:
-        lines.append(f"energy     {energy.site_kwh:,.1f} kWh with cooling, {energy.node_w:,.0f} W a node")
+        lines.append(
+            f"energy     {format_significant(energy.site_kwh)} kWh with cooling, {energy.node_w:,.0f} W a node"
+        )
     if (slowdown := run_plan.power_cap_slowdown) is not None:
         source = "measured on this family" if slowdown.is_measured else "measured on other families"
         lines.append(
@@ -176,7 +179,7 @@ def _candidate_to_json(candidate: "Candidate") -> dict[str, Any]:
         "precision": scenario.precision,
         "virtual_stages": scenario.virtual_stages,
         "step_s": candidate.step_s,
-        "peak_bytes": candidate.peak_bytes,
+        "peak_bytes": math.ceil(candidate.peak_bytes),
         "breakdown_s": vars(candidate.breakdown),
     }
 

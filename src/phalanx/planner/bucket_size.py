@@ -6,10 +6,12 @@ Buckets of equal size fill one after the other during backward and are reduced o
 one bucket at most, since the last bucket is cut smaller where the parameters allow it.
 """
 
+from phalanx.planner.collectives import group_links
 from phalanx.planner.device_costs import DeviceCosts
+from phalanx.planner.layouts import layout_of
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.stages import split_into_stages
-from phalanx.planner.step_time import SegmentCosts, stage_pass_time
+from phalanx.planner.step_time import LayoutCosts, stage_pass_time
 from phalanx.recipe.grad_sync_defaults import BYTES_PER_MIB, DEFAULT_BUCKET_MIB
 
 CANDIDATE_BUCKETS_MIB = (DEFAULT_BUCKET_MIB, 12.0, 6.0, 3.0, 1.5, 0.75, 0.4)
@@ -30,7 +32,7 @@ def exposed_seconds(count: int, backward_s: float, bucket_s: float) -> float:
 def best_bucket_mib(scenario: Scenario, rates: DeviceCosts) -> float | None:
     """MiB of the best bucket, for `grad_sync.bucket_mib`. None where there are no gradient buckets: one replica, a
     parallelism other than tensor parallelism, or no overlap with backward."""
-    parallelism, costs = scenario.parallelism, SegmentCosts(scenario, rates)
+    parallelism = scenario.parallelism
     unsharded = parallelism.shard * parallelism.context * parallelism.expert * parallelism.pipeline == 1
     if (
         parallelism.replicate == 1
@@ -39,10 +41,16 @@ def best_bucket_mib(scenario: Scenario, rates: DeviceCosts) -> float | None:
         or scenario.transport.needed_by_single_replica
     ):
         return None
+    costs = LayoutCosts(scenario, layout_of(scenario), rates)
     (model,) = split_into_stages(scenario)
-    size = sum(costs.num_trained(segment) * count for segment, count in model.segments) * scenario.stack.gradient_bytes
-    backward = stage_pass_time(costs, model, "backward").total
-    replica_links = costs.replica_links
+    size = (
+        sum(costs.num_trained(segment).item() * count for segment, count in model.segments)
+        * scenario.stack.gradient_bytes
+    )
+    backward = stage_pass_time(costs, model, "backward").total.item()
+    replica_links = group_links(
+        scenario.cluster, parallelism.replicate, parallelism.tensor, scenario.stack.latency_factor
+    )
     is_cpu = scenario.cluster.node.accelerator.generation == "cpu"
     latency_s = max(
         2 * replica_links.latency_s, GLOO_ALL_REDUCE_LATENCY_S if is_cpu else 0.0

@@ -115,3 +115,25 @@ def collective_seconds(
     return steps * (
         links.latency_s + byte_time_factor * num_bytes * (num_ranks - 1) / num_ranks / links.bus_bandwidth * ramp
     )
+
+
+class GroupCollectives:
+    """Seconds of collectives for arrays of layouts: links are the same for all that share ranks and stride."""
+
+    def __init__(self, cluster: Cluster, byte_time_factor: float, latency_factor: float) -> None:
+        self._cluster, self._byte_time_factor, self._latency_factor = cluster, byte_time_factor, latency_factor
+
+    def seconds(
+        self, kind: CollectiveKind, ranks: np.ndarray, stride: np.ndarray, num_bytes: Any, copies: float = 1.0
+    ) -> np.ndarray:
+        """Seconds of one collective of `num_bytes` bytes for each group of `ranks` ranks with a stride of `stride`
+        devices; 0 in a group of one."""
+        num_bytes = np.broadcast_to(num_bytes, ranks.shape)
+        seconds = np.zeros(ranks.shape)
+        group_codes = np.where(ranks > 1, ranks.astype(np.int64) * 2**32 + stride.astype(np.int64), 0)
+        for code in set(group_codes.tolist()) - {0}:
+            selected = group_codes == code
+            group_ranks, group_stride = divmod(code, 2**32)
+            links = group_links(self._cluster, group_ranks, group_stride, self._latency_factor)
+            seconds[selected] = collective_seconds(kind, num_bytes[selected], links, self._byte_time_factor, copies)
+        return seconds

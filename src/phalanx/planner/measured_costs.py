@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.cluster.spec import Measurements
 from phalanx.planner.model_profile import AttentionOp, Gemm, MemoryOp, ProfiledOp
-from phalanx.planner.segment_costs import ComputeTime, ShardSpec
+from phalanx.planner.segment_costs import ArrayLike, ComputeTime, ShardSpec
 
 NUM_NEIGHBORS, DISTANCE_EXPONENT = 6, 3.0
 """Measured products that count for another, and how fast their weight falls with distance."""
@@ -87,7 +87,7 @@ class MeasuredCosts:
         """Seconds of Python and autograd for an operation."""
 
     def cost_of(self, op: ProfiledOp, shard: ShardSpec) -> ComputeTime:
-        """What an operation costs here. `samples` of the division are numbers, not arrays."""
+        """What an operation costs here, divided in one way: numbers, or arrays of one."""
         if isinstance(op, Gemm):
             return ComputeTime(gemm=self._gemm_seconds(op, shard))
         if isinstance(op, AttentionOp):
@@ -135,9 +135,9 @@ class MeasuredCosts:
         raise MissingMeasurementError("the calibration has no memory-bound operations: run `phalanx calibrate` again")
 
     def _gemm_seconds(self, op: Gemm, shard: ShardSpec) -> float:
-        dims = {name: getattr(op, name).evaluate(float(shard.samples)) for name in ("count", "m", "n", "k")}
+        dims = {name: getattr(op, name).evaluate(_to_number(shard.samples)) for name in ("count", "m", "n", "k")}
         if op.tp_dim:
-            dims[op.tp_dim] = max(1.0, dims[op.tp_dim] / float(shard.tensor))
+            dims[op.tp_dim] = max(1.0, dims[op.tp_dim] / _to_number(shard.tensor))
         precision = "bf16" if op.element_bytes == 2 else "fp32"
         points, rates = self._gemm_points(precision)
         log_dims = np.log([dims["m"], dims["n"], dims["k"]])
@@ -168,8 +168,8 @@ class MeasuredCosts:
     def _attention_seconds(self, op: AttentionOp, shard: ShardSpec) -> float:
         kind = "attention" if op.phase == "forward" else "attention_backward"
         precision = "bf16" if op.element_bytes == 2 else "fp32"
-        heads = op.num_heads / float(shard.tensor) if op.tp_sharded else float(op.num_heads)
-        samples = op.samples.evaluate(1.0) * float(shard.samples)
+        heads = op.num_heads / _to_number(shard.tensor) if op.tp_sharded else float(op.num_heads)
+        samples = op.samples.evaluate(1.0) * _to_number(shard.samples)
         flops = op.flops_per_sample * samples * heads / op.num_heads
         ops_of_kind = [each for each in self._attention_ops if each.kind == kind and each.processes == self._processes]
         ops = [each for each in ops_of_kind if each.precision == precision] or ops_of_kind
@@ -184,7 +184,7 @@ class MeasuredCosts:
         return self._core_sharing_factor * flops / rate + self.overhead_s
 
     def _memory_op_seconds(self, op: MemoryOp, shard: ShardSpec) -> float:
-        num_bytes = op.unfused_bytes.evaluate(float(shard.samples)) / float(shard.tensor)
+        num_bytes = op.unfused_bytes.evaluate(_to_number(shard.samples)) / _to_number(shard.tensor)
         name = op.name
         if name == "clone":
             name = TRANSPOSED_COPY_OP
@@ -192,6 +192,10 @@ class MeasuredCosts:
             name = "mul_complex"
         precision = "bf16" if op.element_bytes == 2 else "fp32"
         return self.memory_op_seconds(name, precision, num_bytes) + self.overhead_s
+
+
+def _to_number(value: ArrayLike) -> float:
+    return float(np.asarray(value).item())
 
 
 def _interpolate_log(table: Sequence[tuple[float, float]], position: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.planner.collectives import CollectiveKind
 from phalanx.planner.device_costs import DeviceCosts, attention_seconds, gemm_seconds, memory_op_seconds
 from phalanx.planner.model_profile import (
     Affine,
@@ -21,6 +22,7 @@ from phalanx.planner.model_profile import (
     ProfiledOp,
     TensorAllReduce,
 )
+from phalanx.planner.scenario import SoftwareStack
 
 ArrayLike = Any
 """A number, or an array of them."""
@@ -168,3 +170,83 @@ def _memory_op_time(device: DeviceCosts, op: MemoryOp, shard: ShardSpec) -> Arra
 
 def _evaluate(size: Affine, samples: ArrayLike) -> ArrayLike:
     return size.fixed + size.per_sample * samples
+
+
+@dataclass(frozen=True)
+class PassBreakdown:
+    """One micro-batch through one chunk, one way: seconds by cause, numbers or arrays of layouts."""
+
+    gemm: ArrayLike
+    attention: ArrayLike
+    memory_bound: ArrayLike
+    recomputation: ArrayLike
+    tp_all_reduce: ArrayLike
+    cp_all_gather_kv: ArrayLike
+    ep_all_to_all: ArrayLike
+    fsdp_exposed: ArrayLike
+    kernel_launch: ArrayLike
+    """Seconds for which the device waits for the host to launch kernels."""
+
+    @property
+    def total(self) -> ArrayLike:
+        """Seconds of all parts."""
+        return sum(vars(self).values())
+
+
+CollectiveTime = Callable[[CollectiveKind, str, ArrayLike, float], ArrayLike]
+"""Seconds of a collective among "tensor", "context" or "expert" ranks, by its kind, bytes and copies."""
+
+
+def segment_pass_time(
+    stack: SoftwareStack,
+    work_done: SegmentWork,
+    recomputed: SegmentWork | None,
+    mode: str,
+    has_experts: bool,
+    quantized: bool,
+    collective_time: CollectiveTime,
+) -> PassBreakdown:
+    """What a segment does one way and what is computed `recomputed` for it, in seconds, without sharding; `way` of
+    recomputing. `has_experts`: whether any segment of the model has them. Numbers or arrays of layouts."""
+    recompute_s: ArrayLike = 0.0
+    num_reduces, num_dispatches, launch_s = (
+        work_done.num_reduces,
+        work_done.num_dispatches,
+        _launch_seconds(stack, work_done),
+    )
+    if recomputed is not None:
+        launch_s = launch_s + _launch_seconds(stack, recomputed)
+        recompute_s = recomputed.compute.memory_bound if mode == "selective" else recomputed.compute.total
+        if mode != "selective":
+            num_reduces, num_dispatches = (
+                num_reduces + recomputed.num_reduces,
+                num_dispatches + recomputed.num_dispatches,
+            )
+    expert_factor = stack.expert_factor if has_experts else 1.0
+    compute_factor = expert_factor * stack.compute_factor
+    reduced_bytes = work_done.reduce_bytes if work_done.num_reduces or recomputed is None else recomputed.reduce_bytes
+    dispatched_bytes = (
+        work_done.dispatch_bytes if work_done.num_dispatches or recomputed is None else recomputed.dispatch_bytes
+    )
+    kv_gather_s = collective_time("all_gather", "context", work_done.kv_bytes, 1.0)
+    return PassBreakdown(
+        gemm=work_done.compute.gemm * compute_factor * (stack.fp8_gemm_factor if quantized else 1.0),
+        attention=work_done.compute.attention * compute_factor,
+        memory_bound=work_done.compute.memory_bound * compute_factor,
+        recomputation=recompute_s * compute_factor,
+        tp_all_reduce=num_reduces
+        * collective_time("all_reduce", "tensor", reduced_bytes, 1.0)
+        * (1 - stack.max_tp_overlap),
+        cp_all_gather_kv=np.maximum(0.0, kv_gather_s - work_done.compute.attention * stack.compute_factor),
+        ep_all_to_all=num_dispatches
+        * collective_time("all_to_all", "expert", dispatched_bytes, work_done.copies_per_token)
+        * expert_factor,
+        fsdp_exposed=0.0,
+        kernel_launch=launch_s,
+    )
+
+
+def _launch_seconds(stack: SoftwareStack, work_done: SegmentWork) -> ArrayLike:
+    """Seconds that the host needs for what a pass through a segment launches."""
+    launches = work_done.num_launches + work_done.num_expert_gemms * stack.launches_per_expert_gemm
+    return launches * stack.launch_s + work_done.num_dispatches * stack.routing_sync_s

@@ -1,14 +1,16 @@
 """The stages of a pipeline: which of a model's segments each has."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.planner.model_profile import ModelSegment
+from phalanx.planner.model_profile import ModelProfile, ModelSegment
 from phalanx.planner.scenario import Scenario
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StageSegments:
-    """What one rank has of the model for one pipeline stage: segments, each so often."""
+    """What one rank has of the model for one pipeline stage: segments, each so often. Stages with the same segments are
+    one object."""
 
     segments: tuple[tuple[ModelSegment, int], ...]
 
@@ -16,19 +18,28 @@ class StageSegments:
 def split_into_stages(scenario: Scenario) -> list[StageSegments]:
     """The stages of the pipeline, in order: blocks as evenly as they go, what stands before and after them with the
     first and the last."""
-    num_stages = scenario.parallelism.pipeline * scenario.virtual_stages
+    return split_profile(
+        scenario.profile, scenario.parallelism.pipeline * scenario.virtual_stages, scenario.parallelism.layers_per_stage
+    )
+
+
+def split_profile(
+    profile: ModelProfile, num_stages: int, layers_per_stage: Sequence[int] | None = None
+) -> list[StageSegments]:
+    """A model in `num_stages` stages, `layers_per_stage` blocks in each where it is given."""
     blocks: list[ModelSegment] = []
     first_segments: list[ModelSegment] = []
     last_segments: list[ModelSegment] = []
-    for segment in scenario.profile.segments:
+    for segment in profile.segments:
         if segment.is_block:
             blocks += [segment] * segment.repeats
         elif blocks:
             last_segments.append(segment)
         else:
             first_segments.append(segment)
-    blocks_per_stage = scenario.parallelism.layers_per_stage or balance_stages(len(blocks), num_stages)
+    blocks_per_stage = layers_per_stage or balance_stages(len(blocks), num_stages)
     stages_found, first_block = [], 0
+    distinct: dict[tuple[tuple[int, int], ...], StageSegments] = {}
     for index, count in enumerate(blocks_per_stage):
         stage_segments = [(each, 1) for each in first_segments] if index == 0 else []
         for block in blocks[first_block : first_block + count]:
@@ -39,7 +50,8 @@ def split_into_stages(scenario: Scenario) -> list[StageSegments]:
         first_block += count
         if index == len(blocks_per_stage) - 1:
             stage_segments += [(each, 1) for each in last_segments]
-        stages_found.append(StageSegments(tuple(stage_segments)))
+        key = tuple((id(segment), repeats) for segment, repeats in stage_segments)
+        stages_found.append(distinct.setdefault(key, StageSegments(tuple(stage_segments))))
     return stages_found
 
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.planner.device_costs import DeviceCosts
+from phalanx.planner.layouts import layout_of
+from phalanx.planner.moe import PASS_DIRECTIONS
 from phalanx.planner.pipeline import PipelineSchedule, StageTime, simulate_schedule
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.segment_costs import OpCost
 from phalanx.planner.stages import split_into_stages
 from phalanx.planner.step_time import (
-    SegmentCosts,
+    LayoutCosts,
     StepBreakdown,
     predict_step_time,
     stage_pass_time,
@@ -84,29 +86,28 @@ def build_timeline(
 def _unpipelined_events(scenario: Scenario, device: DeviceCosts, cost_of: OpCost | None) -> list[TimelineEvent]:
     """Micro-batch after micro-batch, segment by segment; the weights of a segment travel while that before it is
     computed."""
-    costs, stage = SegmentCosts(scenario, device, cost_of), split_into_stages(scenario)[0]
+    costs, stage = LayoutCosts(scenario, layout_of(scenario), device, cost_of), split_into_stages(scenario)[0]
     events: list[TimelineEvent] = []
     now_s, num_shown = 0.0, min(scenario.num_micro_batches, MAX_SHOWN_MICRO_BATCHES)
     for micro_batch in range(num_shown):
-        for direction in ("forward", "backward"):
+        for direction in PASS_DIRECTIONS:
             pass_time = stage_pass_time(costs, stage, direction)
             segments = stage.segments if direction == "forward" else stage.segments[::-1]
             for segment, count in segments:
                 segment_time = costs.pass_of(segment, direction)
-                seconds = count * (segment_time.total - segment_time.kernel_launch)
+                seconds = count * (segment_time.total - segment_time.kernel_launch).item()
                 name = f"{direction} {segment.name}" + (f" and {count - 1} more" if count > 1 else "")
                 events.append(
                     TimelineEvent(0, COMPUTE_STREAM, f"{name}, micro-batch {micro_batch}", now_s, now_s + seconds)
                 )
-                comm_s = count * (
-                    costs.gather_seconds(segment)
-                    + (costs.reduce_scatter_seconds(segment) if direction == "backward" else 0)
-                )
+                comm_s = count * costs.gather_seconds(segment).item()
+                if direction == "backward":
+                    comm_s += count * costs.reduce_scatter_seconds(segment).item()
                 if comm_s:
                     events.append(TimelineEvent(0, COMM_STREAM, f"weights of {segment.name}", now_s, now_s + comm_s))
                 now_s += seconds
             for name in ("fsdp_exposed", "kernel_launch"):
-                if (wait_s := getattr(pass_time, name)) > 0:
+                if (wait_s := getattr(pass_time, name).item()) > 0:
                     events.append(TimelineEvent(0, COMPUTE_STREAM, BREAKDOWN_LABELS[name], now_s, now_s + wait_s))
                     now_s += wait_s
     if scenario.num_micro_batches > num_shown:
@@ -124,14 +125,15 @@ def _unpipelined_events(scenario: Scenario, device: DeviceCosts, cost_of: OpCost
 
 
 def _pipelined_events(scenario: Scenario, device: DeviceCosts, cost_of: OpCost | None) -> list[TimelineEvent]:
-    costs, ranks = SegmentCosts(scenario, device, cost_of), scenario.parallelism.pipeline
+    costs, ranks = LayoutCosts(scenario, layout_of(scenario), device, cost_of), scenario.parallelism.pipeline
     stages = [
-        StageTime(stage_pass_time(costs, chunk, "forward").total, stage_pass_time(costs, chunk, "backward").total)
+        StageTime(*(stage_pass_time(costs, chunk, direction).total.item() for direction in PASS_DIRECTIONS))
         for chunk in split_into_stages(scenario)
     ]
     schedule: PipelineSchedule = (
         "interleaved" if scenario.virtual_stages > 1 else scenario.parallelism.pipeline_schedule
     )
+    send_s = stage_send_seconds(costs).item()
     labels = {"F": "forward", "B": "backward", "W": "gradients of weights"}
     return [
         TimelineEvent(
@@ -142,7 +144,7 @@ def _pipelined_events(scenario: Scenario, device: DeviceCosts, cost_of: OpCost |
             span.start_s,
             span.end_s,
         )
-        for span in simulate_schedule(schedule, stages, ranks, scenario.num_micro_batches, stage_send_seconds(costs))
+        for span in simulate_schedule(schedule, stages, ranks, scenario.num_micro_batches, send_s)
     ]
 
 

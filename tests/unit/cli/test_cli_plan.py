@@ -94,6 +94,7 @@ def test_json_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     best = found["candidates"][0]
     assert found["low_s"] < best["step_s"] < found["high_s"]
     assert sum(found["memory_bytes"].values()) == pytest.approx(best["peak_bytes"])
+    assert isinstance(best["peak_bytes"], int)
     assert found["changes"]["parallelism"] == {"replicate": 1024}
     assert found["recipe"] == "recipe.planned.yaml"
 

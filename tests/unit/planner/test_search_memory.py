@@ -1,7 +1,6 @@
 """What is trained decides memory: the search leaves out nothing that the exact model of memory accepts."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from phalanx.cluster import Cluster, load_cluster
+from phalanx.planner.layouts import to_scenarios
 from phalanx.planner.memory import estimate_memory
 from phalanx.planner.model_profile import (
     Affine,
@@ -21,15 +21,12 @@ from phalanx.planner.model_profile import (
 )
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.search import (
-    CANDIDATE_COLUMNS,
     SearchResult,
     SearchSpace,
     enumerate_candidates,
     estimate_candidates,
     search_parallelism,
-    to_scenarios,
 )
-from phalanx.planner.segment_costs import op_cost_from
 from phalanx.planner.stacks import device_costs_for_stack, stack_by_name
 from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import predict_step_time
@@ -126,21 +123,19 @@ def test_no_layout_that_fits_exactly_is_left_out(
     base, space = setup(of, 8), SearchSpace(devices, 8)
     rows = enumerate_candidates(of, space)
     exact = np.array(
-        [estimate_memory(each, **how).total for each in to_scenarios(base, rows, range(len(rows["micro"])))]  # type: ignore[arg-type]
+        [estimate_memory(each, **how).total for each in to_scenarios(base, rows, range(len(rows.micro_size)))]  # type: ignore[arg-type]
     )
     kept = optimizer_state_of(how["optimizer"], how["state_dtype"], how["offload"], how["momentum"])  # type: ignore[arg-type]
     for bounds in (
-        estimate_candidates(base, RATES, op_cost_from(RATES), rows, kept),
-        estimate_candidates(base, RATES, op_cost_from(RATES), rows),
+        estimate_candidates(base, RATES, rows, kept),
+        estimate_candidates(base, RATES, rows),
     ):
         assert (bounds.min_bytes <= exact * (1 + 1e-9)).all()
     room = share * float(np.median(exact))
     found = search_parallelism(
         base,
         RATES,
-        op_cost_from(RATES),
         space,
-        partial(predict_step_time, device=RATES),
         lambda each: estimate_memory(each, **how).total,  # type: ignore[arg-type]
         room,
         kept,
@@ -156,9 +151,7 @@ def found_for(of: ModelProfile, devices: int, batch: int = 8) -> SearchResult:
     return search_parallelism(
         setup(of, batch),
         RATES,
-        op_cost_from(RATES),
         SearchSpace(devices, batch),
-        partial(predict_step_time, device=RATES),
         lambda each: estimate_memory(each).total,
         76 * GIB,
     )
@@ -187,16 +180,16 @@ def test_frozen_weights_make_no_gradients_when_they_come_and_go() -> None:
 
 @pytest.mark.parametrize("frozen", [0.0, 0.9])
 @pytest.mark.parametrize("experts", [0, 8])
-def test_without_shards_and_pipelines_estimate_and_simulation_are_one(experts: int, frozen: float) -> None:
+def test_without_pipelines_estimate_and_simulation_are_one(experts: int, frozen: float) -> None:
     using = replace(STACK, expert_factor=1.3, launch_s=4e-3, latency_factor=1.5, fp8_gemm_factor=1.2)
     base = replace(setup(decoder(4096, 12, frozen, experts), 32), stack=using, optimizer="lamb")
     rows = enumerate_candidates(base.profile, SearchSpace(8, 32))
-    here = (rows["pipeline"] == 1) & (rows["shard"] * rows["context"] == 1)
-    picked = {name: rows[name][here] for name in CANDIDATE_COLUMNS}
-    assert len(picked["micro"]) > 20
-    guess = estimate_candidates(base, RATES, op_cost_from(RATES), picked)
-    exact = [predict_step_time(each, RATES).total for each in to_scenarios(base, picked, range(len(picked["micro"])))]
-    assert guess.step_s == pytest.approx(exact, rel=1e-6)
+    here = rows.pipeline == 1
+    picked = rows.take(here)
+    assert (picked.shard * picked.context > 1).sum() > 20
+    guess = estimate_candidates(base, RATES, picked)
+    exact = [predict_step_time(each, RATES).total for each in to_scenarios(base, picked, range(len(picked.micro_size)))]
+    assert guess.step_s == pytest.approx(exact, rel=1e-12)
 
 
 def test_gradients_travel_between_copies_of_what_shards_and_context_divide() -> None:
