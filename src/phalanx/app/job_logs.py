@@ -13,6 +13,10 @@ from phalanx.run.event_types import AttemptStarted
 
 POLL_INTERVAL_S = 0.5
 """Seconds between two polls."""
+NO_OUTPUT_TEXTS = {
+    JobState.QUEUED: "waits in the queue: no output yet",
+    JobState.RUNNING: "runs: no output yet",
+}
 
 
 def iter_log_lines(
@@ -22,27 +26,34 @@ def iter_log_lines(
     raw: bool,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.time,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[str]:
     """Yield the lines of a job's log.
 
     Of a training run: the output of its workers and its events, from the run directory. The backend's log is read with
-    `raw`, for other jobs, and until the run directory has output that this machine can read.
+    `raw`, for other jobs, and until the run directory has output that this machine can read. `note` is called with a
+    line for people when the job has no output yet.
     """
     restart_dead_daemon(backend)
     status = backend.poll(job_id)
-    stream = None
+    stream, noted = None, None
     if status.run_dir is not None and not raw:
         run = Run(Path(status.run_dir))
         stream = LogStream(run, status.submitted or 0.0, make_event_formatter(run), clock)
-    read, width = open_log_reader(backend, job_id), 0
+    read, width, is_silent = open_log_reader(backend, job_id), 0, True
     while True:
         is_over = not follow or status.state.is_final
         lines = stream.read_new(is_last=is_over) if stream is not None else []
         if stream is None or not stream.has_output:
-            yield from read(is_over)
+            for text in read(is_over):
+                is_silent = False
+                yield text
         for line in lines:
-            width = max(width, len(line.source))
+            is_silent, width = False, max(width, len(line.source))
             yield str(replace(line, source=line.source.ljust(width)))
+        if is_silent and status.state is not noted:
+            noted = status.state
+            note(f"job {job_id} {NO_OUTPUT_TEXTS.get(noted, f'{noted}: it has no output')}")
         if is_over:
             break
         sleep(POLL_INTERVAL_S)

@@ -53,7 +53,7 @@ def calibrate(
     from phalanx.run.directory import check_output_path
 
     if out is not None:
-        check_output_path("--out", out, ["# A cluster for Phalanx"])
+        check_output_path("--out", out, ["# A cluster for Phalanx"])  # before measuring takes minutes
     if not folder.is_dir():
         raise UsageError(f"--dir {folder}: no such directory")
     machine = discover_machine()

@@ -11,6 +11,7 @@ import typer
 
 from phalanx.cli.backend_options import BackendOptionsCommand
 from phalanx.errors import ExitCode, UsageError
+from phalanx.std_streams import escape_control_chars
 from phalanx.text_table import Column, format_facts, format_table
 
 if TYPE_CHECKING:
@@ -220,7 +221,10 @@ def logs(
     from phalanx.app.job_logs import iter_log_lines
     from phalanx.jobs.backends.base import open_backend
 
-    for line in iter_log_lines(open_backend(on), job, follow, raw):
+    def print_note(text: str) -> None:
+        print(escape_control_chars(text), file=sys.stderr, flush=True)
+
+    for line in iter_log_lines(open_backend(on), job, follow, raw, note=print_note):
         print(line, flush=follow)
 
 

@@ -5,6 +5,7 @@ become exit codes only here.
 """
 
 import os
+import re
 import select
 import sys
 from collections.abc import Sequence
@@ -183,6 +184,7 @@ def _run_command(arguments: list[str]) -> int:
     except _ParserError as error:
         # typer's prefix for a value that an option does not have
         message = error.format_message().replace("Value error, ", "")
+        message = _PARSER_WORDS.sub(_describe_expected, message)
         # for `phalanx data` alone the message is its help
         if message.startswith("Usage:"):
             print(message, file=sys.stderr)
@@ -190,6 +192,14 @@ def _run_command(arguments: list[str]) -> int:
             _print_error(f"{message}{_usage_hint(error)}")
         return int(ExitCode.USAGE)
     return result if isinstance(result, int) else int(ExitCode.DONE)
+
+
+_PARSER_WORDS = re.compile(r"Input should be (an? )valid (\w+)(, unable to parse.*)?")
+"""What typer takes from pydantic for a word that is not a number."""
+
+
+def _describe_expected(found: "re.Match[str]") -> str:
+    return "expected a whole number" if found[2] == "integer" else f"expected a {found[2]}"
 
 
 def _usage_hint(error: Exception) -> str:

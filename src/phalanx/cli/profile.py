@@ -1,5 +1,6 @@
 """`phalanx profile`: trace a few steps of a recipe, and print where the time goes."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ def profile(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Chrome trace to write (for Perfetto).")] = Path(
         "trace.json"
     ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Number of operations to list.")] = 12,
 ) -> None:
     """Profile a few training steps on one worker; write only the trace."""
@@ -42,6 +44,9 @@ def profile(
                 "phalanx.autoconfig.trials:profile_recipe_steps",
                 {**payload, "steps": steps, "out": str(out.absolute())},
             )
+    if as_json:
+        typer.echo(json.dumps({**trace, "trace": str(out)}))
+        return
     typer.echo(_format_trace(trace, top))
     typer.echo(f"\nwrote {out}")
 

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import phalanx
+
 RECORDED_PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH_NCCL_", "PYTORCH_", "PHALANX_")
 RECORDED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -30,7 +32,8 @@ def collect_environment(
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        **{name: _package_version(name) for name in ("torch", "numpy", "phalanx")},
+        **{name: _package_version(name) for name in ("torch", "numpy")},
+        "phalanx": phalanx.__version__,
         "git": read_git_state(recipe_dir),
         "environment_variables": relevant_variables(environ),
     }

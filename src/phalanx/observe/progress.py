@@ -55,6 +55,7 @@ class RunFacts:
     units_per_sample: int = 1
     flops_per_sample: float | None = None
     matmul_flops_per_worker: float | None = None
+    evaluation_interval_steps: int | None = None
 
 
 def read_run_facts(run: Run) -> RunFacts:
@@ -68,13 +69,15 @@ def read_run_facts(run: Run) -> RunFacts:
         drop_malformed(run.read_json_or_empty(run.plan)) or {},
         drop_malformed(run.read_json_or_empty(run.cluster)),
     )
-    task = recipe.get("task")
+    task, evaluation = recipe.get("task"), recipe.get("evaluation")
+    interval = evaluation.get("every") if isinstance(evaluation, dict) else None
     return RunFacts(
         name=str(recipe.get("name", run.path.name)),
         unit=str(plan.get("unit") or ("samples" if task == "classification" else "tokens")),
         units_per_sample=int(plan.get("units_per_sample") or 1),
         flops_per_sample=plan.get("flops_per_sample"),
         matmul_flops_per_worker=measured_matmul_flops(cluster, str(recipe.get("precision")), 1),
+        evaluation_interval_steps=interval if isinstance(interval, int) and interval > 0 else None,
     )
 
 
@@ -100,6 +103,7 @@ class RunProgress:
         self._window: deque[tuple[float, float, float]] = deque()
         self._window_units = self._window_s = 0.0
         self._first_step: tuple[float, int] | None = None
+        self._evaluation_s = self._evaluation_s_before_step = 0.0
 
     def add_event(self, event: Event) -> None:
         """Count an event in."""
@@ -111,12 +115,14 @@ class RunProgress:
             window.append((t, units, seconds))
             self._window_units += units
             self._window_s += seconds
+            self._evaluation_s_before_step = self._evaluation_s
             while window[0][0] < t - SPEED_WINDOW_S:
                 _, old_amount, old_seconds = window.popleft()
                 self._window_units -= old_amount
                 self._window_s -= old_seconds
             if self._first_step is None or self.step <= self._first_step[1]:
                 self._first_step = (t, self.step)
+                self._evaluation_s = self._evaluation_s_before_step = 0.0
         elif isinstance(event, AttemptStarted):
             self.world_size, self.total_steps, self.step = event.world_size, event.total_steps, event.start_step
             self._first_step = None
@@ -124,6 +130,8 @@ class RunProgress:
             self._window_units = self._window_s = 0.0
         elif isinstance(event, EvaluationDone):
             self.last_evaluation = event
+            if self.run_facts.evaluation_interval_steps is not None:  # else they stay in the pace
+                self._evaluation_s += event.duration_s
         elif isinstance(event, CheckpointSaved):
             self.last_checkpoint = event
         elif isinstance(event, NonFiniteStep):
@@ -157,16 +165,24 @@ class RunProgress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to go at the pace of this attempt since its first step, with evaluations and saves. The first step
-        itself is left out: it warms up and compiles."""
+        """Seconds to go at the pace of this attempt since its first step, with saves, and with the evaluations to come
+        once one was measured. The first step itself is left out: it warms up and compiles."""
         if self._first_step is None or self.last_step_event is None:
             return None
         began, first = self._first_step
         if self.step == first:
             step_s = self.step_seconds
         else:
-            step_s = (self.last_step_event.time - began) / (self.step - first)
-        return None if step_s is None else max(0, self.total_steps - self.step) * step_s
+            step_s = (self.last_step_event.time - began - self._evaluation_s_before_step) / (self.step - first)
+        if step_s is None:
+            return None
+        evaluation_s = self._evaluations_left() * (self.last_evaluation.duration_s if self.last_evaluation else 0.0)
+        return max(0, self.total_steps - self.step) * step_s + evaluation_s
+
+    def _evaluations_left(self) -> int:
+        """Evaluations after this step, the last of them at the end."""
+        every = self.run_facts.evaluation_interval_steps
+        return 0 if every is None else max(0, -(-self.total_steps // every) - self.step // every)
 
 
 class LogProgressDisplay:

@@ -1,6 +1,7 @@
 """From a recipe file and overrides to a checked `Recipe`. Reads one file, writes nothing, runs nothing."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from phalanx.recipe.validation_errors import describe_validation_error, describe
 from phalanx.recipe.variables import collect_variables, expand_recipe, expand_variables
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, location_of_key, parse_yaml
 from phalanx.safe_files import read_bytes
+
+logger = logging.getLogger(__name__)
 
 _MISSING_KEY_HELP = (
     "a recipe must name its model and its data: `model: {build: my:Net}`, `data: {source: {text: '*.txt'}}`"
@@ -82,6 +85,7 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
         path = Path(path)
         recipe_dir = resolve_data_dir(path.absolute().parent)
         value, locations = parse_yaml(read_user_text(path), str(path))
+        logger.debug("read %s; overrides: %s", path.absolute(), " ".join(overrides) or "none")
         value = {} if value is None else value
         if not isinstance(value, dict):
             raise RecipeError(
@@ -94,6 +98,10 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
         recipe = Recipe.model_validate(given)
     except ValidationError as error:
         raise describe_validation_error(error, given, locations) from None
+    if logger.isEnabledFor(logging.DEBUG):
+        sections = sorted(Recipe.model_fields)
+        logger.debug("keys left at their defaults: %s", ", ".join(key for key in sections if key not in given))
+        logger.debug("keys that are auto: %s", ", ".join(key for key in sections if getattr(recipe, key) == "auto"))
     # defaults have variables, too
     return LoadedRecipe(expand_recipe(recipe, recipe_dir), path, recipe_dir, given, locations)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import DataError, UsageError, describe_os_error
 from phalanx.safe_files import open_regular, parse_json, read_json
 from phalanx.std_streams import word_of
 
@@ -38,6 +38,10 @@ class Run:
                 inner = cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent)
                 if inner and cls(above).has_started():
                     raise UsageError(f"{path}: is inside the run {above}; give that")
+            if run.path.is_file():
+                raise UsageError(
+                    f"{path}: is a file; expected a run directory, such as runs/NAME, as `phalanx train` makes it"
+                )
             raise UsageError(
                 f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
                 f"--run {word_of(path)}` makes one"
@@ -180,7 +184,15 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
         raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
     if path.is_dir():
         raise UsageError(f"{option} {path}: is a folder; expected a file")
-    if not path.is_file():  # new, or a device or pipe
+    if path.exists() and not path.is_file():  # a device or pipe
+        return
+    is_new = not path.exists()
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be written: {describe_os_error(error)}") from None
+    if is_new:
+        path.unlink()
         return
     with open(path, "rb") as file:
         head = file.read(_HEADER_BYTES)

@@ -1,6 +1,10 @@
 """Profile a few training steps: time by phase, by kind of operation, and a Chrome trace file."""
 
+import contextlib
+import os
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +51,20 @@ def classify_op(name: str) -> str:
     return OTHER_OP_KIND
 
 
+@contextlib.contextmanager
+def _discard_native_logs() -> Iterator[None]:
+    """Discard what libkineto writes to file descriptor 2 when it starts and stops."""
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
 def profile_steps(
     context: TrainContext, loss_module: LossModule, steps: int, warm_up: int, trace_path: Path | None
 ) -> ProfileResult:
@@ -78,7 +96,7 @@ def profile_steps(
 
         for number in range(warm_up):
             one_step(number)
-        with profile(activities=activities) as profiler:
+        with _discard_native_logs(), profile(activities=activities) as profiler:
             for number in range(warm_up, warm_up + steps):
                 one_step(number)
                 step_s, seconds_by_phase = timer.stop()

@@ -66,6 +66,17 @@ def test_of_a_run_that_has_begun_its_own_stream_is_shown(run: Run) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("state", "text"), [(JobState.QUEUED, "waits in the queue"), (JobState.RUNNING, "no output yet")]
+)
+def test_a_job_without_output_is_explained(run: Run, state: JobState, text: str) -> None:
+    notes: list[str] = []
+    engine = Scripted(run, [state], [])
+    assert list(iter_log_lines(engine, "5", False, False, note=notes.append)) == []  # type: ignore[arg-type]
+    assert len(notes) == 1
+    assert text in notes[0]
+
+
 def test_until_a_run_begins_the_engines_lines_are_shown_and_then_its_own_to_the_end(run: Run) -> None:
     engine = Scripted(run, [JobState.QUEUED, JobState.RUNNING, JobState.RUNNING, JobState.DONE], ["preparing"])
     sleeps = []

@@ -123,3 +123,8 @@ def test_a_step_and_the_best_one_are_not_asked_for_at_once(
     (tmp_path / "run" / "resolved.yaml").write_text("steps: 3\n")
     assert main.main([verb, str(tmp_path / "run"), "--step", "3", "--best"]) == 64
     assert "--step 3 and --best: give one of them" in capsys.readouterr().err
+
+
+def test_a_word_instead_of_a_number_is_refused_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["calibrate", "--nproc-per-node", "abc"]) == 64
+    assert "--nproc-per-node': expected a whole number" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,11 @@ def test_what_names_itself_a_secret_is_not_recorded(tmp_path: Path) -> None:
     found = collect_environment(argv, tmp_path, {**given, "NCCL_DEBUG": "INFO"})
     assert found["environment_variables"] == {"NCCL_DEBUG": "INFO"}
     assert found["command"] == [*argv[:3], "model.args.api_key=...", "--token=...", "optimizer.lr=1"]
+
+
+def test_phalanx_has_a_version_without_a_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert collect_environment([], tmp_path)["phalanx"] == "0+source"

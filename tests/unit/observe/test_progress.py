@@ -25,6 +25,7 @@ from phalanx.run import Event, Run, read_events
 from phalanx.run.event_types import (
     AttemptStarted,
     Compiled,
+    EvaluationDone,
     GradSyncSelected,
     HangDetected,
     RunEnded,
@@ -161,6 +162,18 @@ def test_one_step_longer_than_the_window_still_has_a_speed() -> None:
     tally.add_event(step(2, 200.0, seconds=100.0))
     assert tally.units_per_s == pytest.approx(25.6)
     assert tally.eta_s == pytest.approx(9800.0)
+
+
+def test_eta_counts_the_evaluations_to_come() -> None:
+    """Steps of 1 s and evaluations of 30 s every 40 of 100 steps: two are to come after the first, at 80 and 100."""
+    tally = RunProgress(100, replace(FACTS, evaluation_interval_steps=40))
+    for n in range(1, 41):
+        tally.add_event(step(n, n * 1.0, seconds=1.0))
+    assert tally.eta_s == pytest.approx(60.0)
+    tally.add_event(made(EvaluationDone, time=70.0, step=40, duration_s=30.0))
+    assert tally.eta_s == pytest.approx(60.0 + 2 * 30.0)
+    tally.add_event(step(41, 71.0, seconds=1.0))
+    assert tally.eta_s == pytest.approx(59.0 + 2 * 30.0)
 
 
 def test_a_new_attempt_starts_its_pace_afresh() -> None:

@@ -217,3 +217,19 @@ def test_an_output_may_be_a_device(tmp_path: Path) -> None:
     check_output_path("--html", Path("/dev/null"), ["x"])
     with pytest.raises(UsageError, match="is a folder; expected a file"):
         check_output_path("--html", tmp_path, ["x"])
+
+
+def test_an_output_path_that_cannot_be_written_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        check_output_path("--out", Path("/proc/cluster.yaml"), [])
+    check_output_path("--out", tmp_path / "new.yaml", [])
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "empty.yaml").touch()
+    check_output_path("--out", tmp_path / "empty.yaml", [])
+    assert (tmp_path / "empty.yaml").exists()
+
+
+def test_a_recipe_in_place_of_a_run_is_named_as_a_file(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: x")
+    with pytest.raises(UsageError, match="is a file; expected a run directory"):
+        Run.open_existing(tmp_path / "recipe.yaml")

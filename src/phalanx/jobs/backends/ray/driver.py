@@ -32,6 +32,7 @@ from phalanx.jobs.backends.ray.driver_spec import (
 )
 from phalanx.jobs.backends.ray.node_actor import NodeActor
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S
+from phalanx.logging_config import configure_logging
 
 RAY_NAMESPACE = "phalanx"
 POLL_INTERVAL_S = 0.5
@@ -266,6 +267,7 @@ def main(arguments: Sequence[str]) -> int:
     import ray
     import ray.util.scheduling_strategies
 
+    configure_logging()
     verb, *rest = arguments
     ray.init(address="auto", namespace=RAY_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     if verb == "signal":
