@@ -9,7 +9,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,8 @@ FLOPS_RULE = (
     "recomputation not counted"
 )
 TIMING_REPEATS = 5
+SLOW_PRECISION_RATIO = 3.0
+"""A precision that takes this many times as long as the fastest is not timed again."""
 UPDATE_KEY = "update"
 OUT_OF_MEMORY_KEY = "out_of_memory"
 """Key of what a trial returns that ran out of memory."""
@@ -247,6 +249,10 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
                     continue
                 _synchronize(device)
                 times[precision].append(time.perf_counter() - start_time)
+            # A GPU's first round loads kernels and compiles: only its later rounds can be compared.
+            if times[UPDATE_KEY] or device.type == "cpu":
+                for precision in _find_slow_precisions({name: times[name][-1] for name in loss_fns}):
+                    del loss_fns[precision]
             start_time = time.perf_counter()
             gradients = [parameter.grad for parameter in optimizer.parameter_names if parameter.grad is not None]
             if not gradients:  # of a precision that ran out of memory
@@ -255,7 +261,13 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
             optimizer.step(0.0)
             _synchronize(device)
             times[UPDATE_KEY].append(time.perf_counter() - start_time)
-    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
+    return {name: statistics.median(seconds[1:] or seconds) for name, seconds in times.items()}
+
+
+def _find_slow_precisions(last_s: Mapping[str, float]) -> list[str]:
+    """Return the precisions that are too slow to be worth another round: a CPU without instructions for bf16 takes ten
+    times as long in it."""
+    return [name for name, seconds in last_s.items() if seconds > SLOW_PRECISION_RATIO * min(last_s.values())]
 
 
 def measure_matmul_rate(payload: dict[str, Any]) -> dict[str, float]:

@@ -206,6 +206,21 @@ def test_a_race_times_each_precision_and_the_update(folder: Path) -> None:
     assert all(value > 0 for value in seconds.values())
 
 
+def test_a_precision_that_is_far_slower_is_timed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, compute_loss, calls = [0.0], trials._compute_loss, []
+
+    def compute_with_slow_bf16(loss_fn: Any, *given: Any, **options: Any) -> Any:
+        calls.append(loss_fn.precision)
+        now[0] += 10.0 if loss_fn.precision == "bf16" else 1.0
+        return compute_loss(loss_fn, *given, **options)
+
+    monkeypatch.setattr(trials, "_compute_loss", compute_with_slow_bf16)
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: now[0])
+    seconds = time_precisions(payload(folder, threads=1, micro=2, precisions=["fp32", "bf16"]))
+    assert (seconds["fp32"], seconds["bf16"]) == (1.0, 10.0)
+    assert calls.count("bf16") == 1 < calls.count("fp32")
+
+
 STRICT = """
 import torch
 from phalanx.train.tasks import LanguageModeling
