@@ -64,7 +64,7 @@ class StepBreakdown:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class LayoutStepTimes:
     """Seconds of a step by cause, for many layouts: an array for each field of `StepBreakdown`."""
 
     parts: dict[str, np.ndarray]
@@ -269,7 +269,7 @@ def predict_step_times(
     device: DeviceCosts,
     cost_of: OpCost | None = None,
     simulate_pipeline: bool = False,
-) -> StepTimes:
+) -> LayoutStepTimes:
     """Seconds of a step by cause under each layout, from the point of view of the busiest pipeline rank. `scenario`
     gives all that is not in `layouts`. Without `simulate_pipeline` a pipeline takes (micro-batches + (stages - 1) /
     virtual stages) x its slowest rank (Narayanan et al. 2021, section 2.2), a third of that bubble with zero bubble,
@@ -281,7 +281,7 @@ def predict_step_times(
         costs = LayoutCosts(scenario, layouts.take(rows), device, cost_of)
         for name, seconds in _predict_equal_stages(costs, simulate_pipeline).items():
             parts[name][rows] = seconds
-    return StepTimes(parts)
+    return LayoutStepTimes(parts)
 
 
 def _predict_equal_stages(costs: LayoutCosts, simulate_pipeline: bool) -> dict[str, np.ndarray]:

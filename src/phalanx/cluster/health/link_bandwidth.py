@@ -25,7 +25,7 @@ from phalanx.run.authentication import (
     receive_exactly,
 )
 
-REQUESTS = ECHO_REQUEST, SINK_REQUEST, SOURCE_REQUEST = b"E", b"S", b"T"
+LINK_REQUESTS = ECHO_REQUEST, SINK_REQUEST, SOURCE_REQUEST = b"E", b"S", b"T"
 """Purpose of a connection: the listener echoes, receives or sends."""
 CONNECTIONS_PER_MEASUREMENT = 3
 """Of one measurement, one after another."""
@@ -80,7 +80,7 @@ def connect_to_listener(address: tuple[str, int], token: bytes, request: bytes) 
 def accept_caller(sock: socket.socket, token: bytes, seconds: float = HANDSHAKE_TIMEOUT_S) -> bytes:
     """Authenticate a caller and return its request. Raises AuthenticationError for a wrong token, OSError on
     timeout."""
-    request, *_ = accept_authenticated(sock, token, REQUESTS, seconds)
+    request, *_ = accept_authenticated(sock, token, LINK_REQUESTS, seconds)
     sock.settimeout(SILENCE_TIMEOUT_S)
     return request
 

@@ -17,12 +17,12 @@ from phalanx.jobs.agent.attempt import (
     fault_fields,
     first_failure,
 )
+from phalanx.jobs.agent.attempt_history import AttemptHistory
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
 from phalanx.jobs.agent.fork_server_client import ForkServerLostError, StopRequestedError
 from phalanx.jobs.agent.leader_state import LeaderState
 from phalanx.jobs.agent.node_group import RemoteNode
 from phalanx.jobs.agent.node_waiting import REJOIN_TIMEOUT_S, wait_for_nodes
-from phalanx.jobs.agent.run_progress import RunProgress
 from phalanx.jobs.agent.storage_retry import StorageBackoff
 from phalanx.run.event_types import WorkerFailure
 from phalanx.run.messages import Command
@@ -62,7 +62,7 @@ class LeaderAgent(LeaderState):
         except ForkServerLostError as error:
             self.emit(self.fork_server_failure(str(error)))
             return RunOutcome(error.code, None, str(error))
-        progress, attempt_number, backoff = RunProgress(), first_attempt, None
+        progress, attempt_number, backoff = AttemptHistory(), first_attempt, None
         join_timeout_s = JOIN_TIMEOUT_S
         while True:
             if (missing_text := wait_for_nodes(self, join_timeout_s)) is not None:

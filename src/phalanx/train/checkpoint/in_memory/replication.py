@@ -35,9 +35,9 @@ from phalanx.train.checkpoint.rank_record import RankRecord, decode_record, enco
 
 CONNECT_TIMEOUT_S = 20.0
 """Seconds within which a peer must connect and authenticate itself."""
-_PURPOSE = b"R"
+_REPLICA_PURPOSE = b"R"
 _LENGTH_PREFIX = struct.Struct("!I")
-_CHUNK_FOLLOWS, _ABANDONED = b"\1", b"\0"
+_CHUNK_FOLLOWS, _SHARD_ABANDONED = b"\1", b"\0"
 _MAX_RECORD_BYTES = 1 << 30  # longer messages are not a record
 _MAX_REPLY_BYTES = 1 << 16
 ListenerAddress = tuple[str, int, str]
@@ -101,7 +101,7 @@ class ReplicaServer:
                 self._threads.append(thread)
 
     def _authenticate(self, connection: socket.socket, until: float) -> socket.socket:
-        accept_authenticated(connection, self._secret.encode(), (_PURPOSE,), until - time.monotonic())
+        accept_authenticated(connection, self._secret.encode(), (_REPLICA_PURPOSE,), until - time.monotonic())
         connection.settimeout(None)
         return connection
 
@@ -151,7 +151,7 @@ class ReplicaServer:
             except OSError as error:
                 problem = str(error)
             for number, chunk in enumerate(record.chunks):
-                if receive_exactly(connection, 1) == _ABANDONED:
+                if receive_exactly(connection, 1) == _SHARD_ABANDONED:
                     return None
                 view = block[: min(CHUNK_BYTES, record.bytes - number * CHUNK_BYTES)]
                 receive_into(connection, view)
@@ -177,7 +177,7 @@ class ReplicaClient:
 
     def __init__(self, address: ListenerAddress):
         host, port, secret = address
-        self._socket, *_ = open_authenticated((host, port), secret.encode(), _PURPOSE, CONNECT_TIMEOUT_S)
+        self._socket, *_ = open_authenticated((host, port), secret.encode(), _REPLICA_PURPOSE, CONNECT_TIMEOUT_S)
         self._socket.settimeout(None)
 
     def send_shard(self, shard: RankRecord, image: Bytes, cancelled: threading.Event) -> None:
@@ -187,7 +187,7 @@ class ReplicaClient:
         self._socket.sendall(_LENGTH_PREFIX.pack(len(record)) + record)
         for start in range(0, len(image), CHUNK_BYTES):
             if cancelled.is_set():
-                self._socket.sendall(_ABANDONED)
+                self._socket.sendall(_SHARD_ABANDONED)
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), shard.file_name)
             self._socket.sendall(_CHUNK_FOLLOWS)
             self._socket.sendall(image.data[start : start + CHUNK_BYTES])
