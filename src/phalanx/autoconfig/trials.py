@@ -32,6 +32,7 @@ from phalanx.compat import (
 from phalanx.data import RunData, open_data
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, ResolvedRecipe, describe_exception, huggingface_directory, import_object
+from phalanx.recipe.builder_arguments import check_known_arguments
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.grad_sync_defaults import (
     CHANGED_PARAMETERS_KEY,
@@ -308,11 +309,12 @@ def profile_recipe_steps(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_imports(payload: dict[str, Any]) -> str:
-    """RecipeError unless everything that a recipe names by import path exists, and a Hugging Face directory has what
-    its model needs; DataError when `init_from` does not fit that, or has adapters that the recipe has not. Returns a
-    hash of
-    the source files of model and task and of what they imported from the recipe's folder, and of config.json, by which
-    one knows that earlier trials still hold."""
+    """Check what needs no data. Return a hash of the source files of model and task, of what they imported from the
+    recipe's folder, and of config.json: trials with the same hash still hold.
+
+    RecipeError unless everything that a recipe names by import path exists, the builder takes `model.args`, and a
+    Hugging Face directory has what its model needs. DataError when `init_from` does not fit that, or has adapters that
+    the recipe has not."""
     folder = Path(payload["folder"])
     directory = huggingface_directory(payload["build"], folder)
     if directory is not None:
@@ -322,7 +324,9 @@ def check_imports(payload: dict[str, Any]) -> str:
             init_weights.open_initial_weights(payload["init"], folder, model, payload["adapter"])
         owner, config = "", (directory / HF_CONFIG_FILE).read_bytes()
     else:
-        owner, config = import_object(payload["build"], folder, key="model.build").__module__, b""
+        builder = import_object(payload["build"], folder, key="model.build")
+        check_known_arguments(builder, payload.get("args") or {})
+        owner, config = builder.__module__, b""
     task = load_task(payload["task"], folder)
     load_callbacks(payload["callbacks"], folder)
     named = {owner, type(task).__module__}

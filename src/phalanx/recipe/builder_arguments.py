@@ -7,18 +7,24 @@ from typing import Any
 from phalanx.errors import RecipeError
 
 
-def fill_arguments(builder: Callable[..., Any], args: dict[str, Any], data_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `args`, plus each of `data_args` that is not None (vocab_size, seq_len, num_classes), takes part in the
-    builder's signature and is missing. Raises RecipeError for arguments that the builder does not take, and for
-    required ones that are missing."""
+def check_known_arguments(builder: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    """Raise RecipeError for an argument that the builder does not take. Needs no data."""
     parameters = inspect.signature(builder).parameters
-    filled = {k: v for k, v in data_args.items() if k in parameters and k not in args and v is not None}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [key for key in args if key not in parameters and not takes_any]
     if unknown:
         raise RecipeError(
             f"model.args.{unknown[0]}: the builder takes no such argument; it takes {', '.join(parameters)}"
         )
+
+
+def fill_arguments(builder: Callable[..., Any], args: dict[str, Any], data_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `args`, plus each of `data_args` that is not None (vocab_size, seq_len, num_classes), takes part in the
+    builder's signature and is missing. Raises RecipeError for arguments that the builder does not take, and for
+    required ones that are missing."""
+    check_known_arguments(builder, args)
+    parameters = inspect.signature(builder).parameters
+    filled = {k: v for k, v in data_args.items() if k in parameters and k not in args and v is not None}
     missing = [
         name
         for name, p in parameters.items()
