@@ -51,7 +51,7 @@ from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedEr
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import StepDone, StepPhases
-from phalanx.run.messages import Command
+from phalanx.run.process_messages import Command
 
 PHALANX_NAME = "Phalanx"
 PEER_LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}

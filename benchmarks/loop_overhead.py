@@ -53,7 +53,7 @@ from phalanx.observe.progress import make_display, read_run_facts
 from phalanx.recipe import Recipe, dump_recipe, load_recipe, schema
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted
-from phalanx.run.messages import Command, WorkerFinishing
+from phalanx.run.process_messages import Command, WorkerFinishing
 from phalanx.train.reporter import Reporter
 
 PLAIN, PHALANX, TRAINER = "plain loop", "Phalanx", "Trainer"

@@ -41,6 +41,11 @@ class PhalanxError(Exception):
 
     code = ExitCode.USAGE
 
+    def __init__(self, text: str = "", code: ExitCode | None = None):
+        super().__init__(text)
+        if code is not None:
+            self.code = code
+
 
 class UsageError(PhalanxError):
     """The command line asks for something that does not exist or cannot be."""
@@ -70,6 +75,14 @@ class GaveUpError(PhalanxError):
     """Several attempts in a row made no progress."""
 
     code = ExitCode.GAVE_UP
+
+
+def error_of_code(text: str, code: int) -> PhalanxError:
+    """Return the error that another process ended with."""
+    kinds: dict[int, type[PhalanxError]] = {
+        each.code: each for each in (UsageError, RecipeError, DataError, UnfitNodeError, GaveUpError)
+    }
+    return kinds.get(code, PhalanxError)(text, ExitCode(code))
 
 
 def is_storage_error(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """Numbers as people read them: short, with units. Every function takes None or NaN and then says "not measured"."""
 
 import math
+import signal
 from datetime import datetime
 
 NOT_MEASURED_TEXT = "not measured"
@@ -87,6 +88,16 @@ def format_flops(value: float | None) -> str:
 def format_plural(number: int, noun: str) -> str:
     """1, "restart" -> `1 restart`; 2 -> `2 restarts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def format_signal(number: int) -> str:
+    """SIGKILL, say; real-time signals have no names, so they are `signal 40`."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def format_exit_status(status: int) -> str:
+    """An exit code, or the number of the signal that ended a process, negative: `exit code 3`, `SIGKILL`."""
+    return format_signal(-status) if status < 0 else f"exit code {status}"
 
 
 def format_timestamp(t: float | None) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.run.control_channel import AuthConnection
-from phalanx.run.messages import Command, StartWorkers
+from phalanx.run.process_messages import Command, StartWorkers
 
 COMMAND = Command(function="f", payload={})
 

@@ -7,7 +7,7 @@ from typing import Any
 from phalanx.data import open_data
 from phalanx.recipe import load_recipe
 from phalanx.run import Run
-from phalanx.run.messages import WorkerFinishing
+from phalanx.run.process_messages import WorkerFinishing
 from phalanx.train.builder import build_context, resume_training
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.manager import CheckpointManager

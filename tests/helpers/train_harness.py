@@ -29,7 +29,7 @@ from phalanx.recipe.yaml_loader import to_yaml
 from phalanx.run import Event, Run, read_events, select_final_steps
 from phalanx.run.event_types import AttemptStarted, RunEvent, StepDone, WorkerFailure, WorkerStarted
 from phalanx.run.message_socket import drain, send
-from phalanx.run.messages import SendSignal
+from phalanx.run.process_messages import SendSignal
 
 Values = dict[str, Any]
 E = TypeVar("E", bound=RunEvent)

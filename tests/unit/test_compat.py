@@ -51,7 +51,7 @@ def test_a_causal_bias_is_made_where_operations_are_watched() -> None:
 
 LATE = """
 import os, sys, time
-from phalanx.compat import die_with_parent
+from phalanx.process_lifetime import die_with_parent
 parent = os.getpid()
 if os.fork():
     os._exit(0)

@@ -25,7 +25,7 @@ from phalanx.jobs.agent.fork_server_client import (
 from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedError
 from phalanx.run import Run
 from phalanx.run.message_socket import SendTimeoutError, make_socket_pair, send, set_send_timeout
-from phalanx.run.messages import Command, SendSignal
+from phalanx.run.process_messages import Command, SendSignal
 from train_harness import wait_until
 
 Make = Callable[..., ForkServerClient]

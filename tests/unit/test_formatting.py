@@ -56,3 +56,9 @@ def test_sizes_rates_and_plurals() -> None:
     assert formatting.format_flops(1.24e12) == "1.24 TFLOP/s"
     assert formatting.format_plural(1, "restart") == "1 restart"
     assert formatting.format_plural(2, "restart") == "2 restarts"
+
+
+def test_exit_statuses_are_described() -> None:
+    assert formatting.format_exit_status(-9) == "SIGKILL"
+    assert formatting.format_exit_status(-40) == "signal 40"
+    assert formatting.format_exit_status(3) == "exit code 3"

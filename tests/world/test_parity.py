@@ -15,7 +15,7 @@ from phalanx.recipe import dump_recipe, load_recipe
 from phalanx.recipe.schema import Parallelism as LayoutValues
 from phalanx.run import Run
 from phalanx.run.event_types import EvaluationDone, StepDone
-from phalanx.run.messages import Command
+from phalanx.run.process_messages import Command
 from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
 from train_harness import HarnessRun, TrainHarness
 

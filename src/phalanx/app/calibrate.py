@@ -24,7 +24,8 @@ from phalanx.jobs.agent.attempt import (
 )
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError
 from phalanx.run.message_socket import drain
-from phalanx.run.messages import Command, Message, RankResult, SendSignal, StartWorkers, WorkerError, WorkerExited
+from phalanx.run.messages import Message
+from phalanx.run.process_messages import Command, RankResult, SendSignal, StartWorkers, WorkerError, WorkerExited
 
 EXTRA_TIMEOUT_S = 120.0
 """Seconds that a world may take beyond the time that it is asked to measure for."""

@@ -7,7 +7,7 @@ from phalanx.data import inspect_dataset as inspect_dataset
 from phalanx.data import prepare_source
 from phalanx.data import verify_dataset as verify_dataset
 from phalanx.data.inspection import DatasetContent as DatasetContent
-from phalanx.data.prepare import PrepareProgress, ignore_progress
+from phalanx.data.prepare_progress import PrepareProgress, ignore_progress
 from phalanx.errors import UsageError
 from phalanx.recipe.schema import DataConfig, DataSource
 

@@ -69,7 +69,7 @@ from phalanx.run.directory import check_run_path
 from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, WorkerFailure
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat, open_heartbeat
 from phalanx.run.lock import lock_run
-from phalanx.run.messages import Command, WorkerFinishing
+from phalanx.run.process_messages import Command, WorkerFinishing
 from phalanx.std_streams import escape_control_chars, word_of
 
 RUN_DIR_VARIABLE = "PHALANX_RUN_DIR"

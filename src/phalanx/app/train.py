@@ -80,7 +80,7 @@ from phalanx.run.event_types import (
     WorkerStarted,
 )
 from phalanx.run.lock import lock_run
-from phalanx.run.messages import Command
+from phalanx.run.process_messages import Command
 from phalanx.train.lr_schedule import compute_learning_rate, peak_learning_rate
 
 

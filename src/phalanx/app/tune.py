@@ -38,7 +38,7 @@ from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.recipe.yaml_edit import rewrite_recipe
 from phalanx.run import Run
-from phalanx.run.messages import Command
+from phalanx.run.process_messages import Command
 
 NUM_ROUNDS = 5
 START_TIMEOUT_S = 600.0

@@ -22,15 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx.autoconfig.activation_memory import measure_bytes_per_sample
 from phalanx.autoconfig.causality_check import check_causal, check_document_masking, check_split
 from phalanx.cluster import discover_machine, measure_matmul
-from phalanx.compat import (
-    fake_tensor_mode,
-    find_nondeterministic_op,
-    prefer_oom_kill,
-    scale_in_place,
-    set_deterministic,
-)
+from phalanx.compat import fake_tensor_mode, find_nondeterministic_op, scale_in_place, set_deterministic
 from phalanx.data import RunData, open_data
 from phalanx.errors import RecipeError
+from phalanx.process_lifetime import prefer_oom_kill
 from phalanx.recipe import Recipe, ResolvedRecipe, describe_exception, huggingface_directory, import_object
 from phalanx.recipe.builder_arguments import check_known_arguments
 from phalanx.recipe.devices import device_kind_of

@@ -9,7 +9,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from phalanx.data.manifest import LABEL_BYTES, MANIFEST_FILE, DatasetManifest, ShardEntry, read_manifest
-from phalanx.data.prepare import PrepareProgress, ignore_progress
+from phalanx.data.prepare_progress import PrepareProgress, ignore_progress
 from phalanx.data.shard import BLOCK_BYTES, MappedShard, check_shard_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import load_tokenizer
 from phalanx.errors import DataError, describe_os_error, is_storage_error

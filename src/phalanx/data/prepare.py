@@ -5,27 +5,18 @@ the end the directory is renamed. So OUT is complete or does not exist, and fini
 long as the plan (files, their sizes and times, tokenizer) is the same.
 """
 
-import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
-import phalanx
-import phalanx.errors
 from phalanx.data.file_format import check_file_format
 from phalanx.data.manifest import TOKENIZER_FILE, DatasetManifest, ShardEntry, is_dataset, narrowest_token_dtype
 from phalanx.data.prepare_plan import (
@@ -39,8 +30,9 @@ from phalanx.data.prepare_plan import (
     piece_bytes,
     read_done_file,
 )
+from phalanx.data.prepare_progress import PrepareProgress, ProgressReporter, ignore_progress
+from phalanx.data.prepare_workers import write_with_workers
 from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
-from phalanx.deadline import POLL_INTERVAL_S, RESUME_AFTER_CHECKS, Deadline, find_stopped, resume_processes
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.schema import DataConfig, DataSource
 from phalanx.run.directory import fsync_if_supported, write_atomic
@@ -48,24 +40,7 @@ from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 
 logger = logging.getLogger(__name__)
 
-SILENCE_TIMEOUT_S = 600.0  # seconds in which at least one of the processes that prepare data must have said something
 BPE_SAMPLE_BYTES = 64 << 20  # bytes of text that a BPE is trained on
-
-
-@dataclass(frozen=True)
-class PrepareProgress:
-    """How far preparing (or verifying) is. `bytes_done` and `bytes_total` are bytes; `count` is tokens or images
-    written by now."""
-
-    bytes_done: int
-    bytes_total: int
-    count: int
-    elapsed_s: float
-    note: str = ""
-
-
-def ignore_progress(_: PrepareProgress) -> None:
-    """A progress callback that says nothing."""
 
 
 def prepare_source(
@@ -103,24 +78,6 @@ def prepare_source(
             raise
         raise UsageError(f"{dataset_dir}: cannot be written: {error.strerror or error}") from error
     return dataset_dir
-
-
-class ProgressReporter:
-    """Adds up what workers report and passes it on."""
-
-    def __init__(self, total: int, progress: Callable[[PrepareProgress], None], seconds: Callable[[], float]):
-        self._total, self._report_progress, self._seconds = total, progress, seconds
-        self._done = self._count = 0
-
-    def add_progress(self, size: int, count: int) -> None:
-        """Count `size` bytes and `count` tokens (or images) as done."""
-        self._done += size
-        self._count += count
-        self.report_note("")
-
-    def report_note(self, text: str) -> None:
-        """Say something besides numbers."""
-        self._report_progress(PrepareProgress(self._done, self._total, self._count, self._seconds(), text))
 
 
 class _WorkingDir(NamedTuple):
@@ -175,33 +132,30 @@ def _write_dataset(plan: PreparePlan, working_dir: _WorkingDir, num_workers: int
     _discard_other_plan(plan.cache_key, folder)
     _write_tokenizer(plan, folder, reporter)
     job = PrepareJob.from_plan(plan, folder)
-    entries: dict[int, ShardEntry] = {}
-    replaced_bytes: Counter[str] = Counter()
+    pending: dict[int, PreparePiece] = {}
     for number, piece in enumerate(plan.pieces):
-        if (done := read_done_file(folder, number)) is not None:
-            entries[number] = done[0]
-            replaced_bytes += done[1]
+        if (done := read_done_file(folder, number)) is None:
+            pending[number] = piece
+        else:
             reporter.add_progress(piece_bytes(piece), done[0].count)
-    pending = {number: piece for number, piece in enumerate(plan.pieces) if number not in entries}
     if num_workers == 1 or len(pending) == 1:
         writer = PieceWriter(job)
         for number, piece in pending.items():
-            entries[number] = writer.write_piece(number, piece, reporter.add_progress)
-            replaced_bytes += writer.replaced_bytes
+            writer.write_piece(number, piece, reporter.add_progress)
     else:
-        written, more = _write_with_workers(job, pending, num_workers, reporter, working_dir.lock_fd)
-        entries.update(written)
-        replaced_bytes += more
-    _report_warnings(plan, job, replaced_bytes, reporter)
-    entries = dict(sorted(entries.items()))
-    shards = tuple(entry for entry in entries.values() if entry.count)
-    for entry in entries.values():
-        if not entry.count:
+        write_with_workers(job, pending, num_workers, reporter, working_dir.lock_fd)
+    shards, replaced_bytes = [], Counter[str]()
+    for entry, replaced in filter(None, (read_done_file(folder, number) for number in range(len(plan.pieces)))):
+        replaced_bytes += replaced
+        if entry.count:
+            shards.append(entry)
+        else:
             (folder / entry.file).unlink(missing_ok=True)
             (folder / entry.sidecar).unlink(missing_ok=True)
+    _report_warnings(plan, job, replaced_bytes, reporter)
     if not shards:
         raise RecipeError(f"data.source: the {len(plan.files)} file(s) found contain no text")
-    _build_manifest(plan, shards, folder).write(folder)
+    _build_manifest(plan, tuple(shards), folder).write(folder)
 
 
 def _report_warnings(
@@ -271,7 +225,7 @@ def _commit_dataset(partial: Path, dataset_dir: Path) -> None:
     """Give the finished directory its name, in such an order that a power cut leaves it whole or unfinished."""
     for path in partial.iterdir():
         # also what a worker that was killed left half-written
-        if path.suffix in (".done", ".tmp") or path.name == "plan":
+        if path.suffix in (".done", ".piece", ".tmp") or path.name == "plan":
             path.unlink()
     _sync_dir(partial)
     try:
@@ -289,137 +243,3 @@ def _sync_dir(folder: Path) -> None:
         fsync_if_supported(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_with_workers(
-    job: PrepareJob, pending: dict[int, PreparePiece], num_workers: int, reporter: ProgressReporter, lock: int
-) -> "tuple[dict[int, ShardEntry], Counter[str]]":
-    """Write pieces with several worker processes, each led by a thread that hands it one piece after the other."""
-    messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    pieces = iter(list(pending.items()))
-    processes = [_start_worker(lock) for _ in range(min(num_workers, len(pending)))]
-    feeders = [
-        Thread(target=_feed_worker, args=(process, job, pieces, messages), name=f"data-{number}", daemon=True)
-        for number, process in enumerate(processes)
-    ]
-    entries: dict[int, ShardEntry] = {}
-    replaced_bytes: Counter[str] = Counter()
-    try:
-        for feeder in feeders:
-            feeder.start()
-        while len(entries) < len(pending):
-            message = _wait_for_message(messages, processes, reporter)
-            if "entry" in message:
-                entries[message["number"]] = ShardEntry(**message["entry"])
-                replaced_bytes.update(message["lost"])
-            elif "bytes" in message:
-                reporter.add_progress(message["bytes"], message["count"])
-            elif "error" in message:
-                raise getattr(phalanx.errors, message["error"])(message["text"])
-            else:
-                raise _lost(message["status"])
-    finally:
-        for process in processes:
-            process.kill()
-        for feeder in feeders:
-            feeder.join()
-        for process in processes:
-            _close_worker(process)
-    return entries, replaced_bytes
-
-
-def _lost(status: int) -> Exception:
-    """Why a worker that prepares data ended without a word."""
-    if status >= 0:
-        return RuntimeError(f"a worker that prepares data ended with status {status}")
-    killed = " (possibly out of memory)" if -status == signal.SIGKILL else ""
-    error = PhalanxError(
-        f"a process that prepares data was killed by signal {-status}{killed}; run the same command again to "
-        "continue from here"
-    )
-    error.code = ExitCode.UNFINISHED
-    return error
-
-
-def _wait_for_message(
-    messages: "SimpleQueue[dict[str, Any]]", processes: "Sequence[subprocess.Popen[str]]", reporter: ProgressReporter
-) -> dict[str, Any]:
-    """What a worker says next. One that was stopped is continued; where none says anything for too long, this
-    ends."""
-    wait, num_stopped_looks = Deadline("the processes that prepare data", SILENCE_TIMEOUT_S, reporter.report_note), 0
-    while True:
-        try:
-            return messages.get(timeout=POLL_INTERVAL_S)
-        except Empty:
-            stopped_processes = find_stopped(process.pid for process in processes)
-            num_stopped_looks = num_stopped_looks + 1 if stopped_processes else 0
-            if num_stopped_looks == RESUME_AFTER_CHECKS:
-                resume_processes(stopped_processes)
-                reporter.report_note(
-                    f"process {stopped_processes[0].pid}, which prepares data, was stopped (SIGSTOP): continued it"
-                )
-                num_stopped_looks = 0
-            if wait.check_expired():
-                error = PhalanxError(
-                    f"the processes that prepare data have reported nothing for {SILENCE_TIMEOUT_S:.0f} s: they hang, "
-                    "or the storage of the source or of the cache does; run the same command again to continue from "
-                    "here"
-                )
-                error.code = ExitCode.UNFINISHED
-                raise error from None
-
-
-def _close_worker(process: "subprocess.Popen[str]") -> None:
-    """Wait for a worker that was killed, and close the pipes to it."""
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(BrokenPipeError):  # closing flushes the last message to it once more
-                pipe.close()
-
-
-def _start_worker(lock: int) -> subprocess.Popen[str]:
-    # In a session of its own, so that Ctrl-C reaches only this process, which then ends its workers. A worker inherits
-    # the lock: if this process is killed, no other process begins before the last worker has noticed and ended.
-    path = os.pathsep.join((str(Path(phalanx.__path__[0]).parent), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "phalanx.data.prepare_worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        pass_fds=(lock,),
-        env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
-    )
-
-
-def _feed_worker(
-    process: "subprocess.Popen[str]",
-    job: PrepareJob,
-    pieces: Iterator[tuple[int, PreparePiece]],
-    messages: "SimpleQueue[dict[str, Any]]",
-) -> None:
-    """Hand pieces to a worker until there are none, and pass on what it says."""
-    if process.stdin is None or process.stdout is None:
-        raise ValueError("a worker needs pipes")
-    try:
-        _send_line(process.stdin, asdict(job))
-        for number, piece in pieces:
-            _send_line(process.stdin, [number, [asdict(part) for part in piece]])
-            for line in process.stdout:
-                message = json.loads(line)
-                messages.put({**message, "number": number})
-                if "entry" in message:
-                    break
-                if "error" in message:
-                    return
-            else:  # it ended without an answer
-                messages.put({"status": process.wait()})
-                return
-    except BrokenPipeError:
-        messages.put({"status": process.wait()})
-
-
-def _send_line(pipe: IO[str], value: Any) -> None:
-    pipe.write(json.dumps(value) + "\n")
-    pipe.flush()

@@ -264,5 +264,19 @@ def read_done_file(folder: Path, number: int) -> "tuple[ShardEntry, Counter[str]
     return ShardEntry(**found["entry"]), Counter(found["lost"])
 
 
+def write_piece_file(folder: Path, number: int, piece: PreparePiece) -> None:
+    """Write down the parts of a piece for the process that writes its shard."""
+    _piece_path(folder, number).write_text(json.dumps([asdict(part) for part in piece]))
+
+
+def read_piece_file(folder: Path, number: int) -> PreparePiece:
+    """Return what `write_piece_file` wrote down."""
+    return tuple(FilePart(**part) for part in json.loads(_piece_path(folder, number).read_bytes()))
+
+
 def _done_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.done"
+
+
+def _piece_path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.piece"

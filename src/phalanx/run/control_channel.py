@@ -25,7 +25,8 @@ from phalanx.run.authentication import (
     open_authenticated,
 )
 from phalanx.run.event_loop import EventLoop
-from phalanx.run.messages import Introduction, Message, ProtocolError, decode, encode
+from phalanx.run.messages import Message, ProtocolError, decode, encode
+from phalanx.run.node_messages import Introduction
 
 SEND_TIMEOUT_S = 10.0
 """Seconds after which an end that takes nothing is given up."""

@@ -16,7 +16,8 @@ from phalanx.run import Event, EventLog, Run, read_events, sum_training_seconds
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import NonFiniteStep, StepDone, WorkerFailure
 from phalanx.run.message_socket import send
-from phalanx.run.messages import FromWorker, Message, RunResult, WorkerError
+from phalanx.run.messages import Message
+from phalanx.run.process_messages import FromWorker, RunResult, WorkerError
 from phalanx.std_streams import escape_control_chars
 
 NUM_STEPS_REMEMBERED = 256

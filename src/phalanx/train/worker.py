@@ -28,7 +28,7 @@ from phalanx.recipe.devices import device_kind_of
 from phalanx.run import Event, Run
 from phalanx.run.event_types import WorkerStarted
 from phalanx.run.heartbeat import open_heartbeat
-from phalanx.run.messages import StandbyReady, WorkerFinishing
+from phalanx.run.process_messages import StandbyReady, WorkerFinishing
 from phalanx.train.builder import (
     build_context,
     make_evaluator,

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import phalanx.data.prepare
+import phalanx.data.prepare_workers
 from phalanx.data import prepare_plan, verify_dataset
-from phalanx.data.prepare import PrepareProgress, _close_worker
+from phalanx.data.prepare_progress import PrepareProgress
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
@@ -97,15 +97,6 @@ def test_after_an_interruption_finished_shards_are_kept(texts, tmp_path, small_p
     assert seen[-1].count == all_tokens(out).size
 
 
-def test_the_pipes_of_a_worker_that_ended_before_it_took_what_it_was_told_are_closed():
-    """Else an interruption could be told as a broken pipe."""
-    process = subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    process.stdin.write("the next piece")
-    _close_worker(process)
-    assert process.stdin.closed
-    assert process.stdout.closed
-
-
 def test_a_source_that_changed_meanwhile_is_begun_anew(texts, tmp_path, small_pieces):
     with pytest.raises(Interrupted):
         prepare(texts, tmp_path / "out", {"text": "*.txt"}, report_progress=interrupt_at(60_000))
@@ -154,7 +145,7 @@ def test_a_killed_preparation_leaves_no_process_and_can_be_finished(texts, tmp_p
 
 
 def test_workers_do_not_import_torch(texts, tmp_path):
-    code = "import sys, phalanx.data.prepare_worker, phalanx.data, phalanx.cli.data; sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.data.prepare_workers, phalanx.data, phalanx.cli.data; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
 
 
@@ -321,7 +312,7 @@ def stop_workers(done):
 
 
 def test_workers_that_are_stopped_are_continued_with_a_word(texts, tmp_path, small_pieces, monkeypatch):
-    monkeypatch.setattr(phalanx.data.prepare, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(phalanx.data.prepare_workers, "POLL_INTERVAL_S", 0.05)
     notes, strike = [], stop_workers(1)
 
     def progress(now: PrepareProgress):
@@ -336,10 +327,10 @@ def test_workers_that_are_stopped_are_continued_with_a_word(texts, tmp_path, sma
 def test_workers_that_say_nothing_are_not_waited_for_without_end_and_what_is_finished_is_kept(
     texts, tmp_path, small_pieces, monkeypatch
 ):
-    monkeypatch.setattr(phalanx.data.prepare, "POLL_INTERVAL_S", 0.05)
-    monkeypatch.setattr(phalanx.data.prepare, "SILENCE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(phalanx.data.prepare_workers, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(phalanx.data.prepare_workers, "SILENCE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(
-        phalanx.data.prepare, "RESUME_AFTER_CHECKS", 10**9
+        phalanx.data.prepare_workers, "RESUME_AFTER_CHECKS", 10**9
     )  # as if they hung, which cannot be seen from outside
     others = set(psutil.Process().children())
     with pytest.raises(PhalanxError, match="have reported nothing for 0 s: they hang") as caught:

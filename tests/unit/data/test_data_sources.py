@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import phalanx.data.prepare as prepare_module
-from phalanx.data import sources
+from phalanx.data import prepare_workers, sources
 from phalanx.data.source_files import find_files, stat_source_file
 from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_source_file
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
+from phalanx.run.call_process import CallProcess
 from small_data import all_tokens, manifest_of, prepare, write_texts
 
 
@@ -408,16 +408,15 @@ def test_a_long_document_is_read_in_chunks_that_are_the_whole(tmp_path, kind):
 def test_a_process_that_prepares_and_was_killed_is_said_to_be(tmp_path, monkeypatch):
     """As when memory is short."""
     write_texts(tmp_path, {f"{name}.txt": "x" * (5 << 20) for name in "ab"})
-    started = prepare_module._start_worker
 
-    def killed(lock):
-        process = started(lock)
-        process.kill()
-        return process
+    class Killed(CallProcess):
+        def __init__(self, lock):
+            super().__init__(lock)
+            self.process.kill()
 
-    monkeypatch.setattr(prepare_module, "_start_worker", killed)
+    monkeypatch.setattr(prepare_workers, "CallProcess", Killed)
     with pytest.raises(
-        PhalanxError, match=r"was killed by signal 9 \(possibly out of memory\).* run the same command again"
+        PhalanxError, match=r"was killed by SIGKILL \(possibly out of memory\).* run the same command again"
     ) as refused:
         prepare(tmp_path, tmp_path / "out", {"text": "*.txt"}, num_workers=2)
     assert refused.value.code == ExitCode.UNFINISHED

@@ -14,8 +14,9 @@ from phalanx.jobs.agent.node_group import make_hello
 from phalanx.jobs.frameworks import launcher
 from phalanx.jobs.frameworks.launcher import RendezvousError, join_nodes
 from phalanx.run.control_channel import TCP_KEEPALIVE_OPTIONS, ControlServer, connect_to_leader
-from phalanx.run.messages import Leave, Message, Ping, Rejected
+from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
+from phalanx.run.node_messages import Leave, Ping, Rejected
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import os, signal, subprocess, sys, time
 import psutil
-from phalanx.compat import become_subreaper
+from phalanx.process_lifetime import become_subreaper
 from phalanx.jobs.process_tree import kill_descendants
 
 become_subreaper()

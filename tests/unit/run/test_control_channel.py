@@ -29,7 +29,9 @@ from phalanx.run.control_channel import (
     find_listen_address,
 )
 from phalanx.run.fields import to_fields
-from phalanx.run.messages import HeartbeatEntry, Heartbeats, Hello, Message, Ping, RankResult, SendSignal
+from phalanx.run.messages import Message
+from phalanx.run.node_messages import HeartbeatEntry, Heartbeats, Hello, Ping
+from phalanx.run.process_messages import RankResult, SendSignal
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 HELLO = Hello(node_rank=1, num_nodes=2, host="n1")

@@ -8,7 +8,9 @@ import pytest
 
 from phalanx.run.event_types import RunWarning
 from phalanx.run.message_socket import MAX_PACKET_BYTES, drain, make_socket_pair, receive, send
-from phalanx.run.messages import Message, Ping, ProtocolError, RankResult, StopRequested, StoreDied, encode
+from phalanx.run.messages import Message, ProtocolError, encode
+from phalanx.run.node_messages import Ping, StopRequested
+from phalanx.run.process_messages import RankResult, StoreDied
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from phalanx.run.event_types import (
     WorkerStarted,
 )
 from phalanx.run.message_socket import drain, make_socket_pair, receive
-from phalanx.run.messages import RunResult, WorkerError
+from phalanx.run.process_messages import RunResult, WorkerError
 from phalanx.train.reporter import AgentReporter, RunReporter, make_reporter
 
 

@@ -28,7 +28,9 @@ from phalanx.cluster.health.thresholds import evaluate_threshold
 from phalanx.errors import UsageError
 from phalanx.run.authentication import MAX_PENDING_HANDSHAKES, AuthenticationError, load_token
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
-from phalanx.run.messages import (
+from phalanx.run.messages import Message
+from phalanx.run.node_env import NodeEnv
+from phalanx.run.node_messages import (
     LinkFailed,
     LinkFinding,
     LinkFindings,
@@ -36,11 +38,9 @@ from phalanx.run.messages import (
     LinkServed,
     LinkTestHello,
     MeasureLink,
-    Message,
     NodeFinished,
     ServeLink,
 )
-from phalanx.run.node_env import NodeEnv
 
 JOIN_TIMEOUT_S = 60.0
 """Seconds within which all nodes must be there."""

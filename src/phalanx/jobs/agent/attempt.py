@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ExitCode
-from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS, signal_name
+from phalanx.formatting import format_signal
+from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.hang_report import HangReport
 from phalanx.jobs.agent.node_group import NodeHandle
 from phalanx.run.event_types import FailureCause, WorkerFailure
 from phalanx.run.heartbeat import Heartbeat
-from phalanx.run.messages import WorkerError
+from phalanx.run.process_messages import WorkerError
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
 """Exit codes of a worker that a restart would only repeat."""
@@ -192,7 +193,7 @@ def decide_outcome(attempt: AttemptState, logs: Path, attempt_number: int) -> tu
 
 def describe_exit(code: int) -> str:
     """Describe the exit status of a worker."""
-    text = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    text = f"was killed by {format_signal(-code)}" if code < 0 else f"ended with exit code {code}"
     if code == LOST_PEER_STATUS:
         text = "lost the connection to another worker"
     if code == STORAGE_FAILED_STATUS:
@@ -231,7 +232,7 @@ def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
 def failure_of(rank: int, status: int, message: str) -> WorkerFailure:
     """Return the event of a worker that failed with `status`."""
     if status < 0:
-        return WorkerFailure(rank=rank, cause="signal", signal=signal_name(-status), message=message)
+        return WorkerFailure(rank=rank, cause="signal", signal=format_signal(-status), message=message)
     if (cause := CAUSE_BY_STATUS.get(status)) is not None:
         return WorkerFailure(rank=rank, cause=cause, message=message)
     return WorkerFailure(rank=rank, cause="exit_code", exit_code=status, message=message)

@@ -41,23 +41,22 @@ from phalanx.run.event_types import (
 )
 from phalanx.run.fields import to_fields
 from phalanx.run.message_socket import drain
-from phalanx.run.messages import (
+from phalanx.run.messages import Message, warning_of
+from phalanx.run.node_messages import StopRequested
+from phalanx.run.process_messages import (
     CallReply,
     Command,
     JoinedGroup,
     LeftGroup,
-    Message,
     RunResult,
     StandbyReady,
     StartWorkers,
-    StopRequested,
     StoreDied,
     WorkerCrashed,
     WorkerError,
     WorkerExited,
     WorkerFinishing,
     WorkersStarted,
-    warning_of,
 )
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from phalanx.jobs.agent.attempt import AttemptState
 from phalanx.jobs.agent.node_group import NodeHandle
 from phalanx.run import Event
 from phalanx.run.event_types import AttemptStarted, RunWarning, StepDone
-from phalanx.run.messages import (
+from phalanx.run.process_messages import (
     JoinedGroup,
     LeftGroup,
     MembershipUpdate,

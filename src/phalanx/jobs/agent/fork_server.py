@@ -11,7 +11,6 @@ heartbeats to shared memory that the agent created (`run/heartbeat.py`).
 
 import contextlib
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -23,23 +22,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-from phalanx.compat import become_subreaper, die_with_parent, import_torch
-from phalanx.errors import ExitCode, PhalanxError, is_storage_error
+from phalanx.compat import import_torch
+from phalanx.errors import UnfitNodeError, is_storage_error
+from phalanx.formatting import format_exit_status
 from phalanx.jobs.process_tree import kill_descendants
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.logging_config import configure_logging
+from phalanx.process_lifetime import become_subreaper, die_with_parent
 from phalanx.recipe import describe_exception
 from phalanx.recipe.snapshot_paths import resolve_code_dir
 from phalanx.run import heartbeat
+from phalanx.run.call_process import answer_call, import_function
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.message_socket import make_socket_pair, receive, send
-from phalanx.run.messages import (
+from phalanx.run.messages import Message, ProtocolError
+from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
+from phalanx.run.process_messages import (
     CallRaised,
-    CallReturned,
-    ForkServerReady,
-    Message,
     Preload,
-    ProtocolError,
+    ProcessReady,
     RunCall,
     SendSignal,
     StartStore,
@@ -51,7 +52,6 @@ from phalanx.run.messages import (
     WorkerExited,
     WorkersStarted,
 )
-from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.std_streams import SafeStream
 
 logger = logging.getLogger("phalanx.jobs.agent.fork_server")  # its __name__ is __main__ under `python -m`
@@ -103,7 +103,7 @@ class ForkServer:
             with contextlib.suppress(ConnectionError), EventLoop() as loop:  # the agent is gone when a message is sent
                 loop.add_reader(self.agent_socket, self.receive_messages)
                 loop.add_reader(signals.wake_socket, reap)
-                send(self.agent_socket, ForkServerReady())
+                send(self.agent_socket, ProcessReady())
                 while not self.is_agent_gone:
                     loop.run_once()
             self.shut_down()
@@ -133,7 +133,7 @@ class ForkServer:
             case RunCall():
                 self.fork_child(FIRST_CALL_RANK - message.call_id, partial(self.run_call, message), {}, None)
             case Preload():
-                _import_function(message.function)(message.payload)
+                import_function(message.function)(message.payload)
                 freeze_gc()
             case _:
                 raise ProtocolError(f"the fork server received an unexpected message: {message}")
@@ -222,7 +222,7 @@ class ForkServer:
 
     def run_call(self, asked: RunCall) -> NoReturn:
         """Run `module:function(payload)` in this forked process, send its result or exception, and exit."""
-        send(self.agent_socket, _reply_to(asked))
+        send(self.agent_socket, answer_call(asked, _find_gpu_failure))
         raise SystemExit(CALL_ANSWERED_STATUS)
 
     def fork_child(
@@ -262,7 +262,7 @@ class ForkServer:
                 return
             if pid == 0:
                 return
-            rank = self.children.pop(pid, None)
+            rank, exit_status = self.children.pop(pid, None), os.waitstatus_to_exitcode(status)
             if rank is not None and (control_socket := self.control_sockets.pop(rank, None)) is not None:
                 control_socket.close()
             if rank == STORE_RANK:
@@ -274,13 +274,13 @@ class ForkServer:
                 continue
             if rank <= FIRST_CALL_RANK:
                 # A trial that was killed, for example when out of memory, sends no reply: reply for it.
-                if os.waitstatus_to_exitcode(status) != CALL_ANSWERED_STATUS:
-                    text = f"the trial process ended with {describe_wait_status(status)}"
-                    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+                if exit_status != CALL_ANSWERED_STATUS:
+                    text = f"the trial process ended with {format_exit_status(exit_status)}"
+                    killed = exit_status == -signal.SIGKILL
                     send(self.agent_socket, CallRaised(call_id=FIRST_CALL_RANK - rank, message=text, was_killed=killed))
                 continue
-            logger.debug("worker %d (process %d) ended with %s", rank, pid, describe_wait_status(status))
-            send(self.agent_socket, WorkerExited(rank=rank, exit_status=os.waitstatus_to_exitcode(status)))
+            logger.debug("worker %d (process %d) ended with %s", rank, pid, format_exit_status(exit_status))
+            send(self.agent_socket, WorkerExited(rank=rank, exit_status=exit_status))
 
     def send_signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the workers of these ranks; without, to all (to trials only one that ends them for good)."""
@@ -303,45 +303,10 @@ def freeze_gc() -> None:
     gc.freeze()
 
 
-def describe_wait_status(status: int) -> str:
-    """A wait status in words."""
-    code = os.waitstatus_to_exitcode(status)
-    return signal_name(-code) if code < 0 else f"exit code {code}"
-
-
-def signal_name(number: int) -> str:
-    """SIGKILL, say; real-time signals have no names, so they are `signal 40`."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
-def _reply_to(asked: RunCall) -> CallReturned | CallRaised:
-    """Call the function and return its result or exception as a message."""
-    call_id = asked.call_id
-    try:
-        return CallReturned(call_id=call_id, value=_import_function(asked.function)(asked.payload))
-    except PhalanxError as error:
-        return CallRaised(call_id=call_id, message=str(error), exit_code=int(error.code))
-    except SystemExit as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"SystemExit: {error.code} ({frame.filename}:{frame.lineno}, in {frame.name}): a trial was left by it"
-        return CallRaised(call_id=call_id, message=text)
-    except Exception as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
-        text, code, trace = f"{type(error).__name__}: {error}", None, traceback.format_exc()[-8000:]
-        if _is_gpu_error(error):
-            text, code = f"a GPU of this machine failed: {describe_exception(error)}", int(ExitCode.UNFIT_NODE)
-        return CallRaised(call_id=call_id, message=text, exit_code=code, traceback=trace)
-
-
-def _import_function(path: str) -> Callable[[Any], Any]:
-    module, _, name = path.partition(":")
-    function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
-    return function
-
-
 def _call_and_exit(path: str, payload: Any) -> None:
     """Import and call in the child, and exit with the code that the function returns. The parent does not import what
     a worker needs."""
-    code = _import_function(path)(payload)
+    code = import_function(path)(payload)
     raise SystemExit(0 if code is None else int(code))
 
 
@@ -406,6 +371,12 @@ def _exit_status(error: BaseException) -> int:
     if _is_gpu_error(error):  # NCCL reports it like a lost peer
         return GPU_FAILED_STATUS
     return LOST_PEER_STATUS if is_peer_failure(error) else STORAGE_FAILED_STATUS if is_storage_error(error) else 1
+
+
+def _find_gpu_failure(error: Exception) -> UnfitNodeError | None:
+    if not _is_gpu_error(error):
+        return None
+    return UnfitNodeError(f"a GPU of this machine failed: {describe_exception(error)}")
 
 
 def _is_gpu_error(error: BaseException) -> bool:

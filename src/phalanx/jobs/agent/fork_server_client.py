@@ -21,18 +21,17 @@ from phalanx.deadline import (
     print_status,
     resume_processes,
 )
-from phalanx.errors import ExitCode, PhalanxError, SubprocessError
-from phalanx.jobs.agent.fork_server import signal_name
+from phalanx.errors import ExitCode, PhalanxError
+from phalanx.formatting import format_signal
+from phalanx.run.call_process import value_of
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.heartbeat import HeartbeatTable
 from phalanx.run.message_socket import SendTimeoutError, make_socket_pair, receive, send, set_send_timeout
-from phalanx.run.messages import (
-    CallRaised,
+from phalanx.run.messages import Message
+from phalanx.run.process_messages import (
     CallReply,
-    CallReturned,
-    ForkServerReady,
-    Message,
     Preload,
+    ProcessReady,
     RunCall,
     StartStore,
     StoreStarted,
@@ -84,14 +83,6 @@ class StopRequestedError(PhalanxError):
     """This process was asked to stop while it waited, before there were workers that could save a checkpoint."""
 
     code = ExitCode.UNFINISHED
-
-
-class RemoteUserError(PhalanxError):
-    """A PhalanxError of another process, with its code."""
-
-    def __init__(self, text: str, code: ExitCode):
-        super().__init__(text)
-        self.code = code
 
 
 def call_timeout(hang_timeout_s: float) -> float:
@@ -216,7 +207,7 @@ class ForkServerClient:
         """Block until torch is imported in the fork server. Raises ForkServerLostError when that takes too long."""
         if not self._is_ready:
             self._wait_for_reply(
-                ForkServerReady,
+                ProcessReady,
                 deadline=Deadline(f"{PROCESS_DESCRIPTION} to be ready", self._timeouts_s[0], self.report),
             )
             self._is_ready = True
@@ -242,7 +233,7 @@ class ForkServerClient:
     def call(self, function: str, payload: Any) -> Any:
         """Run `module:function(payload)` in a fork of the fork server and return its value.
 
-        Raises `RemoteUserError` for the user's errors, `SubprocessError` for anything else, and `ForkServerLostError`.
+        Raises the PhalanxError of a user's mistake, `SubprocessError` for anything else, and `ForkServerLostError`.
         """
         self.wait_until_ready()
         self._num_calls += 1
@@ -253,12 +244,7 @@ class ForkServerClient:
         hint = "; if it is only slow, raise fault_tolerance.hang_timeout_s"
         while (reply := self._wait_for_reply(CallReply, deadline=deadline, hint=hint)).call_id != self._num_calls:
             pass  # to a call that was interrupted, or an end behind an answer
-        if isinstance(reply, CallReturned):
-            return reply.value
-        assert isinstance(reply, CallRaised)
-        if reply.exit_code is not None:
-            raise RemoteUserError(reply.message, ExitCode(reply.exit_code))
-        raise SubprocessError(reply.message, reply.traceback, reply.was_killed)
+        return value_of(reply)
 
     def send(self, message: ToForkServer) -> None:
         """Send a message. Raises ForkServerLostError when the fork server is gone or does not receive."""
@@ -331,8 +317,10 @@ class ForkServerClient:
             code = -int(signal.SIGKILL)  # it has closed its sockets, and cannot be used any more
         if code < 0:
             killed = " (possibly out of memory)" if -code == signal.SIGKILL else ""
-            return ForkServerLostError(f"{PROCESS_DESCRIPTION} was killed by {signal_name(-code)}{killed}; start again")
-        error = ForkServerLostError(f"{PROCESS_DESCRIPTION} died with exit code {code}; its message stands above")
-        if not self._is_ready:  # it would die in the same way again
-            error.code = ExitCode.UNFIT_NODE
-        return error
+            return ForkServerLostError(
+                f"{PROCESS_DESCRIPTION} was killed by {format_signal(-code)}{killed}; start again"
+            )
+        return ForkServerLostError(
+            f"{PROCESS_DESCRIPTION} died with exit code {code}; its message stands above",
+            ExitCode.UNFINISHED if self._is_ready else ExitCode.UNFIT_NODE,  # it would die in the same way again
+        )

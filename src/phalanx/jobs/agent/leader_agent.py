@@ -25,7 +25,7 @@ from phalanx.jobs.agent.node_group import RemoteNode
 from phalanx.jobs.agent.node_waiting import REJOIN_TIMEOUT_S, wait_for_nodes
 from phalanx.jobs.agent.storage_retry import StorageBackoff
 from phalanx.run.event_types import WorkerFailure
-from phalanx.run.messages import Command
+from phalanx.run.process_messages import Command
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import delete_history, remove_node_dir
-from phalanx.run.messages import NodeDeparture, SendSignal
+from phalanx.run.node_messages import NodeDeparture
+from phalanx.run.process_messages import SendSignal
 
 REPEATED_SIGTERM_WINDOW_S = 5.0
 """Seconds within which a second SIGTERM is a repetition: Slurm's step and its daemon send one each."""

@@ -35,18 +35,10 @@ from phalanx.run.event_loop import EventLoop
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import remove_node_dir
 from phalanx.run.message_socket import drain, receive, send
-from phalanx.run.messages import (
-    Leave,
-    Message,
-    Ping,
-    Rejected,
-    SendSignal,
-    StartWorkers,
-    StopRequested,
-    UpdateMembership,
-    WorkerExited,
-)
+from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
+from phalanx.run.node_messages import Leave, Ping, Rejected, StopRequested
+from phalanx.run.process_messages import SendSignal, StartWorkers, UpdateMembership, WorkerExited
 from phalanx.std_streams import escape_control_chars
 
 logger = logging.getLogger(__name__)

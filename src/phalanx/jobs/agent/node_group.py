@@ -28,18 +28,18 @@ from phalanx.run.authentication import derive_store_key
 from phalanx.run.control_channel import AuthConnection, ControlServer
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
 from phalanx.run.message_socket import drain, receive, send
-from phalanx.run.messages import (
+from phalanx.run.messages import Message
+from phalanx.run.node_messages import (
     HeartbeatEntry,
     Heartbeats,
     Hello,
     LauncherHello,
     Leave,
-    Message,
     NodeDeparture,
     NodeIdentity,
     Ping,
-    StartWorkers,
 )
+from phalanx.run.process_messages import StartWorkers
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from phalanx.run import Run
 from phalanx.run.boot_clock import unix_now
 from phalanx.run.event_types import StepDone, WorkerStarted
 from phalanx.run.message_socket import drain
-from phalanx.run.messages import (
+from phalanx.run.messages import Message
+from phalanx.run.process_messages import (
     Command,
-    Message,
     SendSignal,
     StartWorkers,
     ToForkServer,

@@ -16,12 +16,12 @@ from typing import Protocol
 
 import psutil
 
-from phalanx.compat import die_with_parent
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.chaos.faults import CHAOS_TAG_VARIABLE, disable_core_dumps
 from phalanx.jobs.chaos.run_monitor import RunMonitor
 from phalanx.jobs.spec import JobState
+from phalanx.process_lifetime import die_with_parent
 from phalanx.run.boot_clock import unix_now
 
 MAX_STARTS_WITHOUT_ATTEMPT = 5

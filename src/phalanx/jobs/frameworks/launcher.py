@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from phalanx.compat import become_subreaper, die_with_parent
 from phalanx.deadline import POLL_INTERVAL_S, Deadline, print_status
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.agent.node_group import find_incompatibility, make_hello
@@ -37,11 +36,13 @@ from phalanx.jobs.frameworks.process_env import (
 from phalanx.jobs.process_tree import kill_descendants
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.logging_config import configure_logging
+from phalanx.process_lifetime import become_subreaper, die_with_parent
 from phalanx.run.authentication import load_token
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
 from phalanx.run.event_loop import EventLoop
-from phalanx.run.messages import LauncherHello, Leave, Message, NodeFailed, NodeFinished, Rejected, Topology
+from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
+from phalanx.run.node_messages import LauncherHello, Leave, NodeFailed, NodeFinished, Rejected, Topology
 
 logger = logging.getLogger("phalanx.jobs.frameworks.launcher")  # its __name__ is __main__ under `python -m`
 

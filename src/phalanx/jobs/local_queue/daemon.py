@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.agent.fork_server import signal_name
+from phalanx.formatting import format_signal
 from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, CANCEL_SENT, JobDatabase, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
 from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, select_gpus, select_jobs_to_start
@@ -198,7 +198,7 @@ def next_state(
     """
     shown_code, reason = ending.exit_code, ending.reason
     code = normalize_exit_code(shown_code)
-    reason_text = reason or (f"was killed by {signal_name(-code)}" if code < 0 else None)
+    reason_text = reason or (f"was killed by {format_signal(-code)}" if code < 0 else None)
     ended_at = ending.ended_at or now
     lifetime_s = ending.duration_s
     if lifetime_s is None:

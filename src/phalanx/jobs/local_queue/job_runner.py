@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from phalanx.compat import become_subreaper, die_with_parent
 from phalanx.jobs.process_tree import kill_descendants
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.logging_config import configure_logging
+from phalanx.process_lifetime import become_subreaper, die_with_parent
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.run.directory import write_json
 from phalanx.run.event_loop import EventLoop

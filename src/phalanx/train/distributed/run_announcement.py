@@ -137,10 +137,8 @@ def _end_if_failed(found: RunAnnouncement, place: DistEnv) -> None:
     who = (
         f"worker {found.rank} could not take part" if found.rank else "the leading worker could not make the run ready"
     )
-    error = RelayedError(f"{who}: {found.error}")
-    error.code = ExitCode(found.exit_code)
     open_attempt_store(place).add(_HEARD_KEY, 1)
-    raise error
+    raise RelayedError(f"{who}: {found.error}", ExitCode(found.exit_code))
 
 
 def wait_for_announcement(dist_env: DistEnv, run: Path) -> RunAnnouncement:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from phalanx.run.message_socket import receive
-from phalanx.run.messages import MembershipUpdate
+from phalanx.run.process_messages import MembershipUpdate
 
 CONTROL_FD_VARIABLE = "PHALANX_CONTROL_FD"
 """Environment variable with the file descriptor on which a worker receives updates."""

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from phalanx.errors import DataError
 from phalanx.recipe.schema import Parallelism
 from phalanx.run.event_types import CheckpointFailed
-from phalanx.run.messages import JoinedGroup, LeftGroup, MembershipUpdate
+from phalanx.run.process_messages import JoinedGroup, LeftGroup, MembershipUpdate
 from phalanx.train.builder import make_accumulator, report_start
 from phalanx.train.checkpoint import clean_checkpoint_dir
 from phalanx.train.checkpoint.load_plan import get_state_tensors, load_full_state

@@ -17,11 +17,11 @@ from phalanx.jobs.agent.elastic import (
 )
 from phalanx.run import Event
 from phalanx.run.event_types import AttemptStarted, RunWarning, StepDone
-from phalanx.run.messages import (
+from phalanx.run.messages import Message
+from phalanx.run.process_messages import (
     JoinedGroup,
     LeftGroup,
     MembershipUpdate,
-    Message,
     SendSignal,
     StandbyReady,
     StartWorkers,

@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from made_messages import start_workers
-from phalanx.errors import ExitCode, SubprocessError
-from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, STORAGE_FAILED_STATUS, describe_wait_status
-from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, RemoteUserError, add_huge_pages
+from phalanx.errors import ExitCode, PhalanxError, SubprocessError
+from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, STORAGE_FAILED_STATUS
+from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, add_huge_pages
 from phalanx.run.message_socket import drain, receive, send
-from phalanx.run.messages import RunCall, SendSignal, StoreDied, WorkerCrashed, WorkerExited, WorkersStarted
+from phalanx.run.process_messages import RunCall, SendSignal, StoreDied, WorkerCrashed, WorkerExited, WorkersStarted
 from train_harness import wait_until
 
 
@@ -72,7 +72,7 @@ def test_what_was_preloaded_is_there_in_every_call(nursery: ForkServerClient) ->
 
 
 def test_a_users_error_comes_back_with_its_text_and_code(nursery: ForkServerClient) -> None:
-    with pytest.raises(RemoteUserError, match=r"^the shard is torn$") as caught:
+    with pytest.raises(PhalanxError, match=r"^the shard is torn$") as caught:
         nursery.call("fork_server_calls:refuse", "the shard is torn")
     assert caught.value.code is ExitCode.DATA
 
@@ -250,7 +250,7 @@ def test_a_worker_whose_gpu_fails_has_a_status_of_its_own(nursery: ForkServerCli
 
 def test_a_trial_whose_gpu_fails_finds_the_machine_unfit(nursery: ForkServerClient) -> None:
     with pytest.raises(
-        RemoteUserError, match=r"a GPU of this machine failed: RuntimeError: CUDA error: uncorr.* ECC"
+        PhalanxError, match=r"a GPU of this machine failed: RuntimeError: CUDA error: uncorr.* ECC"
     ) as caught:
         nursery.call("fork_server_calls:lose_gpu", "")
     assert caught.value.code == ExitCode.UNFIT_NODE
@@ -280,9 +280,3 @@ def test_a_signal_that_comes_too_early_waits_for_the_workers_handler(nursery: Fo
     with open(gate, "w") as opened:
         opened.write("x")
     assert exits(nursery, 1) == {0: 75}
-
-
-def test_wait_statuses_are_told_in_words() -> None:
-    assert describe_wait_status(9) == "SIGKILL"
-    assert describe_wait_status(40) == "signal 40"
-    assert describe_wait_status(3 << 8) == "exit code 3"

@@ -40,9 +40,9 @@ from phalanx.run.control_channel import ControlServer
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable, HeartbeatWriter
 from phalanx.run.message_socket import drain, make_socket_pair, receive, send
-from phalanx.run.messages import (
-    Hello,
-    Ping,
+from phalanx.run.node_env import NodeEnv
+from phalanx.run.node_messages import Hello, Ping
+from phalanx.run.process_messages import (
     RunResult,
     SendSignal,
     StoreDied,
@@ -51,7 +51,6 @@ from phalanx.run.messages import (
     WorkerFinishing,
     WorkersStarted,
 )
-from phalanx.run.node_env import NodeEnv
 from train_harness import wait_until
 
 

@@ -23,7 +23,8 @@ from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted, StepDone
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
 from phalanx.run.message_socket import make_socket_pair
-from phalanx.run.messages import Message, WorkerExited, WorkersStarted
+from phalanx.run.messages import Message
+from phalanx.run.process_messages import WorkerExited, WorkersStarted
 
 HANGS = 40.0
 """When a worker does not come out of its step any more."""

@@ -32,19 +32,10 @@ from phalanx.run.control_channel import AuthConnection, ControlServer, connect_t
 from phalanx.run.event_types import StepDone
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
 from phalanx.run.message_socket import make_socket_pair, receive, send
-from phalanx.run.messages import (
-    HeartbeatEntry,
-    Heartbeats,
-    LauncherHello,
-    Leave,
-    Message,
-    Ping,
-    Rejected,
-    SendSignal,
-    StartStore,
-    WorkerExited,
-)
+from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
+from phalanx.run.node_messages import HeartbeatEntry, Heartbeats, LauncherHello, Leave, Ping, Rejected
+from phalanx.run.process_messages import SendSignal, StartStore, WorkerExited
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 

@@ -10,7 +10,7 @@ import pytest
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedError, data_wait_share
 from phalanx.run import Run
-from phalanx.run.messages import Command
+from phalanx.run.process_messages import Command
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.run.message_socket import make_socket_pair, send
-from phalanx.run.messages import MembershipUpdate
+from phalanx.run.process_messages import MembershipUpdate
 from phalanx.train.elastic.membership import MembershipUpdates, SocketRegistry
 
 

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from phalanx.compat import die_with_parent
 from phalanx.errors import ExitCode
 from phalanx.jobs.backends.ray.driver_spec import SNAPSHOT_FILE
 from phalanx.jobs.snapshot import unpack_snapshot
+from phalanx.process_lifetime import die_with_parent
 from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE
 
 OUTPUT_TIMEOUT_S = 10.0
