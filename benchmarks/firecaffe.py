@@ -42,7 +42,7 @@ WAY_OF = {
 TOLD = {
     "parameter-server": "parameter server",
     "binomial-tree": "reduction tree",
-    "all-reduce": "all-reduce in buckets, beside backward",
+    "all-reduce": "all-reduce in buckets, during backward",
 }
 NODES = tuple(2**power for power in range(8))
 """1 to 128."""
@@ -116,7 +116,7 @@ def _measured(link: str, cases: Sequence[Any]) -> Measured:
 
 def formula(found: Measured, way: str, nodes: Sequence[int] = NODES) -> list[tuple[float, float]]:
     """(nodes, speed-up) by the planner's formula: computing, then the exchange, nothing hidden, as the paper has it.
-    What is exchanged beside backward is hidden behind that, which is taken to be two thirds of computing."""
+    What is exchanged during backward is hidden behind that, which is taken to be two thirds of computing."""
     compute = median(point.compute_seconds for point in found.points)
     hidden = 2 / 3 * compute if way == "all-reduce" else 0.0
     steps = [

@@ -27,6 +27,7 @@ from phalanx.errors import UsageError
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.stacks import stack_by_name
 from phalanx.recipe.schema import Parallelism
+from pictures import new_axes, render_svg
 from planner_validation import convnet_predictions
 from planner_validation.cells import CannotPredict
 from planner_validation.fit_constants import MeasuredRun, fit_stack_constants, scale_stack
@@ -307,46 +308,22 @@ def spliced(page_before: str, text: str) -> str:
 COLOURS = {"dense": "#2563eb", "experts": "#d97706", "fp4": "#059669"}
 
 
-def scatter(points: Sequence[Point], title: str, size: int = 520, margin: int = 52) -> str:
+def scatter(points: Sequence[Point], title: str) -> str:
     """Predicted against measured on logarithmic scales, with the lines of equality and of 15 % either way."""
+    figure, axes = new_axes((5.6, 5.6), title, "measured", "predicted")
+    for kind, colour in COLOURS.items():
+        mine = [point[3:] for point in points if point[2] == kind]
+        if mine:
+            axes.scatter(*zip(*mine, strict=True), s=6, color=colour, alpha=0.5, linewidths=0, label=kind)
+    for factor, colour in ((1.0, "#111"), (1.15, "#999"), (1 / 1.15, "#999")):
+        axes.axline((1, factor), (10, 10 * factor), color=colour, linewidth=0.8)
     values = [value for point in points for value in point[3:]]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    scale = (size - 2 * margin) / (high - low)
-
-    def x(value: float) -> float:
-        return margin + (math.log10(value) - low) * scale
-
-    def y(value: float) -> float:
-        return size - x(value)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{size}" height="{size}" fill="white"/>',
-        f'<text x="{size / 2}" y="20" text-anchor="middle">{title}</text>',
-    ]
-    for power in range(low, high + 1):
-        at = 10.0**power
-        parts.append(f'<line x1="{x(at):.1f}" y1="{margin}" x2="{x(at):.1f}" y2="{size - margin}" stroke="#ddd"/>')
-        parts.append(f'<line x1="{margin}" y1="{y(at):.1f}" x2="{size - margin}" y2="{y(at):.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x(at):.1f}" y="{size - margin + 16}" text-anchor="middle">{at:g}</text>')
-        parts.append(f'<text x="{margin - 6}" y="{y(at) + 4:.1f}" text-anchor="end">{at:g}</text>')
-    for factor, style in ((1.0, "#111"), (1.15, "#999"), (1 / 1.15, "#999")):
-        a, b = 10.0**low, 10.0**high
-        first, last = max(a, a / factor), min(b, b / factor)
-        parts.append(
-            f'<line x1="{x(first):.1f}" y1="{y(first * factor):.1f}" x2="{x(last):.1f}" y2="{y(last * factor):.1f}" '
-            f'stroke="{style}"/>'
-        )
-    for _, _, kind, measured, guess in points:
-        parts.append(f'<circle cx="{x(measured):.1f}" cy="{y(guess):.1f}" r="2" fill="{COLOURS[kind]}" opacity="0.5"/>')
-    for number, (kind, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<circle cx="{margin + 12}" cy="{margin + 14 + 18 * number}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{margin + 22}" y="{margin + 18 + 18 * number}">{kind}</text>')
-    parts.append(f'<text x="{size / 2}" y="{size - 10}" text-anchor="middle">measured</text>')
-    parts.append(
-        f'<text x="14" y="{size / 2}" text-anchor="middle" transform="rotate(-90 14 {size / 2})">predicted</text>'
-    )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    ends = 10.0 ** math.floor(math.log10(min(values))), 10.0 ** math.ceil(math.log10(max(values)))
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.legend(markerscale=3)
+    return render_svg(figure)
 
 
 if __name__ == "__main__":

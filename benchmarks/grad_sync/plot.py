@@ -49,7 +49,7 @@ def picture(cases: Sequence[Mapping[str, Any]]) -> str:
     curves = [Curve(told, found[name], dots=True) for name, told in SHOWN_STRATEGIES.items() if name in found]
     first = cases[0]
     title = f"{first['told']}; {first['nodes']} nodes"
-    return chart(curves, title, "Mbit/s of each link", "speed against no exchange", legend="bottom right")
+    return chart(curves, title, "Mbit/s of each link", "speed against no exchange")
 
 
 def by_workload(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -78,6 +78,8 @@ def format_table(
     return [f"{' ' * indent}{line}".rstrip() for line in captured.get().splitlines()]
 
 
-def format_facts(facts: Iterable[tuple[str, str]], *, indent: int = 0, label_width: int = 0) -> list[str]:
+def format_facts(
+    facts: Iterable[tuple[str, str]], *, indent: int = 0, label_width: int = 0, width: int | None = None
+) -> list[str]:
     """Format labels and their values as two columns."""
-    return format_table([Column(min_width=label_width), Column()], facts, indent=indent)
+    return format_table([Column(min_width=label_width), Column()], facts, indent=indent, width=width)

@@ -11,9 +11,11 @@ from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.run_info import RunInfo
 from phalanx.observe.summary import RunSummary
+from phalanx.text_table import Column, format_facts, format_table
 
 PAGE_WIDTH = 100
 _LABEL_WIDTH = 21
+_BAR_WIDTH = 22
 
 COMPONENT_LABELS = {"data_wait": "data wait", "grad_sync": "gradient sync", "checkpoint_stall": "checkpoint stall"}
 
@@ -318,54 +320,35 @@ def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _render_headline(summary: RunSummary) -> str:
-    name, outcome = summary.run_info.name, describe_outcome(summary)
-    if len(name) + len(outcome) + 2 > PAGE_WIDTH:
-        line = f"{name}\n{textwrap.fill(outcome, PAGE_WIDTH)}"
-    else:
-        line = f"{name}{outcome:>{PAGE_WIDTH - len(name)}}"
-    started_text = (
-        f"{summary.run_info.run_path}, started {formatting.format_timestamp(summary.started_at)}"
-        if summary.started_at
-        else summary.run_info.run_path
-    )
-    return f"{line}\n{textwrap.shorten(started_text, PAGE_WIDTH)}"
+    started = f", started {formatting.format_timestamp(summary.started_at)}" if summary.started_at else ""
+    lines = format_facts([(summary.run_info.name, describe_outcome(summary))], width=PAGE_WIDTH)
+    return "\n".join([*lines, textwrap.shorten(f"{summary.run_info.run_path}{started}", PAGE_WIDTH)])
 
 
-def _render_section(title: str, facts: Iterable[tuple[str, str]]) -> str:
-    lines = []
-    before = ""
-    for label, value in facts:
-        lines.append(_render_line("" if label == before else label, value))
-        before = label
-    return "\n".join([title, *lines]) if lines else ""
-
-
-def _render_line(label: str, value: str) -> str:
-    indent = " " * (2 + _LABEL_WIDTH + 1)
-    return textwrap.fill(
-        value,
-        PAGE_WIDTH,
-        initial_indent=f"  {label:<{_LABEL_WIDTH}} ",
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
+def _render_section(title: str, facts: Sequence[tuple[str, str]]) -> str:
+    labels = ["", *(label for label, _ in facts)]
+    rows = [("" if label == before else label, value) for before, (label, value) in zip(labels, facts, strict=False)]
+    lines = format_facts(rows, indent=2, label_width=_LABEL_WIDTH, width=PAGE_WIDTH)
+    return "\n".join([title, *lines]) if facts else ""
 
 
 def _render_breakdown(summary: RunSummary) -> str:
     split, shares = summary.breakdown_s, summary.breakdown_shares
     if not split or not shares:
         return ""
-    lines = [f"{'Step time':<{_LABEL_WIDTH + 25}}{'share':>6}{'time':>12}"]
     longest = max(shares.values())
-    for part in STEP_COMPONENTS:
-        if split[part] > 0:
-            bar = "#" * max(1 if shares[part] > 0.002 else 0, round(22 * shares[part] / longest))
-            name = COMPONENT_LABELS.get(part, part)
-            lines.append(
-                f"  {name:<{_LABEL_WIDTH}} "
-                f"{bar:<22}{formatting.format_percent(shares[part]):>6}{formatting.format_duration(split[part]):>12}"
-            )
-    return "\n".join(lines)
+    rows = [
+        (
+            f"  {COMPONENT_LABELS.get(part, part)}",
+            "#" * max(1 if shares[part] > 0.002 else 0, round(_BAR_WIDTH * shares[part] / longest)),
+            formatting.format_percent(shares[part]),
+            formatting.format_duration(split[part]),
+        )
+        for part in STEP_COMPONENTS
+        if split[part] > 0
+    ]
+    label, bar = Column("Step time", min_width=2 + _LABEL_WIDTH), Column(min_width=_BAR_WIDTH)
+    return "\n".join(format_table([label, bar, Column("share", is_number=True), Column("time", is_number=True)], rows))
 
 
 def _render_recommendations(recommendations: Sequence[Recommendation], summary: RunSummary) -> str:
@@ -374,7 +357,7 @@ def _render_recommendations(recommendations: Sequence[Recommendation], summary: 
         return ""
     if not recommendations:
         return f"{title}\n  No issues found."
-    lines = []
+    rows = []
     for number, recommendation in enumerate(recommendations, 1):
         gain = (
             f" [up to {formatting.format_percent(recommendation.max_gain)} of the run]"
@@ -382,13 +365,5 @@ def _render_recommendations(recommendations: Sequence[Recommendation], summary: 
             else ""
         )
         key = f" (recipe: {recommendation.recipe_key})" if recommendation.recipe_key else ""
-        lines.append(
-            textwrap.fill(
-                f"{recommendation.full_text}{key}{gain}",
-                PAGE_WIDTH,
-                initial_indent=f"  {number:>2}. ",
-                subsequent_indent="      ",
-                break_on_hyphens=False,
-            )
-        )
-    return "\n".join([title, *lines])
+        rows.append((f"{number}.", f"{recommendation.full_text}{key}{gain}"))
+    return "\n".join([title, *format_table([Column(is_number=True), Column()], rows, indent=2, width=PAGE_WIDTH)])

@@ -170,11 +170,11 @@ def draw_timeline(events: Sequence[TimelineEvent], width: int = 96) -> str:
         row = rows.setdefault((event.rank, event.stream), ["."] * width)
         first, last = int(event.start_s / end * width), int(event.end_s / end * width)
         row[first:last] = [_symbol_of(event)] * (last - first)
-    lines = []
-    for (rank, stream), row in sorted(rows.items(), key=lambda item: (item[0][0], item[0][1] == COMM_STREAM)):
-        lines.append(f"  rank {rank:<3} {stream:<13} {''.join(row)}")
-    lines.append(f"  {'':<22} 0{format_seconds(end):>{width - 1}}")
-    return "\n".join(lines)
+    ordered = sorted(rows.items(), key=lambda item: (item[0][0], item[0][1] == COMM_STREAM))
+    cells = [(f"rank {rank}", stream, "".join(row)) for (rank, stream), row in ordered]
+    cells.append(("", "", f"0{format_seconds(end):>{width - 1}}"))
+    columns = [Column(), Column(min_width=len("communicating")), Column()]
+    return "\n".join(format_table(columns, cells, indent=2))
 
 
 def chrome_trace(events: Sequence[TimelineEvent]) -> str:

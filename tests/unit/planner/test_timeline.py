@@ -116,7 +116,7 @@ def test_a_drawing_has_a_line_for_each_rank_and_stream_of_the_given_width(given:
     events = build_timeline(given, RATES)
     lines = draw_timeline(events, width).splitlines()
     assert len(lines) == len({(event.rank, event.stream) for event in events}) + 1
-    assert {len(line) for line in lines} == {len("  rank 0   communicating ") + width}
+    assert {len(line) for line in lines} == {len("  rank 0  communicating  ") + width}
 
 
 def test_a_drawing_shows_what_is_done_when() -> None:
