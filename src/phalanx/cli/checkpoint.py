@@ -22,7 +22,8 @@ PathArgument = Annotated[
     Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run directory, or one of its checkpoints.")
 ]
 StepOption = Annotated[
-    int | None, typer.Option("--step", min=0, max=10**10, help="Step of the checkpoint; default: the newest.")
+    int | None,
+    typer.Option("--step", min=0, max=10**10, metavar="N", help="Step of the checkpoint.", show_default="newest"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

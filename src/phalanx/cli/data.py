@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.data import PrepareProgress
     from phalanx.recipe.schema import DataConfig, DataSource
 
-app = typer.Typer(add_completion=False, help="Prepare, verify and inspect training data.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prepare, verify and inspect training data.")
 
 _LINE_INTERVAL_S = 5.0  # seconds between progress lines where there is no terminal
 
@@ -45,7 +45,8 @@ def prepare(
         bool, typer.Option("--parquet", help="Read Parquet files; the text is in column --text-field.")
     ] = False,
     field: Annotated[
-        str, typer.Option("--text-field", help="Field of JSON lines, or column of Parquet, with the text.")
+        str,
+        typer.Option("--text-field", metavar="NAME", help="Field of JSON lines, or column of Parquet, with the text."),
     ] = "text",
     idx: Annotated[
         tuple[str, str] | None, typer.Option(metavar="IMAGES LABELS", help="Read a pair of IDX files, plain or .gz.")
@@ -60,7 +61,13 @@ def prepare(
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Exclude files (repeatable).")] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, max=1_024, help="Processes; default: one per core. The result does not depend on it."),
+        typer.Option(
+            min=1,
+            max=1_024,
+            metavar="N",
+            help="Processes. The result does not depend on it.",
+            show_default="one per core",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -105,10 +112,13 @@ def verify(
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")],
-    tokens: Annotated[int, typer.Option(min=0, max=10**9, help="Number of tokens to show as text.")] = 200,
+    tokens: Annotated[int, typer.Option(min=0, max=10**9, metavar="N", help="Number of tokens to show as text.")] = 200,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show counts, vocabulary or classes, and the first tokens of a dataset."""
+    """Show what a dataset contains.
+
+    Prints counts, the vocabulary or classes, and the first tokens.
+    """
     from phalanx.app.data import inspect_dataset
 
     _print_dataset(inspect_dataset(folder, tokens), as_json)

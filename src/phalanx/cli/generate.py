@@ -17,12 +17,14 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="Number of tokens to generate.")] = 300,
     temperature: Annotated[
         float,
-        typer.Option(min=0, max=1e6, callback=number, help="Sampling temperature; 0: always the most likely token."),
+        typer.Option(
+            min=0, max=1e6, callback=number, metavar="T", help="Sampling temperature; 0: always the most likely token."
+        ),
     ] = 0.8,
     top_k: Annotated[
         int | None, typer.Option(min=1, max=10**9, metavar="K", help="Sample among the K most likely tokens.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, metavar="S", help="Seed of the sampling.")] = 0,
     step: Annotated[
         int | None, typer.Option(min=0, max=10**10, metavar="N", help="Step of the checkpoint.", show_default="newest")
     ] = None,

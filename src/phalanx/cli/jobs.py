@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from phalanx.jobs.backends.base import Backend
     from phalanx.jobs.spec import JobStatus
 
-app = typer.Typer(add_completion=False, help="Submit, list, follow and cancel jobs, locally or on a cluster.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Submit, list, follow and cancel jobs, locally or on a cluster."
+)
 
 BackendOption = Annotated[
     str, typer.Option("--on", metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")
@@ -36,7 +38,9 @@ def submit(
         ),
     ],
     on: BackendOption = "local",
-    name: Annotated[str | None, typer.Option(help="Job name.", show_default="name of the recipe or script")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Job name.", show_default="name of the recipe or script")
+    ] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run directory; of an array, the directory of its runs.")
     ] = None,
@@ -54,7 +58,10 @@ def submit(
         str | None, typer.Option("--time-limit", metavar="TIME", help="Time limit of each attempt, such as 2h.")
     ] = None,
     priority: Annotated[
-        int, typer.Option(min=-(10**6), max=10**6, help="Priority: higher starts first; an hour of waiting adds 1.")
+        int,
+        typer.Option(
+            min=-(10**6), max=10**6, metavar="N", help="Priority: higher starts first; an hour of waiting adds 1."
+        ),
     ] = 0,
     framework: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run a command: torch, jax, tensorflow, mpi, mxnet or plain.")
@@ -243,7 +250,7 @@ def signal(
 
     signal_suffix = signal_name.upper().removeprefix("SIG")
     if f"SIG{signal_suffix}" not in signals.Signals.__members__:
-        raise UsageError(f"{signal_name}: no such signal; expected such as USR1, TERM or INT")
+        raise UsageError(f"{signal_name}: no such signal; expected a name such as USR1, TERM or INT")
     backend = open_backend(on)
     restart_dead_daemon(backend)
     backend.send_signal(job, signals.Signals[f"SIG{signal_suffix}"])

@@ -185,7 +185,7 @@ def _run_command(arguments: list[str]) -> int:
         # typer's prefix for a value that an option does not have
         message = error.format_message().replace("Value error, ", "")
         message = _PARSER_WORDS.sub(_describe_expected, message)
-        # for `phalanx data` alone the message is its help
+        # for a group without a command, such as `phalanx data`, the message is its help
         if message.startswith("Usage:"):
             print(message, file=sys.stderr)
         else:
@@ -203,9 +203,14 @@ def _describe_expected(found: "re.Match[str]") -> str:
 
 
 def _usage_hint(error: Exception) -> str:
-    """Name the command that prints the usage."""
+    """Name the command that prints the usage, and say how recipe keys are written when an option is unknown."""
     context = getattr(error, "ctx", None)
-    return f"\nSee `{context.command_path} --help`" if context is not None else ""
+    if context is None:
+        return ""
+    takes_overrides = any("KEY=VALUE" in (param.metavar or "") for param in context.command.params if param.nargs == -1)
+    is_unknown_option = takes_overrides and hasattr(error, "possibilities")
+    keys = "\nRecipe keys are written without dashes, such as steps=50" if is_unknown_option else ""
+    return f"{keys}\nSee `{context.command_path} --help`"
 
 
 def _explain_unnamed_error(error: OSError) -> tuple[str, ExitCode] | None:

@@ -6,14 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(add_completion=False, help="Check a recipe; print the JSON Schema for editors.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Check a recipe; print the JSON Schema for editors.")
 
 
 @app.command()
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page (Markdown) instead.")] = False,
 ) -> None:
-    """Print the JSON Schema of recipes, for completion and checks in editors."""
+    """Print the JSON Schema of recipes.
+
+    Editors use it for completion and checks.
+    """
     from phalanx import recipe
 
     print(
@@ -41,8 +44,12 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole recipe as JSON.")] = False,
 ) -> None:
-    """Check a recipe without running it: keys, values, world size and import paths."""
+    """Check a recipe without running it.
+
+    Checks keys, values, world size, import paths and the arguments of the model.
+    """
     from phalanx import recipe as recipes
+    from phalanx.recipe.builder_arguments import check_known_arguments
 
     loaded = recipes.load_recipe(path, overrides or [])
     recipes.check_recipe(
@@ -52,7 +59,9 @@ def check(
         recipes.huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
         is None
     ):
-        recipes.import_object(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
+        with loaded.locate_errors():
+            builder = recipes.import_object(loaded.recipe.model.build, loaded.recipe_dir, "model.build")
+            check_known_arguments(builder, loaded.recipe.model.args)
     for key, value in _list_import_paths(loaded.recipe):
         recipes.import_object(value, loaded.recipe_dir, loaded.location_of(key))
     if len(loaded.missing_keys()) == 1:  # a recipe for phalanx.session has neither

@@ -9,7 +9,10 @@ from phalanx.errors import RecipeError
 
 def check_known_arguments(builder: Callable[..., Any], args: Mapping[str, Any]) -> None:
     """Raise RecipeError for an argument that the builder does not take. Needs no data."""
-    parameters = inspect.signature(builder).parameters
+    try:
+        parameters = inspect.signature(builder).parameters
+    except ValueError:  # some builtin types
+        raise RecipeError(f"model.build: {builder} has no signature; expected a function or a class") from None
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [key for key in args if key not in parameters and not takes_any]
     if unknown:

@@ -49,6 +49,33 @@ def test_no_arguments_at_all_print_the_help(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.startswith("Usage: phalanx")
 
 
+@pytest.mark.parametrize("group", ["jobs", "data", "checkpoint", "recipe"])
+def test_a_group_without_a_command_lists_its_commands_in_whole_sentences(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main([group]) == 64
+    listed = capsys.readouterr().err
+    assert listed.startswith(f"Usage: phalanx {group}")
+    assert "\nCommands:\n" in listed
+    assert "..." not in listed.partition("\nCommands:\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.args.layer=2", "model.args.layer: the builder takes no such argument; it takes vocab_size"),
+        ("model.build=builtins:dict", "model.build: <class 'dict'> has no signature"),
+    ],
+)
+def test_recipe_check_refuses_arguments_that_the_model_does_not_take(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("r.yaml").write_text('model: {build: "phalanx.models:transformer"}\ndata: {source: {text: "*.txt"}}\n')
+    assert main.main(["recipe", "check", "r.yaml"]) == 0
+    assert main.main(["recipe", "check", "r.yaml", override]) == 78
+    assert f"error: override {override}: {message}" in capsys.readouterr().err
+
+
 def test_the_version_is_that_of_the_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +89,8 @@ def test_the_version_is_that_of_the_package(
     [
         (["--nope"], "No such option"),
         (["trian"], "No such command 'trian'. Did you mean 'train'"),
-        (["recipe"], "Missing command"),
+        (["recipe", "check", "r.yaml", "--steps", "5"], "Recipe keys are written without dashes, such as steps=50"),
+        (["train", "r.yaml", "--steps", "5"], "Recipe keys are written without dashes, such as steps=50"),
         (["recipe", "check"], "Missing argument"),
         (["recipe", "check", "r.yaml", "--nope"], "No such option"),
         (["recipe", "check", "r.yaml", "--world-size", "x"], "--world-size"),
