@@ -187,7 +187,8 @@ def test_a_trial_that_hangs_is_killed_with_all_below_it_and_reported(make: Make,
     nursery = make(call_timeout_s=0.5)
     nursery.wait_until_ready()
     with pytest.raises(
-        ForkServerLostError, match=rf"for a trial before the run \(stay\) to end: it hangs; {AGAIN}; if it is"
+        ForkServerLostError,
+        match=rf"for a trial before the run \(fork_server_calls:stay\) to end: it hangs; {AGAIN}; if it is",
     ):
         nursery.call("fork_server_calls:stay", str(tmp_path))
     assert set(psutil.Process().children(recursive=True)) <= set(others)

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from phalanx.autoconfig.choices import resume_recipe
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size
 from phalanx.autoconfig.resolve import (
-    PARALLELISM_TRIAL,
     SubprocessCall,
     TrialTimes,
     cache_trials,
@@ -25,6 +24,7 @@ from phalanx.autoconfig.resolve import (
     make_trial_recipe,
     resolve_auto,
 )
+from phalanx.autoconfig.trial_names import PARALLELISM_TRIAL
 from phalanx.cluster import Machine, collect_environment, discover_machine
 from phalanx.cluster.discovery import check_threads, check_workers
 from phalanx.cluster.gpu_energy import read_local_gpu_joules

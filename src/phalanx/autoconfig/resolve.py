@@ -36,6 +36,16 @@ from phalanx.autoconfig.micro_batch import (
     loss_modes_to_try,
 )
 from phalanx.autoconfig.predict import load_calibrated_cluster, predict_best_parallelism, predict_step
+from phalanx.autoconfig.trial_names import (
+    MATMUL_TRIAL,
+    MEMORY_FILLING_TRIALS,
+    META_PROFILE_TRIAL,
+    OUT_OF_MEMORY_KEY,
+    PROFILE_TRIAL,
+    TIMING_TRIAL,
+    TRACE_TRIAL,
+    describe_trial,
+)
 from phalanx.cluster import Cluster, Machine, find_data_sheet
 from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.compat import has_compiler
@@ -54,21 +64,10 @@ from phalanx.recipe.grad_sync_defaults import (
 from phalanx.recipe.schema import Parallelism
 from phalanx.run.cache import load_or_measure
 
-PROFILE_TRIAL, TIMING_TRIAL = "phalanx.autoconfig.trials:profile_model", "phalanx.autoconfig.trials:time_precisions"
-META_PROFILE_TRIAL = "phalanx.autoconfig.trials:profile_model_meta"
-MEMORY_FILLING_TRIALS = (PROFILE_TRIAL, TIMING_TRIAL)
-"""Trials that may run out of memory."""
 STEPS_READ = 3
 """Steps of samples that are in memory at once: one in use, two prefetched (`data/prefetch.py`)."""
 MICRO_BYTES = 512
 """Host memory that a micro-batch takes at least, in addition to its samples."""
-OUT_OF_MEMORY_KEY = "out_of_memory"
-"""Key of what such a trial returns then."""
-MATMUL_TRIAL, TRACE_TRIAL = (
-    "phalanx.autoconfig.trials:measure_matmul_rate",
-    "phalanx.autoconfig.model_profile:cache_profile",
-)
-PARALLELISM_TRIAL = "phalanx.autoconfig.trials:check_parallelism"
 SubprocessCall = Callable[[str, Any], Any]
 """Runs `module:function(payload)` in a process of its own."""
 
@@ -93,20 +92,6 @@ class TrialTimes:
                 self.trace_s += elapsed_s
             else:
                 self.trials_s += elapsed_s
-
-
-def describe_trial(function: str, payload: Mapping[str, Any]) -> str:
-    """Describe what a trial does."""
-    if function == TIMING_TRIAL:
-        compiled_text = ", compiled" if payload["compile"] else ""
-        return f"timing micro-batches of {payload['micro']} in {', '.join(payload['precisions'])}{compiled_text}"
-    return {
-        PROFILE_TRIAL: "measuring memory and FLOPs of a sample",
-        META_PROFILE_TRIAL: "estimating memory and FLOPs of a sample",
-        MATMUL_TRIAL: "measuring the matmul rate",
-        TRACE_TRIAL: "tracing the model",
-        PARALLELISM_TRIAL: "checking that the parallelism divides the model",
-    }.get(function, function)
 
 
 def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str, times: TrialTimes) -> SubprocessCall:

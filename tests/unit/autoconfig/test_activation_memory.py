@@ -14,7 +14,8 @@ from phalanx.autoconfig.activation_memory import (
     measure_bytes_per_sample,
     trace_memory,
 )
-from phalanx.autoconfig.trials import profile_model, time_precisions
+from phalanx.autoconfig.profile_trial import profile_model
+from phalanx.autoconfig.timing_trial import time_precisions
 from phalanx.data import prepare_source
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import DataConfig, DataSource

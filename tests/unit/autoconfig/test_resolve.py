@@ -8,10 +8,6 @@ import pytest
 
 from phalanx.autoconfig.micro_batch import MemoryProfile, WorkerMemory
 from phalanx.autoconfig.resolve import (
-    META_PROFILE_TRIAL,
-    PROFILE_TRIAL,
-    TIMING_TRIAL,
-    TRACE_TRIAL,
     SubprocessCall,
     TrialTimes,
     cache_trials,
@@ -20,6 +16,7 @@ from phalanx.autoconfig.resolve import (
     measure_memory,
     try_memory_choices,
 )
+from phalanx.autoconfig.trial_names import META_PROFILE_TRIAL, PROFILE_TRIAL, TIMING_TRIAL, TRACE_TRIAL
 from phalanx.cluster import discover_machine
 from phalanx.data import prepare_source
 from phalanx.errors import RecipeError, SubprocessError

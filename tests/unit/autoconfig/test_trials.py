@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.autoconfig import trials
+from phalanx.autoconfig import timing_trial
+from phalanx.autoconfig.profile_trial import profile_model, profile_model_meta
 from phalanx.autoconfig.resolve import check_forward
-from phalanx.autoconfig.trials import check_imports, profile_model, profile_model_meta, time_precisions
+from phalanx.autoconfig.timing_trial import time_precisions
+from phalanx.autoconfig.trials import check_imports
 from phalanx.compat import set_deterministic
 from phalanx.data import prepare_source
 from phalanx.errors import RecipeError
@@ -207,15 +209,15 @@ def test_a_race_times_each_precision_and_the_update(folder: Path) -> None:
 
 
 def test_a_precision_that_is_far_slower_is_timed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, compute_loss, calls = [0.0], trials._compute_loss, []
+    now, compute_loss, calls = [0.0], timing_trial.compute_loss, []
 
     def compute_with_slow_bf16(loss_fn: Any, *given: Any, **options: Any) -> Any:
         calls.append(loss_fn.precision)
         now[0] += 10.0 if loss_fn.precision == "bf16" else 1.0
         return compute_loss(loss_fn, *given, **options)
 
-    monkeypatch.setattr(trials, "_compute_loss", compute_with_slow_bf16)
-    monkeypatch.setattr(trials.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing_trial, "compute_loss", compute_with_slow_bf16)
+    monkeypatch.setattr(timing_trial.time, "perf_counter", lambda: now[0])
     seconds = time_precisions(payload(folder, threads=1, micro=2, precisions=["fp32", "bf16"]))
     assert (seconds["fp32"], seconds["bf16"]) == (1.0, 10.0)
     assert calls.count("bf16") == 1 < calls.count("fp32")
@@ -247,7 +249,7 @@ def test_an_operation_of_loss_or_metrics_without_a_deterministic_kernel_is_named
 ) -> None:
     (tmp_path / "own_trial_strict.py").write_text(STRICT)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trials, "configure_kernels", lambda device, precision, strict: set_deterministic(strict))
+    monkeypatch.setattr(timing_trial, "configure_kernels", lambda device, precision, strict: set_deterministic(strict))
     given = payload(folder, micro=2, precisions=["fp32"], determinism="fixed-world")
     given["recipe"]["task"] = f"own_trial_strict:{task}"
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import ExitCode
 from phalanx.formatting import format_signal
-from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
+from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.hang_report import HangReport
 from phalanx.jobs.agent.node_group import NodeHandle
 from phalanx.run.event_types import FailureCause, WorkerFailure

@@ -22,8 +22,8 @@ from phalanx.jobs.agent.attempt import (
 )
 from phalanx.jobs.agent.elastic import ElasticReplicas
 from phalanx.jobs.agent.energy_recorder import EnergyRecorder
-from phalanx.jobs.agent.fork_server import LOST_PEER_STATUS
 from phalanx.jobs.agent.fork_server_client import FORK_SERVER_DIED_MESSAGE, RESTART_HINT, ForkServerLostError
+from phalanx.jobs.agent.forked_child import LOST_PEER_STATUS
 from phalanx.jobs.agent.hang_report import find_ended_ranks
 from phalanx.jobs.agent.heartbeat_checks import check_hangs, check_stragglers
 from phalanx.jobs.agent.leader_state import LeaderState

@@ -16,21 +16,20 @@ import os
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
+from typing import NoReturn
 
 from phalanx.compat import import_torch
-from phalanx.errors import UnfitNodeError, is_storage_error
+from phalanx.errors import UnfitNodeError
 from phalanx.formatting import format_exit_status
+from phalanx.jobs.agent.forked_child import call_and_exit, find_user_code_dir, is_gpu_error, run_child
 from phalanx.jobs.process_tree import kill_descendants
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
 from phalanx.recipe import describe_exception
-from phalanx.recipe.snapshot_paths import resolve_code_dir
 from phalanx.run import heartbeat
 from phalanx.run.call_process import answer_call, import_function
 from phalanx.run.event_loop import EventLoop
@@ -52,20 +51,11 @@ from phalanx.run.process_messages import (
     WorkerExited,
     WorkersStarted,
 )
-from phalanx.std_streams import SafeStream
 
 logger = logging.getLogger("phalanx.jobs.agent.fork_server")  # its __name__ is __main__ under `python -m`
 
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are blocked in the fork server, and in its children until they unblock them."""
-LOST_PEER_STATUS = 76
-"""Exit status of a worker that ended only because it lost a peer. It may be reaped before that peer, since a dying
-process closes its sockets first."""
-STORAGE_FAILED_STATUS = 74
-"""Exit status of a worker that ended because storage failed: a file of the run, its data or its code could not be read
-or written. EX_IOERR of sysexits.h."""
-GPU_FAILED_STATUS = 71
-"""Exit status of a worker after a GPU failure. EX_OSERR of sysexits.h."""
 STORE_RANK = -1
 FIRST_CALL_RANK = -2
 """Ranks of children that are not workers; call N has the rank FIRST_CALL_RANK - N."""
@@ -179,7 +169,7 @@ class ForkServer:
             log = Path(message.logs_dir) / f"attempt-{message.attempt}-rank-{rank}.log"
             function, arguments = message.command.function, message.command.payload
             self.fork_child(
-                rank, partial(_call_and_exit, function, arguments), environment, log, _find_user_code_dir(arguments)
+                rank, partial(call_and_exit, function, arguments), environment, log, find_user_code_dir(arguments)
             )
             far.close()
             self.control_sockets[rank] = near
@@ -248,7 +238,7 @@ class ForkServer:
         parent = os.getpid()
         pid = os.fork()
         if not pid:
-            _run_child(parent, body, environment, log, report)
+            run_child(parent, body, environment, log, report)
         self.children[pid] = rank
         logger.debug("forked process %d%s", pid, f", worker {rank}" if rank >= 0 else "")
         return pid
@@ -303,86 +293,10 @@ def freeze_gc() -> None:
     gc.freeze()
 
 
-def _call_and_exit(path: str, payload: Any) -> None:
-    """Import and call in the child, and exit with the code that the function returns. The parent does not import what
-    a worker needs."""
-    code = import_function(path)(payload)
-    raise SystemExit(0 if code is None else int(code))
-
-
-def _find_user_code_dir(arguments: Any) -> Path | None:
-    """Return the directory of the user's code for a worker with these arguments."""
-    given = arguments if isinstance(arguments, Mapping) else {}
-    if "script" in given:
-        return Path(given["script"]).parent
-    return resolve_code_dir(Path(given["folder"])) if "folder" in given else None
-
-
-def _run_child(
-    parent: int,
-    body: Callable[[], None],
-    environment: dict[str, str],
-    log: Path | None,
-    report: Callable[[BaseException], None],
-) -> NoReturn:
-    """In a fresh child: clean signal state, own log, run, leave without the parent's exit handlers."""
-    code = 1
-    sys.stdout, sys.stderr = (cast(TextIO, SafeStream(stream)) for stream in (sys.stdout, sys.stderr))
-    try:
-        die_with_parent(parent)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ.update(environment)
-        if log is not None:
-            _redirect_output(log)
-        body()
-        code = 0
-    except SystemExit as leave:
-        if isinstance(leave.code, str):
-            print(leave.code, file=sys.stderr)
-        code = 0 if leave.code is None else leave.code if isinstance(leave.code, int) else 1
-    except BaseException as error:  # noqa: BLE001 - the last frame of a process: report and leave
-        code = _exit_status(error)
-        traceback.print_exc()
-        with contextlib.suppress(OSError):  # the agent is gone
-            report(error)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _redirect_output(log: Path) -> None:
-    """Redirect the output of this process to a file. Output is lost, without an exception, if the file cannot be
-    written."""
-    try:
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError:
-        fd = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-
-
-def _exit_status(error: BaseException) -> int:
-    """Return the exit status of a worker for the exception that ends it."""
-    from phalanx.train.distributed.environment import is_peer_failure
-
-    if _is_gpu_error(error):  # NCCL reports it like a lost peer
-        return GPU_FAILED_STATUS
-    return LOST_PEER_STATUS if is_peer_failure(error) else STORAGE_FAILED_STATUS if is_storage_error(error) else 1
-
-
 def _find_gpu_failure(error: Exception) -> UnfitNodeError | None:
-    if not _is_gpu_error(error):
+    if not is_gpu_error(error):
         return None
     return UnfitNodeError(f"a GPU of this machine failed: {describe_exception(error)}")
-
-
-def _is_gpu_error(error: BaseException) -> bool:
-    from phalanx.train.distributed.environment import is_gpu_failure
-
-    return is_gpu_failure(error)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
+from phalanx.autoconfig.trial_names import describe_trial
 from phalanx.deadline import (
     POLL_INTERVAL_S,
     RESUME_AFTER_CHECKS,
@@ -239,7 +240,7 @@ class ForkServerClient:
         self._num_calls += 1
         logger.debug("trial %d: %s", self._num_calls, function)
         self.send(RunCall(function=function, payload=payload, call_id=self._num_calls))
-        description = f"a trial before the run ({function.rpartition(':')[2]}) to end"
+        description = f"a trial before the run ({describe_trial(function, payload)}) to end"
         deadline = Deadline(description, self._timeouts_s[1], self.report)
         hint = "; if it is only slow, raise fault_tolerance.hang_timeout_s"
         while (reply := self._wait_for_reply(CallReply, deadline=deadline, hint=hint)).call_id != self._num_calls:

@@ -11,8 +11,8 @@ import pytest
 
 from made_messages import start_workers
 from phalanx.errors import ExitCode, PhalanxError, SubprocessError
-from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, add_huge_pages
+from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, STORAGE_FAILED_STATUS
 from phalanx.run.message_socket import drain, receive, send
 from phalanx.run.process_messages import RunCall, SendSignal, StoreDied, WorkerCrashed, WorkerExited, WorkersStarted
 from train_harness import wait_until

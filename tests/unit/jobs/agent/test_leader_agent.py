@@ -26,8 +26,8 @@ from phalanx.jobs.agent.attempt import (
     last_log_line,
 )
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
-from phalanx.jobs.agent.fork_server import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, StopRequestedError
+from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.hang_report import find_ended_ranks
 from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.heartbeat_checks import check_hangs

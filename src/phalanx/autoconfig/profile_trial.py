@@ -1,0 +1,185 @@
+"""Profile a model: its parameters, the FLOPs of a sample, and the peak memory of forward and backward."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.autoconfig.activation_memory import measure_bytes_per_sample
+from phalanx.autoconfig.causality_check import check_causal, check_document_masking, check_split
+from phalanx.autoconfig.trial_model import activation_checkpointing, compute_loss, open_trial, select_trial_device
+from phalanx.autoconfig.trial_names import OUT_OF_MEMORY_KEY
+from phalanx.compat import fake_tensor_mode
+from phalanx.data import RunData
+from phalanx.errors import RecipeError
+from phalanx.recipe import describe_exception
+from phalanx.recipe.devices import device_kind_of
+from phalanx.recipe.grad_sync_defaults import (
+    CHANGED_PARAMETERS_KEY,
+    CHANGED_STATE_KEY,
+    GPU_ONLY_MODULES_KEY,
+    UNSAVED_STATE_KEY,
+)
+from phalanx.train.builder import count_units_per_sample, make_lm_head
+from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing
+from phalanx.train.distributed.blocks import find_blocks
+from phalanx.train.distributed.buffer_sync import find_forward_changes, format_names, snapshot_weight_versions
+from phalanx.train.distributed.environment import is_gpu_failure
+from phalanx.train.distributed.meta_device import allocate_meta_parameters
+from phalanx.train.distributed.module_state import get_persistent_buffers
+from phalanx.train.loss import LossFn
+from phalanx.train.model_builder import seed_everything
+from phalanx.train.oom import is_out_of_memory
+from phalanx.train.optim import trainable_parameters
+from phalanx.train.precision import autocast_context
+from phalanx.train.same_model import new_buffer, other_parameter
+from phalanx.train.tasks import LanguageModeling, Task
+from phalanx.train.train_step import to_device
+
+FLOPS_RULE = (
+    "matmuls, convolutions and attention (full, not causal-half) of one forward pass, x 3 for forward and backward; "
+    "recomputation not counted"
+)
+CHECKPOINTING_MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
+
+
+def profile_model(payload: dict[str, Any]) -> dict[str, Any]:
+    """Measure what a sample of `recipe` (sources prepared) needs: parameters, FLOPs, and the peak bytes of forward and
+    backward, for each of the `losses` and each mode of activation checkpointing in `ways`; None where a mode ran out of
+    memory or does not work with the model. `{"out_of_memory": 1.0}` when forward alone runs out of memory. Computes
+    with `threads` threads."""
+    try:
+        return _profile_opened(payload)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return {OUT_OF_MEMORY_KEY: 1.0}
+
+
+def profile_model_meta(payload: dict[str, Any]) -> dict[str, Any]:
+    """`profile_model` with tensors that have neither memory nor values, for a model that no worker holds whole: no
+    weight is read and nothing is computed. Memory is counted as on a CPU, and whether the model looks ahead is not
+    checked. Empty where the model cannot be followed so, because what it does depends on values."""
+    try:
+        with fake_tensor_mode(symbols=False):
+            return _profile_opened(payload, with_values=False)
+    except Exception:  # noqa: BLE001 any model may fail here in its own way; `profile_model` raises the actual error
+        return {}
+
+
+def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[str, Any]:
+    torch.set_num_threads(payload["threads"])  # with more threads than free cores they would wait for each other
+    model, task, data = open_trial(payload, with_values)
+    built, buffers = dict(model.named_parameters()), get_persistent_buffers(model)
+    device = select_trial_device(payload) if with_values else torch.device("cpu")
+    if not with_values:
+        allocate_meta_parameters([model], device)
+    # FLOPs do not depend on the precision, but in fp32 a GPU has no kernel for grouped heads that keeps no scores.
+    precision = payload.get("precision", "fp32") if device_kind_of(device.type).is_gpu else "fp32"
+    if with_values and isinstance(task, LanguageModeling):
+        check_document_masking(model, task, to_device(data.read_training(0, 1), device))
+    flops, before = [], snapshot_weight_versions(model, with_values)
+
+    def count(samples: int) -> None:
+        counter, batch = FlopCounterMode(display=False), to_device(data.read_training(0, samples), device)
+        seed_everything(0, device)
+        with _without_gradients(model), counter, torch.no_grad():
+            compute_loss(LossFn(task, precision, device), model, batch)
+        flops.append(counter.get_total_flops())
+
+    changed, unsaved = find_forward_changes(model, lambda: count(1)) if with_values else ([], [])
+    if not with_values:
+        count(1)
+    count(2)
+    if with_values and (
+        what := other_parameter(built, dict(model.named_parameters()))
+        or new_buffer(buffers, get_persistent_buffers(model))
+    ):
+        raise RecipeError(f"a trial forward of the model: {what}")
+    now = snapshot_weight_versions(model, with_values)
+    if with_values and isinstance(task, LanguageModeling):  # a failing forward has already raised
+        with autocast_context(precision, device):
+            check_causal(model, task, to_device(data.read_training(0, 1), device))
+            if payload.get("context", 1) > 1:
+                check_split(model, task, to_device(data.read_training(0, 1), device))
+    parameters = sum(p.numel() for p in trainable_parameters(model).values())
+    loss_fns = _make_loss_fns(payload, model, task, data, device)
+    return {
+        "trainable_parameters": parameters,
+        "frozen_parameters": sum(p.numel() for p in model.parameters()) - parameters,
+        "flops_per_sample": 3.0 * (flops[-1] - flops[0]),
+        "flops_rule": FLOPS_RULE,
+        "data_info": asdict(data.info),
+        "unit": "tokens" if data.info.kind == "tokens" else "samples",
+        "units_per_sample": count_units_per_sample(data.info),
+        "blocks": len(find_blocks(model)),
+        CHANGED_PARAMETERS_KEY: [name for name, weight in before.items() if now.get(name) != weight],
+        CHANGED_STATE_KEY: format_names(changed),
+        UNSAVED_STATE_KEY: format_names(unsaved),
+        GPU_ONLY_MODULES_KEY: format_names(
+            [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+        ),
+        "peaks": {loss: _measure_peaks(payload, model, loss_fn, data, device) for loss, loss_fn in loss_fns.items()},
+    }
+
+
+def _make_loss_fns(
+    payload: dict[str, Any], model: nn.Module, task: Task, data: RunData, device: torch.device
+) -> dict[str, LossFn]:
+    """The losses to follow, by name. Where the model's output layer cannot be left out, the whole loss stands for the
+    one in chunks, as it does in the run."""
+    precision, losses = payload.get("precision", "fp32"), payload.get("losses", ["whole"])
+    found = {loss: LossFn(task, precision, device) for loss in losses}
+    if "chunked" in found:
+        found["chunked"].lm_head = make_lm_head(model, task, data)
+        if found["chunked"].lm_head is None:
+            found = {"whole": found["chunked"]}
+    return found
+
+
+def _measure_peaks(
+    payload: dict[str, Any], model: nn.Module, loss_fn: LossFn, data: RunData, device: torch.device
+) -> dict[str, int | None]:
+    """Peak bytes of a sample by way of recomputing."""
+    found: dict[str, int | None] = dict.fromkeys(CHECKPOINTING_MODES)
+    for mode in payload.get("ways", CHECKPOINTING_MODES):
+        if mode != "none" and not find_blocks(model) and found["none"] is not None:
+            found[mode] = found["none"]  # nothing would be recomputed
+            continue
+        with activation_checkpointing(model, mode):
+            found[mode] = _measure_peak(mode, model, loss_fn, data, device)
+    return found
+
+
+def _measure_peak(
+    mode: ActivationCheckpointing, model: nn.Module, loss_fn: LossFn, data: RunData, device: torch.device
+) -> int | None:
+    def forward(samples: int) -> Tensor:
+        return compute_loss(loss_fn, model, to_device(data.read_training(0, samples), device))
+
+    try:
+        return measure_bytes_per_sample(model, forward, device)
+    except Exception as error:
+        # Selective recomputation refuses models that change in place what it keeps; others take another way then.
+        if is_out_of_memory(error) or (mode != "none" and isinstance(error, RuntimeError)):
+            return None
+        if isinstance(error, RecipeError) or is_gpu_failure(error):
+            raise
+        raise RecipeError(f"a trial backward of the model failed: {describe_exception(error)}") from error
+
+
+@contextlib.contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """The model with parameters that ask for no gradient, which a count of operations cannot follow without one."""
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in asking:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_(True)
