@@ -397,7 +397,7 @@ def default(session: Session) -> dict[str, Any]:
         found["predicted_step_s"] = plan.get("predicted_step_s")
         found["chosen"] = {each["key"]: [each["value"], each["reason"]] for each in plan.get("auto_choices", [])}
     with contextlib.suppress(OSError, ValueError):
-        found["joules"] = json.loads((where / "result.json").read_text()).get("joules")
+        found["joules"] = json.loads((where / "result.json").read_text()).get("energy_j")
     status, out, errors = session.call([sys.executable, "-m", "phalanx", "report", str(where)], session.left())
     found["report"] = {"exit": status, "output": (out + errors)[-4000:]}
     return found

@@ -84,7 +84,7 @@ def test_ten_random_kills_in_one_run_end_in_the_same_digest(
     assert [fault["injected"]["attempt"] for fault in told["faults"]] == list(range(10))
     disturbed = lab.from_command_line(Run(tmp_path / "run" / "faulted"), code)
     assert [event.what for event in disturbed.events_of_kind(WorkerFailure)] == ["SIGKILL"] * 10
-    assert disturbed.result["restarts"] == 10
+    assert disturbed.result["num_restarts"] == 10
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_made(lab: TrainHarness, r
     assert [event.step for event in ended.events_of_kind(CheckpointFailed)] == [8]
     if ranks != [1]:
         assert "Input/output error" in ended.events_of_kind(CheckpointFailed)[0].reason
-    assert ended.result["restarts"] == 0
+    assert ended.result["num_restarts"] == 0
     assert kept(ended.run) == [16, 12, 4]
 
 

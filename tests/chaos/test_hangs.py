@@ -17,13 +17,13 @@ def test_a_worker_that_is_held_still_is_started_again(lab: TrainHarness, nproc: 
     assert hang.silence_s < 2 * MIN_SILENCE_S
     (told,) = ended.events_of_kind(WorkerFailure)
     assert (told.rank, told.what) == (nproc - 1, "hang")
-    assert ended.result["restarts"] == 1
+    assert ended.result["num_restarts"] == 1
 
 
 def test_a_worker_that_is_held_still_after_the_others_have_ended_is_not_waited_for(lab: TrainHarness) -> None:
     ended = lab.train({}, 2, faults=[plan_fault(0, "freeze", ranks=[1], when="end")])
     assert ended.digest == lab.train_reference({}, 2).digest
-    assert (ended.code, ended.result["restarts"]) == (ExitCode.DONE, 1)
+    assert (ended.code, ended.result["num_restarts"]) == (ExitCode.DONE, 1)
     assert ended.events_of_kind(HangDetected)[0].rank == 1
 
 
@@ -50,7 +50,7 @@ def test_a_run_that_is_alone_is_watched_too(lab: TrainHarness) -> None:
 def test_a_worker_that_is_only_slow_is_left_alone(lab: TrainHarness) -> None:
     ended = lab.train({"steps": 8}, 2, faults=[plan_fault(7, "slow", ranks=[0], delay=3.0)])
     assert ended.events_of_kind(HangDetected) == []
-    assert ended.result["restarts"] == 0
+    assert ended.result["num_restarts"] == 0
 
 
 @pytest.mark.slow

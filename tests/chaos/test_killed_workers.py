@@ -41,7 +41,7 @@ def test_killed_twice_at_random_ends_in_the_same_weights(lab: TrainHarness, vari
     ended = lab.train(changes, nproc, faults=[early, late])
     assert ended.digest == reference.digest
     assert ended.losses == reference.losses
-    assert ended.result["restarts"] == len(ended.events_of_kind(WorkerFailure)) == 2
+    assert ended.result["num_restarts"] == len(ended.events_of_kind(WorkerFailure)) == 2
     left_whole(ended.run)
 
 
@@ -56,14 +56,14 @@ def test_a_worker_that_dies_more_slowly_than_those_who_miss_it_is_no_mistake_in_
     """Nothing had been reported yet when its connections broke."""
     ended = lab.train({}, 3, faults=[plan_fault(0, do="hang-up", ranks=[1], when="start")])
     assert ended.digest == lab.train_reference({}, 3).digest
-    assert ended.result["restarts"] == 1
+    assert ended.result["num_restarts"] == 1
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_all_workers_killed_at_once(lab: TrainHarness, nproc: int) -> None:
     ended = lab.train({}, nproc, faults=[plan_fault(6), plan_fault(10, attempt=1, when="within", delay=0.01)])
     assert ended.digest == lab.train_reference({}, nproc).digest
-    assert ended.result["restarts"] == 2
+    assert ended.result["num_restarts"] == 2
 
 
 @pytest.mark.parametrize("step", [1, 8, 12, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 4, 5, 11))])
@@ -71,7 +71,7 @@ def test_killed_at_each_kind_of_boundary(lab: TrainHarness, step: int) -> None:
     """First step, before and after a save, at a save and an evaluation, at the border of an epoch, after the last."""
     ended = lab.train({}, 2, faults=[plan_fault(step, ranks=[step % 2])])
     assert ended.digest == lab.train_reference({}, 2).digest
-    assert ended.result["restarts"] == 1
+    assert ended.result["num_restarts"] == 1
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_killed_during_a_save(lab: TrainHarness, nproc: int, rank: int, delay: f
     faults.append(plan_fault(8, ranks=[rank], attempt=1, when="saving", delay=delay))
     ended = lab.train(changes, nproc, faults=faults)
     assert ended.digest == lab.train_reference(changes, nproc).digest
-    assert ended.result["restarts"] == 2
+    assert ended.result["num_restarts"] == 2
     left_whole(ended.run)
 
 
@@ -101,7 +101,7 @@ def test_killed_over_and_over_and_started_again_by_hand(lab: TrainHarness, nproc
     ended = lab.train({}, nproc, run)
     assert ended.digest == lab.train_reference({}, nproc).digest
     assert ended.digest == digest_checkpoint(list_checkpoints(run.checkpoints)[0])
-    assert ended.result["restarts"] == 5
+    assert ended.result["num_restarts"] == 5
 
 
 def test_progress_resets_the_count_of_failed_attempts(lab: TrainHarness) -> None:

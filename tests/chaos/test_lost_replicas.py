@@ -73,7 +73,7 @@ def test_the_others_go_on_from_memory_and_another_takes_its_place(
     ended = lab.train(changes, nproc, faults=[plan_fault(7, ranks=[rank])])
     assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended) == [nproc, nproc - 1, nproc]
-    assert ended.result["restarts"] == len(ended.events_of_kind(WorkerFailure)) == 1
+    assert ended.result["num_restarts"] == len(ended.events_of_kind(WorkerFailure)) == 1
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])

@@ -60,7 +60,7 @@ def test_the_others_go_on_from_memory_and_another_replica_takes_its_place(
     assert worlds(ended) == [2 * replicate, 2 * replicate - 2, 2 * replicate]
     assert went_on_from_memory(ended, 6)
     assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [10, 20, 30]
-    assert ended.result["restarts"] == len(ended.events_of_kind(WorkerFailure)) == 1
+    assert ended.result["num_restarts"] == len(ended.events_of_kind(WorkerFailure)) == 1
 
 
 @pytest.mark.slow

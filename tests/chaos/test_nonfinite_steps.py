@@ -77,7 +77,7 @@ def test_three_poisoned_steps_in_a_row_roll_back_to_the_last_good_checkpoint(
     assert steps == [*range(1, 9), *range(5, 13)]
     assert ended.code == ExitCode.DONE
     assert ended.result["steps"] == 12
-    assert ended.result["units"] == 12 * 12 * 32
+    assert ended.result["num_units"] == 12 * 12 * 32
     assert [event.start_step for event in ended.events_of_kind(AttemptStarted)] == [0]
 
 
@@ -97,7 +97,7 @@ def test_a_run_that_rolled_back_and_was_killed_is_still_the_same_run(
     poison(lab, folder, [(6, 0), (7, 5), (8, 11)])
     undisturbed = lab.train(POISONED, 2, folder=folder)
     killed = lab.train(POISONED, 2, folder=folder, faults=[plan_fault(step, ranks=[0], when="saved", delay=delay)])
-    assert killed.result["restarts"] == 1
+    assert killed.result["num_restarts"] == 1
     assert killed.digest == undisturbed.digest
 
 
@@ -112,7 +112,7 @@ def test_workers_that_train_apart_roll_back_together(lab: TrainHarness, folder: 
     assert [event.action for event in undisturbed.events_of_kind(NonFiniteStep)] == ["skip", "skip", "rollback"]
     assert [event.step for event in undisturbed.events_of_kind(StepDone)] == [*range(1, 11), *range(7, 13)]
     killed = lab.train(changes, 2, folder=folder, faults=[plan_fault(11, ranks=[0])])
-    assert killed.result["restarts"] == 1
+    assert killed.result["num_restarts"] == 1
     assert killed.digest == undisturbed.digest
 
 

@@ -47,7 +47,7 @@ def test_an_exception_that_comes_back_in_every_attempt_ends_the_run(lab: TrainHa
 def test_an_exception_that_does_not_come_back_costs_one_restart(lab: TrainHarness) -> None:
     ended = lab.train({}, 2, faults=[plan_fault(7, "raise", ranks=[1])])
     assert ended.digest == lab.train_reference({}, 2).digest
-    assert ended.result["restarts"] == 1
+    assert ended.result["num_restarts"] == 1
 
 
 @pytest.mark.parametrize(

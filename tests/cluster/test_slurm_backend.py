@@ -199,9 +199,9 @@ def test_a_job_is_seen_signalled_and_cancelled(slurm: SlurmBackend, tmp_path: Pa
     until(slurm, id, lambda _: "ready" in slurm.read_logs(id))
     status = slurm.poll(id)
     assert (status.state, status.num_attempts, len(status.nodes), status.name) == (JobState.RUNNING, 1, 1, "one")
-    assert status.submitted is not None
-    assert status.started is not None
-    assert abs(time.time() - status.started) < 60
+    assert status.submitted_at is not None
+    assert status.started_at is not None
+    assert abs(time.time() - status.started_at) < 60
     assert id in [each.id for each in slurm.list_jobs()]
     with pytest.raises(UsageError, match=f"job one: there is one of this name already, {id}, and it is running"):
         slurm.submit(slurm.render(Job("one", ("true",), tmp_path)))

@@ -66,7 +66,7 @@ def test_a_run_whose_worker_falls_in_a_collective_goes_on_soon_and_to_the_same_b
     ended = gpus.train(SHORT, world, faults=[planned])
     (event,) = ended.events_of_kind(WorkerFailure)
     assert (event.rank, event.what) == (planned["ranks"][0], what)
-    assert ended.result["restarts"] == 1
+    assert ended.result["num_restarts"] == 1
     assert ended.digest == expected.digest
     assert ended.losses == expected.losses
     assert max(after.time - before.time for before, after in pairwise(ended.events)) < SOON

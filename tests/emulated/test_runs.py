@@ -81,7 +81,7 @@ def test_the_command_trains_saves_evaluates_and_a_killed_worker_comes_back_with_
     done = gpus.command("train", gpus.recipe_file(changes), "--run", run.path, "--nproc-per-node", "1")
     ended = gpus.from_command_line(run, done.returncode)
     assert ended.code == 0, done.stderr[-3000:]
-    assert ended.result["restarts"] == 1
+    assert ended.result["num_restarts"] == 1
     assert ended.digest == alone.digest
     assert ended.losses == alone.losses
     scores = [event.loss for event in ended.events_of_kind(EvaluationDone)]
@@ -209,5 +209,5 @@ def test_copies_that_are_late_leave_the_bits(
     expected = gpus.train_reference(short(merge_recipes(QUICK, {**changes, "memory": {}})), world)
     killed = plan_fault(4, when="told", delay=0.7, ranks=[0])
     ended = late_gpus.train(short(merge_recipes(QUICK, changes)), world, faults=[killed])
-    assert ended.result["restarts"] == 1
+    assert ended.result["num_restarts"] == 1
     assert ended.digest == expected.digest

@@ -191,6 +191,6 @@ def test_a_changed_image_is_an_image_or_refused_with_its_name(tmp_path: Path, su
         made, refused = attempt(lambda out=out: prepare(tmp_path, out, {"images": "pictures", "image_size": [8, 8]}))
         assert made is not None or str(path) in refused, refused
         if made is not None:
-            assert verify_dataset(out).shards == 1
+            assert verify_dataset(out).num_shards == 1
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(out.with_name("out.partial"), ignore_errors=True)

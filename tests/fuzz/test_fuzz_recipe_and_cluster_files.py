@@ -36,7 +36,7 @@ CLUSTERS: list[Any] = [
         "topology": {"kind": "rail", "oversubscription": 2},
         "storage": {"read_gbps": 100, "node_read_gbps": 10},
         "prices": {"device_hour": 2.5, "kwh": 0.2},
-        "reliability": {"failures_per_1000_node_days": 5, "restart_seconds": 60},
+        "reliability": {"failures_per_1000_node_days": 5, "restart_s": 60},
         "notes": {"disks": [{"path": "/data"}]},
     },
 ]

@@ -208,9 +208,9 @@ class Maker:
             "status": status,
             "steps": step,
             "final_loss": 1.41,
-            "units": step * self.tokens,
+            "num_units": step * self.tokens,
             "duration_s": self.t - T0,
-            "restarts": self.attempt,
+            "num_restarts": self.attempt,
             "digest": digest,
         }
         (self.path / "result.json").write_text(json.dumps(result))

@@ -51,7 +51,7 @@ def test_it_learns_and_survives_a_kill_bit_by_bit(lab: TrainHarness, example: Va
     clean: HarnessRun = lab.train(changes)
     killed = lab.train(changes, faults=[plan_fault(3)])
     assert clean.losses[-1] < clean.losses[0]
-    assert killed.result["restarts"] == 1
+    assert killed.result["num_restarts"] == 1
     assert killed.digest == clean.digest
 
 

@@ -70,7 +70,7 @@ def test_fine_tuning_learns_survives_a_kill_bit_by_bit_and_is_exported(
     clean = train(lab, kind, changes)
     killed = train(lab, kind, changes, faults=[plan_fault(5)])
     assert clean.losses[-1] < clean.losses[0]
-    assert killed.result["restarts"] == 1
+    assert killed.result["num_restarts"] == 1
     assert killed.digest == clean.digest
     check_export(clean.run, tmp_path / "out")
 

@@ -212,7 +212,7 @@ def test_jobs_that_do_not_fit_beside_each_other_wait_their_turn(engine: LocalBac
     for ident in idents:
         wait_until(lambda ident=ident: engine.poll(ident).state.is_final)
         assert engine.poll(ident).state is JobState.DONE
-    starts = [engine.poll(ident).started or 0.0 for ident in idents]
+    starts = [engine.poll(ident).started_at or 0.0 for ident in idents]
     assert starts == sorted(starts)
 
 

@@ -230,7 +230,7 @@ def test_a_kind_goes_on_in_the_same_bits_on_any_workers_and_its_export_is_the_mo
             train(kinds, kind, 2, {})
         changes, nproc = {"determinism": "fixed-world"}, 2
     killed = train(kinds, kind, nproc, changes, faults=[plan_fault(5)])
-    assert killed.result["restarts"] == 1
+    assert killed.result["num_restarts"] == 1
     (tmp_path / "again").mkdir()
     files = {"resolved": str(killed.run.resolved), "folder": str(kinds.folder), "out": str(tmp_path / "again")}
     assert world.run(2, undisturbed, **files) == [killed.digest] * 2

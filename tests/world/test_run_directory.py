@@ -103,10 +103,19 @@ def test_a_batch_for_each_worker_is_settled_when_the_run_begins(lab: TrainHarnes
 def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(lab: TrainHarness) -> None:
     ended = lab.train_reference({}, 2)
     result = ended.result
-    assert set(result) == {"format", "status", "steps", "final_loss", "units", "duration_s", "restarts", "digest"}
+    assert set(result) == {
+        "format",
+        "status",
+        "steps",
+        "final_loss",
+        "num_units",
+        "duration_s",
+        "num_restarts",
+        "digest",
+    }
     assert (result["format"], result["status"], result["steps"]) == (RESULT_FORMAT, "done", 12)
     assert result["final_loss"] == ended.losses[-1]
-    assert (result["units"], result["restarts"]) == (12 * 12 * 32, 0)
+    assert (result["num_units"], result["num_restarts"]) == (12 * 12 * 32, 0)
     assert 0 < result["duration_s"] < 60
     printed = lab.command("checkpoint", "digest", ended.run.path)
     assert printed.stdout.strip() == ended.digest

@@ -39,7 +39,7 @@ def iter_log_lines(
     stream, noted = None, None
     if status.run_dir is not None and not raw:
         run = Run(Path(status.run_dir))
-        stream = LogStream(run, status.submitted or 0.0, make_event_formatter(run), clock)
+        stream = LogStream(run, status.submitted_at or 0.0, make_event_formatter(run), clock)
     read, width, is_silent = open_log_reader(backend, job_id), 0, True
     while True:
         is_over = not follow or status.state.is_final

@@ -602,20 +602,20 @@ def build_result(run: Run, outcome: RunOutcome) -> dict[str, Any]:
     events = list(read_events(run.events))
     seconds = sum_training_seconds(events)
     energy_events = [event.energy_j for event in events if isinstance(event, EnergyUsed)]
-    energy = {"joules": sum(energy_events)} if energy_events else {}
+    energy = {"energy_j": sum(energy_events)} if energy_events else {}
     starts = [event for event in events if isinstance(event, AttemptStarted)]
     num_scale_ups = sum(event.scaled_up for event in starts)
     if outcome.result is not None:
         result = {**outcome.result, "duration_s": seconds, **energy}
         if num_scale_ups:  # these restarts lost nothing
-            result["restarts"] -= num_scale_ups
+            result["num_restarts"] -= num_scale_ups
         return result
     steps = read_last_step(run)
     counted_steps = [event for event in select_final_steps(events) if event.step <= steps and event.skip_reason is None]
     facts: dict[str, Any] = {"format": RESULT_FORMAT, "status": status_of(outcome), "steps": steps}
     facts |= {
         "final_loss": counted_steps[-1].loss if counted_steps else None,
-        "units": sum(event.units for event in counted_steps),
+        "num_units": sum(event.units for event in counted_steps),
     }
-    facts |= {"duration_s": seconds, "restarts": max(0, len(starts) - num_scale_ups - 1), "digest": None}
+    facts |= {"duration_s": seconds, "num_restarts": max(0, len(starts) - num_scale_ups - 1), "digest": None}
     return {**facts, **energy, "message": outcome.message}

@@ -57,11 +57,12 @@ def list_command(path: PathArgument, as_json: JsonOption = False) -> None:
 
 
 def _to_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    start = (str(row["step"]), row["written"])
+    start = (str(row["step"]), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written_at"])))
     if row["damaged"]:
         return (*start, "", "", "", f"damaged: {row['damaged']}")
-    samples = "" if row["samples"] is None else f"{row['samples']:,}"
-    return (*start, formatting.format_bytes(row["bytes"]), samples, str(row["tensors"]), "best" if row["best"] else "")
+    samples = "" if row["num_samples"] is None else f"{row['num_samples']:,}"
+    mark = "best" if row["best"] else ""
+    return (*start, formatting.format_bytes(row["size_bytes"]), samples, str(row["num_tensors"]), mark)
 
 
 @app.command()
@@ -79,7 +80,7 @@ def verify(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
             raise
         print(json.dumps({"path": str(checkpoint), "ok": False, "file": error.file.name, "reason": error.reason}))
         raise typer.Exit(ExitCode.DATA) from None
-    facts = {"path": str(checkpoint), "ok": True, "bytes": verified.num_bytes, "duration_s": verified.duration_s}
+    facts = {"path": str(checkpoint), "ok": True, "size_bytes": verified.num_bytes, "duration_s": verified.duration_s}
     if as_json:
         print(json.dumps(facts))
     else:
@@ -131,7 +132,7 @@ def _to_row(info: "CheckpointInfo") -> dict[str, Any]:
     row = {
         "step": info.step,
         "path": str(info.path),
-        "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.written_at)),
+        "written_at": info.written_at,
         "best": info.best,
         "damaged": info.damage,
     }
@@ -139,8 +140,8 @@ def _to_row(info: "CheckpointInfo") -> dict[str, Any]:
         return row
     return {
         **row,
-        "bytes": info.manifest.nbytes,
-        "samples": info.manifest.meta.get("samples_consumed"),
-        "tensors": len(info.manifest.tensors),
-        "files": len(info.manifest.files),
+        "size_bytes": info.manifest.nbytes,
+        "num_samples": info.manifest.meta.get("samples_consumed"),
+        "num_tensors": len(info.manifest.tensors),
+        "num_files": len(info.manifest.files),
     }

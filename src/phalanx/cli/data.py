@@ -102,10 +102,10 @@ def verify(
     if as_json:
         print(json.dumps(asdict(verified), indent=2))
     else:
-        rate = verified.bytes / max(verified.duration_s, 1e-9)
+        rate = verified.size_bytes / max(verified.duration_s, 1e-9)
         print(
-            f"ok  {folder}: {formatting.format_plural(verified.shards, 'shard')}, "
-            f"{formatting.format_bytes(verified.bytes)}, {formatting.format_bytes(rate)}/s"
+            f"ok  {folder}: {formatting.format_plural(verified.num_shards, 'shard')}, "
+            f"{formatting.format_bytes(verified.size_bytes)}, {formatting.format_bytes(rate)}/s"
         )
 
 
@@ -246,12 +246,16 @@ def _print_dataset(content: "DatasetContent", as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     sample_text = facts.pop("begins", None)
-    texts = {"bytes": formatting.format_bytes(facts["bytes"])} | {
+    texts = {"size_bytes": formatting.format_bytes(facts["size_bytes"])} | {
         name: f"{value:,}" if isinstance(value, int) else str(value)
         for name, value in facts.items()
-        if value is not None and name != "bytes"
+        if value is not None and name != "size_bytes"
     }
-    shown = ((name.replace("_", " "), texts[name]) for name in facts if name in texts)
+    shown = (
+        (name.removeprefix("num_").removesuffix("_bytes").replace("_", " "), texts[name])
+        for name in facts
+        if name in texts
+    )
     print(*format_facts(shown, label_width=12), sep="\n")
     if sample_text:
         print(f"\n{sample_text}")

@@ -50,11 +50,14 @@ def evaluate(
 
     scores = evaluate_run(run_dir, CheckpointSelection(step, best, trust_code), device, samples, print_warning)
     result = scores.result
-    facts = {"checkpoint": scores.checkpoint, "loss": result.loss, **result.metrics, "samples": result.num_samples}
+    facts = {"checkpoint": scores.checkpoint, "loss": result.loss, **result.metrics, "num_samples": result.num_samples}
     if json:
         typer.echo(json_.dumps({**facts, "duration_s": result.duration_s}))
         return
     if scores.task == "language-modeling":
         facts["perplexity"] = math.exp(result.loss)
-    texts = ((name, f"{value:.6g}" if isinstance(value, float) else str(value)) for name, value in facts.items())
+    texts = (
+        (name.removeprefix("num_"), f"{value:.6g}" if isinstance(value, float) else str(value))
+        for name, value in facts.items()
+    )
     typer.echo("\n".join(format_facts(texts)))

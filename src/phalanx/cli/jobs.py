@@ -341,7 +341,7 @@ def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
 def _table_row(status: "JobStatus", now: float) -> tuple[str, ...]:
     from phalanx.formatting import format_duration
 
-    timestamps = (status.ended, status.started, status.submitted)
+    timestamps = (status.ended_at, status.started_at, status.submitted_at)
     last_change = next((moment for moment in timestamps if moment is not None), None)
     reason = status.reason or (f"exit code {status.exit_code}" if status.exit_code else "")
     age = (

@@ -33,15 +33,19 @@ def report(
         check_output_path("--html", html, PAGE_MARKERS)
     history = read_history(run_dir.events)
     summary = build_summary(run_dir, history)
-    advices = find_recommendations(summary, history)
+    recommendations = find_recommendations(summary, history)
     if html is not None:
-        _write_page(html, render_report_html(summary, history, advices))
+        _write_page(html, render_report_html(summary, history, recommendations))
     if json:
-        typer.echo(json_.dumps({**summary.to_json(), "advice": [advice.to_json() for advice in advices]}, indent=2))
+        typer.echo(
+            json_.dumps(
+                {**summary.to_json(), "recommendations": [each.to_json() for each in recommendations]}, indent=2
+            )
+        )
     elif html is not None:
         typer.echo(f"wrote {html}")
     else:
-        typer.echo(render_report_text(summary, advices), nl=False)
+        typer.echo(render_report_text(summary, recommendations), nl=False)
 
 
 def compare(

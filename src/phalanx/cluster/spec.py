@@ -143,7 +143,7 @@ class Reliability(StrictModel):
     """Failure rate of nodes, and duration of a restart."""
 
     failures_per_1000_node_days: Figure | None = None
-    restart_seconds: Figure | None = None
+    restart_s: Figure | None = None
 
 
 class GemmTiming(StrictModel):

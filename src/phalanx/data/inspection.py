@@ -19,9 +19,9 @@ from phalanx.errors import DataError, describe_os_error, is_storage_error
 class VerifiedDataset:
     """What was read of a dataset directory, all of it good."""
 
-    shards: int
-    blocks: int
-    bytes: int
+    num_shards: int
+    num_blocks: int
+    size_bytes: int
     duration_s: float
     fingerprint: str
 
@@ -35,8 +35,8 @@ class DatasetContent:
     dtype: str
     count: int
     """Tokens, or images."""
-    bytes: int
-    shards: int
+    size_bytes: int
+    num_shards: int
     fingerprint: str
 
 
@@ -44,8 +44,8 @@ class DatasetContent:
 class TextContent(DatasetContent):
     """What a dataset directory of text holds."""
 
-    documents: int
-    vocab: int | None
+    num_documents: int
+    vocab_size: int | None
     tokenizer: str
     begins: str
     """The first tokens, decoded."""
@@ -137,8 +137,8 @@ def inspect_dataset(folder: Path, max_tokens: int = 200) -> TextContent | ImageC
         kind=manifest.kind,
         dtype=np.dtype(manifest.dtype).name,
         count=manifest.count,
-        bytes=manifest.bytes,
-        shards=len(manifest.shards),
+        size_bytes=manifest.bytes,
+        num_shards=len(manifest.shards),
         fingerprint=manifest.fingerprint,
     )
     if manifest.kind == "tokens":
@@ -154,7 +154,11 @@ def _describe_text(
     shard.verify_range(0, count)
     begins = tokenizer.decode(shard.values[:count].tolist())
     return TextContent(
-        **vars(content), documents=manifest.documents, vocab=manifest.vocab, tokenizer=tokenizer.name, begins=begins
+        **vars(content),
+        num_documents=manifest.documents,
+        vocab_size=manifest.vocab,
+        tokenizer=tokenizer.name,
+        begins=begins,
     )
 
 

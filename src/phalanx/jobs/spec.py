@@ -136,9 +136,9 @@ class JobStatus:
     """Nodes of the current or last attempt."""
     reason: str | None = None
     """Why it waits, or how it ended."""
-    submitted: float | None = None
-    started: float | None = None
-    ended: float | None = None
+    submitted_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
     """Unix seconds."""
     run_dir: str | None = None
     """Directory of the run that it trains, if any."""

@@ -53,7 +53,7 @@ def plan_checkpoints(cluster: Cluster, nodes: int, parameters: int, step_seconds
     if mtbf_s is None or stall_s is None:
         return None
     interval_s = max(daly_interval(stall_s, mtbf_s), step_seconds)
-    restart_s = cluster.reliability.restart_seconds or DEFAULT_RESTART_S
+    restart_s = cluster.reliability.restart_s or DEFAULT_RESTART_S
     return CheckpointPlan(mtbf_s, stall_s, interval_s, predict_goodput(stall_s, restart_s, mtbf_s, interval_s))
 
 

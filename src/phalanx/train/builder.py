@@ -274,8 +274,8 @@ def make_result(context: TrainContext, train_state: TrainState, status: str) -> 
     result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": train_state.step}
     result |= {
         "final_loss": train_state.last_loss,
-        "units": train_state.units_trained,
-        "restarts": context.dist_env.attempt,
+        "num_units": train_state.units_trained,
+        "num_restarts": context.dist_env.attempt,
     }
     return {**result, "digest": _final_digest(context, train_state)}
 

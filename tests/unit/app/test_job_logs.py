@@ -27,7 +27,7 @@ class Scripted:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         code = 93 if state is JobState.FAILED else None
         return JobStatus(
-            job, "job", state, code, submitted=500.0, run_dir=None if self.run is None else str(self.run.path)
+            job, "job", state, code, submitted_at=500.0, run_dir=None if self.run is None else str(self.run.path)
         )
 
     def read_logs(self, job: str) -> Iterator[str]:

@@ -117,9 +117,9 @@ def test_without_a_report_the_events_tell_how_far_it_came(run: Run, code: ExitCo
         "status": status,
         "steps": 2,
         "final_loss": 8.0,
-        "units": 200,
+        "num_units": 200,
         "duration_s": 2.0,
-        "restarts": 0,
+        "num_restarts": 0,
         "digest": None,
         "message": "why",
     }
@@ -129,18 +129,18 @@ def test_steps_done_again_count_once(run: Run) -> None:
     record(run, start(10.0), step(11.0, 1), step(12.0, 2), step(13.0, 3))
     record(run, start(20.0, 1), step(21.0, 2, loss=0.5))
     result = build_result(run, ended(ExitCode.GAVE_UP))
-    assert (result["steps"], result["final_loss"], result["units"], result["restarts"]) == (2, 0.5, 200, 1)
+    assert (result["steps"], result["final_loss"], result["num_units"], result["num_restarts"]) == (2, 0.5, 200, 1)
 
 
 def test_skipped_steps_teach_nothing(run: Run) -> None:
     record(run, start(10.0), step(11.0, 1), step(12.0, 2, loss=None, skip_reason="non-finite loss"))
     result = build_result(run, ended(ExitCode.UNFINISHED))
-    assert (result["steps"], result["final_loss"], result["units"]) == (2, 9.0, 100)
+    assert (result["steps"], result["final_loss"], result["num_units"]) == (2, 9.0, 100)
 
 
 def test_a_run_that_never_came_to_a_step_has_done_none(run: Run) -> None:
     result = build_result(run, ended(ExitCode.RECIPE, message="no"))
-    assert (result["steps"], result["final_loss"], result["units"], result["restarts"]) == (0, None, 0, 0)
+    assert (result["steps"], result["final_loss"], result["num_units"], result["num_restarts"]) == (0, None, 0, 0)
 
 
 def test_the_last_step_is_the_one_done_last(run: Run) -> None:

@@ -29,7 +29,7 @@ def call(*arguments: object) -> Result:
 
 def test_ls_lists_newest_first_and_marks_the_best(run: Path) -> None:
     rows = json.loads(call("ls", run, "--json").output)
-    assert [(row["step"], row["best"], row["samples"], row["tensors"]) for row in rows] == [
+    assert [(row["step"], row["best"], row["num_samples"], row["num_tensors"]) for row in rows] == [
         (40, False, 640, 2),
         (20, True, 320, 2),
     ]
@@ -46,7 +46,7 @@ def test_ls_shows_a_damaged_manifest_and_goes_on(run: Path) -> None:
 def test_verify_says_ok_or_names_the_file(run: Path) -> None:
     path = run / "checkpoints" / "step-000000040"
     assert call("verify", run).output.startswith(f"ok  {path}: ")
-    assert json.loads(call("verify", run, "--json").output).keys() == {"path", "ok", "bytes", "duration_s"}
+    assert json.loads(call("verify", run, "--json").output).keys() == {"path", "ok", "size_bytes", "duration_s"}
     (path / "rank-00000.safetensors").unlink()
     assert call("verify", run, "--step", 20).exit_code == 0
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors: missing"):

@@ -105,7 +105,7 @@ def nodes(folder: Path, **seconds: float) -> list[Path]:
     """Reports of nodes whose reference product takes so long."""
     paths = []
     for name, value in seconds.items():
-        pace = HealthFinding("matmul", HealthVerdict.PASS, "", {"device": "H100", "seconds": value})
+        pace = HealthFinding("matmul", HealthVerdict.PASS, "", {"device": "H100", "time_s": value})
         path = folder / f"{name}.json"
         path.write_text(json.dumps(NodeHealthReport(name, 1000.0, 1.0, (pace,)).as_json()) + "\n")
         paths.append(path)

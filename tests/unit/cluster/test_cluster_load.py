@@ -411,7 +411,7 @@ def test_a_figure_without_bounds_is_refused(tmp_path: Path, text: str, said: str
             "reliability: {failures_per_1000_node_days: 1e9}",
             "failures_per_1000_node_days: found 1e+09, which no hardware",
         ),
-        ("reliability: {restart_seconds: 1e18}", "restart_seconds: found 1e+18, which no hardware has"),
+        ("reliability: {restart_s: 1e18}", "restart_s: found 1e+18, which no hardware has"),
         ("storage: {write_gbps: 1e-300}", "storage.write_gbps: found 1e-300, expected at least 1e-09"),
         ("prices: {pue: 1e9}", "prices.pue: found 1000000000.0, expected a number from 1 to 1,000,000"),
     ],

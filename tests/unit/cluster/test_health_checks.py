@@ -132,7 +132,7 @@ def test_cores_that_others_keep_busy_are_told(tmp_path: Path) -> None:
     busy = "cpu  60 0 10 1030 0 0 0 0 0 0\ncpu0 5 0 5 500\ncpu1 5 0 5 500"
     found = looked(tmp_path, [0, 1, 2, 3], busy)
     assert found.verdict is HealthVerdict.WARN
-    assert found.values["busy"] == pytest.approx(2 * 50 / 80)
+    assert found.values["busy_cores"] == pytest.approx(2 * 50 / 80)
 
 
 def meminfo(available: float, swap_free: int = 8 * 2**20) -> str:

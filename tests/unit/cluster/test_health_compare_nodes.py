@@ -15,10 +15,10 @@ def node(name: str, seconds: float | None = 0.010, time: float = 1000.0, **given
     findings = [
         HealthFinding("versions", HealthVerdict.PASS, "", {**SOFTWARE, **given.get("software", {})}),
         HealthFinding("clock", HealthVerdict.PASS, "", {"server_offset": given.get("offset")}),
-        HealthFinding("disk-throughput", HealthVerdict.PASS, "", {"written": given.get("written", 1e9)}),
+        HealthFinding("disk-throughput", HealthVerdict.PASS, "", {"write_bytes_per_s": given.get("written", 1e9)}),
     ]
     if seconds is not None:
-        figures = {"device": given.get("device", "H100"), "seconds": seconds}
+        figures = {"device": given.get("device", "H100"), "time_s": seconds}
         findings.append(HealthFinding("matmul", HealthVerdict.PASS, "", figures))
     return NodeHealthReport(name, time, 5.0, tuple(findings))
 
@@ -58,7 +58,7 @@ def test_a_node_that_did_not_measure_is_unknown() -> None:
 
 def test_the_slowest_gpu_of_a_node_counts() -> None:
     one = node("n3")
-    slow = HealthFinding("matmul/gpu1", OK, "", {"device": "H100", "seconds": 0.02})
+    slow = HealthFinding("matmul/gpu1", OK, "", {"device": "H100", "time_s": 0.02})
     both = NodeHealthReport("n3", one.written_at, 5.0, (*one.findings, slow))
     assert verdicts("fleet/matmul", node("n1"), node("n2"), both) == [OK, OK, BAD]
 

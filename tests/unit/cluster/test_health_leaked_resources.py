@@ -73,7 +73,7 @@ def test_shared_memory_that_nobody_has_open_is_told(tmp_path: Path) -> None:
     (folder / "fd/3").symlink_to("/dev/shm/opened")
     said = found(tmp_path)["shm"]
     assert said.verdict is HealthVerdict.WARN
-    assert said.values == {"files": 1, "bytes": 4}
+    assert said.values == {"num_files": 1, "size_bytes": 4}
     assert "torch_1_2" in said.reason
 
 

@@ -24,7 +24,7 @@ def test_prepare_verify_inspect(texts, capsys):
     out = texts / "out"
     assert data("prepare", "*.txt", "--exclude", "[5-9].txt", "--out", out, "--json") == 0
     made = json.loads(capsys.readouterr().out)
-    assert (made["documents"], made["count"], made["begins"][:7]) == (5, 5 * 14_001, "text 0\n")
+    assert (made["num_documents"], made["count"], made["begins"][:7]) == (5, 5 * 14_001, "text 0\n")
     assert data("verify", out) == 0
     assert capsys.readouterr().out.startswith(f"ok  {out}: 1 shard, 70.0 kB")
     assert data("verify", "--json", out) == 0
@@ -39,7 +39,7 @@ def test_json_lines_and_a_trained_tokenizer(texts, capsys):
     write_texts(texts / "texts", {"a.jsonl": '{"body": "some words and some more words"}\n' * 50})
     words = ["a.jsonl", "--jsonl", "--text-field", "body", "--tokenizer", "bpe:260", "--out", texts / "out", "--json"]
     assert data("prepare", *words) == 0
-    assert json.loads(capsys.readouterr().out)["vocab"] == 260
+    assert json.loads(capsys.readouterr().out)["vocab_size"] == 260
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_shard_that_was_not_finished_has_no_name(tmp_path):
 
 def test_a_whole_dataset_verifies(folder):
     verified = verify_dataset(folder)
-    assert (verified.shards, verified.blocks, verified.bytes) == (2, 14, 8 * TOKENS)
+    assert (verified.num_shards, verified.num_blocks, verified.size_bytes) == (2, 14, 8 * TOKENS)
     read_everything(folder)
 
 

@@ -35,7 +35,7 @@ def test_report_writes_html_and_prints_json(tmp_path: Path) -> None:
     assert page.read_text().startswith("<!doctype html>")
     facts = json.loads(run("report", path, "--json").output)
     assert facts["status"] == "done"
-    assert [advice["recipe_key"] for advice in facts["advice"]] == ["evaluation.every"]
+    assert [each["recipe_key"] for each in facts["recommendations"]] == ["evaluation.every"]
 
 
 def test_report_of_no_run_and_a_page_that_cannot_be_written_are_usage_errors(tmp_path: Path) -> None:

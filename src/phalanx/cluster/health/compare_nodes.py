@@ -42,9 +42,9 @@ def compare_matmul(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindi
     """Compare the reference product of each node's slowest device among the nodes with the same device."""
     times_by_device: dict[str, dict[str, float]] = {}
     for report in reports:
-        device_values = [each for each in values_of_check(report, "matmul") if isinstance(each.get("seconds"), float)]
+        device_values = [each for each in values_of_check(report, "matmul") if isinstance(each.get("time_s"), float)]
         if device_values:
-            slowest = max(float(each["seconds"] or 0.0) for each in device_values)
+            slowest = max(float(each["time_s"] or 0.0) for each in device_values)
             times_by_device.setdefault(str(device_values[0].get("device")), {})[report.node] = slowest
     found = {}
     for nodes in times_by_device.values():
@@ -62,7 +62,7 @@ def compare_matmul(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindi
 def _matmul_finding(seconds: float, baseline: float, nodes: int) -> HealthFinding:
     slowdown = slowdown_share(seconds, baseline)
     reference = _describe_reference(nodes)
-    figures: dict[str, FindingValue] = {"seconds": seconds, "baseline_seconds": baseline, "nodes": nodes}
+    figures: dict[str, FindingValue] = {"time_s": seconds, "baseline_s": baseline, "nodes": nodes}
     if nodes == 1:
         text = "no other node has this device: nothing to compare with"
         return HealthFinding("fleet/matmul", HealthVerdict.UNKNOWN, text, figures)
@@ -79,7 +79,7 @@ def compare_disks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindin
     rates = {}
     for report in reports:
         for each in values_of_check(report, "disk-throughput"):
-            if isinstance(rate := each.get("written"), float):
+            if isinstance(rate := each.get("write_bytes_per_s"), float):
                 rates[report.node] = rate
     if len(rates) < 2:
         return {}
@@ -89,7 +89,7 @@ def compare_disks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindin
             "fleet/disk",
             evaluate_threshold("disk slowdown", 1 - rate / baseline),
             f"writes {format_bytes(rate)}/s, {rate / baseline:.0%} of {_describe_reference(len(rates))}",
-            {"written": rate, "baseline": baseline},
+            {"write_bytes_per_s": rate, "baseline_bytes_per_s": baseline},
         )
         for node, rate in rates.items()
     }

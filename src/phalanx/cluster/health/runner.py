@@ -48,8 +48,8 @@ class NodeHealthReport:
         return {
             "format": REPORT_FORMAT,
             "node": self.node,
-            "time": self.written_at,
-            "seconds": round(self.duration_s, 3),
+            "written_at": self.written_at,
+            "duration_s": round(self.duration_s, 3),
             "verdict": str(self.verdict),
             "fit": self.is_fit,
             "findings": [each.as_json() for each in self.findings],
@@ -61,7 +61,7 @@ def parse_report(value: Mapping[str, Any]) -> NodeHealthReport:
     if value["format"] != REPORT_FORMAT:
         raise ValueError(f"format {value['format']}: expected {REPORT_FORMAT}")
     findings = tuple(parse_finding(each) for each in value["findings"])
-    return NodeHealthReport(str(value["node"]), float(value["time"]), float(value["seconds"]), findings)
+    return NodeHealthReport(str(value["node"]), float(value["written_at"]), float(value["duration_s"]), findings)
 
 
 def run_checks(

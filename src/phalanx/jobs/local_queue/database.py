@@ -370,13 +370,15 @@ def _check_types(row: sqlite3.Row) -> None:
 
 def _make_status(row: Mapping[str, Any]) -> JobStatus:
     """Make the status of a job from the fields of its row."""
-    names = "name state reason submitted started ended run_dir"
     return JobStatus(
         id=str(row["id"]),
         exit_code=row["code"],
         num_attempts=row["attempts"],
         nodes=(os.uname().nodename,) if row["attempts"] else (),
-        **{name: row[name] for name in names.split()},
+        submitted_at=row["submitted"],
+        started_at=row["started"],
+        ended_at=row["ended"],
+        **{name: row[name] for name in ("name", "state", "reason", "run_dir")},
     )
 
 

@@ -51,8 +51,8 @@ def test_a_job_that_runs_says_where_and_since_when() -> None:
     started = container(running={"startedAt": T1})
     status = read(workload(restarts=2), pods=[pod(1, attempt=2, **started), pod(0, attempt=2), pod(0, attempt=1)])
     assert (status.state, status.nodes, status.num_attempts, status.name) == (JobState.RUNNING, ("m0", "m1"), 3, "GPT")
-    assert status.started is not None
-    assert status.submitted == status.started - 60
+    assert status.started_at is not None
+    assert status.submitted_at == status.started_at - 60
 
 
 def test_a_job_that_waits_says_why() -> None:
@@ -84,7 +84,7 @@ def test_a_job_that_is_done_has_code_0(name: str) -> None:
         workload((name, "AllJobsCompleted")), pods=[pod(0, "Succeeded", **container(terminated={"exitCode": 0}))]
     )
     assert (status.state, status.exit_code) == (JobState.DONE, 0)
-    assert status.ended == status.submitted + 60  # type: ignore[operator]
+    assert status.ended_at == status.submitted_at + 60  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_a_job_that_waits_says_why_in_words(reason: str, says: str) -> None:
     assert status.state is JobState.QUEUED
     assert status.reason is not None
     assert says in status.reason
-    assert (status.num_attempts, status.started, status.ended) == (0, None, None)
+    assert (status.num_attempts, status.started_at, status.ended_at) == (0, None, None)
 
 
 def test_a_job_that_is_queued_again_has_its_last_attempts_code() -> None:

@@ -80,8 +80,8 @@ def evaluate_clock(kernel: KernelClock | None, server_offset_s: float | None) ->
     """Evaluate the kernel's clock state and, on a network file system, the offset to the server's clock."""
     figures: dict[str, FindingValue] = {
         "synchronised": None if kernel is None else kernel.synchronised,
-        "error": None if kernel is None else kernel.max_error_s,
-        "server_offset": server_offset_s,
+        "max_error_s": None if kernel is None else kernel.max_error_s,
+        "server_offset_s": server_offset_s,
     }
     if (
         server_offset_s is not None

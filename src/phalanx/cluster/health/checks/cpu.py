@@ -21,17 +21,19 @@ def measure_cpu(
         "present": len(parse_cpu_list(read_small_file(folder / "present"))) or None,
         "online": len(parse_cpu_list(read_small_file(folder / "online"))) or None,
         "allowed": len(allowed),
-        "quota": read_cgroup_cores(context.root),
+        "quota_cores": read_cgroup_cores(context.root),
         "smt": read_small_file(folder / "smt/control") or None,
-        "clock_limit": clock_limit_share(context, allowed),
-        "busy": count_busy_cores(context.root, sleep),
+        "clock_limit_share": clock_limit_share(context, allowed),
+        "busy_cores": count_busy_cores(context.root, sleep),
     }
 
 
 def evaluate_cpu(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     """Return one finding with all problems of the CPU."""
-    present, online, allowed, quota = (_as_number(figures[name]) for name in ("present", "online", "allowed", "quota"))
-    limit, busy = _as_number(figures["clock_limit"]), _as_number(figures["busy"])
+    present, online, allowed, quota = (
+        _as_number(figures[name]) for name in ("present", "online", "allowed", "quota_cores")
+    )
+    limit, busy = _as_number(figures["clock_limit_share"]), _as_number(figures["busy_cores"])
     problems, verdicts = [], [HealthVerdict.PASS]
     # with hyper-threading switched off, the second thread of each core is present and not online
     if present and online and online < present and figures["smt"] not in ("off", "forceoff"):

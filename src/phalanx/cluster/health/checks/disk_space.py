@@ -26,10 +26,10 @@ def measure_disk_space(folder: Path, context: CheckContext, statvfs: StatVfs = o
         "folder": str(folder),
         "nearest": str(nearest),
         "kind": mount.file_system if mount else None,
-        "free": found.f_bavail * found.f_frsize,
-        "total": found.f_blocks * found.f_frsize,
-        "inodes": found.f_files or None,  # file systems that make inodes when needed count none
-        "inodes_free": found.f_favail if found.f_files else None,
+        "free_bytes": found.f_bavail * found.f_frsize,
+        "total_bytes": found.f_blocks * found.f_frsize,
+        "num_inodes": found.f_files or None,  # file systems that make inodes when needed count none
+        "num_free_inodes": found.f_favail if found.f_files else None,
         "read_only": bool(found.f_flag & os.ST_RDONLY),
         "writable": os.access(nearest, os.W_OK | os.X_OK),
     }
@@ -37,7 +37,7 @@ def measure_disk_space(folder: Path, context: CheckContext, statvfs: StatVfs = o
 
 def evaluate_disk_space(purpose: str, figures: dict[str, FindingValue]) -> HealthFinding:
     """Evaluate the figures of a folder. `purpose`: "run", "cache" or "temp"."""
-    free, total, inodes, folder = (figures[name] for name in ("free", "total", "inodes_free", "folder"))
+    free, total, inodes, folder = (figures[name] for name in ("free_bytes", "total_bytes", "num_free_inodes", "folder"))
     assert isinstance(free, int)
     assert isinstance(total, int)
     check = f"disk/{purpose}"

@@ -27,14 +27,14 @@ def evaluate_disk_throughput(
     rates: storage.StorageRates, baseline: tuple[float | None, float | None]
 ) -> list[HealthFinding]:
     """Evaluate the rates. `baseline`: GB/s of writing and reading from the calibration, None if unknown."""
-    figures: dict[str, FindingValue] = {"bytes": rates.num_bytes, "cache": rates.read_mode}
+    figures: dict[str, FindingValue] = {"size_bytes": rates.num_bytes, "cache": rates.read_mode}
     verdicts, texts = [], []
-    for operation, rate, baseline_rate in (
-        ("written", rates.write_gbps, baseline[0]),
-        ("read", rates.read_gbps, baseline[1]),
+    for key, operation, rate, baseline_rate in (
+        ("write", "written", rates.write_gbps, baseline[0]),
+        ("read", "read", rates.read_gbps, baseline[1]),
     ):
-        figures[operation] = None if rate is None else rate * 1e9
-        figures[f"{operation}_before"] = None if baseline_rate is None else baseline_rate * 1e9
+        figures[f"{key}_bytes_per_s"] = None if rate is None else rate * 1e9
+        figures[f"{key}_baseline_bytes_per_s"] = None if baseline_rate is None else baseline_rate * 1e9
         if rate is None:
             texts.append(f"{operation}: not measured, it came from memory")
             continue

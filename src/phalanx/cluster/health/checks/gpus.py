@@ -167,8 +167,8 @@ def evaluate_gpus(gpus: list[GpuState]) -> list[HealthFinding]:
             text = "; ".join(words for _, words in problems)
             figures: dict[str, FindingValue] = {
                 "index": gpu.index,
-                "headroom": gpu.temperature_margin_k,
-                "memory_share": gpu.used_memory_share,
+                "temperature_margin_k": gpu.temperature_margin_k,
+                "used_memory_share": gpu.used_memory_share,
             }
             found.append(
                 HealthFinding(f"gpus/gpu{gpu.index}", worst_verdict(verdict for verdict, _ in problems), text, figures)
@@ -212,7 +212,10 @@ def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
     summary = f"{max_nvlinks} NVLinks each" if max_nvlinks else "no NVLinks"
     return [
         HealthFinding(
-            "gpus/links", HealthVerdict.PASS, f"PCIe links have all their lanes; {summary}", {"nvlinks": max_nvlinks}
+            "gpus/links",
+            HealthVerdict.PASS,
+            f"PCIe links have all their lanes; {summary}",
+            {"num_nvlinks": max_nvlinks},
         )
     ]
 

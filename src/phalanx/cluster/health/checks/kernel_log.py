@@ -103,7 +103,7 @@ def evaluate_kernel_log(found: list[KernelMessage]) -> list[HealthFinding]:
             "kernel-log",
             verdict,
             summary,
-            {"messages": len(last_by_text), "age": min(age for _, age in last_by_text.values())},
+            {"num_messages": len(last_by_text), "age_s": min(age for _, age in last_by_text.values())},
         )
     ]
 

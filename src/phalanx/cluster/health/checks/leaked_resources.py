@@ -149,7 +149,7 @@ def _orphan_finding(orphans_left: list[ProcessInfo]) -> HealthFinding:
 
 def _shm_finding(files: dict[str, int]) -> HealthFinding:
     size = sum(files.values())
-    figures: dict[str, FindingValue] = {"files": len(files), "bytes": size}
+    figures: dict[str, FindingValue] = {"num_files": len(files), "size_bytes": size}
     if not files:
         return HealthFinding("leaked-resources/shm", HealthVerdict.PASS, "no unused file in /dev/shm", figures)
     names = ", ".join(sorted(files)[:MAX_SHOWN]) + (" ..." if len(files) > MAX_SHOWN else "")

@@ -122,11 +122,11 @@ def evaluate_matmul(
         summary, verdict = f"{timing.tflops:.3g} TFLOP/s", HealthVerdict.PASS
         figures: dict[str, FindingValue] = {
             "device": name,
-            "seconds": timing.time_s,
+            "time_s": timing.time_s,
             "tflops": timing.tflops,
             "clock_share": timing.clock_share,
-            "baseline_seconds": baseline,
-            "others": timing.other_busy_cores,
+            "baseline_s": baseline,
+            "other_busy_cores": timing.other_busy_cores,
         }
         if baseline is None and len(timings) < MIN_PEERS:
             summary += "; nothing to compare with: `phalanx calibrate` remembers this machine's rate"

@@ -28,12 +28,12 @@ def measure_memory(
     except OSError:  # a machine without it; some containers
         shm = None
     return {
-        "total": total,
-        "limit": limit,
-        "available": available,
-        "swap_used": None if swap is None or free_swap is None else swap - free_swap,
-        "shm_total": None if shm is None else shm.f_blocks * shm.f_frsize,
-        "shm_free": None if shm is None else shm.f_bavail * shm.f_frsize,
+        "total_bytes": total,
+        "limit_bytes": limit,
+        "available_bytes": available,
+        "used_swap_bytes": None if swap is None or free_swap is None else swap - free_swap,
+        "shm_total_bytes": None if shm is None else shm.f_blocks * shm.f_frsize,
+        "shm_free_bytes": None if shm is None else shm.f_bavail * shm.f_frsize,
     }
 
 
@@ -70,12 +70,12 @@ def read_cgroup_used(root: Path) -> int | None:
 
 
 def _memory_finding(figures: dict[str, FindingValue]) -> HealthFinding:
-    total, available, swap = figures["total"], figures["available"], figures["swap_used"]
+    total, available, swap = figures["total_bytes"], figures["available_bytes"], figures["used_swap_bytes"]
     if not isinstance(total, int) or not isinstance(available, int):
         return HealthFinding(
             "memory", HealthVerdict.UNKNOWN, "/proc/meminfo does not tell how much memory there is", figures
         )
-    limit = figures["limit"]
+    limit = figures["limit_bytes"]
     total_bytes = limit if isinstance(limit, int) else total
     limit_name = "the control group's limit" if isinstance(limit, int) else "the machine's memory"
     summary = (
@@ -93,7 +93,7 @@ def _memory_finding(figures: dict[str, FindingValue]) -> HealthFinding:
 
 
 def _shm_finding(figures: dict[str, FindingValue]) -> HealthFinding:
-    total, free = figures["shm_total"], figures["shm_free"]
+    total, free = figures["shm_total_bytes"], figures["shm_free_bytes"]
     if not isinstance(total, int) or not isinstance(free, int):
         text = "there is no /dev/shm: NCCL and data loaders of some frameworks need it"
         return HealthFinding("shm", HealthVerdict.WARN, text, figures)

@@ -53,9 +53,9 @@ def evaluate_hostname(name: str, resolve: ResolveName, clock: Callable[[], float
         text = (
             f"the name of this machine, {name}, has no address ({error.strerror or error}); add it to /etc/hosts or DNS"
         )
-        return HealthFinding("network/name", HealthVerdict.WARN, text, {"name": name, "seconds": clock() - started})
+        return HealthFinding("network/name", HealthVerdict.WARN, text, {"name": name, "duration_s": clock() - started})
     seconds = clock() - started
-    figures: dict[str, FindingValue] = {"name": name, "seconds": seconds, "addresses": " ".join(found)}
+    figures: dict[str, FindingValue] = {"name": name, "duration_s": seconds, "addresses": " ".join(found)}
     if not any(is_reachable(each) for each in found):
         text = (
             f"{name} resolves to {', '.join(found)}, which only this machine can reach: workers of other nodes cannot "

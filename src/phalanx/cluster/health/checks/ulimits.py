@@ -20,13 +20,13 @@ def measure_ulimits(context: CheckContext, limit: GetRlimit = resource.getrlimit
     return {
         "open_files": None if files == resource.RLIM_INFINITY else files,
         "open_files_most": None if hard_limit == resource.RLIM_INFINITY else hard_limit,
-        "locked": None if locked == resource.RLIM_INFINITY else locked,
+        "locked_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "rdma_ports": sum(card.is_up and card.link_kind != "ethernet" for card in discover_nics(context.root)),
     }
 
 
 def evaluate_ulimits(figures: dict[str, FindingValue]) -> list[HealthFinding]:
-    files, locked = figures["open_files"], figures["locked"]
+    files, locked = figures["open_files"], figures["locked_bytes"]
     verdicts, summary = [HealthVerdict.PASS], "no limit of open files"
     if isinstance(files, int):
         verdicts.append(evaluate_threshold("open files", files))

@@ -159,7 +159,7 @@ class KubernetesBackend:
             found.append(parse_status(f"{namespace}/{kind}/{name}", workload, *children))
         if array is not None:
             found = select_array_members(found, array)
-        return sorted(found, key=lambda status: (status.submitted or 0.0, status.id))
+        return sorted(found, key=lambda status: (status.submitted_at or 0.0, status.id))
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal with `kill` in each container, since Kubernetes can only send the signals that end a pod.

@@ -54,9 +54,9 @@ def parse_status(
         num_attempts=restarts + bool(started or over or restarts),
         nodes=tuple(dict.fromkeys(pod["spec"]["nodeName"] for pod in pods if pod["spec"].get("nodeName"))),
         reason=reason,
-        submitted=parse_timestamp(metadata.get("creationTimestamp")),
-        started=min(started, default=None),
-        ended=parse_timestamp(over.get("lastTransitionTime")) if over else None,
+        submitted_at=parse_timestamp(metadata.get("creationTimestamp")),
+        started_at=min(started, default=None),
+        ended_at=parse_timestamp(over.get("lastTransitionTime")) if over else None,
         run_dir=metadata.get("annotations", {}).get(RUN_ANNOTATION),
     )
 

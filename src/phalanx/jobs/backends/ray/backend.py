@@ -280,8 +280,8 @@ def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
         num_attempts=driver_state.num_attempts,
         nodes=driver_state.nodes,
         reason=reason,
-        submitted=info.start_time / 1000 if info.start_time else None,
-        ended=info.end_time / 1000 if is_over else None,
+        submitted_at=info.start_time / 1000 if info.start_time else None,
+        ended_at=info.end_time / 1000 if is_over else None,
         run_dir=info.metadata.get(RUN_DIR_KEY),
     )
 

@@ -157,9 +157,9 @@ def parse_live_status(
         num_attempts=attempts,
         nodes=nodes or (result.nodes if result is not None else ()),
         reason=reason,
-        submitted=submitted,  # Slurm's own changes whenever the job is queued again
-        started=_parse_time(found.get("StartTime")) if started and not is_queued else None,
-        ended=_parse_time(found.get("EndTime")) if is_over else None,
+        submitted_at=submitted,  # Slurm's own changes whenever the job is queued again
+        started_at=_parse_time(found.get("StartTime")) if started and not is_queued else None,
+        ended_at=_parse_time(found.get("EndTime")) if is_over else None,
     )
 
 
@@ -179,8 +179,8 @@ def parse_past_status(id: str, name: str, cancelled: bool, submitted: float, res
         num_attempts=0 if result is None else result.attempt + 1,
         nodes=() if result is None else result.nodes,
         reason=reason,
-        submitted=submitted,
-        ended=None if result is None else result.ended,
+        submitted_at=submitted,
+        ended_at=None if result is None else result.ended,
     )
 
 
