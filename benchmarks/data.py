@@ -164,7 +164,7 @@ def contestants(dataset: Path, folder: Path, sequence: int, data: RunData) -> di
     tokens = np.memmap(folder / "text.txt", np.uint8, mode="r")
     every: dict[str, Callable[[], Batches]] = {
         "phalanx, reader": lambda: phalanx_reader(data),
-        "phalanx, Feed": lambda: phalanx_feed(data),
+        "phalanx, Prefetcher": lambda: phalanx_feed(data),
         "plain numpy memmap loop": lambda: plain_loop(tokens, sequence),
         "torch DataLoader, 0 workers": lambda: torch_loader(tokens, sequence, 0),
         "torch DataLoader, 1 worker": lambda: torch_loader(tokens, sequence, 1),

@@ -4,7 +4,7 @@ Runs of the same recipe alternate (world, replicas, world, ...), each a real `ph
 figure is the median of its `step` events after the first ten, and the table gives the median over rounds with the
 ratio taken round by round.
 
-    python benchmarks/determinism_cost.py [--rounds 5] [--steps 60] [--out docs/benchmarks/exact.md]
+    python benchmarks/determinism_cost.py [--rounds 5] [--steps 60] [--out docs/benchmarks/determinism_cost.md]
 """
 
 import argparse
@@ -101,9 +101,10 @@ def main() -> None:
         f"{machine.physical_cores} cores, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{datetime.date.today()}. Transformer of 4 layers, fp32, one thread a process, micro-batches of 2 x 128 "
         "tokens.",
-        "Ratios are taken round by round (the two runs of a round follow each other); median (smallest to largest).",
+        "Milliseconds of a step. Ratios are taken round by round (the two runs of a round follow each other); "
+        "median (smallest to largest).",
         "",
-        "| processes | micro-batches each | width | world, ms a step | replicas, ms a step | replicas / world |",
+        "| processes | micro-batches each | width | fixed-world, ms | elastic, ms | elastic / fixed-world |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
     page += measure(arguments.rounds, arguments.steps)

@@ -1,6 +1,6 @@
 """What a training loop costs beside its own model: Phalanx and its peers against a loop written by hand.
 
-    python benchmarks/loop_overhead.py [--out docs/benchmarks/engine_overhead.md] [--rounds 24] [--bout 0.4]
+    python benchmarks/loop_overhead.py [--out docs/benchmarks/loop_overhead.md] [--rounds 24] [--bout 0.4]
     python benchmarks/loop_overhead.py --quick
 
 Everyone trains a copy of the same transformer on the same prepared bytes with the same fused AdamW, clipping and

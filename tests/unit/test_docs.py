@@ -22,6 +22,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SKILL.md", "docs/llms.txt")),
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
+ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
 FAULT_TOLERANCE = ROOT / "docs" / "explanation" / "fault-tolerance.md"
 EXIT_CODES = ROOT / "docs" / "reference" / "exit-codes.md"
 
@@ -150,6 +151,14 @@ def test_paths_of_the_repository_that_a_page_names_exist(page: Path) -> None:
     if "notes" not in page.parts:  # diaries name what was there then
         named_paths = re.findall(r"`((?:src/phalanx|benchmarks|tests|examples|tools)/[\w./-]+)`", page.read_text())
         assert [path for path in named_paths if not (ROOT / path).exists()] == []
+
+
+def test_what_the_architecture_page_says_where_to_find_is_there() -> None:
+    rows = table(ARCHITECTURE, "what | file | name")
+    assert rows
+    for _, file, name in rows:
+        defined = rf"^ *(class|def) {named(name).split('.')[-1]}\b"
+        assert re.search(defined, (ROOT / named(file)).read_text(), re.MULTILINE), name
 
 
 def test_every_action_of_the_guard_has_its_row() -> None:

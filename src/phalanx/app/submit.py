@@ -174,7 +174,7 @@ def parse_duration(text: str | None) -> float | None:
             return 3600.0 * hours + 60 * minutes + seconds
         return float(number) * SECONDS_PER_UNIT[unit]
     except (ValueError, KeyError, OverflowError):
-        raise UsageError(f"{text!r} is not a duration: expected such as 90s, 15min, 2h, 1d or 01:30:00") from None
+        raise UsageError(f"{text!r} is not a duration: expected one such as 90s, 15min, 2h, 1d or 01:30:00") from None
 
 
 def submit_and_follow(backend_name: str, job: Job, run: Path, dry_run: bool, out: TextIO) -> int:

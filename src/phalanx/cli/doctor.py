@@ -27,7 +27,11 @@ def doctor(
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check (repeatable).")] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Skip this check (repeatable).")] = None,
     run: Annotated[
-        Path, typer.Option(metavar="DIR", help="Run directory, to check its disk; need not exist yet.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Run directory, to check its disk: up to 128 MB are written and removed. It need not exist yet.",
+        ),
     ] = Path(),
     expect_gpus: Annotated[
         int | None,
@@ -41,7 +45,9 @@ def doctor(
         ),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare the reports of several nodes.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the report to DIR/NODE.json, too.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the report to DIR/NODE.json, too. DIR must exist.")
+    ] = None,
     serve: Annotated[
         int | None,
         typer.Option(

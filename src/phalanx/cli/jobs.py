@@ -45,17 +45,47 @@ def submit(
         Path | None, typer.Option(metavar="DIR", help="Run directory; of an array, the directory of its runs.")
     ] = None,
     nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, max=100_000, metavar="N", help="Workers on each node.")
+        int | None,
+        typer.Option(
+            "--nproc-per-node",
+            min=1,
+            max=100_000,
+            metavar="N",
+            help="Workers on each node.",
+            show_default="as the recipe's parallelism requires, else one per GPU, else 1",
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Number of nodes.")] = 1,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=0, max=10_000, metavar="N", help="GPUs on each node.")
+        int | None,
+        typer.Option(
+            "--gpus",
+            min=0,
+            max=10_000,
+            metavar="N",
+            help="GPUs on each node.",
+            show_default="local: one per worker, or all",
+        ),
     ] = None,
     cpus: Annotated[
-        int | None, typer.Option("--cpus", min=1, max=100_000, metavar="N", help="CPU cores on each node.")
+        int | None,
+        typer.Option(
+            "--cpus",
+            min=1,
+            max=100_000,
+            metavar="N",
+            help="CPU cores on each node.",
+            show_default="local: the job's share of the cores",
+        ),
     ] = None,
     time_limit: Annotated[
-        str | None, typer.Option("--time-limit", metavar="TIME", help="Time limit of each attempt, such as 2h.")
+        str | None,
+        typer.Option(
+            "--time-limit",
+            metavar="TIME",
+            help="Time limit of each attempt: seconds, or such as 30s, 15min, 2h, 1d, 01:30:00.",
+            show_default="none",
+        ),
     ] = None,
     priority: Annotated[
         int,

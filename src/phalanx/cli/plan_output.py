@@ -90,9 +90,8 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
         "device-hours",
     ]
     if (energy := run_plan.energy) is not None:
-        lines.append(
-            f"energy     {format_significant(energy.site_kwh)} kWh with cooling, {energy.node_w:,.0f} W a node"
-        )
+        kwh = f"{energy.site_kwh:,.0f}" if energy.site_kwh >= 1_000 else format_significant(energy.site_kwh)
+        lines.append(f"energy     {kwh} kWh with cooling, {energy.node_w:,.0f} W a node")
     if (slowdown := run_plan.power_cap_slowdown) is not None:
         source = "measured on this family" if slowdown.is_measured else "measured on other families"
         lines.append(

@@ -44,10 +44,24 @@ def train(
     ] = "local",
     nodes: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Number of nodes, with --on.")] = 1,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=0, max=10_000, metavar="N", help="GPUs on each node, with --on.")
+        int | None,
+        typer.Option(
+            "--gpus",
+            min=0,
+            max=10_000,
+            metavar="N",
+            help="GPUs on each node, with --on.",
+            show_default="local: one per worker, or all",
+        ),
     ] = None,
     time_limit: Annotated[
-        str | None, typer.Option("--time-limit", metavar="TIME", help="Time limit such as 2h, with --on.")
+        str | None,
+        typer.Option(
+            "--time-limit",
+            metavar="TIME",
+            help="Time limit of each attempt, with --on: seconds, or such as 30s, 15min, 2h, 1d, 01:30:00.",
+            show_default="none",
+        ),
     ] = None,
     backend_option: Annotated[
         list[str] | None,

@@ -134,7 +134,7 @@ class Run:
             return None
 
     def describe_damage(self) -> list[str]:
-        """In words, which of the small files that a run can do without are not what was written."""
+        """Return one sentence for each optional file of the run that is damaged."""
         found = []
         for path in (self.plan, self.cluster, self.environment, self.result, self.checkpoints / "best.json"):
             try:

@@ -1,8 +1,8 @@
 """The events of a run: one frozen dataclass for each kind of line in events.jsonl.
 
 A field that has its default is left out of the line. Times are unix seconds, durations and waits seconds, ranks global
-ranks, steps numbered from 1 (0: before the first). Floats are finite: where a value may not be, the field is optional
-and None stands for it.
+ranks, steps numbered from 1 (0: before the first). Floats are finite: a value that is not finite is None, which is null
+in the file.
 """
 
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class RunEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class LogOpened(RunEvent):
-    """The first line of events.jsonl. `format` is FORMAT of the Phalanx that made the file."""
+    """The first line of events.jsonl. `format` is the version of the file's format."""
 
     kind: ClassVar[str] = "log_opened"
     format: int
@@ -51,8 +51,8 @@ class LogOpened(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStarted(RunEvent):
-    """A worker process has begun to get ready. `attempt` is the one that it was started for; `joins_late`: it takes the
-    place of a lost worker while the others train."""
+    """A worker process has started. `attempt` is the one that it was started for; `joins_late`: it replaces a lost
+    worker while the others train."""
 
     kind: ClassVar[str] = "worker_started"
     pid: int
@@ -64,8 +64,8 @@ class WorkerStarted(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptStarted(RunEvent):
-    """Training begins, or resumes, after `start_step` of `total_steps` steps. `num_micro_batches` make up a global
-    batch; `scaled_up`: nothing was lost, the same workers and some that were lost before train together again."""
+    """Training begins, or resumes, after `start_step` of `total_steps` steps. A global batch has `num_micro_batches`;
+    `scaled_up`: workers that were lost before have rejoined, and no other was lost."""
 
     kind: ClassVar[str] = "attempt_started"
     world_size: int
@@ -79,8 +79,8 @@ class AttemptStarted(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeResolved(RunEvent):
-    """Before its first attempt a command has prepared the data and resolved every `auto`, which took `duration_s`:
-    `trace_s` of it to trace the model, `trials_s` in other trials. What a cache has takes no time."""
+    """The data are prepared and every `auto` is resolved, before the first attempt of a command. This took
+    `duration_s`: `trace_s` of it to trace the model, `trials_s` in other trials. Cached results take no time."""
 
     kind: ClassVar[str] = "recipe_resolved"
     duration_s: float
@@ -90,7 +90,7 @@ class RecipeResolved(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled(RunEvent):
-    """torch.compile has done its work before the first step."""
+    """torch.compile has compiled the blocks, before the first step."""
 
     kind: ClassVar[str] = "compiled"
     duration_s: float
@@ -115,7 +115,7 @@ class StepPhases:
 class StepDone(RunEvent):
     """A training step is done. `loss` is the mean over the terms of the global batch, `grad_norm` the norm before
     clipping, both None where they are not finite; `units` the tokens of the global batch, or its samples where the task
-    has no tokens (`unit` of plan.json). `skip_reason`: the weights stayed as they were. `noise_scale_samples`: the
+    has no tokens (`unit` of plan.json). `skip_reason`: why the step changed no weights. `noise_scale_samples`: the
     gradient noise scale, in samples, where this step added to the estimate."""
 
     kind: ClassVar[str] = "step"
@@ -146,8 +146,8 @@ class EvaluationDone(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(RunEvent):
-    """A checkpoint is whole on disk. `path` is relative to the run directory; `duration_s` passed in the background,
-    for `stall_s` training waited."""
+    """A checkpoint is complete on disk. `path` is relative to the run directory. The save took `duration_s` in the
+    background; training waited for `stall_s` of it."""
 
     kind: ClassVar[str] = "checkpoint_saved"
     step: int
@@ -169,7 +169,7 @@ class CheckpointFailed(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRejected(RunEvent):
     """A checkpoint is damaged and is not used. `path` is relative to the run directory, absolute for an in-memory
-    checkpoint; `file` lies in it, and is what is wrong."""
+    checkpoint; `file` is the damaged file in it."""
 
     kind: ClassVar[str] = "checkpoint_rejected"
     path: str
@@ -179,9 +179,10 @@ class CheckpointRejected(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIntervalChosen(RunEvent):
-    """From `step` on a checkpoint is saved every `interval_steps`, about `interval_s`, by Young and Daly: a save costs
-    the steps `cost_s` and takes `save_s` in the background; `mean_time_between_failures_s` is that of as many devices,
-    with the `num_failures` of the run so far."""
+    """From `step` on, a checkpoint is saved every `interval_steps`, which is about `interval_s`, chosen by Young and
+    Daly's formula. A save slows training by `cost_s` and takes `save_s` in the background;
+    `mean_time_between_failures_s` is the estimate for this number of devices, with the `num_failures` of the run so
+    far."""
 
     kind: ClassVar[str] = "checkpoint_interval"
     step: int
@@ -195,8 +196,8 @@ class CheckpointIntervalChosen(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class InMemoryIntervalChosen(RunEvent):
-    """From `step` on an in-memory checkpoint is made every `interval_steps`, or none any more (None): one costs the
-    steps `cost_s`."""
+    """From `step` on, an in-memory checkpoint is saved every `interval_steps` (None: never). One slows training by
+    `cost_s`."""
 
     kind: ClassVar[str] = "in_memory_interval"
     step: int
@@ -206,7 +207,7 @@ class InMemoryIntervalChosen(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class InMemoryCheckpointSaved(RunEvent):
-    """An in-memory checkpoint is whole. Sizes and times as in CheckpointSaved."""
+    """An in-memory checkpoint is complete. Sizes and times are as in `checkpoint_saved`."""
 
     kind: ClassVar[str] = "in_memory_checkpoint_saved"
     step: int
@@ -217,7 +218,7 @@ class InMemoryCheckpointSaved(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class InMemoryRestored(RunEvent):
-    """The state of `step` was restored from memory, where the newest checkpoint on disk is of `checkpoint_step`.
+    """The state of `step` was restored from memory. The newest checkpoint on disk is that of `checkpoint_step`;
     `fetched_bytes` came from other nodes."""
 
     kind: ClassVar[str] = "in_memory_restored"
@@ -229,9 +230,9 @@ class InMemoryRestored(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class GradSyncSelected(RunEvent):
-    """After `step` gradients are synchronized by `selected` instead of `previous`. `exposed_fraction` of a step is
-    communication that no compute hides; `efficiency_by_choice` is what each choice reached, `predicted_efficiency` what
-    the selected one promises, where that is known. `is_final`: nothing else will be tried."""
+    """After `step`, gradients are synchronized by `selected` instead of `previous`. `exposed_fraction`: fraction of a
+    step that is exposed communication. `efficiency_by_choice`: measured efficiency of each choice;
+    `predicted_efficiency`: that of the selected one, if known. `is_final`: nothing else will be tried."""
 
     kind: ClassVar[str] = "grad_sync_selected"
     step: int
@@ -246,7 +247,7 @@ class GradSyncSelected(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyUsed(RunEvent):
-    """The GPUs of the leading node have drawn `energy_j` joules since the last such event, by their own counters."""
+    """The GPUs of the leader's node used `energy_j` joules since the previous event of this kind, by their counters."""
 
     kind: ClassVar[str] = "energy"
     energy_j: float
@@ -256,7 +257,7 @@ class EnergyUsed(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteStep(RunEvent):
     """A step was skipped because its loss or gradient was not finite. `action`: `skip` it, `rescale` (lower the loss
-    scale of fp16), or `rollback` to the last checkpoint; `num_skipped` counts all of the run."""
+    scale of fp16), or `rollback` to the last checkpoint. `num_skipped`: skipped steps of the run so far."""
 
     kind: ClassVar[str] = "nonfinite_step"
     step: int
@@ -267,8 +268,8 @@ class NonFiniteStep(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class HangDetected(RunEvent):
-    """All workers wait for one that has made no progress for `silence_s`. `phase`: what it does, in words;
-    `is_stopped`: by SIGSTOP or a debugger; `stack`: of its threads, as it printed them, None where it did not."""
+    """All workers wait for one that has made no progress for `silence_s`. `phase`: what it was doing. `is_stopped`: by
+    SIGSTOP or a debugger. `stack`: stacks of its threads, None if it did not print them."""
 
     kind: ClassVar[str] = "hang"
     rank: int
@@ -282,8 +283,8 @@ class HangDetected(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerDetected(RunEvent):
-    """A worker takes `slowdown` times as long as its peers, which wait `wait_s_per_step` for it, `wait_fraction` of the
-    time."""
+    """A worker takes `slowdown` times as long as its peers. They wait `wait_s_per_step` for it, which is
+    `wait_fraction` of the time."""
 
     kind: ClassVar[str] = "straggler"
     rank: int
@@ -295,8 +296,8 @@ class StragglerDetected(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure(RunEvent):
-    """A worker, or what it needs, has failed. `signal` is the name of the signal where the cause is one, `exit_code`
-    the code where it is one; `host` is known of a lost node and of a fork server. `message` is for people."""
+    """A worker, or what it needs, has failed. `signal` is set if `cause` is `signal`, `exit_code` if it is `exit_code`,
+    `host` for a lost node and a fork server. `message` describes the failure in words."""
 
     kind: ClassVar[str] = "failure"
     rank: int
@@ -316,7 +317,7 @@ class WorkerFailure(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunWarning(RunEvent):
-    """Something that people should know; `text` is a sentence or two."""
+    """A message for the user: one or two sentences."""
 
     kind: ClassVar[str] = "warning"
     text: str

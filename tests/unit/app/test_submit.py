@@ -36,7 +36,7 @@ def test_times_are_read_as_people_write_them(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "1:2", "h"])
 def test_what_is_no_time_is_told(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a duration: expected such as"):
+    with pytest.raises(UsageError, match="is not a duration: expected one such as"):
         parse_duration(text)
 
 
