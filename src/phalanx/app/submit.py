@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from phalanx.app.session import DeferredDisplay
+from phalanx.app.run_display import DeferredDisplay
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster import discover_machine
 from phalanx.errors import ExitCode, RecipeError, UsageError

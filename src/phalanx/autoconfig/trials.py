@@ -53,22 +53,23 @@ from phalanx.train.distributed.activation_checkpoint import ActivationCheckpoint
 from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.buffer_sync import find_forward_changes, format_names, snapshot_weight_versions
 from phalanx.train.distributed.compile import compile_blocks
-from phalanx.train.distributed.environment import dist_env_from_environment, is_gpu_failure
+from phalanx.train.distributed.environment import dist_env_from_environment
+from phalanx.train.distributed.failures import is_gpu_failure
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_persistent_buffers
+from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.distributed.parallelize import ParallelConfig, plan_model
 from phalanx.train.distributed.pipeline.build import partition_model
+from phalanx.train.distributed.same_model import new_buffer, other_parameter
 from phalanx.train.hf import model as hf_model
 from phalanx.train.lm_head import eval_mode
 from phalanx.train.loss import LossFn, LossModule
 from phalanx.train.model_builder import build_model, check_model_fits_memory, seed_everything
-from phalanx.train.oom import is_out_of_memory
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear, linear_names_in_blocks, use_cached_casts
 from phalanx.train.optim import OptimizerContainer, trainable_parameters
 from phalanx.train.precision import AUTOCAST_DTYPES, autocast_context
 from phalanx.train.profiler import profile_steps
 from phalanx.train.reporter import RunReporter
-from phalanx.train.same_model import new_buffer, other_parameter
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
 from phalanx.train.train_context import WorkerProcess
 from phalanx.train.train_step import to_device

@@ -7,7 +7,7 @@ from phalanx.data.manifest import TOKENIZER_FILE, is_dataset
 from phalanx.data.prepare import PrepareProgress, ignore_progress, prepare_source
 from phalanx.data.prepare_plan import make_prepare_plan
 from phalanx.data.tokenizers import check_tokenizer
-from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
 
 

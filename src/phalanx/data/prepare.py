@@ -42,7 +42,7 @@ from phalanx.data.prepare_plan import (
 from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
 from phalanx.deadline import POLL_INTERVAL_S, RESUME_AFTER_CHECKS, Deadline, find_stopped, resume_processes
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, ExitCode, PhalanxError, RecipeError, UsageError
-from phalanx.recipe.schema import DataConfig, DataSource
+from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.run.directory import fsync_if_supported, write_atomic
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 

@@ -17,7 +17,7 @@ from phalanx.autoconfig.activation_memory import (
 from phalanx.autoconfig.trials import profile_model, time_precisions
 from phalanx.data import prepare_source
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import DataConfig, DataSource
+from phalanx.recipe.data_schema import DataConfig, DataSource
 
 CPU = torch.device("cpu")
 BLOCKS = """

@@ -401,7 +401,7 @@ def _redirect_output(log: Path) -> None:
 
 def _exit_status(error: BaseException) -> int:
     """Return the exit status of a worker for the exception that ends it."""
-    from phalanx.train.distributed.environment import is_peer_failure
+    from phalanx.train.distributed.failures import is_peer_failure
 
     if _is_gpu_error(error):  # NCCL reports it like a lost peer
         return GPU_FAILED_STATUS
@@ -409,7 +409,7 @@ def _exit_status(error: BaseException) -> int:
 
 
 def _is_gpu_error(error: BaseException) -> bool:
-    from phalanx.train.distributed.environment import is_gpu_failure
+    from phalanx.train.distributed.failures import is_gpu_failure
 
     return is_gpu_failure(error)
 
