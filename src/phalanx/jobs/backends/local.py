@@ -18,7 +18,8 @@ from phalanx.cluster.environment import is_secret
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import LogReader, SubmitRequest, no_such_job_error
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
-from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, JobDatabase, JobRecord, queue_exists
+from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
+from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
 from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.log_stream import printed_lines
