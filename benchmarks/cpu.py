@@ -120,7 +120,8 @@ def train_phalanx(payload: dict[str, Any]) -> None:
 
 def train_peer(payload: dict[str, Any]) -> None:
     """A peer's loop, each step reported as our workers report theirs."""
-    from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group
+    from phalanx.train.distributed.environment import dist_env_from_environment
+    from phalanx.train.distributed.process_group import init_process_group
     from phalanx.train.model_builder import build_model
     from phalanx.train.reporter import make_reporter
 

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx.data import Prefetcher, RankBatch, RunData, open_data, prepare_source
-from phalanx.recipe import schema
+from phalanx.recipe import data_schema
 
 SEQUENCES = (256, 2048)
 BATCH = 16
@@ -143,13 +143,13 @@ def make_dataset(folder: Path, megabytes: int) -> Path:
             lines = random.integers(32, 127, 1 << 20, dtype=np.uint8)
             lines[::64] = 10
             file.write(lines.tobytes())
-    source = schema.DataSource(text="text.txt")
-    return prepare_source(source, schema.DataConfig(), folder, folder / "dataset")
+    source = data_schema.DataSource(text="text.txt")
+    return prepare_source(source, data_schema.DataConfig(), folder, folder / "dataset")
 
 
 def open_at(dataset: Path, sequence: int) -> RunData:
-    data = schema.DataConfig(source=schema.DataSource(prepared=str(dataset)), seq_len=sequence)
-    return open_data(data, schema.EvaluationConfig(), 0)
+    data = data_schema.DataConfig(source=data_schema.DataSource(prepared=str(dataset)), seq_len=sequence)
+    return open_data(data, data_schema.EvaluationConfig(), 0)
 
 
 def first_epoch(data: RunData, sequence: int) -> float:

@@ -231,7 +231,8 @@ class EnergyCounter:
 
 def contend(task: dict[str, Any]) -> dict[str, Any]:
     """Train as one contender, and measure."""
-    from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group
+    from phalanx.train.distributed.environment import dist_env_from_environment
+    from phalanx.train.distributed.process_group import init_process_group
     from phalanx.train.reporter import RunReporter
     from phalanx.train.worker import configure_torch
 

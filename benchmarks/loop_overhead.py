@@ -50,7 +50,7 @@ from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.observe.progress import make_display, read_run_facts
-from phalanx.recipe import Recipe, dump_recipe, load_recipe, schema
+from phalanx.recipe import Recipe, data_schema, dump_recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted
 from phalanx.run.process_messages import Command, WorkerFinishing
@@ -120,7 +120,7 @@ class LoopTask:
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Random windows, the usual way."""
         source = self.recipe.data.source
-        assert isinstance(source, schema.DataSource)
+        assert isinstance(source, data_schema.DataSource)
         assert source.prepared is not None
         tokens = np.memmap(Path(source.prepared) / "shard-00000.bin", np.uint8, mode="r")
         chance, length = np.random.default_rng(self.rank), self.recipe.data.seq_len
@@ -365,7 +365,8 @@ class TurnSchedule:
 
 def run_competitors(payload: dict[str, Any]) -> None:
     """Let everyone train; the leading process writes the times."""
-    from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group
+    from phalanx.train.distributed.environment import dist_env_from_environment
+    from phalanx.train.distributed.process_group import init_process_group
     from phalanx.train.model_builder import build_model
     from phalanx.train.reporter import make_reporter
     from phalanx.train.worker import configure_torch
@@ -444,7 +445,7 @@ def make_dataset(folder: Path, megabytes: int = 8) -> Path:
     words = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(1, 9))) for _ in range(4096)]
     weights = [1 / (rank + 1) for rank in range(len(words))]
     (folder / "text.txt").write_text(" ".join(chance.choices(words, weights, k=megabytes * 180_000)))
-    return prepare_source(schema.DataSource(text="text.txt"), schema.DataConfig(), folder, folder / "dataset")
+    return prepare_source(data_schema.DataSource(text="text.txt"), data_schema.DataConfig(), folder, folder / "dataset")
 
 
 def recipe_of(size: ModelSize, precision: str, world: int, dataset: Path, cores: int) -> Recipe:

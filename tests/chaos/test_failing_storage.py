@@ -10,7 +10,7 @@ import pytest
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent import storage_retry
 from phalanx.recipe import load_recipe
-from phalanx.recipe.schema import DataSource
+from phalanx.recipe.data_schema import DataSource
 from phalanx.run import Event, Run
 from phalanx.run.event_types import (
     AttemptStarted,

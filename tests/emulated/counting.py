@@ -98,7 +98,8 @@ def training(shape: str, compiled: bool | str) -> Iterator[tuple[int, Iterator[A
     import gpu
     from loop_overhead import LoopTask, make_dataset, phalanx, silence_output
     from phalanx.run import Run
-    from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group
+    from phalanx.train.distributed.environment import dist_env_from_environment
+    from phalanx.train.distributed.process_group import init_process_group
     from phalanx.train.reporter import RunReporter
     from phalanx.train.worker import configure_torch
 

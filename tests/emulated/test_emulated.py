@@ -209,7 +209,8 @@ def test_a_session_trains_a_recipe_without_settings_and_compares_bits(emulated: 
 
 SEGMENTS = """
 import torch
-from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group
+from phalanx.train.distributed.environment import dist_env_from_environment
+from phalanx.train.distributed.process_group import init_process_group
 init_process_group(dist_env_from_environment())
 held = torch.ones(1 << 20, device="cuda")
 print(*{segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})

@@ -9,7 +9,8 @@ import pytest
 
 from mutations import hand
 from phalanx.errors import UsageError
-from phalanx.jobs.local_queue.database import JobDatabase, JobRecord
+from phalanx.jobs.local_queue.database import JobDatabase
+from phalanx.jobs.local_queue.job_record import JobRecord
 from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.spec import Job
 

@@ -8,12 +8,14 @@ from phalanx.data import open_data
 from phalanx.recipe import load_recipe
 from phalanx.run import Run
 from phalanx.run.process_messages import WorkerFinishing
-from phalanx.train.builder import build_context, resume_training
+from phalanx.train.builder import build_context
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.manager import CheckpointManager
 from phalanx.train.checkpoint.save_context import SaveContext
-from phalanx.train.distributed.environment import dist_env_from_environment, init_process_group, shut_down_process_group
+from phalanx.train.distributed.environment import dist_env_from_environment
+from phalanx.train.distributed.process_group import init_process_group, shut_down_process_group
 from phalanx.train.reporter import make_reporter
+from phalanx.train.resume import resume_training
 from phalanx.train.train_context import WorkerProcess
 from phalanx.train.train_state import AppState
 

@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.data import RunData, open_data, prepare_source
 from phalanx.data.manifest import DatasetManifest, narrowest_token_dtype
 from phalanx.data.shard import ShardWriter
-from phalanx.recipe import schema
+from phalanx.recipe import data_schema
 
 
 def write_texts(folder: Path, texts: dict[str, str | bytes]) -> Path:
@@ -23,8 +23,8 @@ def write_texts(folder: Path, texts: dict[str, str | bytes]) -> Path:
 
 def prepare(folder: Path, out: Path, source: dict[str, Any], tokenizer: Any = "bytes", **options: Any) -> Path:
     """Prepare a source given as a recipe would, with one worker unless told otherwise."""
-    data = schema.DataConfig.model_validate({"source": source, "tokenizer": tokenizer})
-    assert isinstance(data.source, schema.DataSource)
+    data = data_schema.DataConfig.model_validate({"source": source, "tokenizer": tokenizer})
+    assert isinstance(data.source, data_schema.DataSource)
     return prepare_source(data.source, data, folder, out, **{"num_workers": 1, **options})
 
 
@@ -54,8 +54,8 @@ def opened(*folders: Path, sequence: int = 8, share: float = 0.0, seed: int = 0,
     weights = options.pop("weights", [1.0] * len(folders))
     evaluate = options.pop("evaluation", {"holdout_fraction": share})
     sources = [{"prepared": str(folder), "weight": w} for folder, w in zip(folders, weights, strict=True)]
-    data = schema.DataConfig.model_validate({"source": sources, "seq_len": sequence, **options})
-    return open_data(data, schema.EvaluationConfig.model_validate(evaluate), seed)
+    data = data_schema.DataConfig.model_validate({"source": sources, "seq_len": sequence, **options})
+    return open_data(data, data_schema.EvaluationConfig.model_validate(evaluate), seed)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -26,10 +26,11 @@ from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.signals import StopRequest
+from phalanx.train.step_metrics import StepTotals
 from phalanx.train.step_timer import HostStepTimer, StepTimer
 from phalanx.train.tasks import LanguageModeling, Task
 from phalanx.train.train_context import TrainContext
-from phalanx.train.train_step import GradientAccumulator, StepTotals, clip_coefficient, to_device
+from phalanx.train.train_step import GradientAccumulator, clip_coefficient, to_device
 from phalanx.train.trainer import Trainer
 from resolved_recipes import resolved_recipe
 

@@ -20,7 +20,8 @@ from typing import Any, Self, TypeVar
 import psutil
 import pytest
 
-from phalanx.app.train import RunRequest, prepare_run, supervise_run
+from phalanx.app.prepare_run import RunRequest, prepare_run
+from phalanx.app.supervise import supervise_run
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.recipe import Recipe

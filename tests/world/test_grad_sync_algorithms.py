@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.train.distributed.environment import clone_group, is_peer_failure
+from phalanx.train.distributed.failures import is_peer_failure
+from phalanx.train.distributed.process_group import clone_group
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.grad_sync.algorithms.base import CommContext
 from phalanx.train.grad_sync.algorithms.p2p import abort_groups_on_error

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.train.distributed.environment import clone_group
+from phalanx.train.distributed.process_group import clone_group
 from phalanx.train.grad_sync import GRAD_ALIGNMENT_ELEMENTS, BucketedReducer
 from phalanx.train.grad_sync.algorithms import allreduce, p2p, p2p_scatter_gather
 from phalanx.train.grad_sync.algorithms.base import CommContext

@@ -21,12 +21,13 @@ from phalanx.recipe import import_object, load_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import RunWarning
-from phalanx.train.builder import build_context, make_result
+from phalanx.train.builder import build_context
 from phalanx.train.checkpoint import export_huggingface, list_checkpoints
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.module_state import ensure_own_memory, find_extra_state_modules
 from phalanx.train.inference import TrainedModel, load_trained_model
 from phalanx.train.reporter import RunReporter
+from phalanx.train.resume import make_result
 from phalanx.train.tasks import load_task
 from phalanx.train.train_context import WorkerProcess
 from phalanx.train.train_state import TrainState

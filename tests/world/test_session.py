@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import session_script
-from phalanx.app.session import supervise_script
+from phalanx.app.train_script import supervise_script
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml

@@ -140,11 +140,8 @@ def _handle_message(
 
 def run_rank(payload: dict[str, Any]) -> None:
     """Run one rank of `call_on_ranks`: join the process group, call the function; rank 0 sends the result."""
-    from phalanx.train.distributed.environment import (
-        dist_env_from_environment,
-        init_process_group,
-        shut_down_process_group,
-    )
+    from phalanx.train.distributed.environment import dist_env_from_environment
+    from phalanx.train.distributed.process_group import init_process_group, shut_down_process_group
     from phalanx.train.reporter import AgentReporter
 
     dist_env = dist_env_from_environment()

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.app.train import describe_finished
+from phalanx.app.resume import describe_finished
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.formatting import format_duration, format_plural
 from phalanx.jobs.chaos import launcher as chaos_launcher

@@ -9,7 +9,7 @@ from phalanx.data import verify_dataset as verify_dataset
 from phalanx.data.inspection import DatasetContent as DatasetContent
 from phalanx.data.prepare_progress import PrepareProgress, ignore_progress
 from phalanx.errors import UsageError
-from phalanx.recipe.schema import DataConfig, DataSource
+from phalanx.recipe.data_schema import DataConfig, DataSource
 
 
 def prepare_dataset(

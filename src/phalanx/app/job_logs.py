@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.jobs.backends.base import Backend, open_log_reader, restart_dead_daemon
+from phalanx.jobs.backends.base import Backend, open_log_reader, poll_again, restart_dead_daemon
 from phalanx.jobs.log_stream import LogStream
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Event, Run
@@ -58,7 +58,7 @@ def iter_log_lines(
             break
         sleep(POLL_INTERVAL_S)
         restart_dead_daemon(backend)
-        status = backend.poll(job_id)
+        status = poll_again(backend, status)
     if follow and stream is not None and stream.has_output:
         yield _format_end(status, backend.name)
 

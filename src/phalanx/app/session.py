@@ -16,60 +16,22 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any
 
-from phalanx.app.train import (
-    PreparedRun,
-    check_machine,
-    check_recipe_on_machine,
-    create_run,
-    describe_changes,
-    describe_finished,
-    describe_missing_recipes,
-    describe_resume,
-    find_machine,
-    load_previous_recipes,
-    read_last_attempt,
-    supervise_until_done,
-    write_run_files,
-)
-from phalanx.autoconfig.choices import choose_without_trials, resolve_recipe, resume_recipe
-from phalanx.errors import (
-    ExitCode,
-    GaveUpError,
-    PhalanxError,
-    RecipeError,
-    UsageError,
-    describe_os_error,
-    is_storage_error,
-)
-from phalanx.jobs.agent.attempt import NEVER_JOINED_MESSAGE
-from phalanx.jobs.agent.fork_server_client import ForkServerClient
-from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
-from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
-from phalanx.observe.progress import ProgressDisplay, RunFacts, make_display, read_run_facts
-from phalanx.recipe import (
-    Recipe,
-    check_recipe,
-    describe_kept_batch,
-    expand_recipe,
-    incompatible_changes,
-    load_recipe,
-    load_resolved_recipe,
-    scale_batch_with_workers,
-)
-from phalanx.recipe.checks import has_bf16
+from phalanx.app.prepare_run import RunRequest
+from phalanx.app.prepare_session import prepare_session
+from phalanx.app.resume import describe_finished
+from phalanx.app.run_display import DeferredDisplay
+from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError, describe_os_error, is_storage_error
+from phalanx.recipe import Recipe, expand_recipe, load_recipe, load_resolved_recipe
 from phalanx.recipe.load import LoadedRecipe
-from phalanx.recipe.schema import Parallelism
-from phalanx.run import Event, Run
-from phalanx.run.directory import check_run_path
-from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, WorkerFailure
+from phalanx.run import Run
+from phalanx.run.event_types import RunWarning
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat, open_heartbeat
-from phalanx.run.lock import lock_run
-from phalanx.run.process_messages import Command, WorkerFinishing
+from phalanx.run.process_messages import WorkerFinishing
 from phalanx.std_streams import escape_control_chars, word_of
 
 RUN_DIR_VARIABLE = "PHALANX_RUN_DIR"
@@ -78,21 +40,6 @@ RENDEZVOUS_ID_VARIABLE = "PHALANX_RENDEZVOUS_ID"
 """Distinguishes successive worlds that use the same store for their rendezvous."""
 FORCE_VARIABLE = "PHALANX_FORCE"
 """Set by `phalanx train SCRIPT --force`."""
-IGNORED_KEYS = (
-    *("model.build", "model.args", "init_from", "lora", "task", "data", "evaluation"),
-    *(
-        "optimizer.name",
-        "optimizer.lr",
-        "optimizer.weight_decay",
-        "optimizer.betas",
-        "optimizer.momentum",
-        "optimizer.state_dtype",
-    ),
-    *("memory.chunked_loss", "optimizer.offload"),
-)
-"""Keys that have no effect in a session, because the loop itself decides them."""
-TRAINER_ONLY_DIMENSIONS = ("pipeline", "context")
-"""Dimensions of parallelism that a session does not have: they need the loss, or split sequences."""
 _finished_runs: list[Path] = []
 """Runs that this process has finished."""
 
@@ -117,8 +64,8 @@ def session(
         run: run directory; default: `runs/<name>`. `phalanx train SCRIPT --run DIR` takes precedence.
         force: resume although the recipe changed.
     """
-    from phalanx.train.distributed.environment import shut_down_process_group
     from phalanx.train.distributed.failures import naming_causes
+    from phalanx.train.distributed.process_group import shut_down_process_group
     from phalanx.train.signals import StopRequest
     from phalanx.train.worker import describe_early_exit
 
@@ -186,9 +133,10 @@ def _start_session(
 ) -> tuple[Any, Any, Run]:
     """Join the run that rank 0 has prepared; return the session, the reporter and the run. A PhalanxError is reported
     before it is raised."""
-    from phalanx.train.distributed.environment import assert_same_on_all_ranks, dist_env_from_environment, select_device
-    from phalanx.train.distributed.environment import init_process_group as meet
+    from phalanx.train.distributed.environment import dist_env_from_environment, select_device
     from phalanx.train.distributed.failures import naming_causes
+    from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
+    from phalanx.train.distributed.process_group import init_process_group as meet
     from phalanx.train.distributed.run_announcement import (
         RunAnnouncement,
         announce_run,
@@ -218,9 +166,13 @@ def _start_session(
             if dist_env.is_rank_zero:
                 loaded = _load_given_recipe(recipe, overrides)
                 run_dir, attempt = _find_run(loaded, run), dist_env.attempt
-                prepared = stack.enter_context(
-                    _prepare_session(loaded, run, dist_env.world_size, events is not None, force)
-                )
+                if run_dir.path.resolve() in _finished_runs and describe_finished(run_dir, loaded.recipe):
+                    raise UsageError(
+                        f"{run_dir.path}: this script has joined this run before, and it is done; give each "
+                        "phalanx.session a run of its own: run=..."
+                    )
+                request = RunRequest(loaded, run_dir, dist_env.world_size, force=force)
+                prepared = stack.enter_context(prepare_session(request, events is not None))
                 notes = prepared.notes
                 attempt = prepared.first_attempt if events is None else attempt
                 announce_run(dist_env, RunAnnouncement(os.path.realpath(run_dir.path), attempt))
@@ -261,11 +213,7 @@ def _start_session(
                 "join all workers with the same recipe",
                 also_single_node=True,
             )
-            return (
-                Session(process, resolved, force),
-                report,
-                run_dir,
-            )
+            return Session(process, resolved, force), report, run_dir
     except PhalanxError as error:
         _report_error(report, error, events is not None)
         raise
@@ -294,7 +242,7 @@ def _open_heartbeat(local_rank: int) -> HeartbeatWriter | NullHeartbeat:
 
 def _report_error(reporter: Any, error: PhalanxError, is_supervised: bool) -> None:
     """Report why a worker ends: to its agent and its log, or on the terminal."""
-    from phalanx.train.oom import OutOfMemory
+    from phalanx.train.distributed.oom import OutOfMemory
 
     if reporter is not None:
         reporter.report_error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
@@ -319,154 +267,3 @@ def _restore_signals() -> Iterator[None]:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-
-
-class DeferredDisplay:
-    """A run's progress display, created when training starts or fails: the facts it shows are not known earlier."""
-
-    def __init__(self, run: Run, stream: TextIO):
-        self._run, self._stream = run, stream
-        self._early_events: list[Event] = []
-        self._display: ProgressDisplay | None = None
-
-    def show_event(self, event: Event) -> None:
-        """Show one event; events come in the order of events.jsonl."""
-        if self._display is None:
-            self._early_events.append(event)
-            if not isinstance(event, AttemptStarted | WorkerFailure | RunEnded):
-                return
-            facts = read_run_facts(self._run) if self._run.resolved.is_file() else RunFacts(self._run.path.name)
-            self._display = make_display(self._stream, 0, facts)
-            for each in self._early_events:
-                self._display.show_event(each)
-            return
-        self._display.show_event(event)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._display is not None:
-            self._display.close()
-
-
-@contextlib.contextmanager
-def _prepare_session(
-    loaded: LoadedRecipe,
-    run: "str | os.PathLike[str] | None",
-    world_size: int,
-    is_supervised: bool,
-    force: bool,
-) -> Iterator[PreparedRun]:
-    """Write the files of a run, and lock it unless its agent holds the lock. Checks the recipe first."""
-    _check_recipe_keys(loaded)
-    run_dir = _find_run(loaded, run)
-    if not is_supervised:
-        check_run_path(run_dir.path)
-    machine = find_machine(loaded)
-    given = loaded.recipe.model_copy(update={"device": machine.device})
-    if run_dir.path.resolve() in _finished_runs and describe_finished(run_dir, given):
-        raise UsageError(
-            f"{run_dir.path}: this script has joined this run before, and it is done; give each phalanx.session a run "
-            f"of "
-            "its own: run=..."
-        )
-    previous, notes = load_previous_recipes(run_dir, given), []
-    if previous is not None and (differences := incompatible_changes(*previous, given)):
-        if not force:
-            raise RecipeError(describe_changes(run_dir, differences))
-        notes += [f"forced: {difference}" for difference in differences]
-        previous = None
-    if previous is not None:
-        resolved = resume_recipe(previous[1], given, world_size)
-        check_recipe_on_machine(resolved, machine)
-        notes += [
-            *describe_missing_recipes(run_dir),
-            *run_dir.describe_damage(),
-            *describe_resume(previous[1], resolved),
-            *describe_kept_batch(given, resolved, world_size),
-        ]
-        plan: dict[str, Any] = run_dir.read_json_or_empty(run_dir.plan)
-    else:
-        scaled_recipe = scale_batch_with_workers(given, world_size)
-        choices = choose_without_trials(
-            scaled_recipe, machine.physical_cores, world_size, machine.device, has_bf16(machine.capability)
-        )
-        resolved = resolve_recipe(scaled_recipe, choices, world_size)
-        plan = {"auto_choices": [vars(choice) for choice in choices]}
-        if loop := run_dir.read_json_or_empty(run_dir.plan).get(
-            "session"
-        ):  # with --force the state of this optimizer is kept
-            plan["session"] = loop
-    check_recipe(resolved, loaded.recipe_dir, world_size, loaded.location_of)
-    check_machine(loaded, machine)
-    create_run(run_dir)
-    cluster = {
-        "host": machine.hostname,
-        "device": machine.device,
-        "device_name": machine.device_name,
-        "physical_cores": machine.physical_cores,
-    }
-    prepared = PreparedRun(run_dir, resolved, loaded.recipe_dir, plan, cluster, notes, read_last_attempt(run_dir) + 1)
-    with contextlib.nullcontext() if is_supervised else lock_run(run_dir) as note:
-        prepared.notes.extend([] if note is None else [note])
-        write_run_files(prepared, loaded)
-        yield prepared
-
-
-def _check_recipe_keys(loaded: LoadedRecipe) -> None:
-    """RecipeError when the recipe says what only the trainer can do, or what the loop itself says."""
-    for key in IGNORED_KEYS:
-        value: Any = loaded.given
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if value is not None:
-            raise RecipeError(
-                f"{loaded.location_of(key)}: has no effect in a training loop of your own, which has its own model, "
-                f"data, loss "
-                "and optimizer; leave it out, and say it in the script"
-            )
-    if isinstance(loaded.recipe.parallelism, Parallelism):
-        for name in TRAINER_ONLY_DIMENSIONS:
-            if getattr(loaded.recipe.parallelism, name) > 1:
-                raise RecipeError(
-                    f"{loaded.location_of(f'parallelism.{name}')}: a training loop of your own cannot be divided so, "
-                    f"only a "
-                    "recipe's task can; use replicate, shard or tensor"
-                )
-
-
-def supervise_script(
-    script: Path,
-    arguments: Sequence[str],
-    run: Run,
-    nproc_per_node: int,
-    fork_server: ForkServerClient,
-    show: Callable[[Event], None],
-    force: bool = False,
-) -> RunOutcome:
-    """Run a script with a loop of its own as `nproc_per_node` workers under our agent, and write the run's result."""
-    check_run_path(run.path)
-    create_run(run)
-    with lock_run(run) as note:
-        payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
-        payload["run"] = str(run.path.absolute())
-        command = Command(function="phalanx.train.worker:run_script_worker", payload=payload)
-
-        def show_and_configure(event: Event) -> None:
-            if isinstance(event, AttemptStarted):  # now the recipe is known
-                limits = load_resolved_recipe(run.resolved).fault_tolerance
-                agent.recovery = RecoveryPolicy(limits.max_restarts, limits.hang_timeout_s)
-            show(event)
-
-        def adjust_outcome(outcome: RunOutcome) -> RunOutcome:
-            return (
-                replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
-                if outcome.message == NEVER_JOINED_MESSAGE
-                else outcome
-            )
-
-        agent = LeaderAgent(run, fork_server, show_and_configure)
-        warnings = [] if note is None else [RunWarning(text=note)]
-        first_attempt = read_last_attempt(run) + 1
-        return supervise_until_done(agent, nproc_per_node, command, first_attempt, warnings, adjust_outcome)

@@ -8,12 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from phalanx.app.session import DeferredDisplay
+from phalanx.app.run_display import DeferredDisplay
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster import discover_machine
 from phalanx.errors import ExitCode, RecipeError, UsageError
 from phalanx.jobs.array import submit_array
-from phalanx.jobs.backends.base import Backend, ReleasingBackend, SubmitRequest, open_backend, restart_dead_daemon
+from phalanx.jobs.backends.base import (
+    Backend,
+    ReleasingBackend,
+    SubmitRequest,
+    open_backend,
+    poll_again,
+    restart_dead_daemon,
+)
 from phalanx.jobs.frameworks.process_env import check_framework as check_framework
 from phalanx.jobs.snapshot import Snapshot, snapshot_commit, snapshot_folder, unpack_snapshot
 from phalanx.jobs.spec import Job, JobState, JobStatus
@@ -257,12 +264,13 @@ def poll_until_final(
     is retried for BACKEND_TIMEOUT_S.
     """
     num_failed_polls = 0
+    status: JobStatus | None = None
     while True:
         try:
             restart_dead_daemon(backend)
             if isinstance(backend, ReleasingBackend):
                 backend.release(job_id)
-            status = backend.poll(job_id)
+            status = backend.poll(job_id) if status is None else poll_again(backend, status)
         except UsageError as error:  # a controller that restarts, or a network that is down for a while
             num_failed_polls += 1
             if num_failed_polls * POLL_INTERVAL_S > BACKEND_TIMEOUT_S:

@@ -13,7 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from phalanx.app.train import PreparedRun, RunRequest, check_recipe_on_machine, find_machine, prepare_run
+from phalanx.app.prepare_run import PreparedRun, RunRequest, check_recipe_on_machine, find_machine, prepare_run
 from phalanx.autoconfig.tuning_candidates import (
     MeasuredSpeedup,
     PairedStepTimes,

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, ResolvedRecipe
-from phalanx.recipe.checks import list_divisors
+from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.field_types import MOST_THREADS
 from phalanx.recipe.grad_sync_defaults import (

@@ -15,7 +15,7 @@ from phalanx.autoconfig.choices import LOSS_MODES, num_data_parallel_groups, req
 from phalanx.errors import RecipeError
 from phalanx.planner.scenario import TRANSPORT_BY_COMPRESSION, GradientTransport, transport_of
 from phalanx.recipe import Recipe
-from phalanx.recipe.checks import list_divisors
+from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import size_table_of
 from phalanx.recipe.grad_sync_defaults import auto_algorithms
 from phalanx.recipe.pipelines import fitting, stages_of

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.autoconfig.choices import LOSS_MODES
-from phalanx.autoconfig.micro_batch import LANGUAGE_MODELING_TASK, LARGE_LOGITS_BYTES
 from phalanx.autoconfig.model_profile import profile_model
+from phalanx.autoconfig.plan_search import BYTES_PER_GIB, describe_no_fit, predict_memory, search_precisions
 from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration import default_calibration_path
 from phalanx.cluster.data_sheet import torch_devices
@@ -24,14 +23,11 @@ from phalanx.planner.bucket_size import best_bucket_mib
 from phalanx.planner.cost import RunCost, estimate_run_cost
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts
 from phalanx.planner.energy import PowerCapSlowdown, RunEnergy, device_power, predict_cap_slowdown, predict_run_energy
-from phalanx.planner.memory import MemoryEstimate, estimate_memory
-from phalanx.planner.memory_advice import suggest_memory_changes
-from phalanx.planner.model_profile import Gemm, ModelProfile
-from phalanx.planner.scenario import Scenario, transport_of
-from phalanx.planner.search import Candidate, SearchResult, SearchSpace, search_parallelism
-from phalanx.planner.stacks import device_costs_for_stack, phalanx_stack
+from phalanx.planner.memory import MemoryEstimate
+from phalanx.planner.model_profile import ModelProfile
+from phalanx.planner.scenario import Scenario
+from phalanx.planner.search import Candidate, SearchResult
 from phalanx.planner.stages import balance_stages
-from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import StepBreakdown, predict_step_time
 from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, plan_checkpoints
 from phalanx.planner.timeline import BREAKDOWN_LABELS, TimelineEvent, build_timeline
@@ -41,14 +37,9 @@ from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.recipe.yaml_edit import rewrite_recipe
 
-BYTES_PER_GIB = 2.0**30
-USABLE_MEMORY_FRACTION = 0.95
-"""Usable fraction of a device's memory: the rest covers errors of the prediction."""
 Z_SCORE_90 = 1.645
 LEAST_PRODUCTIVE = 1e-3
 """Share of the time below which a run on failing nodes does not come to its end."""
-MIN_PRECISION_GAIN = 0.99
-"""Another precision than the usual one must save at least so much."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +110,12 @@ def plan_run(
         )
     facts = expect_data_info(recipe.data, loaded.recipe_dir)
     profile = profile_model(loaded, facts)
-    found, rates, memory_limit = _search_precisions(recipe, profile, target_cluster, num_devices)
+    found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices)
     if not found.candidates:
-        raise RecipeError(_describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
+        raise RecipeError(describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
     slowdown = _power_cap_slowdown(target_cluster, found.candidates[0])
     if slowdown is not None and slowdown.expected > 1:
-        found, rates, memory_limit = _search_precisions(recipe, profile, target_cluster, num_devices, slowdown.expected)
+        found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices, slowdown.expected)
     return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, slowdown, _sample_bytes(facts))
 
 
@@ -192,133 +183,6 @@ def _device_load(parts: StepBreakdown) -> float:
 def _sample_bytes(facts: DataInfo) -> float:
     """Bytes of a sample as it lies in storage: tokens of 32 bits, pixels of 8."""
     return 4.0 * facts.seq_len if facts.seq_len else float(math.prod(facts.image_shape or ()))
-
-
-def _search_precisions(
-    recipe: Recipe, profile: ModelProfile, cluster: Cluster, num_devices: int, slowdown: float = 1.0
-) -> tuple[SearchResult, DeviceCosts, float]:
-    """The best of every precision that may be used, where computing takes `slowdown` times as long as usual."""
-    device, device_stack = cluster.node.accelerator, phalanx_stack(cluster.node.accelerator, num_devices)
-    used_stack = replace(
-        device_stack,
-        compute_factor=device_stack.compute_factor * slowdown,
-        fuses_memory_ops=recipe.compile is not False,
-    )
-    memory_limit = device.memory_gib * BYTES_PER_GIB * USABLE_MEMORY_FRACTION
-    space = SearchSpace(
-        devices=num_devices,
-        global_batch=recipe.batch.global_size,
-        parallelism=recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else None,
-        micro_size=recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else None,
-        checkpointing_modes=("none", "selective", "full")
-        if recipe.memory.activation_checkpointing == "auto"
-        else (recipe.memory.activation_checkpointing,),
-        domain_size=cluster.domain,
-        replicas_only=recipe.determinism == "elastic" or recipe.local_sgd is not None,
-        has_sequences=profile.units_per_sample > 1,
-    )
-
-    def memory_needed(setup: Scenario) -> float:
-        return predict_memory(recipe, setup).total
-
-    offload = recipe.optimizer.offload
-    optimizer_state = optimizer_state_of(
-        recipe.optimizer.name, recipe.optimizer.state_dtype, offload, recipe.optimizer.momentum
-    )
-    best_found: tuple[SearchResult, DeviceCosts] | None = None
-    for precision in _candidate_precisions(recipe, device.tflops):
-        rates = device_costs_for_stack(device, precision, used_stack)
-        base = Scenario(
-            profile,
-            cluster,
-            space.parallelism or Parallelism(),
-            1,
-            recipe.batch.global_size,
-            precision,
-            stack=used_stack,
-            optimizer=recipe.optimizer.name,
-            transport=transport_of(recipe, profile),
-        )
-        if (
-            best_found is not None
-            and best_found[0].candidates
-            and rates.sustained_gemm_flops < best_found[1].sustained_gemm_flops
-        ):
-            continue  # nothing else differs but that it takes more memory
-        found = search_parallelism(base, rates, space, memory_needed, memory_limit, optimizer_state)
-        if best_found is None or (
-            found.candidates
-            and (
-                not best_found[0].candidates or _best_seconds(found) < MIN_PRECISION_GAIN * _best_seconds(best_found[0])
-            )
-        ):
-            best_found = found, rates
-    assert best_found is not None
-    if best_found[0].num_valid == 0:
-        raise RecipeError(
-            f"batch.global_size: {recipe.batch.global_size} samples and {profile.num_blocks} blocks cannot be divided "
-            f"among {num_devices} devices; a multiple of {num_devices} samples can"
-        )
-    return best_found[0], best_found[1], memory_limit
-
-
-def _best_seconds(found: SearchResult) -> float:
-    return found.candidates[0].step_s
-
-
-def _candidate_precisions(recipe: Recipe, known: Any) -> list[str]:
-    """What may be computed in: as given, else what `auto` chooses from, if the device has it."""
-    if recipe.precision != "auto":
-        if recipe.precision not in known and not (recipe.precision == "bf16" and "fp16" in known):
-            raise RecipeError(
-                f"precision: {recipe.precision} is not among what the device computes in: {', '.join(known)}"
-            )
-        return [recipe.precision]
-    return [name for name in ("bf16", "fp32") if name in known] or [next(iter(known))]
-
-
-def predict_memory(recipe: Recipe, setup: Scenario) -> MemoryEstimate:
-    """Bytes on the fullest device, with the recipe's optimizer and loss."""
-    return estimate_memory(setup, **make_training_options(recipe, setup))
-
-
-def make_training_options(recipe: Recipe, setup: Scenario) -> dict[str, Any]:
-    """Return the arguments of `estimate_memory` that are not part of a `Scenario`. With `memory.chunked_loss: auto`,
-    large logits are chunked."""
-    chunked = recipe.memory.chunked_loss
-    if chunked == "auto":
-        head = setup.profile.segments[-1]
-        heads = (op for op in head.ops_of("forward") if isinstance(op, Gemm))
-        logits = max(
-            (4.0 * op.m.evaluate(setup.micro_size) * op.n.evaluate(setup.micro_size) for op in heads), default=0.0
-        )
-        chunked = recipe.task == LANGUAGE_MODELING_TASK and logits > LARGE_LOGITS_BYTES
-    return {
-        "optimizer": recipe.optimizer.name,
-        "state_dtype": recipe.optimizer.state_dtype,
-        "offload": recipe.optimizer.offload,
-        "loss_mode": LOSS_MODES[chunked],
-        "momentum": recipe.optimizer.momentum,
-    }
-
-
-def _describe_no_fit(
-    recipe: Recipe, found: SearchResult, cluster: Cluster, num_devices: int, memory_limit: float
-) -> str:
-    """That nothing fits: by how much, and what would."""
-    assert found.closest is not None
-    smallest = found.closest
-    excess_gib = (smallest.peak_bytes - memory_limit) / BYTES_PER_GIB
-    device = cluster.node.accelerator
-    summary = (
-        f"nothing fits: of {found.num_valid:,} layouts for {num_devices:,} x {device.name} not even the smallest, "
-        f"which is "
-        f"{excess_gib:.1f} GiB above {USABLE_MEMORY_FRACTION:.0%} of a device's {device.memory_gib:g}"
-    )
-    fit = suggest_memory_changes(
-        smallest.scenario, **make_training_options(recipe, smallest.scenario), capacity=memory_limit
-    )
-    return f"{summary}. It {fit.description}"
 
 
 def _build_plan(

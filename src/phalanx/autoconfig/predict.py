@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.autoconfig.model_profile import profile_model, select_number_format
-from phalanx.autoconfig.plan import BYTES_PER_GIB, plan_run, predict_memory
+from phalanx.autoconfig.plan import plan_run
+from phalanx.autoconfig.plan_search import BYTES_PER_GIB, predict_memory
 from phalanx.cluster import Cluster, Machine, discover_machine, load_cluster
 from phalanx.cluster.calibration import default_calibration_path
 from phalanx.data.expected_info import expect_data_info

@@ -53,7 +53,7 @@ from phalanx.data import open_data
 from phalanx.errors import RecipeError, SubprocessError
 from phalanx.formatting import format_bytes
 from phalanx.recipe import Recipe, ResolvedRecipe
-from phalanx.recipe.checks import has_bf16
+from phalanx.recipe.device_checks import has_bf16
 from phalanx.recipe.grad_sync_defaults import (
     CHANGED_PARAMETERS_KEY,
     CHANGED_STATE_KEY,

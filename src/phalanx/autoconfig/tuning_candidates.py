@@ -16,7 +16,7 @@ from phalanx.autoconfig.choices import num_data_parallel_groups, required_diviso
 from phalanx.autoconfig.micro_batch import USABLE_MEMORY_FRACTION, activation_bytes, state_bytes
 from phalanx.formatting import format_bytes
 from phalanx.recipe import ResolvedRecipe
-from phalanx.recipe.checks import list_divisors
+from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import size_table_of
 
 MIN_SPEEDUP = 1.02

@@ -102,8 +102,8 @@ def chaos(
 
 def make_run_shape(loaded: "LoadedRecipe", nproc_per_node: int | None, num_nodes: int, uses_queue: bool) -> "RunShape":
     """Describe the run, as far as the fault plan depends on it."""
-    from phalanx.app.train import find_machine
-    from phalanx.cli.train_local import count_workers
+    from phalanx.app.nodes import count_workers
+    from phalanx.app.prepare_run import find_machine
     from phalanx.cluster.discovery import check_workers
     from phalanx.jobs.chaos.fault_plan import RunShape
     from phalanx.recipe import check_recipe, num_workers_for

@@ -18,7 +18,7 @@ from phalanx.text_table import format_facts
 if TYPE_CHECKING:
     from phalanx.app.data import DatasetContent
     from phalanx.data import PrepareProgress
-    from phalanx.recipe.schema import DataConfig, DataSource
+    from phalanx.recipe.data_schema import DataConfig, DataSource
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prepare, verify and inspect training data.")
 
@@ -136,8 +136,8 @@ def _parse_source(
 ) -> "DataSource":
     """Return the source that the options name. Raises UsageError unless it is exactly one."""
     from phalanx.recipe.checks import SOURCES_WITH
+    from phalanx.recipe.data_schema import DataSource, IdxFiles
     from phalanx.recipe.field_types import LARGEST_SIDE
-    from phalanx.recipe.schema import DataSource, IdxFiles
 
     if sum((bool(globs), idx is not None, images is not None)) != 1:
         raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
@@ -164,8 +164,8 @@ def _parse_source(
 
 
 def _parse_data(tokenizer: str) -> "DataConfig":
+    from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig
     from phalanx.recipe.field_types import LARGEST_VOCABULARY
-    from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig
 
     if not tokenizer.startswith("bpe:"):
         return DataConfig(tokenizer=tokenizer)

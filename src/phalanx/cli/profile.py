@@ -22,7 +22,7 @@ def profile(
     top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Number of operations to list.")] = 12,
 ) -> None:
     """Profile a few training steps on one worker; write only the trace."""
-    from phalanx.app.train import RunRequest, check_start, prepare_run
+    from phalanx.app.prepare_run import RunRequest, check_start, prepare_run
     from phalanx.cli.data import show_progress
     from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
     from phalanx.recipe import load_recipe

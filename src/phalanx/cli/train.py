@@ -87,8 +87,9 @@ def train(
     a checkpoint and exits with 75; a second Ctrl-C stops immediately. Started by torchrun or srun (RANK and WORLD_SIZE
     are set), this process is one worker.
     """
+    from phalanx.app.nodes import run_node_agent
     from phalanx.app.train_arguments import TrainArguments
-    from phalanx.cli.train_local import run_node_agent, train_as_worker, train_locally, train_script_locally
+    from phalanx.cli.train_local import train_as_worker, train_locally, train_script_locally
     from phalanx.run.node_env import NodeEnv
 
     arguments = TrainArguments(recipe, overrides or [], run, nproc_per_node, force)
@@ -140,7 +141,7 @@ def train(
         return train_as_worker(arguments, sys.stderr)
     node_env = NodeEnv.from_environment(os.environ)
     if node_env.node_rank:
-        return run_node_agent(arguments, dry_run, sys.stderr, node_env)
+        return int(run_node_agent(arguments, dry_run, sys.stderr, node_env))
     return train_locally(arguments, dry_run, sys.stderr, node_env)
 
 

@@ -12,7 +12,7 @@ from phalanx.cli.numbers import number
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
-    from phalanx.app.train import PreparedRun
+    from phalanx.app.prepare_run import PreparedRun
     from phalanx.app.tune import TuneResult, TuneTrial
 
 TRIAL_COLUMNS = (

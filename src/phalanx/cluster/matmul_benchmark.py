@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from phalanx.recipe.checks import has_fp8
+from phalanx.recipe.device_checks import has_fp8
 from phalanx.recipe.devices import size_table_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from phalanx.data.prepare import prepare_source
 from phalanx.data.prepare_plan import make_prepare_plan
 from phalanx.data.prepare_progress import PrepareProgress, ignore_progress
 from phalanx.data.tokenizers import check_tokenizer
-from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
 
 

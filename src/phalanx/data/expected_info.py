@@ -6,7 +6,7 @@ from phalanx.data.manifest import read_manifest
 from phalanx.data.prepare_plan import make_prepare_plan
 from phalanx.data.reader import DataInfo
 from phalanx.data.tokenizers import check_tokenizer, load_tokenizer
-from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource
+from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource
 
 
 def expect_data_info(data: DataConfig, recipe_dir: Path) -> DataInfo:

@@ -34,7 +34,7 @@ from phalanx.data.prepare_progress import PrepareProgress, ProgressReporter, ign
 from phalanx.data.prepare_workers import write_with_workers
 from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, ExitCode, PhalanxError, RecipeError, UsageError
-from phalanx.recipe.schema import DataConfig, DataSource
+from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.run.directory import fsync_if_supported, write_atomic
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 

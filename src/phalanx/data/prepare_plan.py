@@ -22,7 +22,7 @@ from phalanx.data.source_files import SourceFile, find_files, to_glob_list
 from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_parquet_file, split_source_file
 from phalanx.data.tokenizers import HuggingFaceTokenizer, Tokenizer, find_tokenizer_file, load_tokenizer
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource
+from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource
 from phalanx.run.directory import write_json
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 256 << 20  # bytes of a piece; between them it is a 64th of the whole

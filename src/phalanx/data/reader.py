@@ -21,7 +21,7 @@ from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, read_manifest
 from phalanx.data.order import Int64Array, ShuffleOrder, SourceMixture, num_validation_samples
 from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
 from phalanx.errors import RecipeError
-from phalanx.recipe import schema
+from phalanx.recipe import data_schema
 
 Batch = dict[str, npt.NDArray[Any]]
 """`tokens`, `targets` int64 [b, s] (-100 = no target) and, with document masking, `documents` int32 [b, s] (number of
@@ -211,7 +211,7 @@ def _document_start_mask(locations: list[tuple[MappedShard, int]], length: int) 
     return begins
 
 
-def open_data(data: schema.DataConfig, evaluation: schema.EvaluationConfig, seed: int) -> RunData:
+def open_data(data: data_schema.DataConfig, evaluation: data_schema.EvaluationConfig, seed: int) -> RunData:
     """Open what a recipe names, its sources all `prepared`. Nothing but manifests is read yet.
 
     RecipeError when the sources do not fit each other or are too small; DataError when one is damaged.
@@ -255,7 +255,7 @@ def open_data(data: schema.DataConfig, evaluation: schema.EvaluationConfig, seed
     )
 
 
-def _open_prepared(source: schema.DataSource, seq_len: int) -> PreparedDataset:
+def _open_prepared(source: data_schema.DataSource, seq_len: int) -> PreparedDataset:
     if source.prepared is None:
         raise ValueError("a source must be prepared before it is opened")
     dataset = PreparedDataset(Path(source.prepared), seq_len)

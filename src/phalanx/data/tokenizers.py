@@ -16,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, narrowest_token_dtype, read_manifest
 from phalanx.data.shard import ValueArray
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig
+from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig
 from phalanx.safe_files import read_bytes, read_json, read_text
 
 MAX_TOKENIZER_BYTES = 1 << 28

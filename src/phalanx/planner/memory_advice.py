@@ -10,7 +10,7 @@ from phalanx.planner.activation_memory import BYTES_PER_GIB, LossMode
 from phalanx.planner.memory import MemoryEstimate, estimate_memory, is_cpu
 from phalanx.planner.model_profile import AttentionOp
 from phalanx.planner.scenario import Scenario
-from phalanx.recipe.checks import list_divisors
+from phalanx.recipe.batch_scaling import list_divisors
 
 FitVerdict = Literal["yes", "probably", "hardly", "no"]
 MAX_DEVICE_FACTOR = 1024

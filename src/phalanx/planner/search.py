@@ -19,7 +19,7 @@ from phalanx.planner.model_profile import AttentionOp, ModelProfile
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.state_memory import NO_OPTIMIZER_STATE, OptimizerState
 from phalanx.planner.step_time import StepBreakdown, predict_step_times
-from phalanx.recipe.checks import list_divisors
+from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.schema import Parallelism
 
 MAX_SIMULATED = 50

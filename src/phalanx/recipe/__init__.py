@@ -5,7 +5,8 @@ or machines. Only import paths in a recipe execute the user's code, in `import_o
 """
 
 from phalanx.recipe.batch_scaling import describe_batch_scaling, describe_kept_batch, scale_batch_with_workers
-from phalanx.recipe.checks import check_device, check_recipe, num_workers_for
+from phalanx.recipe.checks import check_recipe, num_workers_for
+from phalanx.recipe.device_checks import check_device
 from phalanx.recipe.diff import RecipeDifference, diff_recipes, incompatible_changes, is_free_on_resume
 from phalanx.recipe.dump import dump_recipe
 from phalanx.recipe.imports import describe_exception, huggingface_directory, import_object

@@ -5,6 +5,8 @@ The batch is fixed once, at the first start: a run that resumes with more worker
 since both change the mathematics, and the order of the samples depends on the batch.
 """
 
+import math
+
 from phalanx.recipe.schema import Recipe
 
 
@@ -56,3 +58,9 @@ def describe_kept_batch(original: Recipe, resolved: Recipe, num_workers: int) ->
         f"batch.global_size stays {resolved.batch.global_size}, as the run began on {initial_workers} "
         f"{'worker' if initial_workers == 1 else 'workers'}: only another run can have another batch"
     ]
+
+
+def list_divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the smallest first."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]

@@ -1,22 +1,17 @@
 """What must hold between the keys of a recipe and the workers that it gets; nothing is imported or run."""
 
-import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.batch_scaling import scale_batch_with_workers
-from phalanx.recipe.devices import DeviceKind, device_kind_of
+from phalanx.recipe.data_schema import SOURCE_KINDS, DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.device_checks import find_device_problems
 from phalanx.recipe.field_types import MOST_SAMPLES
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX
-from phalanx.recipe.pipelines import fitting, stages_of, stages_problem
+from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
 from phalanx.recipe.schema import (
-    SOURCE_KINDS,
-    DataConfig,
-    DataSource,
-    EvaluationConfig,
     GradSyncConfig,
     LocalSgdConfig,
     LrScheduleConfig,
@@ -26,8 +21,6 @@ from phalanx.recipe.schema import (
 )
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 
-WORLD_DIMENSIONS = ("replicate", "shard", "tensor", "pipeline", "context")
-"""Dimensions of the parallelism; their product is the world size."""
 BUILT_IN_TASKS = {"language-modeling": "tokens", "classification": "images"}
 """What is learned -> the kind of data that it is learned from."""
 """Tasks that ship; any other is an import path."""
@@ -48,17 +41,6 @@ SOURCES_WITH = {
 """Key of a source -> kinds of sources that use it."""
 OF_TEXT = ("tokenizer", "seq_len", "document_masking")
 """Keys of `data` that pictures do not use."""
-MIN_FP8_CAPABILITY = (8, 9)
-"""CUDA compute capability (Ada, Hopper) from which tensor cores know fp8."""
-BF16_SINCE = (8, 0)
-"""Likewise (Ampere) of bf16, which torch computes on older ones as well, slowly."""
-FP8_VARIABLE = "PHALANX_FLOAT8"
-"""Environment variable; "always" takes fp8 for every layer that fits, on any device, without measuring. For tests."""
-NO_FP8_TEXT = (
-    "fp8 needs tensor cores that support it (NVIDIA Ada, Hopper or later: compute capability 8.9), and {} has none; "
-    "bf16, fp16 or fp32 would be valid here"
-)
-"""What to say to that of a device by this name."""
 
 
 def num_workers_for(recipe: Recipe, default: int) -> int:
@@ -102,36 +84,6 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
                 raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are images: leave it out")
 
 
-def has_fp8(capability: Sequence[int] | None) -> bool:
-    """Whether a device of this CUDA compute capability (None: it is no such device) multiplies in fp8."""
-    return capability is not None and tuple(capability) >= MIN_FP8_CAPABILITY
-
-
-def has_bf16(capability: Sequence[int] | None) -> bool:
-    """Whether a device of this CUDA compute capability (None: it is no such device) is no slower in bf16 than in fp32:
-    False for NVIDIA GPUs before Ampere."""
-    return capability is None or tuple(capability) >= BF16_SINCE
-
-
-def check_device(
-    recipe: Recipe,
-    device: str,
-    name: str,
-    capability: Sequence[int] | None,
-    location_of: Callable[[str], str] = str,
-    fp8_anywhere: bool = False,
-    rocm: bool = False,
-) -> None:
-    """RecipeError when what `recipe` asks for cannot be had on this device of torch ("cpu", "cuda", ...), `rocm` if it
-    is AMD's."""
-    device_kind = device_kind_of(device, rocm)
-    fp8 = fp8_anywhere or ("fp8" in device_kind.precisions and has_fp8(capability))
-    if problems := [
-        f"{location_of(key)}: {problem}" for key, problem in device_problems(recipe, device_kind, name, fp8)
-    ]:
-        raise join_problems(problems)
-
-
 def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Iterator[tuple[str, str]]:
     """Each key with what is wrong about it."""
     if ":" not in recipe.task and recipe.task not in BUILT_IN_TASKS:
@@ -144,12 +96,12 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         elif not (folder / path).exists():
             noun = "checkpoint or run" if path == recipe.init_from else "directory"
             yield "init_from", f"there is no {noun} at {folder / path}"
-    yield from _device(recipe, num_workers or 1)
+    yield from find_device_problems(recipe, num_workers or 1)
     yield from _optimizer(recipe)
     yield from _grad_sync(recipe)
     num_groups = num_workers
     if isinstance(recipe.parallelism, Parallelism):
-        yield from _check_parallelism(recipe, recipe.parallelism, num_workers or recipe.parallelism.world)
+        yield from find_parallelism_problems(recipe, recipe.parallelism, num_workers or recipe.parallelism.world)
         num_groups = recipe.parallelism.replicate * recipe.parallelism.shard
     yield from _sources(recipe)
     lr_scaling = recipe.optimizer.lr_scaling
@@ -167,7 +119,7 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
                 f"{samples:,} samples of {num_workers:,} workers, expected at most {MOST_SAMPLES:,} in all",
             )
         else:
-            yield from _check_batch(samples, recipe.batch.micro_size, num_groups)
+            yield from find_batch_problems(samples, recipe.batch.micro_size, num_groups)
 
 
 def _promised(recipe: Recipe) -> str:
@@ -254,118 +206,6 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
         yield "optimizer.state_dtype", "int8 state has no mean over workers, which local_sgd may have to take: use bf16"
 
 
-def _check_parallelism(recipe: Recipe, parallelism: Parallelism, num_workers: int) -> Iterator[tuple[str, str]]:
-    if parallelism.world != num_workers:
-        factors = " x ".join(
-            f"{name} {getattr(parallelism, name)}" for name in WORLD_DIMENSIONS if getattr(parallelism, name) > 1
-        )
-        yield (
-            "parallelism",
-            f"takes {parallelism.world} workers ({factors or 'one of each'}), but the run has {num_workers}: "
-            f"use --nproc-per-node {parallelism.world} or parallelism=auto",
-        )
-    shard_ranks = parallelism.shard * parallelism.context
-    if shard_ranks % parallelism.expert:
-        yield "parallelism.expert", f"found {parallelism.expert}, which must divide shard x context = {shard_ranks}"
-    other_dimensions = parallelism.replicate * parallelism.shard != parallelism.world or parallelism.expert > 1
-    if recipe.determinism == "elastic" and other_dimensions:
-        yield (
-            "parallelism",
-            "determinism: elastic goes with replicate and shard only: give these, or determinism: fixed-world",
-        )
-    if recipe.optimizer.name == "muon" and parallelism.tensor > 1:
-        yield (
-            "parallelism.tensor",
-            "muon works on whole matrices, which tensor ranks do not have; use parallelism.shard or adamw",
-        )
-    if recipe.compile == "cuda-graphs" and parallelism.replicate != parallelism.world:
-        yield (
-            "compile",
-            "cuda-graphs cannot hold the communication of a divided model: give parallelism.replicate only, or true",
-        )
-    if recipe.compile is True and parallelism.splits_backward:
-        yield (
-            "compile",
-            f"blocks of a {parallelism.pipeline_schedule} pipeline cannot be compiled; use false, or "
-            "parallelism.pipeline_schedule=1f1b",
-        )
-    if recipe.memory.activation_checkpointing == "selective" and parallelism.splits_backward:
-        reason = (
-            f"a {parallelism.pipeline_schedule} pipeline's backward comes in two parts, of which selective repeats one"
-        )
-        yield "memory.activation_checkpointing", f"{reason}; use full or none, or parallelism.pipeline_schedule=1f1b"
-    yield from _pipeline(recipe, parallelism)
-    if parallelism.async_tp and parallelism.tensor == 1:
-        yield (
-            "parallelism.async_tp",
-            "affects communication between tensor ranks only; give parallelism.tensor, or false",
-        )
-    for name in ("tensor", "expert"):
-        if recipe.optimizer.state_dtype == "int8" and getattr(parallelism, name) > 1:
-            what = "optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16"
-            yield f"parallelism.{name}", what
-    for name in ("tensor", "context"):
-        if getattr(parallelism, name) > 1 and recipe.task == "classification":
-            yield f"parallelism.{name}", "is for models of sequences; classification of images has none"
-    if (seq_len := recipe.data.seq_len) % parallelism.context:
-        yield "parallelism.context", f"found {parallelism.context}, which must divide data.seq_len = {seq_len}"
-
-
-def _pipeline(recipe: Recipe, layout: Parallelism) -> Iterator[tuple[str, str]]:
-    """Stages and micro-batches of a pipeline."""
-    stages, ranks = stages_of(layout), layout.pipeline
-    if ranks == 1:
-        if layout.layers_per_stage is not None:
-            yield "parallelism.layers_per_stage", "is for pipelines: give parallelism.pipeline, or leave it out"
-        if layout.pipeline_schedule != Parallelism().pipeline_schedule:
-            what = f"{layout.pipeline_schedule} is for pipelines: give parallelism.pipeline, or leave it out"
-            yield "parallelism.pipeline_schedule", what
-        return
-    if problem := stages_problem(layout.pipeline_schedule, stages, ranks):
-        yield "parallelism.pipeline" if layout.layers_per_stage is None else "parallelism.layers_per_stage", problem
-        return
-    parts = layout.replicate * layout.shard
-    share, micro = recipe.batch.global_size // parts, recipe.batch.micro_size
-    if recipe.batch.global_size % parts or (isinstance(micro, int) and share % micro):
-        return  # which is another problem
-    sizes = [size for size in list_divisors(share) if fitting(layout.pipeline_schedule, share // size, stages, ranks)]
-    what = f"{layout.pipeline_schedule} with {stages} stages on {ranks} ranks"
-    if not sizes:
-        yield "batch.global_size", f"{what} has no micro-batch that fits the {share} samples of a step; raise it"
-    elif isinstance(micro, int) and micro not in sizes:
-        valid = ", ".join(map(str, sizes))
-        yield "batch.micro_size", f"{what} cannot run {share // micro} micro-batches a step; {valid} would be valid"
-
-
-def _device(recipe: Recipe, workers: int) -> Iterator[tuple[str, str]]:
-    """What no device of a kind that the recipe names has, whichever machine it is on."""
-    if recipe.device == "auto":
-        return
-    kind = device_kind_of(recipe.device)
-    fp8_anywhere = os.environ.get(FP8_VARIABLE) == "always"
-    yield from device_problems(recipe, kind, kind.description, "fp8" in kind.precisions or fp8_anywhere)
-    if workers > 1 and kind.dist_backend is None:
-        yield (
-            "device",
-            f"found {recipe.device}, on which torch has no way to exchange gradients; use one worker, or cpu",
-        )
-
-
-def device_problems(recipe: Recipe, kind: DeviceKind, name: str, fp8: bool) -> Iterator[tuple[str, str]]:
-    """What a recipe asks for that a kind of device does not have; `name` is what the device is called."""
-    if recipe.precision == "fp8" and not fp8:
-        yield "precision", NO_FP8_TEXT.format(name + kind.fp8_note)
-    if recipe.compile == "cuda-graphs" and not kind.has_cuda_graphs:
-        what = "has none" if kind.is_gpu else "is no GPU"
-        yield "compile", f"cuda-graphs need a GPU that has them, and {name} {what}; true or false would be valid"
-    if recipe.determinism in ("fixed-world", "elastic") and not kind.names_nondeterministic_ops:
-        yield (
-            "determinism",
-            f"found {recipe.determinism}, but torch does not say which kernels give the same bits twice on {name}; "
-            "auto or off would be valid, or device=cpu",
-        )
-
-
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Folders of pictures, and keys that only other sources have."""
     several_given = isinstance(recipe.data.source, list)
@@ -422,31 +262,3 @@ def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if recipe.memory.chunked_loss is True and recipe.task == "classification":
         yield "memory.chunked_loss", "true is for language models, and the task is classification: use auto or false"
-
-
-def _check_batch(global_size: int, micro_size: int | str, num_groups: int) -> Iterator[tuple[str, str]]:
-    """`num_groups`: workers, or groups of them, among which the batch is divided."""
-    if global_size % num_groups:
-        below, above = global_size // num_groups * num_groups, (global_size // num_groups + 1) * num_groups
-        valid_sizes = " or ".join(str(size) for size in (below, above) if size)
-        yield (
-            "batch.global_size",
-            f"{global_size} samples cannot be divided among {num_groups} workers; {valid_sizes} can",
-        )
-    elif isinstance(micro_size, int) and global_size % (micro_size * num_groups):
-        samples_per_group = global_size // num_groups
-        best = min(list_divisors(samples_per_group), key=lambda size: (abs(size - micro_size), size))
-        yield (
-            "batch.micro_size",
-            (
-                f"{micro_size} x {num_groups} {'worker' if num_groups == 1 else 'workers'} = "
-                f"{micro_size * num_groups} does not divide "
-                f"batch.global_size = {global_size}; the nearest micro-batch that does is {best}"
-            ),
-        )
-
-
-def list_divisors(number: int) -> list[int]:
-    """All of them, the smallest first."""
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return small + [number // size for size in reversed(small) if size * size != number]

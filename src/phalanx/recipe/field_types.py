@@ -1,11 +1,17 @@
-"""Types of the recipe's fields: numbers with their limits, step counts and percentages as users write them."""
+"""The base class of the recipe's parts, and types of their fields: numbers with limits, step counts, percentages."""
 
 import math
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
+
+
+class ConfigModel(BaseModel):
+    """Base of every part of a recipe: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def _number(value: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from phalanx.recipe.field_types import ConfigModel
 from phalanx.recipe.json_schema import (
     JsonSchema,
     child_keys,
@@ -14,7 +15,6 @@ from phalanx.recipe.json_schema import (
     iterate_variants,
     join_alternatives,
 )
-from phalanx.recipe.schema import ConfigModel
 from phalanx.recipe.yaml_loader import KeyPath, format_key, to_yaml
 
 _INTRODUCTION_TEXT = """\

@@ -4,26 +4,22 @@ Unknown keys are refused. Every field has the default that DESIGN.md names; toge
 `auto` is resolved before training (`autoconfig/choices.py`); `Recipe` itself never measures anything.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Field,
-    model_validator,
 )
 
+from phalanx.recipe.data_schema import DataConfig, EvaluationConfig
 from phalanx.recipe.field_types import (
-    LARGEST_SIDE,
-    LARGEST_VOCABULARY,
-    LONGEST_SEQUENCE,
     MAX_RANK_OR_MIB,
     MAX_RATE,
-    MAX_STEPS,
     MOST_THREADS,
     NUMBER_NOT_BOOL,
     Begin,
+    ConfigModel,
     Count,
     Fraction,
     PercentText,
@@ -33,12 +29,6 @@ from phalanx.recipe.field_types import (
     StepCount,
     check_finite,
 )
-
-
-class ConfigModel(BaseModel):
-    """Base of every part of a recipe: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(ConfigModel):
@@ -72,99 +62,6 @@ class LoraConfig(ConfigModel):
     blocks."""
     dropout: Fraction = 0.0
     """Dropout on the inputs of A, in training."""
-
-
-Side = Annotated[int, Field(gt=0, le=LARGEST_SIDE), NUMBER_NOT_BOOL]
-
-
-class IdxFiles(ConfigModel):
-    """An image set in IDX files (as MNIST and Fashion-MNIST are published), plain or .gz."""
-
-    model_config = ConfigDict(title="IDX files")
-
-    images: str
-    """File of the images."""
-    labels: str
-    """File of the labels, one for each image."""
-
-
-class DataSource(ConfigModel):
-    """One source of samples: exactly one of `text`, `jsonl`, `parquet`, `idx`, `images`, `prepared`."""
-
-    model_config = ConfigDict(title="Source")
-
-    text: str | list[str] | None = Field(None, description="Glob(s) of text files; .gz and .xz are unpacked.")
-    jsonl: str | list[str] | None = Field(None, description="Glob(s) of JSON-lines files; `text_field` holds the text.")
-    parquet: str | list[str] | None = Field(None, description="Glob(s) of Parquet files; `text_field` is the column.")
-    idx: IdxFiles | None = None
-    """Image set in IDX files."""
-    images: str | None = Field(None, description="A folder with one sub-folder of images for each class.")
-    prepared: str | None = Field(None, description="A directory that `phalanx data prepare` wrote.")
-    text_field: str = "text"
-    """Name of the text field in JSON-lines and Parquet files."""
-    exclude: str | list[str] = Field(default_factory=list, description="Glob(s) of files to leave out.")
-    image_size: tuple[Side, Side] | None = Field(None, description="Height and width for image folders.")
-    weight: Rate = 1.0
-    """Share of the samples that comes from this source, relative to the weights of the others."""
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        given = [name for name in SOURCE_KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of {', '.join(SOURCE_KINDS)}; found {', '.join(given) or 'none'}")
-        return self
-
-
-SOURCE_KINDS = ("text", "jsonl", "parquet", "idx", "images", "prepared")
-
-
-PYTHON_STDLIB_GLOB = "${python.stdlib}/**/*.py"
-INSTALLED_PACKAGES_GLOBS = ["**/site-packages/**", "**/dist-packages/**"]
-"""Installed packages are below the standard library, but differ between machines."""
-
-
-class BpeTokenizerConfig(ConfigModel):
-    """A byte-pair tokenizer trained on the data itself, with this many tokens."""
-
-    model_config = ConfigDict(title="BPE tokenizer")
-
-    bpe: Annotated[int, Field(ge=257, le=LARGEST_VOCABULARY), NUMBER_NOT_BOOL]
-    """Number of tokens of the vocabulary."""
-
-
-class DataConfig(ConfigModel):
-    """Where samples come from. `document_masking` keeps attention and targets within a document."""
-
-    model_config = ConfigDict(title="Data")
-
-    source: DataSource | list[DataSource] = Field(
-        default_factory=lambda: DataSource(text=PYTHON_STDLIB_GLOB, exclude=INSTALLED_PACKAGES_GLOBS)
-    )
-    """One source, or a list that is mixed by weight. The default is the source of Python's standard library."""
-    tokenizer: str | BpeTokenizerConfig = Field(
-        "bytes", description="`bytes`, {bpe: SIZE}, or a tokenizer.json: its path or directory."
-    )
-    seq_len: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), NUMBER_NOT_BOOL] = 256
-    """Tokens of one training sample."""
-    document_masking: bool = False
-    """Whether attention and targets stay within a document; false: they continue past its end."""
-
-
-class EvaluationConfig(ConfigModel):
-    """Evaluation on a validation set: a `holdout_fraction` of the samples, which are never trained on, or a separate
-    `source`."""
-
-    model_config = ConfigDict(title="Evaluation")
-
-    every: StepCount | None = 100
-    """Steps between two evaluations; null: never."""
-    holdout_fraction: Fraction = 0.01
-    """Fraction of the samples that is never trained on."""
-    max_samples: Annotated[int, Field(gt=0, le=MAX_STEPS), NUMBER_NOT_BOOL] = Field(
-        512, description="At most this many samples of the validation set are scored."
-    )
-    source: DataSource | None = None
-    """Separate validation data, instead of a fraction of the training data."""
 
 
 class BatchConfig(ConfigModel):

@@ -1,77 +1,41 @@
-"""Builds what a worker trains with from a resolved recipe (model, parallelism, optimizer, loss), and resumes it."""
+"""Build what a worker trains with from a resolved recipe: model, parallelism, loss, optimizer and accumulator."""
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from phalanx.data import DataInfo, RunData
-from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import ResolvedRecipe, huggingface_directory
 from phalanx.recipe.devices import device_kind_of
-from phalanx.recipe.diff import diff_recipes, is_mathematics
-from phalanx.recipe.grad_sync_defaults import (
-    auto_algorithms,
-    bucket_size_bytes,
-    is_chosen_while_training,
-    num_warmup_steps,
-)
-from phalanx.run import Run, read_events
-from phalanx.run.directory import RESULT_FORMAT
-from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
+from phalanx.run import Run
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
-from phalanx.train.checkpoint import (
-    compute_digest,
-    digest_checkpoint,
-    format_checkpoint_name,
-    list_checkpoints,
-)
-from phalanx.train.checkpoint.in_memory.restore import prune_stale
-from phalanx.train.checkpoint.init_weights import (
-    InitialWeights,
-    open_hf_weights,
-    open_initial_weights,
-)
-from phalanx.train.checkpoint.load_plan import get_state_tensors
-from phalanx.train.checkpoint.restore import restore_newest
-from phalanx.train.distributed.environment import (
-    DistEnv,
-)
+from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
+from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.float8_select import Float8Selector, make_float8_selector, measure_layer_rows
-from phalanx.train.distributed.fsdp import sort_in_reduction_order
 from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
-from phalanx.train.distributed.object_collectives import all_gather_json, gather_node_map
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
 from phalanx.train.evaluation import EvaluationResult, evaluate
-from phalanx.train.grad_sync import BucketedReducer
-from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
-from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, LocalReducer, ParallelReducer
-from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
+from phalanx.train.grad_sync.reducer_choice import choose_reducer
 from phalanx.train.lm_head import eval_mode, find_lm_head
 from phalanx.train.local_sgd.step import make_local_sgd_accumulator
 from phalanx.train.loss import LMHead, LossFn, LossModule, plan_context_split
-from phalanx.train.model_builder import MicroBatchSeeds, build_model, check_same_initial_values, has_batch_norm
-from phalanx.train.ops.cached_cast_linear import CachedCastLinear
+from phalanx.train.model_builder import MicroBatchSeeds, build_model, check_same_initial_values
 from phalanx.train.ops.collectives import all_reduce_copy
 from phalanx.train.ops.lora import has_lora
 from phalanx.train.optim import NormFn, OptimizerContainer, compute_norms, compute_squared_norms
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
+from phalanx.train.step_metrics import num_metric_slots
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
-from phalanx.train.train_context import TrainContext, WorkerProcess, report_rejected_checkpoint
-from phalanx.train.train_state import TrainState
-from phalanx.train.train_step import GradientAccumulator, num_metric_slots, to_device
-
-RESTORE_FILES_HINT = "restore the files that the recipe's data.source matched"
+from phalanx.train.train_context import TrainContext, WorkerProcess
+from phalanx.train.train_step import GradientAccumulator, to_device
 
 
 def make_accumulator(
@@ -85,71 +49,9 @@ def make_accumulator(
     """The accumulator of a step, with gradients reduced as the parallelism requires."""
     if recipe.local_sgd is not None:
         return make_local_sgd_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
-    micro_size, mesh = recipe.batch.micro_size, parallel_model.mesh
-    micro_batches = recipe.batch.global_size // micro_size
-    is_elastic, algorithm = recipe.determinism == "elastic", auto_algorithms(recipe, dist_env.device.type)[0]
-    uses_error_feedback = GRAD_SYNC_ALGORITHMS[algorithm].uses_error_feedback and not is_elastic
-    auto_selects = is_chosen_while_training(recipe)  # may hold back at times
-    parameters = list(parallel_model.trainable_parameters().values())
-    if mesh.is_tree_hsdp:
-        parameters = sort_in_reduction_order(parallel_model.modules, parameters)
-    layers = [
-        part for module in parallel_model.modules for part in module.modules() if isinstance(part, CachedCastLinear)
-    ]
-    reducer: GradReducer = LocalReducer(parameters, layers)
-    # A pipeline runs many backwards at once, so its gradients are summed after the last.
-    needs_bucketed_reducer = (
-        mesh.replicate_group is not None or (is_elastic and micro_batches > 1) or uses_error_feedback
-    )
-    if mesh.pipeline_group is None and (mesh.is_tree_hsdp or (mesh.fsdp_mesh is None and needs_bucketed_reducer)):
-        reducer = BucketedReducer(
-            parameters,
-            rank=mesh.coordinates["replicate"],
-            world_size=mesh.parallelism.replicate,
-            micro_batches=micro_batches // mesh.micro_batch_stride,
-            is_elastic=is_elastic,
-            bucket_bytes=bucket_size_bytes(recipe.grad_sync),
-            group=mesh.replicate_group,
-            num_metric_slots=num_metric_slots(micro_batches) if mesh.is_pure_ddp else 0,
-            algorithm=algorithm,
-            node_of_rank=_replica_nodes(mesh, dist_env) if algorithm == "hierarchical" else None,
-            powersgd_rank=recipe.grad_sync.powersgd_rank,
-            warmup_steps=num_warmup_steps(recipe),
-        )
-        parallel_model.error_feedback = (
-            ErrorFeedbackState.from_residuals(parallel_model, reducer.residuals(), reducer.projection_bases())
-            if uses_error_feedback
-            else None
-        )
-    supports_auto_select = isinstance(reducer, BucketedReducer) or mesh.is_pure_ddp
-    if auto_selects and supports_auto_select and isinstance(reducer, BucketedReducer | LocalReducer):
-        parallel_model.error_feedback = ErrorFeedbackState.from_source(parallel_model, reducer)
-    if mesh.is_tree_hsdp:
-        assert mesh.fsdp_mesh is not None
-        reducer = HSDPTreeReducer(reducer, mesh.fsdp_mesh.get_group())
-    elif not mesh.is_pure_ddp:
-        own_indices, replica_reducer = (
-            mesh.own_micro_batches(micro_batches),
-            reducer if isinstance(reducer, BucketedReducer) else None,
-        )
-        reducer = ParallelReducer(
-            parallel_model,
-            replica_reducer,
-            last_micro_batch=own_indices[-1] if mesh.pipeline_group is None and len(own_indices) > 1 else None,
-        )
-    # With one micro-batch nothing is accumulated. Elastic runs sum in the same order on any number of workers.
-    accumulates_in_matmul = isinstance(reducer, LocalReducer) and micro_batches > 1 and not is_elastic
-    for layer in layers:
-        layer.set_accumulate_in_matmul(accumulates_in_matmul)
+    slots = num_metric_slots(recipe.batch.global_size // recipe.batch.micro_size)
+    reducer = choose_reducer(recipe, dist_env, parallel_model, slots)
     return GradientAccumulator(recipe, dist_env, parallel_model, optimizer.parameter_names, reducer, scaler, seeds)
-
-
-def _replica_nodes(mesh: Mesh, dist_env: DistEnv) -> list[int] | None:
-    """The node of each replica with which this worker adds up gradients."""
-    if mesh.replicate_group is None:
-        return None
-    nodes = gather_node_map(dist_env)
-    return [nodes.node_of_rank[rank] for rank in dist.get_process_group_ranks(mesh.replicate_group)]
 
 
 def make_norm_fn(parallel_model: ParallelModel) -> NormFn:
@@ -169,124 +71,6 @@ def make_norm_fn(parallel_model: ParallelModel) -> NormFn:
         return list(squares.sqrt_().unbind())
 
     return compute_sharded_norms if parallel_model.dim_shards else compute_norms
-
-
-def resume_training(
-    context: TrainContext, fingerprint: str, force: bool, hint: str = RESTORE_FILES_HINT, needs_checkpoint: bool = False
-) -> TrainState:
-    """Resume from the newest in-memory checkpoint of the run, else from its newest good checkpoint on disk. Without
-    either, training starts at step 0; DataError when `needs_checkpoint` or any worker sees checkpoints. DataError, with
-    the `hint`, when it was trained on data of another fingerprint."""
-    # All workers must agree on whether there are checkpoints, also where one of them does not see the files.
-    checkpoints_seen = any(
-        all_gather_json(context.dist_env, needs_checkpoint or bool(list_checkpoints(context.run.checkpoints)))
-    )
-    start_time = time.perf_counter()
-    restored = restore_newest(
-        context.run,
-        context.dist_env,
-        context.app_state,
-        lambda *bad: report_rejected_checkpoint(context, *bad),
-        in_place=needs_checkpoint,
-    )
-    if restored is None:
-        if checkpoints_seen:
-            raise DataError(
-                f"{context.run.checkpoints}: no checkpoint here is good; run `phalanx checkpoint verify` to see why"
-            )
-        prune_stale(context.run, context.dist_env, 0, None)
-        return TrainState()
-    meta = restored.manifest.meta
-    if restored.in_memory and context.dist_env.is_rank_zero:
-        context.reporter.report_event(
-            InMemoryRestored(
-                step=meta["step"],
-                checkpoint_step=meta["last_saved_step"],
-                fetched_bytes=restored.fetched_bytes,
-                duration_s=time.perf_counter() - start_time,
-            )
-        )
-    if meta.get("fingerprint") != fingerprint:
-        fingerprints = f"(fingerprint {meta.get('fingerprint')}, now {fingerprint})"
-        if not force:
-            raise DataError(f"{restored.path}: was trained on other data {fingerprints}; {hint}")
-        if context.dist_env.is_rank_zero:
-            context.reporter.report_event(RunWarning(text=f"forced: the run continues with other data {fingerprints}"))
-    check_resumed_recipe(context, restored.path, meta, force)
-    train_state = TrainState.from_meta(meta)
-    prune_stale(context.run, context.dist_env, train_state.step, restored.path if restored.in_memory else None)
-    return train_state
-
-
-def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, Any], force: bool) -> None:
-    """RecipeError when keys that change the mathematics differ from the recipe in the meta of the checkpoint at `path`.
-    The meta is protected by a checksum, resolved.yaml is not."""
-    if "recipe" not in meta:
-        return
-    try:
-        trained = ResolvedRecipe.model_validate(meta["recipe"])
-    except ValidationError as error:
-        raise DataError(f"{path}: its recipe is not one that this Phalanx knows ({error.errors()[0]['msg']})") from None
-    found = [each for each in diff_recipes(trained, context.recipe) if is_mathematics(each.key, trained)]
-    if not found:
-        return
-    if not force:
-        listed = "; ".join(map(str, found))
-        raise RecipeError(
-            f"{context.run.resolved}: is not what {path} was trained with: {listed}; put the old values back there, or "
-            "use --force to continue with the new ones"
-        )
-    if context.dist_env.is_rank_zero:
-        earlier_warnings = {event.text for event in read_events(context.run.events) if isinstance(event, RunWarning)}
-        for text in (f"forced: {each}" for each in found):
-            if text not in earlier_warnings:  # where the recipes were compared as they were given
-                context.reporter.report_event(RunWarning(text=text))
-
-
-def report_start(context: TrainContext, samples: int, train_state: TrainState, scaled_up: bool = False) -> None:
-    """Report the start of an attempt on `samples` training samples, and warnings about the recipe. `scaled_up`: workers
-    were added, and no work was lost."""
-    recipe, dist_env = context.recipe, context.dist_env
-    context.reporter.report_event(
-        AttemptStarted(
-            world_size=dist_env.world_size,
-            attempt=dist_env.attempt,
-            start_step=train_state.step,
-            total_steps=recipe.steps,
-            device=str(dist_env.device),
-            num_micro_batches=context.accumulator.num_micro_batches,
-            scaled_up=scaled_up,
-        )
-    )
-    if has_batch_norm(context.model):
-        text = (
-            "the model has BatchNorm: results depend on the micro-batch, and running statistics are the first "
-            "worker's; GroupNorm has none"
-        )
-        context.reporter.report_event(RunWarning(text=text))
-    if samples < recipe.batch.global_size:
-        text = f"the data have only {samples} training samples, less than batch.global_size"
-        context.reporter.report_event(RunWarning(text=text))
-
-
-def make_result(context: TrainContext, train_state: TrainState, status: str) -> dict[str, Any]:
-    """result.json, but for the seconds: how training ended, with the digest of the state that was saved last."""
-    result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": train_state.step}
-    result |= {
-        "final_loss": train_state.last_loss,
-        "num_units": train_state.units_trained,
-        "num_restarts": context.dist_env.attempt,
-    }
-    return {**result, "digest": _final_digest(context, train_state)}
-
-
-def _final_digest(context: TrainContext, train_state: TrainState) -> str:
-    """The digest of the state with which the run ends. Where no worker holds it all, it is read from the checkpoint."""
-    if not context.parallel_model.fully_replicated:
-        return digest_checkpoint(context.run.checkpoints / format_checkpoint_name(train_state.step))
-    return compute_digest(
-        get_state_tensors(context.model, context.optimizer, context.scaler).items(), train_state.samples_consumed
-    )
 
 
 def count_units_per_sample(facts: DataInfo) -> int:

@@ -1,23 +1,31 @@
 """Evaluate on the validation set, divided over the workers; results do not depend on the number of workers."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.data import RunData
+from phalanx.run.event_types import EvaluationDone
+from phalanx.run.events import ReportEventFn
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.object_collectives import broadcast_json
 from phalanx.train.loss import LossSums
+from phalanx.train.step_metrics import finite_or_none
 from phalanx.train.tasks import TensorBatch
 from phalanx.train.train_step import to_device
+
+if TYPE_CHECKING:
+    from phalanx.train.train_context import TrainContext
+    from phalanx.train.train_state import SurvivorState
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,58 @@ class EvaluationResult:
     metrics: dict[str, float]
     num_samples: int
     duration_s: float
+
+
+class EvaluationPolicy:
+    """Evaluates when the recipe says so, and knows whether the last loss was the best so far."""
+
+    def __init__(
+        self,
+        context: "TrainContext",
+        survivor_state: "SurvivorState",
+        is_due: Callable[[Callable[[int], bool]], bool],
+        report_event: ReportEventFn,
+    ):
+        self._context, self._train_state = context, survivor_state.train_state
+        self._is_due, self._report_event = is_due, report_event
+        self.last_step = survivor_state.evaluated_step
+        """The step for which an evaluation was last considered."""
+        self.improved = survivor_state.improved
+        """Whether the loss at `last_step` is the best so far."""
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate after the current step if that is due. Does nothing if a reconfiguration interrupted what followed
+        the evaluation of this step."""
+        if self.last_step < self._train_state.step:
+            self.improved = self._evaluate_if_due()
+            self.last_step = self._train_state.step
+
+    def _evaluate_if_due(self) -> bool:
+        context, train_state = self._context, self._train_state
+        every = context.recipe.evaluation.every
+        due = every is not None and (
+            self._is_due(lambda step: step % every == 0) or train_state.step == context.recipe.steps
+        )
+        if not due or train_state.step == 0:
+            return False
+        with context.parallel_model.use_global_params():
+            result = context.evaluate()
+        if result is None:  # no validation set, or a stop request
+            return False
+        improved = math.isfinite(result.loss) and (train_state.best_loss is None or result.loss < train_state.best_loss)
+        if improved:
+            train_state.best_loss = result.loss
+        self._report_event(
+            EvaluationDone(
+                step=train_state.step,
+                loss=finite_or_none(result.loss),
+                metrics={name: finite_or_none(value) for name, value in result.metrics.items()},
+                num_samples=result.num_samples,
+                duration_s=result.duration_s,
+                is_best=improved,
+            )
+        )
+        return improved
 
 
 class LossEvaluator(Protocol):

@@ -13,8 +13,8 @@ from phalanx.data import DataInfo, open_data
 from phalanx.data.manifest import is_dataset
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import ResolvedRecipe, diff_recipes, load_recipe, load_resolved_recipe
+from phalanx.recipe.data_schema import DataSource
 from phalanx.recipe.diff import is_mathematics
-from phalanx.recipe.schema import DataSource
 from phalanx.run import Run
 from phalanx.run.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
 from phalanx.std_streams import word_of

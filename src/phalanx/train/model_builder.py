@@ -16,11 +16,13 @@ from phalanx.errors import PhalanxError, RecipeError
 from phalanx.recipe import describe_exception, huggingface_directory, import_object
 from phalanx.recipe.builder_arguments import fill_arguments
 from phalanx.recipe.schema import LoraConfig, ModelConfig
-from phalanx.train.distributed.environment import DistEnv, assert_same_on_all_ranks, is_gpu_failure
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.failures import is_gpu_failure
 from phalanx.train.distributed.module_state import check_model_can_be_saved, ensure_own_memory, get_persistent_buffers
+from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
+from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.skip_init import InitValueNeeded, SkipInit
-from phalanx.train.oom import is_out_of_memory
 from phalanx.train.ops.lora import add_lora
 
 BUILT_IN_PREFIX = "phalanx.models:"

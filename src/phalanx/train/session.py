@@ -28,7 +28,7 @@ from phalanx.recipe import ResolvedRecipe, dump_recipe, load_recipe, load_resolv
 from phalanx.recipe.grad_sync_defaults import gradient_bytes_per_rank, inter_node_bucket_mib, overlaps_with_backward
 from phalanx.run import Run
 from phalanx.run.directory import write_atomic, write_json
-from phalanx.train.builder import make_accumulator, make_result, report_start, resume_training
+from phalanx.train.builder import make_accumulator
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.checkpoint import clean_checkpoint_dir
 from phalanx.train.distributed.environment import DistEnv
@@ -37,6 +37,7 @@ from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.module_state import check_model_can_be_saved, ensure_own_memory
 from phalanx.train.distributed.object_collectives import gather_node_map
+from phalanx.train.distributed.oom import explain_out_of_memory
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.map_dataset import (
@@ -47,9 +48,9 @@ from phalanx.train.map_dataset import (
     fingerprint_dataset,
 )
 from phalanx.train.model_builder import MicroBatchSeeds, check_same_initial_values, derive_seed, seed_everything
-from phalanx.train.oom import explain_out_of_memory
 from phalanx.train.optim.user import UserOptimizer
 from phalanx.train.precision import GradScaler, autocast_context
+from phalanx.train.resume import make_result, report_start, resume_training
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.trainer import Trainer
 

@@ -7,55 +7,38 @@ gradients. A custom loop (`session.py`) drives the same object through `micro_ba
 """
 
 import gc
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.compat import scale_in_place
 from phalanx.data.prefetch import Prefetcher, RankBatch
-from phalanx.errors import GaveUpError, UsageError
+from phalanx.errors import UsageError
 from phalanx.run import Event
-from phalanx.run.event_types import EvaluationDone, NonFiniteStep, RunEnded, RunStatus, RunWarning, StepDone, StepPhases
+from phalanx.run.event_types import NonFiniteStep, RunEnded, RunStatus, RunWarning, StepDone, StepPhases
 from phalanx.train.checkpoint.interval import StepTimes
 from phalanx.train.checkpoint.policy import CheckpointPolicy
-from phalanx.train.checkpoint.restore import restore_newest
+from phalanx.train.distributed.buffer_snapshot import BufferSnapshot, restore_buffers, snapshot_buffers
 from phalanx.train.distributed.buffer_sync import format_names
-from phalanx.train.distributed.environment import collect_in_background
 from phalanx.train.distributed.pipeline.build import PipelineRunner
+from phalanx.train.distributed.process_group import collect_in_background
+from phalanx.train.distributed.same_model import SameModel
+from phalanx.train.evaluation import EvaluationPolicy
 from phalanx.train.grad_sync.autoselect import GradSyncSelector
 from phalanx.train.lr_schedule import compute_learning_rate
-from phalanx.train.nonfinite import MAX_NONFINITE_IN_A_ROW, choose_nonfinite_action
-from phalanx.train.same_model import SameModel
+from phalanx.train.nonfinite import check_rollback_count, count_nonfinite, load_last_good_checkpoint
+from phalanx.train.step_metrics import finite_or_none
 from phalanx.train.step_timer import HeartbeatTimer, make_step_timer
-from phalanx.train.train_context import MembershipChanged, TrainContext, report_rejected_checkpoint, return_false
+from phalanx.train.train_context import MembershipChanged, TrainContext, return_false
 from phalanx.train.train_state import LastStep, SurvivorState, TrainState
 from phalanx.train.train_step import DeviceSideStep, StepResult, clip_coefficient, nonfinite_reason
 
-DIVERGENCE_HINT = "lower optimizer.lr, lengthen optimizer.schedule.warmup_steps, or look at the data of these steps"
 BACKWARD_ONCE_ERROR = "a training loop must call session.backward(loss_sum, terms) once for every batch"
 STEP_ONCE_ERROR = "a training loop must call session.step() once after every session.backward(loss_sum, terms)"
-
-
-BufferSnapshot = tuple[nn.Module, str, Tensor, Tensor]
-"""A module, the name of one of its buffers, the buffer, and a copy of its value."""
-
-
-def snapshot_buffers(modules: Iterable[nn.Module]) -> list[BufferSnapshot]:
-    """Copy all buffers of modules, also those that no checkpoint holds: a forward may change them."""
-    found = [
-        (part, name, each)
-        for top in modules
-        for part in top.modules()
-        for name, each in part.named_buffers(recurse=False)
-    ]
-    return [(part, name, buffer, buffer.clone()) for part, name, buffer in found]
 
 
 class Trainer:
@@ -91,7 +74,8 @@ class Trainer:
         )
         self._same_model = SameModel(context.parallel_model)
         self._samples_at_step_start = train_state.samples_consumed
-        self._post_step_done, self._evaluated_step = survivor_state.post_step_done, survivor_state.evaluated_step
+        self._post_step_done = survivor_state.post_step_done
+        self._evaluation = EvaluationPolicy(context, survivor_state, self.checkpoint_policy.is_due, self._report_event)
         self._rollback_reason = survivor_state.rollback_reason
         self._buffers_before: list[BufferSnapshot] = []  # at the begin of a step that a reconfiguration may interrupt
         self._last_step: LastStep | None = None
@@ -99,7 +83,6 @@ class Trainer:
         self._num_yielded = 0  # micro-batches of the step that a custom loop has received
         self._stop_agreed = False
         self._rolled_back = False  # by the step that was just done
-        self._improved = survivor_state.improved
 
     def fit(self) -> RunStatus:
         """Train until the last step or a stop request, and save the final state. Returns `done` or `interrupted`."""
@@ -174,7 +157,7 @@ class Trainer:
         stop_requested = world_size == 1 and self.context.stop_request.requested
         self._stop_agreed = bool(result.flags["stop"]) or stop_requested
         self.timer.lap("other")
-        self._improved = False
+        self._evaluation.improved = False
         if not self._rolled_back:  # the work after this step was already done before the rollback
             if not self.is_done:
                 self.grad_sync_selector.select_if_due()
@@ -267,12 +250,10 @@ class Trainer:
 
     def _run_post_step(self) -> None:
         """Run evaluation and checkpoints that are due after a step."""
-        if self._evaluated_step < self.train_state.step:  # else a reconfiguration interrupted it after the evaluation
-            self._improved = self._evaluate_if_due()
-            self._evaluated_step = self.train_state.step
+        self._evaluation.evaluate_if_due()
         self.timer.skip()
         if not self.is_done:
-            self.checkpoint_policy.save_if_due(self._improved)
+            self.checkpoint_policy.save_if_due(self._evaluation.improved)
             self.checkpoint_policy.copy_to_memory_if_due()
             self.timer.lap("checkpoint_stall")
         self._post_step_done = self.train_state.step
@@ -288,17 +269,15 @@ class Trainer:
         self.context.accumulator.reducer.close()
         in_step = self.train_state.samples_consumed == self._samples_at_step_start
         if in_step:
-            with torch.no_grad():
-                for module, name, buffer, value in self._buffers_before:
-                    setattr(module, name, buffer.copy_(value))
+            restore_buffers(self._buffers_before)
         grads_reduced = in_step and self.context.accumulator.grads_reduced
-        due = (self._evaluated_step, self._improved, self._rollback_reason)
+        due = (self._evaluation.last_step, self._evaluation.improved, self._rollback_reason)
         return SurvivorState(self.train_state, self._post_step_done, self._last_step, grads_reduced, *due, pending_save)
 
     def finish(self) -> RunStatus:
         """Save the final state. Returns `done` or `interrupted`."""
         self.context.heartbeat.record("ending")
-        self.checkpoint_policy.save_final(self._improved)
+        self.checkpoint_policy.save_final(self._evaluation.improved)
         status: RunStatus = "done" if self.train_state.step >= self.context.recipe.steps else "interrupted"
         self._report_event(RunEnded(status=status, step=self.train_state.step))
         return status
@@ -326,12 +305,12 @@ class Trainer:
         self.grad_sync_selector.record_step(step_s, seconds_by_phase)
         event = StepDone(
             step=step,
-            loss=_finite_or_none(result.loss),
-            grad_norm=_finite_or_none(result.grad_norm),
+            loss=finite_or_none(result.loss),
+            grad_norm=finite_or_none(result.grad_norm),
             lr=lr,
             units=units,
             duration_s=step_s,
-            breakdown_s=phases_of(seconds_by_phase),
+            breakdown_s=StepPhases(**seconds_by_phase),
             skip_reason=result.skip_reason,
             noise_scale_samples=self._update_noise_scale(result),
         )
@@ -346,7 +325,12 @@ class Trainer:
             self._report_event(RunWarning(text=text))
         if is_first:
             context.reporter.flush()  # from now on the agent can replace a lost worker
-        self._handle_nonfinite(step, result)
+        nonfinite_step = count_nonfinite(train_state, context.scaler, result.skip_reason)
+        if nonfinite_step is not None:
+            self._remember_event(nonfinite_step)
+            self._report_event(nonfinite_step)
+            if nonfinite_step.action == "rollback":
+                self._roll_back(nonfinite_step.reason)
 
     def _remember_event(self, event: StepDone | NonFiniteStep) -> None:
         """Keep the events of a step for workers that a reconfiguration interrupts in it."""
@@ -360,99 +344,22 @@ class Trainer:
             return None
         noise_scale.update(sample.small_squared_norm, sample.small_terms, sample.big_squared_norm, sample.big_terms)
         samples = self.context.recipe.batch.global_size / sample.big_terms
-        return None if noise_scale.value is None else _finite_or_none(noise_scale.value * samples)
+        return None if noise_scale.value is None else finite_or_none(noise_scale.value * samples)
 
     def _local_flags(self) -> tuple[bool, ...]:
-        """This worker's flags, in the order of `train_step.STEP_FLAGS`."""
+        """This worker's flags, in the order of `step_metrics.STEP_FLAGS`."""
         return (self.context.stop_request.requested, self.context.membership_changed(), *self.checkpoints.local_flags())
-
-    def _handle_nonfinite(self, step: int, result: StepResult) -> None:
-        """Count a skipped step, and roll back when too many in a row were skipped."""
-        scaler, train_state = self.context.scaler, self.train_state
-        if result.skip_reason is None:
-            scaler.update(overflow=False)
-            train_state.consecutive_skips = 0
-            return
-        overflow = result.skip_reason == "non-finite gradient" and not scaler.at_min_scale
-        scaler.update(overflow=True)
-        train_state.skipped_steps += 1
-        action, train_state.consecutive_skips = choose_nonfinite_action(
-            train_state.consecutive_skips, is_fp16_overflow=overflow
-        )
-        event = NonFiniteStep(
-            step=step, reason=result.skip_reason, action=action, num_skipped=train_state.skipped_steps
-        )
-        self._remember_event(event)
-        self._report_event(event)
-        if action == "rollback":
-            self._roll_back(result.skip_reason)
 
     def _roll_back(self, reason: str) -> None:
         """Load the weights of the last good checkpoint. The samples since then are not repeated: they caused this."""
-        context, train_state = self.context, self.train_state
         self._rollback_reason = reason  # a reconfiguration may interrupt the wait
         self.checkpoints.wait_until_saved()
         self._mutating = True
-        if train_state.lost_checkpoint_step:
-            # Rolling back to another checkpoint would change the run. Restart from the one before, and write it again.
-            self.checkpoints.delete_after(train_state.lost_checkpoint_step)
-            raise RuntimeError(
-                f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and the checkpoint to go "
-                f"back to, of step "
-                f"{train_state.lost_checkpoint_step}, was lost together with a worker: restarting from the one before "
-                f"it"
-            )
-        restored = restore_newest(
-            context.run, context.dist_env, context.app_state, self._report_rejected, durable_only=True, in_place=True
-        )
-        if restored is None:
-            raise GaveUpError(
-                f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and no checkpoint to go "
-                f"back to; {DIVERGENCE_HINT}"
-            )
-        train_state.step = context.callbacks.run_context.step = restored.manifest.meta["step"]
-        train_state.units_trained = restored.manifest.meta["units_trained"]
-        train_state.last_saved_step = self._post_step_done = self._evaluated_step = train_state.step
+        load_last_good_checkpoint(self.context, self.train_state, self.checkpoint_policy, reason)
+        self._post_step_done = self._evaluation.last_step = self.train_state.step
         self._rollback_reason, self._mutating, self._rolled_back = "", False, True
-        self.checkpoint_policy.was_restored()
-        self.checkpoints.roll_back(train_state.step)
-        self._rollback_counts[train_state.step] += 1
-        if self._rollback_counts[train_state.step] > MAX_NONFINITE_IN_A_ROW:
-            raise GaveUpError(
-                f"step {train_state.step}: rolled back to it {MAX_NONFINITE_IN_A_ROW} times and {reason} came again; "
-                f"{DIVERGENCE_HINT}"
-            )
-
-    def _evaluate_if_due(self) -> bool:
-        """Evaluate on the validation set if due. Returns whether the loss is the best so far."""
-        context, recipe, train_state = self.context, self.context.recipe, self.train_state
-        every = recipe.evaluation.every
-        due = every is not None and (
-            self.checkpoint_policy.is_due(lambda step: step % every == 0) or train_state.step == recipe.steps
-        )
-        if not due or train_state.step == 0:
-            return False
-        with context.parallel_model.use_global_params():
-            result = context.evaluate()
-        if result is None:  # no validation set, or a stop request
-            return False
-        improved = math.isfinite(result.loss) and (train_state.best_loss is None or result.loss < train_state.best_loss)
-        if improved:
-            train_state.best_loss = result.loss
-        self._report_event(
-            EvaluationDone(
-                step=train_state.step,
-                loss=_finite_or_none(result.loss),
-                metrics={name: _finite_or_none(value) for name, value in result.metrics.items()},
-                num_samples=result.num_samples,
-                duration_s=result.duration_s,
-                is_best=improved,
-            )
-        )
-        return improved
-
-    def _report_rejected(self, path: Path, file: str, reason: str) -> None:
-        report_rejected_checkpoint(self.context, path, file, reason)
+        self._rollback_counts[self.train_state.step] += 1
+        check_rollback_count(self._rollback_counts[self.train_state.step], self.train_state.step, reason)
 
     def _report_event(self, event: Event) -> None:
         """Report an event, and call the callbacks for it."""
@@ -461,13 +368,3 @@ class Trainer:
         elif isinstance(event, StepDone):
             self.context.reporter.remember_event(event)
         self.context.callbacks.run_hook(event)
-
-
-def phases_of(seconds_by_phase: Mapping[str, float]) -> StepPhases:
-    """The phases of a step as an event has them."""
-    return StepPhases(**seconds_by_phase)
-
-
-def _finite_or_none(value: float) -> float | None:
-    """None for NaN and infinity, which JSON cannot hold."""
-    return value if math.isfinite(value) else None

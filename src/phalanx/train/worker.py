@@ -29,27 +29,19 @@ from phalanx.run import Event, Run
 from phalanx.run.event_types import WorkerStarted
 from phalanx.run.heartbeat import open_heartbeat
 from phalanx.run.process_messages import StandbyReady, WorkerFinishing
-from phalanx.train.builder import (
-    build_context,
-    make_evaluator,
-    make_result,
-    report_start,
-    resume_training,
-)
+from phalanx.train.builder import build_context, make_evaluator
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.checkpoint import clean_checkpoint_dir, list_checkpoints
 from phalanx.train.compile_warmup import warm_up_compile
-from phalanx.train.distributed.environment import (
-    DistEnv,
-    assert_same_on_all_ranks,
-    dist_env_from_environment,
+from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
+from phalanx.train.distributed.failures import naming_causes
+from phalanx.train.distributed.object_collectives import all_gather_json, assert_same_on_all_ranks
+from phalanx.train.distributed.oom import OutOfMemory, explain_out_of_memory
+from phalanx.train.distributed.process_group import (
     init_process_group,
-    select_device,
     set_collective_timeout,
     shut_down_process_group,
 )
-from phalanx.train.distributed.failures import naming_causes
-from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.distributed.run_announcement import come_together, telling_others
 from phalanx.train.elastic.membership import MembershipUpdates, SocketRegistry, open_membership_updates
 from phalanx.train.elastic.reconfigure import (
@@ -60,9 +52,9 @@ from phalanx.train.elastic.reconfigure import (
 )
 from phalanx.train.elastic.sharded_recovery import ShardedRecovery
 from phalanx.train.model_builder import describe_model
-from phalanx.train.oom import OutOfMemory, explain_out_of_memory
 from phalanx.train.precision import set_matmul_precision
 from phalanx.train.reporter import make_reporter
+from phalanx.train.resume import make_result, report_start, resume_training
 from phalanx.train.signals import StopRequest
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_state import SurvivorState, TrainState

@@ -15,7 +15,7 @@ from phalanx.cli import main
 from phalanx.data import load_tokenizer, open_data, prepare_source
 from phalanx.errors import UsageError
 from phalanx.recipe import dump_recipe
-from phalanx.recipe.schema import DataConfig, DataSource
+from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from made_events import made
-from phalanx.app.session import DeferredDisplay
+from phalanx.app.run_display import DeferredDisplay
 from phalanx.app.submit import (
     BACKEND_TIMEOUT_S,
     follow_job,

@@ -9,16 +9,11 @@ import pytest
 
 import phalanx
 from made_events import made
-from phalanx.app import train
-from phalanx.app.train import (
-    build_result,
-    create_run,
-    describe_changes,
-    describe_finished,
-    describe_resume,
-    make_trial_recipe,
-    read_last_step,
-)
+from phalanx.app import supervise, train
+from phalanx.app.prepare_run import create_run
+from phalanx.app.resume import describe_changes, describe_finished, describe_resume, read_last_step
+from phalanx.app.supervise import build_result
+from phalanx.autoconfig.resolve import make_trial_recipe
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx.jobs.agent.leader_agent import RunOutcome
 from phalanx.recipe import Recipe, ResolvedRecipe, dump_recipe, incompatible_changes, load_resolved_recipe
@@ -333,12 +328,12 @@ def test_a_run_reads_counters_of_gpus_only_where_it_trains_on_them(
 ) -> None:
     given: dict[str, Any] = {}
     machine = SimpleNamespace(device=device, num_gpus=int(reads), device_count=1)
-    monkeypatch.setattr(train, "discover_machine", lambda device: machine)
-    monkeypatch.setattr(train, "read_local_gpu_joules", lambda count: 7.0)
-    monkeypatch.setattr(train, "LeaderAgent", lambda *_, **more: given.update(more))
-    monkeypatch.setattr(train, "supervise_until_done", lambda *_: None)
+    monkeypatch.setattr(supervise, "discover_machine", lambda device: machine)
+    monkeypatch.setattr(supervise, "read_local_gpu_joules", lambda count: 7.0)
+    monkeypatch.setattr(supervise, "LeaderAgent", lambda *_, **more: given.update(more))
+    monkeypatch.setattr(supervise, "supervise_until_done", lambda *_: None)
     ready: Any = SimpleNamespace(
         run=run, recipe=resolved(device=device), recipe_dir=run.path, first_attempt=0, opening_events=list
     )
-    train.supervise_run(ready, cast(Any, None), lambda event: None, force=False)
+    supervise.supervise_run(ready, cast(Any, None), lambda event: None, force=False)
     assert given["hardware"].meter(1) == (7.0 if reads else None)

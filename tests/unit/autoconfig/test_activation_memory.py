@@ -18,7 +18,7 @@ from phalanx.autoconfig.profile_trial import profile_model
 from phalanx.autoconfig.timing_trial import time_precisions
 from phalanx.data import prepare_source
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import DataConfig, DataSource
+from phalanx.recipe.data_schema import DataConfig, DataSource
 
 CPU = torch.device("cpu")
 BLOCKS = """

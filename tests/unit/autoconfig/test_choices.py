@@ -21,7 +21,7 @@ from phalanx.autoconfig.choices import (
 )
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
-from phalanx.recipe.checks import has_bf16
+from phalanx.recipe.device_checks import has_bf16
 from phalanx.recipe.grad_sync_defaults import DETERMINISTIC_SLOWDOWN_KEY, NONDETERMINISTIC_OP_KEY, given_start
 from phalanx.recipe.schema import Parallelism
 

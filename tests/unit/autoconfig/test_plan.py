@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from phalanx.autoconfig.plan import (
-    BYTES_PER_GIB,
-    USABLE_MEMORY_FRACTION,
     RunPlan,
     describe_slowdown,
     list_chosen_keys,
@@ -16,6 +14,7 @@ from phalanx.autoconfig.plan import (
     plan_run,
     render_recipe,
 )
+from phalanx.autoconfig.plan_search import BYTES_PER_GIB, USABLE_MEMORY_FRACTION
 from phalanx.errors import RecipeError, UsageError
 from phalanx.planner.step_time import StepBreakdown
 from phalanx.recipe import load_recipe

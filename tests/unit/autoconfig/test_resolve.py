@@ -21,7 +21,7 @@ from phalanx.cluster import discover_machine
 from phalanx.data import prepare_source
 from phalanx.errors import RecipeError, SubprocessError
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import DataConfig, DataSource
+from phalanx.recipe.data_schema import DataConfig, DataSource
 
 NEEDS = MemoryProfile(1000, 0, {"whole": {"none": 1000, "selective": 500, "full": 100}})
 ROOM = WorkerMemory("cpu", 10**12, 1)

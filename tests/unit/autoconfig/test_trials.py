@@ -14,8 +14,8 @@ from phalanx.compat import set_deterministic
 from phalanx.data import prepare_source
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
+from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.recipe.grad_sync_defaults import NONDETERMINISTIC_OP_KEY
-from phalanx.recipe.schema import DataConfig, DataSource
 
 SEQUENCE, WIDTH = 16, 24
 MODEL = f"""

@@ -13,7 +13,6 @@ from torch import Tensor
 from phalanx.errors import UsageError
 from phalanx.run.event_types import InMemoryRestored, RunWarning
 from phalanx.run.in_memory_checkpoint import create_node_dir, find_node_dir, history_path
-from phalanx.train.builder import resume_training
 from phalanx.train.checkpoint import list_checkpoints, parse_step
 from phalanx.train.checkpoint.in_memory import checkpointer as checkpointer_module
 from phalanx.train.checkpoint.in_memory import destination as destination_module
@@ -27,6 +26,7 @@ from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import NodeMap, count_nodes_from_environment
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.distributed.shard_spec import GlobalBlocks
+from phalanx.train.resume import resume_training
 from phalanx.train.step_timer import HeartbeatTimer, HostStepTimer
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer

@@ -10,7 +10,7 @@ import pytest
 from phalanx.data import open_data, prepare_all_sources, prepare_cached, verify_dataset
 from phalanx.data import prepare as prepare_module
 from phalanx.data.cache import prepare_source
-from phalanx.recipe.schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
 from small_data import write_texts
 
@@ -75,7 +75,7 @@ def test_processes_that_ask_at_once_get_one_whole_dataset(texts, tmp_path):
     code = f"""
 from pathlib import Path
 from phalanx.data import prepare_cached, verify_dataset
-from phalanx.recipe.schema import DataConfig, DataSource
+from phalanx.recipe.data_schema import DataConfig, DataSource
 out = prepare_cached(DataSource(text="*.txt"), DataConfig(), Path({str(texts)!r}))
 verify_dataset(out)
 print(out)

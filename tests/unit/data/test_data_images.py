@@ -14,7 +14,8 @@ from phalanx.data import inspect_dataset, load_tokenizer, open_data, prepare_all
 from phalanx.data.inspection import ImageContent
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.checks import check_task
-from phalanx.recipe.schema import DataConfig, DataSource, EvaluationConfig, Recipe
+from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.schema import Recipe
 from small_data import contents, manifest_of, opened, prepare, write_texts
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")

@@ -109,16 +109,16 @@ KILLED = """
 import sys
 from pathlib import Path
 from phalanx.data import prepare_plan as pieces, prepare_source
-from phalanx.recipe import schema
+from phalanx.recipe import data_schema
 
 def tell(now):
     print(now.bytes_done, flush=True)
 
 if __name__ == "__main__":
     pieces.MIN_PIECE_BYTES = 10_000
-    source = schema.DataSource(text="*.txt")
+    source = data_schema.DataSource(text="*.txt")
     folder, out = map(Path, sys.argv[1:])
-    prepare_source(source, schema.DataConfig(), folder, out, num_workers=2, report_progress=tell)
+    prepare_source(source, data_schema.DataConfig(), folder, out, num_workers=2, report_progress=tell)
 """
 
 
@@ -211,10 +211,10 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
 import resource
 from pathlib import Path
 from phalanx.data import prepare_source
-from phalanx.recipe import schema
+from phalanx.recipe import data_schema
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-source = schema.DataSource(text="large.txt")
-prepare_source(source, schema.DataConfig(), Path({str(tmp_path)!r}), Path({str(tmp_path / "out")!r}), num_workers=1)
+source, data = data_schema.DataSource(text="large.txt"), data_schema.DataConfig()
+prepare_source(source, data, Path({str(tmp_path)!r}), Path({str(tmp_path / "out")!r}), num_workers=1)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)
 """
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}

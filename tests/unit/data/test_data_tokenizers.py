@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phalanx.data import load_tokenizer, prepare_all_sources, sources
 from phalanx.data.tokenizers import TOKENIZER_FILE, train_bpe_tokenizer
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.recipe.schema import DataConfig, EvaluationConfig
+from phalanx.recipe.data_schema import DataConfig, EvaluationConfig
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
 TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé, 漢字, 🦊!\n\tif x == 1:  return x\n" * 50

@@ -20,7 +20,7 @@ from phalanx.recipe import (
     num_workers_for,
     render_recipe_reference,
 )
-from phalanx.recipe.checks import FP8_VARIABLE
+from phalanx.recipe.device_checks import FP8_VARIABLE
 
 
 def recipe(*overrides: str) -> Recipe:

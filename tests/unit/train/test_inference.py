@@ -13,7 +13,7 @@ from phalanx.cli import main
 from phalanx.data import DataInfo, prepare_source
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe
-from phalanx.recipe.schema import DataConfig, DataSource
+from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from phalanx.errors import RecipeError
-from phalanx.train.oom import (
+from phalanx.train.distributed.oom import (
     OutOfMemory,
     explain_out_of_memory,
     find_fitting_micro_size,

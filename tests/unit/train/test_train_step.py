@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from phalanx.compat import scale_in_place
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.precision import GradScaler
-from phalanx.train.step_timer import HostStepTimer
-from phalanx.train.train_state import TrainState
-from phalanx.train.train_step import (
+from phalanx.train.step_metrics import (
     BUFFERS_CHANGED_FLAG,
     STEP_FLAGS,
-    StepResult,
     changed_flag_unit,
     merge_fp64,
     split_fp64,
     unpack_step_metrics,
 )
+from phalanx.train.step_timer import HostStepTimer
+from phalanx.train.train_state import TrainState
+from phalanx.train.train_step import StepResult
 from phalanx.train.trainer import Trainer
 from small_train import Clock, SmallStepper, cut, make_parts, make_stepper, mean_gradients, tiny_lm, token_batch
 

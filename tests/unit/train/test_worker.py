@@ -30,6 +30,7 @@ from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
+from phalanx.train.resume import report_start, resume_training
 from phalanx.train.tasks import LanguageModeling, TensorBatch
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_state import TrainState
@@ -95,7 +96,7 @@ def trained(path: Path, fingerprint: str = "0" * 32) -> None:
 
 def resume(parts: TrainContext, force: bool = False) -> TrainState:
     """Go on over the data that the run had, unless it was trained with another fingerprint."""
-    return builder.resume_training(parts, "0" * 32, force)
+    return resume_training(parts, "0" * 32, force)
 
 
 def events(parts: TrainContext, kind: type[E]) -> list[E]:
@@ -139,7 +140,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
 
 def tell_start(parts: TrainContext, progress: TrainState) -> None:
     assert isinstance(parts.data, Samples)
-    builder.report_start(parts, parts.data.num_train_samples, progress)
+    report_start(parts, parts.data.num_train_samples, progress)
 
 
 def test_the_start_tells_world_attempt_and_steps(tmp_path: Path) -> None:

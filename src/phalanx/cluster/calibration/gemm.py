@@ -25,7 +25,7 @@ from phalanx.cluster.calibration.timing import (
     round_seconds,
     split_budget,
 )
-from phalanx.recipe.checks import has_fp8
+from phalanx.recipe.device_checks import has_fp8
 from phalanx.recipe.devices import size_table_of
 
 if TYPE_CHECKING:

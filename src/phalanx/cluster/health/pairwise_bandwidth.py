@@ -232,7 +232,7 @@ def _connect_to_leader(placement: NodePlacement) -> AuthConnection:
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(CONNECT_RETRY_INTERVAL_S)
+            time.sleep(CONNECT_RETRY_INTERVAL_S)  # there is no notification when the leader begins to listen
 
 
 def _measure_or_error(address: tuple[str, int], token: bytes) -> LinkMeasurement | str:

@@ -88,7 +88,7 @@ def _redirect_output(log: Path) -> None:
 
 def _exit_status(error: BaseException) -> int:
     """Return the exit status of a worker for the exception that ends it."""
-    from phalanx.train.distributed.environment import is_peer_failure
+    from phalanx.train.distributed.failures import is_peer_failure
 
     if is_gpu_error(error):  # NCCL reports it like a lost peer
         return GPU_FAILED_STATUS
@@ -96,6 +96,6 @@ def _exit_status(error: BaseException) -> int:
 
 
 def is_gpu_error(error: BaseException) -> bool:
-    from phalanx.train.distributed.environment import is_gpu_failure
+    from phalanx.train.distributed.failures import is_gpu_failure
 
     return is_gpu_failure(error)

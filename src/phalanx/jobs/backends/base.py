@@ -7,12 +7,12 @@ would be sent; printing it is the dry run. `submit` sends exactly that. One suit
 import itertools
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Protocol, runtime_checkable
 
 from phalanx.errors import UsageError
-from phalanx.jobs.spec import Job, JobStatus
+from phalanx.jobs.spec import Job, JobState, JobStatus
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,18 @@ def open_backend(name: str) -> Backend:
     return backend
 
 
-def no_such_job_error(backend: str, job_id: str) -> UsageError:
-    """Return the error for an unknown job id."""
-    return UsageError(f"{job_id}: {backend} has no such job; `phalanx jobs ls --on {backend}` lists them")
+class NoSuchJobError(UsageError):
+    """The backend does not know a job: a wrong id, or one that it has forgotten."""
+
+    def __init__(self, backend: str, job_id: str):
+        super().__init__(f"{job_id}: {backend} has no such job; `phalanx jobs ls --on {backend}` lists them")
+
+
+def poll_again(backend: Backend, last: JobStatus) -> JobStatus:
+    """Poll a job with this last status. One that a backend has forgotten meanwhile was cancelled, by any user."""
+    try:
+        return backend.poll(last.id)
+    except NoSuchJobError:
+        if last.state.is_final:
+            return last
+        return replace(last, state=JobState.CANCELLED, reason="it was deleted")

@@ -16,9 +16,10 @@ from pathlib import Path
 from phalanx.cluster import Machine, discover_machine
 from phalanx.cluster.environment import is_secret
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, SubmitRequest, no_such_job_error
+from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
-from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, JobDatabase, JobRecord, queue_exists
+from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
+from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
 from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.log_stream import printed_lines
@@ -184,7 +185,7 @@ class LocalBackend:
         known = job_id.isascii() and job_id.isdigit() and len(job_id) < MAX_ID_DIGITS
         row = self.database.get_job(int(job_id)) if known and queue_exists(self.folder) else None
         if row is None:
-            raise no_such_job_error(self.name, job_id)
+            raise NoSuchJobError(self.name, job_id)
         return row
 
     def _resources_for(self, job: Job) -> Resources:

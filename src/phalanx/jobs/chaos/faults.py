@@ -8,16 +8,20 @@ case its pid was reused.
 import contextlib
 import os
 import random
-import re
 import resource
 import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
+from phalanx.jobs.chaos.checkpoint_files import (
+    checkpoint_identity,
+    flip_bit,
+    list_checkpoints,
+    list_intact_checkpoints,
+)
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, FaultPhase, FaultTrigger
 from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations
 from phalanx.run.boot_clock import unix_now
@@ -32,7 +36,6 @@ DISK_FULL_MAX_FILE_BYTES = 1000
 """Maximum size of files of a worker with a "full disk"."""
 HIDDEN_CHECKPOINTS_DIR = "checkpoints.old"
 """Name of the checkpoint directory while it is unreachable. A finished run must not leave it behind."""
-CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d+")
 
 FaultSteps = Generator[float, None, None]
 
@@ -293,14 +296,18 @@ def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
 
     All workers stay paused until their agent ends them, so that none can write a newer checkpoint.
     """
-    while len(intact := list_intact_checkpoints(context)) < 2 or find_newest_checkpoint(context) != intact[0]:
+    folder = context.monitor.run.checkpoints
+    while (
+        len(intact := list_intact_checkpoints(folder, context.damaged_checkpoints)) < 2
+        or list_checkpoints(folder)[0] != intact[0]
+    ):
         yield POLL_INTERVAL_S
     workers = [context.find_worker(rank) for rank in context.monitor.worker_pids]
     victim = context.find_worker(fault.rank)
     try:
         for worker in workers:
             worker.suspend()
-        file = flip_bit(find_newest_checkpoint(context), random.Random(fault.randomness))
+        file = flip_bit(list_checkpoints(folder)[0], random.Random(fault.randomness))
         victim.kill()
     except BaseException:
         for worker in workers:
@@ -360,47 +367,6 @@ INJECTOR_BY_FAULT: dict[str, Callable[[Fault, FaultContext], FaultSteps]] = {
     "partition": partition_node,
     "queue-daemon": kill_daemon,
 }
-
-
-def list_checkpoints(context: FaultContext) -> list[Path]:
-    """Return all checkpoints, newest first."""
-    folder = context.monitor.run.checkpoints
-    return sorted((path for path in folder.iterdir() if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)), reverse=True)
-
-
-def find_newest_checkpoint(context: FaultContext) -> Path | None:
-    """The newest checkpoint."""
-    return next(iter(list_checkpoints(context)), None)
-
-
-def list_intact_checkpoints(context: FaultContext) -> list[Path]:
-    """Checkpoints in which no bit has flipped."""
-    found = []
-    for path in list_checkpoints(context):
-        with contextlib.suppress(FileNotFoundError):  # an old one that was just removed
-            if checkpoint_identity(path) not in context.damaged_checkpoints:
-                found.append(path)
-    return found
-
-
-def checkpoint_identity(checkpoint: Path) -> tuple[str, int]:
-    """A checkpoint, and not another one that got its name later."""
-    return checkpoint.name, checkpoint.stat().st_ino
-
-
-def flip_bit(checkpoint: Path | None, rng: random.Random) -> Path:
-    """Flip a bit somewhere in a checkpoint; returns the file."""
-    assert checkpoint is not None
-    file = rng.choice(sorted(checkpoint.iterdir()))
-    at = rng.randrange(file.stat().st_size)
-    fd = os.open(file, os.O_RDWR)
-    try:
-        byte = os.pread(fd, 1, at)[0]
-        os.pwrite(fd, bytes([byte ^ (1 << rng.randrange(8))]), at)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return file
 
 
 def disable_core_dumps(pid: int) -> None:

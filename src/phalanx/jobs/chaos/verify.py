@@ -18,8 +18,9 @@ from phalanx.jobs.chaos.faults import POLL_INTERVAL_S, FaultContext, inject_faul
 from phalanx.jobs.chaos.launcher import Launcher, find_tagged_processes, read_command_line
 from phalanx.run import Event, Run
 
-EXIT_GRACE_S = 10.0
-"""Seconds for the processes of a finished run to end; the queue's daemon waits 2 s for more jobs."""
+EXIT_GRACE_S, LEFTOVER_POLL_INTERVAL_S = 10.0, 0.05
+"""Seconds for the processes of a finished run to end, and between two looks; the queue's daemon waits 2 s for more
+jobs."""
 MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS = 300.0, 20.0
 """A run hangs after this many seconds, or usual step times, without an event, whichever is longer."""
 TEMPORARY_NAME_PARTS = (".tmp", ".old")
@@ -128,11 +129,10 @@ def find_leftovers(
     while True:
         found = find_tagged_processes(tag)
         empty_looks = 0 if found else empty_looks + 1
-        if (
-            empty_looks > 1 or time.monotonic() >= deadline
-        ):  # one that is just being started has no environment for a moment
+        # Look twice: a process that is just being started has no environment for a moment.
+        if empty_looks > 1 or time.monotonic() >= deadline:
             break
-        sleep(0.05)
+        sleep(LEFTOVER_POLL_INTERVAL_S)
     leftovers = [f"process {each.pid} still runs: {' '.join(read_command_line(each))[:100]}" for each in found]
     check_context = CheckContext(run_dir=run.path)
     shared_memory = sorted(

@@ -24,7 +24,8 @@ import psutil
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_signal
-from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, CANCEL_SENT, JobDatabase, JobRecord
+from phalanx.jobs.local_queue.database import JobDatabase
+from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, CANCEL_SENT, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
 from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, select_gpus, select_jobs_to_start
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MAX_TIME_LIMIT_S, MIN_PROGRESS_S, JobState, state_from_exit_code

@@ -5,20 +5,15 @@ consistent queue. The directories of jobs (output, ends of attempts, secrets) li
 """
 
 import contextlib
-import json
-import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
-from xxhash import xxh3_128_hexdigest
-
 from phalanx.errors import UsageError
+from phalanx.jobs.local_queue.job_record import COLUMN_NAMES, JobRecord, read_record, read_status, serialize_job
 from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members, with_unpacked_snapshot
@@ -29,8 +24,6 @@ FORMAT_VERSION = 4
 """Of the file."""
 SNAPSHOT_DIR = "code"
 """Directory of the unpacked snapshot in a job's directory."""
-CHECKSUM_KEY = "xxh3"
-CANCEL_REQUESTED, CANCEL_SENT = 1, 2
 _SCHEMA_SQL = """
 CREATE TABLE jobs (
   id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, spec TEXT NOT NULL, state TEXT NOT NULL,
@@ -43,58 +36,6 @@ CREATE UNIQUE INDEX one_name ON jobs (name) WHERE state IN ('queued', 'running')
 CREATE INDEX by_state ON jobs (state, over, ended);
 CREATE INDEX by_name ON jobs (name);
 """
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """A job in the queue.
-
-    `given`: indices of its GPUs while it runs. `deaths`: number of kills in a row without progress. `early`: number of
-    attempts in a row without progress (`spec.MIN_PROGRESS_S`). `came`, `due`, `began`, `over`: boot clock timestamps
-    (`run/boot_clock.py`) of the submission, the earliest start, the start of the last attempt, and the end; the fields
-    in unix seconds are for users.
-    """
-
-    id: int
-    name: str
-    job: Job
-    state: JobState
-    resources: Resources
-    priority: int
-    submitted: float
-    came: str | None
-    due: str | None
-    began: str | None
-    over: str | None
-    attempts: int
-    deaths: int
-    early: int
-    given: tuple[int, ...]
-    runner: int | None
-    runner_born: str | None
-    started: float | None
-    ended: float | None
-    code: int | None
-    reason: str | None
-    cancelled: int
-    """0, CANCEL_REQUESTED or CANCEL_SENT."""
-
-    @property
-    def status(self) -> JobStatus:
-        """The job as a `JobStatus`."""
-        run = None if self.job.run_dir is None else str(self.job.run_dir)
-        return _make_status({**vars(self), "run_dir": run})
-
-
-_COLUMN_NAMES = {each.name for each in fields(JobRecord)} - {"job", "resources"} | {"spec", "devices", "cores"}
-_COLUMN_TYPES: dict[tuple[type, ...], tuple[str, ...]] = {
-    (int,): ("attempts", "deaths", "early", "cancelled"),
-    (int, float): ("submitted",),
-    (int, float, NoneType): ("started", "ended"),
-    (int, NoneType): ("runner", "code"),
-    (str, NoneType): ("came", "due", "began", "over", "runner_born", "reason"),
-}
-"""Types of the columns that the checksum does not cover: SQLite accepts any value."""
 
 
 class _DatabaseDamagedError(UsageError):
@@ -164,7 +105,7 @@ class JobDatabase:
             if version == 0:  # a queue that is there is opened without its lock for writers
                 self._create()
             columns = {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}
-            if version <= FORMAT_VERSION and (missing := _COLUMN_NAMES - columns):
+            if version <= FORMAT_VERSION and (missing := COLUMN_NAMES - columns):
                 raise _DatabaseDamagedError(f"its table has no {', '.join(sorted(missing))}")
         except (sqlite3.Error, _DatabaseDamagedError) as error:
             raise UsageError(
@@ -236,9 +177,7 @@ class JobDatabase:
             job_id = cursor.lastrowid
             assert job_id is not None
             job_dir = self.job_dir(job_id)
-            spec = _with_checksum(
-                _job_to_json(with_unpacked_snapshot(job, job_dir / SNAPSHOT_DIR)), job.name, resources, job.priority
-            )
+            spec = serialize_job(with_unpacked_snapshot(job, job_dir / SNAPSHOT_DIR), resources)
             self._db.execute("UPDATE jobs SET spec = ? WHERE id = ?", (spec, job_id))
             shutil.rmtree(job_dir, ignore_errors=True)  # of one that was killed while it submitted
             job_dir.mkdir(parents=True, mode=0o700)
@@ -329,92 +268,18 @@ class JobDatabase:
         self._db.execute("COMMIT")
 
     def _to_record(self, row: sqlite3.Row) -> JobRecord:
-        try:
-            job = _job_from_json(_verify_checksum(row))
-            state, gpu_ids = JobState(row["state"]), tuple(json.loads(row["given"]))
-            _check_types(row)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise self._damaged_row_error(row, error) from None
-        names = (
-            "priority submitted came due began over attempts deaths early runner runner_born started ended code reason"
-        )
-        rest = {name: row[name] for name in names.split()}
-        resources = Resources(row["devices"], row["cores"])
-        return JobRecord(
-            row["id"], row["name"], job, state, resources, given=gpu_ids, cancelled=row["cancelled"], **rest
-        )
+        with self._naming_damaged_row(row):
+            return read_record(dict(row))
 
     def _to_status(self, row: sqlite3.Row) -> JobStatus:
+        with self._naming_damaged_row(row):
+            return read_status(dict(row))
+
+    @contextlib.contextmanager
+    def _naming_damaged_row(self, row: sqlite3.Row) -> Iterator[None]:
         try:
-            if not row["is_json"]:
-                raise ValueError("its spec is not JSON")
-            _check_types(row)
-            return _make_status({**row, "state": JobState(row["state"])})
-        except (ValueError, TypeError) as error:
-            raise self._damaged_row_error(row, error) from None
-
-    def _damaged_row_error(self, row: sqlite3.Row, error: Exception) -> UsageError:
-        return UsageError(
-            f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); repair or delete its row"
-        )
-
-
-def _check_types(row: sqlite3.Row) -> None:
-    """Raise TypeError for a column of a wrong type."""
-    values = dict(row)
-    for types, columns in _COLUMN_TYPES.items():
-        for name in columns:
-            if name in values and not isinstance(values[name], types):
-                raise TypeError(f"{name} is {values[name]!r}")
-
-
-def _make_status(row: Mapping[str, Any]) -> JobStatus:
-    """Make the status of a job from the fields of its row."""
-    return JobStatus(
-        id=str(row["id"]),
-        exit_code=row["code"],
-        num_attempts=row["attempts"],
-        nodes=(os.uname().nodename,) if row["attempts"] else (),
-        submitted_at=row["submitted"],
-        started_at=row["started"],
-        ended_at=row["ended"],
-        **{name: row[name] for name in ("name", "state", "reason", "run_dir")},
-    )
-
-
-def _with_checksum(values: dict[str, Any], name: str, resources: Resources, priority: int) -> str:
-    """Serialize a job with a checksum over it and its row, so that a command with a flipped bit is never run."""
-    return json.dumps(
-        {**values, CHECKSUM_KEY: _compute_checksum(values, name, resources.gpus, resources.cpus, priority)}
-    )
-
-
-def _verify_checksum(row: sqlite3.Row) -> dict[str, Any]:
-    """Parse the result of `_with_checksum`. Raises ValueError if it was changed; old rows have no checksum."""
-    values: dict[str, Any] = json.loads(row["spec"])
-    checksum = values.pop(CHECKSUM_KEY, None)
-    if checksum is not None and checksum != _compute_checksum(
-        values, row["name"], row["devices"], row["cores"], row["priority"]
-    ):
-        raise ValueError("its checksum differs")
-    return values
-
-
-def _compute_checksum(*what: Any) -> str:
-    return xxh3_128_hexdigest(json.dumps(what, sort_keys=True).encode())
-
-
-def _job_to_json(job: Job) -> dict[str, Any]:
-    return {
-        **asdict(job),
-        "working_dir": str(job.working_dir),
-        "run_dir": None if job.run_dir is None else str(job.run_dir),
-    }
-
-
-def _job_from_json(values: dict[str, Any]) -> Job:
-    lists = {name: tuple(values[name]) for name in ("command", "secrets")}
-    run = values.get("run_dir")
-    return Job(
-        **{**values, **lists, "working_dir": Path(values["working_dir"]), "run_dir": None if run is None else Path(run)}
-    )
+            yield
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); repair or delete its row"
+            ) from None

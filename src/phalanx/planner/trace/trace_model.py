@@ -20,8 +20,9 @@ from phalanx.compat import fake_tensor_mode, intercept_operations
 from phalanx.planner.model_profile import (
     ModelProfile,
 )
+from phalanx.planner.trace.attention_capture import AttentionCaptureMode
 from phalanx.planner.trace.blocks import skip_repeated_blocks
-from phalanx.planner.trace.op_recorder import AttentionCaptureMode, OpRecorder, RecordedSegment
+from phalanx.planner.trace.op_recorder import OpRecorder, RecordedSegment
 from phalanx.planner.trace.pytree import module_device, op_name
 from phalanx.planner.trace.to_segments import TRACED_MICRO_SIZES, drop_tied_weights, to_segment
 

@@ -4,10 +4,31 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+import torch
+import torch.distributed as dist
+
 from phalanx.errors import ExitCode, PhalanxError, RecipeError, UnfitNodeError, describe_os_error, is_storage_error
 from phalanx.recipe import describe_exception
-from phalanx.train.distributed.environment import is_gpu_failure, is_peer_failure
-from phalanx.train.oom import is_out_of_memory
+from phalanx.train.distributed.oom import is_out_of_memory
+
+GLOO_PEER_LOSS_MESSAGES = ("gloo/transport", "caused pair closure")
+"""Messages of gloo, which has no exception type for a lost peer. Other threads get the second after a peer closed."""
+
+GPU_FAILURE_MESSAGES = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "devices unavailable",
+    "device(s) is/are busy or unavailable",
+    "no CUDA-capable device is detected",
+    "GPU is lost",
+    "fell off the bus",
+    "over nvlink or a hardware error",
+    "integrity checks failed",
+    "system not yet initialized",
+    "CUDA error: unknown error",
+)
+"""Messages of CUDA and HIP, from torch, Triton or NCCL, about a GPU that failed or is gone; the last three are about a
+driver, or the service of its links, that does not work."""
 
 
 class PassingError(PhalanxError):
@@ -49,3 +70,17 @@ def naming_causes() -> Iterator[None]:
         if known is None or known is error:
             raise
         raise known from error
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Return whether a collective raised this because a peer is gone, so that this worker is not at fault."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_PEER_LOSS_MESSAGES)
+
+
+def is_gpu_failure(error: BaseException) -> bool:
+    """Return whether a GPU of this machine failed: a new process may be able to use it again, or only another machine.
+    An illegal address or a failed launch is usually a bug in a program and does not count."""
+    kinds = (RuntimeError, torch.cuda.DeferredCudaCallError)
+    return isinstance(error, kinds) and any(words in str(error) for words in GPU_FAILURE_MESSAGES)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from phalanx.cluster.matmul_benchmark import median_seconds
 from phalanx.errors import RecipeError
-from phalanx.recipe.checks import FP8_VARIABLE, NO_FP8_TEXT, has_fp8
+from phalanx.recipe.device_checks import FP8_VARIABLE, NO_FP8_TEXT, has_fp8
 from phalanx.run import Run
 from phalanx.run.cache import load_or_measure
 from phalanx.run.directory import write_json

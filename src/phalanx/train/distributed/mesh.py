@@ -22,8 +22,9 @@ from phalanx.data.prefetch import micro_batch_range
 from phalanx.recipe import Recipe
 from phalanx.recipe.grad_sync_defaults import reduces_hybrid_shards
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.distributed.environment import DistEnv, patience
+from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import REDUCES_UNUSED
+from phalanx.train.distributed.process_group import patience
 from phalanx.train.ops.collectives import Group
 
 MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe import describe_exception
-from phalanx.train.oom import is_out_of_memory
+from phalanx.train.distributed.oom import is_out_of_memory
 
 EXTRA_STATE_PREFIX = "extra/"
 """Prefix of the logical names of extra state; the name of the module follows."""

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
-from phalanx.errors import UsageError
+from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.run.in_memory_checkpoint import node_name
-from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.environment import DistEnv, is_single_node
 
 CPU_DEVICE = torch.device("cpu")
 MAX_JSON_BYTES = 256 << 20
@@ -179,3 +180,25 @@ def all_reduce_max(dist_env: DistEnv, values: Sequence[float]) -> list[float]:
     found = torch.tensor(list(values), dtype=torch.float64, device=dist_env.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return [float(value) for value in found.tolist()]
+
+
+def assert_same_on_all_ranks(
+    dist_env: DistEnv,
+    value: str,
+    what: str,
+    hint: str,
+    also_single_node: bool = False,
+    environment: Mapping[str, str] = os.environ,
+    error: type[PhalanxError] = DataError,
+) -> None:
+    """Raise `error`, with the `hint`, on every worker unless `value` is the same on all. Skipped on one node, where the
+    workers read the same files, unless `also_single_node`."""
+    if dist_env.world_size == 1 or (is_single_node(environment) and not also_single_node):
+        return
+    digest = xxhash.xxh3_64_intdigest(value.encode()) >> 1  # int64 is signed
+    mine = torch.tensor([digest])
+    all_of_them = [torch.empty_like(mine) for _ in range(dist_env.world_size)]
+    dist.all_gather(all_of_them, mine)
+    others = [rank for rank, theirs in enumerate(all_of_them) if not torch.equal(theirs, all_of_them[0])]
+    if others:
+        raise error(f"the {what} of worker {others[0]} is not that of worker 0: {hint}")

@@ -20,9 +20,10 @@ from phalanx.deadline import Deadline, print_status
 from phalanx.errors import ExitCode, PhalanxError, SubprocessError, UsageError
 from phalanx.recipe import describe_exception
 from phalanx.run.fields import read_as
-from phalanx.train.distributed.environment import MIN_COLLECTIVE_TIMEOUT as COMING
-from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, open_attempt_store
+from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment
 from phalanx.train.distributed.failures import PassingError, cause_of
+from phalanx.train.distributed.store import MIN_COLLECTIVE_TIMEOUT as COMING
+from phalanx.train.distributed.store import open_attempt_store
 
 ANNOUNCEMENT_TIMEOUT_S = 12 * 3600.0
 """Timeout of the announcement: data preparation on rank 0 may take long."""

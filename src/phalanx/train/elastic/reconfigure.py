@@ -22,21 +22,19 @@ from phalanx.errors import DataError
 from phalanx.recipe.schema import Parallelism
 from phalanx.run.event_types import CheckpointFailed
 from phalanx.run.process_messages import JoinedGroup, LeftGroup, MembershipUpdate
-from phalanx.train.builder import make_accumulator, report_start
+from phalanx.train.builder import make_accumulator
 from phalanx.train.checkpoint import clean_checkpoint_dir
 from phalanx.train.checkpoint.load_plan import get_state_tensors, load_full_state
-from phalanx.train.distributed.environment import (
-    DistEnv,
-    abort_process_group,
-    init_process_group,
-    is_peer_failure,
-    open_attempt_store,
-)
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.failures import is_peer_failure
 from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json, format_dtype, parse_dtype
+from phalanx.train.distributed.process_group import abort_process_group, init_process_group
+from phalanx.train.distributed.store import open_attempt_store
 from phalanx.train.elastic.membership import MembershipUpdates, SocketRegistry
 from phalanx.train.evaluation import EvaluationResult
 from phalanx.train.model_builder import MicroBatchSeeds
+from phalanx.train.resume import report_start
 from phalanx.train.train_context import MembershipChanged, TrainContext, WorkerProcess
 from phalanx.train.train_state import PendingSave, SurvivorState, TrainState
 

@@ -23,7 +23,7 @@ from phalanx.data.prefetch import micro_batch_range
 from phalanx.errors import RecipeError
 from phalanx.recipe.devices import device_kind_of
 from phalanx.train.distributed.dtensor_utils import to_local
-from phalanx.train.distributed.environment import clone_group
+from phalanx.train.distributed.process_group import clone_group
 from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm
 from phalanx.train.grad_sync.algorithms.deterministic_tree import DeterministicTree
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets

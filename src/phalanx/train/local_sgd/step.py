@@ -25,8 +25,9 @@ from phalanx.train.local_sgd.sync_schedule import SyncSchedule
 from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
+from phalanx.train.step_metrics import StepTotals
 from phalanx.train.step_timer import StepTimer
-from phalanx.train.train_step import GradientAccumulator, StepTotals
+from phalanx.train.train_step import GradientAccumulator
 
 
 class LocalSGDReducer(LocalReducer):

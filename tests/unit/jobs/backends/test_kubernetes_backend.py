@@ -12,10 +12,11 @@ import pytest
 from ruamel.yaml import YAML
 
 from fake_kubernetes import SCHEMAS, FakeApiServer, job_of, kubeconfig
-from phalanx.app.session import DeferredDisplay
+from phalanx.app.run_display import DeferredDisplay
 from phalanx.app.submit import follow_job
 from phalanx.errors import UsageError
 from phalanx.jobs.array import make_array, render_array, submit_array
+from phalanx.jobs.backends.base import poll_again
 from phalanx.jobs.backends.kubernetes.backend import KubernetesBackend
 from phalanx.jobs.snapshot import Snapshot
 from phalanx.jobs.spec import Job, JobState
@@ -303,14 +304,29 @@ def test_who_follows_a_job_that_another_deletes_is_told_its_end(
     assert (ended.state, ended.reason) == (JobState.CANCELLED, "it was deleted")
 
 
-def test_a_job_that_was_over_before_it_went_away_keeps_its_end(
+def test_a_job_that_was_over_before_it_went_away_keeps_its_end_for_who_saw_it(
     engine: KubernetesBackend, server: FakeApiServer
 ) -> None:
     found = submitted(engine)
     server.objects["jobsets", "team-a", "gpt"]["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
-    assert engine.poll(found).state is JobState.DONE
+    last = engine.poll(found)
+    assert last.state is JobState.DONE
     server.delete("jobsets", "team-a", "gpt")
-    assert engine.poll(found).state is JobState.DONE
+    other = KubernetesBackend(engine._config, environ={})
+    assert poll_again(other, last) == last
+    with pytest.raises(UsageError, match="kubernetes has no such job"):
+        other.poll(found)
+
+
+def test_a_poll_changes_nothing(engine: KubernetesBackend, server: FakeApiServer) -> None:
+    found = submitted(engine)
+    other = KubernetesBackend(engine._config, environ={})
+    last = other.poll(found)
+    server.delete("jobsets", "team-a", "gpt")
+    with pytest.raises(UsageError, match="kubernetes has no such job"):
+        other.poll(found)
+    gone = poll_again(other, last)
+    assert (gone.state, gone.reason, gone.name) == (JobState.CANCELLED, "it was deleted", "gpt")
 
 
 def test_a_name_that_is_taken_anew_is_the_new_job(engine: KubernetesBackend) -> None:

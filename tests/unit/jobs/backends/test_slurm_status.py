@@ -177,11 +177,11 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be_sent(tmp_path: Path) ->
 def test_another_command_that_submits_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.backends.slurm.backend.LOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("phalanx.jobs.backends.slurm.job_dirs.LOCK_TIMEOUT_S", 0.3)
     monkeypatch.setattr("phalanx.run.lock.LOCK_RETRY_INTERVAL_S", 0.05)
     slurm, recorded = engine(tmp_path, {})
     request = slurm.render(Job("a", ("true",), tmp_path))
-    with slurm._hold_lock(), pytest.raises(UsageError, match="another command has been submitting there for 0 s"):
+    with slurm._dirs.hold_lock(), pytest.raises(UsageError, match="another command has been submitting there for 0 s"):
         slurm.submit(request)
     assert capsys.readouterr().err.startswith("waiting for another command, which is submitting to Slurm in ")
     assert not [line for line in recorded.asked if line.startswith("sbatch --parsable")]

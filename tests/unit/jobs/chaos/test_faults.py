@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from made_events import made
+from phalanx.jobs.chaos.checkpoint_files import flip_bit
 from phalanx.jobs.chaos.fault_plan import Fault, FaultPhase, FaultTrigger
 from phalanx.jobs.chaos.faults import (
     CHAOS_TAG_VARIABLE,
@@ -21,7 +22,6 @@ from phalanx.jobs.chaos.faults import (
     FaultContext,
     InjectedFault,
     disable_core_dumps,
-    flip_bit,
     inject,
     inject_disk_full,
     inject_faults,

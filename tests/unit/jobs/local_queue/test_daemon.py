@@ -24,7 +24,8 @@ from phalanx.jobs.local_queue.daemon import (
     hold_daemon_lock,
     next_state,
 )
-from phalanx.jobs.local_queue.database import JobDatabase, JobRecord
+from phalanx.jobs.local_queue.database import JobDatabase
+from phalanx.jobs.local_queue.job_record import JobRecord
 from phalanx.jobs.local_queue.job_runner import AttemptEnd, ending_path
 from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, JobState

@@ -10,19 +10,16 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import RecipeError, UnfitNodeError, UsageError
-from phalanx.train.distributed.environment import (
-    DistEnv,
+from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
+from phalanx.train.distributed.failures import is_gpu_failure, is_peer_failure
+from phalanx.train.distributed.process_group import (
     check_network_interfaces,
-    dist_env_from_environment,
     init_process_group,
-    is_gpu_failure,
-    is_peer_failure,
     loopback_variables,
-    open_root_store,
-    select_device,
     set_collective_timeout,
     shut_down_process_group,
 )
+from phalanx.train.distributed.store import open_root_store
 
 
 def test_without_variables_a_worker_is_alone() -> None:

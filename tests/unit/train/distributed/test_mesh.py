@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.distributed.environment import DistEnv, set_collective_timeout
+from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import MESH_DIMENSIONS, build_mesh, rank_coordinates
+from phalanx.train.distributed.process_group import set_collective_timeout
 from small_train import mesh_of
 
 LAYOUT = {"pipeline": 2, "replicate": 2, "shard": 3, "context": 2, "tensor": 2}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.errors import ExitCode, PhalanxError, RecipeError, UnfitNodeError, UsageError
-from phalanx.train.distributed import environment as environment_module
-from phalanx.train.distributed.environment import DistEnv, open_root_store
+from phalanx.train.distributed import store
+from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.failures import cause_of, naming_causes
 from phalanx.train.distributed.run_announcement import (
     RunAnnouncement,
@@ -24,6 +24,7 @@ from phalanx.train.distributed.run_announcement import (
     telling_others,
     wait_for_announcement,
 )
+from phalanx.train.distributed.store import open_root_store
 
 RUN = Path("runs/mine")
 TOLD = RunAnnouncement(str(RUN.absolute()))
@@ -40,7 +41,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     for name in ("PHALANX_EVENTS_FD", "PHALANX_STORE_PATH", "PHALANX_STORE_KEY", "PHALANX_TOKEN", "PHALANX_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     yield found
-    environment_module._connect_store.cache_clear()
+    store._connect_store.cache_clear()
 
 
 @pytest.mark.usefixtures("port")
@@ -234,9 +235,7 @@ def test_an_announcement_of_another_run_is_refused() -> None:
     ],
 )
 def test_what_is_no_announcement_is_refused_with_a_sentence(said: bytes) -> None:
-    environment_module.open_attempt_store(DistEnv(rank=0, world_size=2)).set(
-        "run", said.decode("latin-1").encode("latin-1")
-    )
+    store.open_attempt_store(DistEnv(rank=0, world_size=2)).set("run", said.decode("latin-1").encode("latin-1"))
     with pytest.raises(UsageError, match="is not an announcement of Phalanx"):
         wait_for_announcement(DistEnv(rank=1, world_size=2), RUN)
 

@@ -12,7 +12,8 @@ from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear, linear_names_in_blocks, use_cached_casts
 from phalanx.train.optim import OptimizerContainer
-from phalanx.train.train_step import STEP_FLAGS, StepMetrics, compute_divisor_and_skip
+from phalanx.train.step_metrics import STEP_FLAGS, StepMetrics
+from phalanx.train.train_step import compute_divisor_and_skip
 from small_train import make_stepper
 
 BF16 = torch.bfloat16

@@ -14,13 +14,12 @@ import secrets
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, SubmitRequest, no_such_job_error
+from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest
 from phalanx.jobs.backends.kubernetes import manifest
 from phalanx.jobs.backends.kubernetes.client import KubernetesClient, connect, send_signal_to_pod
 from phalanx.jobs.backends.kubernetes.errors import ObjectNotFoundError, translate_api_errors
@@ -61,8 +60,8 @@ class KubernetesBackend:
         self._config, self._context = config, context
         self._environ, self._token = environ, token
         self._connection: tuple[KubernetesClient, str] | None = None
-        self._last_statuses: dict[str, JobStatus] = {}
-        """Last status of each job that was polled here, since the cluster forgets deleted jobs."""
+        self._known_names: dict[str, str] = {}
+        """Names of jobs that were submitted or cancelled here, since the cluster forgets deleted jobs."""
 
     def render(self, job: Job) -> SubmitRequest:
         """Return the manifests, without values of secrets."""
@@ -107,23 +106,19 @@ class KubernetesBackend:
                 custom.delete_namespaced_custom_object(**location, name=name, _request_timeout=REQUEST_TIMEOUTS_S)
             raise
         logger.info("created %s %s and its Secret in namespace %s", kind, name, namespace)
-        return f"{namespace}/{kind}/{name}"
+        job_id = f"{namespace}/{kind}/{name}"
+        self._known_names[job_id] = request.job.name
+        return job_id
 
     def poll(self, job_id: str) -> JobStatus:
-        """Return the status of a job.
-
-        A job that existed at the last poll and is gone now was cancelled, by any user, or had ended and has expired.
-        """
+        """Return the status of a job. One that was submitted or cancelled here and is gone now was cancelled."""
         namespace, _, name = _parse_job_id(job_id)
         workload = self._find_workload(job_id)
         if workload is None:
-            last = self._last_statuses.get(job_id)
-            if last is None:
-                raise no_such_job_error(self.name, job_id)
-            return last if last.state.is_final else replace(last, state=JobState.CANCELLED, reason="it was deleted")
-        found = parse_status(job_id, workload, self._list_jobs(namespace, name), self._list_pods(namespace, name))
-        self._last_statuses[job_id] = found
-        return found
+            if job_id not in self._known_names:
+                raise NoSuchJobError(self.name, job_id)
+            return JobStatus(job_id, self._known_names[job_id], JobState.CANCELLED, reason="it was deleted")
+        return parse_status(job_id, workload, self._list_jobs(namespace, name), self._list_pods(namespace, name))
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Return the jobs of all users that Phalanx submitted to the namespace of the context.
@@ -201,8 +196,10 @@ class KubernetesBackend:
     def cancel(self, job_id: str) -> None:
         """Delete the job and its Secret. Its pods get the job's warning time to save."""
         namespace, kind, name = _parse_job_id(job_id)
-        if self.poll(job_id).state.is_final:
+        status = self.poll(job_id)
+        if status.state.is_final:
             return
+        self._known_names[job_id] = status.name
         client, _ = self._connect()
         with translate_api_errors(f"stopping {job_id}"), suppress(ObjectNotFoundError):  # deleted meanwhile
             client.custom.delete_namespaced_custom_object(
@@ -222,7 +219,7 @@ class KubernetesBackend:
     def _get_workload(self, job_id: str) -> dict[str, Any]:
         found = self._find_workload(job_id)
         if found is None:
-            raise no_such_job_error(self.name, job_id)
+            raise NoSuchJobError(self.name, job_id)
         return found
 
     def _find_workload(self, job_id: str) -> dict[str, Any] | None:
@@ -325,5 +322,5 @@ def _parse_job_id(job_id: str) -> tuple[str, str, str]:
         or not LABEL_PATTERN.fullmatch(parts[0])
         or not LABEL_PATTERN.fullmatch(parts[2])
     ):
-        raise no_such_job_error("kubernetes", job_id)
+        raise NoSuchJobError("kubernetes", job_id)
     return parts[0], parts[1], parts[2]

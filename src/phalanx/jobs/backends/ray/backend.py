@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import SubmitRequest, no_such_job_error
+from phalanx.jobs.backends.base import NoSuchJobError, SubmitRequest
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
     NO_NODE,
@@ -47,8 +47,8 @@ JOB_NAME_KEY, NUM_NODES_KEY, WORKING_DIR_KEY, RUN_DIR_KEY = (
 GENERATED_PLACEHOLDER = "<drawn when it is submitted>"
 SNAPSHOT_PLACEHOLDER = "<a folder with the code>"
 REQUEST_FILE = "ray-job.json"
-SIGNAL_TIMEOUT_S = 30.0
-"""Seconds for a signal to be delivered."""
+SIGNAL_TIMEOUT_S, SIGNAL_POLL_INTERVAL_S = 30.0, 0.1
+"""Seconds for a signal to be delivered, and between two polls of whether it was."""
 
 
 class RayBackend:
@@ -206,10 +206,10 @@ class RayBackend:
                 info = client.get_job_info(submission)
             except RuntimeError as error:
                 if "404" in str(error):
-                    raise no_such_job_error(self.name, job_id) from None
+                    raise NoSuchJobError(self.name, job_id) from None
                 raise
         if JOB_NAME_KEY not in (info.metadata or {}):
-            raise no_such_job_error(self.name, job_id)
+            raise NoSuchJobError(self.name, job_id)
         return info
 
     def _client(self, address: str | None) -> Any:
@@ -313,7 +313,7 @@ def _run(client: Any, command: str, deadline: float) -> Any:
         if time.monotonic() > deadline:
             client.stop_job(job)
             return None
-        time.sleep(0.1)
+        time.sleep(SIGNAL_POLL_INTERVAL_S)  # Ray does not notify of a job's end
     info = client.get_job_info(job)
     client.delete_job(job)
     return info

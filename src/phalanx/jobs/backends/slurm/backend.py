@@ -14,40 +14,39 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, SubmitRequest, no_such_job_error
+from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest
 from phalanx.jobs.backends.slurm.batch_script import (
     BATCH_FILE,
     CANCELLED_FILE,
     LOG_FILE,
-    RESULT_FILE,
     RUN_FILE,
     SECRETS_FILE,
-    SNAPSHOT_DIR,
     UNFIT_FILE,
     render_array_scripts,
     render_scripts,
-    render_secret_file,
+)
+from phalanx.jobs.backends.slurm.job_dirs import (
+    ID_FILE,
+    SlurmJobDirs,
+    read_result_file,
+    write_job_dir,
+    write_private_file,
 )
 from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.backends.slurm.status import (
     QUEUE_FORMAT,
-    SlurmResult,
     is_command,
     parse_fields,
     parse_live_status,
     parse_past_status,
     parse_queue,
-    parse_result,
 )
 from phalanx.jobs.log_stream import printed_lines
-from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.jobs.spec import Job, JobState, JobStatus, is_array_member
-from phalanx.run.lock import LocksUnsupportedError, acquire_lock, lock_on_this_machine
 from phalanx.run.private_files import state_root
 
 logger = logging.getLogger(__name__)
@@ -55,9 +54,6 @@ logger = logging.getLogger(__name__)
 RunProgram = Callable[[Sequence[str]], tuple[int, str, str]]
 """Runs a program; its exit code (127: there is none), what it printed, and its errors."""
 
-ID_FILE = "id"
-LOCK_TIMEOUT_S = 300.0
-"""Seconds to wait for another process that submits."""
 QUEUE_MAX_AGE_S = 5.0
 """Seconds for which an answer of squeue is reused while jobs are polled: one controller serves all users."""
 COMMAND_TIMEOUT_S = 600.0
@@ -108,18 +104,18 @@ class SlurmBackend:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._run_program, self._environ, self._clock = run_program, environ, clock
-        self.jobs_dir = (folder or state_root(environ) / "slurm").absolute()
+        self._dirs = SlurmJobDirs((folder or state_root(environ) / "slurm").absolute())
         self._version: Version | None = None
         self._queue: _Queue | None = None
 
     def render(self, job: Job) -> SubmitRequest:
         """Both scripts, and how they are sent. Values of secrets are not in them."""
-        folder = self._new_job_dir(job.name)
+        folder = self._dirs.make_new_path(job.name)
         return self._make_request((job,), folder, render_scripts(job, self.get_version(), folder))
 
     def render_array(self, jobs: Sequence[Job]) -> SubmitRequest:
         """The scripts of a job array."""
-        folder = self._new_job_dir(jobs[0].array_name or jobs[0].name)
+        folder = self._dirs.make_new_path(jobs[0].array_name or jobs[0].name)
         request = self._make_request(jobs, folder, render_array_scripts(jobs, self.get_version(), folder))
         return replace(request, array_jobs=tuple(jobs))
 
@@ -141,9 +137,11 @@ class SlurmBackend:
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Return the jobs that have a directory here."""
-        folders = self._list_job_dirs()
+        folders = self._dirs.list_all()
         if array is not None:
-            folders = {id: each for id, each in folders.items() if is_array_member(id, self._job_name(each), array)}
+            folders = {
+                id: each for id, each in folders.items() if is_array_member(id, self._dirs.job_name(each), array)
+            }
         if not folders:
             return []
         queue = self._query_queue(folders)
@@ -200,6 +198,11 @@ class SlurmBackend:
         self._queue = None
         (folder / SECRETS_FILE).unlink(missing_ok=True)
 
+    @property
+    def jobs_dir(self) -> Path:
+        """The directory that contains those of the jobs."""
+        return self._dirs.root
+
     def get_version(self) -> Version:
         """Slurm's version, such as (22, 5, 8)."""
         if self._version is None:
@@ -233,7 +236,7 @@ class SlurmBackend:
                 raise UsageError(f"job {job.name}: its folder {job.working_dir} is not there")
         test, send = request.commands
         folder = Path(send[-1]).parent
-        with self._hold_lock():
+        with self._dirs.hold_lock():
             self._check_name(name)
             try:
                 folder.mkdir(mode=0o700)
@@ -241,9 +244,9 @@ class SlurmBackend:
                 raise UsageError(f"job {name}: another one took {folder} meanwhile; submit it once more") from None
             try:
                 for own, job in jobs.items():
-                    _write_job_dir(folder / own, job, values)
+                    write_job_dir(folder / own, job, values)
                 for path, text in request.files.items():
-                    _write_private_file(Path(path), text)
+                    write_private_file(Path(path), text)
                 self._check_accepted(request.job, test)
                 id = self._run_checked(send, f"job {name}").strip().partition(";")[0]
             except BaseException:
@@ -252,7 +255,7 @@ class SlurmBackend:
             ids = {own: f"{id}_{own}" if own else id for own in jobs}
             try:
                 for own, each in ids.items():
-                    _write_private_file(folder / own / ID_FILE, f"{each}\n")
+                    write_private_file(folder / own / ID_FILE, f"{each}\n")
             except BaseException:
                 self._run_program(["scancel", id])  # without the file the job could not be found again
                 raise
@@ -263,7 +266,7 @@ class SlurmBackend:
         them. So is an error, or a controller that is down would be asked the more often."""
         last = self._queue
         if last is None or self._clock() - last.asked_at >= max_age_s or not last.folders.keys() >= set(ids):
-            folders = self._list_job_dirs()  # first: what is submitted meanwhile counts as not asked for
+            folders = self._dirs.list_all()  # first: what is submitted meanwhile counts as not asked for
             code, out, err = self._run_program(
                 ["squeue", "--me", "--array", "--noheader", "--states=all", f"--Format={QUEUE_FORMAT}"]
             )
@@ -276,12 +279,12 @@ class SlurmBackend:
         return last
 
     def _get_status(self, id: str, folder: Path, queue: _Queue) -> JobStatus:
-        name = self._job_name(folder)
+        name = self._dirs.job_name(folder)
         found = queue.jobs.get(id)
-        result = _read_result_file(folder)
+        result = read_result_file(folder)
         submitted = (folder / ID_FILE).stat().st_mtime
         run = (folder / RUN_FILE).read_text().removesuffix("\n") if (folder / RUN_FILE).exists() else None
-        if found is None or not is_command(found, self._script_suffix(folder)):
+        if found is None or not is_command(found, self._dirs.script_suffix(folder)):
             return replace(
                 parse_past_status(id, name, (folder / CANCELLED_FILE).exists(), submitted, result), run_dir=run
             )
@@ -303,7 +306,7 @@ class SlurmBackend:
         if code:
             raise UsageError(f"slurm does not answer: {_clean_error(err)}")
         found = parse_fields(out)
-        return found if is_command(found, self._script_suffix(folder)) else None
+        return found if is_command(found, self._dirs.script_suffix(folder)) else None
 
     def _check_accepted(self, job: Job, test: Sequence[str]) -> None:
         """Whether Slurm could ever run a job. That nodes are out of service for now is no reason to refuse it."""
@@ -341,8 +344,8 @@ class SlurmBackend:
         return {name: self._environ[name] for name in job.secrets}
 
     def _check_name(self, name: str) -> None:
-        folders = self._list_job_dirs()
-        same_name = [id for id in folders if self._array_dir(folders[id]).name.rpartition("-")[0] == name]
+        folders = self._dirs.list_all()
+        same_name = [id for id in folders if self._dirs.find_array_dir(folders[id]).name.rpartition("-")[0] == name]
         if not same_name:
             return
         queue = self._query_queue(same_name, max_age_s=0.0)
@@ -351,75 +354,12 @@ class SlurmBackend:
             if not status.state.is_final:
                 raise UsageError(f"job {name}: there is one of this name already, {id}, and it is {status.state}")
 
-    def _job_name(self, folder: Path) -> str:
-        name = self._array_dir(folder).name.rpartition("-")[0]
-        return name if folder.parent == self.jobs_dir else f"{name}.{folder.name}"
-
-    def _new_job_dir(self, name: str) -> Path:
-        """The first that no job of this name has had."""
-        used = [found.name.rpartition("-") for found in self.jobs_dir.glob(f"{name}-*")]
-        numbers = [int(number) for before, _, number in used if before == name and number.isdecimal()]
-        return self.jobs_dir / f"{name}-{max(numbers, default=0) + 1}"
-
-    def _array_dir(self, folder: Path) -> Path:
-        """The folder of the array that a job's folder belongs to; else that itself."""
-        return folder if folder.parent == self.jobs_dir else folder.parent
-
-    def _script_suffix(self, folder: Path) -> str:
-        """How the path of a job's batch script ends."""
-        return f"/{self._array_dir(folder).name}/{BATCH_FILE}"
-
     def _find_job_dir(self, job_id: str) -> Path:
         known = {} if self._queue is None else self._queue.folders
-        found = known.get(job_id) or self._list_job_dirs().get(job_id)
+        found = known.get(job_id) or self._dirs.list_all().get(job_id)
         if found is None:
-            raise no_such_job_error(self.name, job_id)
+            raise NoSuchJobError(self.name, job_id)
         return found
-
-    def _list_job_dirs(self) -> dict[str, Path]:
-        """The jobs' folders by id; of two with one id, as after a new start of Slurm's numbers, the later one."""
-        found = [*self.jobs_dir.glob(f"*/{ID_FILE}"), *self.jobs_dir.glob(f"*/[0-9]*/{ID_FILE}")]
-        files = sorted(found, key=lambda file: file.stat().st_mtime)
-        return {file.read_text().strip(): file.parent for file in files}
-
-    @contextmanager
-    def _hold_lock(self) -> Iterator[None]:
-        """Prevent other processes from submitting here during the block."""
-        self.jobs_dir.mkdir(parents=True, exist_ok=True)
-        with open(self.jobs_dir / ".lock", "w") as lock, ExitStack() as stack:
-            what = f"another command, which is submitting to Slurm in {self.jobs_dir}"
-            try:
-                acquired = acquire_lock(lock.fileno(), LOCK_TIMEOUT_S, what)
-            except LocksUnsupportedError:
-                acquired = stack.enter_context(lock_on_this_machine(lock.fileno(), LOCK_TIMEOUT_S, what))
-            if not acquired:
-                raise UsageError(
-                    f"{self.jobs_dir}: another command has been submitting there for {LOCK_TIMEOUT_S:.0f} s; "
-                    "`ps -ef | grep phalanx` shows it: end it if it hangs, and submit again"
-                )
-            yield
-
-
-def _write_job_dir(folder: Path, job: Job, secrets: dict[str, str]) -> None:
-    """Write the files of a job's directory other than its scripts."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if secrets:
-        _write_private_file(folder / SECRETS_FILE, render_secret_file(secrets))
-    if job.run_dir is not None:
-        _write_private_file(folder / RUN_FILE, f"{job.run_dir}\n")
-    if job.snapshot is not None:
-        unpack_snapshot(job.snapshot.tar, folder / SNAPSHOT_DIR)
-
-
-def _write_private_file(path: Path, text: str) -> None:
-    """A file that only its owner can read."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", errors="surrogateescape") as file:
-        file.write(text)
-
-
-def _read_result_file(folder: Path) -> SlurmResult | None:
-    path = folder / RESULT_FILE
-    return parse_result(path.read_text()) if path.exists() else None
 
 
 def _clean_error(err: str) -> str:

@@ -31,7 +31,7 @@ from torch.distributed.pipelining import (
 
 from phalanx.errors import RecipeError
 from phalanx.pytree import iterate_tensors
-from phalanx.recipe.checks import list_divisors
+from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.pipelines import fitting, stages_problem
 from phalanx.train.distributed.object_collectives import format_dtype, parse_dtype, recv_json, send_json
 from phalanx.train.distributed.pipeline.dataflow import ModelLossFn

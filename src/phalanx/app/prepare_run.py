@@ -1,0 +1,264 @@
+"""Prepare a run: check the recipe, prepare data, resolve every `auto` by short trials, write the run directory.
+
+Everything that can be wrong is checked before anything is written.
+"""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
+from phalanx.autoconfig.choices import resume_recipe
+from phalanx.autoconfig.resolve import (
+    SubprocessCall,
+    TrialTimes,
+    cache_trials,
+    describe_lost_state,
+    make_trial_recipe,
+    resolve_auto,
+)
+from phalanx.autoconfig.trial_names import PARALLELISM_TRIAL
+from phalanx.cluster import Machine, collect_environment, discover_machine
+from phalanx.cluster.discovery import check_threads, check_workers
+from phalanx.data import PrepareProgress, open_data, prepare_all_sources
+from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, UsageError
+from phalanx.recipe import (
+    Recipe,
+    ResolvedRecipe,
+    check_device,
+    check_recipe,
+    describe_batch_scaling,
+    dump_recipe,
+    huggingface_directory,
+    num_workers_for,
+    scale_batch_with_workers,
+)
+from phalanx.recipe.checks import check_task
+from phalanx.recipe.device_checks import FP8_VARIABLE
+from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.schema import Parallelism
+from phalanx.run import Event, Run
+from phalanx.run.code_trust import record_trust
+from phalanx.run.directory import check_run_path, write_atomic, write_json
+from phalanx.run.event_types import RecipeResolved, RunWarning
+from phalanx.run.lock import lock_run
+from phalanx.train.lr_schedule import peak_learning_rate
+
+
+class TrialProcess(Protocol):
+    """Another process that runs functions, such as the fork server."""
+
+    def call(self, function: str, payload: Any) -> Any:
+        """Run `module:function(payload)` in a fork of it and return its value."""
+
+    def preload(self, function: str, payload: Any) -> None:
+        """Run `module:function(payload)` in it, to import modules once for all its forks."""
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A run to start or resume: its recipe, its directory, and the workers that train it."""
+
+    loaded: LoadedRecipe
+    run: Run
+    world_size: int | None = None
+    """Workers on all nodes together; None: as many as the recipe says, or one for each GPU of this machine."""
+    num_nodes: int = 1
+    force: bool = False
+    """Resume although the recipe or the data changed."""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that can start, with notes to report when it does."""
+
+    run: Run
+    recipe: ResolvedRecipe
+    recipe_dir: Path
+    plan: dict[str, Any]
+    cluster: dict[str, Any]
+    notes: list[str]
+    first_attempt: int
+    resolved: RecipeResolved | None = None
+    """What preparing took; None in a session, which resolves nothing by trials."""
+
+    def opening_events(self) -> list[Event]:
+        """What is reported before the first attempt."""
+        return [*([] if self.resolved is None else [self.resolved]), *(RunWarning(text=note) for note in self.notes)]
+
+
+@contextlib.contextmanager
+def prepare_run(
+    request: RunRequest,
+    process: TrialProcess,
+    progress: Callable[[PrepareProgress], None] = lambda progress: None,
+    write: bool = True,
+    lock_timeout_s: float = 0.0,
+) -> Iterator[PreparedRun]:
+    """Check, prepare, resolve and write a run, and hold its lock. Raises PhalanxError before anything is written.
+
+    Args:
+        process: runs trials.
+        progress: called while data are prepared, and with a note when a trial begins.
+        write: False: nothing is written but the data cache.
+        lock_timeout_s: how long another process may still hold the run's lock.
+    """
+    loaded, run, start_time = request.loaded, request.run, time.perf_counter()
+    begins = not run.has_checkpoint()
+    machine, world_size = check_start(loaded, request.world_size, request.num_nodes, begins)
+    if write:
+        check_run_path(run.path)
+    import_payload = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
+    import_payload |= {"init": loaded.recipe.init_from if begins else None, "adapter": loaded.recipe.lora is not None}
+    with loaded.locate_errors():
+        directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
+        if directory is not None:
+            process.preload("phalanx.train.hf.model:preload_architecture", str(directory))
+        code_hash = process.call(
+            "phalanx.autoconfig.trials:check_imports", {**import_payload, "folder": str(loaded.recipe_dir)}
+        )
+    times = TrialTimes(lambda text: progress(PrepareProgress(0, 0, 0, 0.0, note=text)))
+    run_trial = cache_trials(process.call, machine, code_hash, times)
+
+    def prepare() -> PreparedRun:
+        with loaded.locate_errors():
+            ready = resolve_run(request, machine, world_size, run_trial, progress)
+            if begins and ready.recipe.init_from is not None:
+                kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
+                process.call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
+            duration_s = time.perf_counter() - start_time
+            resolved = RecipeResolved(duration_s=duration_s, trace_s=times.trace_s, trials_s=times.trials_s)
+            return replace(ready, resolved=resolved)
+
+    if not write:
+        yield prepare()
+        return
+    with contextlib.ExitStack() as stack:
+        if is_new := not run.path.is_dir():
+            prepared = prepare()
+            create_run(run)
+        note = stack.enter_context(lock_run(run, lock_timeout_s))
+        if not is_new:
+            prepared = prepare()
+            create_run(run)
+        prepared.notes.extend([] if note is None else [note])
+        write_run_files(prepared, loaded)
+        yield prepared
+
+
+def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins: bool = True) -> tuple[Machine, int]:
+    """Check in this process that a recipe can run here; return this machine and the number of workers.
+
+    `begins`: the run has no checkpoint yet.
+    """
+    loaded.check_required()
+    machine = find_machine(loaded)
+    world = nproc or num_workers_for(loaded.recipe, machine.num_gpus or 1)
+    check_workers(machine, world, nodes)
+    check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
+    check_machine(loaded, machine)
+    if loaded.recipe.num_threads != "auto":
+        with loaded.locate_errors():
+            check_threads(machine, loaded.recipe.num_threads, math.ceil(world / nodes))
+    return machine, world
+
+
+def find_machine(loaded: LoadedRecipe) -> Machine:
+    """Return this machine with the device of the recipe. Raises RecipeError where it has none."""
+    with loaded.locate_errors():
+        return discover_machine(device=loaded.recipe.device)
+
+
+def check_machine(loaded: LoadedRecipe, machine: Machine) -> None:
+    """Raise RecipeError when the recipe needs what this machine does not have."""
+    check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
+
+
+def check_recipe_on_machine(recipe: Recipe, machine: Machine, locate: Callable[[str], str] = str) -> None:
+    """Raise RecipeError when a recipe needs what this machine does not have; `locate` as for `check_recipe`."""
+    anywhere = os.environ.get(FP8_VARIABLE) == "always"
+    check_device(recipe, machine.device, machine.device_name, machine.capability, locate, anywhere, machine.rocm)
+
+
+def create_run(run: Run) -> None:
+    """Create the run directory. Raises UsageError when it cannot be created, OSError when the storage may come back."""
+    try:
+        run.create()
+    except OSError as error:
+        if error.errno in RETRYABLE_STORAGE_ERRNOS:
+            raise
+        raise UsageError(f"{run.path}: cannot create a run here: {error.strerror}; choose another --run") from None
+
+
+def resolve_run(
+    request: RunRequest,
+    machine: Machine,
+    world_size: int,
+    call: SubprocessCall,
+    progress: Callable[[PrepareProgress], None],
+) -> PreparedRun:
+    """Prepare data and resolve the recipe for `world_size` workers. Writes only the data cache."""
+    loaded, run = request.loaded, request.run
+    given, folder = loaded.recipe, loaded.recipe_dir
+    previous, notes = load_resumed_recipe(run, given, request.force)
+    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
+    prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
+    opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
+    check_task(given, opened.info.kind, loaded.location_of)
+    first_attempt = read_last_attempt(run) + 1
+    if previous is not None:
+        recipe = resume_recipe(previous, prepared, world_size)
+        check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
+        check_recipe_on_machine(recipe, machine)
+        check_parallelism(recipe, folder, call)
+        notes += describe_all_changes(run, given, previous, recipe)
+        plan, cluster = run.read_json_or_empty(run.plan), run.read_json_or_empty(run.cluster)
+        plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
+        return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+    prepared = scale_batch_with_workers(prepared, world_size)
+    check_parallelism(prepared, folder, call)
+    recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
+    notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
+    check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
+    if given.parallelism == "auto":
+        check_parallelism(recipe, folder, call)
+    return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+
+
+def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> None:
+    """Raise RecipeError when the recipe's model cannot be divided by its parallelism."""
+    parallelism = recipe.parallelism
+    if isinstance(parallelism, Parallelism) and parallelism.replicate != parallelism.world:
+        trial_spec = {**make_trial_recipe(recipe), "parallelism": parallelism.model_dump()}
+        call(PARALLELISM_TRIAL, {"recipe": trial_spec, "folder": str(folder)})
+
+
+def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
+    """Write the run directory's files, so that workers can start."""
+    run = prepared.run
+    run.result.unlink(missing_ok=True)  # result of an earlier start
+    write_atomic(run.recipe, dump_recipe(loaded.recipe))
+    write_atomic(run.resolved, dump_recipe(prepared.recipe))
+    write_json(run.plan, prepared.plan)
+    copy_tokenizer(prepared)
+    write_json(run.cluster, prepared.cluster)
+    write_json(
+        run.environment,
+        {**collect_environment(sys.argv, prepared.recipe_dir), "folder": str(prepared.recipe_dir.absolute())},
+    )
+    record_trust(prepared.recipe, prepared.recipe_dir)
+
+
+def copy_tokenizer(prepared: PreparedRun) -> None:
+    """Copy the tokenizer into the run, so that the run stays whole without the data."""
+    source = prepared.recipe.data.source
+    first = source[0] if isinstance(source, list) else source
+    tokenizer_path = Path(str(first.prepared)) / prepared.run.tokenizer.name  # missing for data of a session
+    if tokenizer_path.is_file():
+        write_atomic(prepared.run.tokenizer, tokenizer_path.read_text(encoding="utf-8"))

@@ -1,0 +1,164 @@
+"""Decide whether and with which recipe a run resumes, and describe what changes.
+
+Each worker then restores its state from a checkpoint: `train/checkpoint/restore.py`.
+"""
+
+from collections.abc import Sequence
+
+from phalanx.errors import DataError, RecipeError
+from phalanx.recipe import (
+    Recipe,
+    RecipeDifference,
+    ResolvedRecipe,
+    describe_kept_batch,
+    incompatible_changes,
+    load_recipe,
+    load_resolved_recipe,
+)
+from phalanx.recipe.schema import Parallelism
+from phalanx.run import Run, read_events
+from phalanx.run.event_types import AttemptStarted, CheckpointSaved, StepDone, WorkerStarted
+from phalanx.train.lr_schedule import compute_learning_rate
+
+
+def describe_finished(run: Run, recipe: Recipe) -> str | None:
+    """Describe a run that is finished, with nothing left to do for this recipe; None for others."""
+    old, result = load_previous_recipes(run, recipe), run.read_json_or_empty(run.result)
+    steps = result.get("steps")
+    if old is None or result.get("status") != "done" or not isinstance(steps, int) or steps < recipe.steps:
+        return None
+    if incompatible_changes(*old, recipe):
+        return None
+    return f"{run.path}: finished at step {steps}; set steps={2 * steps} to train longer"
+
+
+def load_resumed_recipe(run: Run, given: Recipe, force: bool) -> tuple[ResolvedRecipe | None, list[str]]:
+    """Load the resolved recipe with which a run resumes, and notes about changes that were forced.
+
+    None for a run that resolves `given` instead: a new one, and one with a recipe that `force` changed. Raises
+    RecipeError when the recipe changed otherwise.
+    """
+    recipes = load_previous_recipes(run, given)
+    differences = [] if recipes is None else incompatible_changes(*recipes, given)
+    if differences and not force:
+        raise RecipeError(describe_changes(run, differences))
+    resumed = None if recipes is None or differences else recipes[1]
+    return resumed, [f"forced: {difference}" for difference in differences]
+
+
+def describe_all_changes(run: Run, given: Recipe, old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
+    """Describe what a run that resumes has lost, and what is not as before or not as `given`."""
+    return [
+        *describe_resume(old, new),
+        *describe_kept_batch(given, new, new.parallelism.world),
+        *describe_missing_recipes(run),
+        *run.describe_damage(),
+    ]
+
+
+def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedRecipe] | None:
+    """Load the recipes of an existing run, as given and as resolved; None for a new run.
+
+    If resolved.yaml is lost, it is read from the newest checkpoint. If recipe.yaml is lost, it is the resolved recipe
+    with the data of `given`; their content is compared when the run resumes. Raises DataError when the run has lost its
+    checkpoints.
+    """
+    check_kept(run)
+    if run.resolved.is_file():
+        resolved = load_resolved_recipe(run.resolved)
+    elif not run.checkpoints.is_dir():
+        return None
+    else:
+        from phalanx.train.checkpoint.recipe import newest_recipe  # imports torch
+
+        newest = newest_recipe(run)
+        if newest is None:
+            return None
+        resolved = newest
+    if run.recipe.is_file():
+        return load_recipe(run.recipe).recipe, resolved
+    evaluate = resolved.evaluation.model_copy(update={"source": given.evaluation.source})
+    data = resolved.data.model_copy(update={"source": given.data.source, "tokenizer": given.data.tokenizer})
+    return resolved.model_copy(update={"data": data, "evaluation": evaluate}), resolved
+
+
+def check_kept(run: Run) -> None:
+    """Raise DataError when a run saved checkpoints and has none any more: it would start from the beginning."""
+    if any("." not in path.name for path in run.checkpoints.glob("step-*")):  # others are incomplete
+        return
+    if any(isinstance(event, CheckpointSaved) for event in read_events(run.events)):
+        raise DataError(
+            f"{run.checkpoints}: no checkpoint is left, and the run did {read_last_step(run)} steps; restore the "
+            "checkpoints, or use another --run to start from the beginning"
+        )
+
+
+def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
+    """Describe why a run cannot resume with another recipe."""
+    listed = "\n".join(f"  {difference}" for difference in differing)
+    return (
+        f"{run.path}: this run was started with another recipe, and cannot resume with this one:\n{listed}\n"
+        "Use the old values, another --run directory, or --force to resume with the new values"
+    )
+
+
+def describe_missing_recipes(run: Run) -> list[str]:
+    """Describe recipes that a run with checkpoints has lost."""
+    if not run.resolved.is_file():
+        return [f"{run.resolved} is missing; the run resumes with the recipe in its newest checkpoint"]
+    return [] if run.recipe.is_file() else [f"{run.recipe} is missing; the run resumes with {run.resolved.name}"]
+
+
+def describe_resume(old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
+    """Describe what changes in a run that resumes."""
+    notes = []
+    if old.steps != new.steps:
+        step = min(old.steps, new.steps)
+        before, after = (compute_learning_rate(recipe, step) for recipe in (old, new))
+        notes.append(
+            f"steps {old.steps} -> {new.steps}: the schedule's horizon follows; "
+            f"the learning rate at step {step} jumps from {before:.3g} to {after:.3g}"
+        )
+    if old.device not in (new.device, "auto"):
+        notes.append(f"device {old.device} -> {new.device}: the digest will differ by rounding")
+    if old.batch.micro_size != new.batch.micro_size:
+        notes.append(
+            f"batch.micro_size {old.batch.micro_size} -> {new.batch.micro_size}: so that the batch can be divided "
+            "among the workers"
+        )
+    if new.determinism == "elastic":
+        if _single_replica(old) != _single_replica(new):
+            notes.append(
+                "the parallelism of a replica changed: the digest will differ by rounding, also under determinism: "
+                "elastic"
+            )
+    elif old.parallelism != new.parallelism and new.local_sgd is not None:
+        notes.append(
+            f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: each resumes from the "
+            "mean of all workers' weights"
+        )
+    elif old.parallelism != new.parallelism:
+        worlds = {old.parallelism.world, new.parallelism.world}
+        change_text = "parallelism" if len(worlds) == 1 else "number of workers"
+        notes.append(f"the {change_text} changed under determinism = fixed-world: the digest will differ by rounding")
+    return notes
+
+
+def _single_replica(recipe: ResolvedRecipe) -> Parallelism:
+    """Return the parallelism of one replica."""
+    return recipe.parallelism.model_copy(update={"replicate": 1})
+
+
+def read_last_attempt(run: Run) -> int:
+    """Return the number of the last attempt; -1 before the first."""
+    events = read_events(run.events)
+    return max((each.attempt for each in events if isinstance(each, AttemptStarted | WorkerStarted)), default=-1)
+
+
+def read_last_step(run: Run) -> int:
+    """Return the last step of the last attempt; an earlier attempt may have done more."""
+    step = 0
+    for event in read_events(run.events):
+        if isinstance(event, StepDone):
+            step = event.step
+    return step

@@ -1,0 +1,115 @@
+"""Check that workers can divide a recipe's model and batch as its parallelism says."""
+
+from collections.abc import Iterator
+
+from phalanx.recipe.batch_scaling import list_divisors
+from phalanx.recipe.pipelines import fitting, stages_of, stages_problem
+from phalanx.recipe.schema import Parallelism, Recipe
+
+WORLD_DIMENSIONS = ("replicate", "shard", "tensor", "pipeline", "context")
+"""Dimensions of the parallelism; their product is the world size."""
+
+
+def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_workers: int) -> Iterator[tuple[str, str]]:
+    if parallelism.world != num_workers:
+        factors = " x ".join(
+            f"{name} {getattr(parallelism, name)}" for name in WORLD_DIMENSIONS if getattr(parallelism, name) > 1
+        )
+        yield (
+            "parallelism",
+            f"takes {parallelism.world} workers ({factors or 'one of each'}), but the run has {num_workers}: "
+            f"use --nproc-per-node {parallelism.world} or parallelism=auto",
+        )
+    shard_ranks = parallelism.shard * parallelism.context
+    if shard_ranks % parallelism.expert:
+        yield "parallelism.expert", f"found {parallelism.expert}, which must divide shard x context = {shard_ranks}"
+    other_dimensions = parallelism.replicate * parallelism.shard != parallelism.world or parallelism.expert > 1
+    if recipe.determinism == "elastic" and other_dimensions:
+        yield (
+            "parallelism",
+            "determinism: elastic goes with replicate and shard only: give these, or determinism: fixed-world",
+        )
+    if recipe.optimizer.name == "muon" and parallelism.tensor > 1:
+        yield (
+            "parallelism.tensor",
+            "muon works on whole matrices, which tensor ranks do not have; use parallelism.shard or adamw",
+        )
+    if recipe.compile == "cuda-graphs" and parallelism.replicate != parallelism.world:
+        yield (
+            "compile",
+            "cuda-graphs cannot hold the communication of a divided model: give parallelism.replicate only, or true",
+        )
+    if recipe.compile is True and parallelism.splits_backward:
+        yield (
+            "compile",
+            f"blocks of a {parallelism.pipeline_schedule} pipeline cannot be compiled; use false, or "
+            "parallelism.pipeline_schedule=1f1b",
+        )
+    if recipe.memory.activation_checkpointing == "selective" and parallelism.splits_backward:
+        reason = (
+            f"a {parallelism.pipeline_schedule} pipeline's backward comes in two parts, of which selective repeats one"
+        )
+        yield "memory.activation_checkpointing", f"{reason}; use full or none, or parallelism.pipeline_schedule=1f1b"
+    yield from _find_pipeline_problems(recipe, parallelism)
+    if parallelism.async_tp and parallelism.tensor == 1:
+        yield (
+            "parallelism.async_tp",
+            "affects communication between tensor ranks only; give parallelism.tensor, or false",
+        )
+    for name in ("tensor", "expert"):
+        if recipe.optimizer.state_dtype == "int8" and getattr(parallelism, name) > 1:
+            what = "optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16"
+            yield f"parallelism.{name}", what
+    for name in ("tensor", "context"):
+        if getattr(parallelism, name) > 1 and recipe.task == "classification":
+            yield f"parallelism.{name}", "is for models of sequences; classification of images has none"
+    if (seq_len := recipe.data.seq_len) % parallelism.context:
+        yield "parallelism.context", f"found {parallelism.context}, which must divide data.seq_len = {seq_len}"
+
+
+def _find_pipeline_problems(recipe: Recipe, layout: Parallelism) -> Iterator[tuple[str, str]]:
+    """Stages and micro-batches of a pipeline."""
+    stages, ranks = stages_of(layout), layout.pipeline
+    if ranks == 1:
+        if layout.layers_per_stage is not None:
+            yield "parallelism.layers_per_stage", "is for pipelines: give parallelism.pipeline, or leave it out"
+        if layout.pipeline_schedule != Parallelism().pipeline_schedule:
+            what = f"{layout.pipeline_schedule} is for pipelines: give parallelism.pipeline, or leave it out"
+            yield "parallelism.pipeline_schedule", what
+        return
+    if problem := stages_problem(layout.pipeline_schedule, stages, ranks):
+        yield "parallelism.pipeline" if layout.layers_per_stage is None else "parallelism.layers_per_stage", problem
+        return
+    parts = layout.replicate * layout.shard
+    share, micro = recipe.batch.global_size // parts, recipe.batch.micro_size
+    if recipe.batch.global_size % parts or (isinstance(micro, int) and share % micro):
+        return  # which is another problem
+    sizes = [size for size in list_divisors(share) if fitting(layout.pipeline_schedule, share // size, stages, ranks)]
+    what = f"{layout.pipeline_schedule} with {stages} stages on {ranks} ranks"
+    if not sizes:
+        yield "batch.global_size", f"{what} has no micro-batch that fits the {share} samples of a step; raise it"
+    elif isinstance(micro, int) and micro not in sizes:
+        valid = ", ".join(map(str, sizes))
+        yield "batch.micro_size", f"{what} cannot run {share // micro} micro-batches a step; {valid} would be valid"
+
+
+def find_batch_problems(global_size: int, micro_size: int | str, num_groups: int) -> Iterator[tuple[str, str]]:
+    """`num_groups`: workers, or groups of them, among which the batch is divided."""
+    if global_size % num_groups:
+        below, above = global_size // num_groups * num_groups, (global_size // num_groups + 1) * num_groups
+        valid_sizes = " or ".join(str(size) for size in (below, above) if size)
+        yield (
+            "batch.global_size",
+            f"{global_size} samples cannot be divided among {num_groups} workers; {valid_sizes} can",
+        )
+    elif isinstance(micro_size, int) and global_size % (micro_size * num_groups):
+        samples_per_group = global_size // num_groups
+        best = min(list_divisors(samples_per_group), key=lambda size: (abs(size - micro_size), size))
+        yield (
+            "batch.micro_size",
+            (
+                f"{micro_size} x {num_groups} {'worker' if num_groups == 1 else 'workers'} = "
+                f"{micro_size * num_groups} does not divide "
+                f"batch.global_size = {global_size}; the nearest micro-batch that does is {best}"
+            ),
+        )

@@ -1,0 +1,81 @@
+"""The rendezvous store: workers exchange addresses and announcements in it before they have a process group."""
+
+import functools
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from phalanx.errors import UsageError
+from phalanx.run.authentication import derive_store_key, load_token
+from phalanx.run.control_channel import find_listen_address
+from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
+from phalanx.train.distributed.environment import DistEnv, is_single_node
+from phalanx.train.distributed.signed_store import SignedStore
+
+MIN_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Minimum timeout of a collective, see `set_collective_timeout`. Evaluation and the first steps on slow machines must
+fit."""
+STORE_CONNECT_TIMEOUT = timedelta(seconds=30)
+"""Timeout for connecting to a store that was started before its workers."""
+
+
+def open_attempt_store(dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> PrefixStore:
+    """Open the part of the root store that belongs to this attempt."""
+    name = f"attempt{dist_env.attempt}/{environment.get('PHALANX_RENDEZVOUS_ID', 0)}"
+    return PrefixStore(name, open_root_store(dist_env, environment))
+
+
+def open_root_store(dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> Store:
+    """Open the rendezvous store, once per process.
+
+    With our agent on one machine it is a file that only this user can open. On several nodes the agent hosts the store,
+    and values are signed with the attempt's key. torchrun hosts its own store; with other launchers rank 0 does. Values
+    are signed if the launcher gives the workers a token."""
+    if path := environment.get(STORE_VARIABLE):
+        return _open_file_store(path)
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if not address or not port:
+        raise UsageError(f"WORLD_SIZE={dist_env.world_size} needs MASTER_ADDR and MASTER_PORT, where the workers meet")
+    # torchrun may leave hosting the store to rank 0, or use another rendezvous backend than torch's store.
+    hosted = "PHALANX_EVENTS_FD" in environment or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    timeout = STORE_CONNECT_TIMEOUT if hosted else MIN_COLLECTIVE_TIMEOUT
+    is_host = dist_env.is_rank_zero and not hosted
+    return _connect_store(
+        address, int(port), is_host, is_single_node(environment), _get_store_key(environment), timeout
+    )
+
+
+@functools.cache
+def _open_file_store(path: str) -> FileStore:
+    return FileStore(path, -1)
+
+
+@functools.cache
+def _connect_store(address: str, port: int, is_host: bool, local: bool, key: bytes | None, timeout: timedelta) -> Store:
+    if not is_host:
+        store = TCPStore(address, port, None, False, timeout)
+        store.set_timeout(MIN_COLLECTIVE_TIMEOUT)
+    else:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:  # torch itself would listen on all interfaces
+            own = address if local or ":" in address else find_listen_address(address)
+            listener = socket.create_server((own, port), family=family)
+        except OSError as error:
+            reason = str(error.strerror).partition(" (while")[0]
+            raise UsageError(
+                f"MASTER_ADDR={address} MASTER_PORT={port}: worker 0 cannot listen there: {reason}; name an address of "
+                "its machine, and a port that is free"
+            ) from None
+        store = TCPStore(address, port, None, True, MIN_COLLECTIVE_TIMEOUT, master_listen_fd=listener.detach())
+    return store if key is None else SignedStore(store, key)
+
+
+def _get_store_key(environment: Mapping[str, str]) -> bytes | None:
+    if given := environment.get(STORE_KEY_VARIABLE):
+        return bytes.fromhex(given)
+    if environment.keys().isdisjoint({"PHALANX_TOKEN", "PHALANX_TOKEN_FILE"}):
+        return None
+    return derive_store_key(load_token(environment), environment.get("TORCHELASTIC_RUN_ID", ""))

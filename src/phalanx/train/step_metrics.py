@@ -1,0 +1,128 @@
+"""The metrics of a step, on which all workers agree: losses, numbers of terms, and flags such as a stop request.
+
+They are summed together with the gradients where their buckets have free elements: a separate all-reduce costs 9 % of a
+step of 12 ms on two cores (docs/benchmarks/notes/measurements.md).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.train.train_state import SAVE_FLAG_NAMES
+
+STEP_FLAGS = ("stop", "summoned", *SAVE_FLAG_NAMES)
+BUFFERS_CHANGED_FLAG = "changed"
+"""The flag for buffers that a forward changed and that must be synchronized (distributed/buffer_sync.py)."""
+FP32_PARTS_PER_FP64 = 3
+"""fp32 values that hold one fp64 value: each holds 24 of its 53 significant bits."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Values that are equal on all workers once the gradients of a step are reduced.
+
+    `loss` is the mean over the terms of the global batch; `flags` counts the workers that raised each. The gradients in
+    memory are sums over `num_terms` terms and have the norm `summed_grad_norm`. Under local SGD both are this worker's
+    own, and `grad_norm_rms` is the root mean square of all workers' mean gradients; elsewhere it is None.
+    """
+
+    loss: float
+    num_terms: float
+    summed_grad_norm: float
+    flags: dict[str, int]
+    terms_of_micro_batch: list[float]
+    first_squared_norm: float = 0.0
+    grad_norm_rms: float | None = None
+
+
+class StepMetrics:
+    """The metrics of a step in one fp64 vector, which is summed over all workers with the gradients.
+
+    `values` [2 M + F + 1] holds, for M micro-batches of the global batch and F = len(STEP_FLAGS) flags:
+
+    - [0, M): the loss sum of each micro-batch; one element each, so that the sum over workers is exact
+    - [M, 2 M): its number of terms
+    - [2 M, 2 M + F): how many workers raise each flag; the first also carries BUFFERS_CHANGED_FLAG
+    - [2 M + F]: the squared norm of the first micro-batch's gradients, in steps that estimate the gradient noise scale
+    """
+
+    def __init__(self, num_micro_batches: int, world_size: int, device: torch.device):
+        self.num_micro_batches, self.world_size = num_micro_batches, world_size
+        size = 2 * num_micro_batches + len(STEP_FLAGS) + 1
+        self.values = torch.zeros(size, dtype=torch.float64, device=device)
+
+    @property
+    def num_terms(self) -> Tensor:
+        """Number of terms of each micro-batch [M]."""
+        return self.values[self.num_micro_batches : 2 * self.num_micro_batches]
+
+    def record(self, micro_batch_index: int, loss: Tensor, num_terms: Tensor | int) -> None:
+        """Record the loss sum and the number of terms of a micro-batch."""
+        self.values[micro_batch_index] = loss.detach()
+        if isinstance(num_terms, Tensor):
+            self.num_terms[micro_batch_index] = num_terms
+        else:  # assigning a Python number would copy from the host and wait for the GPU
+            self.num_terms[micro_batch_index].fill_(num_terms)
+
+    def raise_flags(self, flags: Sequence[bool], buffers_changed: bool) -> None:
+        """Raise this worker's flags, in the order of STEP_FLAGS."""
+        first = 2 * self.num_micro_batches
+        for index, raised in enumerate(flags):
+            if raised:
+                self.values[first + index].fill_(1)
+        if buffers_changed:
+            self.values[first] += changed_flag_unit(self.world_size)
+
+    def totals(self, values: Sequence[float], summed_grad_norm: float) -> StepTotals:
+        """Read the summed vector, given as numbers."""
+        count = self.num_micro_batches
+        loss, num_terms, flags = unpack_step_metrics(values[:-1], count, self.world_size)
+        return StepTotals(loss, num_terms, summed_grad_norm, flags, list(values[count : 2 * count]), values[-1])
+
+
+def num_metric_slots(micro_batches: int) -> int:
+    """fp32 elements that the metrics of a step with `micro_batches` micro-batches need in the gradient buckets."""
+    return FP32_PARTS_PER_FP64 * (2 * micro_batches + len(STEP_FLAGS) + 1)
+
+
+def split_fp64(values: Tensor) -> Tensor:
+    """Split fp64 [n] into fp32 [FP32_PARTS_PER_FP64 * n]. The parts sum up to the value exactly, within the range of
+    fp32."""
+    parts, rest = [], values
+    for _ in range(FP32_PARTS_PER_FP64):
+        part = rest.float()
+        parts.append(part)
+        rest = rest - part
+    return torch.cat(parts)
+
+
+def merge_fp64(parts: Tensor) -> Tensor:
+    """Undo `split_fp64`."""
+    return parts.view(FP32_PARTS_PER_FP64, -1).double().sum(0)
+
+
+def changed_flag_unit(world_size: int) -> int:
+    """A power of two above the world size: a second flag is counted in multiples of it in the first flag's element."""
+    return 1 << world_size.bit_length()
+
+
+def unpack_step_metrics(
+    values: Sequence[float], micro_batches: int, world_size: int
+) -> tuple[float, float, dict[str, int]]:
+    """Return the mean loss, the number of terms, and how many workers raised each flag. BUFFERS_CHANGED_FLAG shares the
+    element of the first flag: another element would shift the gradients in their buckets."""
+    loss_sum, num_terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
+    flag_counts = {name: round(n) for name, n in zip(STEP_FLAGS, values[2 * micro_batches :], strict=True)}
+    flag_counts[BUFFERS_CHANGED_FLAG], flag_counts[STEP_FLAGS[0]] = divmod(
+        flag_counts[STEP_FLAGS[0]], changed_flag_unit(world_size)
+    )
+    # In a batch without any term, gradient and loss are zero.
+    return loss_sum / max(num_terms, 1.0), num_terms, flag_counts
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return None for NaN and infinity, which JSON cannot hold."""
+    return value if math.isfinite(value) else None
