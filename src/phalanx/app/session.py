@@ -50,7 +50,8 @@ from phalanx.jobs.agent.attempt import NEVER_JOINED_MESSAGE
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
-from phalanx.observe.progress import ProgressDisplay, RunFacts, make_display, read_run_facts
+from phalanx.observe.progress import ProgressDisplay, make_display
+from phalanx.observe.run_progress import RunFacts, read_run_facts
 from phalanx.recipe import (
     Recipe,
     check_recipe,

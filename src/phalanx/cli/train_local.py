@@ -26,7 +26,8 @@ from phalanx.formatting import format_count, format_duration
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
 from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup
-from phalanx.observe.progress import make_display, read_run_facts
+from phalanx.observe.progress import make_display
+from phalanx.observe.run_progress import read_run_facts
 from phalanx.recipe import dump_recipe, num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Run

@@ -25,7 +25,7 @@ from phalanx.recipe.grad_sync_defaults import (
 )
 from phalanx.run import Run, read_events
 from phalanx.run.directory import RESULT_FORMAT
-from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
+from phalanx.run.event_types import AttemptStarted, EvaluationProgress, InMemoryRestored, RunWarning
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.checkpoint import (
     compute_digest,
@@ -384,6 +384,12 @@ def make_evaluator(
         heartbeat.record(phases[0])  # it is asked between two batches
         return process.stop_request.requested
 
+    def report_progress(num_done: int, num_samples: int) -> None:
+        if dist_env.is_rank_zero:
+            process.reporter.report_event(
+                EvaluationProgress(step=heartbeat.step, num_samples_done=num_done, num_samples=num_samples)
+            )
+
     def evaluate_validation() -> EvaluationResult | None:
         if data.num_validation_samples == 0:
             return None
@@ -397,6 +403,7 @@ def make_evaluator(
             max_samples=samples,
             micro_size=micro_size,
             stop_requested=stop_requested,
+            report_progress=report_progress,
         )
         del phases[:-1]
         return found
