@@ -30,7 +30,7 @@ from phalanx.observe.progress import make_display
 from phalanx.observe.run_progress import read_run_facts
 from phalanx.recipe import dump_recipe, num_workers_for
 from phalanx.recipe.load import LoadedRecipe
-from phalanx.run import Run
+from phalanx.run import EventLog, Run
 from phalanx.run.authentication import load_token
 from phalanx.run.control_channel import ControlServer
 from phalanx.run.directory import check_run_path
@@ -254,6 +254,10 @@ def train_as_worker(arguments: TrainArguments, out: TextIO) -> int:
         print(escape_control_chars(format_introduction(prepared)), file=out)
         display = make_display(out, prepared.recipe.steps, read_run_facts(run))
         stack.callback(display.close)
+        with contextlib.closing(EventLog(run.events)) as event_log:
+            for event in prepared.opening_events():
+                event_log.write(event)
+                display.show_event(event)
         code = run_worker(payload, replace(dist_env, attempt=prepared.first_attempt), display.show_event)
     if code is ExitCode.UNFINISHED:
         print("not finished; resume with the same command", file=out)
