@@ -49,7 +49,8 @@ from phalanx.data import open_data, prepare_source
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
-from phalanx.observe.progress import make_display, read_run_facts
+from phalanx.observe.progress import make_display
+from phalanx.observe.run_progress import read_run_facts
 from phalanx.recipe import Recipe, data_schema, dump_recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted

@@ -11,6 +11,7 @@ from phalanx.run.event_types import (
     Compiled,
     EnergyUsed,
     EvaluationDone,
+    EvaluationProgress,
     GradSyncSelected,
     HangDetected,
     InMemoryCheckpointSaved,
@@ -53,6 +54,7 @@ USUAL: dict[type[RunEvent], dict[str, Any]] = {
         "duration_s": 0.5,
         "breakdown_s": StepPhases(),
     },
+    EvaluationProgress: {"step": 1, "num_samples_done": 8, "num_samples": 64},
     EvaluationDone: {"step": 1, "loss": 2.5, "metrics": {}, "num_samples": 8, "duration_s": 0.5, "is_best": False},
     CheckpointSaved: {
         "step": 1,

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.run import Run
-from phalanx.run.event_types import AttemptStarted, CheckpointSaved, StepDone
+from phalanx.run.event_types import AttemptStarted, CheckpointSaved, RecipeResolved, StepDone
 from train_harness import TrainHarness, Values, count_steps, plan_fault, wait_until, write_faults
 
 # Without `--` torchrun would take `--run` for an abbreviation of its own `--run-path`.
@@ -27,6 +27,7 @@ def test_the_same_run_as_under_our_agent_shown_in_the_same_way(lab: TrainHarness
     assert ended.digest == reference.digest
     assert ended.losses == reference.losses
     assert [event.step for event in ended.events_of_kind(StepDone)] == list(range(1, 13))
+    assert len(ended.events_of_kind(RecipeResolved)) == 1
     assert set(ended.result) == set(reference.result)
     assert "finished: 12 of 12 steps" in done.stderr
     assert done.stderr.count(f"digest   {ended.digest}") == 1

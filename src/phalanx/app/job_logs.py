@@ -65,7 +65,8 @@ def iter_log_lines(
 
 def make_event_formatter(run: Run) -> Callable[[Event], list[str]]:
     """Return a function that formats events as `phalanx train` does in a log."""
-    from phalanx.observe.progress import EventFormatter, RunFacts, read_run_facts
+    from phalanx.observe.progress import EventFormatter
+    from phalanx.observe.run_progress import RunFacts, read_run_facts
 
     formatter = EventFormatter(0, RunFacts(run.path.name))
 

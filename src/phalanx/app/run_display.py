@@ -2,7 +2,8 @@
 
 from typing import Self, TextIO
 
-from phalanx.observe.progress import ProgressDisplay, RunFacts, make_display, read_run_facts
+from phalanx.observe.progress import ProgressDisplay, make_display
+from phalanx.observe.run_progress import RunFacts, read_run_facts
 from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted, RunEnded, WorkerFailure
 

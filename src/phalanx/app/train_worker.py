@@ -10,6 +10,7 @@ from phalanx.app.train import TrainObserver
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
+from phalanx.run import EventLog
 from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
 from phalanx.train.distributed.object_collectives import count_nodes_from_environment
 from phalanx.train.distributed.process_group import end_at_once as end_at_once
@@ -25,8 +26,7 @@ from phalanx.train.worker import run_worker
 
 def train_as_worker(arguments: TrainArguments, observer: TrainObserver) -> ExitCode | None:
     """Train as one worker; None when nothing is left to train. Rank 0 prepares the run, writes its events and calls
-    `observer`; the others wait for its announcement. End the process by
-    `end_at_once`."""
+    `observer`; the others wait for its announcement. End the process by `end_at_once`."""
     dist_env = dist_env_from_environment(device="cpu")  # until the recipe is read
     if not dist_env.is_rank_zero:
         return _follow_rank_zero(arguments, dist_env)
@@ -48,6 +48,10 @@ def train_as_worker(arguments: TrainArguments, observer: TrainObserver) -> ExitC
             payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": arguments.force}
             announce_run(dist_env, RunAnnouncement(os.path.realpath(run.path), prepared.first_attempt))
         observer.show_prepared(prepared)
+        with contextlib.closing(EventLog(run.events)) as event_log:
+            for event in prepared.opening_events():
+                event_log.write(event)
+                observer.show_event(event)
         return run_worker(payload, replace(dist_env, attempt=prepared.first_attempt), observer.show_event)
 
 

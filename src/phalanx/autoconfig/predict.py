@@ -13,7 +13,7 @@ from phalanx.data.expected_info import expect_data_info
 from phalanx.errors import RecipeError
 from phalanx.planner.measured_costs import MeasuredCosts, MissingMeasurementError
 from phalanx.planner.scenario import Scenario, transport_of
-from phalanx.planner.stacks import PHALANX_STACK, device_costs_for_stack, stack_by_name
+from phalanx.planner.stacks import device_costs_for_stack, phalanx_stack
 from phalanx.planner.step_time import StepBreakdown, measured_step_time
 from phalanx.recipe import Recipe
 from phalanx.recipe.load import LoadedRecipe
@@ -36,14 +36,8 @@ def predict_step(
         return None
     loaded = LoadedRecipe(recipe, None, folder, {})
     profile = profile_model(loaded, expect_data_info(recipe.data, folder), select_number_format(recipe.precision))
-    cpu_stack = replace(
-        stack_by_name(PHALANX_STACK),
-        fuses_memory_ops=False,
-        compute_factor=1.0,
-        comm_factor=1.0,
-        launch_s=0.0,
-        step_overhead_s=0.0,
-    )
+    stack = phalanx_stack(cluster.node.accelerator, world_size)
+    cpu_stack = replace(stack, fuses_memory_ops=False, compute_factor=1.0, comm_factor=1.0)
     setup = Scenario(
         profile,
         cluster,

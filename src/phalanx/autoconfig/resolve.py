@@ -148,7 +148,9 @@ def resolve_auto(
     if is_model_sharded(given) and not fits_unsharded(given, needs, single_budget):
         chosen = choose_memory(given, needs, memory_budget)
     else:
-        forecast = make_forecast(given, folder, local_cluster, world_size)
+        compiled = choose_compile(given, machine.device, blocks, has_compiler()).value
+        forecast_values = {"precision": predict_precision(given, machine.device, bf16), "compile": compiled}
+        forecast = make_forecast(given.model_copy(update=forecast_values), folder, local_cluster, world_size)
         chosen, seconds = try_memory_choices(given, needs, memory_budget, payload, call, forecast, blocks)
     bucket = choose_bucket_mib(given, needs.trainable_parameters, world_size, num_nodes, machine.device)
     precision = choose_precision(given, seconds, machine.device, bf16)
@@ -256,15 +258,15 @@ def list_parallelism_choices(found: list[AutoChoice]) -> list[AutoChoice]:
 def make_forecast(
     given: Recipe, folder: Path, local_cluster: Cluster | None, world_size: int
 ) -> StepTimePredictor | None:
-    """Seconds of a step by way of recomputing and micro-batch, where the probe's file can tell them."""
+    """Seconds of a step by way of recomputing and micro-batch, where the calibration can tell them. `given` names its
+    precision, and whether it is compiled."""
     if local_cluster is None:
         return None
     parallelism = given.parallelism if isinstance(given.parallelism, Parallelism) else Parallelism(replicate=world_size)
-    precision = predict_precision(given, "cpu")
+    recipe = given.model_copy(update={"parallelism": parallelism})
 
     def forecast(mode: str, micro: int) -> float | None:
-        values = {"parallelism": parallelism, "precision": precision, "compile": False}
-        parts = predict_step(given.model_copy(update=values), micro, mode, folder, local_cluster, world_size)
+        parts = predict_step(recipe, micro, mode, folder, local_cluster, world_size)
         return None if parts is None else parts.total
 
     return forecast

@@ -49,22 +49,27 @@ def calibrate(
     from phalanx.cluster import discover_machine, save_cluster
     from phalanx.cluster.calibration import default_calibration_path
     from phalanx.cluster.discovery import check_workers
-    from phalanx.errors import UsageError
+    from phalanx.errors import UsageError, describe_os_error
     from phalanx.run.directory import check_output_path
 
-    if out is not None:
-        check_output_path("--out", out, ["# A cluster for Phalanx"])  # before measuring takes minutes
     if not folder.is_dir():
         raise UsageError(f"--dir {folder}: no such directory")
     machine = discover_machine()
     if nproc_per_node is not None:
         check_workers(machine, nproc_per_node)
+    if out is None:
+        out = default_calibration_path(machine)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"the cache directory {out.parent} cannot be created: {describe_os_error(error)}; "
+                "choose a cluster file with --out FILE"
+            ) from None
+    check_output_path("--out", out, ["# A cluster for Phalanx"])  # before measuring takes minutes
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     with show_progress() as report_progress:
         cluster = calibrate(machine, quick=quick, num_processes=nproc_per_node, folder=folder, progress=report_progress)
-    if out is None:
-        out = default_calibration_path(machine)
-        out.parent.mkdir(parents=True, exist_ok=True)
     save_cluster(cluster, out)
     typer.echo(json.dumps(cluster.model_dump(mode="json"), indent=2) if as_json else format_page(cluster, machine, out))
 

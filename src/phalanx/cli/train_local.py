@@ -14,7 +14,8 @@ from phalanx.cli.data import show_progress
 from phalanx.errors import ExitCode
 from phalanx.formatting import format_count, format_duration
 from phalanx.jobs.agent.leader_agent import RunOutcome
-from phalanx.observe.progress import ProgressDisplay, make_display, read_run_facts
+from phalanx.observe.progress import ProgressDisplay, make_display
+from phalanx.observe.run_progress import read_run_facts
 from phalanx.recipe import dump_recipe
 from phalanx.run import Event, Run
 from phalanx.run.node_env import NodeEnv

@@ -9,6 +9,7 @@ from phalanx.run.event_types import (
     CheckpointSaved,
     Compiled,
     EvaluationDone,
+    EvaluationProgress,
     GradSyncSelected,
     HangDetected,
     NonFiniteStep,
@@ -40,6 +41,8 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
                 f"compiled {formatting.format_plural(event.num_blocks, 'block')} in "
                 f"{formatting.format_duration(event.duration_s)}{breaks}"
             )
+        case EvaluationProgress():
+            return f"evaluating after step {event.step}: {event.num_samples_done:,} of {event.num_samples:,} samples"
         case EvaluationDone():
             listed = "".join(f"  {name} {formatting.format_loss(value)}" for name, value in event.metrics.items())
             best = "  (best so far)" if event.is_best else ""

@@ -54,9 +54,15 @@ def stack_by_name(name: str) -> SoftwareStack:
 def phalanx_stack(device: AcceleratorSpec, devices: int) -> SoftwareStack:
     """Phalanx itself. On one device as it was measured on this generation of accelerators; else, and on several, where
     it was not measured, with what is usual for torch: what shares power, memory and time with communication computes
-    more slowly than the same device alone."""
+    more slowly than the same device alone.
+
+    A CPU runs its operations itself: their launches are part of them (`kernel_us`, which `phalanx calibrate` measures),
+    and nothing else was found in a step: whole steps of 14 ms take as long as a plain loop's
+    (docs/benchmarks/engine_overhead.md).
+    """
     name = f"{PHALANX_STACK}-{device.generation}" if devices == 1 else PHALANX_STACK
-    return replace(stack_by_name(name if name in load_stack_data()["stacks"] else PHALANX_STACK), name=PHALANX_STACK)
+    stack = replace(stack_by_name(name if name in load_stack_data()["stacks"] else PHALANX_STACK), name=PHALANX_STACK)
+    return replace(stack, launch_s=0.0, step_overhead_s=0.0) if device.generation == "cpu" else stack
 
 
 def device_costs_for_stack(accelerator: AcceleratorSpec, precision: str, stack_used: SoftwareStack) -> DeviceCosts:

@@ -181,7 +181,9 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
     """UsageError when a file cannot be written to `path`: there is no such folder, or a file is there already that is
     not an earlier output of this kind. One of `markers` stands near the beginning of each of those."""
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
+        raise UsageError(
+            f"{option} {path}: there is no folder {path.absolute().parent}; create it, or choose another file"
+        )
     if path.is_dir():
         raise UsageError(f"{option} {path}: is a folder; expected a file")
     if path.exists() and not path.is_file():  # a device or pipe
@@ -190,7 +192,9 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
     try:
         open(path, "ab").close()
     except OSError as error:
-        raise UsageError(f"{option} {path}: cannot be written: {describe_os_error(error)}") from None
+        raise UsageError(
+            f"{option} {path}: cannot be written: {describe_os_error(error)}; choose another file"
+        ) from None
     if is_new:
         path.unlink()
         return

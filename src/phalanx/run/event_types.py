@@ -131,6 +131,16 @@ class StepDone(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationProgress(RunEvent):
+    """The validation set is being scored after `step`, and this takes long: `num_samples_done` of `num_samples`."""
+
+    kind: ClassVar[str] = "evaluation_progress"
+    step: int
+    num_samples_done: int
+    num_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationDone(RunEvent):
     """The validation set was scored after `step`. `loss` and `metrics` are None where they are not finite; `is_best`:
     the lowest loss so far."""
@@ -339,6 +349,7 @@ Event = (
     | AttemptStarted
     | Compiled
     | StepDone
+    | EvaluationProgress
     | EvaluationDone
     | CheckpointSaved
     | CheckpointFailed

@@ -13,6 +13,7 @@ from phalanx.data import DataInfo, RunData
 from phalanx.recipe import ResolvedRecipe, huggingface_directory
 from phalanx.recipe.devices import device_kind_of
 from phalanx.run import Run
+from phalanx.run.event_types import EvaluationProgress
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
 from phalanx.train.distributed.environment import DistEnv
@@ -168,6 +169,12 @@ def make_evaluator(
         heartbeat.record(phases[0])  # it is asked between two batches
         return process.stop_request.requested
 
+    def report_progress(num_done: int, num_samples: int) -> None:
+        if dist_env.is_rank_zero:
+            process.reporter.report_event(
+                EvaluationProgress(step=heartbeat.step, num_samples_done=num_done, num_samples=num_samples)
+            )
+
     def evaluate_validation() -> EvaluationResult | None:
         if data.num_validation_samples == 0:
             return None
@@ -181,6 +188,7 @@ def make_evaluator(
             max_samples=samples,
             micro_size=micro_size,
             stop_requested=stop_requested,
+            report_progress=report_progress,
         )
         del phases[:-1]
         return found

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from phalanx.train.train_context import TrainContext
     from phalanx.train.train_state import SurvivorState
 
+PROGRESS_INTERVAL_S = 10.0
+
 
 @dataclass(frozen=True)
 class EvaluationResult:
@@ -112,16 +114,18 @@ def evaluate(
     max_samples: int,
     micro_size: int,
     stop_requested: Callable[[], bool] = lambda: False,
+    report_progress: Callable[[int, int], None] = lambda num_done, num_samples: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> EvaluationResult | None:
-    """Evaluate at most `samples` samples of the validation set; None if a worker was asked to stop meanwhile.
+    """Evaluate at most `max_samples` samples of the validation set; None if a worker was asked to stop meanwhile.
+    `report_progress` is called every 10 s with the number of samples that are done, and of all.
 
     The many arguments replace a recipe: a checkpoint is also evaluated on its own, without a run's context.
 
     Micro-batch i is evaluated by data-parallel rank i mod dp_size. The sums of each micro-batch have a slot of their
     own and are added in order, so the result does not depend on the world size.
     """
-    start_time = clock()
+    start_time = last_report_at = clock()
     total = min(max_samples, data.num_validation_samples)
     starts = range(0, total, micro_size)
     rows: dict[int, list[float]] = {}
@@ -140,6 +144,9 @@ def evaluate(
                     rows[index] = [float(part) for _, value, num_terms in sums for part in (value, num_terms)]
             if _any_rank(stop_requested(), dist_env):
                 return None
+            if clock() >= last_report_at + PROGRESS_INTERVAL_S:
+                last_report_at = clock()
+                report_progress(min(total, (round_start + mesh.dp_size) * micro_size), total)
     added = _sum_metric_rows(rows, len(starts), dist_env)
     means = [added[i] / max(added[i + 1], 1.0) for i in range(0, len(added), 2)]
     return EvaluationResult(

@@ -137,6 +137,17 @@ def test_the_file_goes_to_the_cache_by_itself(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.endswith(f"\nwrote {file}\n")
 
 
+def test_a_cache_directory_that_cannot_be_made_is_said_before_measuring(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: pytest.fail("it measured"))
+    (folder / "cache").write_text("a file in its way")
+    assert main.main(["calibrate"]) == 64
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: the cache directory {default_calibration_path(MACHINE).parent} cannot be created: ")
+    assert said.endswith("; choose a cluster file with --out FILE\n")
+
+
 def test_the_file_goes_where_it_shall(folder: Path) -> None:
     assert main.main(["calibrate", "--out", "mine.yaml"]) == 0
     assert load_cluster("mine.yaml") == found()
@@ -161,6 +172,7 @@ def test_options_are_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("options", "text"),
     [
         (["--out", "nowhere/x.yaml"], "error: --out nowhere/x.yaml: there is no folder"),
+        (["--out", "/proc/x.yaml"], "error: --out /proc/x.yaml: cannot be written: "),
         (["--dir", "nowhere"], "error: --dir nowhere: no such directory"),
         (["--nproc-per-node", "0"], "error: Invalid value for '--nproc-per-node'"),
     ],

@@ -110,7 +110,7 @@ def test_explaining_shows_time_memory_and_the_step(capsys: pytest.CaptureFixture
         "total",
     ):
         assert text in out
-    assert "rank 0   computing" in out
+    assert "rank 0  computing" in out
 
 
 def test_a_trace_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,18 +14,17 @@ from phalanx.observe.event_messages import describe_hang, describe_straggler
 from phalanx.observe.progress import (
     EventFormatter,
     LogProgressDisplay,
-    RunFacts,
-    RunProgress,
     TerminalProgressDisplay,
     make_console,
     make_display,
-    read_run_facts,
 )
+from phalanx.observe.run_progress import RunFacts, RunProgress, read_run_facts
 from phalanx.run import Event, Run, read_events
 from phalanx.run.event_types import (
     AttemptStarted,
     Compiled,
     EvaluationDone,
+    EvaluationProgress,
     GradSyncSelected,
     HangDetected,
     RunEnded,
@@ -192,6 +191,18 @@ def test_nothing_is_shown_of_what_was_not_measured() -> None:
     assert tally.mfu is None
     display = LogProgressDisplay(io.StringIO(), 10, RunFacts(), Clock())
     display.show_event(step(1, 1.0, loss=None, grad_norm=None, seconds=0.0))
+
+
+def test_a_long_evaluation_shows_how_far_it_is() -> None:
+    slow = made(EvaluationProgress, time=2.0, step=50, num_samples_done=250, num_samples=1000)
+    assert "evaluating after step 50: 250 of 1,000 samples" in logged([start(), slow])[-1]
+    display, _, _ = terminal(every=0.0)
+    out = io.StringIO()
+    for event in (start(), step(50, 1.0), slow):
+        display.show_event(event)
+    Console(file=out, width=100).print(display.render_lines())
+    assert "evaluating: 25%" in out.getvalue()
+    display.close()
 
 
 def terminal(every: float = 0.25) -> tuple[TerminalProgressDisplay, Clock, io.StringIO]:

@@ -1,6 +1,6 @@
 """The constants of software stacks: how many there are, and that each is known."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -14,6 +14,7 @@ from phalanx.planner.stacks import (
     generation_of,
     list_constants,
     load_stack_data,
+    phalanx_stack,
     stack_by_name,
 )
 
@@ -66,6 +67,12 @@ def test_a_generation_nobody_measured_is_typical() -> None:
     odd = H100.model_copy(update={"generation": "quantum"})
     assert generation_of(odd) == generation_of(H100.model_copy(update={"generation": UNKNOWN_GENERATION}))
     assert generation_of(odd) != generation_of(H100)
+
+
+def test_a_step_on_a_cpu_is_its_operations() -> None:
+    cpu = phalanx_stack(H100.model_copy(update={"generation": "cpu"}), 2)
+    assert (cpu.launch_s, cpu.step_overhead_s) == (0, 0)
+    assert replace(phalanx_stack(H100, 2), launch_s=0.0, step_overhead_s=0.0) == cpu
 
 
 def test_training_keeps_up_less_than_single_products_reach() -> None:

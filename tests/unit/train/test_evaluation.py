@@ -103,6 +103,13 @@ def test_the_seconds_are_those_that_pass_meanwhile() -> None:
     assert score(model, micro=4, clock=clock).duration_s == 8.0
 
 
+def test_an_evaluation_reports_its_progress_every_ten_seconds() -> None:
+    model, clock, reports = tiny_lm(), Clock(), []
+    model.register_forward_hook(lambda *_: clock.tick(6.0))
+    score(model, micro=4, clock=clock, report_progress=lambda *numbers: reports.append(numbers))
+    assert reports == [(8, 13), (13, 13)]
+
+
 def test_held_out_data_without_a_single_term_score_zero() -> None:
     assert score(tiny_lm(), of=data(ignored=1.1)).loss == 0.0
 
