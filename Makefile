@@ -68,10 +68,10 @@ build/emulated/venv/.installed:
 	build/emulated/venv/bin/python -m pip install --quiet torch==2.11.0 pytest pytest-timeout -e '.[tokenizers]'
 	@touch $@
 
-cluster-up: venv ## Open a shell on such a Slurm; nothing is left of it when the shell ends.
+cluster-up: venv ## Open a shell on such a Slurm; `exit` removes it.
 	@$(BIN)/python tests/helpers/slurm_cluster.py
 
-chaos: venv ## Kill a run a hundred times, others in every way that there is, and compare their digests.
+chaos: venv ## Inject hundreds of faults of every kind into one recipe, and compare digests.
 	rm -rf build/chaos
 	$(BIN)/phalanx chaos tests/chaos/hundred.yaml --faults 100 --kinds kill,crash,abort,fork-server,agent --nproc-per-node 2 --run build/chaos/kills
 	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 30 --nproc-per-node 2 --run build/chaos/all

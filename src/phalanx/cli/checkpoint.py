@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx import formatting
+from phalanx.cli.ctrl_c import import_torch
 from phalanx.cli.stderr import print_warning
 from phalanx.errors import ExitCode
 from phalanx.text_table import Column, format_table
@@ -73,6 +74,7 @@ def verify(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     from phalanx.app.checkpoint import CorruptCheckpointError, select_checkpoint, verify_selected
 
     checkpoint = select_checkpoint(path, step)
+    import_torch()
     try:
         verified = verify_selected(checkpoint)
     except CorruptCheckpointError as error:
@@ -99,6 +101,7 @@ def digest(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     from phalanx.app.checkpoint import digest_checkpoint, select_checkpoint
 
     checkpoint = select_checkpoint(path, step)
+    import_torch()
     value = digest_checkpoint(checkpoint)
     print(json.dumps({"path": str(checkpoint), "digest": value}) if as_json else value)
 
@@ -117,8 +120,9 @@ def export(
     readable with `from_pretrained`: original tensor names, LoRA adapters merged, tokenizer included."""
     from phalanx.app.checkpoint import export_to_huggingface, select_checkpoint
 
-    write = {ExportFormat.HF: export_to_huggingface}[to]
-    exported = write(select_checkpoint(path, step), out)
+    checkpoint = select_checkpoint(path, step)
+    import_torch()
+    exported = {ExportFormat.HF: export_to_huggingface}[to](checkpoint, out)
     if as_json:
         facts = {"path": str(exported.path), "out": str(out), "files": exported.files, "notes": exported.notes}
         print(json.dumps(facts))

@@ -3,11 +3,13 @@
 Python raises KeyboardInterrupt wherever the main thread is. In a finalizer, or in a callback from compiled code, it
 cannot propagate: Python prints "Exception ignored", and the command continues. (One such place is pydantic's
 validation, which takes an error of `isinstance(value, Mapping)` for False.) So it is raised again a moment later.
+
+The import of torch catches a KeyboardInterrupt in some places and continues: `import_torch` raises it afterwards.
 """
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -21,6 +23,33 @@ class InterruptStatus:
 
     def __init__(self) -> None:
         self.was_lost = False
+
+
+def import_torch() -> None:
+    """Import torch. KeyboardInterrupt at the latest when it is imported, if Ctrl-C was pressed meanwhile."""
+    with _note_interrupts() as was_interrupted:
+        import torch  # noqa: F401
+    if was_interrupted():
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _note_interrupts() -> Iterator[Callable[[], bool]]:
+    """Raise KeyboardInterrupt as usual, and note that it was raised. Ignored interrupts stay ignored."""
+    interrupted = False
+
+    def raise_and_note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, raise_and_note)
+    try:
+        yield lambda: interrupted
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager

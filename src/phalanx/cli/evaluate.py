@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.ctrl_c import import_torch
 from phalanx.cli.stderr import print_warning
 from phalanx.text_table import format_facts
 
@@ -45,7 +46,8 @@ def evaluate(
     from phalanx.run import Run
 
     run_dir = Run.open_existing(run)
-    from phalanx.app.evaluate import evaluate_run  # imports torch
+    import_torch()
+    from phalanx.app.evaluate import evaluate_run
     from phalanx.app.trained_model import CheckpointSelection
 
     scores = evaluate_run(run_dir, CheckpointSelection(step, best, trust_code), device, samples, print_warning)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.ctrl_c import import_torch
 from phalanx.cli.numbers import number
 from phalanx.cli.stderr import print_warning
 from phalanx.std_streams import escape_control_chars
@@ -38,7 +39,8 @@ def generate(
     from phalanx.run import Run
 
     run_dir = Run.open_existing(run)
-    from phalanx.app.generate import SamplingOptions, generate_text  # imports torch
+    import_torch()
+    from phalanx.app.generate import SamplingOptions, generate_text
     from phalanx.app.trained_model import CheckpointSelection
 
     sampling = SamplingOptions(tokens, temperature, top_k, seed)

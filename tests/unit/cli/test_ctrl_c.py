@@ -3,10 +3,11 @@
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from phalanx.cli.ctrl_c import reraise_lost_interrupts
+from phalanx.cli.ctrl_c import import_torch, reraise_lost_interrupts
 
 
 class Swallows:
@@ -35,6 +36,21 @@ def test_ignored_again_it_comes_a_third_time() -> None:
         Swallows(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             time.sleep(60)
+
+
+def test_an_interrupt_that_the_import_of_torch_catches_is_raised_when_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        import_torch()
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.delitem(sys.modules, "torch")
 
 
 def test_other_errors_are_told_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
