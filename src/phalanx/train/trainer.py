@@ -23,9 +23,10 @@ from phalanx.data.prefetch import Prefetcher, RankBatch
 from phalanx.errors import GaveUpError, UsageError
 from phalanx.run import Event
 from phalanx.run.event_types import EvaluationDone, NonFiniteStep, RunEnded, RunStatus, RunWarning, StepDone, StepPhases
-from phalanx.train.checkpoint.interval import StepTimes
-from phalanx.train.checkpoint.policy import CheckpointPolicy
+from phalanx.train.checkpoint.checkpointer import Checkpointer
+from phalanx.train.checkpoint.live_state import LiveState
 from phalanx.train.checkpoint.restore import restore_newest
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.buffer_sync import format_names
 from phalanx.train.distributed.environment import collect_in_background
 from phalanx.train.distributed.pipeline.build import PipelineRunner
@@ -76,13 +77,15 @@ class Trainer:
         self._continues_from_memory = isinstance(start_state, SurvivorState)
         self._rollback_counts: Counter[int] = Counter()
         recipe, dist_env, accumulator = context.recipe, context.dist_env, context.accumulator
-        self.step_times = StepTimes()
-        self.checkpoint_policy = CheckpointPolicy(
-            context, survivor_state, common_meta, self.step_times, self._report_event
+        mesh, flush = context.parallel_model.mesh, context.reporter.flush
+        save_context = SaveContext(
+            context.run, dist_env, mesh, common_meta, self._report_event, flush, context.check_membership
         )
-        self.checkpoints = self.checkpoint_policy.checkpoints
+        self.checkpointer = Checkpointer(
+            save_context, recipe.checkpoint, recipe.steps, LiveState(context.app_state), survivor_state
+        )
         self.timer = HeartbeatTimer(make_step_timer(dist_env.device), context.heartbeat)
-        num_backwards = len(context.parallel_model.mesh.own_micro_batches(accumulator.num_micro_batches))
+        num_backwards = len(mesh.own_micro_batches(accumulator.num_micro_batches))
         self.grad_sync_selector = GradSyncSelector(
             recipe, dist_env, accumulator.reducer, num_backwards, train_state, self._report_event
         )
@@ -180,7 +183,7 @@ class Trainer:
                 self.grad_sync_selector.select_if_due()
             self._run_post_step()
         # A worker that joins takes no part in a save in flight, so wait for its end.
-        membership_changed = result.flags["summoned"] == world_size and self.checkpoints.step_in_flight is None
+        membership_changed = result.flags["summoned"] == world_size and self.checkpointer.durable_in_flight is None
         if membership_changed and not self.is_done:
             raise MembershipChanged
 
@@ -262,7 +265,7 @@ class Trainer:
 
     def _wait_snapshot_copied(self) -> None:
         """Wait until a save in flight has copied the state, which the optimizer changes next. Saves wait only here."""
-        self.checkpoints.wait_snapshot_copied()
+        self.checkpointer.wait_snapshot_copied()
         self.timer.lap("checkpoint_stall")
 
     def _run_post_step(self) -> None:
@@ -272,10 +275,16 @@ class Trainer:
             self._evaluated_step = self.train_state.step
         self.timer.skip()
         if not self.is_done:
-            self.checkpoint_policy.save_if_due(self._improved)
-            self.checkpoint_policy.copy_to_memory_if_due()
+            self.checkpointer.save_if_due(self._due_steps, self._improved)
             self.timer.lap("checkpoint_stall")
         self._post_step_done = self.train_state.step
+
+    @property
+    def _due_steps(self) -> range:
+        """The steps of which evaluations and saves are due now: this one, or the local SGD steps that end with it, when
+        the replicas held different weights."""
+        step, local_sgd = self.train_state.step, self.context.parallel_model.local_sgd
+        return range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)
 
     @property
     def state_is_consistent(self) -> bool:
@@ -284,7 +293,7 @@ class Trainer:
 
     def detach(self) -> SurvivorState:
         """Restore the state at the end of the last completed step, without communication."""
-        pending_save = self.checkpoints.detach()  # first: it may be copying what changes below
+        pending_save = self.checkpointer.detach()  # first: it may be copying what changes below
         self.context.accumulator.reducer.close()
         in_step = self.train_state.samples_consumed == self._samples_at_step_start
         if in_step:
@@ -298,7 +307,7 @@ class Trainer:
     def finish(self) -> RunStatus:
         """Save the final state. Returns `done` or `interrupted`."""
         self.context.heartbeat.record("ending")
-        self.checkpoint_policy.save_final(self._improved)
+        self.checkpointer.save_final(self._improved)
         status: RunStatus = "done" if self.train_state.step >= self.context.recipe.steps else "interrupted"
         self._report_event(RunEnded(status=status, step=self.train_state.step))
         return status
@@ -311,7 +320,7 @@ class Trainer:
         local_sgd = context.parallel_model.local_sgd
         if local_sgd is not None and local_sgd.local_sgd.after_step(step, updated):
             timer.lap("grad_sync")
-        self.checkpoints.handle_flags(result.flags)
+        self.checkpointer.step_done(result.flags)
         timer.lap("checkpoint_stall")
         units = recipe.batch.global_size * context.units_per_sample
         train_state.step = context.callbacks.run_context.step = step
@@ -322,7 +331,7 @@ class Trainer:
             train_state.units_trained += units
         step_s, seconds_by_phase = timer.stop()
         timer.start()
-        self.step_times.record_step(step_s)
+        self.checkpointer.step_times.record_step(step_s)
         self.grad_sync_selector.record_step(step_s, seconds_by_phase)
         event = StepDone(
             step=step,
@@ -363,8 +372,9 @@ class Trainer:
         return None if noise_scale.value is None else _finite_or_none(noise_scale.value * samples)
 
     def _local_flags(self) -> tuple[bool, ...]:
-        """This worker's flags, in the order of `train_step.STEP_FLAGS`."""
-        return (self.context.stop_request.requested, self.context.membership_changed(), *self.checkpoints.local_flags())
+        """This worker's flags, the first of `train_step.STEP_FLAGS`."""
+        context = self.context
+        return (context.stop_request.requested, context.membership_changed(), *self.checkpointer.local_flags())
 
     def _handle_nonfinite(self, step: int, result: StepResult) -> None:
         """Count a skipped step, and roll back when too many in a row were skipped."""
@@ -391,11 +401,11 @@ class Trainer:
         """Load the weights of the last good checkpoint. The samples since then are not repeated: they caused this."""
         context, train_state = self.context, self.train_state
         self._rollback_reason = reason  # a reconfiguration may interrupt the wait
-        self.checkpoints.wait_until_saved()
+        self.checkpointer.wait_until_saved()
         self._mutating = True
         if train_state.lost_checkpoint_step:
             # Rolling back to another checkpoint would change the run. Restart from the one before, and write it again.
-            self.checkpoints.delete_after(train_state.lost_checkpoint_step)
+            self.checkpointer.delete_after(train_state.lost_checkpoint_step)
             raise RuntimeError(
                 f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and the checkpoint to go "
                 f"back to, of step "
@@ -414,8 +424,7 @@ class Trainer:
         train_state.units_trained = restored.manifest.meta["units_trained"]
         train_state.last_saved_step = self._post_step_done = self._evaluated_step = train_state.step
         self._rollback_reason, self._mutating, self._rolled_back = "", False, True
-        self.checkpoint_policy.was_restored()
-        self.checkpoints.roll_back(train_state.step)
+        self.checkpointer.roll_back(train_state.step)
         self._rollback_counts[train_state.step] += 1
         if self._rollback_counts[train_state.step] > MAX_NONFINITE_IN_A_ROW:
             raise GaveUpError(
@@ -428,7 +437,7 @@ class Trainer:
         context, recipe, train_state = self.context, self.context.recipe, self.train_state
         every = recipe.evaluation.every
         due = every is not None and (
-            self.checkpoint_policy.is_due(lambda step: step % every == 0) or train_state.step == recipe.steps
+            any(step % every == 0 for step in self._due_steps) or train_state.step == recipe.steps
         )
         if not due or train_state.step == 0:
             return False
