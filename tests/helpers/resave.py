@@ -1,23 +1,25 @@
 """Work for the processes of a layout: read a run's checkpoint and write it again, without a step between."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.data import open_data
 from phalanx.recipe import load_recipe
+from phalanx.recipe.schema import CheckpointConfig
 from phalanx.run import Run
 from phalanx.run.process_messages import WorkerFinishing
 from phalanx.train.builder import build_context
-from phalanx.train.checkpoint.load_plan import get_local_state
-from phalanx.train.checkpoint.manager import CheckpointManager
+from phalanx.train.checkpoint.checkpointer import Checkpointer
+from phalanx.train.checkpoint.live_state import LiveState
 from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import dist_env_from_environment
 from phalanx.train.distributed.process_group import init_process_group, shut_down_process_group
 from phalanx.train.reporter import make_reporter
 from phalanx.train.resume import resume_training
 from phalanx.train.train_context import WorkerProcess
-from phalanx.train.train_state import AppState
+from phalanx.train.train_state import SurvivorState
 
 
 def work(payload: dict[str, Any]) -> None:
@@ -29,12 +31,14 @@ def work(payload: dict[str, Any]) -> None:
     report = make_reporter(out, place.is_rank_zero, os.environ["PHALANX_EVENTS_FD"])
     parts = build_context(WorkerProcess(run, Path(payload["folder"]), place, report), recipe, data)
     progress = resume_training(parts, data.fingerprint, force=False)
-    saving = CheckpointManager(
-        SaveContext(out, place, parts.parallel_model.mesh, {}, lambda event: None, lambda: None), 3
+    saving = Checkpointer(
+        SaveContext(out, place, parts.parallel_model.mesh, {}, lambda event: None),
+        CheckpointConfig(every=None, in_memory_every=None),
+        progress.step,
+        LiveState(parts.app_state),
+        SurvivorState(replace(progress, last_saved_step=0), progress.step),
     )
-    saving.start_save(
-        progress, get_local_state(AppState(parts.parallel_model, parts.optimizer, parts.scaler)), [], is_best=False
-    )
+    saving.start_save()
     saving.wait_snapshot_copied()
     saving.close()
     shut_down_process_group()

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from checkpointers import StepSaver
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import DIR_PREFIX, create_node_dir, read_epochs
-from phalanx.train.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
+from phalanx.train.checkpoint.in_memory.node_copies import NodeCopies
 from phalanx.train.checkpoint.in_memory.restore import VerifiedCopies, find_verified_copies, restore_in_memory
-from phalanx.train.checkpoint.interval import StepTimes
 from phalanx.train.checkpoint.load_plan import get_local_state
+from phalanx.train.checkpoint.save import SAVE_FLAGS
 from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, build_mesh
@@ -28,7 +29,7 @@ from phalanx.train.distributed.object_collectives import all_gather_json, broadc
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import IN_MEMORY_FLAGS, AppState, TrainState
+from phalanx.train.train_state import AppState
 from process_worlds import ProcessWorlds
 
 LAYOUTS = {"shards": {"shard": 4}, "replicas of shards": {"replicate": 2, "shard": 2}, "replicas": {"replicate": 4}}
@@ -57,13 +58,10 @@ class Worker:
         self.optimizer = OptimizerContainer(self.divided.merged_module, OptimizerConfig())
         self.scale = GradScaler()
         self.told: list[Event] = []
-        self.hot = InMemoryCheckpointer(
-            SaveContext(self.run, self.place, self.mesh, {}, self.told.append),
-            1,
-            0,
-            StepTimes(),
-            lambda: None,
-            self.environment,
+        self.hot = StepSaver(
+            SaveContext(self.run, self.place, self.mesh, {}, self.told.append, environment=self.environment),
+            AppState(self.divided, self.optimizer, self.scale),
+            in_memory_every=1,
         )
 
     def learn(self, step: int) -> None:
@@ -74,17 +72,13 @@ class Worker:
 
     def copy(self, step: int) -> None:
         """Copy the state, and settle it with the others."""
-        self.hot.start_copy(
-            TrainState(step=step, samples_consumed=step),
-            get_local_state(AppState(self.divided, self.optimizer, self.scale)),
-            [],
-        )
+        self.hot.copy(step)
         self.hot.wait_snapshot_copied()
-        assert self.hot._saver is not None
-        self.hot._saver.poll_when_idle()
+        assert self.hot._in_flight is not None
+        self.hot._in_flight.saver.poll_when_idle()
         flags = torch.tensor([float(flag) for flag in self.hot.local_flags()])
         dist.all_reduce(flags)
-        self.hot.handle_flags(dict(zip(IN_MEMORY_FLAGS, map(int, flags.tolist()), strict=True)))
+        self.hot.step_done(dict(zip(SAVE_FLAGS, map(int, flags.tolist()), strict=True)))
 
     def state(self) -> dict[str, Tensor]:
         held = get_local_state(AppState(self.divided, self.optimizer, self.scale))
@@ -92,6 +86,11 @@ class Worker:
 
     def found(self) -> VerifiedCopies | None:
         return find_verified_copies(self.run, self.place, lambda *_: None, self.environment)
+
+
+def copies_of(worker: Worker) -> NodeCopies:
+    assert worker.hot._copies is not None
+    return worker.hot._copies
 
 
 def parts_here(folder: str, node: int) -> dict[int, list[int]]:
@@ -109,7 +108,7 @@ def kept_and_lost(rank: int, world: int, *, folder: str, layout: dict[str, int])
         worker.learn(step)
         worker.copy(step)
     before, kept = worker.state(), parts_here(folder, rank // 2)
-    worker.hot.cancel()
+    worker.hot.detach()
     dist.barrier()
     if rank == 2:
         shutil.rmtree(Path(folder) / "node-1")
@@ -179,12 +178,12 @@ def said_of_all(rank: int, world: int, *, folder: str) -> dict[str, Any]:
         worker = Worker(rank, world, f"{folder}/{name}", layout)
         spoken.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("phalanx.train.checkpoint.in_memory.checkpointer.all_gather_json", speak)
+            patch.setattr("phalanx.train.checkpoint.in_memory.node_copies.all_gather_json", speak)
             worker.learn(1)
             worker.copy(1)
         names = [value for value in spoken if isinstance(value, list)]
-        copies[name] = (len(names[0]), worker.hot._num_tensors, len(worker.state()))
-        worker.hot.cancel()
+        copies[name] = (len(names[0]), copies_of(worker).num_tensors, len(worker.state()))
+        worker.hot.detach()
     whole = said == [0, 1, long, 3] and led == long
     return {"whole": whole, "by all": by_all, "by leader": by_leader, "copies": copies}
 
@@ -209,7 +208,7 @@ def failing_on_one(rank: int, world: int, *, folder: str, how: str) -> list[tupl
     worker = Worker(rank, world, folder, LAYOUTS["shards"])
     worker.learn(1)
     worker.copy(1)
-    worker.hot.cancel()
+    worker.hot.detach()
     dist.barrier()
     base = Path(folder) / "node-1"
     if rank == 2 and how == "no room":
@@ -262,16 +261,15 @@ def left_alone(rank: int, world: int, *, folder: str) -> float:
     worker.learn(1)
     worker.copy(1)
     if rank == 3:
-        worker.hot.cancel()
+        worker.hot.detach()
         dist.barrier()
         return 0.0
     dist.barrier()
     worker.learn(2)
-    state = get_local_state(AppState(worker.divided, worker.optimizer, worker.scale))
-    worker.hot.start_copy(TrainState(step=2, samples_consumed=2), state, [])
+    worker.hot.copy(2)
     worker.hot.wait_snapshot_copied()
     begun = time.monotonic()
-    worker.hot.cancel()
+    worker.hot.detach()
     return time.monotonic() - begun
 
 
@@ -289,10 +287,9 @@ def broken(rank: int, world: int, *, folder: str) -> list[str]:
     worker.learn(1)
     worker.copy(1)
     if rank == 0:
-        assert worker.hot._replica_client is not None
-        worker.hot._replica_client.close()
+        copies_of(worker)._peers.shut_down()
     worker.copy(2)
-    assert not worker.hot.is_due(3, 100)
+    assert not worker.hot.copy_interval.is_due(3)
     return [event.text for event in worker.told if isinstance(event, RunWarning)]
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,28 +47,26 @@ class EvaluationPolicy:
         self,
         context: "TrainContext",
         survivor_state: "SurvivorState",
-        is_due: Callable[[Callable[[int], bool]], bool],
         report_event: ReportEventFn,
     ):
-        self._context, self._train_state = context, survivor_state.train_state
-        self._is_due, self._report_event = is_due, report_event
+        self._context, self._train_state, self._report_event = context, survivor_state.train_state, report_event
         self.last_step = survivor_state.evaluated_step
         """The step for which an evaluation was last considered."""
         self.improved = survivor_state.improved
         """Whether the loss at `last_step` is the best so far."""
 
-    def evaluate_if_due(self) -> None:
-        """Evaluate after the current step if that is due. Does nothing if a reconfiguration interrupted what followed
+    def evaluate_if_due(self, due_steps: Sequence[int]) -> None:
+        """Evaluate if that is due after one of `due_steps`. Does nothing if a reconfiguration interrupted what followed
         the evaluation of this step."""
         if self.last_step < self._train_state.step:
-            self.improved = self._evaluate_if_due()
+            self.improved = self._evaluate_if_due(due_steps)
             self.last_step = self._train_state.step
 
-    def _evaluate_if_due(self) -> bool:
+    def _evaluate_if_due(self, due_steps: Sequence[int]) -> bool:
         context, train_state = self._context, self._train_state
         every = context.recipe.evaluation.every
         due = every is not None and (
-            self._is_due(lambda step: step % every == 0) or train_state.step == context.recipe.steps
+            any(step % every == 0 for step in due_steps) or train_state.step == context.recipe.steps
         )
         if not due or train_state.step == 0:
             return False

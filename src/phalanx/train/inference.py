@@ -27,8 +27,8 @@ from phalanx.train.checkpoint import (
     read_manifest,
 )
 from phalanx.train.checkpoint.load_plan import check_nothing_left, load_model_tensors
-from phalanx.train.checkpoint.manager import best_checkpoint_file
 from phalanx.train.checkpoint.recipe import recipe_in
+from phalanx.train.checkpoint.retention import best_checkpoint_file
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules, get_model_tensors
 from phalanx.train.hf.inputs import get_logits

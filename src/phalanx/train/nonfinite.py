@@ -5,7 +5,7 @@ from typing import Literal
 
 from phalanx.errors import GaveUpError
 from phalanx.run.event_types import NonFiniteStep, SkipReason
-from phalanx.train.checkpoint.policy import CheckpointPolicy
+from phalanx.train.checkpoint.checkpointer import Checkpointer
 from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
@@ -52,7 +52,7 @@ def count_nonfinite(
 
 
 def load_last_good_checkpoint(
-    context: TrainContext, train_state: TrainState, checkpoint_policy: CheckpointPolicy, reason: str
+    context: TrainContext, train_state: TrainState, checkpointer: Checkpointer, reason: str
 ) -> None:
     """Roll weights and step back to the last good checkpoint on disk.
 
@@ -60,7 +60,7 @@ def load_last_good_checkpoint(
     """
     if train_state.lost_checkpoint_step:
         # Rolling back to another checkpoint would change the run. Restart from the one before, and write it again.
-        checkpoint_policy.checkpoints.delete_after(train_state.lost_checkpoint_step)
+        checkpointer.delete_after(train_state.lost_checkpoint_step)
         raise RuntimeError(
             f"step {train_state.step}: {reason} {MAX_NONFINITE_IN_A_ROW} times in a row, and the checkpoint to go back "
             f"to, of step {train_state.lost_checkpoint_step}, was lost together with a worker: restarting from the one "
@@ -78,8 +78,7 @@ def load_last_good_checkpoint(
     train_state.step = context.callbacks.run_context.step = restored.manifest.meta["step"]
     train_state.units_trained = restored.manifest.meta["units_trained"]
     train_state.last_saved_step = train_state.step
-    checkpoint_policy.was_restored()
-    checkpoint_policy.checkpoints.roll_back(train_state.step)
+    checkpointer.roll_back(train_state.step)
 
 
 def check_rollback_count(count: int, step: int, reason: str) -> None:

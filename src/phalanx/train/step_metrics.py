@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.train.train_state import SAVE_FLAG_NAMES
+from phalanx.train.checkpoint.save import SAVE_FLAGS
 
-STEP_FLAGS = ("stop", "summoned", *SAVE_FLAG_NAMES)
 BUFFERS_CHANGED_FLAG = "changed"
 """The flag for buffers that a forward changed and that must be synchronized (distributed/buffer_sync.py)."""
+STEP_FLAGS = ("stop", "summoned", *SAVE_FLAGS, BUFFERS_CHANGED_FLAG, "spare")
+"""Flags that workers add up at each step. Another number of them would shift the gradients in their buckets, and so
+change the bits of a run."""
 FP32_PARTS_PER_FP64 = 3
 """fp32 values that hold one fp64 value: each holds 24 of its 53 significant bits."""
 
@@ -45,12 +47,12 @@ class StepMetrics:
 
     - [0, M): the loss sum of each micro-batch; one element each, so that the sum over workers is exact
     - [M, 2 M): its number of terms
-    - [2 M, 2 M + F): how many workers raise each flag; the first also carries BUFFERS_CHANGED_FLAG
+    - [2 M, 2 M + F): how many workers raise each flag
     - [2 M + F]: the squared norm of the first micro-batch's gradients, in steps that estimate the gradient noise scale
     """
 
-    def __init__(self, num_micro_batches: int, world_size: int, device: torch.device):
-        self.num_micro_batches, self.world_size = num_micro_batches, world_size
+    def __init__(self, num_micro_batches: int, device: torch.device):
+        self.num_micro_batches = num_micro_batches
         size = 2 * num_micro_batches + len(STEP_FLAGS) + 1
         self.values = torch.zeros(size, dtype=torch.float64, device=device)
 
@@ -68,18 +70,15 @@ class StepMetrics:
             self.num_terms[micro_batch_index].fill_(num_terms)
 
     def raise_flags(self, flags: Sequence[bool], buffers_changed: bool) -> None:
-        """Raise this worker's flags, in the order of STEP_FLAGS."""
-        first = 2 * self.num_micro_batches
-        for index, raised in enumerate(flags):
+        """Raise this worker's flags: `flags` are the first of STEP_FLAGS, before BUFFERS_CHANGED_FLAG."""
+        for index, raised in enumerate((*flags, buffers_changed), 2 * self.num_micro_batches):
             if raised:
-                self.values[first + index].fill_(1)
-        if buffers_changed:
-            self.values[first] += changed_flag_unit(self.world_size)
+                self.values[index].fill_(1)
 
     def totals(self, values: Sequence[float], summed_grad_norm: float) -> StepTotals:
         """Read the summed vector, given as numbers."""
         count = self.num_micro_batches
-        loss, num_terms, flags = unpack_step_metrics(values[:-1], count, self.world_size)
+        loss, num_terms, flags = unpack_step_metrics(values[:-1], count)
         return StepTotals(loss, num_terms, summed_grad_norm, flags, list(values[count : 2 * count]), values[-1])
 
 
@@ -104,21 +103,10 @@ def merge_fp64(parts: Tensor) -> Tensor:
     return parts.view(FP32_PARTS_PER_FP64, -1).double().sum(0)
 
 
-def changed_flag_unit(world_size: int) -> int:
-    """A power of two above the world size: a second flag is counted in multiples of it in the first flag's element."""
-    return 1 << world_size.bit_length()
-
-
-def unpack_step_metrics(
-    values: Sequence[float], micro_batches: int, world_size: int
-) -> tuple[float, float, dict[str, int]]:
-    """Return the mean loss, the number of terms, and how many workers raised each flag. BUFFERS_CHANGED_FLAG shares the
-    element of the first flag: another element would shift the gradients in their buckets."""
+def unpack_step_metrics(values: Sequence[float], micro_batches: int) -> tuple[float, float, dict[str, int]]:
+    """Return the mean loss, the number of terms, and how many workers raised each flag."""
     loss_sum, num_terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
     flag_counts = {name: round(n) for name, n in zip(STEP_FLAGS, values[2 * micro_batches :], strict=True)}
-    flag_counts[BUFFERS_CHANGED_FLAG], flag_counts[STEP_FLAGS[0]] = divmod(
-        flag_counts[STEP_FLAGS[0]], changed_flag_unit(world_size)
-    )
     # In a batch without any term, gradient and loss are zero.
     return loss_sum / max(num_terms, 1.0), num_terms, flag_counts
 

@@ -23,7 +23,7 @@ from phalanx.train.grad_sync.noise_scale import GradientNoiseScale
 from phalanx.train.grad_sync.selection import SelectionState
 
 if TYPE_CHECKING:
-    from phalanx.train.checkpoint import CheckpointSaver
+    from phalanx.train.checkpoint import SaveInFlight
     from phalanx.train.distributed.parallel_model import ParallelModel
     from phalanx.train.optim import OptimizerContainer
     from phalanx.train.precision import GradScaler
@@ -87,23 +87,14 @@ class LastStep:
 
 
 @dataclass(frozen=True)
-class PendingSave:
-    """A worker's part in a save in flight, which continues in another world (`CheckpointManager`)."""
-
-    saver: CheckpointSaver
-    step: int
-    best_loss: float | None
-    reason: str
-
-
-@dataclass(frozen=True)
 class SurvivorState:
     """The progress of a worker that holds the state in memory, with which it joins another world.
 
     `post_step_done` is the last step after which all due work was done, `evaluated_step` the last step evaluated or not
     due for it, `improved` whether that was the best loss so far. `rollback_reason` is the reason of a rollback
     that has begun, else "". `last_step` is None when no step was completed in the present world. `grads_reduced`: the
-    worker holds the gradients of the next step, summed over all workers. `pending_save` is not sent to others.
+    worker holds the gradients of the next step, summed over all workers. `pending_save` is this worker's part in a save
+    that continues in the other world, and is not sent to others.
     """
 
     train_state: TrainState
@@ -113,7 +104,7 @@ class SurvivorState:
     evaluated_step: int = 0
     improved: bool = False
     rollback_reason: str = ""
-    pending_save: PendingSave | None = None
+    pending_save: SaveInFlight | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON values for the other workers, without `grads_reduced` and `pending_save`."""
@@ -137,9 +128,3 @@ class SurvivorState:
                 change, tuple(event for event in events if isinstance(event, StepDone | NonFiniteStep))
             )
         return cls(**{**values, "train_state": TrainState.from_meta(values["train_state"]), "last_step": last_step})
-
-
-IN_MEMORY_FLAGS = ("copied", "copy_failed")
-
-
-SAVE_FLAG_NAMES = ("written", "failed", "committed", *IN_MEMORY_FLAGS)

@@ -169,7 +169,7 @@ class GradientAccumulator:
         for before_step in self._before_step_hooks:
             before_step()
         self._measures_noise = step % NOISE_SCALE_EVERY_STEPS == 0 and self._num_own > 1 and self._evenly_divided
-        self.metrics = StepMetrics(self.num_micro_batches, self.dist_env.world_size, self.dist_env.device)
+        self.metrics = StepMetrics(self.num_micro_batches, self.dist_env.device)
         for parameter in self._parameters:
             # Otherwise autograd keeps the tensor it receives, which a CUDA graph overwrites when it runs again.
             parameter.grad = torch.zeros_like(parameter) if self._persistent_grads else None

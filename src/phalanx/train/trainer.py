@@ -20,8 +20,9 @@ from phalanx.data.prefetch import Prefetcher, RankBatch
 from phalanx.errors import UsageError
 from phalanx.run import Event
 from phalanx.run.event_types import NonFiniteStep, RunEnded, RunStatus, RunWarning, StepDone, StepPhases
-from phalanx.train.checkpoint.interval import StepTimes
-from phalanx.train.checkpoint.policy import CheckpointPolicy
+from phalanx.train.checkpoint.checkpointer import Checkpointer
+from phalanx.train.checkpoint.live_state import LiveState
+from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.buffer_snapshot import BufferSnapshot, restore_buffers, snapshot_buffers
 from phalanx.train.distributed.buffer_sync import format_names
 from phalanx.train.distributed.pipeline.build import PipelineRunner
@@ -59,13 +60,15 @@ class Trainer:
         self._continues_from_memory = isinstance(start_state, SurvivorState)
         self._rollback_counts: Counter[int] = Counter()
         recipe, dist_env, accumulator = context.recipe, context.dist_env, context.accumulator
-        self.step_times = StepTimes()
-        self.checkpoint_policy = CheckpointPolicy(
-            context, survivor_state, common_meta, self.step_times, self._report_event
+        mesh, flush = context.parallel_model.mesh, context.reporter.flush
+        save_context = SaveContext(
+            context.run, dist_env, mesh, common_meta, self._report_event, flush, context.check_membership
         )
-        self.checkpoints = self.checkpoint_policy.checkpoints
+        self.checkpointer = Checkpointer(
+            save_context, recipe.checkpoint, recipe.steps, LiveState(context.app_state), survivor_state
+        )
         self.timer = HeartbeatTimer(make_step_timer(dist_env.device), context.heartbeat)
-        num_backwards = len(context.parallel_model.mesh.own_micro_batches(accumulator.num_micro_batches))
+        num_backwards = len(mesh.own_micro_batches(accumulator.num_micro_batches))
         self.grad_sync_selector = GradSyncSelector(
             recipe, dist_env, accumulator.reducer, num_backwards, train_state, self._report_event
         )
@@ -75,7 +78,7 @@ class Trainer:
         self._same_model = SameModel(context.parallel_model)
         self._samples_at_step_start = train_state.samples_consumed
         self._post_step_done = survivor_state.post_step_done
-        self._evaluation = EvaluationPolicy(context, survivor_state, self.checkpoint_policy.is_due, self._report_event)
+        self._evaluation = EvaluationPolicy(context, survivor_state, self._report_event)
         self._rollback_reason = survivor_state.rollback_reason
         self._buffers_before: list[BufferSnapshot] = []  # at the begin of a step that a reconfiguration may interrupt
         self._last_step: LastStep | None = None
@@ -163,7 +166,7 @@ class Trainer:
                 self.grad_sync_selector.select_if_due()
             self._run_post_step()
         # A worker that joins takes no part in a save in flight, so wait for its end.
-        membership_changed = result.flags["summoned"] == world_size and self.checkpoints.step_in_flight is None
+        membership_changed = result.flags["summoned"] == world_size and self.checkpointer.durable_in_flight is None
         if membership_changed and not self.is_done:
             raise MembershipChanged
 
@@ -245,18 +248,25 @@ class Trainer:
 
     def _wait_snapshot_copied(self) -> None:
         """Wait until a save in flight has copied the state, which the optimizer changes next. Saves wait only here."""
-        self.checkpoints.wait_snapshot_copied()
+        self.checkpointer.wait_snapshot_copied()
         self.timer.lap("checkpoint_stall")
 
     def _run_post_step(self) -> None:
         """Run evaluation and checkpoints that are due after a step."""
-        self._evaluation.evaluate_if_due()
+        due_steps = self._due_steps
+        self._evaluation.evaluate_if_due(due_steps)
         self.timer.skip()
         if not self.is_done:
-            self.checkpoint_policy.save_if_due(self._evaluation.improved)
-            self.checkpoint_policy.copy_to_memory_if_due()
+            self.checkpointer.save_if_due(due_steps, self._evaluation.improved)
             self.timer.lap("checkpoint_stall")
         self._post_step_done = self.train_state.step
+
+    @property
+    def _due_steps(self) -> range:
+        """The steps of which evaluations and saves are due now: this one, or the local SGD steps that end with it, when
+        the replicas held different weights."""
+        step, local_sgd = self.train_state.step, self.context.parallel_model.local_sgd
+        return range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)
 
     @property
     def state_is_consistent(self) -> bool:
@@ -265,7 +275,7 @@ class Trainer:
 
     def detach(self) -> SurvivorState:
         """Restore the state at the end of the last completed step, without communication."""
-        pending_save = self.checkpoints.detach()  # first: it may be copying what changes below
+        pending_save = self.checkpointer.detach()  # first: it may be copying what changes below
         self.context.accumulator.reducer.close()
         in_step = self.train_state.samples_consumed == self._samples_at_step_start
         if in_step:
@@ -277,7 +287,7 @@ class Trainer:
     def finish(self) -> RunStatus:
         """Save the final state. Returns `done` or `interrupted`."""
         self.context.heartbeat.record("ending")
-        self.checkpoint_policy.save_final(self._evaluation.improved)
+        self.checkpointer.save_final(self._evaluation.improved)
         status: RunStatus = "done" if self.train_state.step >= self.context.recipe.steps else "interrupted"
         self._report_event(RunEnded(status=status, step=self.train_state.step))
         return status
@@ -290,7 +300,7 @@ class Trainer:
         local_sgd = context.parallel_model.local_sgd
         if local_sgd is not None and local_sgd.local_sgd.after_step(step, updated):
             timer.lap("grad_sync")
-        self.checkpoints.handle_flags(result.flags)
+        self.checkpointer.step_done(result.flags)
         timer.lap("checkpoint_stall")
         units = recipe.batch.global_size * context.units_per_sample
         train_state.step = context.callbacks.run_context.step = step
@@ -301,7 +311,7 @@ class Trainer:
             train_state.units_trained += units
         step_s, seconds_by_phase = timer.stop()
         timer.start()
-        self.step_times.record_step(step_s)
+        self.checkpointer.step_times.record_step(step_s)
         self.grad_sync_selector.record_step(step_s, seconds_by_phase)
         event = StepDone(
             step=step,
@@ -347,15 +357,16 @@ class Trainer:
         return None if noise_scale.value is None else finite_or_none(noise_scale.value * samples)
 
     def _local_flags(self) -> tuple[bool, ...]:
-        """This worker's flags, in the order of `step_metrics.STEP_FLAGS`."""
-        return (self.context.stop_request.requested, self.context.membership_changed(), *self.checkpoints.local_flags())
+        """This worker's flags, the first of `step_metrics.STEP_FLAGS`."""
+        context = self.context
+        return (context.stop_request.requested, context.membership_changed(), *self.checkpointer.local_flags())
 
     def _roll_back(self, reason: str) -> None:
         """Load the weights of the last good checkpoint. The samples since then are not repeated: they caused this."""
         self._rollback_reason = reason  # a reconfiguration may interrupt the wait
-        self.checkpoints.wait_until_saved()
+        self.checkpointer.wait_until_saved()
         self._mutating = True
-        load_last_good_checkpoint(self.context, self.train_state, self.checkpoint_policy, reason)
+        load_last_good_checkpoint(self.context, self.train_state, self.checkpointer, reason)
         self._post_step_done = self._evaluation.last_step = self.train_state.step
         self._rollback_reason, self._mutating, self._rolled_back = "", False, True
         self._rollback_counts[self.train_state.step] += 1

@@ -26,10 +26,10 @@ from phalanx.run.fields import to_fields
 from phalanx.train.callbacks import RunContext
 from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
-from phalanx.train.checkpoint import manager as manager_module
+from phalanx.train.checkpoint.checkpointer import Checkpointer, FinalSaveError
 from phalanx.train.checkpoint.load_plan import get_state_tensors
-from phalanx.train.checkpoint.policy import FinalSaveError
 from phalanx.train.checkpoint.restore import restore_newest
+from phalanx.train.checkpoint.retention import best_checkpoint_file
 from phalanx.train.nonfinite import MAX_NONFINITE_IN_A_ROW
 from phalanx.train.tasks import LanguageModeling, TensorBatch
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
@@ -135,7 +135,7 @@ def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, checkpoint={"every": 2, "keep": 9})
     trainer = Trainer(parts, TrainState(), {})
     for _ in steps_of(trainer):
-        trainer.checkpoints.wait_until_saved()
+        trainer.checkpointer.wait_until_saved()
     assert saved(parts) == [2, 4]
 
 
@@ -158,7 +158,7 @@ def test_the_best_is_told_saved_and_recorded(tmp_path: Path) -> None:
     best = [event.step for event in events(parts, EvaluationDone) if event.is_best]
     assert best[0] == 2
     assert set(best) <= set(saved(parts))
-    assert parts.run.read_json(manager_module.best_checkpoint_file(parts.run)) == {
+    assert parts.run.read_json(best_checkpoint_file(parts.run)) == {
         "step": best[-1],
         "loss": progress.best_loss,
     }
@@ -196,7 +196,7 @@ def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(t
     parts = make_parts(tmp_path, task=Poisoned(in_steps(5, 6, 7)), checkpoint={"every": 2, "keep": 9}, steps=8)
     trainer = Trainer(parts, TrainState(), {})
     for _ in steps_of(trainer):
-        trainer.checkpoints.wait_until_saved()
+        trainer.checkpointer.wait_until_saved()
     assert [(event.step, event.action) for event in events(parts, NonFiniteStep)] == [
         (5, "skip"),
         (6, "skip"),
@@ -213,7 +213,7 @@ def test_a_rollback_brings_back_the_whole_state(tmp_path: Path) -> None:
     trainer = Trainer(parts, TrainState(), {})
     states = []
     for _ in steps_of(trainer):
-        trainer.checkpoints.wait_until_saved()
+        trainer.checkpointer.wait_until_saved()
         states.append((trainer.train_state.step, weights(parts)))
     assert [step for step, _ in states] == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7, 8]
     assert same(states[5][1], states[1][1])
@@ -225,15 +225,15 @@ def test_a_rollback_is_no_forward_that_changes_parameters_that_are_not_trained(t
     parts.model.teacher = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
     copied: list[list[str]] = []
     trainer = Trainer(parts, TrainState(), {})
-    start = trainer.checkpoints.start_save
+    names = trainer.checkpointer._live_state.names_to_copy_now
 
-    def noting(progress: TrainState, state: Any, eager: list[str], best: bool) -> None:
-        copied.append(eager)
-        start(progress, state, eager, best)
+    def noting() -> list[str]:
+        copied.append(names())
+        return copied[-1]
 
-    trainer.checkpoints.start_save = noting  # type: ignore[method-assign]
+    trainer.checkpointer._live_state.names_to_copy_now = noting  # type: ignore[method-assign]
     for _ in steps_of(trainer):
-        trainer.checkpoints.wait_until_saved()
+        trainer.checkpointer.wait_until_saved()
     trainer.finish()
     assert [event.action for event in events(parts, NonFiniteStep)].count("rollback") == 1
     assert len(copied) > 2
@@ -286,7 +286,7 @@ def test_weights_in_doubt_are_not_saved_as_something_to_go_back_to(tmp_path: Pat
     parts = make_parts(tmp_path, task=Poisoned(in_steps(4)), checkpoint={"every": 1, "keep": 9}, steps=7)
     trainer = Trainer(parts, TrainState(), {})
     for _ in steps_of(trainer):
-        trainer.checkpoints.wait_until_saved()
+        trainer.checkpointer.wait_until_saved()
     assert saved(parts) == [1, 2, 3, 5, 6]
 
 
@@ -399,7 +399,7 @@ def test_callbacks_see_every_moment_with_the_event_that_is_told(tmp_path: Path) 
 def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager_module.CheckpointManager, "handle_flags", lambda self, flags: None)
+    monkeypatch.setattr(Checkpointer, "step_done", lambda self, flags: None)
     parts = make_parts(tmp_path, checkpoint={"every": 1})
     trainer = Trainer(parts, TrainState(), {})
     steps = steps_of(trainer)
@@ -409,7 +409,7 @@ def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
     assert "step 2: not saved, because step 1 is still being written" in warning.text
     monkeypatch.undo()
     steps.close()  # type: ignore[attr-defined]
-    trainer.checkpoints.close()
+    trainer.checkpointer.close()
 
 
 def test_an_overflow_of_fp16_lowers_the_scale_and_does_not_count_as_skipped(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import (
     BUFFERS_CHANGED_FLAG,
     STEP_FLAGS,
-    changed_flag_unit,
+    StepMetrics,
     merge_fp64,
     split_fp64,
     unpack_step_metrics,
@@ -102,35 +102,38 @@ def test_the_loss_scale_is_divided_out_of_the_gradient_and_not_of_the_loss() -> 
 
 def test_flags_count_the_workers_that_raised_them() -> None:
     raised = (2, 0, 1, 3, *[0] * (len(STEP_FLAGS) - 4))
-    _, _, flags = unpack_step_metrics([1.0, 1.0, *raised], 1, world_size=3)
-    assert flags == {**dict(zip(STEP_FLAGS, raised, strict=True)), BUFFERS_CHANGED_FLAG: 0}
+    values = merge_fp64(split_fp64(torch.tensor([1.0, 1.0, *raised], dtype=torch.float64))).tolist()
+    assert unpack_step_metrics(values, 1)[2] == dict(zip(STEP_FLAGS, raised, strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 1000])
-def test_the_flag_of_changed_state_is_counted_apart_from_the_wish_to_stop(world: int) -> None:
-    for stopping in (0, 1, world):
-        for changed in (0, 1, world):
-            values = [1.0, 1.0, stopping + changed * changed_flag_unit(world), *[0] * (len(STEP_FLAGS) - 1)]
-            _, _, flags = unpack_step_metrics(
-                merge_fp64(split_fp64(torch.tensor(values, dtype=torch.float64))).tolist(), 1, world
-            )
-            assert (flags["stop"], flags[BUFFERS_CHANGED_FLAG]) == (stopping, changed)
+def test_the_number_of_flags_stays_since_others_would_shift_gradients_in_their_buckets() -> None:
+    assert len(STEP_FLAGS) == 7
 
 
-def agreement_of(
-    stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * len(STEP_FLAGS)
-) -> Tensor:
+OWN_FLAGS = STEP_FLAGS.index(BUFFERS_CHANGED_FLAG)
+"""How many flags the loop raises."""
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_flag_of_changed_buffers_follows_those_of_the_loop(changed: bool) -> None:
+    metrics = StepMetrics(1, torch.device("cpu"))
+    metrics.raise_flags((False,) * OWN_FLAGS, changed)
+    flags = metrics.totals(metrics.values.tolist(), 0.0).flags
+    assert flags == {name: int(changed and name == BUFFERS_CHANGED_FLAG) for name in STEP_FLAGS}
+
+
+def agreement_of(stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * OWN_FLAGS) -> Tensor:
     watch = HostStepTimer()
     watch.start()
     return stepper.gradients(1, cut(token_batch(6), micro), lambda: raised, watch)
 
 
 def test_every_micro_batch_has_a_slot_of_its_own_in_the_agreement() -> None:
-    agreement = agreement_of(make_stepper(tiny_lm(), 3), raised=(True, *[False] * (len(STEP_FLAGS) - 2), True)).tolist()
+    agreement = agreement_of(make_stepper(tiny_lm(), 3), raised=(True, *[False] * (OWN_FLAGS - 2), True)).tolist()
     assert len(agreement) == 2 * 3 + len(STEP_FLAGS) + 1
     assert all(loss > 0 for loss in agreement[:3])
     assert agreement[3:6] == [12.0] * 3
-    assert agreement[6:] == [1.0, *[0.0] * (len(STEP_FLAGS) - 2), 1.0, 0.0]
+    assert agreement[6:] == [1.0, *[0.0] * (OWN_FLAGS - 2), 1.0, 0.0, 0.0, 0.0]
 
 
 def test_numbers_that_are_split_for_their_journey_come_back_bit_for_bit() -> None:

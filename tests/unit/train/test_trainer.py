@@ -94,13 +94,13 @@ def test_a_save_has_the_residuals_with_which_its_step_ended(tmp_path: Path) -> N
     residual = torch.zeros(weight.shape)
     parts.parallel_model.error_feedback = ErrorFeedbackState.from_residuals(parts.parallel_model, {weight: residual})
     eager = []
-    start = trainer.checkpoints.start_save
+    names = trainer.checkpointer._live_state.names_to_copy_now
 
-    def noting(progress: TrainState, state: Any, names: list[str], best: bool) -> None:
-        eager.append(names)  # what a snapshot copies at once, since the next backward changes it
-        start(progress, state, names, best)
+    def noting() -> list[str]:
+        eager.append(names())  # what a snapshot copies at once, since the next backward changes it
+        return eager[-1]
 
-    trainer.checkpoints.start_save = noting  # type: ignore[method-assign]
+    trainer.checkpointer._live_state.names_to_copy_now = noting  # type: ignore[method-assign]
     for _ in steps_of(trainer):
         residual += 1.0
     assert trainer.finish() == "done"
@@ -215,7 +215,8 @@ def test_who_leaves_between_steps_knows_what_the_last_one_did(tmp_path: Path) ->
 def turn_by_turn(trainer: Trainer) -> Iterator[int]:
     """The steps of a trainer; what is done in the background is done before the next."""
     for _ in steps_of(trainer):
-        trainer.checkpoints._saver.poll_when_idle()
+        if (save := trainer.checkpointer.durable_in_flight) is not None:
+            save.saver.poll_when_idle()
         yield trainer.train_state.step
 
 
@@ -224,7 +225,7 @@ def lost_while_saving(path: Path) -> tuple[Trainer, SmallParts]:
     parts = make_parts(path, checkpoint={"every": 4, "keep": 1}, steps=12)
     before = Trainer(parts, TrainState(), {})
     assert 8 in turn_by_turn(before)
-    before.checkpoints._saver._destination._world_size = 2  # type: ignore[attr-defined]
+    before.checkpointer._durable_saver._destination._world_size = 2  # type: ignore[attr-defined]
     standing = before.detach()
     assert standing.pending_save is not None
     return Trainer(parts, standing, {}), parts

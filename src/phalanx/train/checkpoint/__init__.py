@@ -24,7 +24,7 @@ from phalanx.train.checkpoint.load import (
     verify_checkpoint,
 )
 from phalanx.train.checkpoint.retention import apply_retention
-from phalanx.train.checkpoint.save import CheckpointSaver, SavePhase, SaveStatus, assign_to_ranks
+from phalanx.train.checkpoint.save import CheckpointSaver, SaveInFlight, SavePhase, SaveStatus, assign_to_ranks
 from phalanx.train.checkpoint.staging import TensorShard
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "CheckpointSaver",
     "CorruptCheckpointError",
     "DurableDirectory",
+    "SaveInFlight",
     "SavePhase",
     "SaveStatus",
     "TensorShard",

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,12 @@ def export_huggingface(
         raise DataError(f"{checkpoint}: holds no model weights")
     temporary = make_temporary_path(out.absolute(), f"export-{os.getpid()}")
     temporary.mkdir(parents=True)
-    try:
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, temporary)
         _write_export(checkpoint, manifest, temporary, file_bytes, notes or _ignore_note)
         sync_directory(temporary)
         os.rename(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
+        undo.pop_all()
     sync_directory(out.absolute().parent)
     return out
 

@@ -1,24 +1,18 @@
-"""Choose the checkpoint interval during training, from the measured cost of a save.
+"""How often the state is saved to disk and copied to memory, from the measured cost of both.
 
 Two parts of the cost are measured directly: the stall of training and, on a CPU, the core time of the thread that
 copies. The rest (memory, disk and network bandwidth that the save takes from training) is measured as how much longer
-than usual steps take while a save is in flight. Each worker measures for itself; all decide on the maximum over
-workers, so they make the same decision.
+than usual steps take while a save is in flight. Each worker measures for itself. Nothing here communicates: `choose`
+takes the maximum over all workers of what they measured, so that all choose the same.
 """
 
 import math
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from phalanx.cluster.checkpoint_interval import DEFAULT_DEVICE_FAILURES_PER_S, daly_interval, estimate_mtbf
-from phalanx.run import Run, read_events
-from phalanx.run.event_types import AttemptStarted, CheckpointIntervalChosen, StepDone, WorkerFailure
-from phalanx.run.events import ReportEventFn
-from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.object_collectives import all_reduce_max, broadcast_json_from_rank_zero
+from phalanx.cluster.checkpoint_interval import daly_interval, estimate_mtbf
+from phalanx.run.event_types import CheckpointIntervalChosen, InMemoryIntervalChosen
 
 WARMUP_STEPS = 2
 """First steps of an attempt, which are slower than usual and not measured."""
@@ -32,6 +26,14 @@ MIN_INTERVAL_PER_WRITE_TIME = 2.0
 """Minimum interval, as a multiple of the time that writing a checkpoint takes."""
 MIN_INTERVAL_CHANGE = 1.2
 """Minimum ratio of new to old interval for the new one to be used."""
+MIN_COPY_INTERVAL_S = 1.0
+"""Minimum seconds between copies: a restart takes about as long, so more frequent copies save nothing."""
+MIN_STEPS_TO_CHOOSE = 4
+"""Steps of an attempt before the interval of copies is chosen."""
+MIN_RETRY_STEPS = 500
+"""Minimum steps before copies that were too expensive are tried again: the trial must stay within the time budget."""
+TRIAL_COPIES = 3
+"""Copies during a trial, plus one as a margin."""
 
 
 class Overhead:
@@ -104,105 +106,134 @@ class StepTimes:
             overhead.end_step()
 
 
-class CheckpointInterval:
-    """Decide when a durable checkpoint is due: every `every` steps, or for `auto` at the interval of Young and Daly.
-    With `auto`, every worker must create it and call it at the same steps."""
+class FailureHistory(NamedTuple):
+    """Failures of a run so far, and what is usual for as many devices."""
 
-    def __init__(
-        self,
-        every: int | Literal["auto"] | None,
-        run: Run,
-        dist_env: DistEnv,
-        start_step: int,
-        step_times: StepTimes,
-        report_event: ReportEventFn,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self.interval_steps: int | None = FIRST_INTERVAL_STEPS if every == "auto" else every
-        """Current steps between two checkpoints; None for no checkpoints."""
-        self._auto, self._dist_env, self._step_times, self._clock = every == "auto", dist_env, step_times, clock
-        self._report_event = report_event
-        self._last_save_step = start_step
-        self._start_time = clock()
-        self._usual_failure_interval_s, self._failures, self._earlier_run_s = math.inf, 0, 0.0
-        if self._auto:
-            history_values = broadcast_json_from_rank_zero(
-                dist_env, read_failure_history(run, dist_env.world_size) if dist_env.is_rank_zero else None
-            )
-            self._usual_failure_interval_s, self._failures, self._earlier_run_s, last_interval = history_values
-            self.interval_steps = last_interval or FIRST_INTERVAL_STEPS
+    usual_failure_interval_s: float = math.inf
+    """Expected seconds between failures."""
+    num_failures: int = 0
+    run_s: float = 0.0
+    """Seconds of the run's earlier attempts."""
+    interval_steps: int | None = None
+    """The last interval that was chosen."""
 
-    def current_interval(self) -> int | None:
-        """Return `interval_steps`."""
-        return self.interval_steps
+
+class SaveInterval:
+    """How often the state is saved to one destination: every `steps` steps, None for never. If that number is chosen
+    from measurements (`is_auto`), it counts from the last save. `overhead` is that of these saves."""
+
+    def __init__(self, steps: int | None, is_auto: bool, start_step: int, overhead: Overhead):
+        self.steps, self.is_auto, self.overhead = steps, is_auto, overhead
+        self._last_step = start_step
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step."""
-        if self.interval_steps is None:
+        if self.steps is None:
             return False
-        return step - self._last_save_step >= self.interval_steps if self._auto else step % self.interval_steps == 0
+        return step - self._last_step >= self.steps if self.is_auto else step % self.steps == 0
 
-    def begin_save(self, step: int) -> None:
+    def begin(self, step: int) -> None:
         """Record that the save of this step starts."""
-        self._last_save_step = step
-        self._step_times.save_overhead.begin()
+        self._last_step = step
+        self.overhead.begin()
 
-    def record_failed(self) -> None:
-        """Record that the save failed."""
-        self._step_times.save_overhead.record_failed()
 
-    def record_saved(self, step: int, stall_s: float, write_s: float) -> None:
-        """Record a checkpoint that stalled training for `stall_s` and took `write_s` to write; adapt the interval."""
-        self._step_times.save_overhead.record_done(stall_s)
-        if not self._auto:
-            return
-        usual_step_s, run_s = self._step_times.usual_step_s, self._earlier_run_s + self._clock() - self._start_time
-        found = all_reduce_max(
-            self._dist_env, [self._step_times.save_overhead.cost_s(usual_step_s), write_s, usual_step_s, run_s]
-        )
-        save_cost_s, write_s, usual_step_s, run_s = found
+class DurableInterval(SaveInterval):
+    """How often the state is saved to disk: every `every` steps, or for `auto` at the interval of Young and Daly."""
+
+    def __init__(
+        self, every: int | Literal["auto"] | None, start_step: int, step_times: StepTimes, history: FailureHistory
+    ):
+        steps = (history.interval_steps or FIRST_INTERVAL_STEPS) if every == "auto" else every
+        super().__init__(steps, every == "auto", start_step, step_times.save_overhead)
+        self._history = history
+
+    def choose(
+        self, step: int, save_cost_s: float, write_s: float, usual_step_s: float, attempt_s: float
+    ) -> CheckpointIntervalChosen | None:
+        """Choose the interval after the save of `step`, which cost training `save_cost_s` and took `write_s` in the
+        background, `attempt_s` after the start of this attempt. Return the change, None if there is none."""
+        assert self.steps is not None
         if usual_step_s <= 0 or save_cost_s <= 0:
-            return
-        failure_interval_s = estimate_mtbf(self._usual_failure_interval_s, self._failures, run_s)
-        target_interval_s = max(daly_interval(save_cost_s, failure_interval_s), MIN_INTERVAL_PER_WRITE_TIME * write_s)
-        every = max(1, round(target_interval_s / usual_step_s))
-        assert self.interval_steps is not None
-        if max(every / self.interval_steps, self.interval_steps / every) < MIN_INTERVAL_CHANGE:
-            return
-        self.interval_steps = every
-        self._report_event(
-            CheckpointIntervalChosen(
-                step=step,
-                interval_steps=every,
-                interval_s=every * usual_step_s,
-                cost_s=save_cost_s,
-                save_s=write_s,
-                mean_time_between_failures_s=failure_interval_s,
-                num_failures=self._failures,
-            )
+            return None
+        failure_interval_s = estimate_mtbf(
+            self._history.usual_failure_interval_s, self._history.num_failures, self._history.run_s + attempt_s
+        )
+        interval_s = max(daly_interval(save_cost_s, failure_interval_s), MIN_INTERVAL_PER_WRITE_TIME * write_s)
+        steps = max(1, round(interval_s / usual_step_s))
+        if max(steps / self.steps, self.steps / steps) < MIN_INTERVAL_CHANGE:
+            return None
+        self.steps = steps
+        return CheckpointIntervalChosen(
+            step=step,
+            interval_steps=steps,
+            interval_s=steps * usual_step_s,
+            cost_s=save_cost_s,
+            save_s=write_s,
+            mean_time_between_failures_s=failure_interval_s,
+            num_failures=self._history.num_failures,
         )
 
 
-def read_failure_history(run: Run, devices: int) -> tuple[float, int, float, int | None]:
-    """Read a run's failure history.
+class InMemoryInterval(SaveInterval):
+    """How often the state is copied to memory: every `every` steps, or as often as takes this part of the training time
+    ("1%"); None for never."""
 
-    Returns the expected seconds between failures on `devices` devices, the failures and seconds of this run so far, and
-    the last interval in steps."""
-    failures, run_s, every = 0, 0.0, None
-    last: float | None = None
-    for event in read_events(run.events):
-        if isinstance(event, WorkerFailure):
-            failures += 1
-        elif isinstance(event, CheckpointIntervalChosen):
-            every = event.interval_steps
-        elif isinstance(event, AttemptStarted):
-            last = event.time
-        elif isinstance(event, StepDone) and last is not None:
-            run_s, last = run_s + max(0.0, event.time - last), event.time
-    failure_rate = run.read_json_or_empty(run.cluster).get("failures_per_device_s")
-    rate = (
-        float(failure_rate)
-        if isinstance(failure_rate, int | float) and failure_rate > 0
-        else DEFAULT_DEVICE_FAILURES_PER_S
-    )
-    return 1.0 / (rate * devices), failures, run_s, every
+    def __init__(self, every: int | str | None, start_step: int, step_times: StepTimes):
+        is_auto = isinstance(every, str)
+        super().__init__(every if isinstance(every, int) else None, is_auto, start_step, step_times.copy_overhead)
+        self._overhead_fraction = parse_percent(every) if isinstance(every, str) else 0.0
+        self._step_times = step_times
+        self._must_choose, self._last_choice_step = is_auto, start_step
+        self._retry_steps, self._usual_step_s = MIN_RETRY_STEPS, 1.0
+        self._first_copy_done = False
+
+    def restart(self, step: int) -> None:
+        """Count from this step, which training went back to."""
+        self._last_step = step
+
+    def delay_first(self, step: int, seconds: float) -> None:
+        """Let the first copy be due an interval after this step, or after `seconds` if that is later."""
+        assert self.steps is not None
+        self._last_step = max(step, step - self.steps + math.ceil(seconds / self._usual_step_s))
+
+    def record_copied(self, known_s: float) -> None:
+        """Record a copy that cost training at least `known_s`."""
+        self.overhead.record_done(known_s)
+        if not self._first_copy_done:
+            self._first_copy_done = True
+            self.overhead.reset()
+        self._must_choose = self.is_auto and self.overhead.num_done.bit_count() == 1
+
+    def must_choose(self, step: int) -> bool:
+        """Return whether `choose` is due after this step."""
+        if self.is_auto and self.steps is None and step - self._last_choice_step >= self._retry_steps:
+            # The copies may have been measured at a bad moment: try again.
+            self.overhead.reset()
+            self._must_choose = True
+        return self._must_choose and self._step_times.num_steps >= MIN_STEPS_TO_CHOOSE
+
+    def choose(
+        self, step: int, last_step: int, durable_steps: int | None, copy_cost_s: float, usual_step_s: float
+    ) -> InMemoryIntervalChosen | None:
+        """Choose the interval after `step` of a run that ends with `last_step` and saves to disk every `durable_steps`.
+        Return the change, None if there is none."""
+        self._must_choose, self._last_choice_step = False, step
+        before = self.steps
+        if usual_step_s <= 0:
+            return None
+        self._usual_step_s = usual_step_s
+        affordable_steps = copy_cost_s / (self._overhead_fraction * usual_step_s)
+        self.steps = math.ceil(max(affordable_steps, MIN_COPY_INTERVAL_S / usual_step_s, 1.0))
+        self._retry_steps = max(MIN_RETRY_STEPS, TRIAL_COPIES * math.ceil(affordable_steps))
+        # A copy is useful only if it is well before the next durable checkpoint and before the end of the run.
+        if (durable_steps is not None and 2 * self.steps > durable_steps) or step + self.steps >= last_step:
+            self.steps = None
+        if self.steps == before:
+            return None
+        return InMemoryIntervalChosen(step=step, interval_steps=self.steps, cost_s=copy_cost_s)
+
+
+def parse_percent(text: str) -> float:
+    """Parse a percentage: "1%" is 0.01."""
+    return float(text.strip().removesuffix("%")) / 100.0

@@ -32,6 +32,8 @@ from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import ShardFileSpec, SharedStaging, StagingBuffer, TensorShard, plan_shard_file
 
 _WRITER_NICENESS = 10
+SAVE_FLAGS = ("written", "failed", "committed")
+"""Flags of a save that workers add up at each step."""
 POLL_INTERVAL_S = 0.02
 """Interval at which a worker that waits for a background thread checks that the other workers are alive."""
 
@@ -74,8 +76,8 @@ class SavePhase(StrEnum):
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """Progress of a save. `size_bytes` is this rank's when written, the checkpoint's when committed; `seconds` is the
-    time of the background work since `start`."""
+    """Progress of a save. `size_bytes` is this rank's when written, the checkpoint's when committed; `duration_s` is
+    the time of the background work since `start`."""
 
     phase: SavePhase
     step: int = 0
@@ -259,6 +261,33 @@ class CheckpointSaver:
 
     def _make_status(self, phase: SavePhase, step: int, **facts: Any) -> SaveStatus:
         return SaveStatus(phase, step, duration_s=self._clock() - self._start_time, **facts)
+
+
+@dataclass
+class SaveInFlight:
+    """A worker's part in the save in flight: at most one at a time, of the same step and to the same destination on all
+    workers. A save to disk may outlive the world that it began in.
+
+    Args:
+        in_memory: whether it goes to the memory of the nodes, and not to disk.
+        best_loss: the validation loss, if this state is the best so far.
+        failure: why the save failed, if this worker knows, else "".
+        is_inherited: whether it began in an earlier world, of which workers were lost.
+    """
+
+    step: int
+    saver: CheckpointSaver
+    in_memory: bool = False
+    best_loss: float | None = None
+    failure: str = ""
+    is_inherited: bool = False
+
+    def local_flags(self) -> tuple[bool, bool, bool]:
+        """Return whether this worker has written its part, has failed, and has committed: `SAVE_FLAGS`."""
+        status = self.saver.poll()
+        if status.phase is SavePhase.FAILED:
+            self.failure = status.reason
+        return (status.phase is SavePhase.WRITTEN, bool(self.failure), status.phase is SavePhase.COMMITTED)
 
 
 def _find_gpu(shards: Sequence[TensorShard]) -> torch.device | None:

@@ -4,7 +4,7 @@ When one of several replicas is lost, the others need no state from it. A worker
 contributed to it, so the steps of the survivors differ by at most one. Workers that are behind, and workers that have
 just joined, get the state from one that is not behind. Under `determinism: elastic` nothing else depends on the number
 of replicas. This module has the rendezvous and the recovery of whole replicas; `sharded_recovery.py` recovers sharded
-ones. A checkpoint save in flight is carried along (`train/checkpoint/manager.py`).
+ones. A checkpoint save in flight is carried along (`train/checkpoint/checkpointer.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.recipe.schema import Parallelism
 from phalanx.run.event_types import CheckpointFailed
 from phalanx.run.process_messages import JoinedGroup, LeftGroup, MembershipUpdate
 from phalanx.train.builder import make_accumulator
-from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.checkpoint import SaveInFlight, clean_checkpoint_dir
 from phalanx.train.checkpoint.load_plan import get_state_tensors, load_full_state
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.failures import is_peer_failure
@@ -36,7 +36,7 @@ from phalanx.train.evaluation import EvaluationResult
 from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.resume import report_start
 from phalanx.train.train_context import MembershipChanged, TrainContext, WorkerProcess
-from phalanx.train.train_state import PendingSave, SurvivorState, TrainState
+from phalanx.train.train_state import SurvivorState, TrainState
 
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
@@ -211,7 +211,7 @@ class Reconfiguration:
             poll_interval_s = min(POLL_BACKOFF_FACTOR * poll_interval_s, MAX_POLL_INTERVAL_S)
         return True
 
-    def _cancel_pending_save(self, pending_save: PendingSave | None, peers: PeerStates) -> None:
+    def _cancel_pending_save(self, pending_save: SaveInFlight | None, peers: PeerStates) -> None:
         """Drop a save that is in flight on some workers only. If it is in flight on the workers furthest ahead, its
         checkpoint is now missing; if it has ended there, it is a checkpoint or has failed."""
         if pending_save is not None:

@@ -7,19 +7,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpointers import StepSaver
 from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
 from phalanx.train.checkpoint import load_tensors, read_manifest
 from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors, read_local_state
-from phalanx.train.checkpoint.manager import CheckpointManager
+from phalanx.train.checkpoint.ownership import OwnedTensors
 from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel, TiedParam
 from phalanx.train.distributed.shard_spec import DimShard, shard_evenly
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.train_state import AppState, TrainState
+from phalanx.train.train_state import AppState
 from small_train import mesh_of, tiny_lm
 
 LAYOUT = {"replicate": 2, "shard": 2, "context": 2, "tensor": 2}
@@ -141,18 +142,20 @@ def save(run: Run, ranks: list[tuple[ParallelModel, OptimizerContainer]]) -> Pat
     """Save as so many workers would, who here take turns."""
     world = len(ranks)
     savings = [
-        CheckpointManager(SaveContext(run, DistEnv(rank, world), divided.mesh, {}, lambda *_: None, lambda: None), 3)
-        for rank, (divided, _) in enumerate(ranks)
-    ]
-    for saving, (divided, optimizer) in zip(savings, ranks, strict=True):
-        saving.start_save(
-            TrainState(step=3), get_local_state(AppState(divided, optimizer, GradScaler())), [], is_best=False
+        StepSaver(
+            SaveContext(run, DistEnv(rank, world), divided.mesh, {}, lambda *_: None),
+            AppState(divided, optimizer, GradScaler()),
         )
+        for rank, (divided, optimizer) in enumerate(ranks)
+    ]
+    for saving in savings:
+        saving.start(3)
     for flags in ({"written": world, "failed": 0, "committed": 0}, {"written": 0, "failed": 0, "committed": 1}):
         for saving in savings:
-            saving._saver.poll_when_idle()
+            assert saving.durable_in_flight is not None
+            saving.durable_in_flight.saver.poll_when_idle()
         for saving in savings:
-            saving.handle_flags(flags)
+            saving.step_done(flags)
     for saving in savings:
         saving.close()
     return run.checkpoints / "step-000000003"
@@ -202,17 +205,15 @@ def test_a_checkpoint_with_a_weight_that_the_model_does_not_have_is_refused(run:
         )
 
 
-def test_every_worker_has_something_to_save_of_what_all_hold(run: Run) -> None:
+def test_every_worker_has_something_to_save_of_what_all_hold() -> None:
     layout = Parallelism(replicate=2, tensor=2)
     shares = []
     for rank in range(layout.world):
         mesh = mesh_of(rank, replicate=2, tensor=2)
         divided = ParallelModel(mesh, (tiny_lm(),), {"hidden.weight": rows_cut("tensor", rank % 2)})
-        saving = CheckpointManager(SaveContext(run, DistEnv(rank, 4), mesh, {}, lambda *_: None, lambda: None), 3)
-        parameters = divided.parameters()
-        state = {name: divided.local_tensor(name, p) for name, p in parameters.items()}
-        shares.append(saving._assign_tensors(state, {name: p.numel() for name, p in parameters.items()}))
-        saving.close()
+        owned = OwnedTensors(mesh.index_along)
+        owned.update({name: divided.local_tensor(name, p) for name, p in divided.parameters().items()})
+        shares.append(owned.names)
     for name in tiny_lm().state_dict():
         owners = [rank for rank, share in enumerate(shares) if name in share]
         tensor_ranks = sorted(rank % 2 for rank in owners)

@@ -186,7 +186,7 @@ def test_a_step_judged_on_the_device_changes_weights_as_one_judged_by_the_host(c
                 numbers = torch.cat([agreement, stepper.reducer.grad_norm().view(1)])
                 stepper.optimizer.step_scaled(0.1, *compute_divisor_and_skip(numbers, 2, 1.0, clip))
             else:
-                stepper.metrics = StepMetrics(2, 1, torch.device("cpu"))
+                stepper.metrics = StepMetrics(2, torch.device("cpu"))
                 stepper.metrics.values = agreement
                 scale_in_place(stepper.reducer.grad_tensors(), stepper.divided()[1])
                 stepper.optimizer.step(0.1)

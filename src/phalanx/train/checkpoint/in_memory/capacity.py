@@ -2,8 +2,9 @@
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import psutil
 
@@ -16,6 +17,20 @@ COPIES_PER_NODE = 2
 """Copies that a node keeps."""
 MAX_FREE_MEMORY_FRACTION = 0.5
 """Maximum fraction of the free memory that copies may take."""
+
+
+class CopyNeeds(NamedTuple):
+    """What the copies of one worker need, and the place for them on its node."""
+
+    size_bytes: int
+    """Bytes of a copy of this worker's part."""
+    is_exposed: bool
+    """Whether the next node keeps a replica of it."""
+    available_bytes: int = 0
+    in_memory: bool = False
+    """Whether the node's folder takes memory."""
+    problem: str = ""
+    """Why the node has no folder; then nothing else about it is known."""
 
 
 def is_memory_backed(folder: Path) -> bool:
@@ -40,18 +55,18 @@ def find_available_bytes(folder: Path) -> int:
     return available_bytes + present
 
 
-def explain_missing_space(gathered: list[dict[str, Any]], node_map: NodeMap) -> str:
-    """Return why copies do not fit on one of the nodes, from the facts gathered from all workers; "" if they fit."""
+def explain_missing_space(needs: Sequence[CopyNeeds], node_map: NodeMap) -> str:
+    """Return why copies do not fit on one of the nodes, given the needs of all workers by rank; "" if they fit."""
     for node in range(node_map.num_nodes):
         ranks = node_map.ranks_on(node)
-        own = sum(gathered[rank]["bytes"] for rank in ranks)
+        own = sum(needs[rank].size_bytes for rank in ranks)
         replica_bytes = sum(
-            each["bytes"]
-            for rank, each in enumerate(gathered)
-            if each["exposed"] and node_map.replica_rank(rank) in ranks
+            each.size_bytes
+            for rank, each in enumerate(needs)
+            if each.is_exposed and node_map.replica_rank(rank) in ranks
         )
-        available_bytes = min(gathered[rank]["available_bytes"] for rank in ranks)
-        buffers = own if gathered[ranks[0]]["in_memory"] else 0
+        available_bytes = min(needs[rank].available_bytes for rank in ranks)
+        buffers = own if needs[ranks[0]].in_memory else 0
         needed = COPIES_PER_NODE * (own + replica_bytes) + buffers
         if needed > available_bytes:
             where = f"on node {node} " if node_map.num_nodes > 1 else ""

@@ -8,6 +8,7 @@ A node holds shards of its own workers and of others. A copy is complete if the 
 hold every tensor. Several shards may hold the same block, since each node keeps all that its workers hold.
 """
 
+import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def list_copies(folder: Path) -> list[tuple[int, str]]:
         if len(words) == 3 and words[0] == "step" and words[1].isdecimal():
             found.append((int(words[1]), words[2]))
     return sorted(found, reverse=True)
+
+
+def prune_copies(folder: Path, keep: Collection[str] = ()) -> None:
+    """Remove all copies of a node's folder except those named in `keep`."""
+    for step, token in list_copies(folder):
+        name = format_copy_name(step, token)
+        if name not in keep:
+            shutil.rmtree(folder / name, ignore_errors=True)  # a worker may be removing its shard at the same time
 
 
 def list_shard_records(copy: Path) -> list[Path]:

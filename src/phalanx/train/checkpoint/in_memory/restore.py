@@ -28,13 +28,13 @@ from phalanx.run.in_memory_checkpoint import (
     truncate_history,
 )
 from phalanx.train.checkpoint import CorruptCheckpointError, list_checkpoints, parse_step
-from phalanx.train.checkpoint.in_memory.checkpointer import prune_copies
 from phalanx.train.checkpoint.in_memory.format import (
     format_copy_name,
     list_copies,
     list_shard_records,
     merge_copy,
     parse_rank,
+    prune_copies,
     read_shard,
 )
 from phalanx.train.checkpoint.load import find_needed_files
@@ -93,7 +93,7 @@ def find_verified_copies(
         else []
     )
     own_shards: dict[CopyId, dict[int, RankRecord]] = {}
-    bad: list[tuple[str, str, str]] = []
+    bad: list[RejectedFile] = []
     ranks_on_node = node_map.ranks_on_same_node(dist_env.rank)
     records = [
         (step, token, record)
@@ -113,9 +113,9 @@ def find_verified_copies(
         own_shards.setdefault((step, token), {})[shard.rank] = shard
     good = [[step, token, sorted(readers_by_copy)] for (step, token), readers_by_copy in own_shards.items()]
     readers_by_copy: dict[CopyId, dict[int, list[int]]] = {}
-    for rank, theirs in enumerate(all_gather_json(dist_env, {"good": good, "bad": bad})):
-        for directory, file, reason in theirs["bad"]:
-            on_reject(Path(directory), file, reason)
+    gathered = all_gather_json(dist_env, {"good": good, "bad": bad})
+    report_rejected_files(gathered, on_reject)
+    for rank, theirs in enumerate(gathered):
         for step, token, ranks in theirs["good"]:
             for owner in ranks:
                 readers_by_copy.setdefault((step, token), {}).setdefault(owner, []).append(rank)

@@ -14,14 +14,13 @@ from phalanx.errors import UsageError
 from phalanx.run.event_types import InMemoryRestored, RunWarning
 from phalanx.run.in_memory_checkpoint import create_node_dir, find_node_dir, history_path
 from phalanx.train.checkpoint import list_checkpoints, parse_step
-from phalanx.train.checkpoint.in_memory import checkpointer as checkpointer_module
 from phalanx.train.checkpoint.in_memory import destination as destination_module
-from phalanx.train.checkpoint.in_memory.capacity import explain_missing_space, find_available_bytes
-from phalanx.train.checkpoint.in_memory.checkpointer import assign_owned_tensors, parse_percent
+from phalanx.train.checkpoint.in_memory import node_copies as node_copies_module
+from phalanx.train.checkpoint.in_memory.capacity import CopyNeeds, explain_missing_space, find_available_bytes
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
-from phalanx.train.checkpoint.interval import StepTimes
+from phalanx.train.checkpoint.in_memory.node_copies import NodeHolders
 from phalanx.train.checkpoint.load_plan import get_state_tensors
-from phalanx.train.checkpoint.save_context import SaveContext
+from phalanx.train.checkpoint.ownership import OwnedTensors
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import NodeMap, count_nodes_from_environment
 from phalanx.train.distributed.parallel_model import LocalTensor
@@ -60,11 +59,10 @@ def weights(parts: SmallParts) -> dict[str, Tensor]:
 
 
 def wait_for_copy(trainer: Trainer) -> None:
-    """Until the copy that is in flight, if one is, is written."""
-    trainer.checkpoints.wait_snapshot_copied()
-    assert trainer.checkpoints.in_memory is not None
-    if trainer.checkpoints.in_memory._saver is not None:
-        trainer.checkpoints.in_memory._saver.poll_when_idle()
+    """Until the save that is in flight, if one is, is written."""
+    trainer.checkpointer.wait_snapshot_copied()
+    if trainer.checkpointer._in_flight is not None:
+        trainer.checkpointer._in_flight.saver.poll_when_idle()
 
 
 def train_and_die(parts: SmallParts, step: int, progress: TrainState | None = None) -> dict[int, dict[str, Tensor]]:
@@ -73,11 +71,11 @@ def train_and_die(parts: SmallParts, step: int, progress: TrainState | None = No
     states = {}
     for _ in steps_of(trainer):
         states[trainer.train_state.step] = weights(parts)
-        trainer.checkpoints.wait_until_saved()
+        trainer.checkpointer.wait_until_saved()
         wait_for_copy(trainer)
         if trainer.train_state.step == step:
             break
-    trainer.checkpoints.detach()
+    trainer.checkpointer.detach()
     return states
 
 
@@ -111,7 +109,7 @@ def test_the_newest_two_copies_stay_and_one_while_the_next_is_written(tmp_path: 
         if trainer.train_state.step == 5:
             break
     assert seen == [[1], [2, 1], [3, 2], [4, 3], [5, 4]]
-    trainer.checkpoints.close()
+    trainer.checkpointer.close()
 
 
 def test_a_run_that_ends_leaves_no_copy(tmp_path: Path, memory: Path) -> None:
@@ -169,16 +167,16 @@ def test_after_a_rollback_copies_of_what_was_undone_count_no_more(tmp_path: Path
         if trainer.train_state.step == 5:
             break
         wait_for_copy(trainer)  # else a checkpoint takes its place
-    trainer.checkpoints.wait_snapshot_copied()
-    trainer.checkpoints.wait_until_saved()
+    trainer.checkpointer.wait_snapshot_copied()
+    trainer.checkpointer.wait_until_saved()
     undone = {token for _, token in list_copies(folder_of(parts))}
     assert undone
-    trainer.checkpoints.roll_back(2)
+    trainer.checkpointer.roll_back(2)
     assert list_copies(folder_of(parts)) == []
     create_node_dir(parts.run).joinpath(
         format_copy_name(5, undone.pop())
     ).mkdir()  # a node that comes back has it still
-    trainer.checkpoints.detach()
+    trainer.checkpointer.detach()
     for path in list_checkpoints(parts.run.checkpoints)[:-1]:
         shutil.rmtree(path)
     again = made(tmp_path / "run")
@@ -205,12 +203,12 @@ def test_a_checkpoint_takes_the_place_of_a_copy_that_is_still_being_written(
             assert begun.wait(20)
         if trainer.train_state.step == 3:
             break
-    assert trainer.checkpoints.in_memory is not None
-    assert (trainer.checkpoints.step_in_flight, trainer.checkpoints.in_memory.step_in_flight) == (3, None)
+    assert trainer.checkpointer.durable_in_flight is not None
+    assert trainer.checkpointer.durable_in_flight.step == 3
     state = weights(parts)
-    trainer.checkpoints.wait_until_saved()
+    trainer.checkpointer.wait_until_saved()
     assert list_copies(folder_of(parts)) == []
-    trainer.checkpoints.detach()
+    trainer.checkpointer.detach()
     again = made(tmp_path / "run")
     assert resume_training(again, "f", force=False).step == 3
     assert same(weights(again), state)
@@ -236,7 +234,7 @@ def test_short_runs_copy_nothing_by_default_unless_their_steps_are_long(
 
 
 def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointer_module, "find_available_bytes", lambda folder: 1000)
+    monkeypatch.setattr(node_copies_module, "find_available_bytes", lambda folder: 1000)
     parts = made(tmp_path / "run")
     trainer = Trainer(parts, TrainState(), META)
     for _ in steps_of(trainer):
@@ -266,9 +264,14 @@ def held(rows: int, *copies: str) -> LocalTensor:
 
 
 def owners(layout: dict[str, int], nodes: NodeMap, state: dict[str, LocalTensor]) -> list[tuple[list[str], bool]]:
-    sizes = {name: 4 * each.tensor.numel() for name, each in state.items()}
-    world = len(nodes.node_of_rank)
-    return [assign_owned_tensors(state, sizes, mesh_of(rank, **layout), nodes, rank) for rank in range(world)]
+    """Of each worker: the tensors that it copies, and whether its node alone has some of them."""
+    found = []
+    for rank in range(len(nodes.node_of_rank)):
+        holders = NodeHolders(mesh_of(rank, **layout), nodes, rank)
+        owned = OwnedTensors(holders.position)
+        owned.update(state)
+        found.append((sorted(owned.names), holders.is_exposed(state)))
+    return found
 
 
 TWO_NODES = NodeMap((0, 0, 1, 1))
@@ -313,10 +316,9 @@ def test_a_number_that_is_none_is_told_before_anybody_meets() -> None:
 
 
 def test_room_is_looked_for_on_every_node_for_its_own_and_the_kept_parts() -> None:
-    said = [{"bytes": 10_000_000, "exposed": True, "available_bytes": 50_000_000, "in_memory": True} for _ in range(4)]
+    said = [CopyNeeds(10_000_000, is_exposed=True, available_bytes=50_000_000, in_memory=True)] * 4
     assert explain_missing_space(said, TWO_NODES) == "they need 100 MB on node 0 and may take 50.0 MB"
-    for each in said:
-        each["available_bytes"] = 100_000_000
+    said = [each._replace(available_bytes=100_000_000) for each in said]
     assert explain_missing_space(said, TWO_NODES) == ""
 
 
@@ -325,60 +327,6 @@ def test_copies_that_are_there_count_as_room(tmp_path: Path, memory: Path) -> No
     before = find_available_bytes(memory)
     (memory / "part").write_bytes(bytes(1 << 20))
     assert abs(find_available_bytes(memory) - before) < 1 << 20 or find_available_bytes(memory) > before
-
-
-def test_a_share_is_read_from_its_words() -> None:
-    assert parse_percent(" 0.5 %") == pytest.approx(0.005)
-
-
-def deciding(parts: SmallParts, step_seconds: float, cost: float, durable: int | None) -> int | None:
-    """The interval that a share of 1% gives."""
-    times = StepTimes()
-    for _ in range(10):
-        times.record_step(step_seconds)
-    if cost:
-        times.copy_overhead.record_done(cost)
-    told: list[Any] = []
-    hot = checkpointer_module.InMemoryCheckpointer(
-        SaveContext(parts.run, parts.dist_env, mesh_of(), {}, told.append), "1%", 0, times, lambda: durable
-    )
-    hot.is_due(10, 1_000_000)
-    assert [event.kind for event in told] == ([] if hot.interval_steps is None else ["in_memory_interval"])
-    return hot.interval_steps
-
-
-@pytest.mark.parametrize(
-    ("step_seconds", "cost", "durable", "every"),
-    [
-        (2.0, 0.0, None, 1),  # nothing is known of the cost yet
-        (2.0, 0.01, None, 1),
-        (2.0, 0.2, None, 10),
-        (0.1, 0.0, None, 10),  # not more often than every second
-        (0.1, 0.03, 100, 30),
-        (0.1, 0.06, 100, None),  # a checkpoint comes as soon
-        (0.01, 0.0, 50, None),
-    ],
-)
-def test_copies_are_as_frequent_as_their_share_of_the_time_allows(
-    tmp_path: Path, step_seconds: float, cost: float, durable: int | None, every: int | None
-) -> None:
-    assert deciding(make_parts(tmp_path), step_seconds, cost, durable) == every
-
-
-def test_copies_that_seemed_too_dear_are_tried_again(tmp_path: Path) -> None:
-    parts = make_parts(tmp_path)
-    times = StepTimes()
-    for _ in range(10):
-        times.record_step(1.0)
-    times.copy_overhead.record_done(0.6)
-    save_context = SaveContext(parts.run, parts.dist_env, mesh_of(), {}, lambda *_: None)
-    hot = checkpointer_module.InMemoryCheckpointer(save_context, "1%", 0, times, lambda: 100)
-    assert not hot.is_due(10, 10_000)
-    assert hot.interval_steps is None
-    hot.is_due(509, 10_000)
-    assert hot.interval_steps is None
-    hot.is_due(510, 10_000)
-    assert hot.interval_steps == 1
 
 
 def test_a_checkpoint_says_that_it_is_one(tmp_path: Path) -> None:

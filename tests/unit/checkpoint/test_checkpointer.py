@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpointers import StepSaver
 from phalanx.errors import UsageError
 from phalanx.run import Event, Run
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved
 from phalanx.train.checkpoint import CheckpointSaver, list_checkpoints, load_tensors, parse_step, read_manifest
 from phalanx.train.checkpoint import durable as durable_module
-from phalanx.train.checkpoint import manager as manager_module
-from phalanx.train.checkpoint.manager import CheckpointManager, best_checkpoint_file
+from phalanx.train.checkpoint import retention as retention_module
 from phalanx.train.checkpoint.rank_record import decode_record
+from phalanx.train.checkpoint.retention import best_checkpoint_file
+from phalanx.train.checkpoint.save import SAVE_FLAGS, SaveInFlight
 from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.parallel_model import LocalTensor
-from phalanx.train.distributed.shard_spec import GlobalBlocks
-from phalanx.train.train_state import SAVE_FLAG_NAMES, TrainState
+from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
 from small_train import make_parts, mesh_of
 
@@ -36,33 +36,28 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def make_saving(run: Run, told: Told, keep: int = 3) -> CheckpointManager:
+def make_saving(run: Run, told: Told, keep: int = 3) -> StepSaver:
     common = {"fingerprint": "f" * 32}
-    return CheckpointManager(SaveContext(run, DistEnv(), mesh_of(), common, told.append, lambda: None), keep)
+    return StepSaver(SaveContext(run, DistEnv(), mesh_of(), common, told.append), keep=keep)
 
 
-def settle(saving: CheckpointManager) -> None:
+def settle(saving: StepSaver) -> None:
     """What the loop does after each step with the agreement of all workers; here there is one."""
-    saving.handle_flags(dict(zip(SAVE_FLAG_NAMES, map(int, saving.local_flags()), strict=True)))
+    saving.step_done(dict(zip(SAVE_FLAGS, map(int, saving.local_flags()), strict=True)))
 
 
 def weights(value: float = 1.0) -> dict[str, Tensor]:
     return {"weight": torch.full((1000,), value), "buffer": torch.full((3,), value)}
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, LocalTensor]:
-    """Tensors that every replica holds alike."""
-    return {
-        name: LocalTensor(tensor, GlobalBlocks.full_tensor(tensor.shape), ("replicate",))
-        for name, tensor in tensors.items()
-    }
+def writer_of(saving: StepSaver) -> CheckpointSaver:
+    """What writes the save that is in flight."""
+    assert saving.durable_in_flight is not None
+    return saving.durable_in_flight.saver
 
 
-def save(
-    saving: CheckpointManager, step: int, best: float | None = None, tensors: dict[str, Tensor] | None = None
-) -> None:
-    state = whole(tensors or weights(step))
-    saving.start_save(TrainState(step=step, samples_consumed=16 * step, best_loss=best), state, [], best is not None)
+def save(saving: StepSaver, step: int, best: float | None = None, tensors: dict[str, Tensor] | None = None) -> None:
+    saving.start(step, tensors or weights(step), best=best)
     saving.wait_until_saved()
 
 
@@ -73,26 +68,27 @@ def steps_on_disk(run: Run) -> list[int]:
 def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     told: Told = []
     saving = make_saving(run, told)
-    assert saving.local_flags() == (False,) * 5
-    saving.start_save(TrainState(step=5, samples_consumed=80), whole(weights()), [], is_best=False)
-    assert saving.step_in_flight == 5
+    assert saving.local_flags() == (False,) * 3
+    saving.start(5, weights())
+    assert saving.durable_in_flight is not None
+    assert saving.durable_in_flight.step == 5
     saving.wait_snapshot_copied()
-    saving._saver.poll_when_idle()
-    assert saving.local_flags() == (True, False, False, False, False)
+    writer_of(saving).poll_when_idle()
+    assert saving.local_flags() == (True, False, False)
     settle(saving)
     assert not told
-    saving._saver.poll_when_idle()
-    assert saving.local_flags() == (False, False, True, False, False)
+    writer_of(saving).poll_when_idle()
+    assert saving.local_flags() == (False, False, True)
     settle(saving)
     assert [event.kind for event in told] == ["checkpoint_saved"]
-    assert (saving.step_in_flight, saving.last_saved, saving.local_flags()) == (None, 5, (False,) * 5)
+    assert (saving.durable_in_flight, saving.last_saved, saving.local_flags()) == (None, 5, (False,) * 3)
     saving.close()
 
 
 def test_events_are_sent_before_a_commit_so_that_no_death_takes_those_of_steps_that_count(run: Run) -> None:
     seen: list[list[int]] = []
-    saving = CheckpointManager(
-        SaveContext(run, DistEnv(), mesh_of(), {}, lambda *_: None, lambda: seen.append(steps_on_disk(run))), 3
+    saving = StepSaver(
+        SaveContext(run, DistEnv(), mesh_of(), {}, lambda *_: None, lambda: seen.append(steps_on_disk(run)))
     )
     save(saving, 5)
     save(saving, 6)
@@ -123,7 +119,7 @@ def test_a_checkpoint_carries_progress_and_what_is_common_to_the_run(run: Run) -
 def test_what_changes_after_wait_copied_is_not_saved(run: Run) -> None:
     saving = make_saving(run, [])
     tensors = weights(1.0)
-    saving.start_save(TrainState(step=1), whole(tensors), [], is_best=False)
+    saving.start(1, tensors)
     saving.wait_snapshot_copied()
     tensors["weight"].fill_(9.0)
     saving.close()
@@ -133,7 +129,7 @@ def test_what_changes_after_wait_copied_is_not_saved(run: Run) -> None:
 def test_buffers_may_change_at_once(run: Run) -> None:
     saving = make_saving(run, [])
     tensors = weights(1.0)
-    saving.start_save(TrainState(step=1), whole(tensors), ["buffer"], is_best=False)
+    saving.start(1, tensors, ["buffer"])
     tensors["buffer"].fill_(9.0)
     saving.close()
     assert load_tensors(run.checkpoints / "step-000000001")["buffer"].eq(1.0).all()
@@ -181,7 +177,7 @@ def test_a_run_that_goes_on_makes_room_for_a_smaller_keep_before_its_first_save(
         save(before, step, best)
     before.close()
     saving = make_saving(run, [], keep=1)
-    saving.set_last_saved(9)  # the newest could not be read
+    saving.roll_back(9)  # the newest could not be read
     saving.close()
     assert steps_on_disk(run) == [3, 9, 12]
     assert saving.last_saved == 9
@@ -244,8 +240,8 @@ def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pyt
     monkeypatch.setattr(CheckpointSaver, "start", refuse)
     told: Told = []
     saving = make_saving(run, told)
-    saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
-    assert saving.local_flags() == (False, True, False, False, False)
+    saving.start(3, weights())
+    assert saving.local_flags() == (False, True, False)
     settle(saving)
     saving.close()
     assert [(event.step, event.reason) for event in told] == [(3, "no space: a checkpoint takes 8 GB")]
@@ -254,8 +250,8 @@ def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pyt
 def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
     told: Told = []
     saving = make_saving(run, told)
-    saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
-    saving.handle_flags({"written": 0, "failed": 1, "committed": 0})
+    saving.start(3, weights())
+    saving.step_done({"written": 0, "failed": 1, "committed": 0})
     saving.close()
     assert [(event.step, event.reason) for event in told] == [(3, "another worker could not write its part")]
     assert list(run.checkpoints.iterdir()) == []
@@ -263,30 +259,28 @@ def test_a_failure_elsewhere_gives_up_the_save_here(run: Run) -> None:
 
 def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
     told: Told = []
-    saving = CheckpointManager(SaveContext(run, DistEnv(0, 2), mesh_of(replicate=2), {}, told.append, lambda: None), 3)
-    saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
-    saving._saver.poll_when_idle()
-    saving.handle_flags({"written": 1, "failed": 0, "committed": 0})
-    assert saving._saver.poll().phase == "written"
-    saving.handle_flags({"written": 0, "failed": 1, "committed": 0})
+    saving = StepSaver(SaveContext(run, DistEnv(0, 2), mesh_of(replicate=2), {}, told.append))
+    saving.start(3, weights())
+    writer_of(saving).poll_when_idle()
+    saving.step_done({"written": 1, "failed": 0, "committed": 0})
+    assert writer_of(saving).poll().phase == "written"
+    saving.step_done({"written": 0, "failed": 1, "committed": 0})
     saving.close()
 
 
 def test_workers_divide_the_tensors_among_them(run: Run) -> None:
     savings = [
-        CheckpointManager(
-            SaveContext(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), {}, lambda *_: None, lambda: None), 3
-        )
+        StepSaver(SaveContext(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), {}, lambda *_: None))
         for rank in (0, 1)
     ]
     for saving in savings:
-        saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
-        saving._saver.poll_when_idle()
+        saving.start(3, weights())
+        writer_of(saving).poll_when_idle()
     records = sorted(run.checkpoints.glob("*/rank-*.json"))
     shares = [decode_record(path.read_bytes(), path).tensors for path in records]
     assert [list(share) for share in shares] == [["weight"], ["buffer"]]
     for saving in savings:
-        saving.handle_flags({"written": 0, "failed": 1, "committed": 0})
+        saving.step_done({"written": 0, "failed": 1, "committed": 0})
         saving.close()
 
 
@@ -296,7 +290,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_reason_to_stop(
     def refuse(*_: Any) -> list[Path]:
         raise PermissionError(errno.EACCES, "Permission denied", "step-000000001")
 
-    monkeypatch.setattr(manager_module, "apply_retention", refuse)
+    monkeypatch.setattr(retention_module, "apply_retention", refuse)
     told: Told = []
     saving = make_saving(run, told, keep=1)
     save(saving, 1)
@@ -315,23 +309,23 @@ def test_tensors_that_appear_later_are_saved_too(run: Run) -> None:
     assert set(load_tensors(run.checkpoints / "step-000000002")) == {"weight", "buffer", "optimizer/weight/exp_avg"}
 
 
-def lost_one(run: Run, told: Told, moment: str) -> CheckpointManager:
+def next_world(run: Run, told: Told, pending_save: SaveInFlight) -> StepSaver:
+    return StepSaver(SaveContext(run, DistEnv(), mesh_of(), {}, told.append), pending_save=pending_save)
+
+
+def lost_one(run: Run, told: Told, moment: str) -> StepSaver:
     """The saving of one of two workers in the world that is left after the other was lost while step 3 was saved."""
     both = [
-        CheckpointManager(
-            SaveContext(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), {}, lambda *_: None, lambda: None), 3
-        )
+        StepSaver(SaveContext(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), {}, lambda *_: None))
         for rank in (0, 1)
     ]
     for saving in both if moment == "written" else both[:1]:
-        saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
-        saving._saver.poll_when_idle()
+        saving.start(3, weights())
+        writer_of(saving).poll_when_idle()
     unfinished = both[0].detach()
     assert unfinished is not None
     assert unfinished.step == 3
-    saving = make_saving(run, told)
-    saving.adopt_pending_save(unfinished)
-    return saving
+    return next_world(run, told, unfinished)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +340,8 @@ def test_a_save_that_was_taken_along_ends_and_others_follow(
 ) -> None:
     told: Told = []
     saving = lost_one(run, told, moment)
-    assert saving.step_in_flight == 3
+    assert saving.durable_in_flight is not None
+    assert saving.durable_in_flight.step == 3
     saving.wait_until_saved()
     save(saving, 4)
     saving.close()
@@ -380,27 +375,25 @@ def test_who_waits_for_the_disk_heeds_that_somebody_is_gone(run: Run, held: thre
     def heed() -> None:
         raise Gone
 
-    saving = CheckpointManager(
-        SaveContext(run, DistEnv(), mesh_of(), {}, lambda *_: None, lambda: None), 3, check_membership=heed
-    )
-    saving.start_save(TrainState(step=3), whole(weights()), [], is_best=False)
+    saving = StepSaver(SaveContext(run, DistEnv(), mesh_of(), {}, lambda *_: None, check_membership=heed))
+    saving.start(3, weights())
     with pytest.raises(Gone):
         saving.wait_until_saved()
-    assert saving.step_in_flight == 3
+    assert saving.durable_in_flight is not None
+    assert saving.durable_in_flight.step == 3
     held.set()
 
 
 def test_who_leaves_does_not_wait_for_the_disk(run: Run, held: threading.Event) -> None:
     saving = make_saving(run, [])
     tensors = weights(1.0)
-    saving.start_save(TrainState(step=3), whole(tensors), [], is_best=False)
+    saving.start(3, tensors)
     unfinished = saving.detach()
     assert unfinished is not None
     assert unfinished.saver.poll().phase == "writing"
     tensors["weight"].fill_(2.0)  # the next world's
     held.set()
-    after = make_saving(run, [])
-    after.adopt_pending_save(unfinished)
+    after = next_world(run, [], unfinished)
     after.wait_until_saved()
     after.close()
     assert load_tensors(run.checkpoints / "step-000000003")["weight"].eq(1.0).all()
@@ -409,8 +402,9 @@ def test_who_leaves_does_not_wait_for_the_disk(run: Run, held: threading.Event) 
 def test_nothing_is_removed_while_old_checkpoints_are_needed(run: Run) -> None:
     saving = make_saving(run, [], keep=1)
     save(saving, 1)
-    saving.prunes_old = False
-    save(saving, 2)
+    saving.start(2, weights(2.0))
+    saving.train_state.lost_checkpoint_step = 1  # what a rollback needs was lost meanwhile
+    saving.wait_until_saved()
     saving.close()
     assert steps_on_disk(run) == [1, 2]
 
@@ -436,4 +430,5 @@ def test_frozen_parameters_that_forwards_change_are_copied_before_training_goes_
     assert isinstance(weight, torch.Tensor)
     with torch.no_grad():
         (weight if counted else weight.data).mul_(0.5)
-    assert [name for name in trainer.checkpoint_policy._names_to_copy_now() if "weight" in name] == ["embedding.weight"]
+    copied = trainer.checkpointer._live_state.names_to_copy_now()
+    assert [name for name in copied if "weight" in name] == ["embedding.weight"]

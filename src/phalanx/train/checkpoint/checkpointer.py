@@ -1,0 +1,394 @@
+"""Save the state of a run, in step on all workers: to disk, and to the memory of the nodes every few steps, so that a
+failure loses few steps.
+
+At most one save is in flight (`SaveInFlight`). Each worker writes its shards in the background (`CheckpointSaver`) and
+raises flags in the per-step all-reduce (`train_step.STEP_FLAGS`); `step_done` acts on the sums over all workers, so
+every worker makes the same transition at the same step:
+
+    none -> writing -> written by all -> committed by rank 0 -> none      to disk
+    none -> writing -> written by all -> none                             to memory
+            writing -> failed on one -> dropped by all -> none            training continues; copies to memory end
+
+A save to disk takes the place of a copy in flight. When workers are lost during a save to disk, the surviving workers
+keep it across the reconfiguration and finish it in the new world. The reconfiguration does not wait for it: the
+background threads continue to write. Whether the lost workers had written their shards is checked at the commit, when
+no surviving worker writes any more. If a shard is missing, all drop the save; this does not wait for a thread either.
+The checkpointer then owes a replacement, and a rollback after non-finite steps must go further back.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import ExitCode, PhalanxError, UsageError, describe_os_error, is_storage_error
+from phalanx.recipe.schema import CheckpointConfig
+from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, InMemoryCheckpointSaved, RunWarning
+from phalanx.run.in_memory_checkpoint import delete_history, record_checkpoint, truncate_history
+from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, format_checkpoint_name
+from phalanx.train.checkpoint.completeness import check_all_saved
+from phalanx.train.checkpoint.failure_history import read_failure_history
+from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY
+from phalanx.train.checkpoint.in_memory.node_copies import NodeCopies, end_copies
+from phalanx.train.checkpoint.interval import DurableInterval, FailureHistory, InMemoryInterval, StepTimes
+from phalanx.train.checkpoint.live_state import LiveState
+from phalanx.train.checkpoint.ownership import OwnedTensors
+from phalanx.train.checkpoint.retention import Retention
+from phalanx.train.checkpoint.save import POLL_INTERVAL_S, SAVE_FLAGS, SaveInFlight
+from phalanx.train.checkpoint.save_context import SaveContext
+from phalanx.train.distributed.object_collectives import (
+    all_gather_json,
+    all_reduce_max,
+    broadcast_json_from_rank_zero,
+)
+from phalanx.train.distributed.parallel_model import LocalTensor
+from phalanx.train.train_state import SurvivorState
+
+PIN_BYTES_PER_S = 1e9
+"""Lower bound on the speed at which the buffer for copies from a GPU is page-locked in the background."""
+logger = logging.getLogger(__name__)
+
+
+class FinalSaveError(PhalanxError):
+    """The final state of a run could not be written."""
+
+    code = ExitCode.UNFINISHED
+
+
+class Checkpointer:
+    """Saves of one worker. Every worker makes the same calls at the same step.
+
+    Args:
+        config: how often to save to disk and to memory, and how many checkpoints are kept.
+        last_step: the last step of the run.
+        survivor_state: its `train_state` is saved, and updated after each save. Its pending save is continued, on all
+            surviving workers and on some that were lost.
+    """
+
+    def __init__(
+        self,
+        save_context: SaveContext,
+        config: CheckpointConfig,
+        last_step: int,
+        live_state: LiveState,
+        survivor_state: SurvivorState,
+    ):
+        self._context, self._live_state, self._last_step = save_context, live_state, last_step
+        self._run, self._report_event = save_context.run, save_context.report_event
+        self._dist_env = dist_env = save_context.dist_env
+        self._train_state = train_state = survivor_state.train_state
+        self._durable_saver = CheckpointSaver(
+            DurableDirectory(self._run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt),
+            save_context.staging,
+        )
+        self._owned = OwnedTensors(save_context.mesh.index_along)
+        self._retention = Retention(self._run, config.keep, self._report_event)
+        self._copies: NodeCopies | None = None  # None before the first copy, and where copies are off
+        self.step_times = StepTimes()
+        self._history_start = train_state.step  # copies of an earlier history are valid up to this step
+        self.copy_interval = InMemoryInterval(config.in_memory_every, train_state.step, self.step_times)
+        history, self._start_time = FailureHistory(), time.monotonic()
+        if config.every == "auto":
+            found = read_failure_history(self._run, dist_env.world_size) if dist_env.is_rank_zero else None
+            history = FailureHistory(*broadcast_json_from_rank_zero(dist_env, found))
+        self.interval = DurableInterval(config.every, train_state.last_saved_step, self.step_times, history)
+        self._is_prepared = self._pinning_failure_reported = False
+        self._replacement_owed = train_state.lost_checkpoint_step > train_state.last_saved_step
+        self.last_saved: int | None = None
+        """The step of the newest checkpoint on disk."""
+        if train_state.last_saved_step:
+            self._continue_from(train_state.last_saved_step)
+        self._in_flight: SaveInFlight | None = None
+        if survivor_state.pending_save is not None:
+            self._in_flight = replace(survivor_state.pending_save, is_inherited=True)
+            self.interval.begin(self._in_flight.step)
+
+    @property
+    def durable_in_flight(self) -> SaveInFlight | None:
+        """The save in flight, if it goes to disk."""
+        return None if self._in_flight is None or self._in_flight.in_memory else self._in_flight
+
+    def save_if_due(self, due_steps: Sequence[int], improved: bool) -> None:
+        """Start a save if one is due after one of `due_steps`, the work of which is done now, or if this state is the
+        best so far (`improved`). Never while steps are skipped, when weights may be bad. Raises UsageError, after the
+        first step, if the workers together would not save all of the state."""
+        if self._train_state.consecutive_skips:
+            return
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._prepare()
+        if self.interval.steps is not None:
+            self._save_to_disk_if_due(due_steps, improved)
+        if self._in_flight is None and due_steps:  # a run restored from a copy must find all checkpoints before it
+            self._copy_if_due(due_steps)
+
+    def start_save(self, is_best: bool = False, is_scheduled: bool = True) -> None:
+        """Start a save to disk; none may be in flight. `is_scheduled` saves are those that a run without failures would
+        have too."""
+        assert self.durable_in_flight is None
+        self._cancel_copy()  # first: a reconfiguration may interrupt it
+        train_state, step = self._train_state, self._train_state.step
+        self._replacement_owed = False
+        if is_scheduled:
+            train_state.lost_checkpoint_step = 0
+        self.interval.begin(step)
+        state = self._live_state.tensors()
+        self._owned.update(state)
+        save = SaveInFlight(step, self._durable_saver, best_loss=train_state.best_loss if is_best else None)
+        self._start(save, self._owned, state, {"last_saved_step": step})
+
+    def start_copy(self) -> None:
+        """Start an in-memory checkpoint; no save may be in flight. The first call sets up the folder and the replicas;
+        with a GPU and an automatic interval it does no more, and the first copy is due when its buffer is ready."""
+        state, step, interval = self._live_state.tensors(), self._train_state.step, self.copy_interval
+        copies, is_first = self._copies, self._copies is None
+        if copies is None:
+            try:
+                copies = self._copies = NodeCopies(self._context, state, self._history_start)
+            except UsageError as error:
+                self._turn_copies_off(str(error))
+                return
+        copies.update(state)
+        if is_first and interval.is_auto and self._dist_env.device.type != "cpu":
+            copies.saver.allocate_buffer(copies.owned.make_shards(state))
+            interval.delay_first(step, copies.max_rank_bytes / PIN_BYTES_PER_S)
+            return
+        interval.begin(step)
+        self._context.flush()  # a run that resumes from this copy must find the events of the steps before it
+        save = SaveInFlight(step, copies.saver, in_memory=True)
+        self._start(save, copies.owned, state, {NUM_TENSORS_KEY: copies.num_tensors})
+
+    def wait_snapshot_copied(self) -> None:
+        """Wait until the snapshot is copied. Call it before tensors change."""
+        if self._in_flight is not None:
+            self._in_flight.saver.wait_snapshot_copied()
+
+    def local_flags(self) -> tuple[bool, bool, bool]:
+        """Return this worker's flags, in the order of `SAVE_FLAGS`."""
+        return (False, False, False) if self._in_flight is None else self._in_flight.local_flags()
+
+    def step_done(self, flags: Mapping[str, int]) -> None:
+        """Advance the save in flight after a step, given the sums of the flags over all workers."""
+        save = self._in_flight
+        if save is None:
+            return
+        if flags["failed"]:
+            (self._end_failed_copy if save.in_memory else self._end_failed_save)(save)
+        elif flags["committed"]:
+            self._end_save(save)
+        elif flags["written"] == self._dist_env.world_size and save.in_memory:
+            self._end_copy(save)
+        elif flags["written"] == self._dist_env.world_size and self._dist_env.is_rank_zero:
+            self._context.flush()
+            save.saver.commit_async()
+
+    def wait_until_saved(self) -> None:
+        """Block until no save to disk is in flight."""
+        while (save := self.durable_in_flight) is not None:
+            while save.saver.poll_when_idle(POLL_INTERVAL_S).is_busy:
+                self._context.check_membership()
+            flags = torch.tensor([float(flag) for flag in self.local_flags()], device=self._dist_env.device)
+            if self._dist_env.world_size > 1:
+                dist.all_reduce(flags)
+            self.step_done({name: round(value) for name, value in zip(SAVE_FLAGS, flags.tolist(), strict=True)})
+
+    def save_final(self, improved: bool) -> None:
+        """Save the final state of the run, unless it is saved already, and close. Raises FinalSaveError if it could not
+        be written."""
+        step = self._train_state.step
+        self.wait_until_saved()
+        if self.last_saved != step:
+            self.start_save(improved)
+        self.close()
+        if self.last_saved != step:
+            where = "" if self.last_saved is None else f"; the last good checkpoint is of step {self.last_saved}"
+            raise FinalSaveError(f"step {step}: the last checkpoint could not be written{where}")
+
+    def close(self) -> None:
+        """Finish the save in flight, then wait until old checkpoints and all in-memory checkpoints are removed."""
+        self.wait_until_saved()
+        self._durable_saver.retry_cleanup()
+        end_copies(self._context, self._copies)
+        self._copies = self._in_flight = None
+        self._retention.close()
+
+    def detach(self) -> SaveInFlight | None:
+        """Leave this world without waiting for other workers, some of which are gone. Complete in-memory checkpoints
+        are kept. Return the save to disk in flight, if any; its thread continues, but reads none of the live tensors
+        any more."""
+        self.wait_snapshot_copied()
+        if self._copies is not None:
+            self._copies.leave()
+        self._retention.close()
+        return self.durable_in_flight
+
+    def roll_back(self, step: int) -> None:
+        """Go back to the checkpoint of this step, which was loaded: later saves are undone."""
+        self._live_state.was_restored()
+        self._continue_from(step)
+        self._roll_copies_back(step)
+
+    def delete_after(self, step: int) -> None:
+        """Undo all saves after this step. Call it on workers that all end now."""
+        if self._dist_env.is_rank_zero:
+            self._retention.remove_after(step)
+        self._roll_copies_back(step)
+        all_gather_json(self._dist_env, None)  # the first worker that exits ends all others
+
+    def _prepare(self) -> None:
+        """Check the state before the first save, and allocate its buffer in the background."""
+        state = self._live_state.tensors()
+        self._owned.update(state)
+        shards = self._owned.make_shards(state)
+        check_all_saved(self._dist_env, self._train_state.step, state, self._durable_saver.share(shards))
+        if self.interval.steps is not None and self._dist_env.device.type != "cpu":  # only pinned memory is slow
+            self._durable_saver.allocate_buffer(shards)
+
+    def _start(
+        self, save: SaveInFlight, owned: OwnedTensors, state: Mapping[str, LocalTensor], more_meta: dict[str, int]
+    ) -> None:
+        """Start a save of what this worker owns of the state. If that fails, all workers learn of it by the flags."""
+        self._in_flight = save
+        meta = {**self._context.common_meta, **asdict(self._train_state), **more_meta}
+        copy_now = owned.select(self._live_state.names_to_copy_now())
+        try:
+            save.saver.start(save.step, owned.make_shards(state), meta, copy_now)
+        except UsageError as error:  # too little disk space, or a dtype that a checkpoint cannot hold
+            save.failure = str(error)
+        except OSError as error:
+            if not is_storage_error(error):
+                raise
+            save.failure = describe_os_error(error)
+        if save.saver.blocks_training and not self._pinning_failure_reported and self._dist_env.is_rank_zero:
+            self._pinning_failure_reported = True
+            text = "host memory for checkpoints could not be page-locked, so training waits while they are copied"
+            self._report_event(RunWarning(text=f"{text}: raise the limit of locked memory (ulimit -l)"))
+
+    def _save_to_disk_if_due(self, due_steps: Sequence[int], improved: bool) -> None:
+        is_scheduled, saving = improved or any(map(self.interval.is_due, due_steps)), self.durable_in_flight
+        if not is_scheduled and (saving is not None or not self._replacement_owed):
+            return
+        if saving is not None and not improved:
+            busy = f"step {self._train_state.step}: not saved, because step {saving.step} is still being written"
+            self._report_event(RunWarning(text=f"{busy}; a larger checkpoint.every would suit this disk"))
+            return
+        self.wait_until_saved()
+        self.start_save(improved, is_scheduled)
+
+    def _copy_if_due(self, due_steps: Sequence[int]) -> None:
+        interval, step = self.copy_interval, self._train_state.step
+        if interval.must_choose(step):
+            usual_step_s = self.step_times.usual_step_s
+            costs = all_reduce_max(self._dist_env, [interval.overhead.cost_s(usual_step_s), usual_step_s])
+            chosen = interval.choose(step, self._last_step, self.interval.steps, *costs)
+            if chosen is not None:
+                self._report_event(chosen)
+        if any(map(interval.is_due, due_steps)):
+            self.start_copy()
+
+    def _continue_from(self, step: int) -> None:
+        """Continue from a checkpoint that was read. Old checkpoints are removed as after a save, since `keep` may be
+        smaller now and the disk too full for a save."""
+        self.last_saved = step
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Remove old checkpoints, unless a rollback may need them because one is missing."""
+        if self._dist_env.is_rank_zero and not self._train_state.lost_checkpoint_step:
+            self._retention.remove_old(step)
+
+    def _end_save(self, save: SaveInFlight) -> None:
+        status, train_state, interval = save.saver.poll(), self._train_state, self.interval
+        event = CheckpointSaved(
+            step=save.step,
+            path=os.path.join(self._run.checkpoints.name, format_checkpoint_name(save.step)),
+            size_bytes=status.size_bytes,
+            duration_s=status.duration_s,
+            stall_s=save.saver.stall_s,
+        )
+        if self._dist_env.is_rank_zero and save.best_loss is not None:
+            self._retention.record_best(save.step, save.best_loss)
+        self._remove_old(save.step)
+        save.saver.cancel()
+        self._in_flight = None
+        logger.info("saved step %d: %d bytes in %.3f s", event.step, event.size_bytes, event.duration_s)
+        self.last_saved = train_state.last_saved_step = save.step
+        self._replacement_owed = False
+        if self._copies is not None and self._dist_env.is_rank_zero:
+            record_checkpoint(self._run, save.step)
+        interval.overhead.record_done(event.stall_s)
+        if interval.is_auto:
+            usual_step_s, attempt_s = self.step_times.usual_step_s, time.monotonic() - self._start_time
+            cost_s = interval.overhead.cost_s(usual_step_s)
+            costs = all_reduce_max(self._dist_env, [cost_s, event.duration_s, usual_step_s, attempt_s])
+            chosen = interval.choose(save.step, *costs)
+            if chosen is not None:
+                self._report_event(chosen)
+        self._report_event(event)
+
+    def _end_failed_save(self, save: SaveInFlight) -> None:
+        save.saver.cancel()
+        self._in_flight = None
+        self.interval.overhead.record_failed()
+        if save.is_inherited:
+            self._replacement_owed = True
+            if not self._train_state.lost_checkpoint_step:  # else the failed save was itself a replacement
+                self._train_state.lost_checkpoint_step = save.step
+        reason = save.failure or "another worker could not write its part"
+        self._report_event(CheckpointFailed(step=save.step, reason=reason))
+
+    def _end_copy(self, save: SaveInFlight) -> None:
+        assert self._copies is not None
+        write_s, stall_s = save.saver.poll().duration_s, save.saver.stall_s
+        self._copies.complete(save.step)
+        self._in_flight = None
+        # On a CPU the copying thread takes a core from training.
+        self.copy_interval.record_copied(stall_s + (self._copies.cpu_s if self._dist_env.device.type == "cpu" else 0.0))
+        self._report_event(
+            InMemoryCheckpointSaved(
+                step=save.step, size_bytes=self._copies.total_bytes, duration_s=write_s, stall_s=stall_s
+            )
+        )
+
+    def _end_failed_copy(self, save: SaveInFlight) -> None:
+        assert self._copies is not None
+        self._copies.leave()
+        self._in_flight = None
+        self.copy_interval.overhead.record_failed()
+        reasons = all_gather_json(self._dist_env, save.failure)  # after this no worker writes any more
+        self._copies.remove_all()
+        self._turn_copies_off(next((each for each in reasons if each), ""))
+
+    def _turn_copies_off(self, reason: str) -> None:
+        self._copies = None
+        self.copy_interval = InMemoryInterval(None, self._train_state.step, self.step_times)
+        if self._dist_env.is_rank_zero:
+            delete_history(self._run)
+        text = f"in-memory checkpoints are off: {reason}; training continues, and a failure loses more steps"
+        self._report_event(RunWarning(text=text))
+
+    def _cancel_copy(self) -> None:
+        """Abandon the in-memory checkpoint in flight, if any, on all workers. The background thread that this waits for
+        may wait for a worker that is gone: `check_membership` then raises."""
+        if self._in_flight is not None and self._in_flight.in_memory:
+            self._in_flight.saver.cancel(self._context.check_membership)
+            self._in_flight = None
+            self.copy_interval.overhead.record_failed()
+
+    def _roll_copies_back(self, step: int) -> None:
+        """Copies of later steps become invalid."""
+        self._history_start = step
+        if self._dist_env.is_rank_zero:
+            truncate_history(self._run, step)
+        if self._copies is None:
+            return
+        self._cancel_copy()
+        self.copy_interval.restart(step)
+        try:
+            self._copies.roll_back(step)
+        except UsageError as error:
+            self._turn_copies_off(str(error))

@@ -1,0 +1,72 @@
+"""A checkpointer of tensors that a test holds, at the steps that it names, without a trainer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.recipe.schema import CheckpointConfig
+from phalanx.train.checkpoint import SaveInFlight
+from phalanx.train.checkpoint.checkpointer import Checkpointer
+from phalanx.train.checkpoint.live_state import LiveState
+from phalanx.train.checkpoint.save_context import SaveContext
+from phalanx.train.distributed.parallel_model import LocalTensor
+from phalanx.train.distributed.shard_spec import GlobalBlocks
+from phalanx.train.train_state import AppState, SurvivorState, TrainState
+
+
+class HeldState(LiveState):
+    """Tensors that every replica holds alike."""
+
+    def __init__(self) -> None:
+        self.held: Mapping[str, Tensor] = {}
+        self.copy_now: Sequence[str] = ()
+
+    def tensors(self) -> dict[str, LocalTensor]:
+        return {
+            name: LocalTensor(tensor, GlobalBlocks.full_tensor(tensor.shape), ("replicate",))
+            for name, tensor in self.held.items()
+        }
+
+    def names_to_copy_now(self) -> list[str]:
+        return list(self.copy_now)
+
+    def was_restored(self) -> None:
+        pass
+
+
+class StepSaver(Checkpointer):
+    """A checkpointer that saves what it is given when it is asked to."""
+
+    def __init__(
+        self,
+        save_context: SaveContext,
+        live_state: AppState | None = None,
+        pending_save: SaveInFlight | None = None,
+        **config: Any,
+    ):
+        self.held, self.train_state = HeldState(), TrainState()
+        super().__init__(
+            save_context,
+            CheckpointConfig(**{"every": None, "in_memory_every": None, **config}),
+            1_000_000,
+            self.held if live_state is None else LiveState(live_state),
+            SurvivorState(self.train_state, 0, pending_save=pending_save),
+        )
+
+    def start(
+        self,
+        step: int,
+        held: Mapping[str, Tensor] | None = None,
+        copy_now: Sequence[str] = (),
+        best: float | None = None,
+    ) -> None:
+        """Start a save to disk."""
+        self.held.held, self.held.copy_now = held or {}, copy_now
+        self.train_state.step, self.train_state.samples_consumed, self.train_state.best_loss = step, 16 * step, best
+        self.start_save(is_best=best is not None)
+
+    def copy(self, step: int) -> None:
+        """Start an in-memory checkpoint."""
+        self.train_state.step = self.train_state.samples_consumed = step
+        self.start_copy()
