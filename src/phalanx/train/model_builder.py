@@ -13,6 +13,7 @@ from torch import nn
 
 from phalanx.data import DataInfo
 from phalanx.errors import PhalanxError, RecipeError
+from phalanx.formatting import BYTES_PER_GIB
 from phalanx.recipe import describe_exception, huggingface_directory, import_object
 from phalanx.recipe.builder_arguments import fill_arguments
 from phalanx.recipe.schema import LoraConfig, ModelConfig
@@ -25,7 +26,6 @@ from phalanx.train.ops.lora import add_lora
 
 BUILT_IN_PREFIX = "phalanx.models:"
 """Prefix of built-in models, which can be built without memory for parameters."""
-GIB_BYTES = 2**30
 
 
 def derive_seed(*components: object) -> int:
@@ -177,8 +177,8 @@ def check_model_fits_memory(spec: ModelConfig, facts: DataInfo, folder: Path | N
     if (needed := sum(parameter.nbytes for parameter in model.parameters())) > memory:
         raise RecipeError(
             f"model.args: {spec.build} has {sum(p.numel() for p in model.parameters()):,} parameters with them, "
-            f"{needed / GIB_BYTES:,.0f} GiB, and this machine has {memory / GIB_BYTES:,.0f} GiB; make it smaller, or "
-            "plan it for a cluster with `phalanx plan`"
+            f"{needed / BYTES_PER_GIB:,.0f} GiB, and this machine has {memory / BYTES_PER_GIB:,.0f} GiB; make it "
+            "smaller, or plan it for a cluster with `phalanx plan`"
         )
 
 
