@@ -105,7 +105,7 @@ def build_model(
             model = hf_model.build_on_meta(directory, spec.args, facts)
     else:
         model = _build_from_import_path(spec, facts, folder, seed, init_weights)
-        if device.type != "cpu":  # `to` would replace fake parameters (autoconfig/trials.py)
+        if device.type != "cpu":  # `to` would replace fake parameters (autoconfig/profile_trial.py)
             model = model.to(device)
     ensure_own_memory(model)
     check_model_can_be_saved(model)
