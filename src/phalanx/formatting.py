@@ -5,6 +5,8 @@ import signal
 from datetime import datetime
 
 NOT_MEASURED_TEXT = "not measured"
+BYTES_PER_KIB, BYTES_PER_MIB, BYTES_PER_GIB = 2**10, 2**20, 2**30
+"""Units of memory, which is counted in powers of two; files and links are in powers of 1000 (`format_bytes`)."""
 
 
 def format_significant(value: float, digits: int = 3) -> str:

@@ -18,9 +18,16 @@ from pathlib import Path
 from torch import nn
 
 from phalanx.cluster import load_cluster
+from phalanx.formatting import BYTES_PER_GIB
 from phalanx.models import transformer
-from phalanx.planner.activation_memory import BYTES_PER_GIB, LossMode
-from phalanx.planner.memory import MemoryCounter, MemoryEstimate, estimate_memory, estimate_memory_by_rank
+from phalanx.planner.activation_memory import LossMode
+from phalanx.planner.memory import (
+    MemoryCounter,
+    MemoryEstimate,
+    TrainingOptions,
+    estimate_memory,
+    estimate_memory_by_rank,
+)
 from phalanx.planner.model_profile import ModelProfile
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.stacks import stack_by_name
@@ -98,7 +105,14 @@ def published() -> Iterator[Compared]:
         unit, way = NOTES[found[1]]
         name = f"{row['model']} {layout_of(setup)}"
         loss: LossMode = "fused" if "_cef" in row["note"] else "whole"  # cross-entropy fusion
-        yield Compared(row["source"], name, way, float(found[2]) * unit, setup, estimate_memory(setup, loss_mode=loss))
+        yield Compared(
+            row["source"],
+            name,
+            way,
+            float(found[2]) * unit,
+            setup,
+            estimate_memory(setup, TrainingOptions(loss_mode=loss)),
+        )
 
 
 def megatron() -> Iterator[Compared]:
@@ -118,7 +132,7 @@ def megatron() -> Iterator[Compared]:
             "allocated",
             measured,
             setup,
-            estimate_memory_by_rank(setup, loss_mode=loss)[-1],
+            estimate_memory_by_rank(setup, TrainingOptions(loss_mode=loss))[-1],
         )
 
 
@@ -216,7 +230,7 @@ def sweep() -> Iterator[Compared]:
     """Llama-3.1-8B by sequence length: DeepSpeed ZeRO-3 on 8 GPUs; max_memory_reserved."""
     for row in read("mlengineering_llama8b_seqsweep.csv"):
         setup = sweep_setup(int(row["seqlen"].removesuffix("K")) * 1024)
-        found = estimate_memory(setup, offload=True, loss_mode="chunked")
+        found = estimate_memory(setup, TrainingOptions(offload=True, loss_mode="chunked"))
         for column in ("h200_peak_gib", "b200_peak_gib"):
             measured = float(row[column]) * BYTES_PER_GIB
             yield Compared(

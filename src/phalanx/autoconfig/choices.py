@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.errors import RecipeError
+from phalanx.formatting import BYTES_PER_MIB
 from phalanx.recipe import Recipe, ResolvedRecipe
 from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.field_types import MOST_THREADS
 from phalanx.recipe.grad_sync_defaults import (
-    BYTES_PER_MIB,
     DEFAULT_BUCKET_MIB,
     DEFAULT_WARMUP_STEPS,
     DETERMINISTIC_SLOWDOWN_KEY,

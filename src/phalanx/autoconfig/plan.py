@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.autoconfig.model_profile import profile_model
-from phalanx.autoconfig.plan_search import BYTES_PER_GIB, describe_no_fit, predict_memory, search_precisions
+from phalanx.autoconfig.plan_search import describe_no_fit, predict_memory, search_precisions
 from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration import default_calibration_path
 from phalanx.cluster.data_sheet import torch_devices
 from phalanx.data.expected_info import expect_data_info
 from phalanx.data.reader import DataInfo
 from phalanx.errors import RecipeError, UsageError
-from phalanx.formatting import format_percent, format_plural
+from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
 from phalanx.planner.bucket_size import best_bucket_mib
 from phalanx.planner.cost import RunCost, estimate_run_cost
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from phalanx.autoconfig.choices import LOSS_MODES
 from phalanx.autoconfig.micro_batch import LANGUAGE_MODELING_TASK, LARGE_LOGITS_BYTES
 from phalanx.cluster import Cluster
 from phalanx.errors import RecipeError
+from phalanx.formatting import BYTES_PER_GIB
 from phalanx.planner.device_costs import DeviceCosts
-from phalanx.planner.memory import MemoryEstimate, estimate_memory
+from phalanx.planner.memory import MemoryEstimate, TrainingOptions, estimate_memory
 from phalanx.planner.memory_advice import suggest_memory_changes
 from phalanx.planner.model_profile import Gemm, ModelProfile
 from phalanx.planner.scenario import Scenario, transport_of
@@ -18,7 +18,6 @@ from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Parallelism
 
-BYTES_PER_GIB = 2.0**30
 USABLE_MEMORY_FRACTION = 0.95
 """Usable fraction of a device's memory: the rest covers errors of the prediction."""
 MIN_PRECISION_GAIN = 0.99
@@ -110,11 +109,11 @@ def _candidate_precisions(recipe: Recipe, known: Any) -> list[str]:
 
 def predict_memory(recipe: Recipe, setup: Scenario) -> MemoryEstimate:
     """Bytes on the fullest device, with the recipe's optimizer and loss."""
-    return estimate_memory(setup, **make_training_options(recipe, setup))
+    return estimate_memory(setup, make_training_options(recipe, setup))
 
 
-def make_training_options(recipe: Recipe, setup: Scenario) -> dict[str, Any]:
-    """Return the arguments of `estimate_memory` that are not part of a `Scenario`. With `memory.chunked_loss: auto`,
+def make_training_options(recipe: Recipe, setup: Scenario) -> TrainingOptions:
+    """Return what the memory of a recipe's run depends on besides the scenario. With `memory.chunked_loss: auto`,
     large logits are chunked."""
     chunked = recipe.memory.chunked_loss
     if chunked == "auto":
@@ -124,13 +123,14 @@ def make_training_options(recipe: Recipe, setup: Scenario) -> dict[str, Any]:
             (4.0 * op.m.evaluate(setup.micro_size) * op.n.evaluate(setup.micro_size) for op in heads), default=0.0
         )
         chunked = recipe.task == LANGUAGE_MODELING_TASK and logits > LARGE_LOGITS_BYTES
-    return {
-        "optimizer": recipe.optimizer.name,
-        "state_dtype": recipe.optimizer.state_dtype,
-        "offload": recipe.optimizer.offload,
-        "loss_mode": LOSS_MODES[chunked],
-        "momentum": recipe.optimizer.momentum,
-    }
+    optimizer = recipe.optimizer
+    return TrainingOptions(
+        optimizer.name,
+        optimizer.state_dtype,
+        optimizer.offload,
+        "chunked" if chunked else "whole",
+        optimizer.momentum,
+    )
 
 
 def describe_no_fit(
@@ -146,7 +146,5 @@ def describe_no_fit(
         f"which is "
         f"{excess_gib:.1f} GiB above {USABLE_MEMORY_FRACTION:.0%} of a device's {device.memory_gib:g}"
     )
-    fit = suggest_memory_changes(
-        smallest.scenario, **make_training_options(recipe, smallest.scenario), capacity=memory_limit
-    )
+    fit = suggest_memory_changes(smallest.scenario, make_training_options(recipe, smallest.scenario), memory_limit)
     return f"{summary}. It {fit.description}"

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from phalanx.autoconfig.model_profile import profile_model, select_number_format
 from phalanx.autoconfig.plan import plan_run
-from phalanx.autoconfig.plan_search import BYTES_PER_GIB, predict_memory
+from phalanx.autoconfig.plan_search import predict_memory
 from phalanx.cluster import Cluster, Machine, discover_machine, load_cluster
 from phalanx.cluster.calibration import default_calibration_path
 from phalanx.data.expected_info import expect_data_info
 from phalanx.errors import RecipeError
+from phalanx.formatting import BYTES_PER_GIB
 from phalanx.planner.measured_costs import MeasuredCosts, MissingMeasurementError
 from phalanx.planner.scenario import Scenario, transport_of
 from phalanx.planner.stacks import device_costs_for_stack, phalanx_stack

@@ -14,14 +14,20 @@ from phalanx.app.plan import (
     render_step_breakdown,
     render_step_timeline,
 )
-from phalanx.formatting import format_count, format_duration, format_percent, format_rate, format_significant
+from phalanx.formatting import (
+    BYTES_PER_GIB,
+    format_count,
+    format_duration,
+    format_percent,
+    format_rate,
+    format_significant,
+)
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
     from phalanx.autoconfig.plan import RunPlan
     from phalanx.planner.search import Candidate
 
-BYTES_PER_GIB = 2.0**30
 CANDIDATE_COLUMNS = (
     Column(),
     Column("parallelism"),

@@ -32,7 +32,7 @@ def collect_environment(
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        **{name: _package_version(name) for name in ("torch", "numpy")},
+        **{name: package_version(name) for name in ("torch", "numpy")},
         "phalanx": phalanx.__version__,
         "git": read_git_state(recipe_dir),
         "environment_variables": relevant_variables(environ),
@@ -90,7 +90,8 @@ def _run_git(git: str, folder: Path, *arguments: str) -> str | None:
     return completed.stdout if completed.returncode == 0 else None
 
 
-def _package_version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:  # run from a source tree that is not installed

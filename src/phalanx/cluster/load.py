@@ -9,13 +9,14 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from phalanx.cluster.catalog_entries import CatalogEntry, find_entry, list_entries, suggest_names
 from phalanx.cluster.load_shorthand import LocationOf, expand_cluster
 from phalanx.cluster.plausibility import find_implausible_values
 from phalanx.cluster.spec import MOST_NODES, Cluster
 from phalanx.errors import RecipeError
+from phalanx.recipe.dump import to_plain_values
 from phalanx.recipe.load import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value, join_problems
 from phalanx.recipe.yaml_loader import SourceLocations, format_key, location_of_key, parse_yaml, to_yaml
@@ -39,10 +40,11 @@ def load_cluster(text: str, folder: Path | None = None) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write the cluster as a file that `load_cluster` reads back to the same cluster; whole, or not at all."""
+    # a null `latency_us` stays, since a name would fill it in
     write_atomic(
         path,
         "# A cluster for Phalanx, in full; docs/reference/cluster-file.md explains its keys.\n"
-        + to_yaml(_to_dict(cluster)),
+        + to_yaml(to_plain_values(cluster, lambda name, field: name == "latency_us")),
     )
 
 
@@ -130,18 +132,3 @@ def _validate_cluster(value: dict[str, Any], locations: SourceLocations, locatio
     ]:
         raise join_problems(problems_found)
     return cluster
-
-
-def _to_dict(value: Any) -> Any:
-    """Plain values for a file. Nulls are left out, but for those that a name would fill in."""
-    if isinstance(value, BaseModel):
-        return {
-            name: _to_dict(below)
-            for name in type(value).model_fields
-            if (below := getattr(value, name)) is not None or name == "latency_us"
-        }
-    if isinstance(value, dict):
-        return {name: _to_dict(below) for name, below in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_dict(below) for below in value]
-    return value

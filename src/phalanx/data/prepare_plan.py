@@ -175,7 +175,7 @@ class PieceWriter:
             known = None if job.tokenizer == "bytes" else HuggingFaceTokenizer(path, separator=job.separator_token)
             self._tokenizer = known or load_tokenizer("bytes")
 
-    def write_piece(self, number: int, piece: PreparePiece, report: ReportProgress) -> ShardEntry:
+    def write_piece(self, number: int, piece: PreparePiece, report: ReportProgress) -> None:
         """Write the piece as shard `number`, and an entry file next to it that marks it as finished."""
         folder = Path(self._job.dataset_dir)
         self.replaced_bytes = Counter()
@@ -184,7 +184,6 @@ class PieceWriter:
         else:
             entry = self._write_images(folder, number, piece, report)
         write_done_file(folder, number, entry, self.replaced_bytes)
-        return entry
 
     def _write_tokens(
         self, folder: Path, number: int, piece: PreparePiece, report: ReportProgress, tokenizer: Tokenizer

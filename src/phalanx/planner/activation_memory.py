@@ -17,7 +17,6 @@ from phalanx.planner.state_memory import (
     reduce_scatter_buffer_bytes,
 )
 
-BYTES_PER_GIB = 2.0**30
 LossMode = Literal["whole", "fused", "chunked"]
 """Whether logits exist in fp32, in 16 bits alone (one kernel from there to the loss), or never all at once."""
 IN_PLACE_LOSS_STACKS = ("megatron", "megatron-2021", "xla")

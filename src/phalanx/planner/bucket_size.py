@@ -6,13 +6,14 @@ Buckets of equal size fill one after the other during backward and are reduced o
 one bucket at most, since the last bucket is cut smaller where the parameters allow it.
 """
 
+from phalanx.formatting import BYTES_PER_MIB
 from phalanx.planner.collectives import group_links
 from phalanx.planner.device_costs import DeviceCosts
 from phalanx.planner.layouts import layout_of
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.stages import split_into_stages
 from phalanx.planner.step_time import LayoutCosts, stage_pass_time
-from phalanx.recipe.grad_sync_defaults import BYTES_PER_MIB, DEFAULT_BUCKET_MIB
+from phalanx.recipe.grad_sync_defaults import DEFAULT_BUCKET_MIB
 
 CANDIDATE_BUCKETS_MIB = (DEFAULT_BUCKET_MIB, 12.0, 6.0, 3.0, 1.5, 0.75, 0.4)
 """MiB that are considered."""

@@ -30,7 +30,6 @@ class PredictedGoodput:
     """Spent between a failure and the next step."""
     interval_s: float
     """Productive seconds between two saves, as assumed."""
-    failures_per_day: float
 
 
 def job_mtbf_seconds(reliability: Reliability, num_nodes: int) -> float | None:
@@ -83,4 +82,4 @@ def predict_goodput(
     # 1/M failures a second, whatever is being done, each begin a restart that lasts R or to the next failure
     unavailable = -math.expm1(-restart_s / mtbf_s)
     wasted = max(0.0, 1.0 - productive - blocked - unavailable)
-    return PredictedGoodput(productive, blocked, wasted, unavailable, save_interval_s, SECONDS_PER_DAY / mtbf_s)
+    return PredictedGoodput(productive, blocked, wasted, unavailable, save_interval_s)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.cluster.spec import AcceleratorSpec
-from phalanx.planner.activation_memory import BYTES_PER_GIB, LossMode, StageActivations, estimate_stage_activations
+from phalanx.formatting import BYTES_PER_GIB
+from phalanx.planner.activation_memory import LossMode, StageActivations, estimate_stage_activations
 from phalanx.planner.pipeline import PipelineOpKind, PipelineSchedule, rank_schedule
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.stages import StageSegments, split_into_stages
@@ -116,23 +117,25 @@ class MemoryEstimate:
         return predicted_bytes - error_bytes, predicted_bytes + error_bytes
 
 
-def estimate_memory(
-    scenario: Scenario,
-    *,
-    optimizer: str = "adamw",
-    state_dtype: str = "fp32",
-    offload: bool = False,
-    loss_mode: LossMode = "whole",
-    momentum: float = 0.9,
-) -> MemoryEstimate:
-    """Estimate the memory of the pipeline rank that needs most. `optimizer`, its `momentum`, `state_dtype` (fp32, bf16,
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What memory depends on and is not part of a `Scenario`. `optimizer`, its `momentum`, `state_dtype` (fp32, bf16,
     8bit: adamw's moments) and `offload` (of the optimizer, to the host) are as in a recipe. `loss_mode`: whether logits
-    exist in fp32 (whole), only in 16 bits (fused) or never all at once (chunked). Raises KeyError for an unknown
-    optimizer or state."""
-    estimates = estimate_memory_by_rank(
-        scenario, optimizer=optimizer, state_dtype=state_dtype, offload=offload, loss_mode=loss_mode, momentum=momentum
-    )
-    return max(estimates, key=lambda each: each.total)
+    exist in fp32 (whole), only in 16 bits (fused) or never all at once (chunked)."""
+
+    optimizer: str = "adamw"
+    state_dtype: str = "fp32"
+    offload: bool = False
+    loss_mode: LossMode = "whole"
+    momentum: float = 0.9
+
+
+DEFAULT_OPTIONS = TrainingOptions()
+
+
+def estimate_memory(scenario: Scenario, options: TrainingOptions = DEFAULT_OPTIONS) -> MemoryEstimate:
+    """Estimate the memory of the pipeline rank that needs most. Raises KeyError for an unknown optimizer or state."""
+    return max(estimate_memory_by_rank(scenario, options), key=lambda each: each.total)
 
 
 def lower_bound_bytes(scenario: Scenario, optimizer_state: OptimizerState = NO_OPTIMIZER_STATE) -> float:
@@ -145,23 +148,16 @@ def lower_bound_bytes(scenario: Scenario, optimizer_state: OptimizerState = NO_O
     return max(_assemble_estimate(scenario, rank, state, 0.0, 0.0).total for rank, state in enumerate(state_bytes))
 
 
-def estimate_memory_by_rank(
-    scenario: Scenario,
-    *,
-    optimizer: str = "adamw",
-    state_dtype: str = "fp32",
-    offload: bool = False,
-    loss_mode: LossMode = "whole",
-    momentum: float = 0.9,
-) -> list[MemoryEstimate]:
+def estimate_memory_by_rank(scenario: Scenario, options: TrainingOptions = DEFAULT_OPTIONS) -> list[MemoryEstimate]:
     """Estimate the memory of each pipeline rank, in order; see `estimate_memory`."""
+    loss_mode = options.loss_mode
     if scenario.stack.name == "phalanx" and loss_mode == "whole":
         if scenario.parallelism.tensor > 1:
             loss_mode = "chunked"  # ranks that divide the vocabulary never have all logits
         elif not is_cpu(scenario.cluster.node.accelerator):
             loss_mode = "fused"  # one kernel from the logits to their gradient (train/ops/cross_entropy_kernel.py)
-    optimizer_state, stages = optimizer_state_of(optimizer, state_dtype, offload, momentum), split_into_stages(scenario)
-    pipeline = scenario.parallelism.pipeline
+    optimizer_state = optimizer_state_of(options.optimizer, options.state_dtype, options.offload, options.momentum)
+    stages, pipeline = split_into_stages(scenario), scenario.parallelism.pipeline
     return [
         _estimate_rank(scenario, rank, stages[rank::pipeline], optimizer_state, loss_mode) for rank in range(pipeline)
     ]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.planner.activation_memory import BYTES_PER_GIB, LossMode
-from phalanx.planner.memory import MemoryEstimate, estimate_memory, is_cpu
+from phalanx.formatting import BYTES_PER_GIB
+from phalanx.planner.memory import DEFAULT_OPTIONS, MemoryEstimate, TrainingOptions, estimate_memory, is_cpu
 from phalanx.planner.model_profile import AttentionOp
 from phalanx.planner.scenario import Scenario
 from phalanx.recipe.batch_scaling import list_divisors
@@ -25,21 +25,6 @@ MEMORY_LABELS = {
     "fragmentation": "fragmentation",
     "context": "the device's context",
 }
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """Training options that are not part of a `Scenario`, as the keywords of `estimate_memory`."""
-
-    optimizer: str = "adamw"
-    state_dtype: str = "fp32"
-    offload: bool = False
-    loss_mode: LossMode = "whole"
-    momentum: float = 0.9
-
-    def estimate_memory(self, scenario: Scenario) -> MemoryEstimate:
-        """Estimate the memory of a scenario with these options."""
-        return estimate_memory(scenario, **vars(self))
 
 
 @dataclass(frozen=True)
@@ -102,20 +87,11 @@ class MemoryFit:
 
 
 def suggest_memory_changes(
-    scenario: Scenario,
-    *,
-    optimizer: str = "adamw",
-    state_dtype: str = "fp32",
-    offload: bool = False,
-    loss_mode: LossMode = "whole",
-    momentum: float = 0.9,
-    capacity: float | None = None,
+    scenario: Scenario, options: TrainingOptions = DEFAULT_OPTIONS, capacity: float | None = None
 ) -> MemoryFit:
-    """Whether a run fits into `capacity_bytes` bytes (those of the cluster's device), and else what would help. The
-    other arguments are those of `estimate_memory`."""
-    options = TrainingOptions(optimizer, state_dtype, offload, loss_mode, momentum)
+    """Whether a run fits into `capacity` bytes (by default those of the cluster's device), and else what would help."""
     capacity_bytes = scenario.cluster.node.accelerator.memory_gib * BYTES_PER_GIB if capacity is None else capacity
-    memory = options.estimate_memory(scenario)
+    memory = estimate_memory(scenario, options)
     if memory.total <= capacity_bytes:
         return MemoryFit(capacity_bytes, memory)
     sufficient_changes = []
@@ -131,7 +107,7 @@ def suggest_memory_changes(
         _try_more_devices,
     ):
         for overrides, changed_scenario, changed_options in propose(scenario, options):
-            if (changed_memory := changed_options.estimate_memory(changed_scenario)).total <= capacity_bytes:
+            if (changed_memory := estimate_memory(changed_scenario, changed_options)).total <= capacity_bytes:
                 sufficient_changes.append(RecipeChange(overrides, changed_memory))
                 break
     return MemoryFit(
@@ -222,10 +198,10 @@ def _combine_changes(scenario: Scenario, options: TrainingOptions, capacity_byte
         for override, next_scenario, next_options in list(propose(changed_scenario, changed_options))[-1:]:
             overrides.append(override)
             changed_scenario, changed_options = next_scenario, next_options
-    change = RecipeChange(" ".join(overrides), changed_options.estimate_memory(changed_scenario))
+    change = RecipeChange(" ".join(overrides), estimate_memory(changed_scenario, changed_options))
     if change.memory.total > capacity_bytes:
         for override, next_scenario, _ in _try_more_devices(changed_scenario, changed_options):
-            if (memory := changed_options.estimate_memory(next_scenario)).total <= capacity_bytes:
+            if (memory := estimate_memory(next_scenario, changed_options)).total <= capacity_bytes:
                 return RecipeChange(f"{override} {change.overrides}".strip(), memory)
     return change
 

@@ -3,7 +3,6 @@ to (hardware, software stack), never to a model or a run; docs/explanation/plann
 them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -79,21 +78,3 @@ def device_costs_for_stack(accelerator: AcceleratorSpec, precision: str, stack_u
     return replace(
         plain, matmul_curve=curve, attention_efficiency=flash, bandwidth=plain.bandwidth * stack_used.memory_op_speed
     )
-
-
-def list_constants() -> Mapping[str, float]:
-    """Every number of data/stacks.yaml, by its path."""
-    found: dict[str, float] = {}
-
-    def walk(path: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, below in value.items():
-                walk(f"{path}.{key}" if path else key, below)
-        elif isinstance(value, list):
-            for index, below in enumerate(value):
-                walk(f"{path}.{index}", below)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[path] = value
-
-    walk("", load_stack_data())
-    return found

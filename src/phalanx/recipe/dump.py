@@ -1,8 +1,10 @@
-"""A recipe as YAML that `load_recipe` reads back to the same recipe."""
+"""Pydantic models as plain values, and a recipe as YAML that `load_recipe` reads back to the same recipe."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from phalanx.recipe.schema import Recipe
 from phalanx.recipe.yaml_loader import to_yaml
@@ -10,18 +12,20 @@ from phalanx.recipe.yaml_loader import to_yaml
 
 def dump_recipe(recipe: Recipe) -> str:
     """All keys in the order of the schema; only nulls that are the default are left out."""
-    return to_yaml(_to_dict(recipe))
+    return to_yaml(to_plain_values(recipe, lambda name, field: field.default is not None))
 
 
-def _to_dict(value: Any) -> Any:
+def to_plain_values(value: Any, keeps_null: Callable[[str, FieldInfo], bool]) -> Any:
+    """Return models in nested containers as dicts. Of fields that are null, only those are kept that `keeps_null`
+    says."""
     if isinstance(value, BaseModel):
-        return {
-            name: _to_dict(below)
+        value = {
+            name: below
             for name, field in type(value).model_fields.items()
-            if (below := getattr(value, name)) is not None or field.default is not None
+            if (below := getattr(value, name)) is not None or keeps_null(name, field)
         }
     if isinstance(value, dict):
-        return {name: _to_dict(below) for name, below in value.items()}
+        return {name: to_plain_values(below, keeps_null) for name, below in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_dict(below) for below in value]
+        return [to_plain_values(below, keeps_null) for below in value]
     return value

@@ -3,6 +3,7 @@ the size of buckets."""
 
 import math
 
+from phalanx.formatting import BYTES_PER_MIB
 from phalanx.recipe.schema import GradSyncConfig, Parallelism, Recipe
 
 DEFAULT_BUCKET_MIB = 25.0
@@ -26,7 +27,6 @@ CHANGED_STATE_KEY, UNSAVED_STATE_KEY, GPU_ONLY_MODULES_KEY = (
 )
 """Keys of what a trial says of a model: the state that its forwards change, what they change that no checkpoint holds,
 and the modules that several workers can run on GPUs only; each as a text, which is empty where there is none."""
-BYTES_PER_MIB = 2**20
 
 AUTO_COMPRESSIONS = ("all-reduce", "bf16", "int8")
 """What `auto` knows: the most accurate first, each with fewer bytes than the one before."""

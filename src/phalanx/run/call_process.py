@@ -92,21 +92,22 @@ def answer_call(
 ) -> CallReturned | CallRaised:
     """Call the function and return its result or exception as a message. `translate`: gives an unexpected exception
     that is not a bug its text and exit code."""
-    call_id = call.call_id
+    known: PhalanxError | None = None
+    trace = None
     try:
-        return CallReturned(call_id=call_id, value=import_function(call.function)(call.payload))
+        return CallReturned(call_id=call.call_id, value=import_function(call.function)(call.payload))
     except PhalanxError as error:
-        known: PhalanxError | None = error
-        text, trace = str(error), None
+        known = error
     except SystemExit as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        text, trace = f"SystemExit: {error.code} ({frame.filename}:{frame.lineno}, in {frame.name}): it ended", None
-        known = None
+        text = f"SystemExit: {error.code} ({frame.filename}:{frame.lineno}, in {frame.name}): the call left its process"
     except Exception as error:  # noqa: BLE001 - it crosses a process boundary and is raised again there
         known, trace = translate(error), traceback.format_exc()[-MAX_ERROR_CHARS:]
-        text = f"{type(error).__name__}: {error}" if known is None else str(known)
-    code = None if known is None else int(known.code)
-    return CallRaised(call_id=call_id, message=text[:MAX_ERROR_CHARS], exit_code=code, traceback=trace)
+        text = f"{type(error).__name__}: {error}"
+    code = None
+    if known is not None:
+        text, code = str(known), int(known.code)
+    return CallRaised(call_id=call.call_id, message=text[:MAX_ERROR_CHARS], exit_code=code, traceback=trace)
 
 
 def report_progress(num_bytes: int, count: int) -> None:

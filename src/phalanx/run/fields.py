@@ -5,11 +5,12 @@ is ignored.
 """
 
 import math
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 LATEST_TIME_S, LARGEST_COUNT, LARGEST_FLOAT = 1e11, 1 << 53, 1e30
 """Unix seconds of a time, a count and any other number beyond which they are none."""
@@ -19,6 +20,15 @@ not negative."""
 Kind = TypeVar("Kind")
 Check = Callable[[Any], Any]
 """Returns a JSON value as a field has it. ValueError or OverflowError where it is of another type."""
+
+
+class TypedMessage:
+    """A message; `kind` names its class among JSON values, in snake case."""
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 def to_fields(value: Any) -> dict[str, Any]:

@@ -4,13 +4,14 @@
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+
+from phalanx.run.fields import TypedMessage
 
 # --- node agent to leader agent ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeIdentity:
+class NodeIdentity(TypedMessage):
     """What an agent says of its node, first of all. What must be equal on all nodes is empty where another Phalanx does
     not say it, so that this node hears why it is rejected."""
 
@@ -28,14 +29,11 @@ class NodeIdentity:
 class Hello(NodeIdentity):
     """A node wants to take part in a run."""
 
-    kind: ClassVar[str] = "hello"
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeDeparture(NodeIdentity):
     """A node leaves, with `exit_code`, and is not to be waited for."""
 
-    kind: ClassVar[str] = "node_departure"
     exit_code: int
     reason: str
 
@@ -45,7 +43,6 @@ class LauncherHello(NodeIdentity):
     """A node wants to take part in a program of another framework, with `nproc_per_node` processes. `ports`: free ones
     at its `address`."""
 
-    kind: ClassVar[str] = "launcher_hello"
     address: str
     ports: tuple[int, ...]
     nproc_per_node: int
@@ -66,36 +63,30 @@ class HeartbeatEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heartbeats:
+class Heartbeats(TypedMessage):
     """The last signs of life of a node's workers. `stopped_ranks`: those stopped by SIGSTOP or a debugger."""
 
-    kind: ClassVar[str] = "heartbeats"
     entries: tuple[HeartbeatEntry, ...]
     stopped_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopRequested:
+class StopRequested(TypedMessage):
     """The agent of a node was asked to stop."""
-
-    kind: ClassVar[str] = "stop_requested"
 
 
 # --- leader agent to node agent ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ping:
+class Ping(TypedMessage):
     """The leader agent is there."""
-
-    kind: ClassVar[str] = "ping"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leave:
+class Leave(TypedMessage):
     """End the workers and exit with this code. `message`: why the leader rejects this node."""
 
-    kind: ClassVar[str] = "leave"
     exit_code: int
     message: str | None = None
 
@@ -104,35 +95,30 @@ class Leave:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class Topology(TypedMessage):
     """All nodes have come: their hosts, and free ports of each. Node 0 to the others."""
 
-    kind: ClassVar[str] = "topology"
     hosts: tuple[str, ...]
     nproc_per_node: int
     ports: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejected:
+class Rejected(TypedMessage):
     """Why a node cannot take part. Node 0 to it."""
 
-    kind: ClassVar[str] = "rejected"
     message: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeFinished:
+class NodeFinished(TypedMessage):
     """All workers of a node have ended as they should; from node 0: those of all nodes."""
-
-    kind: ClassVar[str] = "node_finished"
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeFailed:
+class NodeFailed(TypedMessage):
     """The program ends with this code, on every node."""
 
-    kind: ClassVar[str] = "node_failed"
     exit_code: int
 
 
@@ -143,47 +129,39 @@ class NodeFailed:
 class LinkTestHello(NodeIdentity):
     """A node wants to take part in the measurement. `port`: where it serves measurements."""
 
-    kind: ClassVar[str] = "link_test_hello"
     port: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeLink:
+class ServeLink(TypedMessage):
     """Serve the next measurement. Answered by LinkServed."""
-
-    kind: ClassVar[str] = "serve_link"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureLink:
+class MeasureLink(TypedMessage):
     """Measure the link to the node that serves at `address`. Answered by LinkMeasured or LinkFailed."""
 
-    kind: ClassVar[str] = "measure_link"
     address: tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkServed:
+class LinkServed(TypedMessage):
     """A measurement was served, or its partner did not come."""
-
-    kind: ClassVar[str] = "link_served"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkMeasured:
+class LinkMeasured(TypedMessage):
     """What a node measured on a link, in seconds and bytes per second."""
 
-    kind: ClassVar[str] = "link_measured"
     round_trip_s: float
     send_bytes_per_s: float
     receive_bytes_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkFailed:
+class LinkFailed(TypedMessage):
     """Why a link could not be measured."""
 
-    kind: ClassVar[str] = "link_failed"
     reason: str
 
 
@@ -197,10 +175,9 @@ class LinkFinding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkFindings:
+class LinkFindings(TypedMessage):
     """All links are measured. Answered by NodeFinished."""
 
-    kind: ClassVar[str] = "link_findings"
     findings: tuple[LinkFinding, ...]
 
 

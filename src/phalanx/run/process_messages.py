@@ -4,9 +4,9 @@ Ranks are global ranks.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from phalanx.run.fields import ExitStatus
+from phalanx.run.fields import ExitStatus, TypedMessage
 
 # --- leader agent to fork servers: directly to its own, through the node agents to the others -------------------------
 
@@ -20,7 +20,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartWorkers:
+class StartWorkers(TypedMessage):
     """Fork this node's workers of an attempt: `local_world_size` from `first_rank` on, of `world_size` on all nodes, or
     of those only the `rejoining_ranks`, in the places of lost ones. `environment`: variables that they get.
     `is_elastic`: they take membership updates.
@@ -28,7 +28,6 @@ class StartWorkers:
     With several nodes, workers find each other in the store at `store_address`, under `rendezvous_id`; each node makes
     the `store_key` of the job's token and the `nonce`, so that it never travels between nodes."""
 
-    kind: ClassVar[str] = "start_workers"
     attempt: int
     world_size: int
     command: Command
@@ -45,20 +44,18 @@ class StartWorkers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SendSignal:
+class SendSignal(TypedMessage):
     """Send a signal to the workers of these ranks. Without `ranks`: to all workers, and SIGKILL to calls, too."""
 
-    kind: ClassVar[str] = "send_signal"
     signal: int
     ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class MembershipUpdate:
+class MembershipUpdate(TypedMessage):
     """Train with the workers of `active_ranks`, as `attempt`. `last_reported_step`: the last step that the agent has
     heard of; `worker_lost`: a worker is gone, so that the step of now cannot end. Fork server to worker."""
 
-    kind: ClassVar[str] = "membership_update"
     attempt: int
     active_ranks: tuple[int, ...]
     last_reported_step: int
@@ -66,10 +63,9 @@ class MembershipUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateMembership:
+class UpdateMembership(TypedMessage):
     """Pass an update on to the workers of the ranks `recipients`."""
 
-    kind: ClassVar[str] = "update_membership"
     recipients: tuple[int, ...]
     update: MembershipUpdate
 
@@ -78,28 +74,25 @@ class UpdateMembership:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartStore:
+class StartStore(TypedMessage):
     """Have the process run that hosts the rendezvous store, listening on `address` only. Answered by StoreStarted."""
 
-    kind: ClassVar[str] = "start_store"
     address: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunCall:
+class RunCall(TypedMessage):
     """Call `function`, as `module:name`, with `payload` in a process of its own. Answered by a CallReply."""
 
-    kind: ClassVar[str] = "run_call"
     function: str
     payload: Any
     call_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preload:
+class Preload(TypedMessage):
     """Call `function`, as `module:name`, with `payload` in the fork server itself: it imports what workers need."""
 
-    kind: ClassVar[str] = "preload"
     function: str
     payload: Any
 
@@ -108,48 +101,42 @@ class Preload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessReady:
+class ProcessReady(TypedMessage):
     """A process that answers calls is ready: the fork server has imported torch."""
-
-    kind: ClassVar[str] = "process_ready"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkersStarted:
+class WorkersStarted(TypedMessage):
     """The workers of StartWorkers are forked."""
 
-    kind: ClassVar[str] = "workers_started"
     attempt: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerExited:
+class WorkerExited(TypedMessage):
     """A worker has ended."""
 
-    kind: ClassVar[str] = "worker_exited"
     rank: int
     exit_status: ExitStatus
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreStarted:
+class StoreStarted(TypedMessage):
     """The rendezvous store listens on `port`, hosted by process `pid`."""
 
-    kind: ClassVar[str] = "store_started"
     port: int
     pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreDied:
+class StoreDied(TypedMessage):
     """The process that hosts the rendezvous store is gone. `attempt`: the newest, which may still have needed it."""
 
-    kind: ClassVar[str] = "store_died"
     attempt: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallReply:
+class CallReply(TypedMessage):
     """What both ends of a RunCall have."""
 
     call_id: int
@@ -159,7 +146,6 @@ class CallReply:
 class CallReturned(CallReply):
     """The call returned `value`."""
 
-    kind: ClassVar[str] = "call_returned"
     value: Any
 
 
@@ -168,7 +154,6 @@ class CallRaised(CallReply):
     """The call failed: a PhalanxError with `exit_code`, any other exception with `traceback`, or its process ended
     without an answer (`was_killed`: by SIGKILL)."""
 
-    kind: ClassVar[str] = "call_raised"
     message: str
     exit_code: int | None = None
     traceback: str | None = None
@@ -176,10 +161,9 @@ class CallRaised(CallReply):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallProgress:
+class CallProgress(TypedMessage):
     """What a call has done since it said so last."""
 
-    kind: ClassVar[str] = "call_progress"
     num_bytes: int
     count: int
 
@@ -188,19 +172,17 @@ class CallProgress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerCrashed:
+class WorkerCrashed(TypedMessage):
     """An exception ended a worker. `message`: its type and text, and the user's line."""
 
-    kind: ClassVar[str] = "worker_crashed"
     rank: int
     message: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerError:
+class WorkerError(TypedMessage):
     """Why a worker ends with `exit_code`. `out_of_memory`: a smaller micro-batch may fit."""
 
-    kind: ClassVar[str] = "worker_error"
     rank: int
     message: str
     exit_code: int
@@ -208,52 +190,46 @@ class WorkerError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResult:
+class RunResult(TypedMessage):
     """What result.json of the run will hold."""
 
-    kind: ClassVar[str] = "run_result"
     value: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankResult:
+class RankResult(TypedMessage):
     """What a measurement returned on one rank."""
 
-    kind: ClassVar[str] = "rank_result"
     rank: int
     value: Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerFinishing:
+class WorkerFinishing(TypedMessage):
     """A worker came to its end in order, and is about to exit with this code."""
 
-    kind: ClassVar[str] = "worker_finishing"
     rank: int
     exit_code: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandbyReady:
+class StandbyReady(TypedMessage):
     """A worker in the place of a lost one is ready to join the others."""
 
-    kind: ClassVar[str] = "standby_ready"
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftGroup:
+class LeftGroup(TypedMessage):
     """A worker has left a process group of which another may be gone, and waits for a membership update."""
 
-    kind: ClassVar[str] = "left_group"
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedGroup:
+class JoinedGroup(TypedMessage):
     """A worker has seen all come that the membership update of `attempt` names, and enters their process group."""
 
-    kind: ClassVar[str] = "joined_group"
     rank: int
     attempt: int
 

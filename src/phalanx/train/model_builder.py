@@ -13,6 +13,7 @@ from torch import nn
 
 from phalanx.data import DataInfo
 from phalanx.errors import PhalanxError, RecipeError
+from phalanx.formatting import BYTES_PER_GIB
 from phalanx.recipe import describe_exception, huggingface_directory, import_object
 from phalanx.recipe.builder_arguments import fill_arguments
 from phalanx.recipe.schema import LoraConfig, ModelConfig
@@ -27,7 +28,6 @@ from phalanx.train.ops.lora import add_lora
 
 BUILT_IN_PREFIX = "phalanx.models:"
 """Prefix of built-in models, which can be built without memory for parameters."""
-GIB_BYTES = 2**30
 
 
 def derive_seed(*components: object) -> int:
@@ -107,7 +107,7 @@ def build_model(
             model = hf_model.build_on_meta(directory, spec.args, facts)
     else:
         model = _build_from_import_path(spec, facts, folder, seed, init_weights)
-        if device.type != "cpu":  # `to` would replace fake parameters (autoconfig/trials.py)
+        if device.type != "cpu":  # `to` would replace fake parameters (autoconfig/profile_trial.py)
             model = model.to(device)
     ensure_own_memory(model)
     check_model_can_be_saved(model)
@@ -179,8 +179,8 @@ def check_model_fits_memory(spec: ModelConfig, facts: DataInfo, folder: Path | N
     if (needed := sum(parameter.nbytes for parameter in model.parameters())) > memory:
         raise RecipeError(
             f"model.args: {spec.build} has {sum(p.numel() for p in model.parameters()):,} parameters with them, "
-            f"{needed / GIB_BYTES:,.0f} GiB, and this machine has {memory / GIB_BYTES:,.0f} GiB; make it smaller, or "
-            "plan it for a cluster with `phalanx plan`"
+            f"{needed / BYTES_PER_GIB:,.0f} GiB, and this machine has {memory / BYTES_PER_GIB:,.0f} GiB; make it "
+            "smaller, or plan it for a cluster with `phalanx plan`"
         )
 
 

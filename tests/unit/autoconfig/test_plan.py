@@ -14,8 +14,9 @@ from phalanx.autoconfig.plan import (
     plan_run,
     render_recipe,
 )
-from phalanx.autoconfig.plan_search import BYTES_PER_GIB, USABLE_MEMORY_FRACTION
+from phalanx.autoconfig.plan_search import USABLE_MEMORY_FRACTION
 from phalanx.errors import RecipeError, UsageError
+from phalanx.formatting import BYTES_PER_GIB
 from phalanx.planner.step_time import StepBreakdown
 from phalanx.recipe import load_recipe
 from phalanx.recipe.load import LoadedRecipe

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from phalanx.cluster.health.registry import HEALTH_CHECKS
-from phalanx.cluster.health.thresholds import BYTES_PER_GIB, BYTES_PER_MIB, THRESHOLD_BY_NAME, Threshold
+from phalanx.cluster.health.thresholds import THRESHOLD_BY_NAME, Threshold
+from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/health-checks.md").read_text()
 

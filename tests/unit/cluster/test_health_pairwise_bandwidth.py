@@ -119,7 +119,7 @@ def test_a_node_whose_links_are_all_slow_is_bad_and_the_others_only_say_so() -> 
         HealthVerdict.FAIL,
     ]
     assert found[0].reason == (
-        "1000 MB/s to 3 other nodes, as fast as the link between others; slow by their own fault: n3 (300 MB/s)"
+        "1.00 GB/s to 3 other nodes, as fast as the link between others; slow by their own fault: n3 (300 MB/s)"
     )
     assert found[3].reason == "300 MB/s to 3 other nodes, 70% below the median of the 3 links between others"
 

@@ -14,10 +14,16 @@ from gpt_profile import gpt
 from memory_rows import VALIDATION, Compared, memory_rows
 from peak_memory import PeakMemoryMode
 from phalanx.cluster import load_cluster
+from phalanx.formatting import BYTES_PER_GIB
 from phalanx.models import moe, transformer
 from phalanx.models.convnets import resnet
-from phalanx.planner.activation_memory import BYTES_PER_GIB
-from phalanx.planner.memory import MemoryEstimate, _schedule_of_rank, estimate_memory, estimate_memory_by_rank
+from phalanx.planner.memory import (
+    MemoryEstimate,
+    TrainingOptions,
+    _schedule_of_rank,
+    estimate_memory,
+    estimate_memory_by_rank,
+)
 from phalanx.planner.memory_advice import suggest_memory_changes
 from phalanx.planner.model_profile import ModelProfile
 from phalanx.planner.scenario import Scenario, SoftwareStack
@@ -124,17 +130,21 @@ def test_a_larger_micro_batch_takes_more() -> None:
 
 def test_a_chunked_loss_spares_the_logits() -> None:
     run = setup(stack=stack_by_name("torch"))
-    whole, fused, chunked = (estimate_memory(run, loss_mode=loss) for loss in ("whole", "fused", "chunked"))
+    whole, fused, chunked = (
+        estimate_memory(run, TrainingOptions(loss_mode=loss)) for loss in ("whole", "fused", "chunked")
+    )
     logits = 4 * 1024 * 32000
     # Three copies in fp32; then in 16 bits, with their gradient; then the weight's gradient in fp32.
     assert whole.allocated - fused.allocated == pytest.approx(8 * logits, rel=0.05)
     assert chunked.allocated < fused.allocated
-    assert estimate_memory(setup()) == estimate_memory(setup(), loss_mode="fused")  # our own kernel on a GPU
+    assert estimate_memory(setup()) == estimate_memory(
+        setup(), TrainingOptions(loss_mode="fused")
+    )  # our own kernel on a GPU
 
 
 def test_tensor_ranks_that_divide_the_vocabulary_never_have_all_logits() -> None:
     divided = setup(Parallelism(tensor=2))
-    assert estimate_memory(divided) == estimate_memory(divided, loss_mode="chunked")
+    assert estimate_memory(divided) == estimate_memory(divided, TrainingOptions(loss_mode="chunked"))
 
 
 # --- the training state -----------------------------------------------------------------------------------------------
@@ -174,7 +184,7 @@ def test_sharded_weights_take_sixteen_bytes_for_each_parameter_over_the_shards()
     ],
 )
 def test_optimizers_differ_in_what_they_keep(keywords: dict[str, object], bytes_each: float) -> None:
-    found = estimate_memory(setup(), **keywords)  # type: ignore[arg-type]
+    found = estimate_memory(setup(), TrainingOptions(**keywords))  # type: ignore[arg-type]
     assert found.optimizer_state == pytest.approx(bytes_each * llama().num_parameters)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.cluster import Cluster, load_cluster
 from phalanx.planner.layouts import to_scenarios
-from phalanx.planner.memory import estimate_memory
+from phalanx.planner.memory import TrainingOptions, estimate_memory
 from phalanx.planner.model_profile import (
     Affine,
     AttentionOp,
@@ -123,7 +123,10 @@ def test_no_layout_that_fits_exactly_is_left_out(
     base, space = setup(of, 8), SearchSpace(devices, 8)
     rows = enumerate_candidates(of, space)
     exact = np.array(
-        [estimate_memory(each, **how).total for each in to_scenarios(base, rows, range(len(rows.micro_size)))]  # type: ignore[arg-type]
+        [
+            estimate_memory(each, TrainingOptions(**how)).total
+            for each in to_scenarios(base, rows, range(len(rows.micro_size)))
+        ]  # type: ignore[arg-type]
     )
     kept = optimizer_state_of(how["optimizer"], how["state_dtype"], how["offload"], how["momentum"])  # type: ignore[arg-type]
     for bounds in (
@@ -136,7 +139,7 @@ def test_no_layout_that_fits_exactly_is_left_out(
         base,
         RATES,
         space,
-        lambda each: estimate_memory(each, **how).total,  # type: ignore[arg-type]
+        lambda each: estimate_memory(each, TrainingOptions(**how)).total,  # type: ignore[arg-type]
         room,
         kept,
     )
@@ -164,10 +167,16 @@ def test_a_frozen_model_of_65_billion_parameters_fits_on_eight_devices() -> None
 
 def test_sgd_without_momentum_keeps_nothing_and_lars_and_muon_always_do() -> None:
     base = setup(decoder(1024, 4, 0.0), 8)
-    assert estimate_memory(base, optimizer="sgd", momentum=0.0).optimizer_state == 0
-    assert estimate_memory(base, optimizer="sgd", momentum=0.9).optimizer_state == 4 * base.profile.num_parameters
+    assert estimate_memory(base, TrainingOptions(optimizer="sgd", momentum=0.0)).optimizer_state == 0
+    assert (
+        estimate_memory(base, TrainingOptions(optimizer="sgd", momentum=0.9)).optimizer_state
+        == 4 * base.profile.num_parameters
+    )
     for name in ("lars", "muon"):
-        assert estimate_memory(base, optimizer=name, momentum=0.0).optimizer_state == 4 * base.profile.num_parameters
+        assert (
+            estimate_memory(base, TrainingOptions(optimizer=name, momentum=0.0)).optimizer_state
+            == 4 * base.profile.num_parameters
+        )
 
 
 def test_frozen_weights_make_no_gradients_when_they_come_and_go() -> None:

@@ -18,6 +18,7 @@ from phalanx.cluster.calibration.timing import (
     round_seconds,
     split_budget,
 )
+from phalanx.formatting import BYTES_PER_KIB, BYTES_PER_MIB
 from phalanx.recipe.devices import device_kind_of, size_table_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 MeasuredCollective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 MEASURED_COLLECTIVES: tuple[MeasuredCollective, ...] = get_args(MeasuredCollective)
-BYTES_PER_KIB, BYTES_PER_MIB = 2**10, 2**20
 BUFFER_SIZES_BYTES = {
     ("cpu", True): (BYTES_PER_KIB, 64 * BYTES_PER_KIB, BYTES_PER_MIB, 8 * BYTES_PER_MIB),
     ("cpu", False): tuple(BYTES_PER_KIB * 4**power for power in range(9)),

@@ -6,12 +6,13 @@ import json
 import platform
 import re
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import xxhash
 
 from phalanx.cluster.discovery import Machine, discover_machine
+from phalanx.cluster.environment import package_version
 from phalanx.run.cache import cache_root
 
 KEY_FORMAT = "1"
@@ -22,7 +23,7 @@ def hardware_key(
     machine: Machine, root: Path = Path("/"), version_of: Callable[[str], str | None] | None = None
 ) -> dict[str, str]:
     """Return hardware, driver and library versions of this machine as text, without importing torch."""
-    version_of = version_of or _package_version
+    version_of = version_of or package_version
     found = {
         "format": KEY_FORMAT,
         "device": machine.device_name,
@@ -69,10 +70,3 @@ def _nccl_version(version_of: Callable[[str], str | None]) -> str | None:
     names = {str(each.metadata["Name"]) for each in distributions()}
     found = [f"{name} {version_of(name)}" for name in sorted(names) if name and name.startswith("nvidia-nccl")]
     return ", ".join(found) or None
-
-
-def _package_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return None

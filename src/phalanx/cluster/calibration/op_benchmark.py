@@ -30,12 +30,12 @@ from phalanx.cluster.calibration.timing import (
     round_seconds,
     split_budget,
 )
+from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_KIB, BYTES_PER_MIB
 from phalanx.recipe.devices import size_table_of
 
 if TYPE_CHECKING:
     import torch
 
-BYTES_PER_KIB, BYTES_PER_MIB, BYTES_PER_GIB = 2**10, 2**20, 2**30
 TENSOR_SIZES_BYTES = {
     ("cpu", True): (256 * BYTES_PER_KIB, 8 * BYTES_PER_MIB),
     ("cpu", False): tuple(64 * BYTES_PER_KIB * 4**power for power in range(7)),

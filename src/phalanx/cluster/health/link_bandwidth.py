@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
 from phalanx.cluster.health.thresholds import evaluate_threshold
 from phalanx.errors import UsageError
+from phalanx.formatting import format_bytes, format_duration
 from phalanx.run.authentication import (
     HANDSHAKE_TIMEOUT_S,
     AuthenticationError,
@@ -138,8 +139,8 @@ def evaluate_link(address: str, link: LinkMeasurement) -> HealthFinding:
         "back": link.receive_bytes_per_s,
     }
     summary = (
-        f"{address}: round trip {link.round_trip_s * 1e6:.0f} us, {link.send_bytes_per_s / 1e6:.0f} MB/s there, "
-        f"{link.receive_bytes_per_s / 1e6:.0f} MB/s back, one TCP connection"
+        f"{address}: round trip {format_duration(link.round_trip_s)}, {format_bytes(link.send_bytes_per_s)}/s there, "
+        f"{format_bytes(link.receive_bytes_per_s)}/s back, one TCP connection"
     )
     verdicts = [
         evaluate_threshold("round trip", link.round_trip_s),

@@ -26,6 +26,7 @@ from phalanx.cluster.health.link_bandwidth import (
 )
 from phalanx.cluster.health.thresholds import evaluate_threshold
 from phalanx.errors import UsageError
+from phalanx.formatting import format_bytes
 from phalanx.run.authentication import MAX_PENDING_HANDSHAKES, AuthenticationError, load_token
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
 from phalanx.run.messages import Message
@@ -296,7 +297,7 @@ def evaluate_node_links(
         return [HealthFinding(CHECK_NAME, worst_verdict(verdicts), "; ".join(texts) or "no link was measured", figures)]
     median_rate = statistics.median(own_rates.values())
     verdicts.append(evaluate_threshold("link throughput", median_rate))
-    texts.append(f"{median_rate / 1e6:.0f} MB/s to {len(own_rates)} other nodes")
+    texts.append(f"{format_bytes(median_rate)}/s to {len(own_rates)} other nodes")
     slow_nodes = [other for other in own_rates if len(names) >= MIN_PEERS and _is_slow_node(other, rates)]
     healthy_rates = {pair: rate for pair, rate in rates.items() if not set(pair) & set(slow_nodes)}
     median = _median_of_other_links(node, healthy_rates)
@@ -317,12 +318,12 @@ def evaluate_node_links(
         if slow and verdicts[-1] is HealthVerdict.PASS:
             verdicts.append(HealthVerdict.WARN)
             texts.append(
-                "slow to " + ", ".join(f"{names[other]} ({own_rates[other] / 1e6:.0f} MB/s)" for other in slow)
+                "slow to " + ", ".join(f"{names[other]} ({format_bytes(own_rates[other])}/s)" for other in slow)
             )
     if slow_nodes:
         texts.append(
             "slow by their own fault: "
-            + ", ".join(f"{names[each]} ({own_rates[each] / 1e6:.0f} MB/s)" for each in slow_nodes)
+            + ", ".join(f"{names[each]} ({format_bytes(own_rates[each])}/s)" for each in slow_nodes)
         )
     return [HealthFinding(CHECK_NAME, worst_verdict(verdicts), "; ".join(texts), figures)]
 

@@ -6,9 +6,7 @@ A threshold is one-sided: an upper limit if `is_upper`, else a lower limit.
 from dataclasses import dataclass
 
 from phalanx.cluster.health.finding import HealthVerdict
-
-BYTES_PER_GIB = 2.0**30
-BYTES_PER_MIB = 2.0**20
+from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
 
 
 @dataclass(frozen=True)

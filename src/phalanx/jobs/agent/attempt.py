@@ -125,22 +125,12 @@ class AttemptState:
             rank for node, node_found in by_node.items() for rank in node.stopped_ranks(node_found)
         }
 
-    @property
-    def failed_by_storage(self) -> bool:
-        """Whether it ended because storage failed."""
+    def failed_with(self, exit_status: int) -> bool:
+        """Whether it ended because a worker failed with this status."""
         return (
             self.abort_reason is None
             and not self.lost_nodes
-            and first_failure(self.exit_statuses, self.early_exits)[1] == STORAGE_FAILED_STATUS
-        )
-
-    @property
-    def failed_by_gpu(self) -> bool:
-        """Whether it ended because a GPU failed."""
-        return (
-            self.abort_reason is None
-            and not self.lost_nodes
-            and first_failure(self.exit_statuses, self.early_exits)[1] == GPU_FAILED_STATUS
+            and first_failure(self.exit_statuses, self.early_exits)[1] == exit_status
         )
 
     def last_step(self, rank: int) -> int | None:

@@ -20,6 +20,7 @@ from phalanx.jobs.agent.attempt import (
 from phalanx.jobs.agent.attempt_history import AttemptHistory
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
 from phalanx.jobs.agent.fork_server_client import ForkServerLostError, StopRequestedError
+from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.leader_state import LeaderState
 from phalanx.jobs.agent.node_group import RemoteNode
 from phalanx.jobs.agent.node_waiting import REJOIN_TIMEOUT_S, wait_for_nodes
@@ -87,7 +88,7 @@ class LeaderAgent(LeaderState):
                 # An exception, or an exit, before the first step is a mistake in code, which another attempt would only
                 # repeat.
                 return RunOutcome(ExitCode.GAVE_UP, None, message)
-            if attempt.failed_by_storage and not attempt.num_steps:
+            if attempt.failed_with(STORAGE_FAILED_STATUS) and not attempt.num_steps:
                 backoff = backoff or StorageBackoff(self.clock())
                 if (outage_text := backoff.wait_until_usable(self.run, self.clock, self.wait, self.emit)) is not None:
                     return RunOutcome(ExitCode.UNFINISHED, None, f"{message}; {outage_text}")
@@ -110,7 +111,7 @@ class LeaderAgent(LeaderState):
 
     def _give_up(self, attempt: AttemptState, reason: str, message: str) -> RunOutcome:
         """Return the outcome of a run that makes no progress."""
-        if not attempt.failed_by_gpu:
+        if not attempt.failed_with(GPU_FAILED_STATUS):
             return RunOutcome(ExitCode.GAVE_UP, None, f"{message}; gave up: {reason}")
         failed_rank = first_failure(attempt.exit_statuses, attempt.early_exits)[0]
         return self.without(failed_rank, attempt, f"{message}; {reason}: train on another machine, or reset the GPU")

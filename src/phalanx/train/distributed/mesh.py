@@ -92,11 +92,6 @@ class Mesh:
         return self.parallelism.shard * self.parallelism.context
 
     @property
-    def fsdp_rank(self) -> int:
-        """Index of this worker among them."""
-        return self.coordinates["shard"] * self.parallelism.context + self.coordinates["context"]
-
-    @property
     def owns_loss(self) -> bool:
         """Whether this worker's losses count: tensor-parallel ranks have equal losses, and only the last pipeline stage
         has losses at all. (Context-parallel ranks have parts.)"""

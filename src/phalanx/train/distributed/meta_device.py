@@ -1,4 +1,9 @@
-"""Parameters on the meta device: build a model without memory for them, and allocate it once the model is divided."""
+"""Parameters on the meta device: build a model without memory for them, and allocate it once the model is divided.
+
+Only for classes that compute nothing but buffers when they are built, as those of transformers: the code of a user may
+read what it initializes, so `hf/skip_init.py` gives it real memory, and `compat.fake_tensor_mode` runs a model without
+values, which meta tensors cannot where an operation asks for the device.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from phalanx.train.distributed.dtensor_utils import to_local
 
 
 @contextmanager
@@ -57,6 +64,6 @@ def allocate_meta_parameters(modules: Sequence[nn.Module], device: torch.device)
 def _empty_like_local(parameter: Tensor, device: torch.device) -> Tensor:
     if not isinstance(parameter, DTensor):
         return torch.empty_like(parameter, device=device)
-    part = torch.empty_like(parameter.to_local(), device=device)
+    part = torch.empty_like(to_local(parameter), device=device)
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

@@ -55,8 +55,7 @@ class PeerStates:
 
     `step_of_rank` is the last completed step (NO_STEP for a new worker). `grads_reduced` marks the workers that
     have the reduced gradients of the next step. `saving_step_of_rank` is the step of the save in flight. `source_rank`
-    is the first rank that is furthest ahead; `survivor_state` and `scaler_state` are its state. `own_state` is this
-    worker's state before the reconfiguration."""
+    is the first rank that is furthest ahead; `survivor_state` and `scaler_state` are its state."""
 
     step_of_rank: list[int]
     grads_reduced: list[bool]
@@ -64,7 +63,6 @@ class PeerStates:
     source_rank: int
     survivor_state: SurvivorState
     scaler_state: dict[str, Tensor]
-    own_state: SurvivorState | None
 
     @property
     def all_at_same_step(self) -> bool:
@@ -240,7 +238,7 @@ class Reconfiguration:
         scaler_state = {} if before is None else before.scaler.state()
         if dist_env.world_size == 1:
             assert survivor_state is not None
-            return PeerStates([step], [grads_reduced], [saving_step], 0, survivor_state, scaler_state, survivor_state)
+            return PeerStates([step], [grads_reduced], [saving_step], 0, survivor_state, scaler_state)
         mine = torch.tensor([step, int(grads_reduced), saving_step])
         all_of_them = [torch.empty_like(mine) for _ in range(dist_env.world_size)]
         dist.all_gather(all_of_them, mine)
@@ -262,7 +260,7 @@ class Reconfiguration:
                 f"worker {self._worker_id} has other data than the other workers: all nodes must read the same data"
             )
         of_sums, of_saves = [bool(each[1]) for each in all_of_them], [int(each[2]) for each in all_of_them]
-        return PeerStates(step_of_rank, of_sums, of_saves, source, farthest, scaler_state, survivor_state)
+        return PeerStates(step_of_rank, of_sums, of_saves, source, farthest, scaler_state)
 
 
 class ReplicatedRecovery:

@@ -187,13 +187,6 @@ def describe_for_export(directory: Path, args: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def check_directory(directory: Path, args: Mapping[str, Any]) -> None:
-    """Check by the files' headers that a model can be built and that no weights are missing. Raises the errors of
-    `build_on_meta` and `match_tensor_names`."""
-    model = build_on_meta(directory, args)
-    match_tensor_names(model, open_source(model, directory))
-
-
 def preload_architecture(directory: str) -> None:
     """Import the modules that a model of this directory needs, in a process that forks workers, so that they need not.
     Errors in the directory are ignored here, because building the model reports them."""

@@ -63,12 +63,6 @@ def test_without_rounds_micro_batches_are_consecutive() -> None:
 def test_parameters_are_sharded_over_shard_and_context() -> None:
     found = meshes(**LAYOUT)
     assert {mesh.fsdp_size for mesh in found} == {6}
-    assert {mesh.fsdp_rank for mesh in found} == set(range(6))
-
-
-def test_experts_reuse_the_ranks_that_shard() -> None:
-    found = meshes(shard=2, context=2, expert=2)
-    assert [mesh.fsdp_rank for mesh in found] == [0, 1, 2, 3]
 
 
 def test_of_each_micro_batch_one_rank_speaks_for_each_part_of_its_sequences() -> None:

@@ -99,5 +99,5 @@ def test_an_order_that_can_wait_does_not_end_it() -> None:
     ],
 )
 def test_whether_a_save_can_go_along(reached: list[int], saving: list[int], at_odds: bool) -> None:
-    found = PeerStates(reached, [False, False], saving, 0, SurvivorState(TrainState(), 0), {}, None)
+    found = PeerStates(reached, [False, False], saving, 0, SurvivorState(TrainState(), 0), {})
     assert found.saves_diverged is at_odds

@@ -8,7 +8,8 @@ from pathlib import Path
 from phalanx.cluster.disks import find_mount
 from phalanx.cluster.health.context import CheckContext
 from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
-from phalanx.cluster.health.thresholds import BYTES_PER_GIB, evaluate_threshold
+from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.formatting import BYTES_PER_GIB
 
 StatVfs = Callable[[Path], os.statvfs_result]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from phalanx.cluster.health.context import CheckContext, read_small_file
 from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict
-from phalanx.cluster.health.thresholds import BYTES_PER_MIB, evaluate_threshold
+from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.formatting import BYTES_PER_MIB
 
 FORKSERVER_MODULE = "phalanx.jobs.agent.fork_server"
 """Module in the command line of fork servers and workers."""

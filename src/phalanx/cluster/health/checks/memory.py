@@ -8,7 +8,8 @@ from pathlib import Path
 from phalanx.cluster.discovery import read_cgroup_memory
 from phalanx.cluster.health.context import CheckContext, read_small_file
 from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict
-from phalanx.cluster.health.thresholds import BYTES_PER_GIB, evaluate_threshold
+from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.formatting import BYTES_PER_GIB
 
 
 def measure_memory(

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 from phalanx.cluster.health.context import CheckContext
 from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
-from phalanx.cluster.health.thresholds import BYTES_PER_MIB, evaluate_threshold
+from phalanx.cluster.health.thresholds import evaluate_threshold
 from phalanx.cluster.nics import discover_nics
+from phalanx.formatting import BYTES_PER_MIB
 
 GetRlimit = Callable[[int], tuple[int, int]]
 TYPICAL_LOCKED_BYTES = 64 * BYTES_PER_MIB
