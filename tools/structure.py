@@ -18,8 +18,8 @@ from words import ROOT, all_words
 
 SRC = ROOT / "src" / "phalanx"
 MOST_PARAMETERS = 7
-REASON = re.compile(r"parameters?\b|arguments?\b", re.I)
-"""What a docstring has to speak of where a function takes more."""
+REASON = re.compile(r"\bThe (many )?(parameters|arguments)\s+(are|replace)\b")
+"""How the sentence of a docstring begins that says why a function takes more."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.distributed.fsdp import apply_fsdp, sort_in_reduction_order
+from phalanx.train.distributed.fsdp import apply_fsdp, reduce_unused_parameters, sort_in_reduction_order
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.grad_sync.comm_queue import CommQueue
 from process_worlds import ProcessWorlds
@@ -54,7 +54,8 @@ def summed(
         torch.stack([model(samples(leaf), sent) for leaf in range(4)]).sum().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    apply_fsdp(model, list(model.blocks), mesh["shard"], hooked=True)
+    apply_fsdp(model, list(model.blocks), mesh["shard"])
+    reduce_unused_parameters(model, hooked=True)
     exchange = BucketedReducer(
         sort_in_reduction_order([model], model.parameters()),
         rank=mesh["replicate"].get_local_rank(),

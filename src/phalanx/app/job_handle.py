@@ -98,7 +98,8 @@ def submit(
 ) -> JobHandle:
     """Submit a job that trains a recipe, as `phalanx jobs submit` does.
 
-    The backend restarts the job until it is done. The recipe is checked before the job is sent.
+    The backend restarts the job until it is done. The recipe is checked before the job is sent. The parameters are the
+    options of the command.
 
     Args:
         recipe: a recipe file, or a script that calls `phalanx.session`.

@@ -272,8 +272,8 @@ def moe(
     default a token's experts together are as wide as the feed-forward of `transformer`: 8/3 x hidden_size / top_k,
     rounded to a multiple of 64. `shared_expert_hidden_size` is the inner width of an expert that every token uses in
     addition (0: none). The first `dense_layers` layers have the feed-forward of `transformer`. `aux_loss_coef` is the
-    weight of the loss that keeps the experts evenly used (0: none). The other parameters are as in `transformer`; all
-    are keys of a recipe's `model.args`. Raises ValueError when the sizes do not fit together.
+    weight of the loss that keeps the experts evenly used (0: none). The parameters are keys of a recipe's
+    `model.args`; all others are as in `transformer`. Raises ValueError when the sizes do not fit together.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "layers": layers, "num_experts": num_experts}

@@ -99,7 +99,8 @@ def build_model(
     """Build the model with its initial weights: random ones, which depend on `seed` only, or those of a Hugging Face
     directory; with LoRA adapters if the recipe has them. Without `load`, the parameters of a Hugging Face directory
     stay on the meta device (adapters and buffers are on the CPU). Without `init_weights`, if a whole state is restored
-    later, random parameters may stay uninitialized. Raises RecipeError for errors that the user can fix."""
+    later, random parameters may stay uninitialized. The many parameters replace a recipe: a model is also built without
+    one. Raises RecipeError for errors that the user can fix."""
     if (directory := huggingface_directory(spec.build, folder)) is not None:
         if load:
             model = hf_model.build_with_weights(directory, spec.args, facts, device)

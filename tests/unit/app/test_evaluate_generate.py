@@ -65,7 +65,7 @@ def test_evaluate_returns_scores_and_prints_them(trained: Run, capsys: pytest.Ca
     assert main.main(["evaluate", str(trained.path), "--samples", "8", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("duration_s") > 0
-    assert printed == {"checkpoint": "step-000000002", "loss": scores.result.loss, "samples": 8}
+    assert printed == {"checkpoint": "step-000000002", "loss": scores.result.loss, "num_samples": 8}
     assert main.main(["evaluate", str(trained.path), "--samples", "8"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [name for name, _ in lines] == ["checkpoint", "loss", "samples", "perplexity"]

@@ -33,14 +33,9 @@ def apply_fsdp(
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
     precision: str = "fp32",
-    reshard: bool = True,
-    stage: bool = False,
-    hooked: bool = False,
 ) -> None:
     """Shard each block, then the rest under `root`. `experts` are modules inside blocks with parameters that other
-    ranks do not hold; they are sharded over `expert_mesh`. `reshard` False keeps parameters gathered between forward
-    and backward: more memory, less communication. `stage`: this is a pipeline stage. `hooked`: parameters have hooks
-    that must run once per gradient and backward."""
+    ranks do not hold; they are sharded over `expert_mesh`."""
     # Gather in the dtype of the computation; reduce gradients in fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=PARAM_DTYPES.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -52,18 +47,16 @@ def apply_fsdp(
             parameter.data = parameter.data.contiguous()
     for module in list(root.modules()) if policy.param_dtype is not None else []:
         if module not in experts and _uses_fp32_buffers(module):
-            fully_shard(module, mesh=mesh, mp_policy=fp32_policy, reshard_after_forward=reshard)
+            fully_shard(module, mesh=mesh, mp_policy=fp32_policy, reshard_after_forward=True)
     for module in experts:  # also over a mesh of one: optimizers need all parameters to be DTensors
-        fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=True)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if not stage:  # the parameters that a stage uses do not depend on the batch (pipeline/dataflow.py)
-                _reduce_unused(module, hooked)
     forbid_parameter_writes(root)
 
 
@@ -106,14 +99,18 @@ def _check_first_forward(module: nn.Module, prefix: str) -> None:
     handles = [module.register_forward_pre_hook(pre_hook), module.register_forward_hook(post_hook, prepend=True)]
 
 
-def _reduce_unused(module: FSDPModule, hooked: bool) -> None:
-    """Make each backward reduce all trained parameters of a sharded module. FSDP reduces those with a gradient in one
-    operation; if workers use different ones, as when an expert gets no tokens, it would add gradients of different
-    parameters. For a module that is used twice it reduces zeros first, which hooks would see."""
-    if REDUCES_UNUSED and not (hooked and isinstance(module, nn.Module) and not is_compiled(module)):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-    elif isinstance(module, nn.Module) and not is_compiled(module):
-        module.register_forward_hook(_use_all, prepend=True)  # before FSDP frees the gathered parameters
+def reduce_unused_parameters(root: nn.Module, hooked: bool) -> None:
+    """Make each backward reduce all trained parameters of the sharded modules below `root`. FSDP reduces those with a
+    gradient in one operation; if workers use different ones, as when an expert gets no tokens, it would add gradients
+    of different parameters. For a module that is used twice it reduces zeros first, which hooks would see: `hooked`
+    says that parameters have hooks that must run once per gradient and backward."""
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        if REDUCES_UNUSED and not (hooked and not is_compiled(module)):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        elif not is_compiled(module):
+            module.register_forward_hook(_use_all, prepend=True)  # before FSDP frees the gathered parameters
 
 
 def _use_all(module: nn.Module, args: Any, output: Any) -> Any:

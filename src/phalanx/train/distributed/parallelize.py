@@ -21,7 +21,13 @@ from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.compile import CompileMode, compile_blocks
 from phalanx.train.distributed.context_parallel import check_context_parallel
 from phalanx.train.distributed.expert_parallel import apply_expert_parallel, check_experts, find_expert_modules
-from phalanx.train.distributed.fsdp import apply_fsdp, check_fsdp_groups, check_parameter_hooks, check_tied_params
+from phalanx.train.distributed.fsdp import (
+    apply_fsdp,
+    check_fsdp_groups,
+    check_parameter_hooks,
+    check_tied_params,
+    reduce_unused_parameters,
+)
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.shard_spec import DimShard
@@ -154,9 +160,10 @@ def parallelize_part(
             experts=experts,
             expert_mesh=mesh.expert_fsdp_mesh,
             precision=config.precision,
-            stage=mesh.pipeline_group is not None,
-            hooked=mesh.is_tree_hsdp and mesh.fsdp_mesh.device_type == "cpu",  # see BucketedReducer
         )
+        if mesh.pipeline_group is None:  # what a stage uses does not depend on the batch (pipeline/dataflow.py)
+            hooked = mesh.is_tree_hsdp and mesh.fsdp_mesh.device_type == "cpu"  # see BucketedReducer
+            reduce_unused_parameters(root, hooked)
     return dim_shards, frozenset(tp_result.partial_grads), tp_result.vocab_group
 
 

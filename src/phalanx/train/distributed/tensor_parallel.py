@@ -108,13 +108,14 @@ def apply_tensor_parallel(
     async_tp: bool = False,
 ) -> TensorParallelResult:
     """Shard the model's parameters in place and make its layers communicate over `group`. Call it before FSDP and
-    before the optimizer is built.
+    before the optimizer is built. The many parameters are those of a `ModelPlan`, which a layer above makes.
 
     `styles` is the result of `check_tp_plan` for the whole model; a pipeline stage has only some of its modules.
     `sequence_parallel`: hidden states between the first and last of `blocks` are sharded along the sequence; its length
-    must divide. `async_tp`: with that, the matmul that leaves a region overlaps with its communication. `vocabulary`:
-    whether the loss can be computed over shards of the vocabulary; otherwise embedding and head are replicated.
-    `divided_attributes`: attributes of modules (by pattern) that count heads or features, and are divided too.
+    must divide. `async_tp`: with that, the matmul that leaves a region overlaps with its communication.
+    `vocab_parallel_loss`: whether the loss can be computed over shards of the vocabulary; otherwise embedding and head
+    are replicated. `divided_attributes`: attributes of modules (by pattern) that count heads or features, and are
+    divided too.
     """
     result = TensorParallelResult()
     if group_size(group) == 1:

@@ -48,6 +48,8 @@ class BucketedReducer:
     `powersgd` sends uncompressed gradients in the first `warmup_steps` steps, then with rank `powersgd_rank`;
     `start_step` sets the step. Raises RecipeError if one backward makes a gradient twice, as reentrant activation
     checkpointing can.
+
+    The many parameters replace a recipe: a reducer is also run and compared on its own.
     """
 
     def __init__(

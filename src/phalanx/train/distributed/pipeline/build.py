@@ -111,7 +111,8 @@ def build_pipeline(
 ) -> tuple[ParallelModel, PipelineRunner]:
     """Build this worker's stages of `model`, parallelized, and the pipeline that runs them. The stages take over the
     model's parameters; nothing else should hold the model afterwards. `micro_batches` is their number in a step in one
-    part of the batch. Raises RecipeError if model, parallelism and schedule do not fit."""
+    part of the batch. The many parameters replace a recipe: a pipeline is also built and compared on its own. Raises
+    RecipeError if model, parallelism and schedule do not fit."""
     parallelism = mesh.parallelism
     assert mesh.pipeline_group is not None
     model_plan = plan_model(model, parallelism, config)
