@@ -25,8 +25,9 @@ from phalanx.app.prepare_run import RunRequest
 from phalanx.app.prepare_session import prepare_session
 from phalanx.app.resume import describe_finished
 from phalanx.app.run_display import DeferredDisplay
+from phalanx.app.train_arguments import load_given_recipe
 from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError, describe_os_error, is_storage_error
-from phalanx.recipe import Recipe, expand_recipe, load_recipe, load_resolved_recipe
+from phalanx.recipe import Recipe, load_resolved_recipe
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Run
 from phalanx.run.event_types import RunWarning
@@ -163,8 +164,8 @@ def _start_session(
             gc.collect()  # frees their models: a GPU may have memory for one only
             os.environ[RENDEZVOUS_ID_VARIABLE] = f"{len(_finished_runs)} runs later"
         with telling_others(dist_env), naming_causes():
+            loaded = load_given_recipe(recipe, overrides)
             if dist_env.is_rank_zero:
-                loaded = _load_given_recipe(recipe, overrides)
                 run_dir, attempt = _find_run(loaded, run), dist_env.attempt
                 if run_dir.path.resolve() in _finished_runs and describe_finished(run_dir, loaded.recipe):
                     raise UsageError(
@@ -179,10 +180,8 @@ def _start_session(
                 if events is None:
                     show = stack.enter_context(DeferredDisplay(prepared.run, sys.stderr)).show_event
             else:
-                loaded = _load_given_recipe(recipe, overrides)
-                select_device(
-                    dist_env.local_rank, os.environ, loaded.recipe.device
-                )  # an error here is reported before the rendezvous
+                # an error in it is reported before the rendezvous
+                select_device(dist_env.local_rank, os.environ, loaded.recipe.device)
                 run_dir = _find_run(loaded, run)
                 attempt = wait_for_announcement(dist_env, run_dir.path).attempt
     except PhalanxError as error:
@@ -217,14 +216,6 @@ def _start_session(
     except PhalanxError as error:
         _report_error(report, error, events is not None)
         raise
-
-
-def _load_given_recipe(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> LoadedRecipe:
-    """Load the recipe that was passed to `session`."""
-    if isinstance(recipe, Recipe):
-        given_keys = recipe.model_dump(exclude_defaults=True)
-        return LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), given_keys)
-    return load_recipe(None if recipe is None else Path(recipe), overrides)
 
 
 def _find_run(loaded: LoadedRecipe, run: "str | os.PathLike[str] | None") -> Run:
