@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import session_script
+from phalanx.app.train_arguments import TrainArguments
 from phalanx.app.train_script import supervise_script
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S
@@ -74,7 +75,8 @@ def ours(
     write_faults(run, faults)
     with lab.environment():
         path = lab.folder / f"{script}.py"
-        outcome = supervise_script(path, list(arguments), run, nproc, lab.fork_server, show, force)
+        given = TrainArguments(path, arguments, run.path, nproc, force)
+        outcome = supervise_script(given, run, nproc, lab.fork_server, show)
     return HarnessRun(run, int(outcome.code), outcome.message)
 
 

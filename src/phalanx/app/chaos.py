@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
+from phalanx.app.nodes import count_workers
+from phalanx.app.prepare_run import check_start
 from phalanx.app.resume import describe_finished
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.formatting import format_duration, format_plural
@@ -89,6 +91,27 @@ class ChaosObserver(Protocol):
 
     def on_restart(self, num_starts: int) -> None:
         """The command is started again."""
+
+
+def make_run_shape(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: int, uses_queue: bool) -> RunShape:
+    """Describe the run, as far as the fault plan depends on it. All its nodes are this machine."""
+    recipe = loaded.recipe
+    _, world_size = check_start(loaded, count_workers(loaded, nproc_per_node, num_nodes))
+    checkpoint = recipe.checkpoint
+    if isinstance(checkpoint.every, str):
+        raise UsageError(
+            f"checkpoint.every={checkpoint.every}: the fault plan depends on the number of checkpoints, so it must be "
+            "known; use a number of steps, such as checkpoint.every='20 steps'"
+        )
+    return RunShape(
+        recipe.steps,
+        checkpoint.every,
+        checkpoint.keep,
+        recipe.fault_tolerance.max_restarts,
+        world_size,
+        num_nodes,
+        uses_queue,
+    )
 
 
 def find_baseline_run(path: Path, loaded: LoadedRecipe, run_shape: RunShape) -> Run:

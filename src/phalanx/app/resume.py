@@ -1,6 +1,6 @@
 """Decide whether and with which recipe a run resumes, and describe what changes.
 
-Each worker then restores its state from a checkpoint: `train/checkpoint/restore.py`.
+Each worker then restores its state from the newest good checkpoint: `train/resume.py`.
 """
 
 from collections.abc import Sequence

@@ -16,8 +16,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from phalanx.app.prepare_run import RunRequest
 from phalanx.app.prepare_session import prepare_session
 from phalanx.app.resume import describe_finished
 from phalanx.app.run_display import DeferredDisplay
+from phalanx.app.train_arguments import load_given_recipe
 from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError, describe_os_error, is_storage_error
-from phalanx.recipe import Recipe, expand_recipe, load_recipe, load_resolved_recipe
+from phalanx.recipe import Recipe, load_resolved_recipe
 from phalanx.recipe.load import LoadedRecipe
-from phalanx.run import Run
+from phalanx.run import Event, Run
 from phalanx.run.event_types import RunWarning
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat, open_heartbeat
 from phalanx.run.process_messages import WorkerFinishing
@@ -123,6 +124,17 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
+@dataclass(frozen=True)
+class _AnnouncedRun:
+    """The run that rank 0 has prepared. Rank 0 itself has notes to report, and without an agent a display."""
+
+    loaded: LoadedRecipe
+    run: Run
+    dist_env: Any
+    notes: Sequence[str] = ()
+    show: Callable[[Event], None] | None = None
+
+
 def _start_session(
     stack: contextlib.ExitStack,
     recipe: "str | os.PathLike[str] | Recipe | None",
@@ -133,102 +145,104 @@ def _start_session(
 ) -> tuple[Any, Any, Run]:
     """Join the run that rank 0 has prepared; return the session, the reporter and the run. A PhalanxError is reported
     before it is raised."""
-    from phalanx.train.distributed.environment import dist_env_from_environment, select_device
+    from phalanx.train.distributed.environment import dist_env_from_environment
     from phalanx.train.distributed.failures import naming_causes
-    from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
-    from phalanx.train.distributed.process_group import init_process_group as meet
-    from phalanx.train.distributed.run_announcement import (
-        RunAnnouncement,
-        announce_run,
-        come_together,
-        telling_others,
-        wait_for_announcement,
-    )
+    from phalanx.train.distributed.run_announcement import telling_others
     from phalanx.train.reporter import make_reporter
-    from phalanx.train.session import Session
-    from phalanx.train.train_context import WorkerProcess
-    from phalanx.train.worker import configure_torch, worker_started
 
     events = os.environ.get("PHALANX_EVENTS_FD")
-    notes, show = list[str](), None
+    report = None
     try:
         dist_env = dist_env_from_environment(device="cpu")  # until the recipe is known
-        if events is not None and _finished_runs:
-            raise UsageError(
-                "phalanx.session: this script joins a second run, and `phalanx train SCRIPT` is one run; start it once "
-                "for each, such as `phalanx train SCRIPT 0 --run runs/fold-0`, or by `python SCRIPT` with "
-                "phalanx.session(..., run=...) for each"
-            )
-        if _finished_runs:  # the launcher's store holds keys of the earlier runs
-            gc.collect()  # frees their models: a GPU may have memory for one only
-            os.environ[RENDEZVOUS_ID_VARIABLE] = f"{len(_finished_runs)} runs later"
+        _check_earlier_runs(events is not None)
         with telling_others(dist_env), naming_causes():
-            if dist_env.is_rank_zero:
-                loaded = _load_given_recipe(recipe, overrides)
-                run_dir, attempt = _find_run(loaded, run), dist_env.attempt
-                if run_dir.path.resolve() in _finished_runs and describe_finished(run_dir, loaded.recipe):
-                    raise UsageError(
-                        f"{run_dir.path}: this script has joined this run before, and it is done; give each "
-                        "phalanx.session a run of its own: run=..."
-                    )
-                request = RunRequest(loaded, run_dir, dist_env.world_size, force=force)
-                prepared = stack.enter_context(prepare_session(request, events is not None))
-                notes = prepared.notes
-                attempt = prepared.first_attempt if events is None else attempt
-                announce_run(dist_env, RunAnnouncement(os.path.realpath(run_dir.path), attempt))
-                if events is None:
-                    show = stack.enter_context(DeferredDisplay(prepared.run, sys.stderr)).show_event
-            else:
-                loaded = _load_given_recipe(recipe, overrides)
-                select_device(
-                    dist_env.local_rank, os.environ, loaded.recipe.device
-                )  # an error here is reported before the rendezvous
-                run_dir = _find_run(loaded, run)
-                attempt = wait_for_announcement(dist_env, run_dir.path).attempt
-    except PhalanxError as error:
-        _report_error(None if events is None else make_reporter(Run(Path()), False, events), error, events is not None)
-        raise
-    dist_env = replace(dist_env, attempt=attempt)
-    run_dir = Run(run_dir.path.absolute())
-    report = make_reporter(run_dir, dist_env.is_rank_zero, events, show)
-    stack.callback(report.close)
-    try:
-        report.report_event(worker_started(dist_env))
-        for note in notes:
-            report.report_event(RunWarning(text=note))
-        with telling_others(dist_env), naming_causes():
-            resolved = load_resolved_recipe(run_dir.resolved)
-            dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, resolved.device))
-            heartbeat = _open_heartbeat(dist_env.local_rank)
-            process = WorkerProcess(run_dir, loaded.recipe_dir, dist_env, report, stop, heartbeat)
-            configure_torch(resolved, dist_env)
-            meet(dist_env, before=come_together)
-        with naming_causes():
-            # rank 0 wrote resolved.yaml from its own recipe; a worker with another recipe would not notice
-            sync = loaded.recipe.model_dump_json(include={"determinism", "grad_sync", "local_sgd"})
-            assert_same_on_all_ranks(
-                dist_env,
-                sync,
-                "gradient synchronization in the recipe",
-                "join all workers with the same recipe",
-                also_single_node=True,
+            loaded = load_given_recipe(recipe, overrides)
+            run_dir = Run(Path(os.environ.get(RUN_DIR_VARIABLE) or run or Path("runs") / loaded.recipe.name))
+            announced = _announce_or_wait(
+                stack, RunRequest(loaded, run_dir, dist_env.world_size, force=force), dist_env
             )
-            return Session(process, resolved, force), report, run_dir
+        report = make_reporter(announced.run, dist_env.is_rank_zero, events, announced.show)
+        stack.callback(report.close)
+        return _join_run(announced, report, force, stop), report, announced.run
     except PhalanxError as error:
+        if report is None and events is not None:  # the run is not known
+            report = make_reporter(Run(Path()), False, events)
         _report_error(report, error, events is not None)
         raise
 
 
-def _load_given_recipe(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> LoadedRecipe:
-    """Load the recipe that was passed to `session`."""
-    if isinstance(recipe, Recipe):
-        given_keys = recipe.model_dump(exclude_defaults=True)
-        return LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), given_keys)
-    return load_recipe(None if recipe is None else Path(recipe), overrides)
+def _check_earlier_runs(is_supervised: bool) -> None:
+    """Raise UsageError when this process cannot join another run, and prepare it for one."""
+    if not _finished_runs:
+        return
+    if is_supervised:
+        raise UsageError(
+            "phalanx.session: this script joins a second run, and `phalanx train SCRIPT` is one run; start it once "
+            "for each, such as `phalanx train SCRIPT 0 --run runs/fold-0`, or by `python SCRIPT` with "
+            "phalanx.session(..., run=...) for each"
+        )
+    gc.collect()  # frees their models: a GPU may have memory for one only
+    # the launcher's store holds keys of the earlier runs
+    os.environ[RENDEZVOUS_ID_VARIABLE] = f"{len(_finished_runs)} runs later"
 
 
-def _find_run(loaded: LoadedRecipe, run: "str | os.PathLike[str] | None") -> Run:
-    return Run(Path(os.environ.get(RUN_DIR_VARIABLE) or run or Path("runs") / loaded.recipe.name))
+def _announce_or_wait(stack: contextlib.ExitStack, request: RunRequest, dist_env: Any) -> _AnnouncedRun:
+    """Prepare the run and announce it to the other workers, as rank 0; else wait for that."""
+    from phalanx.train.distributed.environment import select_device
+    from phalanx.train.distributed.run_announcement import RunAnnouncement, announce_run, wait_for_announcement
+
+    loaded, run, run_dir = request.loaded, request.run, Run(request.run.path.absolute())
+    if not dist_env.is_rank_zero:
+        # an error in it is reported before the rendezvous
+        select_device(dist_env.local_rank, os.environ, loaded.recipe.device)
+        attempt = wait_for_announcement(dist_env, run.path).attempt
+        return _AnnouncedRun(loaded, run_dir, replace(dist_env, attempt=attempt))
+    if run.path.resolve() in _finished_runs and describe_finished(run, loaded.recipe):
+        raise UsageError(
+            f"{run.path}: this script has joined this run before, and it is done; give each phalanx.session a run of "
+            "its own: run=..."
+        )
+    is_supervised = "PHALANX_EVENTS_FD" in os.environ
+    prepared = stack.enter_context(prepare_session(request, is_supervised))
+    attempt = dist_env.attempt if is_supervised else prepared.first_attempt
+    announce_run(dist_env, RunAnnouncement(os.path.realpath(run.path), attempt))
+    show = None if is_supervised else stack.enter_context(DeferredDisplay(run, sys.stderr)).show_event
+    return _AnnouncedRun(loaded, run_dir, replace(dist_env, attempt=attempt), prepared.notes, show)
+
+
+def _join_run(announced: _AnnouncedRun, report: Any, force: bool, stop: Any) -> Any:
+    """Form the process group with the other workers of the run, and return the session."""
+    from phalanx.train.distributed.environment import select_device
+    from phalanx.train.distributed.failures import naming_causes
+    from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
+    from phalanx.train.distributed.process_group import init_process_group
+    from phalanx.train.distributed.run_announcement import come_together, telling_others
+    from phalanx.train.session import Session
+    from phalanx.train.train_context import WorkerProcess
+    from phalanx.train.worker import configure_torch, worker_started
+
+    dist_env, loaded = announced.dist_env, announced.loaded
+    report.report_event(worker_started(dist_env))
+    for note in announced.notes:
+        report.report_event(RunWarning(text=note))
+    with telling_others(dist_env), naming_causes():
+        resolved = load_resolved_recipe(announced.run.resolved)
+        dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, resolved.device))
+        heartbeat = _open_heartbeat(dist_env.local_rank)
+        process = WorkerProcess(announced.run, loaded.recipe_dir, dist_env, report, stop, heartbeat)
+        configure_torch(resolved, dist_env)
+        init_process_group(dist_env, before=come_together)
+    with naming_causes():
+        # rank 0 wrote resolved.yaml from its own recipe; a worker with another recipe would not notice
+        sync = loaded.recipe.model_dump_json(include={"determinism", "grad_sync", "local_sgd"})
+        assert_same_on_all_ranks(
+            dist_env,
+            sync,
+            "gradient synchronization in the recipe",
+            "join all workers with the same recipe",
+            also_single_node=True,
+        )
+        return Session(process, resolved, force)
 
 
 def _open_heartbeat(local_rank: int) -> HeartbeatWriter | NullHeartbeat:

@@ -36,9 +36,8 @@ def supervise_run(
     payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
     command = Command(function="phalanx.train.worker:run_worker", payload=payload)
     machine = discover_machine(device=recipe.device)
-    expected_gpus = (
-        machine.device_count if machine.device == "cuda" else None
-    )  # counted as NVIDIA's and AMD's drivers list them
+    # as many as NVIDIA's and AMD's drivers list
+    expected_gpus = machine.device_count if machine.device == "cuda" else None
     agent = LeaderAgent(
         run,
         fork_server,

@@ -13,11 +13,12 @@ from phalanx.app.nodes import count_workers, open_node_group
 from phalanx.app.prepare_run import PreparedRun, RunRequest, check_start, prepare_run
 from phalanx.app.resume import describe_finished
 from phalanx.app.supervise import supervise_run
+from phalanx.app.train_arguments import load_given_recipe
 from phalanx.data import PrepareProgress
 from phalanx.errors import ExitCode, GaveUpError, UsageError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
 from phalanx.jobs.agent.leader_agent import RunOutcome
-from phalanx.recipe import Recipe, expand_recipe, load_recipe
+from phalanx.recipe import Recipe
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Event, Run
 from phalanx.run.directory import check_run_path
@@ -85,12 +86,7 @@ def train(
             f"WORLD_SIZE={workers}): give a launcher `phalanx train RECIPE`, or use phalanx.session in a loop of your "
             "own"
         )
-    if isinstance(recipe, Recipe):
-        if overrides:
-            raise UsageError("overrides are for recipes in files; a Recipe is changed with model_copy")
-        loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
-    else:
-        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
+    loaded = load_given_recipe(recipe, overrides)
     run_dir = Run(Path(run) if run is not None else Path("runs") / loaded.recipe.name)
     observer = TrainObserver() if show is None else _EventObserver(show)
     outcome = train_run(loaded, run_dir, observer, nproc_per_node=nproc_per_node, force=force)

@@ -1,10 +1,12 @@
 """What `phalanx train` is given: here, as a job on a backend, or as one node or worker of a larger run."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.recipe import load_recipe
+from phalanx.errors import UsageError
+from phalanx.recipe import Recipe, expand_recipe, load_recipe
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Run
 
@@ -40,3 +42,13 @@ class TrainArguments:
         """Return the words after the path in a command that trains in `run_dir`, without `--force`."""
         nproc_option = [] if self.nproc_per_node is None else ["--nproc-per-node", str(self.nproc_per_node)]
         return [*self.overrides, "--run", str(run_dir), *nproc_option]
+
+
+def load_given_recipe(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> LoadedRecipe:
+    """Load what a caller of the Python API passed: a recipe as a value, or a file with overrides."""
+    if not isinstance(recipe, Recipe):
+        return load_recipe(None if recipe is None else Path(recipe), overrides)
+    if overrides:
+        raise UsageError("overrides are for recipes in files; a Recipe is changed with model_copy")
+    given_keys = recipe.model_dump(exclude_defaults=True)
+    return LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), given_keys)

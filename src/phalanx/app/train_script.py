@@ -1,8 +1,7 @@
 """Train by a script that calls `phalanx.session`, as workers of an agent on this machine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from phalanx.app.prepare_run import create_run
 from phalanx.app.resume import read_last_attempt
@@ -31,26 +30,23 @@ def train_script(arguments: TrainArguments, run: Run, show: Callable[[Event], No
     world_size = arguments.nproc_per_node or machine.num_gpus or 1
     check_workers(machine, world_size)
     with ForkServerClient() as fork_server:
-        return supervise_script(
-            arguments.path, arguments.overrides, run, world_size, fork_server, show, arguments.force
-        )
+        return supervise_script(arguments, run, world_size, fork_server, show)
 
 
 def supervise_script(
-    script: Path,
-    arguments: Sequence[str],
-    run: Run,
-    nproc_per_node: int,
-    fork_server: ForkServerClient,
-    show: Callable[[Event], None],
-    force: bool = False,
+    arguments: TrainArguments, run: Run, world_size: int, fork_server: ForkServerClient, show: Callable[[Event], None]
 ) -> RunOutcome:
-    """Run a script with a loop of its own as `nproc_per_node` workers under our agent, and write the run's result."""
+    """Run a script with a loop of its own as `world_size` workers under our agent, and write the run's result."""
+    script = arguments.path
     check_run_path(run.path)
     create_run(run)
     with lock_run(run) as note:
-        payload = {"script": str(script.absolute()), "arguments": list(arguments), "force": force}
-        payload["run"] = str(run.path.absolute())
+        payload = {
+            "script": str(script.absolute()),
+            "arguments": list(arguments.overrides),
+            "run": str(run.path.absolute()),
+            "force": arguments.force,
+        }
         command = Command(function="phalanx.train.worker:run_script_worker", payload=payload)
 
         def show_and_configure(event: Event) -> None:
@@ -60,13 +56,11 @@ def supervise_script(
             show(event)
 
         def adjust_outcome(outcome: RunOutcome) -> RunOutcome:
-            return (
-                replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
-                if outcome.message == NEVER_JOINED_MESSAGE
-                else outcome
-            )
+            if outcome.message != NEVER_JOINED_MESSAGE:
+                return outcome
+            return replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
 
         agent = LeaderAgent(run, fork_server, show_and_configure)
         warnings = [] if note is None else [RunWarning(text=note)]
         first_attempt = read_last_attempt(run) + 1
-        return supervise_until_done(agent, nproc_per_node, command, first_attempt, warnings, adjust_outcome)
+        return supervise_until_done(agent, world_size, command, first_attempt, warnings, adjust_outcome)

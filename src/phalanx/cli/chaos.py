@@ -3,15 +3,11 @@
 import shutil
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from phalanx.errors import ExitCode, UsageError
-
-if TYPE_CHECKING:
-    from phalanx.jobs.chaos.fault_plan import RunShape
-    from phalanx.recipe.load import LoadedRecipe
 
 FAILED_EXIT_CODE = 1
 """Exit code when the run did not end as it should: a bug in Phalanx, or in the recipe's own code."""
@@ -56,7 +52,7 @@ def chaos(
     storage-outage, freeze, hang; with --nodes also node-loss and partition; with --queue also job-runner and
     queue-daemon.
     """
-    from phalanx.app.chaos import ChaosExperiment, find_baseline_run
+    from phalanx.app.chaos import ChaosExperiment, find_baseline_run, make_run_shape
     from phalanx.cli import chaos_output
     from phalanx.jobs.chaos.fault_plan import draw_faults, parse_kinds
     from phalanx.recipe import load_recipe
@@ -98,34 +94,3 @@ def chaos(
     if as_json:
         typer.echo(summary)
     return int(ExitCode.DONE) if result.verdict.passed else FAILED_EXIT_CODE
-
-
-def make_run_shape(loaded: "LoadedRecipe", nproc_per_node: int | None, num_nodes: int, uses_queue: bool) -> "RunShape":
-    """Describe the run, as far as the fault plan depends on it."""
-    from phalanx.app.nodes import count_workers
-    from phalanx.app.prepare_run import find_machine
-    from phalanx.cluster.discovery import check_workers
-    from phalanx.jobs.chaos.fault_plan import RunShape
-    from phalanx.recipe import check_recipe, num_workers_for
-
-    recipe = loaded.recipe
-    world_size = count_workers(loaded, nproc_per_node, num_nodes)
-    machine = find_machine(loaded)
-    world_size = world_size or num_workers_for(recipe, machine.num_gpus or 1)
-    check_workers(machine, world_size)
-    check_recipe(recipe, loaded.recipe_dir, world_size, loaded.location_of)
-    checkpoint = recipe.checkpoint
-    if isinstance(checkpoint.every, str):
-        raise UsageError(
-            f"checkpoint.every={checkpoint.every}: the fault plan depends on the number of checkpoints, so it must be "
-            "known; use a number of steps, such as checkpoint.every='20 steps'"
-        )
-    return RunShape(
-        recipe.steps,
-        checkpoint.every,
-        checkpoint.keep,
-        recipe.fault_tolerance.max_restarts,
-        world_size,
-        num_nodes,
-        uses_queue,
-    )

@@ -146,6 +146,13 @@ def open_backend(name: str) -> Backend:
     return backend
 
 
+def read_secrets(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a job's secrets. Raises UsageError when the environment of the submitter lacks one."""
+    if missing := [name for name in job.secrets if name not in environment]:
+        raise UsageError(f"job {job.name}: its secret {missing[0]} is not in your environment; export it first")
+    return {name: environment[name] for name in job.secrets}
+
+
 class NoSuchJobError(UsageError):
     """The backend does not know a job: a wrong id, or one that it has forgotten."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from phalanx.cluster import Machine, discover_machine
 from phalanx.cluster.environment import is_secret
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest
+from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, read_secrets
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
 from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord
@@ -98,18 +98,15 @@ class LocalBackend:
         """Add the job to the queue, and make sure that the daemon runs."""
         job = request.job
         resources = self._resources_for(job)
-        missing = [name for name in job.secrets if name not in self._environment]
-        if missing:
-            raise UsageError(f"secret {missing[0]}: there is no such variable in this environment; export it first")
+        secret_values = read_secrets(job, self._environment)
         job = _replace_environment(job, {**inherit_environment(self._environment), **job.environment})
 
         def fill_dir(home: Path) -> None:
             (home / OUTPUT_FILE).touch(mode=0o600)
-            if job.secrets:
-                values = {name: self._environment[name] for name in job.secrets}
+            if secret_values:
                 fd = os.open(home / "secrets.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 with open(fd, "w", encoding="utf-8") as file:
-                    json.dump(values, file)
+                    json.dump(secret_values, file)
 
         job_id = self.database.add(job, resources, self._max_queued, fill_dir)
         self._ensure_daemon_running(self.database.folder, True)

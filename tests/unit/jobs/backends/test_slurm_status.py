@@ -206,7 +206,7 @@ def test_a_folder_that_was_taken_meanwhile_is_left_alone(tmp_path: Path) -> None
 
 def test_a_secret_that_is_not_set_is_missed_before_anything_is_written(tmp_path: Path) -> None:
     slurm, _ = engine(tmp_path, {})
-    with pytest.raises(UsageError, match="the secret TOKEN is not set"):
+    with pytest.raises(UsageError, match="its secret TOKEN is not in your environment"):
         slurm.submit(slurm.render(Job("a", ("true",), tmp_path, secrets=("TOKEN",))))
     assert list(tmp_path.iterdir()) == []
 

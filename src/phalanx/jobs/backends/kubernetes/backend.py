@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest
+from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, read_secrets
 from phalanx.jobs.backends.kubernetes import manifest
 from phalanx.jobs.backends.kubernetes.client import KubernetesClient, connect, send_signal_to_pod
 from phalanx.jobs.backends.kubernetes.errors import ObjectNotFoundError, translate_api_errors
@@ -86,7 +86,7 @@ class KubernetesBackend:
         objects = {name.removesuffix(".yaml"): parse_yaml(text, name)[0] for name, text in request.files.items()}
         secret = objects.pop("secret")
         ((kind, workload),) = objects.items()
-        secret["stringData"] = self._secret_values(request.job)
+        secret["stringData"] = {manifest.TOKEN_VARIABLE: self._token()} | read_secrets(request.job, self._environ)
         client, default = self._connect()
         name, namespace = workload["metadata"]["name"], workload["metadata"].get("namespace", default)
         what = f"submitting job {request.job.name} as {kind} {name} to namespace {namespace}"
@@ -209,12 +209,6 @@ class KubernetesBackend:
                 propagation_policy="Foreground",
                 _request_timeout=REQUEST_TIMEOUTS_S,
             )
-
-    def _secret_values(self, job: Job) -> dict[str, str]:
-        missing = [name for name in job.secrets if name not in self._environ]
-        if missing:
-            raise UsageError(f"job {job.name}: its secret {missing[0]} is not in your environment; export it first")
-        return {manifest.TOKEN_VARIABLE: self._token()} | {name: self._environ[name] for name in job.secrets}
 
     def _get_workload(self, job_id: str) -> dict[str, Any]:
         found = self._find_workload(job_id)

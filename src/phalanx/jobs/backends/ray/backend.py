@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import NoSuchJobError, SubmitRequest
+from phalanx.jobs.backends.base import NoSuchJobError, SubmitRequest, read_secrets
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
     NO_NODE,
@@ -96,9 +96,7 @@ class RayBackend:
     def submit(self, request: SubmitRequest) -> str:
         """Give it an id, and send it. Its secrets lie in its folder until its driver has read them."""
         job, sent = request.job, json.loads(request.files[REQUEST_FILE])
-        missing = [name for name in job.secrets if name not in self._environ]
-        if missing:
-            raise UsageError(f"job {job.name}: its secret {missing[0]} is not in your environment; export it first")
+        secret_values = read_secrets(job, self._environ)
         address = job.backend_options.get("address")
         client = self._client(address)
         with _translate_ray_errors("listing jobs"):
@@ -113,7 +111,7 @@ class RayBackend:
         file = secrets_path(str(job.working_dir), submission)
         if job.secrets:
             file.touch(mode=0o600, exist_ok=False)
-            file.write_text(json.dumps({name: self._environ[name] for name in job.secrets}))
+            file.write_text(json.dumps(secret_values))
         try:
             what = f"submitting job {job.name}"
             with _translate_ray_errors(what), tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:

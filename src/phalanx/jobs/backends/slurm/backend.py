@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest
+from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, read_secrets
 from phalanx.jobs.backends.slurm.batch_script import (
     BATCH_FILE,
     CANCELLED_FILE,
@@ -230,7 +230,7 @@ class SlurmBackend:
 
     def _submit_files(self, request: SubmitRequest, name: str, jobs: Mapping[str, Job]) -> list[str]:
         """Submit a job, or the members of an array by the names of their directories. Returns their ids."""
-        values = self._secret_values(request.job)
+        values = read_secrets(request.job, self._environ)
         for job in jobs.values():
             if job.snapshot is None and not job.working_dir.is_dir():
                 raise UsageError(f"job {job.name}: its folder {job.working_dir} is not there")
@@ -336,12 +336,6 @@ class SlurmBackend:
         if code:
             raise UsageError(f"{what}: {_clean_error(err)}")
         return out
-
-    def _secret_values(self, job: Job) -> dict[str, str]:
-        missing = [name for name in job.secrets if name not in self._environ]
-        if missing:
-            raise UsageError(f"job {job.name}: the secret {missing[0]} is not set in the environment")
-        return {name: self._environ[name] for name in job.secrets}
 
     def _check_name(self, name: str) -> None:
         folders = self._dirs.list_all()
