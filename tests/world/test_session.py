@@ -419,8 +419,8 @@ MISTAKES = {
     "loader": (64, "expected a map-style dataset"),
     "no-recipe": (78, "gone.yaml"),
     "scheduler": (64, "session.step: the loop has a scheduler for the learning rate"),
-    "stranger": (64, "session_script.py: ended without training: it never came to `with phalanx.session(...)`"),
-    "half-stranger": (64, "session_script.py: ended without training: it never came to `with phalanx.session(...)`"),
+    "stranger": (64, "session_script.py: ended without training: it never reached `with phalanx.session(...)`"),
+    "half-stranger": (64, "session_script.py: ended without training: it never reached `with phalanx.session(...)`"),
 }
 
 

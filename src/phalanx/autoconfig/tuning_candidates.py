@@ -162,7 +162,7 @@ def list_untried(recipe: ResolvedRecipe, facts: TuningFacts, data_wait_share: fl
     if not facts.may_change_processes:
         notes.append("processes: their number is given")
     if recipe.memory.activation_checkpointing == "none":
-        notes.append("memory.activation_checkpointing: nothing is recomputed, and to do so would only take time")
+        notes.append("memory.activation_checkpointing: nothing is recomputed; recomputing would only take time")
     notes.append(f"data: read ahead by a thread; a step waits {data_wait_share:.1%} of its time for them")
     return notes
 

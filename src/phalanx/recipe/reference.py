@@ -25,7 +25,7 @@ its `model` and its `data.source` itself. `phalanx recipe check RECIPE` checks o
 schema` prints the JSON Schema for editors, and any key can be overridden on the command line: `phalanx train RECIPE
 steps=50 optimizer.lr=3e-4`.
 
-- YAML 1.2: `1e-3` is a number, `no` and `off` are words, a key that stands twice is an error.
+- YAML 1.2: `1e-3` is a number, `no` and `off` are words, a key that appears twice is an error.
 - Paths are relative to the recipe's file. Its folder joins the import path of `module:name` values.
 - In any text, `${python.stdlib}` is the folder of Python's standard library, `${python.packages}` that of installed
   packages, `${recipe.dir}` that of the recipe, and `${env.NAME}` an environment variable.

@@ -124,7 +124,7 @@ def compose(text: str, label: str, numbered: bool = True) -> tuple[Node | None, 
 def parse_yaml(text: str, label: str, with_lines: bool = True) -> tuple[Any, SourceLocations]:
     """The value of a YAML text and the place of each of its keys: `label:LINE`, or only `label`.
 
-    RecipeError: the text is not YAML, a key stands twice, or a tag asks for something that is not plain data.
+    RecipeError: the text is not YAML, a key appears twice, or a tag asks for something that is not plain data.
     """
     node, yaml = compose(text, label, with_lines)
     locations: SourceLocations = {}

@@ -25,7 +25,7 @@ CAUSE_BY_STATUS: dict[int, FailureCause] = {
     GPU_FAILED_STATUS: "gpu_failed",
 }
 """Cause of a failure by the exit status of a worker that knows it."""
-NEVER_JOINED_MESSAGE = "ended without training: it never came to `with phalanx.session(...)`"
+NEVER_JOINED_MESSAGE = "ended without training: it never reached `with phalanx.session(...)`"
 
 
 EXITS_NOT_REPORTED_MESSAGE = (
