@@ -1,6 +1,6 @@
 """What a step needs of a worker's memory, and which plans fit: activation checkpointing, the way to compute the loss,
-and the micro-batch. Pure: what a model needs was measured by trials (`autoconfig/profile_trial.py`) and comes in as numbers.
-`memory_choice.py` chooses among the plans.
+and the micro-batch. Pure: what a model needs was measured by trials (`autoconfig/profile_trial.py`) and comes in as
+numbers. `memory_choice.py` chooses among the plans.
 
 A step holds the training state (weights, gradients, moments of the optimizer) and, for each sample of the micro-batch,
 what forward keeps for backward. The first is counted, the second measured, and divided among ranks as the layout does.
