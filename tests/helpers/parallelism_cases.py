@@ -46,7 +46,7 @@ def second(layers: int) -> Case:
     """Several documents in a sample, parts that do not train, activations made again."""
     return Case(
         f"packed-{layers}",
-        ("sequence packing", "frozen parameters", "recomputation"),
+        ("sequence packing", "frozen parameters", "activation checkpointing"),
         {
             **TRAINING,
             "model": {"build": "user_models:frozen", "args": {**SIZES, "layers": layers, "tie_embeddings": False}},
@@ -75,7 +75,7 @@ EXPERTS = Case(
 )
 PACKED_EXPERTS = Case(
     "packed-experts",
-    ("sequence packing", "frozen parameters", "recomputation"),
+    ("sequence packing", "frozen parameters", "activation checkpointing"),
     {
         **second(2).changes,
         "model": {"build": "user_models:frozen_experts", "args": {**MIXTURE, "tie_embeddings": False}},
@@ -84,7 +84,7 @@ PACKED_EXPERTS = Case(
 MIXTURES = (EXPERTS, PACKED_EXPERTS)
 DENSE, DEEP = (first(2), second(2)), (first(4), second(4))
 FIRST = DENSE[0]
-MOVED = "checkpoint read under another layout"
+MOVED = "checkpoint read under another parallelism"
 FEATURES = (*DENSE[0].features, *DENSE[1].features, MOVED)
 
 
@@ -156,7 +156,7 @@ LAYOUTS = (
 
 def table() -> str:
     """Layouts x features, in Markdown: what is tested, cell by cell."""
-    lines = ["| workers | layout | " + " | ".join(FEATURES) + " |", "|---:|---|" + ":-:|" * len(FEATURES)]
+    lines = ["| workers | parallelism | " + " | ".join(FEATURES) + " |", "|---:|---|" + ":-:|" * len(FEATURES)]
     for layout in sorted(LAYOUTS, key=lambda layout: layout.workers):
         tested = {feature for case in layout.cases for feature in case.features} | {MOVED}
         cells = " | ".join("yes" if feature in tested else "" for feature in FEATURES)

@@ -223,7 +223,7 @@ def list_jobs(
         print(json.dumps([asdict(status) for status in jobs], indent=2))
         return
     if not jobs:
-        print(f"no jobs in {on}'s queue; `phalanx jobs submit RECIPE` adds one")
+        print(f"no jobs were submitted to {on} from here; submit one with: phalanx jobs submit RECIPE --on {on}")
         return
     columns = [Column(title) for title in ("ID", "NAME", "STATE", "ATTEMPTS", "AGE", "REASON")]
     print(*format_table(columns, [_table_row(status, time.time()) for status in jobs]), sep="\n")
