@@ -57,7 +57,7 @@ def phalanx_stack(device: AcceleratorSpec, devices: int) -> SoftwareStack:
 
     A CPU runs its operations itself: their launches are part of them (`kernel_us`, which `phalanx calibrate` measures),
     and nothing else was found in a step: whole steps of 14 ms take as long as a plain loop's
-    (docs/benchmarks/engine_overhead.md).
+    (docs/benchmarks/loop_overhead.md).
     """
     name = f"{PHALANX_STACK}-{device.generation}" if devices == 1 else PHALANX_STACK
     stack = replace(stack_by_name(name if name in load_stack_data()["stacks"] else PHALANX_STACK), name=PHALANX_STACK)
