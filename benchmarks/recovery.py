@@ -1,13 +1,13 @@
-"""How long a run stands still when a worker is killed: ours and torchrun's, in turns, in one run on one machine.
+"""Time to recover from a killed worker: ours and torchrun's, in turns, in one run on one machine.
 
     python benchmarks/recovery.py [--kills 12] [--width 128] [--layers 2]
 
 Two workers train the same transformer on the CPU and save every ten steps; the second one is killed by SIGKILL, again
 and again. Counted is the time from the kill to the end of the next step that is done, less the duration of that step:
-noticing, ending the others, starting, meeting, reading the state; and the steps that had been done and are done again.
-Ours is run without hot copies, so from the checkpoint; with them; and under `determinism: elastic`, where the other
-worker goes on from memory and a new one joins it later; and so with four workers, each two of which hold a replica
-together.
+noticing, ending the others, starting, meeting, reading the state; and the wasted progress in steps.
+Ours is run without in-memory checkpoints, so from the checkpoint in storage; with them; and under
+`determinism: elastic`, where the other worker goes on from memory and a new one joins it later; and so with four
+workers, each two of which hold a replica together.
 torchrun runs a plain DDP loop with torch.save; both agents have their default settings. Each of the loop's attempts has
 its own prefix in torchrun's store: without it the second or third restart hangs.
 """
@@ -32,8 +32,9 @@ import psutil
 import torch
 
 from phalanx.models import transformer
-from phalanx.run import Run, read_events
+from phalanx.run import Event, EventTail, Run
 from phalanx.run.event_types import StepDone, WorkerStarted
+from phalanx.run.lines import LineTail
 
 CHECKPOINT_EVERY = 10
 """Steps between two checkpoints."""
@@ -43,7 +44,7 @@ STEPS_BETWEEN_KILLS = (25, 34)
 RESUME_TIMEOUT_S = 120.0
 PHALANX_VARIANTS: dict[str, dict[str, object]] = {
     "phalanx train, from the checkpoint": {"checkpoint": {**SAVING, "in_memory_every": None}},
-    "phalanx train, from a hot copy": {"checkpoint": {**SAVING, "in_memory_every": 2}},
+    "phalanx train, from an in-memory checkpoint": {"checkpoint": {**SAVING, "in_memory_every": 2}},
     "phalanx train, determinism: elastic": {"determinism": "elastic"},
     "phalanx train, determinism: elastic of two workers": {
         "determinism": "elastic",
@@ -114,8 +115,8 @@ class RecoveryCompetitor:
             self.process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said, env=environment)
 
     def kill_and_measure(self, victim: Callable[[], int], steps: int) -> tuple[float, int]:
-        """Let it train for so many steps, kill a worker, and tell for how long it stood still, and how many steps were
-        done again."""
+        """Let it train for so many steps, kill a worker, and return the seconds until training goes on, and the wasted
+        steps."""
         before = len(self.steps())
         self.wait_until(lambda: len(self.steps()) >= before + steps)
         pid, killed = victim(), time.time()
@@ -145,14 +146,6 @@ class RecoveryCompetitor:
         self.process.wait()
 
 
-def lines_of(path: Path) -> list[dict[str, float]]:
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
-
-
 @contextlib.contextmanager
 def ours(
     folder: Path, shape: Shape, changes: dict[str, object]
@@ -162,14 +155,18 @@ def ours(
     (folder / "text.txt").write_text("never lost, whatever falls. " * 20_000)
     (folder / "recipe.yaml").write_text(json.dumps(BASE_RECIPE | {"model": {"args": shape}} | changes))
     run = Run(folder / "run")
+    # each line is read once: reading the whole log at every poll would take a core from the run that is measured
+    tail = EventTail(run.events)
+    events: list[Event] = []
 
     def steps() -> list[Step]:
-        done = [event for event in read_events(run.events) if isinstance(event, StepDone)]
+        events.extend(tail.read())
+        done = [event for event in events if isinstance(event, StepDone)]
         return [(event.time, event.duration_s, event.step) for event in done]
 
     def victim() -> int:
-        workers = [event for event in read_events(run.events) if isinstance(event, WorkerStarted) and event.rank == 1]
-        return workers[-1].pid
+        events.extend(tail.read())
+        return [event for event in events if isinstance(event, WorkerStarted) and event.rank == 1][-1].pid
 
     count = 4 if "parallelism" in changes else 2
     command = [
@@ -196,12 +193,19 @@ def torchrun(folder: Path, shape: Shape) -> Iterator[tuple[RecoveryCompetitor, C
     folder.mkdir()
     (folder / "loop.py").write_text(TORCHRUN_SCRIPT)
 
+    tails = [LineTail(folder / f"rank-{rank}.jsonl") for rank in range(2)]
+    done: list[Step] = []
+    pids: list[int] = []
+
     def steps() -> list[Step]:
-        done = [line for line in lines_of(folder / "rank-0.jsonl") if "step" in line]
-        return [(line["t"], line["seconds"], int(line["step"])) for line in done]
+        lines = [json.loads(line) for line in tails[0].read()]
+        done.extend((line["t"], line["seconds"], int(line["step"])) for line in lines if "step" in line)
+        return done
 
     def victim() -> int:
-        return int([line for line in lines_of(folder / "rank-1.jsonl") if "pid" in line][-1]["pid"])
+        lines = [json.loads(line) for line in tails[1].read()]
+        pids.extend(int(line["pid"]) for line in lines if "pid" in line)
+        return pids[-1]
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1000", "loop.py", str(folder), json.dumps(shape)]
@@ -233,20 +237,14 @@ def main() -> None:
                             contender.kill_and_measure(victim, STEPS_BETWEEN_KILLS[kill % len(STEPS_BETWEEN_KILLS)])
                         )
     peer = statistics.median(seconds for seconds, _ in found["torchrun"])
-    rows = ["| | kills | median | least | most | done again | torchrun / this |", "|---|---|---|---|---|---|---|"]
+    rows = ["| | kills | median | least | most | wasted | torchrun / this |", "|---|---|---|---|---|---|---|"]
     for name, pauses in found.items():
         seconds = [pause for pause, _ in pauses]
         figures = [statistics.median(seconds), min(seconds), max(seconds)]
         told = " | ".join(f"{figure:.3f} s" for figure in figures)
         again = statistics.mean(steps for _, steps in pauses)
         rows.append(f"| {name} | {len(seconds)} | {told} | {again:.1f} steps | {peer / figures[0]:.1f} |")
-    millions = (
-        sum(
-            parameter.numel()
-            for parameter in transformer(256, 64, shape["layers"], shape["width"], shape["heads"]).parameters()
-        )
-        / 1e6
-    )
+    millions = sum(parameter.numel() for parameter in transformer(256, 64, **shape).parameters()) / 1e6
     print(
         f"`{' '.join(['python', 'benchmarks/recovery.py', *sys.argv[1:]])}`, {datetime.date.today().isoformat()}, "
         f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}, {millions:.1f} M parameters."

@@ -64,7 +64,7 @@ class TrainState:
         """Read it from a checkpoint's meta (`asdict`). DataError for a value of a wrong type, or a negative one."""
         values = {each.name: meta[each.name] for each in fields(cls) if each.name in meta}
         try:
-            found = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+            found = _STATE_ADAPTER.validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
@@ -75,6 +75,10 @@ class TrainState:
                 f"units"
             )
         return found
+
+
+_STATE_ADAPTER = TypeAdapter(TrainState)
+"""Built when the fork server imports this module: it takes 5 ms, which each restarted worker would spend again."""
 
 
 @dataclass(frozen=True)
