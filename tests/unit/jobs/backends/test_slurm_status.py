@@ -166,6 +166,15 @@ def test_without_sbatch_it_is_said_what_is_missing(tmp_path: Path) -> None:
         slurm.render(Job("a", ("true",), tmp_path))
 
 
+def test_without_a_configuration_it_is_said_where_to_submit(tmp_path: Path) -> None:
+    words = (
+        "sbatch: error: fetch_config: DNS SRV lookup failed\nsbatch: fatal: Could not establish a configuration source"
+    )
+    slurm, _ = engine(tmp_path, {"sbatch --version": (1, "", words)})
+    with pytest.raises(UsageError, match=r"no slurm\.conf on this machine; submit from a login node"):
+        slurm.render(Job("a", ("true",), tmp_path))
+
+
 def test_a_dry_run_writes_nothing_and_says_what_would_be_sent(tmp_path: Path) -> None:
     slurm, _ = engine(tmp_path, {}, TOKEN="swordfish")
     request = slurm.render(Job("a", ("true",), tmp_path, secrets=("TOKEN",)))

@@ -212,8 +212,10 @@ class SlurmBackend:
                     "slurm: sbatch is not installed here, or not in PATH; submit from one of its login nodes"
                 )
             found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", out)
-            if code or not found:
-                raise UsageError(f"slurm: sbatch --version says {(err or out).strip()!r}; expected a version")
+            if code:
+                raise UsageError(f"slurm: sbatch --version: {_clean_error(err)}")
+            if not found:
+                raise UsageError(f"slurm: sbatch --version says {out.strip()!r}; expected a version")
             self._version = tuple(int(number) for number in found.groups() if number is not None)
         return self._version
 
@@ -358,5 +360,10 @@ class SlurmBackend:
 
 def _clean_error(err: str) -> str:
     """Slurm's words, in one line, without what it puts before them."""
+    if "Could not establish a configuration source" in err:
+        return (
+            "Slurm's programs find no slurm.conf on this machine; submit from a login node of the cluster, or set "
+            "SLURM_CONF to the path of the cluster's slurm.conf"
+        )
     lines = [re.sub(r"^(\w+: )?(error: )?", "", line).strip() for line in err.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line)) or "it failed without a word"
