@@ -11,7 +11,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import DataError
-from phalanx.run import Event, read_events
+from phalanx.run import Event, EventTail
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointSaved,
@@ -135,6 +135,8 @@ class RunHistory:
     num_nodes: int
     first_event_at: float | None
     last_event_at: float | None
+    num_unreadable_lines: int = 0
+    """Lines of the log that are no event; the history is without them."""
 
     def of(self, kind: type[EventT]) -> list[EventT]:
         """The other events of a kind."""
@@ -295,8 +297,10 @@ def build_history(events: Iterable[Event]) -> RunHistory:
 def read_history(path: Path) -> RunHistory:
     """The History of an events.jsonl; an empty one when the file is not there, or something else is. UnknownFormat
     where another Phalanx wrote it."""
+    tail = EventTail(path)
     try:
-        return build_history(read_events(path))
+        history = build_history(tail.read())
+        return replace(history, num_unreadable_lines=tail.num_unreadable)
     except UnknownFormat:
         raise
     except DataError:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import DataError
+from phalanx.formatting import format_plural
 from phalanx.observe import metrics
 from phalanx.observe.durations import RunDurations, split_work, summarize_durations
 from phalanx.observe.event_messages import describe_straggler
@@ -254,6 +255,9 @@ def _read(run: Run, path: Path, expected: bool, lost: list[str]) -> dict[str, An
 def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[str]) -> tuple[str, int]:
     """Return how the run ended, and its last step: from its result where events that it implies are lost."""
     status, steps = result.get("status"), _int_or_none(result.get("steps"))
+    if history.num_unreadable_lines:
+        damaged = format_plural(history.num_unreadable_lines, "line")
+        lost.append(f"{run.events}: {damaged} cannot be read; what is shown leaves them out")
     saved = max((int(path.name[5:]) for path in run.checkpoints.glob("step-*") if path.name[5:].isdecimal()), default=0)
     known = any(life.end_status == status for life in history.attempts)
     beyond = steps is not None and (steps > history.last_step or status == "done")

@@ -110,6 +110,8 @@ class EventTail:
 
     def __init__(self, path: Path):
         self.path, self._lines, self._is_first = path, LineTail(path), True
+        self.num_unreadable = 0
+        """Lines so far that are no event: they are skipped."""
 
     def skip(self) -> None:
         """Pass over what is there."""
@@ -123,7 +125,9 @@ class EventTail:
                 _check_format(self.path, line)
                 self._is_first = False
             event = parse_event(line.decode(errors="replace"))
-            if event is not None and not isinstance(event, LogOpened):
+            if event is None:
+                self.num_unreadable += bool(line)  # an empty line ends nothing that was torn
+            elif not isinstance(event, LogOpened):
                 yield event
 
 

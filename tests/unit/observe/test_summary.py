@@ -270,10 +270,20 @@ def test_where_events_are_lost_the_result_says_how_it_ended(tmp_path: Path, cont
     found = summary(path)
     assert (found.status, found.last_step) == ("done", 5)
     assert found.digest is not None
-    assert found.lost == (f"{events}: ends at step 0; result.json says done at step 5",)
+    assert found.lost[-1:] == (f"{events}: ends at step 0; result.json says done at step 5",)
     text, _ = pages(path)
     assert "done: 5 of 5 steps" in text
     assert "unknown: the events of its steps are lost" in text
+
+
+def test_lines_that_are_no_event_are_counted(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=5)
+    events = path / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join([*lines[:3], '{"kind": "step", "st\n', "\0\n", *lines[3:]]))
+    found = summary(path)
+    assert (found.status, found.last_step) == ("done", 5)
+    assert found.lost == (f"{events}: 2 lines cannot be read; what is shown leaves them out",)
 
 
 def test_where_the_end_of_the_events_is_lost_the_result_says_how_it_ended(tmp_path: Path) -> None:
