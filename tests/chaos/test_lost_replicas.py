@@ -31,6 +31,7 @@ from train_harness import (
     list_live_workers,
     plan_fault,
     wait_until,
+    write_faults,
 )
 
 REPLICAS: Values = {"determinism": "elastic"}
@@ -201,12 +202,17 @@ def test_what_it_cost_stands_in_the_ledger(lab: TrainHarness) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_node_comes_back_while_the_others_train(lab: TrainHarness, nodes: Nodes) -> None:  # noqa: F811
-    nodes.changes = {**LONG, "steps": 1500, "checkpoint": {"every": 1000}, "evaluation": {"every": None}}
+def test_a_lost_node_comes_back_while_the_others_train(lab: TrainHarness, nodes: Nodes, tmp_path: Path) -> None:  # noqa: F811
+    nodes.changes = {**LONG, "steps": 300, "checkpoint": {"every": 1000}, "evaluation": {"every": None}}
+    back = tmp_path / "back"
+    write_faults(nodes.run, [plan_fault(21, "slow", delay=0.1, until=str(back))])  # else it may end before that
     leader, member = nodes.start(0), nodes.start(1)
-    wait_until(lambda: nodes.run.events.exists() and '"step": 20,' in nodes.run.events.read_text(), 30, "step 20")
+    wait_until(lambda: nodes.run.events.exists() and '"step": 20,' in nodes.run.events.read_text(), 120, "step 20")
     member.send_signal(signal.SIGKILL)
-    ended = nodes.end(leader, nodes.start(1))
+    returned = nodes.start(1)
+    wait_until(lambda: '"scaled_up": true' in nodes.run.events.read_text(), 120, "the node to come back")
+    back.touch()
+    ended = nodes.end(leader, returned)
     assert ended.digest == lab.train_reference(nodes.changes, 1).digest
     assert worlds(ended) == [2, 1, 2]
-    assert steps_of(ended) == list(range(1, 1501))
+    assert steps_of(ended) == list(range(1, 301))

@@ -7,13 +7,13 @@ plus `delay`; `saved` as soon as a checkpoint is whole, plus `delay`; `told` at 
 one is and all know it, and until it is steps take `delay` longer; `start` before the first step; `evaluation` after one
 at or beyond the step.
 do: `kill` or `term` this worker, `exit` (sys.exit(0)), `vanish` (os._exit(0)), `kill-agent`, `hang-up` (break all
-connections to others), `raise`, `block`, `slow` (every step from there on), `limit-files` (no file of this process may
-grow beyond a few bytes, as on a full disk), `free-files`, `freeze` (as SIGSTOP holds it still), `fail-storage` (this
-process can open, make, rename, list or remove nothing in the run's directory, and sync nothing: EIO), `mend-storage`,
-`fail-read` (as a read that storage refuses), `lose-gpu` (raises what torch does when a GPU failed), `gpu` (the emulated
-GPU of this worker gives the `error`, a number of CUDA's, after so many more `calls` that give it work:
-tests/emulated/nullrt.c), `collective` (a `signal` to this worker in the middle of a collective between emulated GPUs,
-after so many more `calls`: tests/emulated/nullnccl.c).
+connections to others), `raise`, `block`, `slow` (every step from there on, until the file `until` exists),
+`limit-files` (no file of this process may grow beyond a few bytes, as on a full disk), `free-files`, `freeze` (as
+SIGSTOP holds it still), `fail-storage` (this process can open, make, rename, list or remove nothing in the run's
+directory, and sync nothing: EIO), `mend-storage`, `fail-read` (as a read that storage refuses), `lose-gpu` (raises what
+torch does when a GPU failed), `gpu` (the emulated GPU of this worker gives the `error`, a number of CUDA's, after so
+many more `calls` that give it work: tests/emulated/nullrt.c), `collective` (a `signal` to this worker in the middle of
+a collective between emulated GPUs, after so many more `calls`: tests/emulated/nullnccl.c).
 """
 
 import ctypes
@@ -54,7 +54,8 @@ class Faults:
         for fault in self.faults:
             when = fault.get("when", AT_BOUNDARY)
             if fault["do"] == "slow" and event.step >= fault["step"]:
-                time.sleep(fault["delay"])
+                if not os.path.exists(fault.get("until", "")):
+                    time.sleep(fault["delay"])
             elif when == "told" and event.step >= fault["step"]:
                 inject_when_announced(run.path / "checkpoints", fault)
             elif event.step != fault["step"]:
